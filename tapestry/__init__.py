@@ -1,0 +1,1 @@
+"""Tapestry: from an ONNX model to a verified, sharded execution plan and the kernels that run it."""

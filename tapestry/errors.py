@@ -1,0 +1,58 @@
+"""Errors that a user of Tapestry can cause and act on.
+
+A broken invariant of our own is an ``AssertionError``; everything that the user's model, command line or build
+directory can cause is a `TapestryError`, which the command line prints without a traceback (exit status 2).
+"""
+
+from __future__ import annotations
+
+
+class TapestryError(Exception):
+    """What went wrong, where, why (a witness), and what to try.
+
+    Args:
+        what: one sentence, without a full stop.
+        where: the ONNX node, IR line, file or command-line option concerned.
+        why: the concrete point, value or number that shows it.
+        hint: what the user may try.
+    """
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.why, self.hint = what, where, why, hint
+
+    def __str__(self) -> str:
+        lines = [self.what if not self.where else f"{self.where}: {self.what}"]
+        if self.why:
+            lines.append(f"  because: {self.why}")
+        if self.hint:
+            lines.append(f"  try: {self.hint}")
+        return "\n".join(lines)
+
+
+class ModelError(TapestryError):
+    """The ONNX file is malformed, unsafe or not supported."""
+
+
+class TextError(TapestryError):
+    """IR text does not parse."""
+
+
+class PlanError(TapestryError):
+    """No plan meets what was asked (a pin that is impossible, memory that cannot suffice)."""
+
+
+class BuildError(TapestryError):
+    """A build directory is missing, malformed, or not what its hashes say."""
+
+
+class LawError(TapestryError):
+    """A law of the IR is broken; the command line ends with exit status 1.
+
+    Args:
+        law: the law's name, as in ``certificate.json``.
+    """
+
+    def __init__(self, law: str, what: str, *, where: str = "", why: str = "") -> None:
+        super().__init__(f"law '{law}' is broken: {what}", where=where, why=why)
+        self.law = law

@@ -1,0 +1,121 @@
+"""Scalar bodies: a small expression tree, evaluated in the order written.
+
+Never rewritten algebraically: ``x - x`` is not 0 for an infinity, ``0 * x`` is not 0 for a NaN. Each target gives one
+row per primitive (``verify.interp``, ``codegen.torch_cpu``, ``codegen.triton``); a test holds the tables complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tapestry.ir.index import Aff
+from tapestry.ir.types import DTYPES, FLOATS
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A literal of a dtype."""
+
+    value: float | int | bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """The value of read number ``pos`` at this point."""
+
+    pos: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acc:
+    """Field number ``field`` of the reduced monoid state; only in ``then``."""
+
+    field: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The value of an index expression at this point, in the coordinates of the whole, unsplit index space."""
+
+    aff: Aff
+    dtype: str = "i64"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A primitive applied to arguments."""
+
+    fn: str
+    args: tuple[Expr, ...]
+    dtype: str
+
+
+Expr = Const | Arg | Acc | Index | Call
+
+# primitive -> (arity, result): "same" as its arguments, "bool", "i64", or "float" (same, and they must be floats)
+PRIMITIVES: dict[str, tuple[int, str]] = {
+    "add": (2, "same"), "sub": (2, "same"), "mul": (2, "same"), "div": (2, "same"), "mod": (2, "same"), "fmod": (2, "same"),
+    "pow": (2, "same"), "min": (2, "same"), "max": (2, "same"), "neg": (1, "same"), "abs": (1, "same"), "sign": (1, "same"),
+    "exp": (1, "float"), "log": (1, "float"), "sqrt": (1, "float"), "erf": (1, "float"), "tanh": (1, "float"),
+    "sin": (1, "float"), "cos": (1, "float"), "tan": (1, "float"), "asin": (1, "float"), "acos": (1, "float"),
+    "atan": (1, "float"), "sinh": (1, "float"), "cosh": (1, "float"), "asinh": (1, "float"), "acosh": (1, "float"),
+    "atanh": (1, "float"), "sigmoid": (1, "float"), "log1p": (1, "float"), "expm1": (1, "float"),
+    "floor": (1, "float"), "ceil": (1, "float"), "round": (1, "float"), "isnan": (1, "bool"), "isinf": (1, "bool"),
+    "eq": (2, "bool"), "ne": (2, "bool"), "lt": (2, "bool"), "le": (2, "bool"), "gt": (2, "bool"), "ge": (2, "bool"),
+    "and": (2, "same"), "or": (2, "same"), "xor": (2, "same"), "not": (1, "same"), "shl": (2, "same"), "shr": (2, "same"),
+    "where": (3, "where"), "cast": (1, "cast"), "philox": (5, "i64"),
+}  # fmt: skip
+"""``philox(key, stream, draw, word, index)``: output word 0..3 of Philox4x32-10 (Salmon et al., SC'11) with counter
+``(index lo, index hi, draw, stream)`` and the 64-bit key as (lo, hi), as an i64 in [0, 2^32). ``div`` of integers
+truncates towards zero, ``mod`` has the sign of the divisor, ``fmod`` of the dividend; ``min`` and ``max`` propagate NaN;
+``round`` is half to even."""
+
+
+def call(fn: str, *args: Expr) -> Call:
+    """Apply a primitive, inferring and checking dtypes (an assertion failure here is a bug of the lifter or rule)."""
+    arity, result = PRIMITIVES[fn]
+    assert result != "cast", "use cast()"
+    assert len(args) == arity, f"{fn} takes {arity} arguments, not {len(args)}"
+    operands = args[1:] if result == "where" else args
+    kinds = {a.dtype for a in operands}
+    assert len(kinds) == 1, f"{fn}: arguments differ in dtype: {[a.dtype for a in args]}"
+    dtype = operands[0].dtype
+    assert result != "where" or args[0].dtype == "bool", "where: the condition is not bool"
+    assert result != "float" or dtype in FLOATS, f"{fn} needs floats, not {dtype}"
+    return Call(fn, args, result if result in ("bool", "i64") else dtype)
+
+
+def cast(x: Expr, dtype: str) -> Expr:
+    """Convert x to another dtype as ONNX Cast does (no call when it has it already)."""
+    assert dtype in DTYPES, dtype
+    return x if x.dtype == dtype else Call("cast", (x,), dtype)
+
+
+def walk(e: Expr) -> Iterator[Expr]:
+    """e and all its sub-expressions, depth first."""
+    yield e
+    if isinstance(e, Call):
+        for a in e.args:
+            yield from walk(a)
+
+
+def rewrite(e: Expr, leaf: Callable[[Expr], Expr]) -> Expr:
+    """Rebuild e with every leaf (Const, Arg, Acc, Index) replaced by ``leaf(it)``."""
+    if isinstance(e, Call):
+        args = tuple(rewrite(a, leaf) for a in e.args)
+        return e if args == e.args else Call(e.fn, args, e.dtype)
+    return leaf(e)
+
+
+def arg_positions(exprs: tuple[Expr, ...]) -> frozenset[int]:
+    """Which reads these expressions use."""
+    return frozenset(x.pos for e in exprs for x in walk(e) if isinstance(x, Arg))
+
+
+def count_calls(exprs: tuple[Expr, ...]) -> int:
+    """Number of primitive applications: the FLOPs per point."""
+    return sum(isinstance(x, Call) and x.fn != "cast" for e in exprs for x in walk(e))

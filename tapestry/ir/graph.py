@@ -1,0 +1,194 @@
+"""The Graph: tensors and block operations, in SSA form and topological order, immutable.
+
+A block operation is an index space, a projection from it to every tensor it reads, and a body computed at each point.
+The map dimensions of the index space are the axes of the output, in order: the output projection is the identity, hence
+injective and covering, by construction. Reduced dimensions stay in the index space and are merged by a named monoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tapestry.ir.expr import Expr, arg_positions
+from tapestry.ir.index import Aff
+from tapestry.ir.types import Tensor, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A named dimension of an index space, running over [0, size)."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """``aff >= 0`` (``op`` "ge") or ``aff == 0`` ("eq")."""
+
+    aff: Aff
+    op: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """A projection from the index space to one tensor.
+
+    Attributes:
+        tensor: the tensor read.
+        index: one index expression per axis of the tensor.
+        other: the value where the guards fail or the index leaves the tensor; ``None`` when neither can happen.
+        when: guards besides being inside the tensor.
+    """
+
+    tensor: str
+    index: tuple[Aff, ...]
+    other: float | int | bool | None = None
+    when: tuple[Guard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """``dim`` cut into ``parts`` contiguous blocks, bound to a resource: ``mesh.<axis>``, ``time``, ``grid`` or ``loop``."""
+
+    dim: str
+    parts: int
+    to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block operation.
+
+    Attributes:
+        outs: the tensors written, all of the shape of ``dims``.
+        dims: map dimensions, one per axis of the outputs.
+        reduce: reduced dimensions, all merged by ``monoid``.
+        reads: projections; ``Arg(k)`` in an expression is the value of ``reads[k]``.
+        body: without a monoid, one expression per output; with one, the lifted state (one per field).
+        then: with a monoid, one expression per output over ``Acc(field)`` and the reads by map dimensions alone.
+        source: names of the ONNX nodes it came from.
+        splits: how it is cut, and what the parts are bound to.
+    """
+
+    outs: tuple[str, ...]
+    dims: tuple[Dim, ...]
+    reduce: tuple[Dim, ...] = ()
+    monoid: str | None = None
+    reads: tuple[Read, ...] = ()
+    body: tuple[Expr, ...] = ()
+    then: tuple[Expr, ...] = ()
+    source: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ()
+
+    @property
+    def space(self) -> tuple[Dim, ...]:
+        """Map dimensions, then reduced ones."""
+        return self.dims + self.reduce
+
+    @property
+    def ranges(self) -> dict[str, int]:
+        """Dimension name to size."""
+        return {d.name: d.size for d in self.space}
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Tensors read, each once, in order of first use."""
+        return tuple(dict.fromkeys(r.tensor for r in self.reads))
+
+    def body_reads(self) -> frozenset[int]:
+        """Positions of the reads that the body uses (before the reduction)."""
+        return arg_positions(self.body)
+
+    def then_reads(self) -> frozenset[int]:
+        """Positions of the reads that ``then`` uses (after the reduction)."""
+        return arg_positions(self.then)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opaque:
+    """An ONNX node without an affine structure: exact, and splittable only along the dimensions it commutes with.
+
+    Attributes:
+        dims: the dimensions along which the node may be run block by block (often just batch, possibly none).
+        ins: tensors read ("" where an optional input is absent).
+        in_axes, out_axes: for each input or output, and for each of ``dims``, the axis it indexes, or ``None``; every
+            other axis is read or written whole.
+        node: the serialised ``NodeProto`` (inputs and outputs by position), with its opset versions in ``opsets``.
+    """
+
+    outs: tuple[str, ...]
+    ins: tuple[str, ...]
+    kind: str
+    node: bytes
+    opsets: tuple[tuple[str, int], ...]
+    dims: tuple[Dim, ...] = ()
+    in_axes: tuple[tuple[int | None, ...], ...] = ()
+    out_axes: tuple[tuple[int | None, ...], ...] = ()
+    source: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ()
+    why: str = ""
+
+    @property
+    def space(self) -> tuple[Dim, ...]:
+        """The splittable dimensions."""
+        return self.dims
+
+    @property
+    def ranges(self) -> dict[str, int]:
+        """Dimension name to size."""
+        return {d.name: d.size for d in self.dims}
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Tensors read, each once."""
+        return tuple(dict.fromkeys(t for t in self.ins if t))
+
+
+Op = Block | Opaque
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Tensors by name, operations in topological order, and the names of the graph's inputs and outputs."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: Mapping[str, Weight] = field(default_factory=dict)
+
+    def producers(self) -> dict[str, int]:
+        """Tensor name to the position of the operation that writes it."""
+        return {t: i for i, op in enumerate(self.ops) for t in op.outs}
+
+    def consumers(self) -> dict[str, list[int]]:
+        """Tensor name to the positions of the operations that read it."""
+        out: dict[str, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for t in op.inputs:
+                out.setdefault(t, []).append(i)
+        return out
+
+    def find(self, name: str) -> int:
+        """Position of the operation that writes a tensor, or that came last from the ONNX node of that name; -1 if none."""
+        for i, op in enumerate(self.ops):
+            if name in op.outs:
+                return i
+        found = [i for i, op in enumerate(self.ops) if name in op.source]
+        return found[-1] if found else -1
+
+
+def with_ops(graph: Graph, ops: tuple[Op, ...], new: tuple[Tensor, ...] = ()) -> Graph:
+    """The graph with other operations; adds tensors and drops those that nobody reads or writes any more."""
+    table = {**graph.tensors, **{t.name: t for t in new}}
+    used = set(graph.inputs) | set(graph.outputs) | {t for op in ops for t in (*op.inputs, *op.outs)}
+    kept = {n: t for n, t in table.items() if n in used}
+    return replace(graph, ops=ops, tensors=kept, weights={n: w for n, w in graph.weights.items() if n in kept})
+
+
+def replace_op(graph: Graph, at: int, ops: tuple[Op, ...], new: tuple[Tensor, ...] = ()) -> Graph:
+    """The graph with operation number ``at`` replaced by some others."""
+    return with_ops(graph, graph.ops[:at] + ops + graph.ops[at + 1 :], new)

@@ -1,0 +1,135 @@
+"""The Program: what each device does, step by step. It is all the runtime knows.
+
+Steps are written once for all devices (most do the same on another block); ``None`` in a per-device tuple means that the
+device takes no part. Buffers are named; a name stands for one buffer on each device that has a box for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tapestry.ir.kernel import Box, size
+from tapestry.ir.types import itemsize
+
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "halo", "broadcast", "send_recv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A named buffer: ``boxes[d]`` is the part of ``tensor`` that device d holds in it (``None``: no buffer there).
+
+    ``field`` is the monoid field when the buffer holds a partial or merged state rather than the tensor itself.
+    """
+
+    name: str
+    tensor: str
+    dtype: str
+    boxes: tuple[Box | None, ...]
+    field: int | None = None
+
+    def nbytes(self, device: int) -> int:
+        """Bytes on one device."""
+        box = self.boxes[device]
+        return 0 if box is None else size(box) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Allocate a buffer and fill it from the host: a weight's slice, or a slice of a graph input."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Run a kernel on a block of ``graph.ops[op]``; allocates its outputs. See `ir.kernel.Kernel` for the modes.
+
+    ``ins`` has one buffer name per read ("" where the mode does not use it); ``states`` the merged states of ``finish``.
+    """
+
+    op: int
+    mode: str
+    blocks: tuple[Box | None, ...]
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One box of a tensor, sent between two devices."""
+
+    src: int
+    dst: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Allocate ``dst`` and fill it: cells that the same device holds in ``src`` by copying, the others by messages."""
+
+    kind: str
+    src: str
+    dst: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """Merge partial states within each group of devices, in the order given, through the monoid of ``graph.ops[op]``.
+
+    ``dsts`` (one per field) are allocated and hold the merged states on their own boxes: the same box as ``srcs`` for an
+    all-reduce, disjoint parts of it for a reduce-scatter. ``srcs`` are left as they are.
+    """
+
+    kind: str
+    op: int
+    srcs: tuple[str, ...]
+    dsts: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """Drop buffers on every device."""
+
+    buffers: tuple[str, ...]
+
+
+Step = Load | Launch | Transfer | Reduce | Free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Steps over named buffers on ``devices`` devices; ``outputs`` names the buffer of each graph output."""
+
+    devices: int
+    buffers: Mapping[str, Buffer]
+    steps: tuple[Step, ...]
+    outputs: Mapping[str, str]
+
+
+def transfer_bytes(step: Transfer | Reduce, program: Program) -> int:
+    """Bytes that all devices together put on the wire in one step.
+
+    Messages count as they are. A group of n devices reducing B bytes of state sends ``2 (n - 1) B`` in all for an
+    all-reduce and ``(n - 1) B`` for a reduce-scatter (ring algorithms, Patarasuk and Yuan 2009; any chunking).
+    """
+    if isinstance(step, Transfer):
+        width = itemsize(program.buffers[step.dst].dtype)
+        return sum(size(m.box) for m in step.messages) * width
+    factor = 2 if step.kind == "all_reduce" else 1
+    return sum(
+        factor * (len(g) - 1) * sum(program.buffers[b].nbytes(g[0]) for b in step.srcs) for g in step.groups if len(g) > 1
+    )
+
+
+def payload_bytes(step: Transfer | Reduce, program: Program) -> int:
+    """Largest buffer that one device contributes or receives: what profilers call the size of the collective."""
+    if isinstance(step, Transfer):
+        received = [0] * program.devices
+        for m in step.messages:
+            received[m.dst] += size(m.box) * itemsize(program.buffers[step.dst].dtype)
+        return max(received, default=0)
+    return max((sum(program.buffers[b].nbytes(d) for b in step.srcs) for g in step.groups for d in g), default=0)

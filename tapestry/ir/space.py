@@ -1,0 +1,163 @@
+"""Integer sets and relations, exactly: the only importer of islpy.
+
+isl is the truth for projections; `ir.index.bounds` is the fast path for boxes and is property-tested against this file.
+Traps kept out of sight here: ``==`` of isl objects may hold while their hashes differ, names are ignored by comparison,
+coalesced text is not canonical, and counting points of a 7-d box takes seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import islpy as isl
+
+from tapestry.ir.graph import Block, Dim, Guard, Read
+from tapestry.ir.index import Aff, Floor, dims_of
+from tapestry.ir.kernel import Box
+
+Point = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Relation:
+    """A set of pairs (point of one space, point of another), as an isl map."""
+
+    raw: Any
+
+    def equals(self, other: Relation) -> bool:
+        """Whether both hold exactly the same pairs."""
+        return bool(self.raw.is_equal(other.raw))
+
+    def inside(self, other: Relation) -> bool:
+        """Whether every pair is in the other relation."""
+        return bool(self.raw.is_subset(other.raw))
+
+    def then(self, other: Relation) -> Relation:
+        """Composition: (a, c) for every (a, b) here and (b, c) there."""
+        return Relation(self.raw.apply_range(other.raw))
+
+    def union(self, other: Relation) -> Relation:
+        """All pairs of both."""
+        return Relation(self.raw.union(other.raw).coalesce())
+
+    def injective(self) -> bool:
+        """Whether no two points map to one."""
+        return bool(self.raw.is_injective())
+
+    def image(self, box: Box) -> Relation | None:
+        """The relation restricted to a box of its domain; ``None`` when nothing is left."""
+        cut = self.raw.intersect_domain(_box_set(box))
+        return None if cut.is_empty() else Relation(cut)
+
+    def hull(self) -> Box:
+        """The smallest box that holds the range."""
+        found = self.raw.range()
+        return tuple(
+            (int(str(found.dim_min_val(i))), int(str(found.dim_max_val(i))) + 1) for i in range(found.dim(isl.dim_type.set))
+        )
+
+    def witness(self, other: Relation) -> tuple[Point, Point] | None:
+        """A pair of this relation that the other lacks; ``None`` when there is none."""
+        missing = self.raw.subtract(other.raw)
+        return None if missing.is_empty() else _pair(missing)
+
+    def leaves(self, box: Box) -> tuple[Point, Point] | None:
+        """A pair whose second point is outside a box; ``None`` when the range is inside."""
+        outside = self.raw.subtract_range(_box_set(box))
+        return None if outside.is_empty() else _pair(outside)
+
+    def collision(self) -> tuple[Point, Point] | None:
+        """Two different points that map to one; ``None`` when injective."""
+        same = self.raw.apply_range(self.raw.reverse())
+        n = same.dim(isl.dim_type.in_)
+        different = same.subtract(isl.Map.identity(same.get_space())) if n else same
+        return None if different.is_empty() else _pair(different)
+
+
+def access(op: Block, read: Read, shape: tuple[int, ...]) -> Relation:
+    """Pairs (index point, cell of the tensor) that a read touches.
+
+    A guarded read touches only cells inside the tensor and under its guards; an unguarded one all that it names.
+    """
+    return Relation(_access(op.space, read.index, read.when, shape if read.other is not None else None))
+
+
+def reads_of_outputs(op: Block, read: Read, shape: tuple[int, ...]) -> Relation:
+    """Pairs (cell of the output, cell of the tensor read): the access with reduced dimensions projected out."""
+    raw = access(op, read, shape).raw
+    n, k = len(op.dims), len(op.reduce)
+    return Relation(raw.project_out(isl.dim_type.in_, n, k) if k else raw)
+
+
+def used(op: Block, read: Read) -> Relation:
+    """The access over the dimensions that the read depends on, and no others."""
+    names = frozenset().union(*(dims_of(e) for e in read.index)) if read.index else frozenset[str]()
+    kept = tuple(d for d in op.space if d.name in names)
+    return Relation(_access(kept, read.index, (), None))
+
+
+def identity(shape: tuple[int, ...]) -> Relation:
+    """Every cell of a tensor paired with itself."""
+    box = _box_set(tuple((0, n) for n in shape))
+    return Relation(box.identity())
+
+
+def blocks(dims: tuple[Dim, ...], cuts: dict[str, int]) -> Relation:
+    """Pairs (block ids, index point) for dimensions cut into parts: one map, however many blocks there are."""
+    ids = [d.name for d in dims if cuts.get(d.name, 1) > 1]
+    rename = {d.name: f"p{i}" for i, d in enumerate(dims)}
+    rules = [f"0 <= {rename[d.name]} < {d.size}" for d in dims]
+    for i, name in enumerate(ids):
+        extent, parts = next(d.size for d in dims if d.name == name), cuts[name]
+        rules.append(f"0 <= k{i} < {parts}")
+        rules.append(f"floor((k{i} * {extent})/{parts}) <= {rename[name]} < floor(((k{i} + 1) * {extent})/{parts})")
+    source = ", ".join(f"k{i}" for i in range(len(ids)))
+    target = ", ".join(rename.values())
+    return Relation(isl.Map(f"{{ [{source}] -> [{target}] : {' and '.join(rules) or 'true'} }}"))
+
+
+def covers(cuts: Relation, dims: tuple[Dim, ...]) -> Point | None:
+    """A point of the index space that no block holds; ``None`` when the blocks cover it."""
+    missing = _box_set(tuple((0, d.size) for d in dims)).subtract(cuts.raw.range())
+    return None if missing.is_empty() else _point(missing.sample_point())
+
+
+def _access(dims: tuple[Dim, ...], index: tuple[Aff, ...], when: tuple[Guard, ...], shape: tuple[int, ...] | None) -> Any:
+    names = {d.name: f"p{i}" for i, d in enumerate(dims)}
+    rules = [f"0 <= {names[d.name]} < {d.size}" for d in dims]
+    rules += [f"c{i} = {_text(e, names)}" for i, e in enumerate(index)]
+    rules += [f"{_text(g.aff, names)} {'>=' if g.op == 'ge' else '='} 0" for g in when]
+    if shape is not None:
+        rules += [f"0 <= c{i} < {n}" for i, n in enumerate(shape)]
+    source, target = ", ".join(names.values()), ", ".join(f"c{i}" for i in range(len(index)))
+    return isl.Map(f"{{ [{source}] -> [{target}] : {' and '.join(rules) or 'true'} }}")
+
+
+def _text(e: Aff, names: dict[str, str]) -> str:
+    out = str(e.const)
+    for atom, coef in e.terms:
+        if isinstance(atom, str):
+            text = names[atom]
+        elif isinstance(atom, Floor):
+            text = f"floor(({_text(atom.arg, names)})/{atom.div})"
+        else:
+            text = f"(({_text(atom.arg, names)}) mod {atom.div})"
+        out += f" {'-' if coef < 0 else '+'} {abs(coef)} * {text}"
+    return out
+
+
+def _box_set(box: Box) -> Any:
+    names = [f"p{i}" for i in range(len(box))]
+    rules = [f"{lo} <= {n} < {hi}" for n, (lo, hi) in zip(names, box, strict=True)]
+    return isl.Set(f"{{ [{', '.join(names)}] : {' and '.join(rules) or 'true'} }}")
+
+
+def _pair(raw: Any) -> tuple[Point, Point]:
+    n = raw.dim(isl.dim_type.in_)
+    both = _point(raw.wrap().sample_point())
+    return both[:n], both[n:]
+
+
+def _point(p: Any) -> Point:
+    return tuple(int(str(p.get_coordinate_val(isl.dim_type.set, i))) for i in range(p.get_space().dim(isl.dim_type.set)))

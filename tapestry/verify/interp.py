@@ -1,0 +1,242 @@
+"""A slow, obviously right evaluator of graphs: every index point, every read by its projection, every merge in order.
+
+Splits are honoured: each block sees only the cells of its own footprint and reading any other is an error, partial
+states are merged through the monoid. With ``wide`` all floats are computed in float64, as a reference.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tapestry.errors import LawError
+from tapestry.ir import opaque
+from tapestry.ir.constraints import where
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index
+from tapestry.ir.graph import Block, Graph, Opaque, Read
+from tapestry.ir.index import bounds, evaluate
+from tapestry.ir.kernel import Box, cut
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.types import DTYPES, FLOATS
+
+Array = np.ndarray[Any, Any]
+
+
+def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict[str, Array]:
+    """Outputs of a graph.
+
+    Args:
+        feeds: an array for every graph input and weight.
+        wide: compute floats in float64, whatever the graph says.
+    """
+    values = {n: np.asarray(a).astype(numpy_dtype(graph.tensors[n].dtype, wide)) for n, a in feeds.items()}
+    for op in graph.ops:
+        results = _opaque(op, values) if isinstance(op, Opaque) else _block(op, graph, values, wide)
+        for t, a in zip(op.outs, results, strict=True):
+            values[t] = np.asarray(a).astype(numpy_dtype(graph.tensors[t].dtype, wide))
+    return {t: values[t] for t in graph.outputs}
+
+
+def numpy_dtype(dtype: str, wide: bool = False) -> Any:
+    """The numpy type of an element type (float64 for every float when ``wide``)."""
+    if wide and dtype in FLOATS:
+        return np.float64
+    return ml_dtypes.bfloat16 if dtype == "bf16" else np.dtype(DTYPES[dtype][1])
+
+
+def _opaque(op: Opaque, values: Mapping[str, Array]) -> list[Array]:
+    arrays = [values[t] if t else None for t in op.ins]
+    cuts = _cuts(op.splits)
+    pieces: list[tuple[tuple[tuple[int, int], ...], list[Array]]] = []
+    for box in itertools.product(*([cut(d.size, cuts.get(d.name, 1), k) for k in range(cuts.get(d.name, 1))] for d in op.dims)):
+        ins = [None if a is None else a[_slices(a.ndim, axes, box)] for a, axes in zip(arrays, op.in_axes, strict=True)]
+        pieces.append((box, opaque.run(op, ins)))
+    return [_assemble(op, i, pieces) for i in range(len(op.outs))]
+
+
+def _assemble(op: Opaque, i: int, pieces: list[tuple[Box, list[Array]]]) -> Array:
+    axes = op.out_axes[i]
+    first = pieces[0][1][i]
+    shape = list(first.shape)
+    for d, a in zip(op.dims, axes, strict=True):
+        assert a is not None
+        shape[a] = d.size
+    out = np.empty(shape, first.dtype)
+    for box, results in pieces:
+        out[_slices(out.ndim, axes, box)] = results[i]
+    return out
+
+
+def _slices(rank: int, axes: tuple[int | None, ...], box: Box) -> tuple[slice, ...]:
+    out = [slice(None)] * rank
+    for a, (lo, hi) in zip(axes, box, strict=True):
+        if a is not None:
+            out[a] = slice(lo, hi)
+    return tuple(out)
+
+
+def _cuts(splits: tuple[Any, ...]) -> dict[str, int]:
+    cuts: dict[str, int] = {}
+    for s in splits:
+        cuts[s.dim] = cuts.get(s.dim, 1) * s.parts
+    return cuts
+
+
+def _block(op: Block, graph: Graph, values: Mapping[str, Array], wide: bool) -> list[Array]:
+    cuts = _cuts(op.splits)
+    outs = [np.zeros([d.size for d in op.dims], numpy_dtype(graph.tensors[t].dtype, wide)) for t in op.outs]
+    ways = [[cut(d.size, cuts.get(d.name, 1), k) for k in range(cuts.get(d.name, 1))] for d in op.space]
+    n = len(op.dims)
+    for box in itertools.product(*ways[:n]):
+        place = tuple(slice(lo, hi) for lo, hi in box)
+        if op.monoid is None:
+            results = _points(op, op.body, box, graph, values, wide, [])
+        else:
+            state: list[Array] | None = None
+            for reduced in itertools.product(*ways[n:]):
+                partial = _fold(op, (*box, *reduced), graph, values, wide)
+                state = partial if state is None else _combine(op, state, partial)
+            assert state is not None
+            results = _points(op, op.then, box, graph, values, wide, state)
+        for out, value in zip(outs, results, strict=True):
+            out[place] = value
+    return outs
+
+
+def _fold(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide: bool) -> list[Array]:
+    """Monoid state of each output point over a block of the reduced dimensions, merged one point after another."""
+    assert op.monoid
+    n = len(op.dims)
+    extents = [hi - lo for lo, hi in box]
+    fields = _points(op, op.body, box, graph, values, wide, [])
+    flat = [np.broadcast_to(f, extents).reshape(*extents[:n], -1) for f in fields]
+    zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
+    state = [np.full(extents[:n], z.value, f.dtype) for z, f in zip(zero, flat, strict=True)]
+    for k in range(flat[0].shape[-1]):
+        state = _combine(op, state, [f[..., k] for f in flat])
+    return state
+
+
+def _combine(op: Block, a: list[Array], b: list[Array]) -> list[Array]:
+    assert op.monoid
+    exprs = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
+    dtypes = [x.dtype for x in a]
+    out = [value(e, [*a, *b], [], {}, any(d == np.float64 for d in dtypes)) for e in exprs]
+    return [np.asarray(x).astype(d) for x, d in zip(out, dtypes, strict=True)]
+
+
+def _points(
+    op: Block, exprs: tuple[Expr, ...], box: Box, graph: Graph, values: Mapping[str, Array], wide: bool, state: list[Array]
+) -> list[Array]:
+    """Values of expressions over a box of the index space (of the map dimensions alone, when there is a state)."""
+    dims = op.space[: len(box)]
+    env: dict[str, Array] = {}
+    for i, (d, (lo, hi)) in enumerate(zip(dims, box, strict=True)):
+        env[d.name] = np.arange(lo, hi).reshape([-1 if k == i else 1 for k in range(len(box))])
+    extents = [hi - lo for lo, hi in box]
+    needed = {x.pos for e in exprs for x in _leaves(e) if isinstance(x, Arg)}
+    args = [_read(op, r, box, env, values[r.tensor]) if k in needed else np.zeros(()) for k, r in enumerate(op.reads)]
+    with np.errstate(all="ignore"):
+        return [np.broadcast_to(value(e, args, state, env, wide), extents) for e in exprs]
+
+
+def _read(op: Block, r: Read, box: Box, env: Mapping[str, Array], source: Array) -> Array:
+    """Cells that a read names, taken from the footprint of the box and from nowhere else."""
+    if not source.ndim:
+        return source
+    intervals = {d.name: (lo, hi - 1) for d, (lo, hi) in zip(op.space, box)}
+    hull = [bounds(e, intervals) for e in r.index]
+    lows = [max(0, int(lo)) if r.other is not None else int(lo) for lo, _ in hull]
+    local = source[tuple(slice(max(lo, 0), int(hi) + 1) for lo, (_, hi) in zip(lows, hull, strict=True))]
+    index = [np.asarray(evaluate(e, env)) - lo for e, lo in zip(r.index, lows, strict=True)]
+    valid = np.ones((), bool)
+    for i, extent in zip(index, local.shape, strict=True):
+        valid = valid & (i >= 0) & (i < extent)
+    for g in r.when:
+        v = np.asarray(evaluate(g.aff, env))
+        valid = valid & (v >= 0 if g.op == "ge" else v == 0)
+    if r.other is None:
+        if not np.all(valid):
+            raise LawError("reads_inside", f"reads '{r.tensor}' outside the block's footprint", where=where(op))
+        return local[tuple(np.broadcast_arrays(*index))]
+    if 0 in local.shape:
+        return np.broadcast_to(np.asarray(r.other, source.dtype), valid.shape)
+    clipped = np.broadcast_arrays(*(np.clip(i, 0, n - 1) for i, n in zip(index, local.shape, strict=True)))
+    return np.where(valid, local[tuple(clipped)], np.asarray(r.other, source.dtype))
+
+
+def _leaves(e: Expr) -> list[Expr]:
+    return [x for a in e.args for x in _leaves(a)] if isinstance(e, Call) else [e]
+
+
+def value(e: Expr, args: list[Array], state: list[Array], env: Mapping[str, Array], wide: bool) -> Array:
+    """Value of an expression; arrays broadcast against each other."""
+    if isinstance(e, Arg):
+        return args[e.pos]
+    if isinstance(e, Acc):
+        return state[e.field]
+    if isinstance(e, Index):
+        return np.asarray(evaluate(e.aff, env), np.int64)
+    if isinstance(e, Const):
+        return np.asarray(e.value, numpy_dtype(e.dtype, wide))
+    operands = [value(a, args, state, env, wide) for a in e.args]
+    if e.fn == "cast":
+        return cast_array(operands[0], numpy_dtype(e.dtype, wide))
+    return np.asarray(NUMPY[e.fn](*operands)).astype(numpy_dtype(e.dtype, wide), copy=False)
+
+
+def cast_array(x: Array, dtype: Any) -> Array:
+    """Convert as ONNX Cast: floats to integers truncate, anything to bool is ``!= 0``."""
+    if dtype == np.bool_:
+        return x != 0
+    if np.issubdtype(dtype, np.integer) and not np.issubdtype(x.dtype, np.integer) and x.dtype != np.bool_:
+        return np.trunc(x.astype(np.float64)).astype(dtype)
+    return x.astype(dtype)
+
+
+def philox(key: Array, stream: Array, draw: Array, word: Array, index: Array) -> Array:
+    """Philox4x32-10 (Salmon et al., SC'11), word by word: counter (index lo, index hi, draw, stream)."""
+    u = np.uint64
+    mask = u(0xFFFFFFFF)
+    index, key = np.asarray(index).astype(u), np.asarray(key).astype(u)
+    c = [index & mask, index >> u(32), np.asarray(draw).astype(u), np.asarray(stream).astype(u)]
+    k0, k1 = key & mask, key >> u(32)
+    with np.errstate(over="ignore"):
+        for _ in range(10):
+            p0, p1 = c[0] * u(0xD2511F53), c[2] * u(0xCD9E8D57)
+            c = [(p1 >> u(32)) ^ c[1] ^ k0, p1 & mask, (p0 >> u(32)) ^ c[3] ^ k1, p0 & mask]
+            k0, k1 = (k0 + u(0x9E3779B9)) & mask, (k1 + u(0xBB67AE85)) & mask
+    return np.choose(np.asarray(word), np.broadcast_arrays(*c)).astype(np.int64)
+
+
+def _erf(x: Array) -> Array:
+    from math import erf
+
+    return np.vectorize(erf, otypes=[np.float64])(x)
+
+
+def _truncated(a: Array, b: Array) -> Array:
+    if np.issubdtype(a.dtype, np.integer):
+        safe = np.where(b == 0, 1, b)
+        q = np.abs(a) // np.abs(safe) if np.issubdtype(a.dtype, np.signedinteger) else a // safe
+        return np.where((a < 0) != (b < 0), -q, q) if np.issubdtype(a.dtype, np.signedinteger) else q
+    return np.divide(a, b)
+
+
+NUMPY: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a | b if a.dtype == np.bool_ else np.add(a, b), "sub": np.subtract,
+    "mul": lambda a, b: a & b if a.dtype == np.bool_ else np.multiply(a, b),
+    "div": _truncated, "mod": np.mod, "fmod": np.fmod, "pow": np.power, "min": np.minimum, "max": np.maximum,
+    "neg": np.negative, "abs": np.abs, "sign": np.sign, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "erf": _erf,
+    "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos,
+    "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh,
+    "sigmoid": lambda x: np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x)))),
+    "log1p": np.log1p, "expm1": np.expm1, "floor": np.floor, "ceil": np.ceil, "round": np.rint,
+    "isnan": np.isnan, "isinf": np.isinf, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "not": np.invert, "shl": np.left_shift, "shr": np.right_shift, "where": np.where, "philox": philox,
+}  # fmt: skip
