@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tapestry.ir.expr import Expr, arg_positions
+from tapestry.ir.expr import Acc, Expr, arg_positions
 from tapestry.ir.index import Aff
 from tapestry.ir.types import Tensor, Weight
 
@@ -67,7 +67,8 @@ class Block:
         reduce: reduced dimensions, all merged by ``monoid``.
         reads: projections; ``Arg(k)`` in an expression is the value of ``reads[k]``.
         body: without a monoid, one expression per output; with one, the lifted state (one per field).
-        then: with a monoid, one expression per output over ``Acc(field)`` and the reads by map dimensions alone.
+        then: with a monoid, one expression per output over ``Acc(field)`` and the reads by map dimensions alone; when it
+            is left out, the state's fields are the outputs.
         source: names of the ONNX nodes it came from.
         splits: how it is cut, and what the parts are bound to.
     """
@@ -81,6 +82,15 @@ class Block:
     then: tuple[Expr, ...] = ()
     source: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.monoid and not self.then:  # the state itself is the result
+            object.__setattr__(self, "then", tuple(Acc(k, e.dtype) for k, e in enumerate(self.body)))
+
+    @property
+    def lowers(self) -> bool:
+        """Whether ``then`` does anything to the reduced state."""
+        return self.then != tuple(Acc(k, e.dtype) for k, e in enumerate(self.body))
 
     @property
     def space(self) -> tuple[Dim, ...]:

@@ -70,7 +70,7 @@ def _moments(a: State, b: State) -> State:
     delta = call("sub", b[1], a[1])
     share = call("div", b[0], safe)
     mean = call("add", a[1], call("mul", delta, share))
-    spread = call("mul", call("mul", delta, delta), call("mul", a[0], share))
+    spread = call("mul", delta, call("mul", delta, call("mul", a[0], share)))  # delta² alone overflows, and inf * 0 is a NaN
     return n, mean, call("add", call("add", a[2], b[2]), spread)
 
 

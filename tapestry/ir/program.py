@@ -133,3 +133,43 @@ def payload_bytes(step: Transfer | Reduce, program: Program) -> int:
             received[m.dst] += size(m.box) * itemsize(program.buffers[step.dst].dtype)
         return max(received, default=0)
     return max((sum(program.buffers[b].nbytes(d) for b in step.srcs) for g in step.groups for d in g), default=0)
+
+
+def allocated(step: Step) -> tuple[str, ...]:
+    """Buffers that a step allocates."""
+    match step:
+        case Load():
+            return (step.buffer,)
+        case Launch():
+            return step.outs
+        case Transfer():
+            return (step.dst,)
+        case Reduce():
+            return step.dsts
+        case Free():
+            return ()
+
+
+def peak_bytes(program: Program) -> tuple[list[int], list[int]]:
+    """(largest number of bytes alive at once, the step after which it is reached) for each device."""
+    alive = [0] * program.devices
+    peak, at = [0] * program.devices, [0] * program.devices
+    for i, step in enumerate(program.steps):
+        for d in range(program.devices):
+            alive[d] += sum(program.buffers[b].nbytes(d) for b in allocated(step))
+            if alive[d] > peak[d]:
+                peak[d], at[d] = alive[d], i
+            if isinstance(step, Free):
+                alive[d] -= sum(program.buffers[b].nbytes(d) for b in step.buffers)
+    return peak, at
+
+
+def alive_at(program: Program, step: int) -> list[str]:
+    """Buffers alive just after a step."""
+    out: dict[str, None] = {}
+    for s in program.steps[: step + 1]:
+        out.update(dict.fromkeys(allocated(s)))
+        if isinstance(s, Free):
+            for b in s.buffers:
+                del out[b]
+    return list(out)

@@ -98,7 +98,7 @@ def _block(op: Block) -> str:
     if op.reads:
         lines.append("reads " + ", ".join(_read(r, a) for a, r in zip(names, op.reads, strict=True)))
     lines.append("body " + ", ".join(_outer(expr(e, names)) for e in op.body))
-    if op.then:
+    if op.monoid and op.lowers:
         lines.append("then " + ", ".join(_outer(expr(e, names)) for e in op.then))
     return "\n  ".join(lines + _tail(op))
 

@@ -21,6 +21,7 @@ from tapestry.ir.graph import Block, Graph, Opaque, Read
 from tapestry.ir.index import bounds, evaluate
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.philox import philox
 from tapestry.ir.types import DTYPES, FLOATS
 
 Array = np.ndarray[Any, Any]
@@ -125,7 +126,8 @@ def _combine(op: Block, a: list[Array], b: list[Array]) -> list[Array]:
     assert op.monoid
     exprs = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
     dtypes = [x.dtype for x in a]
-    out = [value(e, [*a, *b], [], {}, any(d == np.float64 for d in dtypes)) for e in exprs]
+    with np.errstate(all="ignore"):
+        out = [value(e, [*a, *b], [], {}, any(d == np.float64 for d in dtypes)) for e in exprs]
     return [np.asarray(x).astype(d) for x, d in zip(out, dtypes, strict=True)]
 
 
@@ -196,21 +198,6 @@ def cast_array(x: Array, dtype: Any) -> Array:
     if np.issubdtype(dtype, np.integer) and not np.issubdtype(x.dtype, np.integer) and x.dtype != np.bool_:
         return np.trunc(x.astype(np.float64)).astype(dtype)
     return x.astype(dtype)
-
-
-def philox(key: Array, stream: Array, draw: Array, word: Array, index: Array) -> Array:
-    """Philox4x32-10 (Salmon et al., SC'11), word by word: counter (index lo, index hi, draw, stream)."""
-    u = np.uint64
-    mask = u(0xFFFFFFFF)
-    index, key = np.asarray(index).astype(u), np.asarray(key).astype(u)
-    c = [index & mask, index >> u(32), np.asarray(draw).astype(u), np.asarray(stream).astype(u)]
-    k0, k1 = key & mask, key >> u(32)
-    with np.errstate(over="ignore"):
-        for _ in range(10):
-            p0, p1 = c[0] * u(0xD2511F53), c[2] * u(0xCD9E8D57)
-            c = [(p1 >> u(32)) ^ c[1] ^ k0, p1 & mask, (p0 >> u(32)) ^ c[3] ^ k1, p0 & mask]
-            k0, k1 = (k0 + u(0x9E3779B9)) & mask, (k1 + u(0xBB67AE85)) & mask
-    return np.choose(np.asarray(word), np.broadcast_arrays(*c)).astype(np.int64)
 
 
 def _erf(x: Array) -> Array:

@@ -1,0 +1,215 @@
+"""Contractions: a product of two factors under ``sum``, as a convolution or a (batched) matrix product.
+
+Which of the two, and with which strides, dilations and groups, is read off the projections alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tapestry.codegen.torch_cpu.reads import Frame
+from tapestry.ir.expr import Arg, Expr
+from tapestry.ir.graph import Block, Read
+from tapestry.ir.index import dims_of, evaluate
+from tapestry.ir.kernel import Box
+from tapestry.ir.contraction import dims_read, factors
+
+Tensor = torch.Tensor
+
+
+def matmul(op: Block, frame: Frame, a_dims: frozenset[str], b_dims: frozenset[str]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Contract two values over the reduced dimensions; the result has the map dimensions in order.
+
+    Dimensions of both are batch, of one alone rows or columns; a reduced dimension of one alone is summed first.
+    """
+    names = [d.name for d in frame.dims]
+    maps, reduced = [d.name for d in op.dims], [d.name for d in op.reduce]
+    extent = dict(zip(names, frame.extents, strict=True))
+    batch = [n for n in maps if n in a_dims and n in b_dims]
+    rows = [n for n in maps if n in a_dims and n not in b_dims]
+    columns = [n for n in maps if n in b_dims and n not in a_dims]
+    inner = [n for n in reduced if n in a_dims and n in b_dims]
+    loose = [n for n in maps if n not in a_dims and n not in b_dims]
+    swap = bool(rows and columns) and maps.index(columns[0]) < maps.index(rows[0])
+    first, second = (columns, rows) if swap else (rows, columns)
+    order = batch + first + second
+    back = [([*order, *loose]).index(n) for n in maps]
+    spare = 1
+    for n in reduced:
+        spare *= 1 if n in a_dims or n in b_dims else extent[n]
+
+    def side(x: Tensor, outer: list[str], transpose: bool) -> Tensor:
+        alone = [i for i, n in enumerate(names) if n in reduced and n not in inner and x.shape[i] > 1]
+        x = x.sum(dim=alone, keepdim=True) if alone else x
+        wanted = batch + (inner + outer if transpose else outer + inner)
+        x = x.permute([names.index(n) for n in wanted] + [i for i, n in enumerate(names) if n not in wanted])
+        sizes = [extent[n] for n in wanted]
+        x = x.reshape(sizes)
+        k, m, b = _size(inner, extent), _size(outer, extent), _size(batch, extent)
+        return x.reshape((b, k, m) if transpose else (b, m, k))
+
+    def contract(a: Tensor, b: Tensor) -> Tensor:
+        left, right = (b, a) if swap else (a, b)
+        out = torch.matmul(side(left, first, False), side(right, second, True))
+        out = out * spare if spare > 1 else out
+        out = out.reshape([extent[n] for n in order] + [1] * len(loose)).permute(back)
+        return out.expand([extent[n] for n in maps])
+
+    return contract
+
+
+def _size(names: list[str], extent: dict[str, int]) -> int:
+    n = 1
+    for name in names:
+        n *= extent[name]
+    return n
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One spatial axis of a convolution: output dimension, window dimension ("" when there is none), stride, dilation."""
+
+    out: str
+    window: str
+    stride: int
+    dilation: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conv:
+    """A contraction that is a convolution: positions of the reads, and what each axis is."""
+
+    x: int
+    w: int
+    batch: str
+    channel: str
+    feature: str
+    windows: tuple[Window, ...]
+
+
+def as_conv(op: Block) -> Conv | None:
+    """The convolution that a contraction is, by its projections; ``None`` when it is none."""
+    both = factors(op)
+    if both is None:
+        return None
+    reads = [_plain_read(op, e) for e in both]
+    if None in reads:
+        return None
+    for x, w in (reads, reads[::-1]):
+        assert x is not None and w is not None
+        found = _match(op, x, w)
+        if found is not None:
+            return found
+    return None
+
+
+def _plain_read(op: Block, e: Expr) -> int | None:
+    return e.pos if isinstance(e, Arg) and not op.reads[e.pos].when else None
+
+
+def _match(op: Block, x: int, w: int) -> Conv | None:
+    rx, rw = op.reads[x], op.reads[w]
+    rank = len(rx.index) - 2
+    ranges, reduced = op.ranges, {d.name for d in op.reduce}
+    if rank not in (1, 2, 3) or len(rw.index) != rank + 2 or rw.other is not None or rx.other not in (None, 0.0):
+        return None
+    if not rx.index[0].is_dim or str(rx.index[0]) in reduced or len(op.dims) != rank + 2:
+        return None
+    plain = [str(e) if e.is_dim else "" for e in rw.index]
+    if any(not p and (e.terms or e.const) for p, e in zip(plain, rw.index, strict=True)):
+        return None
+    batch, feature, channel = str(rx.index[0]), plain[0], plain[1]
+    if not feature or feature in reduced or (channel and channel not in reduced) or batch == feature:
+        return None
+    if dims_of(rx.index[1]) - {feature, channel}:
+        return None
+    windows = [_window(op, rx, axis + 2, plain[axis + 2], ranges) for axis in range(rank)]
+    if any(v is None for v in windows):
+        return None
+    outs = [batch, feature, *(v.out for v in windows if v)]
+    known = {n for n in (channel, *(v.window for v in windows if v)) if n}
+    if outs != [d.name for d in op.dims] or any(d.name not in known and d.size > 1 for d in op.reduce):
+        return None
+    return Conv(x, w, batch, channel, feature, tuple(v for v in windows if v))
+
+
+def _window(op: Block, rx: Read, axis: int, window: str, ranges: dict[str, int]) -> Window | None:
+    e = rx.index[axis]
+    out = op.dims[axis].name
+    if not e.is_affine or dims_of(e) - {out, window}:
+        return None
+    stride, dilation = e.coef(out), e.coef(window) if window else 1
+    if ranges[out] == 1 and stride == 0:
+        stride = 1
+    if window and dilation == 0 and ranges[window] == 1:
+        dilation = 1
+    return Window(out, window, stride, dilation, e.const) if stride > 0 and dilation > 0 else None
+
+
+def conv(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of the two buffers that convolves the block."""
+    at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
+    pads, takes = [], []
+    for k, v in enumerate(c.windows):
+        take, pad = _axis(v, at, x_box[k + 2], x_shape[k + 2])
+        takes.append(take)
+        pads.append(pad)
+    groups = _groups(op, c, at)
+    b0, b1 = at[c.batch]
+    rows = slice(b0 - x_box[0][0], b1 - x_box[0][0])
+    w_axes = [at[n] if n else None for n in (c.feature, c.channel, *(v.window for v in c.windows))]
+    w_take = [slice(None) if a is None else slice(a[0] - w_box[k][0], a[1] - w_box[k][0]) for k, a in enumerate(w_axes)]
+    even = all(lo == hi for lo, hi in pads)
+    function = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(c.windows)]
+    stride, dilation = [v.stride for v in c.windows], [v.dilation for v in c.windows]
+    padding = [lo for lo, _ in pads] if even else [0] * len(pads)
+    flat_pads = [p for pair in reversed(pads) for p in pair]
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        w = w[tuple(w_take)]
+        parts = []
+        for first, count, o0, o1 in groups:
+            piece = x[(rows, slice(first - x_box[1][0], first - x_box[1][0] + w.shape[1] * count), *takes)]
+            if not even:
+                piece = torch.nn.functional.pad(piece, flat_pads)
+            parts.append(function(piece, w[o0:o1], None, stride, padding, dilation, count))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    return run
+
+
+def _axis(v: Window, at: dict[str, tuple[int, int]], box: tuple[int, int], extent: int) -> tuple[slice, tuple[int, int]]:
+    """(slice of the buffer, zeros to add before and after) along one spatial axis."""
+    o0, o1 = at[v.out]
+    r0, r1 = at[v.window] if v.window else (0, 1)
+    low = v.stride * o0 + v.dilation * r0 + v.offset
+    high = v.stride * (o1 - 1) + v.dilation * (r1 - 1) + v.offset + 1
+    inner = (max(low, 0), min(high, extent))
+    if inner[0] >= inner[1]:
+        return slice(0, 0), (high - low, 0)
+    return slice(inner[0] - box[0], inner[1] - box[0]), (inner[0] - low, high - inner[1])
+
+
+def _groups(op: Block, c: Conv, at: dict[str, tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+    """(first input channel, number of groups, first and last+1 local output feature) for each call needed."""
+    o0, o1 = at[c.feature]
+    c0, c1 = at[c.channel] if c.channel else (0, 1)
+    e = op.reads[c.x].index[1]
+    firsts = np.ravel(evaluate(e, {c.feature: np.arange(o0, o1), c.channel: c0}) + np.zeros(o1 - o0, np.int64))
+    edges = [0, *(int(k) + 1 for k in np.flatnonzero(np.diff(firsts))), o1 - o0]
+    runs = [(int(firsts[lo]), 1, lo, hi) for lo, hi in zip(edges[:-1], edges[1:], strict=True)]
+    same = len({hi - lo for _, _, lo, hi in runs}) == 1
+    if same and all(b[0] - a[0] == c1 - c0 for a, b in zip(runs[:-1], runs[1:], strict=True)):
+        return [(runs[0][0], len(runs), 0, o1 - o0)]
+    return runs
+
+
+def sides(op: Block) -> tuple[Expr, Expr, frozenset[str], frozenset[str]] | None:
+    """The two factors of a contraction and the dimensions of each."""
+    both = factors(op)
+    return None if both is None else (both[0], both[1], dims_read(op, both[0]), dims_read(op, both[1]))

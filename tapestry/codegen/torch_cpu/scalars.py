@@ -1,0 +1,146 @@
+"""One row per scalar primitive, and dense reducers per monoid, in torch operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tapestry.ir.expr import Acc, Arg, Const, Expr, Index
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.philox import philox
+
+Tensor = torch.Tensor
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
+    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
+    "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
+}  # fmt: skip
+
+
+def _div(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b) if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+
+
+def _philox(key: Tensor, stream: Tensor, draw: Tensor, word: Tensor, index: Tensor) -> Tensor:
+    arrays = [np.asarray(x.numpy()) for x in (key, stream, draw, word, index)]
+    return torch.from_numpy(np.ascontiguousarray(philox(*arrays)))
+
+
+def _either(logical: Callable[..., Tensor], bitwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda a, *b: logical(a, *b) if a.dtype == torch.bool else bitwise(a, *b)
+
+
+TABLE: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add, "mul": torch.mul, "div": _div, "mod": torch.remainder, "fmod": torch.fmod,
+    "sub": torch.sub, "pow": torch.pow, "min": torch.minimum, "max": torch.maximum, "neg": torch.neg, "abs": torch.abs,
+    "sign": torch.sign, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "erf": torch.erf, "tanh": torch.tanh,
+    "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "asin": torch.asin, "acos": torch.acos, "atan": torch.atan,
+    "sinh": torch.sinh, "cosh": torch.cosh, "asinh": torch.asinh, "acosh": torch.acosh, "atanh": torch.atanh,
+    "sigmoid": torch.sigmoid, "log1p": torch.log1p, "expm1": torch.expm1, "floor": torch.floor, "ceil": torch.ceil,
+    "round": torch.round, "isnan": torch.isnan, "isinf": torch.isinf, "eq": torch.eq, "ne": torch.ne, "lt": torch.lt,
+    "le": torch.le, "gt": torch.gt, "ge": torch.ge, "and": _either(torch.logical_and, torch.bitwise_and),
+    "or": _either(torch.logical_or, torch.bitwise_or), "xor": _either(torch.logical_xor, torch.bitwise_xor),
+    "not": _either(torch.logical_not, torch.bitwise_not), "shl": torch.bitwise_left_shift,
+    "shr": torch.bitwise_right_shift, "where": torch.where, "philox": _philox,
+}  # fmt: skip
+
+
+def cast(x: Tensor, dtype: str) -> Tensor:
+    """ONNX Cast: floats to integers truncate, anything to bool is ``!= 0``."""
+    return x != 0 if dtype == "bool" else x.to(TORCH_DTYPES[dtype])
+
+
+def value(e: Expr, args: dict[int, Tensor], state: list[Tensor], index: Callable[[Index], Tensor]) -> Tensor:
+    """Value of an expression from the values of its reads; tensors broadcast against each other."""
+    match e:
+        case Arg():
+            return args[e.pos]
+        case Acc():
+            return state[e.field]
+        case Const():
+            return torch.tensor(e.value, dtype=TORCH_DTYPES[e.dtype])
+        case Index():
+            return index(e)
+    operands = [value(a, args, state, index) for a in e.args]
+    return cast(operands[0], e.dtype) if e.fn == "cast" else TABLE[e.fn](*operands)
+
+
+def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
+    """Merge states along all axes after the first ``keep``, in one pass of dense torch operators where one is known.
+
+    A NaN is never dropped: ``amax`` and ``amin`` propagate it.
+    """
+    dims = tuple(range(keep, fields[0].dim()))
+    if not dims:
+        return fields
+    dense = DENSE.get(monoid)
+    return dense(fields, dims) if dense else fold(monoid, fields, keep)
+
+
+def _sum(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+    return [torch.sum(fields[0], dim=dims, dtype=fields[0].dtype)]
+
+
+def _prod(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+    x = fields[0].flatten(dims[0])
+    return [torch.prod(x, dim=-1, dtype=x.dtype)]
+
+
+def _moments(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+    n, mean, m2 = fields
+    total = torch.sum(n, dim=dims, keepdim=True)
+    centre = torch.sum(n * mean, dim=dims, keepdim=True) / torch.where(total == 0, torch.ones_like(total), total)
+    spread = torch.sum(m2 + n * (mean - centre) ** 2, dim=dims)
+    return [total.flatten(dims[0])[..., 0], centre.flatten(dims[0])[..., 0], spread]
+
+
+def _logsumexp(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+    m, s = fields
+    top = torch.amax(m, dim=dims, keepdim=True)
+    total = torch.sum(torch.where(m == top, s, s * torch.exp(m - top)), dim=dims)
+    return [top.flatten(dims[0])[..., 0], total]
+
+
+def _best(pick: Callable[..., Tensor]) -> Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]:
+    def reduce_arg(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+        v, i = fields
+        top = pick(v, dim=dims, keepdim=True)
+        hit = (v == top) | (torch.isnan(v) & torch.isnan(top)) if v.is_floating_point() else v == top
+        last = torch.full((), torch.iinfo(i.dtype).max, dtype=i.dtype)
+        return [top.flatten(dims[0])[..., 0], torch.amin(torch.where(hit, i, last), dim=dims)]
+
+    return reduce_arg
+
+
+DENSE: dict[str, Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]] = {
+    "sum": _sum,
+    "prod": _prod,
+    "max": lambda f, dims: [torch.amax(f[0], dim=dims)],
+    "min": lambda f, dims: [torch.amin(f[0], dim=dims)],
+    "any": lambda f, dims: [torch.any(f[0].flatten(dims[0]), dim=-1)],
+    "all": lambda f, dims: [torch.all(f[0].flatten(dims[0]), dim=-1)],
+    "moments": _moments,
+    "logsumexp": _logsumexp,
+    "argmax": _best(torch.amax),
+    "argmin": _best(torch.amin),
+}
+
+
+def combine(monoid: str, a: list[Tensor], b: list[Tensor], dtypes: tuple[str, ...]) -> list[Tensor]:
+    """One merge of two states, a before b."""
+    args = dict(enumerate([*a, *b]))
+    return [value(e, args, [], lambda i: torch.zeros(())) for e in MONOIDS[monoid].combiner(dtypes)]
+
+
+def fold(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
+    """Any monoid, by halving in order: neighbours merge, so that associativity alone is needed."""
+    flat = [f.flatten(keep) for f in fields]
+    names = {v: k for k, v in TORCH_DTYPES.items()}
+    dtypes = tuple(names[f.dtype] for f in flat)
+    while (n := flat[0].shape[-1]) > 1:
+        even = n - n % 2
+        merged = combine(monoid, [f[..., 0:even:2] for f in flat], [f[..., 1:even:2] for f in flat], dtypes)
+        flat = [torch.cat([m, f[..., even:]], dim=-1) for m, f in zip(merged, flat, strict=True)]
+    return [f[..., 0] for f in flat]

@@ -1,0 +1,124 @@
+"""Expressions as Triton source: shared sub-expressions once, in a line of their own, and no line too long to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tapestry.codegen.triton.axes import Namer
+from tapestry.codegen.triton.primitives import cast_text, literal, row, typed
+from tapestry.ir.expr import Arg, Call, Const, Expr
+
+_LONG = 88
+# operators and these functions give a bare literal the dtype of the other operands
+_LITERALS_IN = frozenset({"min", "max", "where"})
+_NATURAL = frozenset({"f32", "f16", "bf16", "i32", "i64"})
+
+
+class Printer:
+    """Prints expressions into ``lines``, with ``leaf`` giving the text of Arg, Acc and Index.
+
+    Attributes:
+        helpers: names of the helper functions used (`helpers.HELPERS`).
+    """
+
+    def __init__(self, leaf: Callable[[Expr], str], lines: list[str], namer: Namer, helpers: set[str]) -> None:
+        self.leaf, self.lines, self.namer, self.helpers = leaf, lines, namer, helpers
+        self._same: dict[tuple[object, ...], int] = {}  # structure -> number of the distinct expression
+        self._number: dict[int, int] = {}  # id of an Expr object -> the same (objects are kept alive by _kept)
+        self._kept: list[Expr] = []
+        self._uses: dict[int, int] = {}
+        self._text: dict[int, str] = {}
+
+    def all(self, exprs: tuple[Expr, ...]) -> list[str]:
+        """Text of several expressions, which may share parts; literals come out typed."""
+        for e in exprs:
+            self._count(e)
+        return [typed(e.value, e.dtype) if isinstance(e, Const) else _bare(self._print(e)) for e in exprs]
+
+    def _count(self, e: Expr) -> int:
+        """Number of the distinct expression that e is; counts each use by a distinct parent."""
+        if id(e) in self._number:
+            return self._used(self._number[id(e)])
+        if isinstance(e, Call):
+            key: tuple[object, ...] = (e.fn, e.dtype, *(self._count(a) for a in e.args))
+        else:  # repr tells 0.0 from -0.0 and finds nan equal to itself
+            key = (type(e).__name__, repr(e))
+        number = self._same.setdefault(key, len(self._same))
+        self._number[id(e)] = number
+        self._kept.append(e)
+        return self._used(number)
+
+    def _used(self, number: int) -> int:
+        self._uses[number] = self._uses.get(number, 0) + 1
+        return number
+
+    def _print(self, e: Expr) -> str:
+        number = self._number[id(e)]
+        if number not in self._text:
+            text = self._call(e) if isinstance(e, Call) else self.leaf(e)
+            if isinstance(e, Call) and (self._uses[number] > 1 or len(text) > _LONG):
+                name = self.namer.take("v")
+                self.lines.append(f"{name} = {_bare(text)}")
+                text = name
+            self._text[number] = text
+        return self._text[number]
+
+    def _call(self, e: Call) -> str:
+        if e.fn == "cast":
+            return cast_text(self._argument(e.args[0]), e.args[0].dtype, e.dtype)
+        if e.fn == "pow" and (power := _small_power(e.args[1])):
+            return "(" + " * ".join([self._argument(e.args[0], named=True)] * power) + ")"
+        operands = e.args[1:] if e.fn == "where" else e.args
+        text = row(e.fn, operands[0].dtype)
+        operator = text.startswith("(") and len(operands) > 1
+        takes = operator or (e.fn in _LITERALS_IN and operands[0].dtype in _NATURAL)
+        bare = takes and any(not isinstance(a, Const) for a in operands)
+        heads = [self._argument(a) for a in e.args[: len(e.args) - len(operands)]]
+        tails = [self._argument(a, bare=bare, named=text.count("{0}") > 1) for a in operands]
+        out = text.format(*heads, *tails)
+        if out.startswith("@"):
+            self.helpers.add(out[1 : out.index("(")])
+            return out[1:]
+        return out
+
+    def _argument(self, e: Expr, *, bare: bool = False, named: bool = False) -> str:
+        """Text of an argument: a bare literal where the operator gives it its dtype, a variable where it stands twice."""
+        if isinstance(e, Const):
+            return literal(e.value, e.dtype) if bare else typed(e.value, e.dtype)
+        if named:
+            self._uses[self._number[id(e)]] += 1
+        return self._print(e)
+
+
+def _small_power(e: Expr) -> int:
+    """2 or 3 where the exponent is that literal: a product is exact to the last rounding and far cheaper; else 0."""
+    return int(e.value) if isinstance(e, Const) and e.value in (2, 3) else 0
+
+
+def _bare(text: str) -> str:
+    """Without a pair of parentheses around the whole."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if depth == 0 and i < len(text) - 1:
+            return text
+    return text[1:-1]
+
+
+def combine_source(state: tuple[Expr, ...], dtypes: tuple[str, ...], helpers: set[str]) -> str:
+    """A monoid's merge of two states as a function ``combine(a0, .., b0, ..)``."""
+    namer, lines = Namer(), []
+    k = len(dtypes)
+    names = [namer.take(f"{side}{i}") for side in "ab" for i in range(k)]
+
+    def leaf(e: Expr) -> str:
+        assert isinstance(e, Arg), e
+        return names[e.pos]
+
+    printer = Printer(leaf, lines, namer, helpers)
+    out = ", ".join(printer.all(state))
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"@triton.jit\ndef combine({', '.join(names)}):\n{body}    return {out}"
+

@@ -1,0 +1,139 @@
+"""Which dimensions form which tile axis, and how big the tiles are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tapestry.codegen.triton.lowered import Access, Task, points
+from tapestry.codegen.triton.primitives import HALVES
+from tapestry.ir.expr import Arg, Call, Expr, Index, walk
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import dims_of
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.types import FLOATS
+
+_SMS = 128  # tiles shrink until there are about as many programs as a large GPU has multiprocessors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What a tuner may turn; the defaults come from the sizes.
+
+    Attributes:
+        block: elements per program of a map.
+        rows, cols: tile of a reduction, over map and reduced points.
+        bm, bn, bk: tile of a contraction.
+        group: rows of tiles that neighbouring programs share, for the L2 cache.
+    """
+
+    block: int = 1024
+    rows: int = 1
+    cols: int = 1024
+    bm: int = 64
+    bn: int = 64
+    bk: int = 32
+    group: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contraction:
+    """``sum(a * b)`` with the map dimensions of a alone (m), b alone (n) and the others (batch); k is reduced."""
+
+    a: Expr
+    b: Expr
+    m: tuple[Dim, ...]
+    n: tuple[Dim, ...]
+    batch: tuple[Dim, ...]
+    k: tuple[Dim, ...]
+    operand: str
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def contraction(task: Task) -> Contraction | None:
+    """The task as a matrix product, or ``None`` where ``tl.dot`` does not apply or does not pay."""
+    if task.monoid != "sum" or len(task.body) != 1 or task.body[0].dtype not in FLOATS - {"f64"}:
+        return None
+    body = task.body[0]
+    while isinstance(body, Call) and body.fn == "cast" and body.args[0].dtype in FLOATS:
+        body = body.args[0]
+    if not (isinstance(body, Call) and body.fn == "mul") or body.dtype == "f64":
+        return None
+    a, b = body.args
+    of_a, of_b = _dims(a, task), _dims(b, task)
+    m = tuple(d for d in task.dims if d.name in of_a - of_b)
+    n = tuple(d for d in task.dims if d.name in of_b - of_a)
+    if points(m) < 2 or points(n) < 2 or points(task.reduce) < 2:
+        return None
+    batch = tuple(d for d in task.dims if d not in m + n)
+    kinds = {exact_dtype(a), exact_dtype(b)}
+    operand = kinds.pop() if len(kinds) == 1 else "f32"
+    return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=task.reduce, operand=operand if operand in HALVES else "f32")
+
+
+def exact_dtype(e: Expr) -> str:
+    """The dtype that an expression's value has before widening casts, which lose nothing."""
+    while isinstance(e, Call) and e.fn == "cast" and e.dtype == "f32" and e.args[0].dtype in HALVES:
+        e = e.args[0]
+    return e.dtype
+
+
+def bare_read(e: Expr) -> int | None:
+    """The position of the read that an expression is, but for widening casts."""
+    while isinstance(e, Call) and e.fn == "cast" and e.dtype == "f32" and e.args[0].dtype in HALVES:
+        e = e.args[0]
+    return e.pos if isinstance(e, Arg) else None
+
+
+def _dims(e: Expr, task: Task) -> frozenset[str]:
+    """Dimensions of more than one point that a value varies along."""
+    out: set[str] = set()
+    for x in walk(e):
+        if isinstance(x, Index):
+            out |= dims_of(x.aff)
+        elif isinstance(x, Arg):
+            access = task.reads[x.pos]
+            out |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
+    return frozenset(d for d in out if task.ranges[d] > 1)
+
+
+def map_knobs(task: Task) -> Knobs:
+    """Tiles of a map: 1024 elements, fewer for a small block."""
+    return Knobs(block=min(1024, power_of_two(points(task.dims))))
+
+
+def reduce_knobs(task: Task) -> Knobs:
+    """Tiles of a reduction: about 2048 elements (1024 with several fields), long along what lies contiguous in memory."""
+    rows, cols = points(task.dims), points(task.reduce)
+    lanes = 2048 if len(task.body) == 1 else 1024
+    if task.monoid and not MONOIDS[task.monoid].commutative:
+        return Knobs(rows=min(128, power_of_two(rows)), cols=1)  # lanes would merge out of order
+    along_rows = any(_contiguous(a, task.dims) and not _contiguous(a, task.reduce) for a in task.reads.values())
+    width = min(power_of_two(cols), 32 if along_rows else lanes)
+    height = min(power_of_two(rows), max(1, lanes // max(1, width)))
+    while height > 8 and -(-rows // height) < _SMS:
+        height //= 2
+    width = min(power_of_two(cols), max(width, lanes // height if not along_rows else width))
+    return Knobs(rows=height, cols=max(1, width), num_warps=4 if height * width >= 512 else 1)
+
+
+def _contiguous(access: Access, dims: tuple[Dim, ...]) -> bool:
+    """Whether neighbours along one of the dimensions are neighbours in memory."""
+    return any(access.offset.coef(d.name) in (1, -1) and d.size > 1 for d in dims)
+
+
+def dot_knobs(c: Contraction) -> Knobs:
+    """Tiles of a contraction: 128 x 128 x 64 for 16-bit operands, 64 x 64 x 32 for f32, fewer for small extents."""
+    m, n, k = points(c.m), points(c.n), points(c.k)
+    top, deep = (128, 64) if c.operand in HALVES else (64, 32)
+    bm = min(top, max(16, power_of_two(m)))
+    bn = min(top, max(16, power_of_two(n)))
+    while bm * bn > 64 * 64 and -(-m // bm) * -(-n // bn) * points(c.batch) < _SMS:
+        bm, bn = (bm // 2, bn) if bm >= bn else (bm, bn // 2)
+    bk = min(deep, max(16, power_of_two(k)))
+    return Knobs(bm=bm, bn=bn, bk=bk, num_warps=8 if bm * bn >= 128 * 128 else 4)

@@ -1,0 +1,29 @@
+"""Contractions: products of two factors under ``sum``, recognised from the body alone."""
+
+from __future__ import annotations
+
+from tapestry.ir.expr import Arg, Call, Expr, Index, walk
+from tapestry.ir.graph import Block
+from tapestry.ir.index import dims_of
+
+
+def factors(op: Block) -> tuple[Expr, Expr] | None:
+    """The two factors of a contraction (a product under ``sum``, casts around it aside), or ``None``."""
+    if op.monoid != "sum" or len(op.body) != 1:
+        return None
+    e = op.body[0]
+    while isinstance(e, Call) and e.fn == "cast":
+        e = e.args[0]
+    return (e.args[0], e.args[1]) if isinstance(e, Call) and e.fn == "mul" else None
+
+
+def dims_read(op: Block, e: Expr) -> frozenset[str]:
+    """Dimensions of the index space that an expression of the body depends on."""
+    out: frozenset[str] = frozenset()
+    for x in walk(e):
+        if isinstance(x, Index):
+            out |= dims_of(x.aff)
+        elif isinstance(x, Arg):
+            r = op.reads[x.pos]
+            out |= frozenset(n for a in (*r.index, *(g.aff for g in r.when)) for n in dims_of(a))
+    return out

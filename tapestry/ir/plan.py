@@ -1,0 +1,96 @@
+"""The Plan: a Graph, a device mesh, and for every operation which of its dimensions each mesh axis cuts.
+
+A Plan is replayable as Moves: ``split@y{dim=n,parts=8,to=mesh.d0}`` for every pair of operation and mesh axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tapestry.ir.graph import Graph, Split
+
+Layout = tuple[int | None, ...]
+"""For each mesh axis, the tensor axis that it cuts, or ``None`` where the tensor is replicated along it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """A named axis of the device mesh. Devices are numbered row-major: the last axis varies fastest."""
+
+    name: str
+    size: int
+
+
+Mesh = tuple[MeshAxis, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How one operation is spread over the mesh.
+
+    Attributes:
+        dims: for each mesh axis, the dimension of the index space that it cuts (``None``: every device does the same).
+        out: layout of the outputs. Where a mesh axis cuts a reduced dimension, ``None`` means that the states are
+            all-reduced and an axis that they are reduce-scattered along it.
+    """
+
+    dims: tuple[str | None, ...]
+    out: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run where.
+
+    Attributes:
+        strategies: one per operation of the graph.
+        inputs: layouts in which some graph inputs (or weights) start, as the user fixed them.
+        outputs: layouts in which some graph outputs must end.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    strategies: tuple[Strategy, ...]
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: Mapping[str, Layout] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return device_count(self.mesh)
+
+    def annotated(self) -> Graph:
+        """The graph with every operation's splits bound to mesh axes."""
+        ops = tuple(
+            replace(op, splits=tuple(
+                Split(d, a.size, f"mesh.{a.name}") for d, a in zip(s.dims, self.mesh, strict=True) if d is not None
+            ))
+            for op, s in zip(self.graph.ops, self.strategies, strict=True)
+        )  # fmt: skip
+        return replace(self.graph, ops=ops)
+
+
+def device_count(mesh: Mesh) -> int:
+    """Number of devices of a mesh."""
+    n = 1
+    for a in mesh:
+        n *= a.size
+    return n
+
+
+def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Mesh coordinates of each device."""
+    out: list[tuple[int, ...]] = [()]
+    for a in mesh:
+        out = [c + (k,) for c in out for k in range(a.size)]
+    return out
+
+
+def part(mesh: Mesh, axes: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[int, int]:
+    """(number of parts, which one) for a dimension cut by some mesh axes together, the first one the slowest."""
+    parts = index = 0
+    for k, a in enumerate(axes):
+        parts = (parts if k else 1) * mesh[a].size
+        index = index * mesh[a].size + coordinate[a]
+    return (parts or 1), index

@@ -1,0 +1,234 @@
+"""Structural checks of an ONNX file: what parsers let pass (cycles, duplicate names, unknown operators, bad tensors)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+
+from tapestry.errors import ModelError
+from tapestry.lift.external import check_file, check_inline, parse_place, tensor_bytes
+
+INLINE_LIMIT = 1 << 20  # bytes of one tensor inside an attribute that is external: such data is not supported at all
+
+
+def load(path: Path) -> ModelProto:
+    """Parse a model file without touching its external data.
+
+    Raises:
+        ModelError: not there, not a protobuf, truncated, or without a graph.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise ModelError("cannot read the model", where=str(path), why=str(e.strerror), hint="check the path") from None
+    model = ModelProto()
+    try:
+        model.ParseFromString(data)
+    except Exception:
+        raise ModelError(
+            "not an ONNX model", where=str(path), why=f"its {len(data)} bytes do not parse as a protobuf (truncated?)",
+            hint="export or download the file again",
+        ) from None  # fmt: skip
+    if not model.HasField("graph") or not model.graph.output:
+        raise ModelError(
+            "the model has no graph", where=str(path), why=f"{len(data)} bytes, {len(model.graph.node)} nodes and no output",
+            hint="export or download the file again",
+        )  # fmt: skip
+    if not any(o.domain in ("", "ai.onnx") for o in model.opset_import):
+        raise ModelError("the model does not say its opset", where=str(path), why="opset_import has no entry for ai.onnx")
+    return model
+
+
+def node_name(node: NodeProto) -> str:
+    """The name by which messages and `source` call a node: its own, or its first output's."""
+    return node.name or next((o for o in node.output if o), node.op_type)
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """Graphs in a node's attributes."""
+    for a in node.attribute:
+        if a.type == AttributeProto.GRAPH:
+            yield a.g
+        elif a.type == AttributeProto.GRAPHS:
+            yield from a.graphs
+
+
+def captured(node: NodeProto) -> list[str]:
+    """Outer names that a node's subgraphs read, each once, in order."""
+    found: dict[str, None] = {}
+    for g in subgraphs(node):
+        own = {i.name for i in g.input} | {t.name for t in g.initializer} | {o for n in g.node for o in n.output}
+        for n in g.node:
+            for i in (*n.input, *captured(n)):
+                if i and i not in own:
+                    found[i] = None
+        for o in g.output:
+            if o.name not in own:
+                found[o.name] = None
+    return list(found)
+
+
+def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
+    """Refuse a model that is malformed or whose external data is unsafe; sorts its nodes if they are not in order.
+
+    Raises:
+        ModelError: naming the node or tensor, the reason, and what to try.
+    """
+    functions = {(f.domain, f.name) for f in model.functions}
+    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
+    newest = onnx.defs.onnx_opset_version()
+    if opsets[""] > newest or opsets[""] < 1:
+        raise ModelError("unknown opset", why=f"the model asks for {opsets['']}, this onnx knows 1 to {newest}")
+    for f in model.functions:
+        inner = {**opsets, **{("" if o.domain == "ai.onnx" else o.domain): o.version for o in f.opset_import}}
+        _check_operators(f.node, functions, inner)
+    _check_recursion(model)
+    _check_operators(model.graph.node, functions, opsets)
+    _check_names(model.graph, [])
+    for t in _tensors(model):
+        check_tensor(t, folder, weights=weights)
+    if model.graph.sparse_initializer:
+        raise ModelError("sparse initializers are not supported", why=f"{len(model.graph.sparse_initializer)} of them")
+
+
+def check_tensor(t: TensorProto, folder: Path, *, weights: bool) -> None:
+    """Check one tensor's sizes and, when external, its path and (with ``weights``) its file."""
+    if t.data_location == TensorProto.EXTERNAL:
+        place = parse_place(t)
+        if weights:
+            check_file(folder, place, t.name)
+    else:
+        tensor_bytes(t)
+        check_inline(t)
+
+
+def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+    yield from model.graph.initializer
+    stack: list[NodeProto] = [*model.graph.node, *(n for f in model.functions for n in f.node)]
+    while stack:
+        node = stack.pop()
+        for a in node.attribute:
+            tensors = [a.t] if a.type == AttributeProto.TENSOR else list(a.tensors)
+            for t in tensors:
+                if t.data_location == TensorProto.EXTERNAL and t.external_data:
+                    raise ModelError("external data in an attribute is not supported", where=node_name(node))
+                yield t
+        for g in subgraphs(node):
+            for t in g.initializer:
+                if t.data_location == TensorProto.EXTERNAL:
+                    raise ModelError("external data in a subgraph is not supported", where=f"initializer '{t.name}'")
+                yield t
+            stack.extend(g.node)
+
+
+def _check_operators(nodes: object, functions: set[tuple[str, str]], opsets: dict[str, int]) -> None:
+    stack: list[NodeProto] = list(nodes)  # type: ignore[call-overload]
+    known = {s.domain for s in onnx.defs.get_all_schemas()}
+    while stack:
+        node = stack.pop()
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        stack.extend(n for g in subgraphs(node) for n in g.node)
+        if (node.domain, node.op_type) in functions:
+            continue
+        if domain not in known:
+            raise ModelError(
+                "unknown operator domain", where=f"node '{node_name(node)}'",
+                why=f"{node.op_type} is in domain '{node.domain}', for which the model has no function",
+                hint="export without vendor operators, or with their definitions as model-local functions",
+            )  # fmt: skip
+        if domain not in opsets or not onnx.defs.has(node.op_type, opsets[domain], domain):
+            raise ModelError(
+                "unknown operator", where=f"node '{node_name(node)}'",
+                why=f"'{node.op_type}' is not in '{domain or 'ai.onnx'}' opset {opsets.get(domain, 'unset')}",
+                hint="check the model's opset_import",
+            )  # fmt: skip
+
+
+def _check_recursion(model: ModelProto) -> None:
+    bodies = {(f.domain, f.name): {(n.domain, n.op_type) for n in f.node} for f in model.functions}
+    done: set[tuple[str, str]] = set()
+
+    def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
+        if key in path or len(path) > 100:
+            raise ModelError("a function calls itself", where=f"function '{key[1]}'", why=" -> ".join(k[1] for k in (*path, key)))
+        if key not in done:
+            for inner in sorted(bodies[key] & bodies.keys()):
+                visit(inner, (*path, key))
+            done.add(key)
+
+    for key in bodies:
+        visit(key, ())
+
+
+def _check_names(graph: GraphProto, outer: list[set[str]]) -> None:
+    """Every name is defined once and before its use (nodes are sorted in place when they are not in order)."""
+    given = [i.name for i in graph.input]
+    weights = [t.name for t in graph.initializer]
+    own = set(given) | set(weights)
+    if len(set(given)) < len(given) or len(set(weights)) < len(weights):
+        twice = next(n for names in (given, weights) for n in names if names.count(n) > 1)
+        raise ModelError("duplicate value name", where=f"'{twice}'", why="two inputs or two initializers have it")
+    maker: dict[str, int] = {}
+    for k, node in enumerate(graph.node):
+        for o in node.output:
+            if not o:
+                continue
+            if o in own or o in maker:
+                other = f"node '{node_name(graph.node[maker[o]])}'" if o in maker else "an input or initializer"
+                raise ModelError(
+                    "duplicate value name", where=f"node '{node_name(node)}'", why=f"'{o}' is also written by {other}",
+                    hint="ONNX graphs are in single-assignment form; rename one of them",
+                )  # fmt: skip
+            maker[o] = k
+    needs: list[list[int]] = []
+    for node in graph.node:
+        names = [i for i in (*node.input, *captured(node)) if i]
+        for i in names:
+            if i not in own and i not in maker and not any(i in s for s in outer):
+                raise ModelError("undefined value name", where=f"node '{node_name(node)}'", why=f"nothing defines its input '{i}'")
+        needs.append([maker[i] for i in names if i in maker])
+    for o in graph.output:
+        if o.name not in own and o.name not in maker and not any(o.name in s for s in outer):
+            raise ModelError("undefined value name", where=f"graph output '{o.name}'", why="nothing defines it")
+    _sort(graph, needs)
+    scope = [*outer, own | set(maker)]
+    for node in graph.node:
+        for g in subgraphs(node):
+            _check_names(g, scope)
+
+
+def _sort(graph: GraphProto, needs: list[list[int]]) -> None:
+    if all(k > j for k, row in enumerate(needs) for j in row):
+        return
+    waiting = [len(row) for row in needs]
+    users: list[list[int]] = [[] for _ in needs]
+    for k, row in enumerate(needs):
+        for j in row:
+            users[j].append(k)
+    ready = [k for k, n in enumerate(waiting) if n == 0]
+    for k in ready:  # grows while it is walked
+        for u in users[k]:
+            waiting[u] -= 1
+            if waiting[u] == 0:
+                ready.append(u)
+    if len(ready) < len(needs):
+        raise _cycle(graph, needs, {k for k, n in enumerate(waiting) if n})
+    nodes = [graph.node[k] for k in ready]
+    copies = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    graph.ClearField("node")
+    graph.node.extend(copies)
+
+
+def _cycle(graph: GraphProto, needs: list[list[int]], stuck: set[int]) -> ModelError:
+    at, path = min(stuck), []
+    while at not in path:
+        path.append(at)
+        at = next(j for j in needs[at] if j in stuck)
+    loop = [node_name(graph.node[k]) for k in reversed(path[path.index(at) :])]
+    return ModelError(
+        "the graph has a cycle", where=f"node '{loop[0]}'", why=" -> ".join([*loop, loop[0]]),
+        hint="ONNX graphs are acyclic; export the model again",
+    )  # fmt: skip

@@ -1,0 +1,203 @@
+"""ONNX file to Graph: the one function that runs every step of lifting, in order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import ModelProto, TensorProto
+
+from tapestry.errors import ModelError
+from tapestry.ir.expr import Arg
+from tapestry.ir.graph import Block, Dim, Graph, Read
+from tapestry.ir.types import Tensor, Weight
+from tapestry.lift import attention, conv, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape
+from tapestry.lift.builder import DTYPE_OF, Builder, Node, here
+from tapestry.lift.checks import check_structure, load, node_name
+from tapestry.lift.external import parse_place
+from tapestry.lift.prepare import SOURCE, Prepared, infer, prepare, take_out_weights
+from tapestry.lift.registry import find
+from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
+from tapestry.lift.weights import read_weight
+
+FAMILIES = (attention, conv, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape)  # they register lifters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifted:
+    """A model as a Graph.
+
+    Attributes:
+        graph: the Graph; weights are references into the model's files.
+        model: absolute path of the .onnx file.
+        constants: data of small derived constants, whose references have an empty ``file``.
+        nodes: ONNX nodes in the file (top-level graph).
+        shapes: the size of every symbol; ``unified`` says which were equated with which other one.
+    """
+
+    graph: Graph
+    model: Path
+    constants: dict[str, np.ndarray]
+    nodes: int
+    shapes: dict[str, int] = field(default_factory=dict)
+    unified: dict[str, str] = field(default_factory=dict)
+
+
+def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0) -> Lifted:  # noqa: B006
+    """Read an ONNX file into a Graph.
+
+    Args:
+        shapes: sizes of symbolic dimensions, by symbol (``{"batch": 8}``) or by input (``{"x": "8x3x224x224"}``).
+        weights: whether external data must be there; without it, a model can be planned but not run.
+        seed: session seed of the random operators.
+
+    Raises:
+        ModelError: the file is malformed, unsafe or not supported; each says where, why and what to try.
+    """
+    path = Path(path).absolute()
+    model = load(path)
+    nodes = len(model.graph.node)
+    check_structure(model, path.parent, weights=weights)
+    stored = take_out_weights(model)
+    inputs = _input_dims(model, set(stored))
+    env = bind(inputs, shapes)
+    unified = {}
+    if any(isinstance(d, str) and d not in env for dims in inputs.values() for d in dims):
+        unified = unify(inputs, env, lambda trial: _consistent(model, trial))
+        unbound(inputs, env)
+    rewrite(model, env)
+    names = [i.name for i in model.graph.input if i.name not in stored]
+    prepared = prepare(model)
+    builder = _lift_nodes(prepared, seed)
+    graph, constants = _assemble(builder, prepared, names, stored, path, weights)
+    return Lifted(graph=graph, model=path, constants=constants, nodes=nodes, shapes=env, unified=unified)
+
+
+def _input_dims(model: ModelProto, weights: set[str]) -> dict[str, list[int | str]]:
+    out: dict[str, list[int | str]] = {}
+    for i in model.graph.input:
+        if i.name in weights:
+            continue
+        where = f"input '{i.name}'"
+        if not i.type.HasField("tensor_type"):
+            kind = str(i.type.WhichOneof("value") or "none").removesuffix("_type")
+            raise ModelError(f"inputs of type {kind} are not supported", where=where, hint="only tensors lift")
+        if i.type.tensor_type.elem_type not in DTYPE_OF:
+            dtype = TensorProto.DataType.Name(i.type.tensor_type.elem_type)
+            raise ModelError(f"{dtype} is not supported", where=where, why="it is the input's dtype")
+        if not i.type.tensor_type.HasField("shape"):
+            raise ModelError("an input has no shape", where=where, why="not even its rank is declared")
+        out[i.name] = dims_of(i)
+    return out
+
+
+def _consistent(model: ModelProto, env: Mapping[str, int]) -> bool:
+    trial = ModelProto()
+    trial.CopyFrom(model)
+    rewrite(trial, env)
+    try:
+        infer(trial)
+    except ModelError:
+        return False
+    return True
+
+
+def _lift_nodes(prepared: Prepared, seed: int) -> Builder:
+    graph = prepared.model.graph
+    known = {t.name: t for t in graph.initializer}
+    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in prepared.model.opset_import}
+    for node in graph.node:
+        if node.op_type == "Constant":
+            known[node.output[0]] = _constant(node)
+    builder = Builder(prepared.types, known, opsets, seed)
+    for proto in graph.node:
+        if proto.op_type == "Constant":
+            continue
+        source = next((p.value for p in proto.metadata_props if p.key == SOURCE), node_name(proto))
+        node = Node(builder, proto, opsets[""], source)
+        lifter = find(proto, opsets[""])
+        if lifter is None or lifter(node) is False:
+            node.opaque("no affine form is known")
+    return builder
+
+
+def _constant(node: onnx.NodeProto) -> TensorProto:
+    """The value of a Constant node, which its attributes may give in several ways."""
+    a = node.attribute[0]
+    if a.name == "value":
+        return a.t
+    value = onnx.helper.get_attribute_value(a)
+    if a.name in ("value_float", "value_floats"):
+        return onnx.numpy_helper.from_array(np.array(value, np.float32))
+    if a.name in ("value_int", "value_ints"):
+        return onnx.numpy_helper.from_array(np.array(value, np.int64))
+    raise ModelError("constants of this kind are not supported", where=f"node '{node_name(node)}'", why=f"it has {a.name}")
+
+
+def _assemble(
+    b: Builder, prepared: Prepared, inputs: list[str], stored: Mapping[str, TensorProto], path: Path, weights: bool
+) -> tuple[Graph, dict[str, np.ndarray]]:
+    """The Graph, with every tensor that is read and not written as an input, a weight or a derived constant."""
+    outputs = [o.name for o in prepared.model.graph.output]
+    _pass_outputs_through(b, outputs, set(inputs))
+    written = {t for op in b.ops for t in op.outs}
+    used = dict.fromkeys([*inputs, *(t for op in b.ops for t in op.inputs), *outputs])
+    table: dict[str, Tensor] = {}
+    refs: dict[str, Weight] = {}
+    constants: dict[str, np.ndarray] = {}
+    for name in used:
+        t = b.tensor(name, f"input '{name}'")
+        if name in inputs:
+            table[name] = replace(t, kind="input")
+        elif name in written:
+            continue
+        else:
+            table[name] = replace(t, kind="weight")
+            if name in stored:
+                refs[name] = _reference(stored[name], table[name], path, weights)
+            else:
+                value = b.value(name)
+                assert value is not None, f"tensor '{name}' comes from nowhere"
+                constants[name] = np.ascontiguousarray(value).reshape(value.shape)
+                refs[name] = Weight(file="", offset=0, length=t.nbytes, sha256=_sha256(constants[name]))
+    for op in b.ops:
+        for name in op.outs:
+            table[name] = b.tensors[name]
+    name = prepared.model.graph.name or path.stem
+    graph = Graph(name=name, tensors=table, ops=tuple(b.ops), inputs=tuple(inputs), outputs=tuple(outputs), weights=refs)
+    return graph, constants
+
+
+def _pass_outputs_through(b: Builder, outputs: list[str], inputs: set[str]) -> None:
+    """Give graph outputs that are constants a view of their own, so that every output but an input is written."""
+    written = {t for op in b.ops for t in op.outs}
+    for k, name in enumerate(outputs):
+        if name in written or name in inputs:
+            continue
+        t = b.tensor(name, f"output '{name}'")
+        value = b.value(name)
+        if value is None:
+            continue  # a weight as it is in the file
+        inner = b.fresh(f"{name}.constant")
+        b.made[inner] = value
+        b.tensors[inner] = replace(t, name=inner)
+        dims = tuple(Dim(f"x{a}", s) for a, s in enumerate(t.shape))
+        read = Read(tensor=inner, index=tuple(here(dims)))
+        b.emit(Block(outs=(name,), dims=dims, reads=(read,), body=(Arg(0, t.dtype),), source=(outputs[k],)), [t])
+
+
+def _reference(t: TensorProto, tensor: Tensor, path: Path, weights: bool) -> Weight:
+    if t.data_location == TensorProto.EXTERNAL:
+        place = parse_place(t)
+        ref = Weight(file=place.file, offset=place.offset, length=place.length)
+        return replace(ref, sha256=_sha256(read_weight(path, ref, tensor))) if weights else ref
+    value = onnx.numpy_helper.to_array(t)
+    return Weight(file=path.name, offset=0, length=tensor.nbytes, name=tensor.name, sha256=_sha256(value))
+
+
+def _sha256(value: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8)).hexdigest()

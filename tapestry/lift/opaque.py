@@ -1,0 +1,142 @@
+"""Operators without an affine form: kept as ONNX nodes, with the dimensions along which they may still be split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from onnx import GraphProto, NodeProto
+
+from tapestry.ir.graph import Dim, Opaque
+from tapestry.lift.builder import Node
+from tapestry.lift.checks import captured, subgraphs
+from tapestry.lift.prepare import SOURCE
+from tapestry.lift.registry import lifts
+
+Axes = Mapping[int, Sequence[int | None]]
+
+
+def emit_opaque(n: Node, why: str, dims: Sequence[Dim], in_axes: Axes, out_axes: Axes) -> None:
+    """Emit a node as an `Opaque`: inputs renamed in0.., outputs out0.., outer names of its subgraphs made inputs too."""
+    proto = NodeProto()
+    proto.CopyFrom(n.proto)
+    proto.ClearField("metadata_props")
+    for k in reversed(range(len(proto.attribute))):
+        if proto.attribute[k].name == SOURCE:
+            del proto.attribute[k]
+    proto.name = ""
+    ins = [*n.ins, *captured(n.proto)]
+    rename = {name: f"in{k}" for k, name in reversed(list(enumerate(ins))) if name and k >= len(n.ins)}
+    for g in subgraphs(proto):
+        _rename(g, rename)
+    del proto.input[:]
+    proto.input.extend(f"in{k}" if i else "" for k, i in enumerate(n.ins))
+    del proto.output[:]
+    proto.output.extend(f"out{k}" if o else "" for k, o in enumerate(n.outs))
+    outs = [n.b.tensor(o, n.where) for o in n.outs if o]
+    for i in ins:
+        if i:
+            n.b.tensor(i, n.where)
+    none = (None,) * len(dims)
+    domain = "" if proto.domain == "ai.onnx" else proto.domain
+    op = Opaque(
+        outs=tuple(t.name for t in outs), ins=tuple(ins), kind=n.kind, node=proto.SerializeToString(deterministic=True),
+        opsets=tuple(sorted((d, v) for d, v in n.b.opsets.items() if d in ("", domain))), dims=tuple(dims),
+        in_axes=tuple(tuple(in_axes.get(k, none)) for k in range(len(ins))),
+        out_axes=tuple(tuple(out_axes.get(k, none)) for k, o in enumerate(n.outs) if o), source=(n.source,), why=why,
+    )  # fmt: skip
+    n.b.emit(op, outs)
+
+
+def _rename(graph: GraphProto, names: Mapping[str, str]) -> None:
+    """Rename outer values inside a subgraph, except where the subgraph defines the name itself."""
+    own = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {o for n in graph.node for o in n.output}
+    names = {a: b for a, b in names.items() if a not in own}
+    for node in graph.node:
+        for k, i in enumerate(node.input):
+            if i in names:
+                node.input[k] = names[i]
+        for g in subgraphs(node):
+            _rename(g, names)
+    for o in graph.output:
+        if o.name in names:
+            o.name = names[o.name]
+
+
+def _along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,)) -> None:
+    """Opaque, splittable along the given axes of the first input, which some inputs and all outputs share."""
+    shape = n.shape(0)
+    dims = [Dim(f"x{a}", shape[a]) for a in axes]
+    in_axes = {k: list(axes) for k in ins if n.has(k)}
+    n.opaque(why, dims, in_axes, {k: list(axes) for k in range(len(n.outs))})
+
+
+@lifts("CumSum", "CumProd")
+def lift_scan(n: Node) -> bool | None:
+    """A running sum: independent along every other axis."""
+    axis = n.const(1)
+    if axis is None:
+        return False
+    rank = len(n.shape(0))
+    at = int(axis.reshape(-1)[0]) % max(rank, 1)
+    _along(n, f"a scan along axis {at}", [a for a in range(rank) if a != at])
+    return None
+
+
+@lifts("TopK", "Hardmax")
+def lift_sorted(n: Node) -> None:
+    """Selection by value along one axis: independent along the others (Hardmax before opset 13 flattens from its axis)."""
+    rank = len(n.shape(0))
+    old = n.kind == "Hardmax" and n.version < 13
+    at = n.axis(1 if old else -1, rank)
+    _along(n, f"selects by value along axis {at}", [a for a in range(rank) if (a < at if old else a != at)])
+
+
+@lifts("GatherElements", "ScatterElements", "Scatter")
+def lift_elements(n: Node) -> None:
+    """Indices pick along one axis; other axes commute where data and indices are equally long."""
+    data, index = n.shape(0), n.shape(1)
+    at = n.axis(0, len(data))
+    same = [a for a in range(len(data)) if a != at and data[a] == index[a]]
+    _along(n, "positions depend on the data", same, (0, 1) if n.kind == "GatherElements" else (0, 1, 2))
+
+
+@lifts("LSTM", "GRU", "RNN")
+def lift_recurrent(n: Node) -> None:
+    """A loop over time, batch by batch. Layout 0: X [seq, batch, in], Y [seq, dirs, batch, hidden]; 1: batch first."""
+    first = n.attr("layout", 0) == 1
+    batch = n.shape(0)[0 if first else 1]
+    ins: dict[int, list[int | None]] = {0: [0 if first else 1]}
+    for k, axis in ((4, 0), (5, 0 if first else 1), (6, 0 if first else 1)):
+        if n.has(k):
+            ins[k] = [axis]
+    out: dict[int, list[int | None]] = {0: [0 if first else 2], 1: [0 if first else 1], 2: [0 if first else 1]}
+    n.opaque("a recurrence over time", [Dim("b", batch)], ins, out)
+
+
+@lifts("Resize", "Upsample", "GridSample", "MaxRoiPool", "DeformConv")
+def lift_sampled(n: Node) -> bool | None:
+    """Sampling at computed places; batch commutes where the node leaves that axis alone."""
+    x, y = n.shape(0), n.out().shape
+    if n.kind not in ("Resize", "Upsample", "GridSample") or len(x) < 3 or x[0] != y[0]:
+        return False
+    if n.kind == "GridSample":
+        n.opaque("samples where the grid says", [Dim("b", x[0])], {0: [0], 1: [0]}, {0: [0]})
+        return None
+    if x[1] != y[1] or n.attr("axes") is not None or n.attr("coordinate_transformation_mode") == "tf_crop_and_resize":
+        return False
+    if n.has(3):  # `sizes` names the whole batch: it would be wrong for a block of it, where scales stay right
+        return False
+    n.opaque("interpolates", [Dim("b", x[0]), Dim("c", x[1])], {0: [0, 1]}, {0: [0, 1]})
+    return None
+
+
+@lifts("GatherND", since=1)
+def lift_gather_nd(n: Node) -> None:
+    """Indices pick slices; the batch dimensions commute."""
+    from tapestry.lift.gather import lift_affine_gather_nd
+
+    if lift_affine_gather_nd(n):
+        return
+    batch = int(n.attr("batch_dims", 0))
+    dims = [Dim(f"x{k}", n.shape(0)[k]) for k in range(batch)]
+    n.opaque("positions depend on the data", dims, {0: list(range(batch)), 1: list(range(batch))}, {0: list(range(batch))})

@@ -1,0 +1,284 @@
+"""From a checked ONNX model with sizes bound to a small, static one: inference, expansion, and onnx_ir's passes.
+
+Weights are taken out first and stand as inputs (types without data), so that no pass can touch or load them; and the
+size of every folded value is bounded before it is computed, since a 121-byte model can ask for 10^12 elements.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, TypeProto
+from onnx_ir.passes import common as passes
+from onnxscript.optimizer import fold_constants
+
+from tapestry.errors import ModelError
+from tapestry.lift.checks import node_name, subgraphs
+from tapestry.lift.external import tensor_bytes
+from tapestry.lift.registry import find
+from tapestry.lift.weights import stored_tensors
+
+FOLD_BYTES = 1 << 20  # no folded value is larger
+FOLD_TOTAL = 1 << 28  # nor are all of them together
+SMALL_FLOATS, SMALL_INTS = 1 << 8, 1 << 16  # bytes of an initializer that still takes part in folding
+IOTA = 8  # a longer Range stays an operation: as an index expression it is worth more than as a table
+RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"})
+SOURCE = "tapestry.source"
+ROUNDS = 8  # of expansion of function bodies inside function bodies
+
+Types = dict[str, TypeProto]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The model to lift: its nodes, the type of every value, and the values known at compile time."""
+
+    model: ModelProto
+    types: Types
+
+
+def take_out_weights(model: ModelProto) -> dict[str, TensorProto]:
+    """Replace every initializer that is not small by an input of its type; returns all initializers by name."""
+    stored = stored_tensors(model)
+    weights = {n: t for n, t in stored.items() if not _foldable(t)}
+    graph = model.graph
+    small = [t for t in graph.initializer if t.name not in weights]
+    kept_inputs = [i for i in graph.input if i.name not in stored]
+    nodes = [n for n in graph.node if not (n.op_type == "Constant" and n.output and n.output[0] in weights)]
+    graph.ClearField("initializer")
+    graph.initializer.extend(small)
+    graph.ClearField("input")
+    graph.input.extend(kept_inputs)
+    graph.input.extend(onnx.helper.make_tensor_value_info(n, t.data_type, list(t.dims)) for n, t in weights.items())
+    if len(nodes) < len(graph.node):
+        graph.ClearField("node")
+        graph.node.extend(nodes)
+    model.ir_version = max(model.ir_version, 10)
+    return stored
+
+
+def _foldable(t: TensorProto) -> bool:
+    if t.data_location == TensorProto.EXTERNAL:
+        return False
+    floating = t.data_type in (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    return t.data_type == TensorProto.STRING or tensor_bytes(t) <= (SMALL_FLOATS if floating else SMALL_INTS)
+
+
+def infer(model: ModelProto) -> Types:
+    """Types of all values by onnx's shape inference, from the inputs' types alone (what the file declares is set aside).
+
+    Raises:
+        ModelError: an operator's inputs contradict each other in dtype or shape.
+    """
+    bare = ModelProto()
+    bare.CopyFrom(model)
+    del bare.graph.value_info[:]
+    for o in bare.graph.output:
+        o.type.Clear()
+    try:
+        done = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=False)
+    except Exception as e:
+        raise _contradiction(str(e)) from None
+    graph = done.graph
+    found = {v.name: v.type for group in (graph.input, graph.output, graph.value_info) for v in group}
+    found.update({t.name: onnx.helper.make_tensor_type_proto(t.data_type, list(t.dims)) for t in graph.initializer})
+    return found
+
+
+def _contradiction(message: str) -> ModelError:
+    name = re.search(r"node name: ([^)]*)\)", message) or re.search(r"input '?([^' ]+)'? of node", message)
+    text = re.sub(r"\[\w+Error\]|Inference error\(s\):|\n", " ", message).strip()
+    return ModelError(
+        "shapes or dtypes contradict each other", where=f"node '{name[1]}'" if name else "shape inference",
+        why=re.sub(r"\s+", " ", text)[:300], hint="check the sizes given with --shape; otherwise the model itself is at fault",
+    )  # fmt: skip
+
+
+def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
+    """Compare what the file declares of its values with what inference says.
+
+    Raises:
+        ModelError: naming the value, its producer, and both types.
+    """
+    makers = {o: n for n in model.graph.node for o in n.output}
+    for value in (*model.graph.value_info, *model.graph.output):
+        found = types.get(value.name)
+        if found is None or not (found.HasField("tensor_type") and value.type.HasField("tensor_type")):
+            continue
+        a, b = value.type.tensor_type, found.tensor_type
+        where = f"node '{node_name(makers[value.name])}'" if value.name in makers else f"value '{value.name}'"
+        if a.elem_type and b.elem_type and a.elem_type != b.elem_type:
+            names = [TensorProto.DataType.Name(t.elem_type) for t in (a, b)]
+            raise ModelError("dtypes contradict each other", where=where, why=f"'{value.name}' is declared {names[0]}, computed {names[1]}")
+        if not (a.HasField("shape") and b.HasField("shape")):
+            continue
+        declared, computed = ([d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim] for t in (a, b))
+        clash = any(x is not None and y is not None and x != y for x, y in zip(declared, computed, strict=False))
+        if len(declared) != len(computed) or clash:
+            raise ModelError("shapes contradict each other", where=where, why=f"'{value.name}' is declared {declared}, computed {computed}")
+
+
+def tag_sources(model: ModelProto) -> None:
+    """Name unnamed nodes after their first output, and note each name where passes do not change it."""
+    for node in (*model.graph.node, *(n for f in model.functions for n in f.node)):
+        node.name = node_name(node)
+        del node.metadata_props[:]
+        node.metadata_props.add(key=SOURCE, value=node.name)
+
+
+def expand_functions(model: ModelProto, types: Types, version: int) -> bool:
+    """Replace operators that have no lifter by calls of their schema's function body; whether any was."""
+    taken = len(model.functions)
+    for node in model.graph.node:
+        if node.domain not in ("", "ai.onnx") or find(node, version) is not None:
+            continue
+        body = _function_body(node, types, version)
+        if body is None:
+            continue
+        name = f"{node.op_type}_{len(model.functions)}"
+        source = next((p.value for p in node.metadata_props if p.key == SOURCE), node_name(node))
+        body.domain, body.name = "tapestry.expanded", name
+        del body.output[len(node.output) :]
+        body.ClearField("opset_import")
+        body.opset_import.extend(onnx.helper.make_opsetid(o.domain, o.version) for o in model.opset_import)
+        for k, inner in enumerate(body.node):
+            inner.name = f"{source}/{inner.op_type}_{k}"
+            inner.metadata_props.add(key=SOURCE, value=source)
+        model.functions.append(body)
+        node.domain, node.op_type = "tapestry.expanded", name
+    if len(model.functions) == taken:
+        return False
+    model.opset_import.append(onnx.helper.make_opsetid("tapestry.expanded", 1))
+    return True
+
+
+def _function_body(node: NodeProto, types: Types, version: int) -> FunctionProto | None:
+    """The body of an operator's function at an opset, if it means the same there and has no control flow or sequences."""
+    schema = onnx.defs.get_schema(node.op_type, version, "")
+    body = FunctionProto()
+    given = [types.get(i, TypeProto()) for i in node.input]
+    if schema.has_function:
+        usable = [v for v in schema.function_opset_versions if v <= version]
+        if not usable:
+            return None
+        body.ParseFromString(schema.get_function_with_opset_version(max(usable)))
+    elif schema.has_context_dependent_function and all(t.WhichOneof("value") for t, i in zip(given, node.input) if i):
+        usable = [v for v in schema.context_dependent_function_opset_versions if v <= version]
+        if not usable:
+            return None
+        text = schema.get_context_dependent_function_with_opset_version(
+            max(usable), node.SerializeToString(), [t.SerializeToString() for t in given]
+        )
+        body.ParseFromString(text)
+    else:
+        return None
+    return body if _means_the_same(body, max(usable), version) else None
+
+
+def _means_the_same(body: FunctionProto, written: int, version: int) -> bool:
+    for inner in body.node:
+        if inner.domain not in ("", "ai.onnx") or list(subgraphs(inner)) or "Sequence" in inner.op_type:
+            return False
+        if not onnx.defs.has(inner.op_type, version, ""):
+            return False
+        old = onnx.defs.get_schema(inner.op_type, max(written, 1), "").since_version
+        new = onnx.defs.get_schema(inner.op_type, version, "").since_version
+        if old != new and _changed(inner.op_type, old, version):
+            return False
+    return True
+
+
+def _changed(op: str, since: int, version: int) -> bool:
+    """Whether an operator's inputs or attributes changed between two versions (a wider list of types does not matter)."""
+
+    def face(v: int) -> tuple[list[str], list[str]]:
+        s = onnx.defs.get_schema(op, v, "")
+        return [i.name for i in s.inputs], sorted(s.attributes)
+
+    return face(since) != face(version)
+
+
+class _Budget:
+    """Decides, before a value is computed, whether it is small enough to fold."""
+
+    def __init__(self) -> None:
+        self.left = FOLD_TOTAL
+
+    def __call__(self, node: ir.Node) -> bool | None:
+        if node.op_type in RANDOM or node.domain not in ("", "ai.onnx"):
+            return False
+        total = 0
+        for out in node.outputs:
+            if out.shape is None or not all(isinstance(d, int) for d in out.shape) or out.dtype is None:
+                return False
+            count = 1
+            for d in out.shape:
+                count *= int(d)  # type: ignore[arg-type]
+            total += count * max(1, int(out.dtype.itemsize))
+            if node.op_type == "Range" and count > IOTA:
+                return False
+            if node.op_type == "ConstantOfShape" and count > IOTA * IOTA:
+                return False
+        if total > FOLD_BYTES or total > self.left:
+            return False
+        self.left -= total
+        return True if node.op_type == "ConstantOfShape" else None
+
+
+def _tell_random_apart(graph: ir.Graph) -> None:
+    """Give every random node an attribute of its own: nodes that differ are not a common subexpression.
+
+    onnx_ir's pass would merge two Bernoulli nodes otherwise. The attribute is also what the node's key is made from, so
+    that a function called twice does not draw the same numbers twice.
+    """
+    seen: dict[str, int] = {}
+    for node in graph:
+        if node.op_type in RANDOM and node.domain in ("", "ai.onnx") and SOURCE not in node.attributes:
+            name = node.name or str(node.outputs[0].name)
+            seen[name] = seen.get(name, 0) + 1
+            tag = name if seen[name] == 1 else f"{name}#{seen[name]}"
+            node.attributes.add(ir.AttrString(SOURCE, tag))
+
+
+def run_passes(model: ModelProto) -> ModelProto:
+    """Inline functions, fold constants, merge common subexpressions, drop dead nodes, sort: onnx_ir's and onnxscript's own."""
+    try:
+        graph = ir.serde.deserialize_model(model)
+        if graph.functions:
+            passes.InlinePass()(graph)
+        _tell_random_apart(graph.graph)
+        fold_constants(graph, onnx_shape_inference=True, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES, should_fold=_Budget())
+        passes.CommonSubexpressionEliminationPass()(graph)
+        passes.RemoveUnusedNodesPass()(graph)
+        passes.TopologicalSortPass()(graph)
+        return ir.serde.serialize_model(graph)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as e:
+        cause = e.__cause__ or e
+        raise ModelError("the graph cannot be simplified", where="constant folding", why=f"{e}: {cause}"[:300]) from None
+
+
+def prepare(model: ModelProto) -> Prepared:
+    """The static model to lift; ``model`` has its sizes bound and its weights taken out."""
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)
+    version = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    tag_sources(model)
+    declared = ModelProto()
+    declared.CopyFrom(model)
+    del model.graph.value_info[:]
+    types = infer(model)
+    check_declared(declared, types)
+    for o in model.graph.output:
+        o.type.CopyFrom(types.get(o.name, o.type))
+    for _ in range(ROUNDS):
+        model = run_passes(model)
+        del model.graph.value_info[:]
+        types = infer(model)
+        if not expand_functions(model, types, version):
+            break
+    check_declared(declared, types)
+    return Prepared(model, types)

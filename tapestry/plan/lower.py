@@ -1,0 +1,219 @@
+"""Plan to Program: loads, launches, transfers and reductions for every device, and frees after the last use.
+
+The order is the graph's. A footprint that some device lacks is assembled in a buffer of its own by one transfer, which
+every later reader of the same footprint shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tapestry.ir.graph import Block, Op
+from tapestry.ir.kernel import Box
+from tapestry.ir.plan import Layout, Mesh, Plan, coordinates
+from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
+from tapestry.plan.cost.transfer import owners
+from tapestry.plan.kinds import kind_of
+from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
+
+
+def lower(plan: Plan) -> Program:
+    """The program of a plan."""
+    state = _Lowering(plan)
+    state.sources()
+    for i in range(len(plan.graph.ops)):
+        state.op(i)
+    outputs = {t: state.output(t) for t in plan.graph.outputs}
+    steps = _with_frees(state.steps, set(outputs.values()) | state.resident)
+    return Program(devices=plan.devices, buffers=state.buffers, steps=tuple(steps), outputs=outputs)
+
+
+@dataclass(slots=True)
+class _Lowering:
+    """Steps so far, and which buffers hold which tensor (the first one is where the tensor was produced)."""
+
+    plan: Plan
+    steps: list[Step] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    held: dict[str, list[str]] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    resident: set[str] = field(default_factory=set)
+    boxes: dict[str, Boxes] = field(default_factory=dict)
+    needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list)
+
+    def sources(self) -> None:
+        """Load what no operation writes: in its fixed layout, or else each distinct footprint of its readers."""
+        graph, mesh = self.plan.graph, self.plan.mesh
+        self.needs = [list(footprints(op, graph, s, mesh)) for op, s in zip(graph.ops, self.plan.strategies, strict=True)]
+        wanted: dict[str, list[Boxes]] = {t: [] for t in (*graph.weights, *graph.inputs)}
+        for needs in self.needs:
+            for _, t, boxes in needs:
+                if t in wanted:
+                    wanted[t].append(boxes)
+        for t, found in wanted.items():
+            shape = graph.tensors[t].shape
+            if t in self.plan.inputs:
+                self.layouts[t] = self.plan.inputs[t]
+                found = [tensor_boxes(shape, self.plan.inputs[t], mesh)]
+            elif t in graph.outputs:
+                self.layouts[t] = (None,) * len(mesh)
+                found = [tensor_boxes(shape, (None,) * len(mesh), mesh)]
+            for boxes in _distinct(found):
+                name = self.buffer(t, boxes)
+                self.steps.append(Load(buffer=name))
+                if t in graph.weights:
+                    self.resident.add(name)
+
+    def buffer(self, tensor: str, boxes: Boxes, *, part: int | None = None, dtype: str = "", tag: str = "") -> str:
+        """Declare a buffer; without ``part`` it holds the tensor itself."""
+        base = tensor if part is None else f"{tensor}.state{part}{tag}"
+        name, k = base, 1
+        while name in self.buffers:
+            name, k = f"{base}.{k}", k + 1
+        kept = tuple(_box(b) for b in boxes)
+        dtype = dtype or self.plan.graph.tensors[tensor].dtype
+        self.buffers[name] = Buffer(name=name, tensor=tensor, dtype=dtype, boxes=kept, field=part)
+        self.boxes[name] = boxes
+        if part is None:
+            self.held.setdefault(tensor, []).append(name)
+        return name
+
+    def covering(self, tensor: str, boxes: Boxes) -> str | None:
+        """A buffer that holds every device's footprint; the tightest one."""
+        found = [b for b in self.held.get(tensor, ()) if _covers(self.boxes[b], boxes)]
+        return min(found, key=lambda b: int(np.prod(self.boxes[b][..., 1] - self.boxes[b][..., 0], axis=-1).sum()), default=None)
+
+    def fetch(self, tensor: str, boxes: Boxes) -> str:
+        """A buffer with the footprint, transferring what is missing."""
+        found = self.covering(tensor, boxes)
+        if found is not None:
+            return found
+        src = self.held[tensor][0]
+        messages = exchange(self.boxes[src], boxes, self.layouts[tensor], self.plan.mesh)
+        dst = self.buffer(tensor, boxes)
+        kind = kind_of(messages, self.buffers[src].boxes, self.buffers[dst].boxes)
+        self.steps.append(Transfer(kind=kind, src=src, dst=dst, messages=messages))
+        return dst
+
+    def op(self, i: int) -> None:
+        """One operation: fetch, launch, and merge where a reduced dimension is cut."""
+        op, s = self.plan.graph.ops[i], self.plan.strategies[i]
+        reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+        cut = [a for a, d in enumerate(s.dims) if d in reduced]
+        ins = [""] * (len(op.reads) if isinstance(op, Block) else len(op.ins))
+        for k, t, boxes in self.needs[i]:
+            ins[k] = self.fetch(t, boxes)
+        block = op_boxes(op, s.dims, self.plan.mesh)
+        for n, t in enumerate(op.outs):
+            self.layouts[t] = out_layout(op, s.out, n)
+        if not cut:
+            outs = self.outs(op)
+            blocks = tuple(_box(b) for b in block)
+            self.steps.append(Launch(op=i, mode="full", blocks=blocks, ins=tuple(ins), outs=outs))
+            return
+        assert isinstance(op, Block)
+        self.reduction(i, op, block, ins, cut)
+
+    def outs(self, op: Op) -> tuple[str, ...]:
+        """Declare the buffers of an operation's outputs."""
+        shapes = [self.plan.graph.tensors[t].shape for t in op.outs]
+        return tuple(
+            self.buffer(t, tensor_boxes(shape, self.layouts[t], self.plan.mesh)) for t, shape in zip(op.outs, shapes, strict=True)
+        )
+
+    def reduction(self, i: int, op: Block, block: Boxes, ins: list[str], cut: list[int]) -> None:
+        """Partial states, then a reduce-scatter and an all-reduce along their mesh axes, then ``then``."""
+        mesh, s = self.plan.mesh, self.plan.strategies[i]
+        local, body, then = block[:, : len(op.dims)], op.body_reads(), op.then_reads()
+        dtypes = [e.dtype for e in op.body]
+        states = tuple(self.buffer(op.outs[0], local, part=k, dtype=d, tag=".part") for k, d in enumerate(dtypes))
+        blocks = tuple(_box(b) for b in block)
+        used = tuple(b if k in body else "" for k, b in enumerate(ins))
+        self.steps.append(Launch(op=i, mode="partial", blocks=blocks, ins=used, outs=states))
+        scatter = [a for a in cut if s.out[a] is not None]
+        final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
+        todo = [("reduce_scatter", scatter), ("all_reduce", [a for a in cut if a not in scatter])]
+        todo = [(kind, axes) for kind, axes in todo if axes]
+        for n, (kind, axes) in enumerate(todo):
+            last = n == len(todo) - 1
+            if last and not op.lowers:
+                merged = self.outs(op)
+            else:
+                merged = tuple(self.buffer(op.outs[0], final, part=k, dtype=d) for k, d in enumerate(dtypes))
+            self.steps.append(Reduce(kind=kind, op=i, srcs=states, dsts=merged, groups=_groups(mesh, axes)))
+            states = merged
+        if op.lowers:
+            used = tuple(b if k in then else "" for k, b in enumerate(ins))
+            ends = tuple(_box(b) for b in final)
+            self.steps.append(Launch(op=i, mode="finish", blocks=ends, ins=used, outs=self.outs(op), states=states))
+
+    def output(self, tensor: str) -> str:
+        """The buffer that holds a graph output where it must end."""
+        if tensor in self.plan.outputs:
+            shape = self.plan.graph.tensors[tensor].shape
+            return self.fetch(tensor, tensor_boxes(shape, self.plan.outputs[tensor], self.plan.mesh))
+        return self.held[tensor][0]
+
+
+def exchange(held: Boxes, wanted: Boxes, layout: Layout, mesh: Mesh) -> tuple[Message, ...]:
+    """Messages that bring to each device the part of its footprint that it does not hold, from the nearest holder."""
+    nearest = owners(layout, mesh)
+    lo = np.maximum(wanted[:, None, :, 0], held[None, :, :, 0])
+    hi = np.minimum(wanted[:, None, :, 1], held[None, :, :, 1])
+    found = np.all(hi > lo, axis=-1) & nearest
+    np.fill_diagonal(found, False)
+    return tuple(Message(int(e), int(d), _box(np.stack([lo[d, e], hi[d, e]], -1))) for d, e in np.argwhere(found))
+
+
+def _groups(mesh: Mesh, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Devices that differ along some mesh axes only."""
+    out: dict[tuple[int, ...], list[int]] = {}
+    for d, c in enumerate(coordinates(mesh)):
+        out.setdefault(tuple(k for a, k in enumerate(c) if a not in axes), []).append(d)
+    return tuple(tuple(g) for g in out.values())
+
+
+def _box(b: np.ndarray) -> Box:
+    return tuple((int(lo), int(hi)) for lo, hi in b)
+
+
+def _covers(outer: Boxes, inner: Boxes) -> bool:
+    empty = np.any(inner[..., 1] <= inner[..., 0], axis=-1)
+    inside = np.all((outer[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outer[..., 1]), axis=-1)
+    return bool(np.all(empty | inside))
+
+
+def _distinct(found: list[Boxes]) -> list[Boxes]:
+    """Footprints without those that another one covers on every device."""
+    unique = list({b.tobytes(): b for b in found}.values())
+    return [b for b in unique if not any(o is not b and _covers(o, b) and not (_covers(b, o)) for o in unique)]
+
+
+def _with_frees(steps: list[Step], kept: set[str]) -> list[Step]:
+    """Free every buffer after the last step that touches it."""
+    last: dict[str, int] = {}
+    for i, s in enumerate(steps):
+        for b in (*allocated(s), *_touched(s)):
+            last[b] = i
+    out: list[Step] = []
+    for i, s in enumerate(steps):
+        out.append(s)
+        done = tuple(dict.fromkeys(b for b in (*_touched(s), *allocated(s)) if last[b] == i and b not in kept))
+        if done:
+            out.append(Free(buffers=done))
+    return out
+
+
+def _touched(s: Step) -> tuple[str, ...]:
+    match s:
+        case Launch():
+            return tuple(b for b in (*s.ins, *s.states) if b)
+        case Transfer():
+            return (s.src,)
+        case Reduce():
+            return s.srcs
+        case _:
+            return ()

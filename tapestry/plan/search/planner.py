@@ -1,0 +1,166 @@
+"""Find a plan: the cheapest choice of strategies, then the cheapest that keeps to the memory, with a proven bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapestry.errors import PlanError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Layout, Plan
+from tapestry.ir.program import Launch, Program, Reduce, alive_at, peak_bytes
+from tapestry.plan.lower import lower
+from tapestry.plan.search.network import Factor, Solution, evaluate, solve
+from tapestry.plan.search.problem import Problem, build, memory_row
+from tapestry.plan.strategy import Pin
+from tapestry.plan.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan with its program, its cost in seconds, a proven lower bound of any plan's cost, and what the search saw."""
+
+    plan: Plan
+    program: Program
+    objective: float
+    bound: float
+    distinct: int
+
+    @property
+    def gap(self) -> float:
+        """``(objective - bound) / objective``: 0 means proved optimal."""
+        return max(0.0, self.objective - self.bound) / self.objective if self.objective > 0 else 0.0
+
+
+def search(
+    graph: Graph,
+    topo: Topology,
+    *,
+    pins: Mapping[int, tuple[Pin, ...]] | None = None,
+    inputs: Mapping[str, Layout] | None = None,
+    outputs: Mapping[str, Layout] | None = None,
+    time_limit: float = 60.0,
+) -> Found:
+    """The best plan that the strategies allow within the devices' memory.
+
+    Args:
+        pins: splits that the user insists on, by operation.
+        inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
+        time_limit: seconds.
+
+    Raises:
+        PlanError: no plan fits; says by how many bytes, on which device, and for which tensors.
+    """
+    start = time.monotonic()
+    problem = build(graph, topo, pins or {}, inputs or {}, outputs or {})
+    first = solve(problem.sizes, problem.factors, time_limit)
+    found = _found(problem, first, first.bound)
+    if max(peak_bytes(found.program)[0]) <= topo.device.memory:
+        return found
+    return _within_memory(problem, found, start + time_limit)
+
+
+def _found(problem: Problem, solution: Solution, bound: float) -> Found:
+    plan = Plan(
+        graph=problem.graph, mesh=problem.topo.mesh, inputs=problem.inputs, outputs=problem.outputs,
+        strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, solution.choice, strict=True)),
+    )  # fmt: skip
+    objective = evaluate(solution.choice, problem.factors)
+    return Found(plan=plan, program=lower(plan), objective=objective, bound=min(bound, objective), distinct=problem.distinct)
+
+
+@dataclass(slots=True)
+class _Prices:
+    """Seconds per byte for memory held while some operations run."""
+
+    problem: Problem
+    rows: dict[int, list[np.ndarray]]
+    price: dict[int, float]
+
+    def solve(self, scale: float, costs: float, time_limit: float) -> tuple[Solution, float]:
+        """Minimise ``costs * time + price * memory``; the value is a Lagrangian lower bound when ``costs`` is 1."""
+        sizes, limit = self.problem.sizes, self.problem.topo.device.memory
+        factors = [Factor(f.nodes, f.table * costs) for f in self.problem.factors]
+        for at, rows in self.rows.items():
+            factors += [Factor((i,), scale * self.price[at] * row) for i, row in enumerate(rows) if row.any()]
+        solution = solve(sizes, factors, time_limit)
+        return solution, solution.bound - scale * sum(self.price.values()) * limit
+
+
+def _within_memory(problem: Problem, found: Found, deadline: float) -> Found:
+    """Raise the price of memory until the plan fits, then lower it again while it still does.
+
+    The bound is the Lagrangian dual (Geoffrion 1974): for any prices, the minimum of cost plus price times excess is at
+    most the cost of every plan that fits, because the rows underestimate the memory of a program.
+    """
+    limit = problem.topo.device.memory
+    prices = _Prices(problem, {}, {})
+    bound, best, smallest = found.bound, None, found
+    unit = found.objective / limit
+    high = 1.0
+    for _ in range(40):
+        _raise_price(prices, found, unit)
+        solution, dual = prices.solve(1.0, 1.0, max(1.0, deadline - time.monotonic()))
+        bound = max(bound, dual)
+        found = _found(problem, solution, bound)
+        smallest = min(smallest, found, key=_peak)
+        if _peak(found) <= limit:
+            best = found
+            break
+        if time.monotonic() > deadline:
+            break
+    if best is None:
+        solution, _ = prices.solve(1.0, 1e-6, max(1.0, deadline - time.monotonic()))
+        last = _found(problem, solution, bound)
+        smallest = min(smallest, last, key=_peak)
+        if _peak(smallest) > limit:
+            raise _too_big(smallest, limit)
+        best = smallest
+    low = 0.0
+    for _ in range(8):
+        if time.monotonic() > deadline or best.objective <= bound * (1 + 1e-3):
+            break
+        middle = (low + high) / 2
+        solution, dual = prices.solve(middle, 1.0, max(1.0, deadline - time.monotonic()))
+        bound = max(bound, dual)
+        found = _found(problem, solution, bound)
+        if _peak(found) <= limit:
+            high = middle
+            best = min(best, found, key=lambda f: f.objective)
+        else:
+            low = middle
+    return Found(
+        plan=best.plan, program=best.program, objective=best.objective, bound=min(bound, best.objective), distinct=best.distinct
+    )
+
+
+def _peak(found: Found) -> int:
+    return max(peak_bytes(found.program)[0])
+
+
+def _raise_price(prices: _Prices, found: Found, unit: float) -> None:
+    """Add the operation during which the plan needs most, or double its price."""
+    peak, at = peak_bytes(found.program)
+    step = at[int(np.argmax(peak))]
+    op = next((s.op for s in found.program.steps[step:] if isinstance(s, Launch | Reduce)), len(found.plan.graph.ops) - 1)
+    if op in prices.price:
+        prices.price = {k: p * 2 for k, p in prices.price.items()}
+    else:
+        prices.rows[op] = memory_row(prices.problem, op)
+        prices.price[op] = max([unit, *prices.price.values()])
+
+
+def _too_big(found: Found, limit: int) -> PlanError:
+    peak, at = peak_bytes(found.program)
+    device = int(np.argmax(peak))
+    alive = alive_at(found.program, at[device])
+    largest = sorted(alive, key=lambda b: -found.program.buffers[b].nbytes(device))[:4]
+    names = ", ".join(f"'{b}' {found.program.buffers[b].nbytes(device):,}" for b in largest)
+    return PlanError(
+        f"no plan fits: device {device} needs {peak[device]:,} bytes of {limit:,}, {peak[device] - limit:,} too many",
+        why=f"the plan with the least memory that was found holds there (bytes): {names}",
+        hint="more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
+    )

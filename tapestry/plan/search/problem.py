@@ -1,0 +1,194 @@
+"""The planning problem as a network: a node per operation, a choice per strategy, a table per tensor that flows.
+
+Tables depend on signatures alone (index spaces, projections, dtypes, layouts), so that building the problem grows with
+the number of distinct operations, not with the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.plan import Layout, Strategy
+from tapestry.ir.text import signature
+from tapestry.ir.types import itemsize
+from tapestry.plan.cost import compute, transfer
+from tapestry.plan.search.network import Factor
+from tapestry.plan.strategy import Boxes, Pin, footprints, op_boxes, out_layout, strategies, tensor_boxes
+from tapestry.plan.topology import Topology
+
+HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: load less from the host
+
+
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """What one kind of operation offers: its strategies, and per strategy cost, memory and footprints."""
+
+    strategies: list[Strategy]
+    seconds: np.ndarray
+    state_bytes: np.ndarray
+    outs_bytes: np.ndarray
+    reads: list[dict[int, Boxes]]
+
+
+@dataclass(slots=True)
+class Problem:
+    """Costs of every choice, and linear underestimates of memory."""
+
+    graph: Graph
+    topo: Topology
+    inputs: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+    menus: list[Menu] = field(default_factory=list)
+    factors: list[Factor] = field(default_factory=list)
+    distinct: int = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of choices of each operation."""
+        return [len(m.strategies) for m in self.menus]
+
+
+def build(
+    graph: Graph, topo: Topology, pins: Mapping[int, tuple[Pin, ...]], inputs: Mapping[str, Layout], outputs: Mapping[str, Layout]
+) -> Problem:
+    """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor."""
+    problem = Problem(graph, topo, inputs, outputs)
+    kinds: dict[str, Menu] = {}
+    keys: list[str] = []
+    for i, op in enumerate(graph.ops):
+        key = f"{signature(op, graph)} {pins.get(i, ())}"
+        keys.append(key)
+        if key not in kinds:
+            kinds[key] = _menu(op, graph, topo, pins.get(i, ()))
+        problem.menus.append(kinds[key])
+    problem.distinct = len(kinds)
+    _edges(problem, keys)
+    return problem
+
+
+def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...]) -> Menu:
+    found = strategies(op, topo.mesh, pins)
+    seconds, states, outs, reads = [], [], [], []
+    for s in found:
+        block = op_boxes(op, s.dims, topo.mesh)
+        final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
+        prints = {k: (t, b) for k, t, b in footprints(op, graph, s, topo.mesh)}
+        unique = {(t, b.tobytes()): b for t, b in prints.values()}
+        reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+        cut = [a for a, d in enumerate(s.dims) if d in reduced]
+        size = compute.state_bytes(op, block) if cut else 0
+        merge = transfer.reduce_seconds(size, [(a, s.out[a] is not None) for a in cut], topo)
+        extra = 2 * topo.device.launch if cut else 0.0  # merging and finishing
+        seconds.append(compute.seconds(op, graph, block, final, unique, topo) + merge + extra)
+        states.append(size)
+        shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
+        outs.append([int(compute.sizes(b)[-1]) * itemsize(graph.tensors[t].dtype) for t, b in zip(op.outs, shapes, strict=True)])
+        reads.append({k: b for k, (_, b) in prints.items()})
+    return Menu(found, np.array(seconds), np.array(states), np.array(outs).reshape(len(found), -1), reads)
+
+
+def _edges(problem: Problem, keys: list[str]) -> None:
+    """Unary costs with transfers from fixed layouts, and a table per pair of operations that share a tensor."""
+    graph = problem.graph
+    makers = graph.producers()
+    cache: dict[tuple[object, ...], np.ndarray] = {}
+    unary = [m.seconds.copy() for m in problem.menus]
+    for i, op in enumerate(graph.ops):
+        positions: dict[str, list[int]] = {}
+        for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
+            if t:
+                positions.setdefault(t, []).append(k)
+        for t, where in positions.items():
+            maker = makers.get(t)
+            if maker is None and t not in problem.inputs:
+                unary[i] += _load_seconds(problem, i, t, where)
+                continue
+            held = [problem.inputs[t]] if maker is None else _layouts(problem, maker, t)
+            key = (tuple(held), graph.tensors[t].shape, graph.tensors[t].dtype, keys[i], tuple(where))
+            if key not in cache:
+                cache[key] = _table(problem, held, i, t, where)
+            if maker is None:
+                unary[i] += cache[key][0]
+            elif cache[key].any():
+                problem.factors.append(Factor((maker, i), cache[key]))
+    for t, layout in problem.outputs.items():
+        maker = makers.get(t)
+        if maker is not None:
+            unary[maker] += _ending(problem, maker, t, layout)
+    problem.factors += [Factor((i,), u) for i, u in enumerate(unary)]
+
+
+def _layouts(problem: Problem, maker: int, tensor: str) -> list[Layout]:
+    op = problem.graph.ops[maker]
+    return [out_layout(op, s.out, op.outs.index(tensor)) for s in problem.menus[maker].strategies]
+
+
+def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]) -> np.ndarray:
+    """Seconds for every (layout of the producer, strategy of the reader); equal rows and columns are computed once."""
+    graph, topo = problem.graph, problem.topo
+    t = graph.tensors[tensor]
+    rows = {layout: n for n, layout in enumerate(dict.fromkeys(held))}
+    sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
+    columns: dict[bytes, int] = {}
+    wanted: list[Boxes] = []
+    needs: list[list[int]] = []
+    for reads in problem.menus[reader].reads:
+        mine: dict[int, None] = {}
+        for k in where:
+            raw = reads[k].tobytes()
+            if raw not in columns:
+                columns[raw] = len(wanted)
+                wanted.append(reads[k])
+            mine[columns[raw]] = None
+        needs.append(list(mine))
+    found = transfer.costs(sources, wanted, itemsize(t.dtype), topo).seconds
+    per_strategy = np.stack([found[:, n].sum(axis=1) for n in needs], axis=1)
+    return per_strategy[[rows[layout] for layout in held]]
+
+
+def _ending(problem: Problem, maker: int, tensor: str, layout: Layout) -> np.ndarray:
+    """Seconds to bring an output from each strategy's layout to the one it must end in."""
+    t, mesh = problem.graph.tensors[tensor], problem.topo.mesh
+    held = [(h, tensor_boxes(t.shape, h, mesh)) for h in _layouts(problem, maker, tensor)]
+    wanted = [tensor_boxes(t.shape, layout, mesh)]
+    return transfer.costs(held, wanted, itemsize(t.dtype), problem.topo).seconds[:, 0]
+
+
+def _load_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) -> np.ndarray:
+    width = itemsize(problem.graph.tensors[tensor].dtype)
+    menu = problem.menus[reader]
+    return np.array([HOST_SECONDS_PER_BYTE * width * max(int(compute.sizes(r[k]).max()) for k in where) for r in menu.reads])
+
+
+def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
+    """Per operation and choice, bytes that the last device surely holds while operation ``at`` runs.
+
+    Weights (charged to their first reader), results that are still needed, partial states of ``at`` itself: a lower
+    estimate of the program's memory, linear in the choices. The last device has the largest block of every cut.
+    """
+    graph = problem.graph
+    last: dict[str, int] = {t: len(graph.ops) for t in graph.outputs}
+    for i, op in enumerate(graph.ops):
+        for t in op.inputs:
+            last[t] = max(last.get(t, i), i)
+    charged: set[str] = set()
+    out: list[np.ndarray] = []
+    for i, (op, menu) in enumerate(zip(graph.ops, problem.menus, strict=True)):
+        row = np.zeros(len(menu.strategies))
+        for n, t in enumerate(op.outs):
+            if i <= at <= last.get(t, i):
+                row += menu.outs_bytes[:, n]
+        if i == at:
+            row += menu.state_bytes
+        for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
+            fixed = t in problem.inputs
+            if t in graph.weights and t not in charged and not fixed:
+                charged.add(t)
+                width = itemsize(graph.tensors[t].dtype)
+                row += np.array([width * int(compute.sizes(r[k])[-1]) for r in menu.reads])
+        out.append(row)
+    return out

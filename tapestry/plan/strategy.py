@@ -1,0 +1,166 @@
+"""Strategies of an operation, generated from the moves of the ``split`` rule; nothing is listed by hand per operator.
+
+Also the boxes that a strategy gives each device: of the index space, of what is read, of what is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.index import bounds
+from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, part
+from tapestry.rewrites.split import splittable
+
+Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
+MAX_STRATEGIES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A split that the user insists on: dimension ``dim`` cut by mesh axis number ``axis``."""
+
+    dim: str
+    axis: int
+
+
+def strategies(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> list[Strategy]:
+    """All ways to spread an operation over a mesh, the replicated one first.
+
+    Each mesh axis cuts one dimension or none; a cut reduced dimension ends in an all-reduce or in a reduce-scatter along
+    an output axis. Small reduced dimensions beside a larger one (a kernel's window) are left alone unless pinned.
+    """
+    fixed = {p.axis: p.dim for p in pins}
+    choices = [_axis_choices(op, mesh[a].size, fixed.get(a)) for a in range(len(mesh))]
+    out: list[Strategy] = []
+    for combo in itertools.product(*choices):
+        if _fits(op, mesh, combo):
+            out.append(Strategy(tuple(d for d, _ in combo), _layout(op, combo)))
+    if len(out) > MAX_STRATEGIES:  # keep the all-reduce forms and the plain splits first
+        out.sort(key=lambda s: sum(o is not None and d in _reduced(op) for d, o in zip(s.dims, s.out, strict=True)))
+        out = out[:MAX_STRATEGIES]
+    return out
+
+
+def _reduced(op: Op) -> set[str]:
+    return {d.name for d in op.reduce} if isinstance(op, Block) else set()
+
+
+def _axis_choices(op: Op, size: int, pinned: str | None) -> list[tuple[str | None, int | None]]:
+    """(dimension, scatter axis) for one mesh axis."""
+    out: list[tuple[str | None, int | None]] = [] if pinned else [(None, None)]
+    reduced = _reduced(op)
+    largest = max((d.size for d in op.reduce), default=0) if isinstance(op, Block) else 0
+    for d in splittable(op):
+        if (pinned and d.name != pinned) or d.size < size or size == 1:
+            continue
+        if d.name not in reduced:
+            out.append((d.name, None))
+            continue
+        if not pinned and d.size < largest and d.size < 16:
+            continue
+        out.append((d.name, None))
+        extents = [(i, m.size) for i, m in enumerate(op.dims) if m.size >= size]
+        out += [(d.name, i) for i, _ in sorted(extents, key=lambda e: -e[1])[:3]]
+    return out or [(None, None)]
+
+
+def _fits(op: Op, mesh: Mesh, combo: tuple[tuple[str | None, int | None], ...]) -> bool:
+    """Whether no part is empty, counting all mesh axes that cut one dimension or scatter one output axis, and whether
+    every scattered part lies inside the block that its device reduced (a faster axis may not cut the same dimension)."""
+    parts: dict[str, int] = {}
+    for a, (_, scatter) in enumerate(combo):
+        if scatter is not None and any(d == op.dims[scatter].name for d, _ in combo[a + 1 :]):
+            return False
+    for (d, scatter), a in zip(combo, mesh, strict=True):
+        for name in {d, op.dims[scatter].name if scatter is not None else None} - {None}:
+            parts[str(name)] = parts.get(str(name), 1) * a.size
+    return all(p <= op.ranges[n] for n, p in parts.items())
+
+
+def _layout(op: Op, combo: tuple[tuple[str | None, int | None], ...]) -> Layout:
+    axes = {d.name: i for i, d in enumerate(op.dims)}
+    reduced = _reduced(op)
+    return tuple(scatter if d is None or d in reduced else axes[d] for d, scatter in combo)
+
+
+# boxes
+
+
+def tensor_boxes(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Boxes:
+    """What each device holds of a tensor in a layout."""
+    return _cut_boxes(shape, [tuple(a for a, t in enumerate(layout) if t == i) for i in range(len(shape))], mesh)
+
+
+def op_boxes(op: Op, dims: tuple[str | None, ...], mesh: Mesh) -> Boxes:
+    """Each device's block of the index space."""
+    axes = [tuple(a for a, n in enumerate(dims) if n == d.name) for d in op.space]
+    return _cut_boxes(tuple(d.size for d in op.space), axes, mesh)
+
+
+def out_layout(op: Op, layout: Layout, output: int) -> Layout:
+    """Layout of one output tensor: for an opaque operation, dimensions are mapped to that output's axes."""
+    if isinstance(op, Block):
+        return layout
+    return tuple(None if i is None else op.out_axes[output][i] for i in layout)
+
+
+def _cut_boxes(extents: tuple[int, ...], axes: list[tuple[int, ...]], mesh: Mesh) -> Boxes:
+    coords = coordinates(mesh)
+    out = np.zeros((len(coords), len(extents), 2), np.int64)
+    for i, (n, cut_by) in enumerate(zip(extents, axes, strict=True)):
+        for d, c in enumerate(coords):
+            parts, k = part(mesh, cut_by, c)
+            out[d, i] = (k * n // parts, (k + 1) * n // parts)
+    return out
+
+
+def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[int, str, Boxes]]:
+    """(read position, tensor, boxes) of everything that each device must have, clipped to the tensor.
+
+    Reads of the body cover the block of the whole index space; reads of ``then`` the part of the output that the device
+    ends with, which after a reduce-scatter is smaller.
+    """
+    block = op_boxes(op, s.dims, mesh)
+    if not isinstance(op, Block):
+        yield from _opaque_footprints(op, graph, block)
+        return
+    final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
+    reduced_cut = op.monoid is not None and any(d in _reduced(op) for d in s.dims)
+    body = op.body_reads()
+    lo_hi = {d.name: (block[:, i, 0], block[:, i, 1] - 1) for i, d in enumerate(op.space)}
+    end = {d.name: (final[:, i, 0], final[:, i, 1] - 1) for i, d in enumerate(op.dims)}
+    for k, r in enumerate(op.reads):
+        box = lo_hi if k in body or not reduced_cut else end
+        hull = _hull(r.index, box, graph.tensors[r.tensor].shape, len(block))
+        if k in body and reduced_cut and k in op.then_reads():
+            other = _hull(r.index, end, graph.tensors[r.tensor].shape, len(block))
+            hull = np.stack([np.minimum(hull[..., 0], other[..., 0]), np.maximum(hull[..., 1], other[..., 1])], -1)
+        yield k, r.tensor, hull
+
+
+def _hull(index: tuple[object, ...], box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...], n: int) -> Boxes:
+    out = np.zeros((n, len(shape), 2), np.int64)
+    for i, e in enumerate(index):
+        lo, hi = bounds(e, box)  # type: ignore[arg-type]
+        out[:, i, 0] = np.clip(lo, 0, shape[i])
+        out[:, i, 1] = np.maximum(np.clip(np.asarray(hi) + 1, 0, shape[i]), out[:, i, 0])
+    return out
+
+
+def _opaque_footprints(op: Op, graph: Graph, block: Boxes) -> Iterator[tuple[int, str, Boxes]]:
+    assert not isinstance(op, Block)
+    for k, t in enumerate(op.ins):
+        if not t:
+            continue
+        shape = graph.tensors[t].shape
+        out = np.zeros((len(block), len(shape), 2), np.int64)
+        out[:, :, 1] = shape
+        for i, axis in enumerate(op.in_axes[k]):
+            if axis is not None:
+                out[:, axis] = block[:, i]
+        yield k, t, out

@@ -1,0 +1,172 @@
+"""N logical devices in one process, each with its own buffers and nothing else.
+
+Knows Programs, not plans. What computes a kernel, merges states and reads weights is handed in as a `Target`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Box, Kernel, intersect
+from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated, transfer_bytes
+
+Array = Any  # the target's own array type
+
+
+class Target(Protocol):
+    """What a code generator gives to the runtime."""
+
+    def kernel(self, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Array | None], Sequence[Array]], list[Array]]:
+        """A function that computes one block."""
+        ...
+
+    def merge(self, monoid: str, states: Sequence[Sequence[Array]]) -> list[Array]:
+        """Merge the states (one list of fields per device) in order."""
+        ...
+
+    def slice(self, array: Array, box: Box, origin: Box) -> Array:
+        """A copy of a box of an array that holds ``origin``."""
+        ...
+
+    def assemble(self, box: Box, dtype: str, pieces: Sequence[tuple[Box, Array]]) -> Array:
+        """A new array of a box, filled from pieces that cover it."""
+        ...
+
+    def nbytes(self, array: Array) -> int:
+        """Bytes of memory that an array really occupies."""
+        ...
+
+
+Source = Callable[[str, Box], Array]
+"""Data of a weight or graph input: (tensor, box) to an array of the target."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a run really used: peak bytes of buffers per device, and (count, bytes) per kind of transfer."""
+
+    peak: list[int]
+    transfers: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def sent(self, kind: str, nbytes: int) -> None:
+        """Count one transfer."""
+        count, total = self.transfers.get(kind, (0, 0))
+        self.transfers[kind] = (count + 1, total + nbytes)
+
+
+class Machine:
+    """Runs one Program any number of times; weights stay loaded between runs."""
+
+    def __init__(self, graph: Graph, program: Program, target: Target, weights: Source) -> None:
+        self.graph, self.program, self.target = graph, program, target
+        self.kernels: dict[tuple[int, int], Callable[..., list[Array]]] = {}
+        self.resident: list[dict[str, Array]] = [{} for _ in range(program.devices)]
+        for step in program.steps:
+            if isinstance(step, Load) and program.buffers[step.buffer].tensor in graph.weights:
+                for d, box in enumerate(program.buffers[step.buffer].boxes):
+                    if box is not None:
+                        self.resident[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
+
+    def run(self, feeds: Source, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[dict[str, Array], Measured]:
+        """Outputs by name, gathered to the host, and what the run used."""
+        memory: list[dict[str, Array]] = [{} for _ in range(self.program.devices)]
+        alive = [0] * self.program.devices
+        measured = Measured([0] * self.program.devices)
+        for i, step in enumerate(self.program.steps):
+            match step:
+                case Load():
+                    self._load(step, memory, feeds)
+                case Launch():
+                    self._launch(i, step, memory)
+                case Transfer():
+                    self._transfer(step, memory, measured)
+                case Reduce():
+                    self._reduce(step, memory)
+                    measured.sent(step.kind, transfer_bytes(step, self.program))
+                case Free():
+                    for d, held in enumerate(memory):
+                        alive[d] -= sum(self.target.nbytes(held.pop(b)) for b in step.buffers if b in held)
+                    continue
+            for d, held in enumerate(memory):
+                alive[d] += sum(self.target.nbytes(held[b]) for b in allocated(step) if b in held)
+                measured.peak[d] = max(measured.peak[d], alive[d])
+            progress(i + 1, len(self.program.steps))
+        return {t: self._gather(t, b, memory) for t, b in self.program.outputs.items()}, measured
+
+    def _load(self, step: Load, memory: list[dict[str, Array]], feeds: Source) -> None:
+        buffer = self.program.buffers[step.buffer]
+        for d, box in enumerate(buffer.boxes):
+            if box is not None:
+                kept = self.resident[d].get(step.buffer)
+                memory[d][step.buffer] = feeds(buffer.tensor, box) if kept is None else kept
+
+    def _launch(self, at: int, step: Launch, memory: list[dict[str, Array]]) -> None:
+        for d, block in enumerate(step.blocks):
+            if block is None:
+                continue
+            run = self.kernels.get((at, d))
+            if run is None:
+                run = self.kernels[at, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))
+            held = memory[d]
+            ins = [held[b] if b else None for b in step.ins]
+            held.update(zip(step.outs, run(ins, [held[s] for s in step.states]), strict=True))
+
+    def _transfer(self, step: Transfer, memory: list[dict[str, Array]], measured: Measured) -> None:
+        src, dst = self.program.buffers[step.src], self.program.buffers[step.dst]
+        pieces: list[list[tuple[Box, Array]]] = [[] for _ in range(self.program.devices)]
+        sent = 0
+        for m in step.messages:
+            origin = src.boxes[m.src]
+            assert origin is not None
+            message = self.target.slice(memory[m.src][step.src], m.box, origin)
+            sent += self.target.nbytes(message)
+            pieces[m.dst].append((m.box, message))
+        for d, box in enumerate(dst.boxes):
+            if box is None:
+                continue
+            own = src.boxes[d]
+            common = None if own is None else intersect(own, box)
+            if own is not None and common is not None:
+                pieces[d].append((common, self.target.slice(memory[d][step.src], common, own)))
+            memory[d][step.dst] = self.target.assemble(box, dst.dtype, pieces[d])
+        measured.sent(step.kind, sent)
+
+    def _reduce(self, step: Reduce, memory: list[dict[str, Array]]) -> None:
+        op = self.graph.ops[step.op]
+        monoid = getattr(op, "monoid", None)
+        assert monoid is not None
+        src, dst = self.program.buffers[step.srcs[0]], self.program.buffers[step.dsts[0]]
+        for group in step.groups:
+            done: dict[Box, list[Array]] = {}
+            for d in group:
+                box = dst.boxes[d]
+                assert box is not None
+                if box not in done:
+                    states = [[self.target.slice(memory[e][s], box, _box(src.boxes[e])) for s in step.srcs] for e in group]
+                    done[box] = self.target.merge(monoid, states)
+                fresh = [self.target.slice(f, box, box) for f in done[box]]
+                memory[d].update(zip(step.dsts, fresh, strict=True))
+
+    def _gather(self, tensor: str, name: str, memory: list[dict[str, Array]]) -> Array:
+        buffer = self.program.buffers[name]
+        pieces = {box: memory[d][name] for d, box in enumerate(buffer.boxes) if box is not None}
+        whole = tuple((0, n) for n in self.graph.tensors[tensor].shape)
+        return self.target.assemble(whole, buffer.dtype, list(pieces.items()))
+
+
+def kernel_of(step: Launch, device: int, program: Program) -> Kernel:
+    """What a code generator needs to know of one device's launch."""
+    block = step.blocks[device]
+    assert block is not None
+    ins = tuple(program.buffers[b].boxes[device] if b else None for b in step.ins)
+    outs = tuple(_box(program.buffers[b].boxes[device]) for b in step.outs)
+    return Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs)
+
+
+def _box(box: Box | None) -> Box:
+    assert box is not None
+    return box
+

@@ -1,0 +1,113 @@
+"""The laws of every registered monoid, on extreme values, through the interpreter's own arithmetic."""
+
+import math
+from functools import reduce as fold
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tapestry.ir.monoid import MONOIDS, highest, lowest, register
+from tapestry.verify.interp import numpy_dtype, value
+
+EXTREME = [-math.inf, math.inf, math.nan, 1e30, -1e30, 0.0, -0.0, 1.0]
+anything = st.sampled_from(EXTREME) | st.floats(-100, 100, width=32)
+moderate = st.floats(-100, 100, width=32)
+integers = st.integers(-(2**31), 2**31 - 1)
+
+# name -> (dtypes of the fields, states to try, whether merging is exact)
+DOMAINS = {
+    "sum": (("i64",), st.tuples(integers), True),
+    "prod": (("f64",), st.tuples(st.sampled_from([math.inf, math.nan, 1e30, -2.0, 0.5, 1.0, 3.0])), False),
+    "max": (("f32",), st.tuples(anything), True),
+    "min": (("f32",), st.tuples(anything), True),
+    "any": (("bool",), st.tuples(st.booleans()), True),
+    "all": (("bool",), st.tuples(st.booleans()), True),
+    "moments": (("f64",) * 3, st.tuples(st.just(1.0), moderate | st.sampled_from([1e30, -1e30]), st.just(0.0)), False),
+    "logsumexp": (("f64",) * 2, st.tuples(anything, st.just(1.0)), False),
+    "argmax": (("f32", "i64"), st.tuples(anything, st.integers(0, 9)), True),
+    "argmin": (("f32", "i64"), st.tuples(anything, st.integers(0, 9)), True),
+}
+State = tuple[object, ...]
+
+
+def merge(name: str, a: State, b: State) -> State:
+    dtypes = DOMAINS[name][0]
+    args = [np.asarray(x, numpy_dtype(d)) for x, d in zip((*a, *b), dtypes * 2, strict=True)]
+    with np.errstate(all="ignore"):
+        return tuple(value(e, args, [], {}, False) for e in MONOIDS[name].combiner(dtypes))
+
+
+def zero(name: str) -> State:
+    return tuple(c.value for c in MONOIDS[name].zero(DOMAINS[name][0]))
+
+
+def agree(name: str, a: State, b: State) -> None:
+    exact = DOMAINS[name][2]
+    if name == "logsumexp" and np.isnan(a[0]) and np.isnan(b[0]):  # type: ignore[call-overload]
+        return  # m + log(s) is NaN whatever s
+    for x, y, dtype in zip(a, b, DOMAINS[name][0], strict=True):
+        want, got = np.asarray(x, numpy_dtype(dtype)), np.asarray(y, numpy_dtype(dtype))
+        scale = max((abs(float(v)) for v in (*a, *b) if np.isfinite(v)), default=1.0)  # type: ignore[call-overload]
+        if exact or not np.isfinite(want):
+            np.testing.assert_array_equal(want, got)
+        else:
+            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12 * scale)
+
+
+def states(name: str, count: int) -> st.SearchStrategy[list[State]]:
+    """Lifted values, merges of some, and the identity."""
+    plain = DOMAINS[name][1]
+    merged = st.lists(plain, min_size=1, max_size=3).map(lambda xs: fold(lambda a, b: merge(name, a, b), xs))
+    return st.lists(plain | merged | st.just(zero(name)), min_size=count, max_size=count)
+
+
+@pytest.mark.parametrize("name", sorted(MONOIDS))
+@given(data=st.data())
+def test_associative(name: str, data: st.DataObject) -> None:
+    a, b, c = data.draw(states(name, 3))
+    agree(name, merge(name, merge(name, a, b), c), merge(name, a, merge(name, b, c)))
+
+
+@pytest.mark.parametrize("name", sorted(MONOIDS))
+@given(data=st.data())
+def test_identity(name: str, data: st.DataObject) -> None:
+    (a,) = data.draw(states(name, 1))
+    agree(name, a, merge(name, a, zero(name)))
+    agree(name, a, merge(name, zero(name), a))
+
+
+@pytest.mark.parametrize("name", sorted(n for n, m in MONOIDS.items() if m.commutative))
+@given(data=st.data())
+def test_commutative(name: str, data: st.DataObject) -> None:
+    a, b = data.draw(states(name, 2))
+    agree(name, merge(name, a, b), merge(name, b, a))
+
+
+@given(st.lists(moderate, min_size=1, max_size=20))
+def test_moments_are_mean_and_variance(xs: list[float]) -> None:
+    n, mean, spread = fold(lambda a, b: merge("moments", a, b), [(1.0, x, 0.0) for x in xs])
+    assert n == len(xs)
+    np.testing.assert_allclose(mean, np.mean(xs), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(spread, np.var(xs) * len(xs), rtol=1e-9, atol=1e-7)
+
+
+@given(st.lists(anything, min_size=1, max_size=12))
+def test_argmax_is_numpys(xs: list[float]) -> None:
+    for name, reference in (("argmax", np.argmax), ("argmin", np.argmin)):
+        _, index = fold(lambda a, b, name=name: merge(name, a, b), [(x, i) for i, x in enumerate(xs)], zero(name))
+        assert index == reference(np.asarray(xs, np.float32))  # the first of equals, a NaN before all
+
+
+def test_identities_bound_their_type() -> None:
+    for dtype in ("i8", "u8", "i64", "u64", "i32", "u16"):
+        info = np.iinfo(numpy_dtype(dtype))
+        assert (lowest(dtype).value, highest(dtype).value) == (info.min, info.max)
+    assert (lowest("bool").value, highest("bool").value) == (False, True)
+
+
+def test_every_monoid_is_tested_and_names_are_taken_once() -> None:
+    assert set(DOMAINS) == set(MONOIDS)
+    with pytest.raises(AssertionError):
+        register(MONOIDS["sum"])
