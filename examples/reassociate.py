@@ -23,11 +23,9 @@ class Reassociate:
         s: f32[8, 8] = op [i: 8, n: 8 | m: 2 sum]
           reads q[i, m], k[n, m]
           body q * k
-          then acc0
         y: f32[8, 3] = op [i: 8, n: 3 | m: 8 sum]
           reads s[i, m], v[m, n]
           body s * v
-          then acc0
         output y
 
     move: reassociate@y
@@ -40,11 +38,9 @@ class Reassociate:
         y.ab: f32[2, 3] = op [m_: 2, n: 3 | m: 8 sum]
           reads k[m, m_], v[m, n]
           body k * v
-          then acc0
         y: f32[8, 3] = op [i: 8, n: 3 | m_: 2 sum]
           reads q[i, m_], a1 = y.ab[m_, n]
           body q * a1
-          then acc0
         output y
 
     legal when:
@@ -72,7 +68,7 @@ def regrouped(graph, op):
     if found is None or read_dims(found.factors[0]) & {d.name for d in found.outer}:
         return None
     x, a, b = found.factors
-    dims = tuple(d for d in (*found.inner, *op.dims) if d.name in read_dims(a) | read_dims(b))
+    dims = tuple(d for d in (*op.dims[:-1], *found.inner, *op.dims[-1:]) if d.name in read_dims(a) | read_dims(b))
     ab = Tensor(name=fresh(graph, f"{op.outs[0]}.ab"), dtype=graph.tensors[a.tensor].dtype, shape=tuple(d.size for d in dims))
     inner = contract(graph, ab.name, dims, (a, b), found.outer, op.source)
     outer = contract(graph, op.outs[0], op.dims, (x, Read(tensor=ab.name, index=plain_index(dims))), found.inner, op.source)

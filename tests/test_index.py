@@ -18,14 +18,18 @@ BOX = [dict(zip(NAMES, p, strict=True)) for p in itertools.product(*(range(RANGE
 
 coefs = st.integers(-4, 4)
 affine = st.builds(
-    lambda cs, k: sum((dim(n) * c for n, c in zip(NAMES, cs, strict=True)), const(k)), st.tuples(coefs, coefs, coefs), st.integers(-9, 9)
+    lambda cs, k: sum((dim(n) * c for n, c in zip(NAMES, cs, strict=True)), const(k)),
+    st.tuples(coefs, coefs, coefs),
+    st.integers(-9, 9),
 )
 with_ranges = st.sampled_from([None, RANGES])
 quasi = st.recursive(
     affine,
-    lambda inner: st.builds(floordiv, inner, st.integers(1, 6), with_ranges)
-    | st.builds(modulo, inner, st.integers(1, 6), with_ranges)
-    | st.builds(lambda a, b, k: a + b * k, inner, inner, coefs),
+    lambda inner: (
+        st.builds(floordiv, inner, st.integers(1, 6), with_ranges)
+        | st.builds(modulo, inner, st.integers(1, 6), with_ranges)
+        | st.builds(lambda a, b, k: a + b * k, inner, inner, coefs)
+    ),
     max_leaves=4,
 )
 

@@ -20,9 +20,11 @@ DIMS = (Dim("h", 4), Dim("w", 3), Dim("r", 5))
 RANGES = {d.name: d.size for d in DIMS}
 affs = st.recursive(
     st.sampled_from([dim(d.name) for d in DIMS]) | st.builds(const, st.integers(-9, 9)),
-    lambda inner: st.builds(lambda a, b, k: a + b * k, inner, inner, st.integers(-4, 4))
-    | st.builds(floordiv, inner, st.integers(1, 6), st.sampled_from([None, RANGES]))
-    | st.builds(modulo, inner, st.integers(1, 6), st.sampled_from([None, RANGES])),
+    lambda inner: (
+        st.builds(lambda a, b, k: a + b * k, inner, inner, st.integers(-4, 4))
+        | st.builds(floordiv, inner, st.integers(1, 6), st.sampled_from([None, RANGES]))
+        | st.builds(modulo, inner, st.integers(1, 6), st.sampled_from([None, RANGES]))
+    ),
     max_leaves=5,
 )
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=6) | st.sampled_from(
@@ -89,7 +91,8 @@ def graphs(draw: st.DrawFn) -> Graph:
     accs = tuple(Acc(i, d) for i, d in enumerate(fields))
     then = (draw(exprs((*args, *accs), made[2].dtype)),) if reduced else ()
     source = tuple(draw(st.lists(st.text(max_size=4), max_size=2)))
-    splits = tuple(draw(st.lists(st.builds(Split, st.sampled_from("hw"), st.integers(1, 9), st.sampled_from(["mesh.d0", "time"])))))
+    split = st.builds(Split, st.sampled_from("hw"), st.integers(1, 9), st.sampled_from(["mesh.d0", "time"]))
+    splits = tuple(draw(st.lists(split)))
     block = Block(
         outs=(tensors[2],), dims=DIMS[:2], reduce=DIMS[2:] if reduced else (), monoid="logsumexp" if reduced else None,
         reads=tuple(reads), body=body, then=then, source=source, splits=splits,
@@ -99,8 +102,8 @@ def graphs(draw: st.DrawFn) -> Graph:
         dims=DIMS[:1], in_axes=((0,), (None,)), out_axes=((1,),), why=draw(st.text(max_size=4)), splits=splits[:1],
     )  # fmt: skip
     return Graph(
-        name=title, tensors={t.name: t for t in made}, ops=(block, opaque), inputs=(tensors[0],), outputs=(tensors[3], tensors[2]),
-        weights={tensors[1]: weight},
+        name=title, tensors={t.name: t for t in made}, ops=(block, opaque), inputs=(tensors[0],),
+        outputs=(tensors[3], tensors[2]), weights={tensors[1]: weight},
     )  # fmt: skip
 
 

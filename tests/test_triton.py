@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tapestry.codegen.triton import Knobs, generate, kernel_key, launch, unavailable
-from tapestry.codegen.triton.launch import load
+from tapestry.codegen.triton.execute import load
 from tapestry.codegen.triton.primitives import ROWS
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.expr import PRIMITIVES
@@ -46,7 +46,8 @@ def random_arrays(graph: Graph, seed: int = 0) -> Arrays:
         if tensor.dtype == "bool":
             out[t] = rng.random(tensor.shape) < 0.4
         elif tensor.dtype.startswith(("i", "u")):
-            out[t] = rng.integers(0 if tensor.dtype[0] == "u" else -9, 10, tensor.shape).astype(interp.numpy_dtype(tensor.dtype))
+            low = 0 if tensor.dtype[0] == "u" else -9
+            out[t] = rng.integers(low, 10, tensor.shape).astype(interp.numpy_dtype(tensor.dtype))
         else:
             out[t] = rng.standard_normal(tensor.shape).astype(interp.numpy_dtype(tensor.dtype))
     return out
@@ -513,8 +514,8 @@ def test_division_and_remainders(dtype: str) -> None:
 
 def test_bits_booleans_and_casts() -> None:
     check("""graph g input x: u32[13] input s: u32[13] input p: bool[13] input q: bool[13] input f: f32[13]
-        a: u32[13], b: u32[13], c: u32[13], d: bool[13], e: bool[13], h: i32[13], k: f16[13], l: bool[13], m: f64[13], n: i64[13]
-        = op [i: 13] reads x[i], s[i], p[i], q[i], f[i]
+        a: u32[13], b: u32[13], c: u32[13], d: bool[13], e: bool[13], h: i32[13], k: f16[13], l: bool[13], m: f64[13],
+        n: i64[13] = op [i: 13] reads x[i], s[i], p[i], q[i], f[i]
         body shl(x, s), shr(x, s), xor(x, not(s)), xor(p, not(q)), eq(p, q), cast((f * 10.0), i32), cast(f, f16), cast(f, bool),
              cast(x, f64), (cast(p, i64) + cast(q, i64))
         output a, b, c, d, e, h, k, l, m, n""")
@@ -549,7 +550,7 @@ def test_random_bits_do_not_depend_on_the_block() -> None:
     want = interp.run(graph, {})["u"]
     (full,) = run_kernel(graph, 0, {})
     np.testing.assert_array_equal(full, want)
-    assert 0 <= full.min() and full.max() < 1 and len(np.unique(full)) == full.size
+    assert full.min() >= 0 and full.max() < 1 and len(np.unique(full)) == full.size
     (part,) = run_kernel(graph, 0, {}, block=((4, 9), (3, 11)))
     np.testing.assert_array_equal(part, want[4:9, 3:11])
 
@@ -646,6 +647,6 @@ def test_a_kernel_file_that_was_changed_is_refused(tmp_path: Path, monkeypatch: 
     load(tk, tmp_path)
     [path] = tmp_path.glob("*.py")
     path.write_text("raise SystemExit")
-    monkeypatch.setattr("tapestry.codegen.triton.launch._FUNCTIONS", {})
+    monkeypatch.setattr("tapestry.codegen.triton.execute._FUNCTIONS", {})
     with pytest.raises(BuildError, match="hash"):
         load(tk, tmp_path)

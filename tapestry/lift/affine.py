@@ -40,13 +40,18 @@ def _constant(b: Builder, name: str, value: np.ndarray, at: tuple[Aff, ...], ran
     if name not in b.fits:
         b.fits[name] = fit(value)
     found = b.fits[name]
-    if found is None or not all(0 <= span(e, ranges)[0] and span(e, ranges)[1] < s for e, s in zip(at, value.shape, strict=True)):
+    if found is None or not _inside(at, value.shape, ranges):
         return None
     first, steps = found
     out = const(first)
     for e, step in zip(at, steps, strict=True):
         out = out + e * step
     return out
+
+
+def _inside(at: tuple[Aff, ...], shape: tuple[int, ...], ranges: dict[str, int]) -> bool:
+    spans = (span(e, ranges) for e in at)
+    return all(lo >= 0 and hi < s for (lo, hi), s in zip(spans, shape, strict=True))
 
 
 def fit(value: np.ndarray) -> tuple[int, list[int]] | None:
@@ -83,11 +88,8 @@ class _Walk:
     def read(self, pos: int) -> Aff | None:
         r = self.op.reads[pos]
         at = tuple(substitute(e, self.env, self.ranges) for e in r.index)
-        if r.other is not None:
-            shape = self.b.tensors[r.tensor].shape
-            inside = all(span(e, self.ranges)[0] >= 0 and span(e, self.ranges)[1] < s for e, s in zip(at, shape, strict=True))
-            if r.when or not inside:
-                return None
+        if r.other is not None and (r.when or not _inside(at, self.b.tensors[r.tensor].shape, self.ranges)):
+            return None
         return affine_value(self.b, r.tensor, at, self.ranges, self.depth - 1)
 
     def call(self, e: Call) -> Aff | None:

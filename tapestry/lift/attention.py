@@ -55,7 +55,7 @@ class Heads:
 def _heads(n: Node, k: int, attr: str) -> Heads:
     t = n.tensor(k)
     count = t.shape[1] if len(t.shape) == 4 else int(n.attr(attr, 0))
-    if len(t.shape) not in (3, 4) or count < 1 or t.shape[-1] % count and len(t.shape) == 3:
+    if len(t.shape) not in (3, 4) or count < 1 or (t.shape[-1] % count and len(t.shape) == 3):
         raise ModelError("heads do not fit", where=n.where, why=f"input {k} has shape {t.shape}, {attr} is {n.attr(attr)}")
     return Heads(t, count)
 
@@ -143,17 +143,21 @@ def lift_attention(n: Node) -> None:
     """softmax(q k' * scale, softcapped, masked) v."""
     q, k, v = _heads(n, 0, "q_num_heads"), _heads(n, 1, "kv_num_heads"), _heads(n, 2, "kv_num_heads")
     if n.has(4) != n.has(5) or q.count % k.count or q.width != k.width or k.tensor.shape[0] != q.tensor.shape[0]:
-        raise ModelError(
-            "queries, keys and values do not match", where=n.where, why=f"q {q.tensor.shape}, k {k.tensor.shape}, v {v.tensor.shape}"
-        )
+        why = f"q {q.tensor.shape}, k {k.tensor.shape}, v {v.tensor.shape}"
+        raise ModelError("queries, keys and values do not match", where=n.where, why=why)
     offset = n.shape(4)[2] if n.has(4) else 0
     k, v = _with_past(n, k, 4, 1), _with_past(n, v, 5, 2)
     dims = [Dim("b0", q.tensor.shape[0]), Dim("b1", q.count), Dim("i", q.positions), Dim("n", k.positions)]
     group = floordiv(dim("b1"), q.count // k.count, {"b1": q.count})
-    reads = (n.read(q.tensor.name, q.index(dim("b1"), dim("i"), dim("m"))), n.read(k.tensor.name, k.index(group, dim("n"), dim("m"))))
-    scores, masked = _scores(n, dims, Dim("m", q.width), reads, offset)
+    query = n.read(q.tensor.name, q.index(dim("b1"), dim("i"), dim("m")))
+    key = n.read(k.tensor.name, k.index(group, dim("n"), dim("m")))
+    scores, masked = _scores(n, dims, Dim("m", q.width), (query, key), offset)
     mode = int(n.attr("qk_matmul_output_mode", 0))
-    weights = softmax(n, n.outs[3] if n.wants(3) and mode == 3 else n.temp("p"), scores, dims, [3], masked=masked)
+    shown = n.wants(3) and mode == 3
+    same = n.b.tensors[scores].dtype == n.dtype(0)
+    weights = softmax(n, n.outs[3] if shown and same else n.temp("p"), scores, dims, [3], masked=masked)
+    if shown and not same:
+        n.block(n.out(3), dims, [n.read(weights, here(dims))], lambda p: cast(p, n.dtype(0)))
     p = n.read(weights, [dim("b0"), dim("b1"), dim("i"), dim("m")])
     value = n.read(v.tensor.name, v.index(group, dim("m"), dim("n")))
     out_dims = [*dims[:3], Dim("n", v.width)]
@@ -199,17 +203,19 @@ def lift_rotary(n: Node) -> None:
     four = len(x.shape) == 4
     heads = x.shape[1] if four else int(n.attr("num_heads", 0))
     if len(x.shape) not in (3, 4) or heads < 1 or (not four and x.shape[2] % heads):
-        raise ModelError("heads do not fit", where=n.where, why=f"the input has shape {x.shape}, num_heads is {n.attr('num_heads')}")
+        why = f"the input has shape {x.shape}, num_heads is {n.attr('num_heads')}"
+        raise ModelError("heads do not fit", where=n.where, why=why)
     width = x.shape[-1] if four else x.shape[-1] // heads
     rotated = int(n.attr("rotary_embedding_dim", 0)) or width
     half = rotated // 2
     last = dim(dims[-1].name)
     feature = modulo(last, width, ranges)
-    base = last - feature
+    base = floordiv(last, width, ranges) * width
     first: Expr
     if n.attr("interleaved", 0):
         odd = modulo(feature, 2, ranges)
-        partner, angle = feature + 1 - odd * 2, modulo(floordiv(feature, 2, ranges), half, ranges)
+        pair = floordiv(feature, 2, ranges)  # written so that the interval of the sum is the head, not more
+        partner, angle = pair * 2 + modulo(feature + 1, 2, ranges), modulo(pair, half, ranges)
         first = call("eq", Index(odd), number(0, "i64"))
     else:
         partner, angle = modulo(feature + half, rotated, ranges), modulo(feature, half, ranges)
@@ -234,7 +240,7 @@ def _table(n: Node, k: int, position: Aff, angle: Aff, want: tuple[int, int], ha
         if table.shape != (*want, half):
             raise ModelError(
                 "the cos/sin cache does not fit the input", where=n.where,
-                why=f"{table.name} is {list(table.shape)}, ONNX wants (batch, sequence, width/2) = {[*want, half]} without position_ids",
+                why=f"{table.name} is {list(table.shape)}, ONNX wants (batch, sequence, width/2) = {[*want, half]}",
                 hint="an exporter's rewrite emits a cache for batch 1 only: use --shape with batch 1, or export at opset 18",
             )  # fmt: skip
         return n.read(table.name, [dim("x0"), position, angle])

@@ -47,7 +47,9 @@ class Builder:
         tensors, ops: what has been emitted; ``used`` are the weights and constants that some operation reads.
     """
 
-    def __init__(self, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int], seed: int) -> None:
+    def __init__(
+        self, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int], seed: int
+    ) -> None:
         self.types, self.known, self.opsets, self.seed = types, known, opsets, seed
         self.tensors: dict[str, Tensor] = {}
         self.ops: list[Op] = []
@@ -84,11 +86,13 @@ class Builder:
             )  # fmt: skip
         t = type_.tensor_type
         if t.elem_type not in DTYPE_OF:
-            raise ModelError(f"{TensorProto.DataType.Name(t.elem_type)} is not supported", where=where, why=f"'{name}' has that dtype")
+            dtype = TensorProto.DataType.Name(t.elem_type)
+            raise ModelError(f"{dtype} is not supported", where=where, why=f"'{name}' has that dtype")
         dims = [d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim]
         if not t.HasField("shape") or None in dims:
+            shape = dims if t.HasField("shape") else "unknown"
             raise ModelError(
-                "the shape depends on the data", where=where, why=f"'{name}' has shape {dims if t.HasField('shape') else 'unknown'}",
+                "the shape depends on the data", where=where, why=f"'{name}' has shape {shape}",
                 hint="every shape must follow from the inputs' shapes; cut the model before this node",
             )  # fmt: skip
         found = Tensor(name=name, dtype=DTYPE_OF[t.elem_type], shape=tuple(d for d in dims if d is not None))
@@ -106,7 +110,7 @@ class Builder:
     def emit(self, op: Op, outs: Sequence[Tensor]) -> None:
         """Append an operation and the tensors it writes."""
         for t in outs:
-            known = self.tensors.setdefault(t.name, t)
+            known = self.tensor(t.name, t.name) if t.name in self.types else self.tensors.setdefault(t.name, t)
             assert (known.dtype, known.shape) == (t.dtype, t.shape), f"{t} is not {known} ({op.source})"
         self.ops.append(op)
         if isinstance(op, Block) and len(op.outs) == 1:
@@ -121,7 +125,7 @@ class Node:
         self.kind = proto.op_type
         self.where = f"node '{source}' ({proto.op_type})"
         self.ins = list(proto.input)
-        self.outs = [o for o in proto.output]
+        self.outs = list(proto.output)
         self._attrs = {a.name: a for a in proto.attribute}
 
     # what the node is
@@ -195,8 +199,8 @@ class Node:
         return t.name
 
     def reduce(
-        self, outs: Sequence[str], dims: Sequence[Dim], reduced: Sequence[Dim], monoid: str, reads: Sequence[tuple[Read, Tensor]],
-        body: Sequence[Expr], then: Sequence[Expr] = (),
+        self, outs: Sequence[str], dims: Sequence[Dim], reduced: Sequence[Dim], monoid: str,
+        reads: Sequence[tuple[Read, Tensor]], body: Sequence[Expr], then: Sequence[Expr] = (),
     ) -> tuple[str, ...]:  # fmt: skip
         """Emit a reduction; a single output takes the first state field when there is no ``then``."""
         results = then or body
@@ -256,7 +260,7 @@ def here(dims: Sequence[Dim]) -> list[Aff]:
 def broadcast(shape: Sequence[int], dims: Sequence[Dim]) -> list[Aff]:
     """The projection of numpy broadcasting: axes aligned from the back, axes of size 1 read at 0."""
     tail = dims[len(dims) - len(shape) :]
-    return [const(0) if s == 1 and d.size != 1 else dim(d.name) if s != 1 or d.size == 1 else const(0) for s, d in zip(shape, tail, strict=True)]
+    return [const(0) if s == 1 and d.size != 1 else dim(d.name) for s, d in zip(shape, tail, strict=True)]
 
 
 def accumulator(dtype: str) -> str:

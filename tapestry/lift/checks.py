@@ -11,8 +11,6 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from tapestry.errors import ModelError
 from tapestry.lift.external import check_file, check_inline, parse_place, tensor_bytes
 
-INLINE_LIMIT = 1 << 20  # bytes of one tensor inside an attribute that is external: such data is not supported at all
-
 
 def load(path: Path) -> ModelProto:
     """Parse a model file without touching its external data.
@@ -37,8 +35,8 @@ def load(path: Path) -> ModelProto:
             "the model has no graph", where=str(path), why=f"{len(data)} bytes, {len(model.graph.node)} nodes and no output",
             hint="export or download the file again",
         )  # fmt: skip
-    if not any(o.domain in ("", "ai.onnx") for o in model.opset_import):
-        raise ModelError("the model does not say its opset", where=str(path), why="opset_import has no entry for ai.onnx")
+    if not model.opset_import:
+        raise ModelError("the model does not say its opset", where=str(path), why="opset_import is empty")
     return model
 
 
@@ -80,7 +78,7 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
     functions = {(f.domain, f.name) for f in model.functions}
     opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
     newest = onnx.defs.onnx_opset_version()
-    if opsets[""] > newest or opsets[""] < 1:
+    if not 1 <= opsets.get("", 1) <= newest:
         raise ModelError("unknown opset", why=f"the model asks for {opsets['']}, this onnx knows 1 to {newest}")
     for f in model.functions:
         inner = {**opsets, **{("" if o.domain == "ai.onnx" else o.domain): o.version for o in f.opset_import}}
@@ -153,7 +151,8 @@ def _check_recursion(model: ModelProto) -> None:
 
     def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
         if key in path or len(path) > 100:
-            raise ModelError("a function calls itself", where=f"function '{key[1]}'", why=" -> ".join(k[1] for k in (*path, key)))
+            loop = " -> ".join(k[1] for k in (*path, key))
+            raise ModelError("a function calls itself", where=f"function '{key[1]}'", why=loop)
         if key not in done:
             for inner in sorted(bodies[key] & bodies.keys()):
                 visit(inner, (*path, key))
@@ -188,7 +187,8 @@ def _check_names(graph: GraphProto, outer: list[set[str]]) -> None:
         names = [i for i in (*node.input, *captured(node)) if i]
         for i in names:
             if i not in own and i not in maker and not any(i in s for s in outer):
-                raise ModelError("undefined value name", where=f"node '{node_name(node)}'", why=f"nothing defines its input '{i}'")
+                where = f"node '{node_name(node)}'"
+                raise ModelError("undefined value name", where=where, why=f"nothing defines its input '{i}'")
         needs.append([maker[i] for i in names if i in maker])
     for o in graph.output:
         if o.name not in own and o.name not in maker and not any(o.name in s for s in outer):

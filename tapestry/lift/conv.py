@@ -36,7 +36,9 @@ def lift_conv(n: Node) -> bool | None:
     return None
 
 
-def _transposed_pads(n: Node, size: tuple[int, ...], kernel: tuple[int, ...], stride: list[int], dilation: list[int]) -> list[int]:
+def _transposed_pads(
+    n: Node, size: tuple[int, ...], kernel: tuple[int, ...], stride: list[int], dilation: list[int]
+) -> list[int]:
     """Padding before each axis of a ConvTranspose, from its pads, auto_pad and output_shape attributes."""
     rank = len(size)
     extra = [int(v) for v in n.attr("output_padding", [0] * rank)]

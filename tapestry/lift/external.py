@@ -32,7 +32,7 @@ class Place:
     checksum: str
 
 
-def _refuse(tensor: str, why: str, hint: str = "re-export the model, keeping its data file in the model's own folder") -> ModelError:
+def _refuse(tensor: str, why: str, hint: str = "export again, with the data file in the model's own folder") -> ModelError:
     return ModelError("external data refused", where=f"initializer '{tensor}'", why=why, hint=hint)
 
 
@@ -171,8 +171,8 @@ def check_inline(t: TensorProto) -> None:
     if filled:
         have = len(getattr(t, filled[0])) // (2 if t.data_type in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else 1)
         if have != count:
-            raise ModelError("tensor data of the wrong size", where=where, why=f"dims {list(t.dims)} hold {count}, data has {have}")
+            why = f"dims {list(t.dims)} hold {count}, data has {have}"
+            raise ModelError("tensor data of the wrong size", where=where, why=why)
     elif t.data_type != TensorProto.STRING and len(t.raw_data) != need:
-        raise ModelError(
-            "tensor data of the wrong size", where=where, why=f"dims {list(t.dims)} need {need} bytes, data has {len(t.raw_data)}"
-        )
+        why = f"dims {list(t.dims)} need {need} bytes, data has {len(t.raw_data)}"
+        raise ModelError("tensor data of the wrong size", where=where, why=why)

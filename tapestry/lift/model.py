@@ -113,13 +113,14 @@ def _lift_nodes(prepared: Prepared, seed: int) -> Builder:
     for node in graph.node:
         if node.op_type == "Constant":
             known[node.output[0]] = _constant(node)
+    version = opsets.get("", 1)
     builder = Builder(prepared.types, known, opsets, seed)
     for proto in graph.node:
         if proto.op_type == "Constant":
             continue
         source = next((p.value for p in proto.metadata_props if p.key == SOURCE), node_name(proto))
-        node = Node(builder, proto, opsets[""], source)
-        lifter = find(proto, opsets[""])
+        node = Node(builder, proto, version, source)
+        lifter = find(proto, version)
         if lifter is None or lifter(node) is False:
             node.opaque("no affine form is known")
     return builder
@@ -200,4 +201,4 @@ def _reference(t: TensorProto, tensor: Tensor, path: Path, weights: bool) -> Wei
 
 
 def _sha256(value: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))).hexdigest()

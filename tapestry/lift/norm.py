@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast
 from tapestry.ir.graph import Dim, Read
-from tapestry.ir.index import Aff, dim, floordiv
+from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node, accumulator, axes, broadcast, here, literal
@@ -27,11 +27,6 @@ def _statistics(n: Node, read: tuple[Read, Tensor], kept: Sequence[Dim], gone: S
     return mean, rstd
 
 
-def _stash(n: Node, dtype: str) -> str:
-    """Statistics are f32 for 16-bit floats (ONNX's default stash_type), else of the input's own dtype."""
-    return accumulator(dtype)
-
-
 @lifts("LayerNormalization")
 def lift_layer_norm(n: Node) -> None:
     """Over all axes from ``axis`` on; scale and bias broadcast; Mean and InvStdDev outputs on request."""
@@ -39,7 +34,7 @@ def lift_layer_norm(n: Node) -> None:
     rank, dims = len(x.shape), axes(x.shape)
     reduced = list(range(n.axis(-1, rank), rank))
     kept, gone = split_dims(x.shape, reduced)
-    wide = _stash(n, x.dtype)
+    wide = accumulator(x.dtype)
     mean, rstd = _statistics(n, n.read(x.name, here(dims)), kept, gone, wide)
     reads = [n.read(x.name, here(dims)), n.read(mean, here(kept)), n.read(rstd, here(kept))]
     reads += [n.read(n.ins[k], broadcast(n.shape(k), dims)) for k in (1, 2) if n.has(k)]
@@ -64,7 +59,7 @@ def lift_rms_norm(n: Node) -> None:
     x = n.tensor(0)
     rank, dims = len(x.shape), axes(x.shape)
     kept, gone = split_dims(x.shape, list(range(n.axis(-1, rank), rank)))
-    wide, count = _stash(n, x.dtype), 1
+    wide, count = accumulator(x.dtype), 1
     for d in gone:
         count *= d.size
     v = cast(Arg(0, x.dtype), wide)
@@ -80,7 +75,9 @@ def lift_rms_norm(n: Node) -> None:
     n.block(n.out(), dims, reads, body)
 
 
-def _channelwise(n: Node, x: Tensor, mean: tuple[Read, Tensor], rstd: tuple[Read, Tensor], scale: Sequence[Aff], wide: str) -> None:
+def _channelwise(
+    n: Node, x: Tensor, mean: tuple[Read, Tensor], rstd: tuple[Read, Tensor], scale: Sequence[Aff], wide: str
+) -> None:
     """Emit ``(x - mean) * rstd * scale + bias`` with scale and bias read at the given index."""
     dims = axes(x.shape)
     reads = [n.read(x.name, here(dims)), mean, rstd, n.read(n.ins[1], scale), n.read(n.ins[2], scale)]
@@ -96,7 +93,7 @@ def _channelwise(n: Node, x: Tensor, mean: tuple[Read, Tensor], rstd: tuple[Read
 def lift_instance_norm(n: Node) -> None:
     """Per sample and channel, over the spatial axes."""
     x = n.tensor(0)
-    wide = _stash(n, x.dtype)
+    wide = accumulator(x.dtype)
     kept, gone = split_dims(x.shape, list(range(2, len(x.shape))))
     mean, rstd = _statistics(n, n.read(x.name, here(axes(x.shape))), kept, gone, wide)
     _channelwise(n, x, n.read(mean, here(kept)), n.read(rstd, here(kept)), [dim("x1")], wide)
@@ -106,7 +103,7 @@ def lift_instance_norm(n: Node) -> None:
 def lift_group_norm(n: Node) -> None:
     """Per sample and group of channels; ``x0, g | c, x2, …``."""
     x, groups = n.tensor(0), int(n.attr("num_groups"))
-    wide, size = _stash(n, x.dtype), x.shape[1] // groups
+    wide, size = accumulator(x.dtype), x.shape[1] // groups
     dims = axes(x.shape)
     kept, gone = [dims[0], Dim("g", groups)], [Dim("c", size), *dims[2:]]
     read = n.read(x.name, [dim("x0"), dim("g") * size + dim("c"), *here(dims[2:])])
@@ -124,7 +121,7 @@ def lift_batch_norm(n: Node) -> bool | None:
     x = n.tensor(0)
     dims = axes(x.shape)
     wide = accumulator(x.dtype)
-    channel = [dim("x1")] if len(x.shape) > 1 else [floordiv(dim("x0"), max(x.shape[0], 1), {"x0": x.shape[0]})]
+    channel = [dim("x1") if len(x.shape) > 1 else const(0)]
     reads = [n.read(x.name, here(dims)), *(n.read(n.ins[k], channel) for k in range(1, 5))]
     eps = literal(float(n.attr("epsilon", 1e-5)), wide)
 

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -27,7 +28,9 @@ FOLD_BYTES = 1 << 20  # no folded value is larger
 FOLD_TOTAL = 1 << 28  # nor are all of them together
 SMALL_FLOATS, SMALL_INTS = 1 << 8, 1 << 16  # bytes of an initializer that still takes part in folding
 IOTA = 8  # a longer Range stays an operation: as an index expression it is worth more than as a table
-RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"})
+RANDOM = frozenset(
+    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
+)
 SOURCE = "tapestry.source"
 ROUNDS = 8  # of expansion of function bodies inside function bodies
 
@@ -69,17 +72,23 @@ def _foldable(t: TensorProto) -> bool:
     return t.data_type == TensorProto.STRING or tensor_bytes(t) <= (SMALL_FLOATS if floating else SMALL_INTS)
 
 
-def infer(model: ModelProto) -> Types:
+def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Types:
     """Types of all values by onnx's shape inference, from the inputs' types alone (what the file declares is set aside).
+
+    Args:
+        hints: declared types of values whose shape inference cannot tell.
 
     Raises:
         ModelError: an operator's inputs contradict each other in dtype or shape.
     """
-    bare = ModelProto()
+    bare, hints = ModelProto(), hints or {}
     bare.CopyFrom(model)
     del bare.graph.value_info[:]
+    bare.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in hints.items())
     for o in bare.graph.output:
         o.type.Clear()
+        if o.name in hints:
+            o.type.CopyFrom(hints[o.name])
     try:
         done = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=False)
     except Exception as e:
@@ -114,13 +123,15 @@ def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
         where = f"node '{node_name(makers[value.name])}'" if value.name in makers else f"value '{value.name}'"
         if a.elem_type and b.elem_type and a.elem_type != b.elem_type:
             names = [TensorProto.DataType.Name(t.elem_type) for t in (a, b)]
-            raise ModelError("dtypes contradict each other", where=where, why=f"'{value.name}' is declared {names[0]}, computed {names[1]}")
+            why = f"'{value.name}' is declared {names[0]}, computed {names[1]}"
+            raise ModelError("dtypes contradict each other", where=where, why=why)
         if not (a.HasField("shape") and b.HasField("shape")):
             continue
         declared, computed = ([d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim] for t in (a, b))
         clash = any(x is not None and y is not None and x != y for x, y in zip(declared, computed, strict=False))
         if len(declared) != len(computed) or clash:
-            raise ModelError("shapes contradict each other", where=where, why=f"'{value.name}' is declared {declared}, computed {computed}")
+            why = f"'{value.name}' is declared {declared}, computed {computed}"
+            raise ModelError("shapes contradict each other", where=where, why=why)
 
 
 def tag_sources(model: ModelProto) -> None:
@@ -129,6 +140,15 @@ def tag_sources(model: ModelProto) -> None:
         node.name = node_name(node)
         del node.metadata_props[:]
         node.metadata_props.add(key=SOURCE, value=node.name)
+
+
+def add_defaults(model: ModelProto, version: int) -> None:
+    """Write out the default attributes of operators that have no lifter: their function bodies refer to them."""
+    for node in model.graph.node:
+        if node.domain in ("", "ai.onnx") and find(node, version) is None and not list(subgraphs(node)):
+            defaults = onnx.defs.get_schema(node.op_type, version, "").attributes
+            given = {a.name for a in node.attribute}
+            node.attribute.extend(d.default_value for a, d in defaults.items() if a not in given and d.default_value.type)
 
 
 def expand_functions(model: ModelProto, types: Types, version: int) -> bool:
@@ -159,7 +179,7 @@ def expand_functions(model: ModelProto, types: Types, version: int) -> bool:
 
 def _function_body(node: NodeProto, types: Types, version: int) -> FunctionProto | None:
     """The body of an operator's function at an opset, if it means the same there and has no control flow or sequences."""
-    schema = onnx.defs.get_schema(node.op_type, version, "")
+    schema: Any = onnx.defs.get_schema(node.op_type, version, "")  # (the stubs lack its function methods)
     body = FunctionProto()
     given = [types.get(i, TypeProto()) for i in node.input]
     if schema.has_function:
@@ -252,7 +272,8 @@ def run_passes(model: ModelProto) -> ModelProto:
         if graph.functions:
             passes.InlinePass()(graph)
         _tell_random_apart(graph.graph)
-        fold_constants(graph, onnx_shape_inference=True, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES, should_fold=_Budget())
+        limits = {"input_size_limit": FOLD_BYTES, "output_size_limit": FOLD_BYTES}
+        fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(), **limits)
         passes.CommonSubexpressionEliminationPass()(graph)
         passes.RemoveUnusedNodesPass()(graph)
         passes.TopologicalSortPass()(graph)
@@ -265,8 +286,9 @@ def run_passes(model: ModelProto) -> ModelProto:
 def prepare(model: ModelProto) -> Prepared:
     """The static model to lift; ``model`` has its sizes bound and its weights taken out."""
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
-    version = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     tag_sources(model)
+    add_defaults(model, version)
     declared = ModelProto()
     declared.CopyFrom(model)
     del model.graph.value_info[:]
@@ -277,8 +299,17 @@ def prepare(model: ModelProto) -> Prepared:
     for _ in range(ROUNDS):
         model = run_passes(model)
         del model.graph.value_info[:]
+        add_defaults(model, version)
         types = infer(model)
         if not expand_functions(model, types, version):
             break
     check_declared(declared, types)
-    return Prepared(model, types)
+    hints = {v.name: v.type for v in (*declared.graph.value_info, *declared.graph.output) if _static(v.type)}
+    hints = {n: t for n, t in hints.items() if n in types and not _static(types[n])}
+    return Prepared(model, infer(model, hints) if hints else types)
+
+
+def _static(type_: TypeProto) -> bool:
+    """Whether a tensor type has a dtype and a size for every axis."""
+    t = type_.tensor_type
+    return bool(t.elem_type) and t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)

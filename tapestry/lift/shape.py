@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Arg, Expr, Index, call
+from tapestry.ir.expr import Expr, Index, call
 from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import number
@@ -52,7 +52,7 @@ def reshape(n: Node, out: str | Tensor, src: str, shape: Sequence[int], dims: Se
     t = n.b.tensor(src, n.where)
     dims = dims or axes(shape)
     if t.size == 0:
-        return n.view(out, src, dims, [const(0)] * len(t.shape))
+        return n.view(out, src, dims, [const(0)] * len(t.shape), 0)
     return n.view(out, src, dims, regroup(t.shape, shape, here(dims), {d.name: d.size for d in dims}))
 
 
@@ -102,9 +102,7 @@ def lift_slice(n: Node) -> bool | None:
         first = start + size if start < 0 else start
         first = min(max(first, 0), size - 1 if step < 0 else size)
         index[axis % rank] = dim(f"x{axis % rank}") * step + first
-    if n.out().size == 0:
-        index = [const(0)] * rank
-    n.view(n.out(), n.ins[0], dims, index)
+    n.view(n.out(), n.ins[0], dims, index, 0 if n.out().size == 0 else None)
     return None
 
 
@@ -207,9 +205,11 @@ def _pad_axis(n: Node, out: str | Tensor, src: str, axis: int, before: int, afte
     dims = axes([s + before + after if a == axis else s for a, s in enumerate(shape)])
     x = dim(f"x{axis}")
     if mode == "reflect" and (before >= size or after >= size) and size > 1:
-        raise ModelError("reflection is wider than the tensor", where=n.where, why=f"axis {axis} has {size}, pads {before}, {after}")
+        why = f"axis {axis} has {size}, pads {before}, {after}"
+        raise ModelError("reflection is wider than the tensor", where=n.where, why=why)
     if mode == "wrap":
-        index = [modulo(x - before, size, {x.terms[0][0]: dims[axis].size}) if a == axis else dim(d.name) for a, d in enumerate(dims)]  # type: ignore[dict-item]
+        index = here(dims)
+        index[axis] = modulo(x - before, size, {f"x{axis}": dims[axis].size})
         return n.view(out, src, dims, index)
     left = const(0) if mode == "edge" else x * -1 + before
     right = const(size - 1) if mode == "edge" else x * -1 + (before + 2 * (size - 1))
@@ -231,8 +231,10 @@ def lift_depth_space(n: Node) -> None:
     ranges = {d.name: d.size for d in dims}
     if n.kind == "SpaceToDepth":
         c = n.shape(0)[1]
-        block = floordiv(ch, c, ranges)
-        index = [b, modulo(ch, c, ranges), h * s + floordiv(block, s, ranges), w * s + modulo(block, s, ranges)]
+        block, channel = floordiv(ch, c, ranges), modulo(ch, c, ranges)
+        if n.attr("mode", "DCR") == "CRD":
+            block, channel = modulo(ch, s * s, ranges), floordiv(ch, s * s, ranges)
+        index = [b, channel, h * s + floordiv(block, s, ranges), w * s + modulo(block, s, ranges)]
     else:
         c = n.out().shape[1]
         block = modulo(h, s, ranges) * s + modulo(w, s, ranges)

@@ -53,15 +53,18 @@ def bind(inputs: Mapping[str, list[int | str]], given: Given) -> dict[str, int]:
 
 
 def _sizes(name: str, value: int | str | Sequence[int]) -> list[int]:
-    parts = value.lower().replace(",", "x").split("x") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    parts: Sequence[int | str] = [value] if isinstance(value, int) else value
+    if isinstance(value, str):
+        parts = value.lower().replace(",", "x").split("x")
     try:
         sizes = [int(p) for p in parts]
     except (TypeError, ValueError):
         sizes = [0]
     if any(s < 1 for s in sizes):
         raise ModelError(
-            "sizes are positive integers", where=f"--shape {name}={value}", hint=f"for example --shape {name}=8 or {name}=8x3x224x224"
-        )
+            "sizes are positive integers", where=f"--shape {name}={value}",
+            hint=f"for example --shape {name}=8 or {name}=8x3x224x224",
+        )  # fmt: skip
     return sizes
 
 

@@ -105,7 +105,8 @@ def window(n: Node, size: Sequence[int], kernel: Sequence[int]) -> Window:
     stride = [int(v) for v in n.attr("strides", [1] * rank)]
     dilation = [int(v) for v in n.attr("dilations", [1] * rank)]
     if not 1 <= rank <= 3 or {len(kernel), len(stride), len(dilation)} != {rank}:
-        raise ModelError("unsupported window", where=n.where, why=f"{rank} spatial axes, strides {stride}, kernel {list(kernel)}")
+        why = f"{rank} spatial axes, strides {stride}, kernel {list(kernel)}"
+        raise ModelError("unsupported window", where=n.where, why=why)
     pads = _pads(n, size, kernel, stride, dilation)
     return Window(
         tuple(size), tuple(kernel), n.out().shape[2:], tuple(stride), tuple(dilation), tuple(pads[:rank]), tuple(pads[rank:])

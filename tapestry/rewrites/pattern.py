@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, arg_positions, call, rewrite
+from tapestry.ir.contraction import factors
+from tapestry.ir.expr import Arg, Expr, Index, arg_positions, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split
 from tapestry.ir.index import Aff, Ranges, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
@@ -70,9 +71,7 @@ def merge_reads(op: Block) -> Block:
         return op
     kept = tuple(op.reads[number.index(n)] for n in range(len(places)))
     leaf = inline({}, dict(enumerate(number)))
-    return replace(
-        op, reads=kept, body=tuple(rewrite(e, leaf) for e in op.body), then=tuple(rewrite(e, leaf) for e in op.then)
-    )
+    return replace(op, reads=kept, body=tuple(rewrite(e, leaf) for e in op.body), then=tuple(rewrite(e, leaf) for e in op.then))
 
 
 def op_at(graph: Graph, move: Move) -> tuple[int, Op]:
@@ -198,11 +197,12 @@ class Contraction:
 
 def contraction(op: Op) -> Contraction | None:
     """The operation as a contraction; ``None`` when it is something else."""
-    if not isinstance(op, Block) or op.monoid != "sum" or len(op.reads) != 2 or len(op.outs) != 1 or op.splits:
+    if not isinstance(op, Block) or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits:
         return None
-    e = op.body[0]
-    product = isinstance(e, Call) and e.fn == "mul" and {type(a) for a in e.args} == {Arg} and len(arg_positions(op.body)) == 2
-    if not product or not isinstance(op.then[0], Acc) or any(r.other is not None for r in op.reads):
+    pair = factors(op)
+    if pair is None or {type(e) for e in pair} != {Arg} or pair[0] == pair[1] or pair[0].dtype != op.body[0].dtype:
+        return None
+    if any(r.other is not None for r in op.reads):
         return None
     return Contraction(op.reads[0], op.reads[1], op.reduce)
 
@@ -214,7 +214,7 @@ def contract(
     dtype = next(graph.tensors[r.tensor].dtype for r in factors if r.tensor in graph.tensors)
     return Block(
         outs=(out,), dims=dims, reduce=reduce, monoid="sum", reads=factors, source=source,
-        body=(call("mul", Arg(0, dtype), Arg(1, dtype)),), then=(Acc(0, dtype),),
+        body=(call("mul", Arg(0, dtype), Arg(1, dtype)),),
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def _parts(graph: Graph, op: Block, inner: str, step: int) -> _Plan | None:
     assert op.monoid
     phases = Phases(graph)
     parts: list[Block] = []
-    states = prune(replace(op, then=tuple(Acc(i, e.dtype) for i, e in enumerate(op.body))))
+    states = prune(replace(op, then=()))
     for q in range(min(step, op.ranges[inner])):
         part = phases.take(states, inner, step, q)
         if part is None:

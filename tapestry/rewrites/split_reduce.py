@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, arg_positions, call, rewrite, walk
+from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, rewrite, walk
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS, number
@@ -133,7 +133,7 @@ def _partial(graph: Graph, op: Block, name: str, parts: int) -> Block:
     k = Dim(fresh_dim(op, "k"), parts)
     dims, reduce = (k, *op.dims), resized(op.reduce, name, each)
     place = dim(k.name) * each + dim(name)
-    inner = prune(replace(op, then=_accs(op.body)))
+    inner = prune(replace(op, then=()))
     out = replace(
         reindex(inner, {name: place}, dims + reduce),
         outs=_state_names(graph, op, 0), dims=dims, reduce=reduce, splits=splits_in(op, (*op.dims, *op.reduce)),
@@ -188,7 +188,7 @@ def _level(graph: Graph, op: Block, states: tuple[str, ...], count: int, fanin: 
     )
     return Block(
         outs=_state_names(graph, op, level), dims=(k, *op.dims), reduce=(j,), monoid=op.monoid, reads=reads,
-        body=_args(op.body), then=_accs(op.body), source=op.source, splits=splits_in(op, op.dims),
+        body=_args(op.body), source=op.source, splits=splits_in(op, op.dims),
     )  # fmt: skip
 
 
@@ -211,7 +211,3 @@ def _state_names(graph: Graph, op: Block, level: int) -> tuple[str, ...]:
 
 def _args(body: tuple[Expr, ...]) -> tuple[Expr, ...]:
     return tuple(Arg(i, e.dtype) for i, e in enumerate(body))
-
-
-def _accs(body: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    return tuple(Acc(i, e.dtype) for i, e in enumerate(body))

@@ -49,7 +49,7 @@ class Frame:
 def index_values(e: Aff, frame: Frame) -> Tensor:
     """Values of an index expression over a block, in global coordinates."""
     value = np.asarray(evaluate(e, frame.grid()), np.int64)
-    return torch.from_numpy(np.ascontiguousarray(np.broadcast_to(value, value.shape or (1,) * len(frame.dims))))
+    return torch.from_numpy(np.array(value.reshape(value.shape or (1,) * len(frame.dims))))
 
 
 def mask(guards: tuple[Guard, ...], frame: Frame) -> Tensor | None:

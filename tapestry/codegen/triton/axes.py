@@ -15,7 +15,8 @@ from tapestry.codegen.triton.helpers import HELPERS
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Atom, Floor, dims_of, span
 
-_OWN = {"tl", "triton", "combine", "pid", "pid_m", "pid_n", "tile", "first", "high", "BLOCK", "ROWS", "COLS", "BM", "BN", "BK"}
+_OWN = {"tl", "triton", "combine", "pid", "pid_m", "pid_n", "tile", "first", "high", "step"}
+_OWN |= {"BLOCK", "ROWS", "COLS", "BM", "BN", "BK"}
 _RESERVED = frozenset(_OWN) | set(keyword.kwlist) | set(dir(builtins)) | set(HELPERS)
 
 
@@ -195,4 +196,3 @@ def _sum(parts: list[tuple[str, int]], offset: int) -> str:
     if not out:
         return str(offset)
     return out if not offset else f"{out} {'-' if offset < 0 else '+'} {abs(offset)}"
-

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tapestry.codegen.triton.launch import launch_options, load
+from tapestry.codegen.triton.execute import launch_options, load
 from tapestry.codegen.triton.source import TritonKernel
 from tapestry.errors import TapestryError
 
@@ -60,13 +60,14 @@ def compile_ahead(tk: TritonKernel, target: str) -> Compiled:
         TapestryError: unknown target, or this process has Triton in interpreter mode.
     """
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     plain = target.removeprefix("triton:")
     if plain not in TARGETS:
         raise TapestryError(f"unknown Triton target '{target}'", hint=f"one of {', '.join(TARGETS)}")
-    if triton.knobs.runtime.interpret:
+    if knobs.runtime.interpret:
         raise TapestryError("Triton cannot compile in interpreter mode", where=tk.name, hint="unset TRITON_INTERPRET")
     backend, arch, warp, _ = TARGETS[plain]
     aligned: Any = {(i,): [["tt.divisibility", 16]] for i in range(len(tk.args))}
@@ -99,7 +100,7 @@ def _cuda(cubin: bytes, shared: int) -> Resources:
 
 def _amd(listing: str, shared: int) -> Resources:
     """Resources and opcodes from the assembly text and its metadata."""
-    opcodes = re.findall(r"^\s+([a-z][a-z0-9]*_[a-z0-9_]+)", listing.split(".amdgpu_metadata")[0], re.MULTILINE)
+    opcodes = re.findall(r"^\s+([a-z][a-z0-9]*_[a-z0-9_]+)", listing.partition(".amdgpu_metadata")[0], re.MULTILINE)
     counts = Counter(opcodes)
     counts["v_mfma"] = sum(n for op, n in counts.items() if op.startswith("v_mfma"))
     spills = _number(r"\.vgpr_spill_count:\s*(\d+)", listing) + _number(r"\.sgpr_spill_count:\s*(\d+)", listing)

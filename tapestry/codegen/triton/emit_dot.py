@@ -17,9 +17,10 @@ def emit_dot(frame: Frame, c: Contraction, knobs: Knobs) -> Written:
     m = Axis(c.m, knobs.bm, "BM", namer, "m")
     n = Axis(c.n, knobs.bn, "BN", namer, "n")
     k = Axis(c.k, knobs.bk, "BK", namer, "k")
+    taps = Axis(c.taps, 0, "", namer, "tap")
     acc = namer.take("acc")
-    left = Scope(frame, View([(batch, ""), (m, "[:, None]"), (k, "[None, :]")], task.ranges))
-    right = Scope(frame, View([(batch, ""), (k, "[:, None]"), (n, "[None, :]")], task.ranges))
+    left = Scope(frame, View([(batch, ""), (taps, ""), (m, "[:, None]"), (k, "[None, :]")], task.ranges))
+    right = Scope(frame, View([(batch, ""), (taps, ""), (k, "[:, None]"), (n, "[None, :]")], task.ranges))
     a = _factor(left, c.a, k, c.operand, "a")
     b = _factor(right, c.b, k, c.operand, "b")
     step = f'{acc} = tl.dot({a}, {b}, {acc}, input_precision="ieee")'
@@ -27,7 +28,7 @@ def emit_dot(frame: Frame, c: Contraction, knobs: Knobs) -> Written:
     values = last.printer.all(task.then) if task.mode == "full" else [acc]
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
         last.store(access, name, value)
-    inner = loop(k, (*k.lines, *left.lines, *right.lines, step), namer.take(f"{k.name}_0"), frame.wide)
+    inner = _loop(frame, k, taps, (*k.lines, *left.lines, *right.lines, step))
     grid, pid_m, pid_n = _tile_order(frame, batch, m, n, knobs.group)
     lines = (
         *grid,
@@ -69,6 +70,20 @@ def _factor(scope: Scope, e: Expr, k: Axis, operand: str, wish: str) -> str:
     name = scope.frame.namer.take(wish)
     scope.lines.append(f"{name} = {text}")
     return name
+
+
+def _loop(frame: Frame, k: Axis, taps: Axis, step: tuple[str, ...]) -> list[str]:
+    """The steps for every tile of k and every tap; the taps of one tile follow each other, for they share cache lines."""
+    if taps.size == 1:
+        return loop(k, step, frame.namer.take(f"{k.name}_0"), frame.wide)
+    if k.tiles == 1:
+        head, lines = f"for {taps.name} in range(0, {taps.size}):", [f"{k.name} = tl.arange(0, BK)"]
+    else:
+        head = f"for step in range(0, {taps.size * k.tiles}):"
+        lines = [f"{taps.name} = step % {taps.size}", f"{k.name} = step // {taps.size} * BK + tl.arange(0, BK)"]
+    if frame.wide:
+        lines.append(f"{k.name} = {k.name}.to(tl.int64)")
+    return [head, *("    " + line for line in (*lines, *taps.lines, *step))]
 
 
 def _tile_order(frame: Frame, batch: Axis, m: Axis, n: Axis, group: int) -> tuple[list[str], str, str]:

@@ -38,10 +38,10 @@ def log1p(x):
     small = tl.log(u) * x / (u - 1.0)
     return tl.where(u == 1.0, x, tl.where(tl.abs(u) == float("inf"), tl.log(u), small))
 ''',
-    "sigmoid": '''
+    "sigmoid": """
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
-''',
+""",
     "tanh": '''
 def tanh(x):
     """(1 - e) / (1 + e) with e = exp(-2 |x|)."""
@@ -49,43 +49,43 @@ def tanh(x):
     y = -m / (m + 2.0)
     return tl.where(x < 0, -y, tl.where(x == 0, x, y))
 ''',
-    "sinh": '''
+    "sinh": """
 def sinh(x):
     a = tl.abs(x)
     m = expm1(a)
     h = tl.exp(0.5 * a)
     y = tl.where(a > 20.0, 0.5 * h * h, 0.5 * (m + m / (m + 1.0)))
     return tl.where(x < 0, -y, y)
-''',
+""",
     "cosh": '''
 def cosh(x):
     """exp(|x|/2) squared, so that the result overflows only where it must."""
     h = tl.exp(0.5 * tl.abs(x))
     return 0.5 * h * h + 0.5 / h / h
 ''',
-    "tan": '''
+    "tan": """
 def tan(x):
     return tl.sin(x) / tl.cos(x)
-''',
-    "asinh": '''
+""",
+    "asinh": """
 def asinh(x):
     a = tl.abs(x)
     near = log1p(a + a * a / (1.0 + tl.sqrt(a * a + 1.0)))
     y = tl.where(a > 268435456.0, tl.log(a) + 0.6931471805599453, near)
     return tl.where(x < 0, -y, y)
-''',
-    "acosh": '''
+""",
+    "acosh": """
 def acosh(x):
     t = x - 1.0
     y = tl.where(x > 268435456.0, tl.log(x) + 0.6931471805599453, log1p(t + tl.sqrt(t * (t + 2.0))))
     return tl.where(x < 1.0, float("nan"), y)
-''',
-    "atanh": '''
+""",
+    "atanh": """
 def atanh(x):
     a = tl.abs(x)
     y = 0.5 * log1p(2.0 * a / (1.0 - a))
     return tl.where(x < 0, -y, y)
-''',
+""",
     "atan": '''
 def atan(x):
     """Rational approximation after Cephes (Moshier), for arguments reduced to [-0.66, 0.66]."""
@@ -100,10 +100,10 @@ def atan(x):
     y = y + tl.where(far, 1.5707963267948966, tl.where(near, 0.0 * r, 0.7853981633974483))
     return tl.where(x < 0, -y, y)
 ''',
-    "asin": '''
+    "asin": """
 def asin(x):
     return atan(x / tl.sqrt((1.0 - x) * (1.0 + x)))
-''',
+""",
     "acos": '''
 def acos(x):
     """2 atan(sqrt((1 - x) / (1 + x))): no cancellation near 1."""

@@ -145,9 +145,7 @@ def _whole(name: str, dtype: str, box: Box, dims: tuple[Dim, ...], shift: Mappin
     return Access(tensor=name, dtype=dtype, offset=offset)
 
 
-def _access(
-    read: Read, dtype: str, extents: tuple[int, ...], box: Box, shift: Mapping[str, Aff], ranges: Ranges
-) -> Access:
+def _access(read: Read, dtype: str, extents: tuple[int, ...], box: Box, shift: Mapping[str, Aff], ranges: Ranges) -> Access:
     index = [substitute(e, shift, ranges) for e in read.index]
     offset = const(0)
     for e, (lo, _), step in zip(index, box, strides(box), strict=True):

@@ -40,7 +40,7 @@ class Printer:
         if id(e) in self._number:
             return self._used(self._number[id(e)])
         if isinstance(e, Call):
-            key: tuple[object, ...] = (e.fn, e.dtype, *(self._count(a) for a in e.args))
+            key: tuple[object, ...] = (e.fn, e.dtype, *[self._count(a) for a in e.args])
         else:  # repr tells 0.0 from -0.0 and finds nan equal to itself
             key = (type(e).__name__, repr(e))
         number = self._same.setdefault(key, len(self._same))
@@ -68,7 +68,7 @@ class Printer:
             return cast_text(self._argument(e.args[0]), e.args[0].dtype, e.dtype)
         if e.fn == "pow" and (power := _small_power(e.args[1])):
             return "(" + " * ".join([self._argument(e.args[0], named=True)] * power) + ")"
-        operands = e.args[1:] if e.fn == "where" else e.args
+        operands = list(e.args[1:] if e.fn == "where" else e.args)
         text = row(e.fn, operands[0].dtype)
         operator = text.startswith("(") and len(operands) > 1
         takes = operator or (e.fn in _LITERALS_IN and operands[0].dtype in _NATURAL)
@@ -91,7 +91,7 @@ class Printer:
 
 
 def _small_power(e: Expr) -> int:
-    """2 or 3 where the exponent is that literal: a product is exact to the last rounding and far cheaper; else 0."""
+    """2 or 3 where the exponent is that literal: a product, far cheaper than pow; else 0."""
     return int(e.value) if isinstance(e, Const) and e.value in (2, 3) else 0
 
 
@@ -121,4 +121,3 @@ def combine_source(state: tuple[Expr, ...], dtypes: tuple[str, ...], helpers: se
     out = ", ".join(printer.all(state))
     body = "".join(f"    {line}\n" for line in lines)
     return f"@triton.jit\ndef combine({', '.join(names)}):\n{body}    return {out}"
-

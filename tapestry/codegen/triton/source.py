@@ -125,7 +125,8 @@ def _header(graph: Graph, kernel: Kernel, task: Task, name: str, product: Contra
         lines.append(f"reads  {a.tensor} from {_buffer(kernel.outs[0], a.dtype)}")
     for a, box in zip(task.outs, kernel.outs, strict=True):
         lines.append(f"writes {a.tensor} to {_buffer(box, a.dtype)}")
-    lines.append(f"about {_flops(task, product):,} FLOPs" + (", on matrix units" if product and product.operand != "f32" else ""))
+    unit = ", on matrix units" if product is not None and product.operand != "f32" else ""
+    lines.append(f"about {_flops(task, product):,} FLOPs{unit}")
     return [f"# {line}".rstrip() for line in lines]
 
 

@@ -8,9 +8,9 @@ from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.primitives import HALVES
 from tapestry.ir.expr import Arg, Call, Expr, Index, walk
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import dims_of
+from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOATS, itemsize
 
 _SMS = 128  # tiles shrink until there are about as many programs as a large GPU has multiprocessors
 
@@ -39,7 +39,11 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contraction:
-    """``sum(a * b)`` with the map dimensions of a alone (m), b alone (n) and the others (batch); k is reduced."""
+    """``sum(a * b)`` with the map dimensions of a alone (m), b alone (n) and the others (batch); k and taps are reduced.
+
+    Taps are the reduced dimensions that meet map dimensions in a mask, such as the rows and columns of a convolution's
+    kernel. Stepping through them one by one leaves masks along m or n alone instead of over whole tiles.
+    """
 
     a: Expr
     b: Expr
@@ -47,7 +51,9 @@ class Contraction:
     n: tuple[Dim, ...]
     batch: tuple[Dim, ...]
     k: tuple[Dim, ...]
+    taps: tuple[Dim, ...]
     operand: str
+    masked: bool  # whether masks are over whole tiles after all
 
 
 def power_of_two(n: int) -> int:
@@ -73,7 +79,24 @@ def contraction(task: Task) -> Contraction | None:
     batch = tuple(d for d in task.dims if d not in m + n)
     kinds = {exact_dtype(a), exact_dtype(b)}
     operand = kinds.pop() if len(kinds) == 1 else "f32"
-    return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=task.reduce, operand=operand if operand in HALVES else "f32")
+    operand = operand if operand in HALVES else "f32"
+    taps = _entangled(task)
+    k = tuple(d for d in task.reduce if d not in taps)
+    masked = bool(taps) and points(k) < 16
+    if masked:  # too few for a tile's depth
+        k, taps = task.reduce, ()
+    return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=k, taps=taps, operand=operand, masked=masked)
+
+
+def _entangled(task: Task) -> tuple[Dim, ...]:
+    """Reduced dimensions that stand beside map dimensions in one check, floor or mod."""
+    mapped = {d.name for d in task.dims if d.size > 1}
+    found: set[str] = set()
+    for access in task.reads.values():
+        for group in (*(c.aff for c in access.checks), *(Aff((t,)) for t in access.offset.terms)):
+            if dims_of(group) & mapped:
+                found |= dims_of(group) - mapped
+    return tuple(d for d in task.reduce if d.name in found)
 
 
 def exact_dtype(e: Expr) -> str:
@@ -103,8 +126,9 @@ def _dims(e: Expr, task: Task) -> frozenset[str]:
 
 
 def map_knobs(task: Task) -> Knobs:
-    """Tiles of a map: 1024 elements, fewer for a small block."""
-    return Knobs(block=min(1024, power_of_two(points(task.dims))))
+    """Tiles of a map: 4 KiB of output (16 bytes per thread and access), fewer for a small block."""
+    width = max(itemsize(a.dtype) for a in task.outs)
+    return Knobs(block=min(max(1024, 4096 // width), power_of_two(points(task.dims))))
 
 
 def reduce_knobs(task: Task) -> Knobs:
@@ -135,5 +159,7 @@ def dot_knobs(c: Contraction) -> Knobs:
     bn = min(top, max(16, power_of_two(n)))
     while bm * bn > 64 * 64 and -(-m // bm) * -(-n // bn) * points(c.batch) < _SMS:
         bm, bn = (bm // 2, bn) if bm >= bn else (bm, bn // 2)
+    # what is gathered element by element takes registers for each: a mask over the tile most, a strided k less
+    deep = 16 if c.masked else min(deep, 32) if c.taps else deep
     bk = min(deep, max(16, power_of_two(k)))
     return Knobs(bm=bm, bn=bn, bk=bk, num_warps=8 if bm * bn >= 128 * 128 else 4)

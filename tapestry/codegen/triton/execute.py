@@ -55,11 +55,11 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
         TapestryError: CPU tensors without Triton's interpreter.
     """
     import numpy as np
-    import triton
+    from triton import knobs
 
     assert len(arrays) == len(tk.args), f"{tk.name} takes {tk.args}"
     assert all(a.is_contiguous() for a in arrays), "buffers are row-major"
-    interpreted = bool(triton.knobs.runtime.interpret)
+    interpreted = bool(knobs.runtime.interpret)
     if not interpreted and any(a.device.type == "cpu" for a in arrays):
         raise TapestryError(
             "a Triton kernel cannot run on the CPU",

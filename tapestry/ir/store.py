@@ -1,0 +1,225 @@
+"""Build directories: plans as data on disk, written atomically, read strictly, held together by hashes.
+
+``plan.json`` holds the graph's text, the topology, the strategies and the program; ``constants.bin`` the small derived
+constants; ``kernels/`` Triton source. ``certificate.json`` lists the SHA-256 of every other file and of itself: a strict
+schema alone would accept one single-bit flip in eight. Nothing in a build directory is ever executed as it stands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tapestry.errors import BuildError, TextError
+from tapestry.ir.parse import parse
+from tapestry.ir.plan import MeshAxis, Plan, Strategy
+from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Transfer
+from tapestry.ir.text import to_text
+
+VERSION = 1
+_STEPS: dict[str, Any] = {"load": Load, "launch": Launch, "transfer": Transfer, "reduce": Reduce, "free": Free}
+_NAMES = {v: k for k, v in _STEPS.items()}
+MAX_PLAN_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What a build directory says.
+
+    Attributes:
+        model: path of the ONNX file, and ``model_sha256`` its hash.
+        topology: the topology as data (for people and for another search).
+        target: the target to run on.
+        report: the document that ``compile`` printed.
+        moves: the structural rewrites that were chosen, in order.
+        constants: byte ranges (offset, length) of derived constants in ``constants.bin``.
+    """
+
+    model: str
+    model_sha256: str
+    plan: Plan
+    program: Program
+    topology: Mapping[str, Any]
+    target: str
+    memory: int
+    peak_bytes: tuple[int, ...]
+    report: Mapping[str, Any]
+    moves: tuple[str, ...]
+    constants: Mapping[str, tuple[int, int]]
+
+
+def write(folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]) -> None:
+    """Write a build directory in one step: it appears whole, or not at all.
+
+    Raises:
+        BuildError: the place holds something that is not a build directory.
+    """
+    folder = folder.absolute()
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "plan.json").is_file())):
+        raise BuildError("the output exists and is not a build directory", where=str(folder), hint="another -o")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        (temporary / "plan.json").write_bytes(encode(build))
+        (temporary / "constants.bin").write_bytes(b"".join(constants.values()))
+        (temporary / "kernels").mkdir()
+        for name, source in kernels.items():
+            (temporary / "kernels" / name).write_text(source)
+        (temporary / "certificate.json").write_text(_certificate(temporary, laws))
+        temporary.chmod(0o755)
+        _swap(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _certificate(folder: Path, laws: Mapping[str, int]) -> str:
+    files = {str(p.relative_to(folder)): _sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": files}
+    return json.dumps({**body, "sha256": _hash(body)}, indent=1, sort_keys=True)
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _swap(new: Path, old: Path) -> None:
+    """Put ``new`` in the place of ``old`` (which then stands where ``new`` was)."""
+    if not old.exists():
+        os.rename(new, old)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    at_cwd, exchange = -100, 2
+    if hasattr(libc, "renameat2") and libc.renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), exchange) == 0:
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", dir=old.parent)) / "old"
+    os.rename(old, aside)
+    os.rename(new, old)
+    shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def encode(build: Build) -> bytes:
+    """``plan.json``."""
+    p = build.plan
+    document = {
+        "version": VERSION, "model": build.model, "model_sha256": build.model_sha256, "target": build.target,
+        "memory": build.memory, "peak_bytes": build.peak_bytes, "topology": build.topology, "moves": build.moves,
+        "graph": to_text(p.graph), "mesh": [(a.name, a.size) for a in p.mesh],
+        "strategies": [(s.dims, s.out) for s in p.strategies], "inputs": p.inputs, "outputs": p.outputs,
+        "program": {
+            "devices": build.program.devices, "outputs": build.program.outputs,
+            "buffers": list(build.program.buffers.values()),
+            "steps": [(_NAMES[type(s)], s) for s in build.program.steps],
+        },
+        "constants": build.constants, "report": build.report,
+    }  # fmt: skip
+    return msgspec.json.format(msgspec.json.encode(document), indent=0)
+
+
+class _Program(msgspec.Struct, forbid_unknown_fields=True):
+    devices: int
+    outputs: dict[str, str]
+    buffers: list[Buffer]
+    steps: list[tuple[str, dict[str, Any]]]
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    model: str
+    model_sha256: str
+    target: str
+    memory: int
+    peak_bytes: tuple[int, ...]
+    topology: dict[str, Any]
+    moves: tuple[str, ...]
+    graph: str
+    mesh: list[tuple[str, int]]
+    strategies: list[tuple[tuple[str | None, ...], tuple[int | None, ...]]]
+    inputs: dict[str, tuple[int | None, ...]]
+    outputs: dict[str, tuple[int | None, ...]]
+    program: _Program
+    constants: dict[str, tuple[int, int]]
+    report: dict[str, Any]
+
+
+def decode(data: bytes, where: str = "plan.json") -> Build:
+    """Read ``plan.json``.
+
+    Raises:
+        BuildError: it is not a plan of this version.
+    """
+    try:
+        d = msgspec.json.decode(data, type=_Document)
+        steps = tuple(msgspec.convert(fields, _STEPS[kind], strict=True) for kind, fields in d.program.steps)
+        graph = parse(d.graph)
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:
+        raise BuildError(f"not a plan: {e}", where=where, hint="compile the model again") from None
+    if d.version != VERSION:
+        raise BuildError(f"a plan of version {d.version}, not {VERSION}", where=where, hint="compile the model again")
+    plan = Plan(
+        graph=graph, mesh=tuple(MeshAxis(n, s) for n, s in d.mesh), inputs=d.inputs, outputs=d.outputs,
+        strategies=tuple(Strategy(dims, out) for dims, out in d.strategies),
+    )  # fmt: skip
+    program = Program(
+        devices=d.program.devices, buffers={b.name: b for b in d.program.buffers}, steps=steps, outputs=d.program.outputs
+    )
+    consistent = len(plan.strategies) == len(graph.ops) and program.devices == plan.devices
+    consistent &= all(len(s.dims) == len(s.out) == len(plan.mesh) for s in plan.strategies)
+    if not consistent or len(d.peak_bytes) != program.devices:
+        raise BuildError("not a plan: mesh, strategies and program disagree", where=where, hint="compile the model again")
+    return Build(
+        model=d.model, model_sha256=d.model_sha256, plan=plan, program=program, topology=d.topology, target=d.target,
+        memory=d.memory, peak_bytes=d.peak_bytes, report=d.report, moves=d.moves, constants=d.constants,
+    )  # fmt: skip
+
+
+def read(folder: Path) -> tuple[Build, dict[str, int]]:
+    """A build directory, with the counts of its certificate, after checking every file against its hash.
+
+    Raises:
+        BuildError: a file is missing, extra, too large, of another kind, or not what its hash says.
+    """
+    laws, files = _read_certificate(folder)
+    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
+    for name in sorted(found ^ (set(files) | {"certificate.json"})):
+        raise BuildError(f"'{name}' is {'not in the certificate' if name in found else 'missing'}", where=str(folder))
+    for name, digest in files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
+            raise BuildError(f"'{name}' is not a plain file of a sane size", where=str(folder))
+        if _sha256(path) != digest:
+            raise BuildError(f"'{name}' is not what the certificate's hash says", where=str(folder), hint="compile the model again")
+    return decode((folder / "plan.json").read_bytes(), str(folder / "plan.json")), laws
+
+
+def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+    path = folder / "certificate.json"
+    if not folder.is_dir() or not path.is_file() or path.is_symlink():
+        raise BuildError("not a build directory: no certificate.json", where=str(folder), hint="tapestry compile MODEL -o BUILD")
+    try:
+        body = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        stated = body.pop("sha256")
+        laws = msgspec.convert(body["laws"], dict[str, int])
+        files = msgspec.convert(body["files"], dict[str, str])
+        honest = stated == _hash(body) and body["passed"] is True
+    except (msgspec.MsgspecError, KeyError, ValueError, UnicodeDecodeError, RecursionError) as e:
+        raise BuildError(f"certificate.json does not read: {e}", where=str(folder)) from None
+    if not honest:
+        raise BuildError("certificate.json is not what its own hash says", where=str(folder), hint="compile the model again")
+    if "plan.json" not in files or any(Path(f).is_absolute() or ".." in Path(f).parts for f in files):
+        raise BuildError("certificate.json names files outside the build", where=str(folder))
+    return laws, files

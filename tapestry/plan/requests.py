@@ -1,0 +1,133 @@
+"""What a user asks of a plan: pinned splits and fixed layouts, checked against the graph and the mesh.
+
+``conv1:h=8@d0`` cuts dimension h of operation conv1 in 8 parts over mesh axis d0 (``@d0+d1`` over both);
+``x:2=8@d0`` lays axis 2 of tensor x over d0; ``x:replicated`` puts all of x on every device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from tapestry.errors import PlanError
+from tapestry.ir.graph import Graph, Op, Opaque, Split
+from tapestry.ir.kernel import cut
+from tapestry.ir.plan import Layout, Mesh
+from tapestry.plan.strategy import Pin
+from tapestry.rewrites.split import refusal
+
+
+def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[str] = ()) -> dict[int, tuple[Pin, ...]]:
+    """Pins by operation.
+
+    Args:
+        folded: names of nodes of the model that became views or constants, for the message.
+
+    Raises:
+        PlanError: the operation, dimension or axis does not exist, or the split is impossible; says why, with a witness.
+    """
+    out: dict[int, tuple[Pin, ...]] = {}
+    for text in texts:
+        m = re.fullmatch(r"(.+):(\w+)=(\d+)@([\w+]+)", text)
+        if not m:
+            raise PlanError(f"'{text}' is not a pin", where="--pin", hint="OPERATION:dim=parts@axis, as in conv1:h=8@d0")
+        name, dim, parts = m.group(1), m.group(2), int(m.group(3))
+        axes = _axes(m.group(4), parts, mesh, text)
+        for i, dim_name in _operations(name, dim, graph, text, folded):
+            why = refusal(graph.ops[i], Split(dim_name, parts, f"mesh.{mesh[axes[0]].name}"))
+            if why is not None:
+                raise PlanError(f"the pin is impossible: {why.reason}", where=f"--pin '{text}'", why=why.witness)
+            taken = [mesh[p.axis].name for p in out.get(i, ()) if p.axis in axes]
+            if taken:
+                raise PlanError(f"mesh axis '{taken[0]}' is pinned twice for this operation", where=f"--pin '{text}'")
+            out[i] = out.get(i, ()) + tuple(Pin(dim_name, a) for a in axes)
+    return out
+
+
+def _axes(text: str, parts: int, mesh: Mesh, whole: str) -> list[int]:
+    names = [a.name for a in mesh]
+    axes = text.split("+")
+    unknown = [a for a in axes if a not in names]
+    if unknown:
+        raise PlanError(f"there is no mesh axis '{unknown[0]}'", where=f"'{whole}'", hint=f"one of {', '.join(names)}")
+    found = sorted(names.index(a) for a in axes)
+    size = 1
+    for a in found:
+        size *= mesh[a].size
+    if size != parts:
+        raise PlanError(f"{parts} parts over mesh axis {text} of {size} devices", where=f"'{whole}'", hint=f"{size} parts, or another --mesh")
+    return found
+
+
+def _operations(name: str, dim: str, graph: Graph, text: str, folded: Sequence[str]) -> list[tuple[int, str]]:
+    """Operations of an ONNX node (or tensor) that have the dimension; ``x<k>`` also names axis k of the result."""
+    found = [i for i, op in enumerate(graph.ops) if name in op.source or name in op.outs]
+    if not found:
+        known = sorted({s for op in graph.ops for s in (*op.source, *op.outs)})
+        if name in folded:
+            raise PlanError(
+                f"'{name}' has no index space of its own: it became a view or a constant, or nothing needs it",
+                where=f"--pin '{text}'", hint="pin an operation that reads its result",
+            )  # fmt: skip
+        close = get_close_matches(name, known, 4) or known[:6]
+        raise PlanError(f"there is no operation '{name}'", where=f"--pin '{text}'", hint=f"for example {', '.join(close)}")
+    out = [(i, dim) for i in found if dim in graph.ops[i].ranges]
+    if not out and re.fullmatch(r"x\d+", dim):
+        axis = int(dim[1:])
+        out = [(i, graph.ops[i].dims[axis].name) for i in found if axis < len(graph.ops[i].dims)]
+    if not out:
+        raise PlanError(_no_dim(graph.ops[found[-1]], name, dim), where=f"--pin '{text}'")
+    return out
+
+
+def _no_dim(op: Op, name: str, dim: str) -> str:
+    dims = ", ".join(f"{d.name} ({d.size})" for d in op.space) or "none"
+    why = f" (it is opaque: {op.why})" if isinstance(op, Opaque) else ""
+    return f"'{name}' has no dimension '{dim}'; its dimensions are: {dims}{why}"
+
+
+def parse_layouts(texts: Sequence[str], graph: Graph, mesh: Mesh) -> tuple[dict[str, Layout], dict[str, Layout]]:
+    """Layouts of graph inputs (or weights), and of graph outputs.
+
+    Raises:
+        PlanError: the tensor is neither, the axis does not exist, or the cut is impossible.
+    """
+    inputs: dict[str, Layout] = {}
+    outputs: dict[str, Layout] = {}
+    for text in texts:
+        tensor, _, spec = text.rpartition(":")
+        if not tensor or not spec:
+            raise PlanError(f"'{text}' is not a layout", where="--layout", hint="TENSOR:axis=parts@axis or TENSOR:replicated")
+        ends = tensor in graph.outputs
+        if not ends and tensor not in graph.inputs and tensor not in graph.weights:
+            names = [*graph.inputs, *graph.outputs, *list(graph.weights)[:4]]
+            raise PlanError(f"'{tensor}' is no input and no output", where=f"--layout '{text}'", hint=f"one of {', '.join(names)}")
+        layout = _layout(spec, graph.tensors[tensor].shape, mesh, text)
+        (outputs if ends else inputs)[tensor] = layout
+    return inputs, outputs
+
+
+def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, text: str) -> Layout:
+    out: list[int | None] = [None] * len(mesh)
+    parts_of: dict[int, int] = {}
+    for item in [] if spec == "replicated" else spec.split(","):
+        m = re.fullmatch(r"(\d+)=(\d+)@([\w+]+)", item)
+        if not m:
+            raise PlanError(f"'{item}' is not axis=parts@axis", where=f"--layout '{text}'", hint="as in x:2=8@d0, or x:replicated")
+        axis, parts = int(m.group(1)), int(m.group(2))
+        if axis >= len(shape):
+            raise PlanError(f"the tensor has {len(shape)} axes, not {axis + 1}", where=f"--layout '{text}'")
+        for a in _axes(m.group(3), parts, mesh, text):
+            if out[a] is not None:
+                raise PlanError(f"mesh axis '{mesh[a].name}' is used twice", where=f"--layout '{text}'")
+            out[a] = axis
+        parts_of[axis] = parts_of.get(axis, 1) * parts
+    for axis, parts in parts_of.items():
+        if parts > shape[axis]:
+            empty = next(k for k in range(parts) if cut(shape[axis], parts, k)[0] == cut(shape[axis], parts, k)[1])
+            raise PlanError(
+                f"axis {axis} has {shape[axis]} elements and cannot be cut into {parts} non-empty parts",
+                where=f"--layout '{text}'", why=f"part {empty} would hold nothing",
+            )  # fmt: skip
+    return tuple(out)

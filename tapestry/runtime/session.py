@@ -1,0 +1,110 @@
+"""A build directory, loaded and ready to run: like an onnxruntime session, name to array."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tapestry.errors import BuildError, TapestryError
+from tapestry.ir.kernel import Box
+from tapestry.ir.program import Load
+from tapestry.ir.store import Build
+from tapestry.ir.types import DTYPES, Tensor, itemsize
+from tapestry.lift import read_weight
+from tapestry.runtime.local import Machine, Measured, Target
+
+Array = np.ndarray[Any, Any]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Outputs by name, and what the run used."""
+
+    outputs: dict[str, Array]
+    measured: Measured
+    seconds: float
+
+
+class Session:
+    """Runs a build; weights are read once, each device its own slices, and checked against their hashes."""
+
+    def __init__(self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Array], Any], Callable[[Any], Array]]) -> None:
+        self.build, self.constants = build, constants
+        self.to_target, self.to_numpy = convert
+        missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]
+        if missing:
+            raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
+        self._whole: dict[str, Array] = {}
+        self.machine = Machine(build.plan.graph, build.program, target, self._weight)
+        self._whole.clear()
+
+    def _weight(self, tensor: str, box: Box) -> Any:
+        """A box of a weight, copied out of the model's files."""
+        t, w = self.build.plan.graph.tensors[tensor], self.build.plan.graph.weights[tensor]
+        if w.file == "":
+            offset, length = self.build.constants[tensor]
+            data = np.frombuffer(self.constants[offset : offset + length], numpy_dtype(t.dtype)).reshape(t.shape)
+            return self.to_target(np.array(data[_slices(box)]))
+        return self.to_target(np.array(read_weight(Path(self.build.model), w, t, box)))
+
+    def run(self, feeds: Mapping[str, Array], progress: Progress = lambda done, total: None) -> Result:
+        """Run once.
+
+        Raises:
+            TapestryError: an input is missing, unknown, or of another shape or dtype.
+        """
+        graph = self.build.plan.graph
+        checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
+        start = time.perf_counter()
+        outs, measured = self.machine.run(lambda t, box: self.to_target(np.array(checked[t][_slices(box)])), progress)
+        seconds = time.perf_counter() - start
+        return Result({t: self.to_numpy(a) for t, a in outs.items()}, measured, seconds)
+
+
+def host_load_bytes(build: Build) -> int:
+    """Bytes that all devices together load from the host: weights and inputs."""
+    program = build.program
+    loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
+    return sum(b.nbytes(d) for b in loads for d in range(program.devices))
+
+
+def check_feeds(feeds: Mapping[str, Array], wanted: list[Tensor]) -> dict[str, Array]:
+    """The inputs, one per tensor wanted, of exactly its shape and dtype."""
+    extra = sorted(set(feeds) - {t.name for t in wanted})
+    if extra:
+        raise TapestryError(f"there is no input '{extra[0]}'", hint=f"the inputs are {', '.join(t.name for t in wanted)}")
+    out: dict[str, Array] = {}
+    for t in wanted:
+        if t.name not in feeds:
+            raise TapestryError(f"input '{t.name}' is missing", hint=f"an array {t.dtype}{list(t.shape)}")
+        a = np.asarray(feeds[t.name])
+        if a.shape != t.shape or a.dtype != numpy_dtype(t.dtype):
+            raise TapestryError(f"input '{t.name}' is {a.dtype}{list(a.shape)}, not {DTYPES[t.dtype][1]}{list(t.shape)}")
+        out[t.name] = a
+    return out
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy type of an element type."""
+    return np.dtype(ml_dtypes.bfloat16) if dtype == "bf16" else np.dtype(DTYPES[dtype][1])
+
+
+def largest_constant(build: Build) -> int:
+    """Bytes that ``constants.bin`` must have."""
+    sizes = [o + n for o, n in build.constants.values()]
+    tensors = build.plan.graph.tensors
+    bad = [t for t, (_, n) in build.constants.items() if t not in tensors or n != tensors[t].size * itemsize(tensors[t].dtype)]
+    if bad:
+        raise BuildError(f"constant '{bad[0]}' has another size than its tensor")
+    return max(sizes, default=0)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in box)

@@ -1,0 +1,77 @@
+"""Reference outputs of an ONNX file: onnxruntime, or the ONNX reference evaluator where that cannot run the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapestry.errors import ModelError
+
+Array = np.ndarray[Any, Any]
+TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2}  # rel_err; every other float 1e-4, integers and booleans exactly
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far an output is from its reference: ``rel_err`` is ``‖out − ref‖ / ‖ref‖``; NaN where either has one."""
+
+    max_abs_err: float
+    rel_err: float
+    passed: bool
+
+
+def reference(model: Path, feeds: Mapping[str, Array]) -> tuple[str, dict[str, Array]]:
+    """(which evaluator, outputs by name).
+
+    Raises:
+        ModelError: neither evaluator runs the model.
+    """
+    first: Exception | None = None
+    for name, run in (("onnxruntime", _onnxruntime), ("onnx.reference", _evaluator)):
+        try:
+            return name, run(model, feeds)
+        except Exception as e:  # both libraries raise many kinds; the message is passed on
+            first = first or e
+    raise ModelError(f"no reference evaluator runs the model: {first}", where=str(model))
+
+
+def _onnxruntime(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    known = {i.name for i in session.get_inputs()}
+    names = [o.name for o in session.get_outputs()]
+    return dict(zip(names, session.run(names, {n: a for n, a in feeds.items() if n in known}), strict=True))
+
+
+def _evaluator(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    loaded = onnx.load(str(model))
+    return dict(zip([o.name for o in loaded.graph.output], ReferenceEvaluator(loaded).run(None, dict(feeds)), strict=True))
+
+
+def compare(out: Array, ref: Array) -> Difference:
+    """Compare an output with its reference. A NaN never passes, an infinity only where both have the same one."""
+    if out.shape != ref.shape or out.dtype.name != ref.dtype.name:
+        return Difference(float("nan"), float("nan"), False)
+    if out.size == 0:
+        return Difference(0.0, 0.0, True)
+    a, b = out.astype(np.float64), ref.astype(np.float64)
+    if np.isnan(a).any() or np.isnan(b).any() or not np.array_equal(np.isinf(a), np.isinf(b)):
+        return Difference(float("nan"), float("nan"), False)
+    same = a == b
+    a, b = np.where(same, 0.0, a), np.where(same & np.isinf(b), 0.0, b)
+    gap = np.where(same, 0.0, a - b)
+    norm = float(np.linalg.norm(b))
+    worst, total = float(np.abs(gap).max()), float(np.linalg.norm(gap))
+    rel = total / norm if norm > 0 else (0.0 if total == 0 else float("inf"))
+    floating = out.dtype.kind == "f" or out.dtype.name == "bfloat16"
+    return Difference(worst, rel, rel <= TOLERANCE.get(out.dtype.name, 1e-4) if floating else total == 0)

@@ -1,0 +1,154 @@
+"""Ahead-of-time compilation of representative kernels, and what their machine code must look like.
+
+Triton decides between its interpreter and its compiler when it is imported, and the fast tests use the interpreter: each
+target is compiled in a process of its own, which is this file run as a program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapestry.codegen.triton import compile_ahead, generate
+from tapestry.codegen.triton.compile import TARGETS
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.parse import parse
+
+
+def matmul(dtype: str, n: int) -> str:
+    return f"""graph g input x: {dtype}[{n}, {n}] input w: {dtype}[{n}, {n}] input b: {dtype}[{n}]
+        y: {dtype}[{n}, {n}] = op [i: {n}, n: {n} | m: {n} sum] reads x[i, m], w[m, n], b[n]
+          body cast(x, f32) * cast(w, f32) then cast(max((acc0 + cast(b, f32)), 0.0), {dtype})
+        output y"""
+
+
+def conv(dtype: str, groups: int = 1) -> str:
+    c = 64 // groups
+    channel = "c" if groups == 1 else f"c + {c}*floor((o)/{c})"
+    return f"""graph g input x: {dtype}[4, 64, 57, 57] input k: {dtype}[64, {c}, 3, 3]
+        y: {dtype}[4, 64, 29, 29] = op [b: 4, o: 64, h: 29, w: 29 | c: {c} sum, r: 3 sum, s: 3 sum]
+          reads x[b, {channel}, 2*h + r - 1, 2*w + s - 1] else 0.0, k[o, c, r, s]
+          body cast(x, f32) * cast(k, f32) then cast(acc0, {dtype})
+        output y"""
+
+
+FLOAT_FUNCTIONS = "exp log sqrt erf tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh sigmoid log1p expm1 floor ceil"
+CASES = {
+    "matmul f16": matmul("f16", 1024),
+    "matmul bf16": matmul("bf16", 512),
+    "matmul f32": matmul("f32", 256),
+    "matmul odd": matmul("f16", 203),
+    "attention scores": """graph g input q: f16[2, 12, 128, 64] input k: f16[2, 12, 128, 64]
+        s: f16[2, 12, 128, 128] = op [b: 2, h: 12, i: 128, j: 128 | d: 64 sum] reads q[b, h, i, d], k[b, h, j, d]
+          body cast(q, f32) * cast(k, f32) then cast((acc0 * 0.125), f16)
+        output s""",
+    "conv f16": conv("f16"),
+    "conv f32": conv("f32"),
+    "conv grouped": conv("f16", 4),
+    "conv depthwise": conv("f32", 64),
+    "vector times matrix": """graph g input x: f32[1, 4096] input w: f32[4096, 4096]
+        y: f32[1, 4096] = op [i: 1, n: 4096 | m: 4096 sum] reads x[i, m], w[m, n] body x * w then acc0 output y""",
+    "max pool": """graph g input x: f32[8, 64, 112, 112]
+        y: f32[8, 64, 56, 56] = op [b: 8, c: 64, h: 56, w: 56 | r: 3 max, s: 3 max]
+          reads x[b, c, 2*h + r - 1, 2*w + s - 1] else -inf body x then acc0
+        output y""",
+    "softmax state": """graph g input x: f32[512, 4096] m: f32[512], s: f32[512] = op [i: 512 | j: 4096 logsumexp]
+        reads x[i, j] body x, 1.0 then acc0, log(acc1) output m, s""",
+    "moments": """graph g input x: f16[512, 4096] m: f32[512], s: f32[512] = op [i: 512 | j: 4096 moments]
+        reads x[i, j] body 1.0, cast(x, f32), 0.0 then acc1, sqrt(acc2 / acc0) output m, s""",
+    "argmax": """graph g input x: f32[512, 1000] y: i64[512] = op [i: 512 | j: 1000 argmax]
+        reads x[i, j] body x, index(j) then acc1 output y""",
+    "any": """graph g input x: bool[512, 1000] y: bool[512] = op [i: 512 | j: 1000 any]
+        reads x[i, j] body x then acc0 output y""",
+    "sum of i8": """graph g input x: i8[512, 1000] y: i8[512] = op [i: 512 | j: 1000 sum]
+        reads x[i, j] body x then acc0 output y""",
+    "columns": """graph g input x: f32[1000, 512] y: f32[512] = op [j: 512 | i: 1000 prod]
+        reads x[i, j] body x then acc0 output y""",
+    "bias": """graph g input x: bf16[512, 1000] input b: bf16[1000] y: bf16[512, 1000] = op [i: 512, j: 1000]
+        reads x[i, j], b[j] body x + b output y""",
+    "transpose": """graph g input x: f32[512, 256] y: f32[256, 512] = op [j: 256, i: 512] reads x[i, j] body x output y""",
+    "philox": """graph g y: f32[512, 100] = op [i: 512, j: 100]
+        body cast(shr(philox(1234567890123, 3, 0, 0, index(100*i + j)), 8), f32) * 0.000000059604644775390625 output y""",
+    "integers": """graph g input x: i64[999] input y: i64[999] z: i64[999] = op [i: 999] reads x[i], y[i]
+        body pow(mod((x / y), y), fmod(x, y)) output z""",
+    "wide": """graph g input x: f32[65536, 65536] y: f32[65536, 65536] = op [i: 65536, j: 65536]
+        reads x[i, j] body abs(x) output y""",
+    **{
+        f: f"graph g input x: f32[4096] y: f32[4096] = op [i: 4096] reads x[i] body {f}(x) output y"
+        for f in FLOAT_FUNCTIONS.split()
+    },
+    **{
+        f"{f} f64": f"graph g input x: f64[999] y: f64[999] = op [i: 999] reads x[i] body max({f}(x), x) output y"
+        for f in ("atan", "round", "exp", "sqrt")
+    },
+}  # fmt: skip
+MATRIX = {"sm80": "HMMA", "sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": "v_mfma"}
+ON_MATRIX_UNITS = {"matmul f16", "matmul bf16", "matmul odd", "attention scores", "conv f16"}
+STACK_ALLOWED = {"sin", "cos", "tan"}  # argument reduction of huge angles keeps a table on the stack (triton#1756)
+
+
+def compile_all(target: str) -> dict[str, Any]:
+    """Resources of every case for one target."""
+    out: dict[str, Any] = {}
+    for name, text in CASES.items():
+        graph = parse(text)
+        op = graph.ops[0]
+        assert isinstance(op, Block)
+        kernel = Kernel(
+            op=0,
+            mode="full",
+            block=whole(tuple(d.size for d in op.space)),
+            ins=tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads),
+            outs=tuple(whole(graph.tensors[t].shape) for t in op.outs),
+        )
+        tk = generate(graph, kernel)
+        found = compile_ahead(tk, target).resources
+        out[name] = {f: getattr(found, f) for f in found.__slots__} | {"num_warps": tk.num_warps}
+    return out
+
+
+def in_its_own_process(target: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-W", "error", __file__, target], env=env, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_and_fit(target: str, tmp_path: Path) -> None:
+    done = in_its_own_process(target, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, found in json.loads(done.stdout).items():
+        where = f"{name} for {target}: {found}"
+        assert found["spills"] == 0 or name in STACK_ALLOWED, where
+        assert found["shared"] <= TARGETS[target][3], where
+        assert found["registers"] * found["num_warps"] * TARGETS[target][2] <= (65536 if target != "gfx942" else 131072), where
+        if name in ON_MATRIX_UNITS:
+            assert found["instructions"].get(MATRIX[target], 0) > 0, where
+        if name == "matmul f16" and target != "gfx942":
+            assert found["instructions"]["LDGSTS.128"] > 0, "operands are copied asynchronously, 16 bytes at a time"
+        if name in ("bias", "exp", "softmax state"):
+            wide = "global_load_dwordx4" if target == "gfx942" else "LDG.128"
+            assert found["instructions"].get(wide, 0) > 0 or name == "softmax state", where
+
+
+@pytest.mark.slow
+def test_interpreter_and_unknown_targets_are_refused() -> None:
+    graph = parse(CASES["exp"])
+    box = ((0, 4096),)
+    tk = generate(graph, Kernel(op=0, mode="full", block=box, ins=(box,), outs=(box,)))
+    with pytest.raises(TapestryError, match="unknown Triton target"):
+        compile_ahead(tk, "sm61")
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(sys.argv[1])))
