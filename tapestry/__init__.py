@@ -1,1 +1,21 @@
 """Tapestry: from an ONNX model to a verified, sharded execution plan and the kernels that run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tapestry.errors import TapestryError
+
+if TYPE_CHECKING:
+    from tapestry.api import Compiled, compile, load
+
+__all__ = ["Compiled", "TapestryError", "compile", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the interface when it is first used: ``tapestry --help`` must not wait for torch and onnx."""
+    if name in ("Compiled", "compile", "load"):
+        from tapestry import api
+
+        return getattr(api, name)
+    raise AttributeError(name)

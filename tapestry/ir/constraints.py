@@ -100,7 +100,7 @@ def reads_inside(graph: Graph) -> int:
 
 def _surely_inside(op: Block, index: tuple[space.Aff, ...], shape: tuple[int, ...]) -> bool:
     spans = [span(e, op.ranges) for e in index]
-    return all(0 <= lo and hi < n for (lo, hi), n in zip(spans, shape, strict=True))
+    return all(lo >= 0 and hi < n for (lo, hi), n in zip(spans, shape, strict=True))
 
 
 def written_once(graph: Graph) -> int:

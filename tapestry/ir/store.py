@@ -64,28 +64,33 @@ def write(folder: Path, build: Build, constants: Mapping[str, bytes], kernels: M
     Raises:
         BuildError: the place holds something that is not a build directory.
     """
+    files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values())}
+    files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": hashes}
+    files["certificate.json"] = json.dumps({**body, "sha256": _hash(body)}, indent=1, sort_keys=True).encode()
+    write_files(folder, files, "plan.json")
+
+
+def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
+    """Make a folder of exactly these files in one step; a folder in its place must hold the file ``mark``, or nothing.
+
+    Raises:
+        BuildError: the place holds something else.
+    """
     folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "plan.json").is_file())):
-        raise BuildError("the output exists and is not a build directory", where=str(folder), hint="another -o")
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
+        raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        (temporary / "plan.json").write_bytes(encode(build))
-        (temporary / "constants.bin").write_bytes(b"".join(constants.values()))
-        (temporary / "kernels").mkdir()
-        for name, source in kernels.items():
-            (temporary / "kernels" / name).write_text(source)
-        (temporary / "certificate.json").write_text(_certificate(temporary, laws))
+        for name, data in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_bytes(data)
         temporary.chmod(0o755)
         _swap(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _certificate(folder: Path, laws: Mapping[str, int]) -> str:
-    files = {str(p.relative_to(folder)): _sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": files}
-    return json.dumps({**body, "sha256": _hash(body)}, indent=1, sort_keys=True)
 
 
 def _hash(body: Mapping[str, Any]) -> str:

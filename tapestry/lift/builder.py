@@ -15,6 +15,7 @@ from tapestry.ir.graph import Block, Dim, Guard, Op, Opaque, Read
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, Tensor
+from tapestry.lift.external import dtype_name
 
 DTYPE_OF: dict[int, str] = {
     TensorProto.DOUBLE: "f64", TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16",
@@ -86,7 +87,7 @@ class Builder:
             )  # fmt: skip
         t = type_.tensor_type
         if t.elem_type not in DTYPE_OF:
-            dtype = TensorProto.DataType.Name(t.elem_type)
+            dtype = dtype_name(t.elem_type)
             raise ModelError(f"{dtype} is not supported", where=where, why=f"'{name}' has that dtype")
         dims = [d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim]
         if not t.HasField("shape") or None in dims:

@@ -92,6 +92,24 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
         raise ModelError("sparse initializers are not supported", why=f"{len(model.graph.sparse_initializer)} of them")
 
 
+def check_attributes(model: ModelProto) -> None:
+    """Check every node's inputs, outputs and attributes against its schema; the model has no large data any more.
+
+    Raises:
+        ModelError: what onnx's own checker says.
+    """
+    trial = ModelProto()
+    trial.CopyFrom(model)
+    for o in trial.graph.output:
+        if o.type.HasField("tensor_type"):
+            o.type.tensor_type.shape.SetInParent()  # the checker wants one there; inference finds it when there is none
+    try:
+        onnx.checker.check_model(trial)
+    except onnx.checker.ValidationError as e:
+        text = " ".join(str(e).split())
+        raise ModelError("the model breaks ONNX's rules", why=text[:300], hint="export or download the file again") from None
+
+
 def check_tensor(t: TensorProto, folder: Path, *, weights: bool) -> None:
     """Check one tensor's sizes and, when external, its path and (with ``weights``) its file."""
     if t.data_location == TensorProto.EXTERNAL:

@@ -58,6 +58,11 @@ def tensor_bytes(t: TensorProto) -> int:
     return count * item
 
 
+def dtype_name(data_type: int) -> str:
+    """ONNX's name of an element type; its number where it has none (a damaged file)."""
+    return TensorProto.DataType.Name(data_type) if data_type in TensorProto.DataType.values() else f"dtype {data_type}"
+
+
 def parse_place(t: TensorProto) -> Place:
     """The external-data fields of a tensor, checked as far as is possible without the file.
 
@@ -161,8 +166,8 @@ def check_inline(t: TensorProto) -> None:
     for d in t.dims:
         count *= d
     filled = [f for f in TYPED_FIELDS if len(getattr(t, f))]
-    where = f"initializer '{t.name}'"
-    if len(filled) + t.HasField("raw_data") > 1 and (t.raw_data or len(filled) > 1):
+    where, raw = f"initializer '{t.name}'", len(t.raw_data)
+    if len(filled) + bool(raw) > 1:
         raise ModelError("tensor data given twice", where=where, why=f"raw_data and {', '.join(filled)} are both filled")
     if t.external_data:
         raise ModelError("tensor data given twice", where=where, why="external_data is filled, data_location is not EXTERNAL")
@@ -173,6 +178,6 @@ def check_inline(t: TensorProto) -> None:
         if have != count:
             why = f"dims {list(t.dims)} hold {count}, data has {have}"
             raise ModelError("tensor data of the wrong size", where=where, why=why)
-    elif t.data_type != TensorProto.STRING and len(t.raw_data) != need:
-        why = f"dims {list(t.dims)} need {need} bytes, data has {len(t.raw_data)}"
+    elif t.data_type != TensorProto.STRING and raw != need:
+        why = f"dims {list(t.dims)} need {need} bytes, data has {raw}"
         raise ModelError("tensor data of the wrong size", where=where, why=why)

@@ -17,8 +17,8 @@ from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.types import Tensor, Weight
 from tapestry.lift import attention, conv, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape
 from tapestry.lift.builder import DTYPE_OF, Builder, Node, here
-from tapestry.lift.checks import check_structure, load, node_name
-from tapestry.lift.external import parse_place
+from tapestry.lift.checks import check_attributes, check_structure, load, node_name
+from tapestry.lift.external import dtype_name, parse_place
 from tapestry.lift.prepare import SOURCE, Prepared, infer, prepare, take_out_weights
 from tapestry.lift.registry import find
 from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
@@ -60,9 +60,17 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
     """
     path = Path(path).absolute()
     model = load(path)
+    try:
+        return _lift(model, path, shapes, weights, seed)
+    except UnicodeDecodeError as e:
+        raise ModelError("a name in the model is not text", where=str(path), why=str(e), hint="the file is damaged") from None
+
+
+def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int) -> Lifted:
     nodes = len(model.graph.node)
     check_structure(model, path.parent, weights=weights)
     stored = take_out_weights(model)
+    check_attributes(model)
     inputs = _input_dims(model, set(stored))
     env = bind(inputs, shapes)
     unified = {}
@@ -87,7 +95,7 @@ def _input_dims(model: ModelProto, weights: set[str]) -> dict[str, list[int | st
             kind = str(i.type.WhichOneof("value") or "none").removesuffix("_type")
             raise ModelError(f"inputs of type {kind} are not supported", where=where, hint="only tensors lift")
         if i.type.tensor_type.elem_type not in DTYPE_OF:
-            dtype = TensorProto.DataType.Name(i.type.tensor_type.elem_type)
+            dtype = dtype_name(i.type.tensor_type.elem_type)
             raise ModelError(f"{dtype} is not supported", where=where, why="it is the input's dtype")
         if not i.type.tensor_type.HasField("shape"):
             raise ModelError("an input has no shape", where=where, why="not even its rank is declared")
@@ -196,9 +204,10 @@ def _reference(t: TensorProto, tensor: Tensor, path: Path, weights: bool) -> Wei
         place = parse_place(t)
         ref = Weight(file=place.file, offset=place.offset, length=place.length)
         return replace(ref, sha256=_sha256(read_weight(path, ref, tensor))) if weights else ref
-    value = onnx.numpy_helper.to_array(t)
-    return Weight(file=path.name, offset=0, length=tensor.nbytes, name=tensor.name, sha256=_sha256(value))
+    # raw_data is little-endian and row-major already
+    digest = hashlib.sha256(t.raw_data).hexdigest() if t.HasField("raw_data") else _sha256(onnx.numpy_helper.to_array(t))
+    return Weight(file=path.name, offset=0, length=tensor.nbytes, name=tensor.name, sha256=digest)
 
 
 def _sha256(value: np.ndarray) -> str:
-    return hashlib.sha256(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).hexdigest()

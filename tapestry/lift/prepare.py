@@ -20,7 +20,7 @@ from onnxscript.optimizer import fold_constants
 
 from tapestry.errors import ModelError
 from tapestry.lift.checks import node_name, subgraphs
-from tapestry.lift.external import tensor_bytes
+from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.registry import find
 from tapestry.lift.weights import stored_tensors
 
@@ -122,7 +122,7 @@ def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
         a, b = value.type.tensor_type, found.tensor_type
         where = f"node '{node_name(makers[value.name])}'" if value.name in makers else f"value '{value.name}'"
         if a.elem_type and b.elem_type and a.elem_type != b.elem_type:
-            names = [TensorProto.DataType.Name(t.elem_type) for t in (a, b)]
+            names = [dtype_name(t.elem_type) for t in (a, b)]
             why = f"'{value.name}' is declared {names[0]}, computed {names[1]}"
             raise ModelError("dtypes contradict each other", where=where, why=why)
         if not (a.HasField("shape") and b.HasField("shape")):

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu.reads import Frame
+from tapestry.ir.contraction import dims_read, factors
 from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Read
 from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.kernel import Box
-from tapestry.ir.contraction import dims_read, factors
 
 Tensor = torch.Tensor
 

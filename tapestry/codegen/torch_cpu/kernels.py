@@ -10,10 +10,10 @@ import torch
 from tapestry.codegen.torch_cpu import contract, scalars
 from tapestry.codegen.torch_cpu.reads import Fetch, Frame, Tensor, index_values, reader
 from tapestry.ir import opaque
+from tapestry.ir.contraction import dims_read
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel
-from tapestry.ir.contraction import dims_read
 
 Run = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor]]
 """From the buffers of the reads, and the merged states in ``finish`` mode, to new contiguous buffers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOATS, itemsize
 
 TRITON_TYPES: dict[str, str] = {
     "f64": "tl.float64", "f32": "tl.float32", "f16": "tl.float16", "bf16": "tl.bfloat16", "i64": "tl.int64", "i32": "tl.int32",
@@ -49,6 +49,13 @@ def _sign(dtype: str) -> str:
     return f"tl.where({{0}} > 0, 1, {negative})"
 
 
+def _not(dtype: str) -> str:
+    """``~`` would do, but Triton 3.6's interpreter has no unsigned one."""
+    if dtype == "bool":
+        return "({0} == 0)"
+    return f"({{0}} ^ {(1 << 8 * itemsize(dtype)) - 1})" if dtype.startswith("u") else "({0} ^ -1)"
+
+
 def _pow(dtype: str) -> str:
     kind = "float" if dtype in FLOATS else "uint" if dtype.startswith("u") else "int"
     return f"@pow_{kind}({{0}}, {{1}})"
@@ -68,7 +75,7 @@ ROWS: dict[str, Row] = {
     "log1p": "@log1p({0})", "expm1": "@expm1({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
     "round": "@round_even({0})", "isnan": "({0} != {0})", "isinf": '(tl.abs({0}) == float("inf"))',
     "eq": "({0} == {1})", "ne": "({0} != {1})", "lt": "({0} < {1})", "le": "({0} <= {1})", "gt": "({0} > {1})",
-    "ge": "({0} >= {1})", "and": "({0} & {1})", "or": "({0} | {1})", "xor": "({0} ^ {1})", "not": "(~{0})",
+    "ge": "({0} >= {1})", "and": "({0} & {1})", "or": "({0} | {1})", "xor": "({0} ^ {1})", "not": _not,
     "shl": "({0} << {1})", "shr": "({0} >> {1})", "where": "tl.where({0}, {1}, {2})",
     "philox": "@philox({0}, {1}, {2}, {3}, {4})",
 }  # fmt: skip

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from tapestry.ir.contraction import factors
 from tapestry.ir.expr import Call, Index, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
-from tapestry.ir.contraction import factors
 
 
 def sizes(boxes: Boxes) -> np.ndarray:

@@ -29,7 +29,7 @@ def owners(layout: Layout, mesh: Mesh) -> np.ndarray:
     receiver only along mesh axes that the layout cuts, so that every block has exactly one sender."""
     coords = np.array(coordinates(mesh))
     same = coords[:, None, :] == coords[None, :, :]
-    replicated = np.array([t is None for t in layout])
+    replicated = np.array([t is None for t in layout], bool)
     return np.all(same | ~replicated, axis=-1)
 
 

@@ -177,7 +177,7 @@ def _add_factor(model: object, f: Factor, start: dict[int, int], columns: int, s
 
 def _greedy(sizes: Sequence[int], nodes: Sequence[int], factors: Sequence[Factor]) -> dict[int, int]:
     """Iterated conditional modes: each node in turn takes its best choice given the others."""
-    choice = {n: 0 for n in nodes}
+    choice = dict.fromkeys(nodes, 0)
     for _ in range(20):
         changed = False
         for n in nodes:

@@ -1,0 +1,151 @@
+"""The Python interface: ``tapestry.compile``, ``tapestry.load``, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapestry import pipeline
+from tapestry.errors import BuildError, TapestryError
+from tapestry.ir import store
+from tapestry.ir.plan import Mesh
+from tapestry.runtime.feeds import random_feeds
+from tapestry.runtime.session import Result, Session, largest_constant
+from tapestry.verify import reference
+from tapestry.viz.explain import explain
+
+Array = np.ndarray[Any, Any]
+
+
+class Compiled:
+    """A verified plan: run it, read it, save it."""
+
+    def __init__(self, build: store.Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]) -> None:
+        self.build, self.kernels, self.laws = build, kernels, laws
+        self._constants = constants
+        self._session: Session | None = None
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """The document that ``tapestry compile --json`` prints."""
+        return self.build.report
+
+    def explain(self) -> str:
+        """The plan as a person reads it."""
+        return explain(self.build)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a build directory, in one step."""
+        store.write(Path(folder), self.build, self._constants, self.kernels, self.laws)
+
+    @property
+    def session(self) -> Session:
+        """The plan with its weights loaded."""
+        if self._session is None:
+            self._session = open_session(self.build, b"".join(self._constants.values()))
+        return self._session
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name, like an onnxruntime session."""
+        return self.session.run(feeds).outputs
+
+    def random_feeds(self, seed: int = 0) -> dict[str, Array]:
+        """Random inputs that the model accepts."""
+        return random_feeds(self.build.plan.graph, seed)
+
+
+def compile(
+    model: str | Path,
+    *,
+    devices: int | None = None,
+    mesh: str | Mesh | None = None,
+    topology: str = "cpu",
+    shapes: Mapping[str, Any] | None = None,
+    memory: str | None = None,
+    target: str = "torch-cpu",
+    pins: Sequence[str] = (),
+    layouts: Sequence[str] = (),
+    rules: Sequence[str | Path] = (),
+    weights: bool = True,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    progress: pipeline.Report = lambda stage, seconds: None,
+) -> Compiled:
+    """Compile an ONNX file into a verified plan for a mesh of devices.
+
+    Args:
+        mesh: ``"2x4"``, ``"dp=2,tp=4"`` or mesh axes; ``devices`` is the one-dimensional mesh.
+        topology: a preset or a topology file.
+        shapes: sizes of symbolic dimensions, by symbol or by input.
+        memory: per device, as ``"16GiB"``; the plan keeps to it.
+        pins, layouts: as on the command line.
+        rules: files of the user's own rewrite rules.
+        weights: False plans a model whose external data is absent.
+
+    Raises:
+        TapestryError: with what, where, why and what to try.
+    """
+    known = "torch-cpu"
+    if target != known and not target.startswith("triton"):
+        raise TapestryError(f"there is no target '{target}'", hint=f"{known} or triton:sm90")
+    found = mesh if isinstance(mesh, tuple) else pipeline.mesh_of(devices, mesh)
+    options = pipeline.Options(
+        model=Path(model), shapes=shapes or {}, mesh=found, topology=topology, memory=memory, target=target, pins=pins,
+        layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit, seed=seed,
+    )  # fmt: skip
+    done = pipeline.compile_model(options, progress)
+    return Compiled(done.build, done.constants, done.kernels, done.laws)
+
+
+def load(folder: str | Path) -> Compiled:
+    """A saved plan, after checking every file against its hash.
+
+    Raises:
+        BuildError: it is not a build directory, or not what its hashes say.
+    """
+    build, laws = store.read(Path(folder))
+    data = (Path(folder) / "constants.bin").read_bytes()
+    if largest_constant(build) != len(data):
+        raise BuildError("constants.bin has another size than the plan says", where=str(folder))
+    constants = {t: data[o : o + n] for t, (o, n) in build.constants.items()}
+    kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
+    return Compiled(build, constants, kernels, laws)
+
+
+def open_session(build: store.Build, constants: bytes) -> Session:
+    """A session of a build on its target."""
+    from tapestry.codegen.torch_cpu import TorchCpu
+    from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+
+    return Session(build, constants, TorchCpu(), (from_numpy, to_numpy))
+
+
+def run_checked(
+    compiled: Compiled, feeds: Mapping[str, Array], *, check: bool, progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[Result, dict[str, Any]]:
+    """Run once; the document is what ``tapestry run --json`` prints."""
+    session = compiled.session
+    result = session.run(feeds, progress)
+    outputs: dict[str, dict[str, Any]] = {
+        name: {"shape": list(a.shape), "dtype": a.dtype.name, "max_abs_err": None, "rel_err": None}
+        for name, a in result.outputs.items()
+    }
+    document: dict[str, Any] = {
+        "outputs": outputs, "reference": None, "passed": True, "peak_bytes": result.measured.peak,
+        "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in result.measured.transfers.items()],
+        "seconds": result.seconds,
+    }  # fmt: skip
+    planned = list(compiled.build.peak_bytes)
+    if result.measured.peak != planned:
+        document["passed"] = False
+        document["reason"] = f"peak bytes {result.measured.peak} are not the plan's {planned}"
+    if check:
+        document["reference"], expected = reference.reference(Path(compiled.build.model), feeds)
+        for name, a in result.outputs.items():
+            found = reference.compare(a, expected[name])
+            outputs[name].update(max_abs_err=found.max_abs_err, rel_err=found.rel_err)
+            document["passed"] = document["passed"] and found.passed
+    return result, document

@@ -1,0 +1,281 @@
+"""The ``tapestry`` command. Exit status: 0 done; 1 a check failed; 2 the user's input, with a message."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tapestry.errors import LawError, TapestryError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; never a traceback for what the user can mend."""
+    args = _parser().parse_args(argv)
+    level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    try:
+        return int(args.command(args))
+    except LawError as e:
+        return _failed(args, e, 1)
+    except TapestryError as e:
+        return _failed(args, e, 2)
+    except MemoryError:
+        return _failed(args, TapestryError("out of memory", hint="a smaller --shape, or more memory"), 2)
+    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, OSError) as e:
+        return _failed(args, TapestryError(e.strerror or str(e), where=str(e.filename or "")), 2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _failed(args: argparse.Namespace, e: TapestryError, status: int) -> int:
+    print(f"tapestry {args.name}: {e}", file=sys.stderr)
+    if args.json:
+        _json({"error": str(e), "kind": type(e).__name__, "what": e.what, "where": e.where, "why": e.why, "hint": e.hint})
+    return status
+
+
+def _json(document: Any) -> None:
+    import json
+    import math
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {k: plain(v) for k, v in x.items()}
+        if isinstance(x, list | tuple):
+            return [plain(v) for v in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    print(json.dumps(plain(document), indent=1))
+
+
+# commands
+
+
+def _compile(args: argparse.Namespace) -> int:
+    from tapestry import api
+    from tapestry.viz import progress, tables
+
+    with progress.stages(quiet=args.quiet or args.json) as report:
+        build = api.compile(
+            args.model, mesh=_mesh(args), topology=args.topology, shapes=_shapes(args.shape), memory=args.memory,
+            target=args.target, pins=args.pin, layouts=args.layout, rules=args.rules, weights=not args.no_weights,
+            time_limit=args.time_limit, seed=args.seed, progress=report,
+        )  # fmt: skip
+        report("write", 0.0)
+        build.save(args.output)
+    if args.json:
+        _json(build.report)
+    elif not args.quiet:
+        tables.show(tables.compiled(build.report))
+        print(f"build {args.output}, kernels in {args.output / 'kernels'}")
+    return 0
+
+
+def _mesh(args: argparse.Namespace) -> Any:
+    from tapestry.pipeline import mesh_of
+
+    return mesh_of(args.devices, args.mesh)
+
+
+def _shapes(items: list[str]) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for item in items:
+        name, eq, value = item.rpartition("=")
+        if not eq or not name:
+            raise TapestryError(f"'{item}' is not symbol=size", where="--shape", hint="batch=8, or input=8x3x224x224")
+        out[name] = value
+    return out
+
+
+def _run(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    from tapestry import api
+    from tapestry.viz import progress, tables
+
+    compiled = api.load(args.build)
+    feeds = compiled.random_feeds(args.seed)
+    for item in args.input:
+        name, eq, file = item.rpartition("=")
+        if not eq:
+            raise TapestryError(f"'{item}' is not name=file.npy", where="--input")
+        try:
+            feeds[name] = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as e:
+            raise TapestryError(f"not an array: {e}", where=file, hint="a .npy file written by numpy.save") from None
+    with progress.bar("run", quiet=args.quiet or args.json) as report:
+        result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
+    if args.output:
+        from tapestry.runtime.outputs import write
+
+        write(args.output, result.outputs)
+    if args.json:
+        _json(document)
+    elif not args.quiet:
+        tables.show(tables.ran(document))
+    return 0 if document["passed"] else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from tapestry.ir import store
+    from tapestry.viz.explain import explain
+
+    build, _ = store.read(args.build)
+    if args.json:
+        _json({**build.report, "text": explain(build)})
+    else:
+        print(explain(build), end="")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from tapestry.pipeline import verify_build
+
+    build, laws = verify_build(args.build)
+    if args.json:
+        _json({"model": build.model, "passed": True, "laws": laws})
+    elif not args.quiet:
+        print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")
+        for name, count in laws.items():
+            print(f"  {name:18} {count:>10,}")
+    return 0
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from tapestry.pipeline import emit_kernels
+    from tapestry.viz import progress
+
+    with progress.bar("kernels", quiet=args.quiet or args.json) as report:
+        rows = emit_kernels(args.build, args.output, args.target, report)
+    if args.json:
+        _json({"target": args.target, "kernels": rows})
+    elif not args.quiet:
+        from tapestry.viz import tables
+
+        tables.show(tables.kernels(rows))
+    return 0
+
+
+def _opt(args: argparse.Namespace) -> int:
+    import tapestry.rewrites  # noqa: F401
+    from tapestry.ir import constraints
+    from tapestry.ir.parse import parse
+    from tapestry.ir.text import to_text
+    from tapestry.rewrites.rule import apply_moves, load_rules, parse_move
+
+    for path in args.rules:
+        load_rules(path)
+    graph = parse(args.graph.read_text() if str(args.graph) != "-" else sys.stdin.read())
+    laws = constraints.check(graph)
+    between = []
+    for text in args.rule:
+        graph = apply_moves(graph, [parse_move(text)])
+        laws = constraints.check(graph)
+        between.append({"move": text, "graph": to_text(graph)})
+        if args.print_between and not args.json:
+            print(f"# after {text}\n{to_text(graph)}")
+    if args.json:
+        _json({"graph": to_text(graph), "laws": laws, **({"between": between} if args.print_between else {})})
+    elif not (args.print_between and args.rule):
+        print(to_text(graph), end="")
+    return 0
+
+
+def _rules(args: argparse.Namespace) -> int:
+    import inspect
+
+    import tapestry.rewrites  # noqa: F401
+    from tapestry.rewrites.rule import RULES, Refusal, load_rules
+
+    for path in args.rules:
+        load_rules(path)
+    if args.rule is not None and args.rule not in RULES:
+        raise TapestryError(f"there is no rule '{args.rule}'", hint=f"one of {', '.join(sorted(RULES))}")
+    chosen = [RULES[args.rule]] if args.rule else list(RULES.values())
+    if args.refused:
+        from tapestry.lift import lift
+        from tapestry.rewrites.simplify import simplify
+
+        graph = simplify(lift(args.refused, _shapes(args.shape), weights=False).graph)
+        found = [str(m) for r in chosen for m in r.find(graph) if isinstance(m, Refusal)]
+        if args.json:
+            _json({"refused": found})
+        else:
+            print("\n".join(found) if found else "no rule was refused")
+        return 0
+    rows = [{"name": r.name, "kind": r.kind, "doc": inspect.getdoc(type(r)) or ""} for r in chosen]
+    if args.json:
+        _json({"rules": rows})
+    for r in [] if args.json else rows:
+        print(f"{r['name']} ({r['kind']})\n    {r['doc'] if args.rule else r['doc'].splitlines()[0]}\n")
+    return 0
+
+
+# arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON document on standard output, everything else on standard error")
+    common.add_argument("-q", "--quiet", action="store_true")
+    common.add_argument("-v", "--verbose", action="store_true")
+    parser = argparse.ArgumentParser(prog="tapestry", description="ONNX models to verified, sharded plans and Triton kernels")
+    sub = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        p = sub.add_parser(name, parents=[common], help=text, description=text)
+        p.set_defaults(command=command)
+        return p
+
+    _compile_arguments(add("compile", _compile, "find, verify and write a plan"))
+    p = add("run", _run, "run a plan (random inputs when none are given)")
+    p.add_argument("build", type=Path)
+    p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
+    p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
+    p.add_argument("--check", action="store_true", help="compare with onnxruntime")
+    p.add_argument("--seed", type=int, default=0)
+    add("explain", _explain, "the plan as a person reads it").add_argument("build", type=Path)
+    add("verify", _verify, "re-check every law from the files alone").add_argument("build", type=Path)
+    p = add("kernels", _kernels, "readable Triton source, compiled objects, a resource table")
+    p.add_argument("build", type=Path)
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    p.add_argument("--target", default="triton:sm90", help="triton:sm80, triton:sm90, triton:sm100 or triton:gfx942")
+    p = add("opt", _opt, "apply rules to IR text")
+    p.add_argument("graph", type=Path, help="a file of IR text, or -")
+    p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="split@y{dim=n,parts=8,to=mesh.d0}")
+    p.add_argument("--print-between", action="store_true")
+    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
+    p = add("rules", _rules, "the rules, with before and after")
+    p.add_argument("rule", nargs="?", metavar="NAME")
+    p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE")
+    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
+    return parser
+
+
+def _compile_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", type=Path)
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD")
+    p.add_argument("--devices", type=int, metavar="N")
+    p.add_argument("--mesh", metavar="2x4", help="or named: dp=2,tp=4")
+    p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+    p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
+    p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
+    p.add_argument("--pin", action="extend", nargs="+", default=[], metavar="OP:dim=parts@axis")
+    p.add_argument("--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis")
+    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
+    p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
+    p.add_argument("--time-limit", type=float, default=60.0, metavar="S")
+    p.add_argument("--seed", type=int, default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

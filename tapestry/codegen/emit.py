@@ -1,0 +1,55 @@
+"""Kernel sources of a Program: one Triton file for each distinct kernel, however many layers and devices use it."""
+
+from __future__ import annotations
+
+from tapestry.codegen.triton import generate, kernel_key, unavailable
+from tapestry.codegen.triton.source import TritonKernel
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Box, Kernel
+from tapestry.ir.program import Launch, Program
+
+
+def kernels(graph: Graph, program: Program) -> list[Kernel]:
+    """Every distinct kernel that the program launches and that Triton can express, in order of first use."""
+    seen: set[str] = set()
+    exact: set[tuple[object, ...]] = set()
+    out: list[Kernel] = []
+    for step in program.steps:
+        if not isinstance(step, Launch) or unavailable(graph, step.op):
+            continue
+        for d, block in enumerate(step.blocks):
+            if block is None:
+                continue
+            ins = tuple(program.buffers[b].boxes[d] if b else None for b in step.ins)
+            outs = tuple(_box(program.buffers[b].boxes[d]) for b in step.outs)
+            kernel = Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs)
+            if (step.op, step.mode, block, ins) in exact:
+                continue
+            exact.add((step.op, step.mode, block, ins))
+            key = kernel_key(graph, kernel)
+            if key not in seen:
+                seen.add(key)
+                out.append(kernel)
+    return out
+
+
+def triton_kernels(graph: Graph, program: Program) -> dict[str, TritonKernel]:
+    """Generated kernels by file name."""
+    out: dict[str, TritonKernel] = {}
+    for kernel in kernels(graph, program):
+        made = generate(graph, kernel)
+        name, k = made.name, 1
+        while f"{name}.py" in out:
+            name, k = f"{made.name}_{k}", k + 1
+        out[f"{name}.py"] = made
+    return out
+
+
+def triton_sources(graph: Graph, program: Program) -> dict[str, str]:
+    """File name to Triton source."""
+    return {name: k.source for name, k in triton_kernels(graph, program).items()}
+
+
+def _box(box: Box | None) -> Box:
+    assert box is not None
+    return box

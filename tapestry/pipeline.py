@@ -1,0 +1,251 @@
+"""The whole compiler as one flat function, one named line per stage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tapestry.rewrites  # noqa: F401  (fills the table of rules)
+from tapestry import flags
+from tapestry.codegen import emit
+from tapestry.errors import TapestryError
+from tapestry.ir import store
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Mesh, MeshAxis
+from tapestry.ir.program import Load, Program, Reduce, Transfer, payload_bytes, peak_bytes, transfer_bytes
+from tapestry.ir.text import to_text
+from tapestry.lift import Lifted, lift
+from tapestry.plan.requests import parse_layouts, parse_pins
+from tapestry.plan.search.planner import Found, search
+from tapestry.plan.structure import improve
+from tapestry.plan.topology import Link, Topology, default_mesh, parse_bytes, parse_mesh, topology
+from tapestry.rewrites.rule import Move, load_rules
+from tapestry.rewrites.simplify import simplify
+from tapestry.verify import certificate
+
+log = logging.getLogger("tapestry")
+STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What ``tapestry compile`` takes; see README."""
+
+    model: Path
+    shapes: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    topology: str = "cpu"
+    memory: str | None = None
+    target: str = "torch-cpu"
+    pins: Sequence[str] = ()
+    layouts: Sequence[str] = ()
+    rules: Sequence[Path] = ()
+    weights: bool = True
+    time_limit: float = 60.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """Everything that goes into a build directory."""
+
+    build: store.Build
+    constants: Mapping[str, bytes]
+    kernels: Mapping[str, str]
+    laws: Mapping[str, int]
+
+
+class _Clock:
+    """Seconds per stage, shown as they pass."""
+
+    def __init__(self, report: Report) -> None:
+        self.seconds: dict[str, float] = {}
+        self.report = report
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self.report(stage, 0.0)
+        yield
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - start, 4)
+        log.log(logging.WARNING if flags.debug_level() else logging.INFO, "%s: %.3f s", stage, self.seconds[stage])
+
+
+def compile_model(options: Options, report: Report = lambda stage, seconds: None) -> Compiled:
+    """ONNX file to a verified build, ready to be written.
+
+    Raises:
+        TapestryError: what the user can mend; LawError: a plan that does not pass is never returned.
+    """
+    start, clock = time.perf_counter(), _Clock(report)
+    for path in options.rules:
+        load_rules(path)
+    topo = _topology(options)
+    with clock("lift"):
+        lifted = lift(options.model, options.shapes, weights=options.weights, seed=options.seed)
+    with clock("simplify"):
+        graph = simplify(lifted.graph)
+    with clock("search"):
+        graph, found, moves, requests = _plan(graph, lifted, topo, options)
+        alone = _unsharded_peak(graph, topo)
+    with clock("verify"):
+        laws = certificate.check(
+            found.plan.annotated(), found.program, limit=topo.device.memory, stated_peak=peak_bytes(found.program)[0]
+        )
+    with clock("codegen"):
+        kernels = emit.triton_sources(found.plan.graph, found.program)
+    build = _build(lifted, found, topo, options, moves)
+    document = _report(lifted, found, topo, alone, kernels, laws, moves)
+    document["seconds"] = {**clock.seconds, "total": round(time.perf_counter() - start, 4)}
+    document["unified"] = lifted.unified
+    document["requests"] = requests
+    constants = {t: lifted.constants[t].tobytes() for t in build.constants}
+    return Compiled(build=replace(build, report=document), constants=constants, kernels=kernels, laws=laws)
+
+
+def _topology(options: Options) -> Topology:
+    mesh = options.mesh or default_mesh(options.topology) or (MeshAxis("d0", 1),)
+    return topology(mesh, options.topology, parse_bytes(options.memory) if options.memory else None)
+
+
+def _plan(
+    graph: Graph, lifted: Lifted, topo: Topology, options: Options
+) -> tuple[Graph, Found, list[Move], dict[str, list[str]]]:
+    """Search, first over strategies, then over structural rewrites around them."""
+    folded = sorted({s for op in lifted.graph.ops for s in op.source})
+    inputs, outputs = parse_layouts(options.layouts, graph, topo.mesh)
+
+    def plan(g: Graph) -> Found:
+        pins = parse_pins(options.pins, g, topo.mesh, folded)
+        return search(g, topo, pins=pins, inputs=inputs, outputs=outputs, time_limit=options.time_limit)
+
+    found = plan(graph)
+    moves: list[Move] = []
+    if not options.pins:  # a pin names an operation of the graph as it is
+        graph, found, moves = improve(graph, found, plan, min(STRUCTURE_SECONDS, options.time_limit))
+    _debug(found)
+    return graph, found, moves, {"pins": list(options.pins), "layouts": list(options.layouts)}
+
+
+def _debug(found: Found) -> None:
+    if flags.debug_level() >= 2:
+        log.warning("objective %.6g s, bound %.6g s, gap %.4f", found.objective, found.bound, found.gap)
+    if flags.debug_level() >= 3:
+        log.warning("%s", to_text(found.plan.annotated()))
+
+
+def _unsharded_peak(graph: Graph, topo: Topology) -> int:
+    """Peak bytes of the same graph on one device of unlimited memory."""
+    one = replace(topo, mesh=(MeshAxis("d0", 1),), links=(Link(0.0, 0.0),), device=replace(topo.device, memory=1 << 62))
+    return peak_bytes(search(graph, one).program)[0][0]
+
+
+def _build(lifted: Lifted, found: Found, topo: Topology, options: Options, moves: list[Move]) -> store.Build:
+    constants: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for t, w in found.plan.graph.weights.items():
+        if w.file == "":
+            constants[t] = (offset, lifted.constants[t].nbytes)
+            offset += lifted.constants[t].nbytes
+    device = topo.device
+    return store.Build(
+        model=str(lifted.model), model_sha256=hashlib.sha256(lifted.model.read_bytes()).hexdigest(), plan=found.plan,
+        program=found.program, target=options.target, memory=device.memory, report={}, moves=tuple(map(str, moves)),
+        peak_bytes=tuple(peak_bytes(found.program)[0]), constants=constants,
+        topology={
+            "name": topo.name, "mesh": [[a.name, a.size] for a in topo.mesh],
+            "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
+            "device": {
+                "memory": device.memory, "bandwidth": device.bandwidth, "launch": device.launch, "vector": device.vector,
+                "flops": dict(device.flops),
+            },
+        },
+    )  # fmt: skip
+
+
+def _report(
+    lifted: Lifted, found: Found, topo: Topology, alone: int, kernels: Mapping[str, str], laws: Mapping[str, int], moves: list[Move]
+) -> dict[str, Any]:
+    """The JSON document of ``compile``."""
+    graph, program = found.plan.graph, found.program
+    loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
+    return {
+        "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": found.distinct,
+        "devices": program.devices, "objective_s": found.objective, "lower_bound_s": found.bound, "gap": found.gap,
+        "peak_bytes": peak_bytes(program)[0], "memory_bytes": topo.device.memory, "unsharded_peak_bytes": alone,
+        "host_load_bytes": sum(b.nbytes(d) for b in loads for d in range(program.devices)),
+        "transfers": transfers(program), "kernels": len(kernels), "moves": list(map(str, moves)),
+        "certificate": {"passed": True, "laws": dict(laws)},
+    }  # fmt: skip
+
+
+def transfers(program: Program) -> list[dict[str, Any]]:
+    """Transfers by kind: how many, bytes summed over senders, and the largest per-device payload."""
+    out: dict[str, dict[str, Any]] = {}
+    for step in program.steps:
+        if isinstance(step, Transfer | Reduce):
+            row = out.setdefault(step.kind, {"kind": step.kind, "count": 0, "bytes": 0, "payload_bytes": 0})
+            row["count"] += 1
+            row["bytes"] += transfer_bytes(step, program)
+            row["payload_bytes"] = max(row["payload_bytes"], payload_bytes(step, program))
+    return list(out.values())
+
+
+def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
+    """Re-check a build directory from its files alone: hashes, every law, memory, kernels.
+
+    Raises:
+        BuildError: the files are not what their hashes say; LawError: the plan breaks a law.
+    """
+    build, _ = store.read(folder)
+    plan = build.plan
+    laws = certificate.check(plan.annotated(), build.program, limit=build.memory, stated_peak=list(build.peak_bytes))
+    emitted = emit.triton_sources(plan.graph, build.program)
+    written = {p.name: p.read_text() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
+    for name, source in emitted.items():
+        if written.get(name) != source:
+            raise TapestryError(f"kernel '{name}' is not what the plan generates", where=str(folder))
+    laws["kernels"] = len(emitted)
+    return build, laws
+
+
+def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    """Sources, compiled objects and a resource table of a build's kernels, written in one step; returns the table.
+
+    Raises:
+        TapestryError: the target is unknown, or the output is a folder with other things in it.
+    """
+    from tapestry.codegen.triton import compile_ahead
+
+    build, _ = store.read(folder)
+    made = emit.triton_kernels(build.plan.graph, build.program)
+    files: dict[str, bytes] = {}
+    rows: list[dict[str, Any]] = []
+    for done, (name, kernel) in enumerate(made.items()):
+        report(done, len(made))
+        compiled = compile_ahead(kernel, target)
+        stem = name.removesuffix(".py")
+        files[name] = kernel.source.encode()
+        for kind, text in compiled.asm.items():
+            files[f"{stem}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
+        rows.append({"kernel": stem, "grid": list(kernel.grid), "num_warps": kernel.num_warps, **asdict(compiled.resources)})
+    files["resources.json"] = json.dumps({"target": target, "kernels": rows}, indent=1).encode()
+    store.write_files(output, files, "resources.json")
+    return rows
+
+
+def mesh_of(devices: int | None, mesh: str | None) -> Mesh | None:
+    """The mesh that ``--devices`` or ``--mesh`` asks for."""
+    if devices is not None and mesh is not None:
+        raise TapestryError("--devices and --mesh exclude each other")
+    if devices is not None and devices < 1:
+        raise TapestryError(f"{devices} devices", where="--devices", hint="at least 1")
+    return parse_mesh(str(devices)) if devices is not None else parse_mesh(mesh) if mesh else None

@@ -1,0 +1,93 @@
+"""Reports as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+
+from tapestry.viz.explain import human
+
+
+def compiled(report: Mapping[str, Any]) -> RenderableType:
+    """What ``tapestry compile`` found."""
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="bold")
+    facts.add_column()
+    facts.add_row("model", f"{report['nodes']} nodes → {report['ops']} operations → {report['signatures']} distinct signatures")
+    gap = f"gap {report['gap']:.2%}" + (" (proved optimal)" if report["gap"] < 1e-6 else "")
+    facts.add_row("plan", f"objective {ms(report['objective_s'])}, lower bound {ms(report['lower_bound_s'])}, {gap}")
+    for move in report["moves"]:
+        facts.add_row("rewrite", move)
+    peaks, alone = report["peak_bytes"], report["unsharded_peak_bytes"]
+    share = f"{max(peaks) / alone:.0%} of {human(alone)} unsharded" if alone else ""
+    facts.add_row("memory", f"peak {human(max(peaks))} per device, {share}")
+    facts.add_row("host", f"{human(report['host_load_bytes'])} loaded by {report['devices']} device(s)")
+    laws = report["certificate"]["laws"]
+    facts.add_row("verified", f"{sum(laws.values()):,} checks of {len(laws)} laws, all hold")
+    facts.add_row("kernels", f"{report['kernels']} distinct")
+    seconds = ", ".join(f"{k} {v:.2f}" for k, v in report["seconds"].items())
+    facts.add_row("seconds", seconds)
+    return Group(facts, transfers(report["transfers"]), memory(peaks))
+
+
+def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Transfers by kind."""
+    table = Table(title="Transfers between devices", title_justify="left")
+    table.add_column("kind")
+    table.add_column("count", justify="right")
+    table.add_column("bytes, all senders", justify="right")
+    for r in rows:
+        table.add_row(r["kind"], str(r["count"]), f"{r['bytes']:,}")
+    table.add_row("all", str(sum(r["count"] for r in rows)), f"{sum(r['bytes'] for r in rows):,}", style="bold")
+    return table
+
+
+def memory(peaks: Sequence[int]) -> RenderableType:
+    """Peak bytes per device, as bars."""
+    table = Table(title="Peak memory per device", title_justify="left")
+    table.add_column("device", justify="right")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    top = max([*peaks, 1])
+    for d, p in enumerate(peaks):
+        table.add_row(str(d), f"{p:,}", "█" * max(1, round(24 * p / top)))
+    return table
+
+
+def kernels(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Resources of compiled kernels, one row each."""
+    table = Table(title="Kernels", title_justify="left")
+    columns = [c for c in (rows[0] if rows else {}) if not isinstance(rows[0][c], dict)]
+    for c in columns:
+        table.add_column(c, justify="left" if c == "kernel" else "right")
+    for r in rows:
+        table.add_row(*(str(r[c]) for c in columns))
+    return table
+
+
+def ran(document: Mapping[str, Any]) -> RenderableType:
+    """What ``tapestry run`` did."""
+    table = Table(title="Outputs", title_justify="left")
+    for c in ("output", "shape", "dtype", "max abs err", "rel err"):
+        table.add_column(c, justify="left" if c == "output" else "right")
+    for name, o in document["outputs"].items():
+        errors = ["" if o[k] is None else f"{o[k]:.2e}" for k in ("max_abs_err", "rel_err")]
+        table.add_row(name, "×".join(map(str, o["shape"])), o["dtype"], *errors)
+    verdict = f"{'passed' if document['passed'] else 'FAILED'} in {document['seconds']:.2f} s"
+    if document["reference"]:
+        verdict += f", compared with {document['reference']}"
+    return Group(table, Panel(verdict, expand=False, style="green" if document["passed"] else "red"))
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds with four digits."""
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def show(thing: RenderableType, *, stderr: bool = False) -> None:
+    """Print to the terminal (or as plain text into a file)."""
+    Console(stderr=stderr, highlight=False, soft_wrap=False).print(thing)

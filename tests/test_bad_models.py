@@ -1,0 +1,352 @@
+"""Model files that must be refused: each with one ModelError that says where, why and what to try."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tapestry.errors import ModelError
+from tapestry.lift import lift, read_weight
+
+F = TensorProto.FLOAT
+
+
+def make(nodes, inputs, outputs, inits=(), *, opset=18, values=(), functions=(), domains=()) -> onnx.ModelProto:
+    info = [helper.make_tensor_value_info(n, t, s) for n, t, s in inputs]
+    outs = [helper.make_tensor_value_info(n, t, s) for n, t, s in outputs]
+    more = [helper.make_tensor_value_info(n, t, s) for n, t, s in values]
+    graph = helper.make_graph(nodes, "g", info, outs, list(inits), value_info=more)
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10, functions=list(functions))
+
+
+def save(model: onnx.ModelProto, folder: Path) -> Path:
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def refused(path: Path, *says: str, **options) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        lift(path, **options)
+    message = str(caught.value)
+    for text in says:
+        assert text in message, message
+    assert "Traceback" not in message
+    return caught.value
+
+
+ADD = helper.make_node("Add", ["x", "w"], ["y"], name="the_add")
+X, Y = ("x", F, [2, 3]), ("y", F, [2, 3])
+
+
+def external(**fields: str) -> TensorProto:
+    t = TensorProto(name="w", data_type=F, dims=[2, 3], data_location=TensorProto.EXTERNAL)
+    for key, value in fields.items():
+        t.external_data.add(key=key.rstrip("_"), value=value)
+    return t
+
+
+# --- the file itself
+
+
+def test_missing_file(tmp_path):
+    refused(tmp_path / "none.onnx", "cannot read the model", "none.onnx")
+
+
+@pytest.mark.parametrize("data", [b"", b"hello, world, this is not a protobuf", b"\x00" * 100, os.urandom(64)])
+def test_not_a_protobuf(tmp_path, data):
+    (tmp_path / "m.onnx").write_bytes(data)
+    refused(tmp_path / "m.onnx", "m.onnx")
+
+
+def test_truncated_file(tmp_path):
+    whole = make([ADD], [X], [Y], [numpy_helper.from_array(np.ones((2, 3), np.float32), "w")]).SerializeToString()
+    for size in range(1, len(whole), 7):
+        (tmp_path / "m.onnx").write_bytes(whole[:size])
+        refused(tmp_path / "m.onnx")
+
+
+def test_flipped_bytes_never_crash(tmp_path):
+    """Any mutation is either refused with a ModelError or lifts; nothing else ever happens."""
+    whole = make([ADD], [X], [Y], [numpy_helper.from_array(np.ones((2, 3), np.float32), "w")]).SerializeToString()
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        data = bytearray(whole)
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        (tmp_path / "m.onnx").write_bytes(bytes(data))
+        try:
+            lift(tmp_path / "m.onnx")
+        except ModelError:
+            pass
+
+
+def test_no_outputs(tmp_path):
+    refused(save(make([ADD], [X, ("w", F, [2, 3])], []), tmp_path), "no graph")
+
+
+# --- structure
+
+
+def test_cycle(tmp_path):
+    nodes = [helper.make_node("Add", ["x", "b"], ["a"], name="first"), helper.make_node("Relu", ["a"], ["b"], name="second")]
+    refused(save(make(nodes, [X], [("b", F, [2, 3])]), tmp_path), "cycle", "first", "second", "->")
+
+
+def test_duplicate_value_name(tmp_path):
+    nodes = [helper.make_node("Relu", ["x"], ["y"], name="one"), helper.make_node("Abs", ["x"], ["y"], name="two")]
+    refused(save(make(nodes, [X], [Y]), tmp_path), "duplicate value name", "'two'", "'one'", "'y'")
+
+
+def test_duplicate_with_input(tmp_path):
+    refused(save(make([helper.make_node("Relu", ["x"], ["x"])], [X], [X]), tmp_path), "duplicate value name", "'x'")
+
+
+def test_undefined_name(tmp_path):
+    refused(save(make([ADD], [X], [Y]), tmp_path), "undefined value name", "the_add", "'w'")
+
+
+def test_undefined_output(tmp_path):
+    refused(save(make([helper.make_node("Relu", ["x"], ["z"])], [X], [Y]), tmp_path), "undefined value name", "'y'")
+
+
+def test_unknown_domain(tmp_path):
+    node = helper.make_node("FusedMatMul", ["x", "x"], ["y"], domain="com.microsoft", name="fused")
+    refused(save(make([node], [X], [Y], domains=["com.microsoft"]), tmp_path), "unknown operator domain", "fused", "com.microsoft")
+
+
+def test_unknown_operator(tmp_path):
+    refused(save(make([helper.make_node("Frobnicate", ["x"], ["y"])], [X], [Y]), tmp_path), "unknown operator", "Frobnicate", "'y'")
+
+
+def test_unknown_opset(tmp_path):
+    refused(save(make([helper.make_node("Relu", ["x"], ["y"])], [X], [Y], opset=999), tmp_path), "opset", "999")
+
+
+def test_recursive_function(tmp_path):
+    body = [helper.make_node("F", ["a"], ["b"], domain="own")]
+    f = helper.make_function("own", "F", ["a"], ["b"], body, [helper.make_opsetid("own", 1)])
+    model = make([helper.make_node("F", ["x"], ["y"], domain="own")], [X], [Y], functions=[f], domains=["own"])
+    refused(save(model, tmp_path), "calls itself", "F")
+
+
+def test_unsorted_nodes_are_sorted(tmp_path):
+    nodes = [helper.make_node("Relu", ["a"], ["y"]), helper.make_node("Abs", ["x"], ["a"])]
+    graph = lift(save(make(nodes, [X], [Y]), tmp_path)).graph
+    assert [op.outs for op in graph.ops] == [("a",), ("y",)]
+
+
+# --- dtypes and shapes
+
+
+def test_shape_contradiction(tmp_path):
+    refused(save(make([ADD], [X, ("w", F, [2, 4])], [Y]), tmp_path), "contradict", "the_add")
+
+
+def test_dtype_contradiction(tmp_path):
+    refused(save(make([ADD], [X, ("w", TensorProto.INT64, [2, 3])], [Y]), tmp_path), "contradict", "the_add")
+
+
+def test_declared_output_shape_contradiction(tmp_path):
+    node = helper.make_node("Relu", ["x"], ["y"], name="the_relu")
+    refused(save(make([node], [X], [("y", F, [2, 5])]), tmp_path), "shapes contradict", "the_relu", "[2, 5]", "[2, 3]")
+
+
+def test_declared_dtype_contradiction(tmp_path):
+    nodes = [helper.make_node("Relu", ["x"], ["h"], name="the_relu"), helper.make_node("Abs", ["h"], ["y"])]
+    model = make(nodes, [X], [Y], values=[("h", TensorProto.INT32, [2, 3])])
+    refused(save(model, tmp_path), "dtypes contradict", "the_relu", "INT32", "FLOAT")
+
+
+def test_channels_of_a_convolution(tmp_path):
+    node = helper.make_node("Conv", ["x", "w"], ["y"], name="conv")
+    model = make([node], [("x", F, [1, 3, 8, 8]), ("w", F, [4, 2, 3, 3])], [("y", F, None)])
+    refused(save(model, tmp_path), "conv")
+
+
+def test_data_dependent_shape(tmp_path):
+    model = make([helper.make_node("NonZero", ["x"], ["y"], name="find")], [X], [("y", TensorProto.INT64, None)])
+    refused(save(model, tmp_path), "shape depends on the data", "find")
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.STRING, TensorProto.FLOAT8E4M3FN, TensorProto.COMPLEX64])
+def test_unsupported_dtype(tmp_path, dtype):
+    model = make([helper.make_node("Identity", ["x"], ["y"])], [("x", dtype, [2])], [("y", dtype, [2])], opset=21)
+    refused(save(model, tmp_path), "not supported", "'x'")
+
+
+def test_sequence_input(tmp_path):
+    seq = helper.make_tensor_sequence_value_info("s", F, [2])
+    graph = helper.make_graph([helper.make_node("SequenceAt", ["s", "i"], ["y"])], "g", [seq], [helper.make_tensor_value_info("y", F, [2])],
+                              [numpy_helper.from_array(np.array(0), "i")])  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    refused(save(model, tmp_path), "sequence", "'s'")
+
+
+# --- symbols
+
+
+def symbolic(tmp_path) -> Path:
+    nodes = [helper.make_node("Relu", ["x"], ["y"])]
+    return save(make(nodes, [("x", F, ["batch", 3, "len"])], [("y", F, ["batch", 3, "len"])]), tmp_path)
+
+
+def test_unbound_symbol(tmp_path):
+    refused(symbolic(tmp_path), "batch", "len", "x[0]", "x[2]", "--shape batch=8")
+
+
+def test_unknown_symbol(tmp_path):
+    refused(symbolic(tmp_path), "unknown name", "'bach'", "batch", shapes={"bach": 2})
+
+
+def test_contradicting_sizes(tmp_path):
+    refused(symbolic(tmp_path), "contradict", "x", shapes={"batch": 2, "x": "3x3x5"})
+    refused(symbolic(tmp_path), "contradict", shapes={"x": "2x4x5"})
+    refused(symbolic(tmp_path), "rank", shapes={"x": [2, 3]})
+
+
+@pytest.mark.parametrize("size", [0, -1, "many", "2x", ""])
+def test_sizes_are_positive(tmp_path, size):
+    refused(symbolic(tmp_path), "positive", shapes={"batch": size, "len": 4})
+
+
+# --- external data
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"location": "../w.bin"}, {"location": "sub/../../w.bin"}, {"location": "sub/../w.bin"}, {"location": "/dev/zero"},
+        {"location": ""}, {"location": "."}, {"location": "w.bin/"}, {"location": "a//w.bin"}, {"location": "*/_ORT_MEM_ADDR_/*"},
+        {"location": "w.bin\0x"}, {"location": "none.bin"}, {"location": "w.bin", "offset": "100"}, {"location": "w.bin", "offset": "-1"},
+        {"location": "w.bin", "offset": str(2**64 - 8), "length": "24"}, {"location": "w.bin", "length": "16"},
+        {"location": "w.bin", "length": str(2**33)}, {"location": "w.bin", "offset": "8", "length": "24"},
+        {"location": "w.bin", "basepath": "/"}, {"location": "w.bin", "__class__": "x"}, {"location": "w.bin", "checksum": "0" * 40},
+        {"location": "link.bin"}, {"location": "outside.bin"}, {"location": "linked/w.bin"}, {"location": "hard.bin"},
+        {"location": "fifo"}, {"location": "sub"}, {"location": "..\\w.bin"}, {"location": "w.bin", "offset": "١"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attack_matrix(tmp_path, fields):
+    """Every row of the matrix in notes/runtime_and_safety.md is refused."""
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    for place in (tmp_path / "w.bin", folder / "w.bin", folder / "sub" / "w.bin", folder / "other.bin"):
+        place.write_bytes(np.ones((2, 3), np.float32).tobytes())
+    (folder / "link.bin").symlink_to(folder / "w.bin")
+    (folder / "outside.bin").symlink_to(tmp_path / "w.bin")
+    (folder / "linked").symlink_to(folder / "sub")
+    os.link(folder / "other.bin", folder / "hard.bin")
+    os.mkfifo(folder / "fifo")
+    refused(save(make([ADD], [X], [Y], [external(**fields)]), folder), "'w'")
+
+
+@pytest.mark.parametrize("location", ["../w.bin", "/etc/passwd", "", "a/../../w.bin"])
+def test_unsafe_paths_without_weights(tmp_path, location):
+    refused(save(make([ADD], [X], [Y], [external(location=location)]), tmp_path), "refused", weights=False)
+
+
+def test_absent_data_without_weights(tmp_path):
+    path = save(make([ADD], [X], [Y], [external(location="absent.bin")]), tmp_path)
+    refused(path, "does not exist", "--no-weights")
+    weight = lift(path, weights=False).graph.weights["w"]
+    assert (weight.file, weight.length, weight.sha256) == ("absent.bin", 24, "")
+
+
+def test_good_external_data(tmp_path):
+    data = np.arange(8, dtype=np.float32)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "w.bin").write_bytes(data.tobytes())
+    digest = hashlib.sha1(data[2:].tobytes()).hexdigest()
+    lifted = lift(save(make([ADD], [X], [Y], [external(location="d/w.bin", offset="8", length="24", checksum=digest)]), tmp_path))
+    weight, tensor = lifted.graph.weights["w"], lifted.graph.tensors["w"]
+    assert weight.sha256 == hashlib.sha256(data[2:].tobytes()).hexdigest()
+    assert np.array_equal(read_weight(lifted.model, weight, tensor), data[2:].reshape(2, 3))
+    assert np.array_equal(read_weight(lifted.model, weight, tensor, ((1, 2), (0, 2))), [[5, 6]])
+
+
+def test_misaligned_offset_is_copied(tmp_path):
+    data = b"abc" + np.arange(6, dtype=np.float32).tobytes()
+    (tmp_path / "w.bin").write_bytes(data)
+    lifted = lift(save(make([ADD], [X], [Y], [external(location="w.bin", offset="3")]), tmp_path))
+    found = read_weight(lifted.model, lifted.graph.weights["w"], lifted.graph.tensors["w"])
+    assert found.flags.aligned and np.array_equal(found.reshape(-1), np.arange(6))
+
+
+# --- data inside the protobuf
+
+
+def broken(change: Callable[[TensorProto], object]) -> TensorProto:
+    t = numpy_helper.from_array(np.ones((2, 3), np.float32), "w")
+    change(t)
+    return t
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.float_data.append(1.0), lambda t: setattr(t, "raw_data", t.raw_data[:-4]), lambda t: t.dims.append(2**40),
+        lambda t: t.dims.__setitem__(0, -2), lambda t: setattr(t, "data_type", 99), lambda t: t.dims.extend([2**31, 2**31]),
+        lambda t: setattr(t, "data_type", 0), lambda t: t.external_data.add(key="location", value="w.bin"),
+    ],
+)  # fmt: skip
+def test_bad_inline_data(tmp_path, change):
+    refused(save(make([ADD], [X], [Y], [broken(change)]), tmp_path), "'w'")
+
+
+def test_external_and_raw_data(tmp_path):
+    t = external(location="w.bin")
+    t.raw_data = b"1234"
+    (tmp_path / "w.bin").write_bytes(bytes(24))
+    refused(save(make([ADD], [X], [Y], [t]), tmp_path), "'w'")
+
+
+# --- bombs
+
+
+def scalar(name: str, value: int) -> TensorProto:
+    return numpy_helper.from_array(np.array(value, np.int64), name)
+
+
+def test_range_bomb(tmp_path):
+    """A few bytes that ask for 10^12 elements: lifting neither computes them nor takes memory for them."""
+    nodes = [helper.make_node("Range", ["a", "b", "c"], ["r"]), helper.make_node("ReduceSum", ["r"], ["y"], keepdims=0)]
+    model = make(nodes, [], [("y", TensorProto.INT64, [])], [scalar("a", 0), scalar("b", 10**12), scalar("c", 1)])
+    lifted = lift(save(model, tmp_path))
+    assert sum(a.nbytes for a in lifted.constants.values()) < 1 << 20
+
+
+def test_concat_bomb(tmp_path):
+    """Sixty doublings: 2^60 elements, as nobody's constant."""
+    nodes, name = [], "a"
+    for k in range(60):
+        nodes.append(helper.make_node("Concat", [name, name], [f"c{k}"], axis=0))
+        name = f"c{k}"
+    nodes.append(helper.make_node("ReduceSum", [name], ["y"], keepdims=0))
+    model = make(nodes, [], [("y", TensorProto.INT64, [])], [numpy_helper.from_array(np.ones(1, np.int64), "a")])
+    lifted = lift(save(model, tmp_path))
+    assert sum(a.nbytes for a in lifted.constants.values()) <= 1 << 21
+
+
+@pytest.mark.parametrize("op", ["ConstantOfShape", "Expand", "Tile"])
+def test_shape_bombs(tmp_path, op):
+    shape = numpy_helper.from_array(np.array([10**6, 10**6], np.int64), "shape")
+    one = numpy_helper.from_array(np.ones((1, 1), np.float32), "one")
+    node = helper.make_node(op, ["shape"] if op == "ConstantOfShape" else ["one", "shape"], ["h"])
+    model = make([node, helper.make_node("ReduceMax", ["h"], ["y"], keepdims=0)], [], [("y", F, [])], [shape, one])
+    assert not any(a.nbytes > 1 << 20 for a in lift(save(model, tmp_path)).constants.values())
+
+
+def test_rotary_cache_of_batch_one(tmp_path):
+    """An exporter's rewrite gives a (1, S, d/2) cache where the specification wants (B, S, d/2)."""
+    node = helper.make_node("RotaryEmbedding", ["x", "c", "s"], ["y"], name="rope")
+    shapes = [("x", F, [2, 4, 5, 8]), ("c", F, [1, 5, 4]), ("s", F, [1, 5, 4])]
+    error = refused(save(make([node], shapes, [("y", F, [2, 4, 5, 8])], opset=23), tmp_path), "cos/sin cache", "rope")
+    assert "batch 1" in error.hint
