@@ -37,6 +37,24 @@ TORCH = {
 TOLERANCE = {"f64": 1e-12, "f32": 2e-6, "f16": 1e-3, "bf16": 8e-3}
 
 
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a masked load leaves in its other lanes is undefined on a GPU; the interpreter's zeros would hide a use of it."""
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_masked_load
+
+    def load_with_garbage(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> Any:
+        if other is None:
+            dtype = ptrs.get_element_ty()
+            kind = interpreter._get_np_dtype(dtype)
+            garbage = np.nan if kind.kind == "f" else 0x7FFF if str(dtype) == "bf16" else 0x55
+            other = interpreter.TensorHandle(np.full(ptrs.data.shape, garbage, kind), dtype)
+        return plain(self, ptrs, mask, other, *hints)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", load_with_garbage)
+
+
 def random_arrays(graph: Graph, seed: int = 0) -> Arrays:
     """Distinct random values for every input; small integers, so that integer products do not overflow."""
     rng = np.random.default_rng(seed)
@@ -321,6 +339,8 @@ def test_lanes_past_the_end_of_k_hold_zeros() -> None:
     (y,) = run_kernel(graph, 0, values)
     assert np.isinf(y[3]).all()
     assert np.isfinite(np.delete(y, 3, axis=0)).all()
+    padded = source_of(CONTRACTIONS["conv dilated, padded with ones"])
+    assert "tl.where(" in padded, "a read whose padding is not zero needs zeros past the end all the same"
 
 
 REDUCTIONS = {
@@ -525,6 +545,32 @@ def test_bits_booleans_and_casts() -> None:
 def test_dtypes(dtype: str) -> None:
     check(f"""graph g input x: {dtype}[5, 7] input y: {dtype}[7] z: {dtype}[5, 7] = op [i: 5, j: 7]
         reads x[i, j], y[j] body (x * y) + {dtype}({"0.1" if dtype in TOLERANCE else "3"}) output z""")
+
+
+def test_literals_have_the_dtype_of_the_graph() -> None:
+    """A bare Python literal is f32 or i32 to Triton where nothing says otherwise."""
+    dtypes = ["f64", "f32", "f16", "i64", "i32", "i8", "u8", "u64"]
+    values = {d: ("0.1", "-inf") if d in TOLERANCE else ("100", "3") for d in dtypes} | {"u64": ("18446744073709551615", "1")}
+    ins = " ".join(f"input x_{d}: {d}[5]" for d in dtypes)
+    outs = ", ".join(f"a_{d}: {d}[5], b_{d}: {d}[5], c_{d}: {d}[5]" for d in dtypes)
+    reads = ", ".join(f"x_{d}[i]" for d in dtypes)
+    body = ", ".join(
+        f"{d}({v}), where(gt(index(i), 2), {d}({v}), {d}({w})), max(x_{d}, {d}({w}))" for d, (v, w) in values.items()
+    )
+    names = ", ".join(f"{n}_{d}" for d in dtypes for n in "abc")
+    check(f"graph g {ins} {outs} = op [i: 5] reads {reads} body {body} output {names}")
+    check("""graph g input p: bool[5] y: bool[5], z: bool[5] = op [i: 5] reads p[i]
+        body where(p, false, true), and(p, eq(1, 1)) output y, z""")
+
+
+def test_nothing_to_reduce_gives_the_identity() -> None:
+    for monoid, want in (("sum", 0.0), ("max", -np.inf), ("prod", 1.0)):
+        text = f"graph g input x: f32[3, 0] y: f32[3] = op [i: 3 | j: 0 {monoid}] reads x[i, j] body x then acc0 output y"
+        graph = parse(text)
+        k = Kernel(op=0, mode="full", block=((0, 3), (0, 0)), ins=(((0, 3), (0, 0)),), outs=(((0, 3),),))
+        out = fresh(((0, 3),), "f32")
+        launch(generate(graph, k), [torch.zeros(3, 0), out])
+        np.testing.assert_array_equal(out.numpy(), want)
 
 
 KNOWN = [  # counter index, draw, stream and key -> the four words (Random123's known answers)

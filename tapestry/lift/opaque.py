@@ -9,7 +9,6 @@ from onnx import GraphProto, NodeProto
 from tapestry.ir.graph import Dim, Opaque
 from tapestry.lift.builder import Node
 from tapestry.lift.checks import captured, subgraphs
-from tapestry.lift.prepare import SOURCE
 from tapestry.lift.registry import lifts
 
 Axes = Mapping[int, Sequence[int | None]]
@@ -21,7 +20,7 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim], in_axes: Axes, out_axes:
     proto.CopyFrom(n.proto)
     proto.ClearField("metadata_props")
     for k in reversed(range(len(proto.attribute))):
-        if proto.attribute[k].name == SOURCE:
+        if proto.attribute[k].name.startswith("tapestry."):  # notes of our own
             del proto.attribute[k]
     proto.name = ""
     ins = [*n.ins, *captured(n.proto)]

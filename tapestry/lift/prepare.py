@@ -19,6 +19,7 @@ from onnx_ir.passes import common as passes
 from onnxscript.optimizer import fold_constants
 
 from tapestry.errors import ModelError
+from tapestry.lift.ceil_mode import settle_ceil_mode
 from tapestry.lift.checks import node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.registry import find
@@ -288,6 +289,7 @@ def prepare(model: ModelProto) -> Prepared:
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     tag_sources(model)
+    settle_ceil_mode(model)
     add_defaults(model, version)
     declared = ModelProto()
     declared.CopyFrom(model)

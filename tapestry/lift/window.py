@@ -11,6 +11,7 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv, span
 from tapestry.ir.monoid import number
 from tapestry.lift.builder import Node
+from tapestry.lift.ceil_mode import AFTER
 
 SPATIAL = {1: ("w",), 2: ("h", "w"), 3: ("t", "h", "w")}
 KERNEL = {1: ("s",), 2: ("r", "s"), 3: ("q", "r", "s")}
@@ -108,6 +109,5 @@ def window(n: Node, size: Sequence[int], kernel: Sequence[int]) -> Window:
         why = f"{rank} spatial axes, strides {stride}, kernel {list(kernel)}"
         raise ModelError("unsupported window", where=n.where, why=why)
     pads = _pads(n, size, kernel, stride, dilation)
-    return Window(
-        tuple(size), tuple(kernel), n.out().shape[2:], tuple(stride), tuple(dilation), tuple(pads[:rank]), tuple(pads[rank:])
-    )
+    before, after = pads[:rank], n.attr(AFTER, pads[rank:])
+    return Window(tuple(size), tuple(kernel), n.out().shape[2:], tuple(stride), tuple(dilation), tuple(before), tuple(after))

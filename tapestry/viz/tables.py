@@ -77,6 +77,9 @@ def ran(document: Mapping[str, Any]) -> RenderableType:
     for name, o in document["outputs"].items():
         errors = ["" if o[k] is None else f"{o[k]:.2e}" for k in ("max_abs_err", "rel_err")]
         table.add_row(name, "×".join(map(str, o["shape"])), o["dtype"], *errors)
+    for name, o in document["outputs"].items():
+        if o.get("reference_spread") is not None:
+            table.add_row(f"  (two references differ on {name} by)", "", "", "", f"{o['reference_spread']:.2e}")
     verdict = f"{'passed' if document['passed'] else 'FAILED'} in {document['seconds']:.2f} s"
     if document["reference"]:
         verdict += f", compared with {document['reference']}"

@@ -164,7 +164,7 @@ class Scope:
             elif along:
                 text = self.view.text(c.aff, f"{name}_edge")
                 if text not in self._shared:
-                    self._shared[text] = self.frame.namer.take(f"{name}_at")
+                    self._shared[text] = self.frame.namer.take(f"{name}_edge")
                     self.lines.append(f"{self._shared[text]} = {text}")
                 masks.append(f"({self._shared[text]} {c.op} {c.bound})")
             else:

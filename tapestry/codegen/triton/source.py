@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 
 from tapestry.codegen.triton.axes import identifier
@@ -21,6 +22,8 @@ from tapestry.ir.kernel import Box, Kernel, size
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.text import op_text
 from tapestry.ir.types import itemsize
+
+_WIDTH = 112
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +108,23 @@ def _module(held: Frame, name: str, written: Written) -> list[str]:
         lines += ["", function, ""]
     lines += ["", "@triton.jit", f"def {name}({', '.join(held.args)}):"]
     lines += [f"    {c}: tl.constexpr = {v}" for c, v in written.constants]
-    return lines + [f"    {line}" for line in written.lines]
+    return lines + [w for line in written.lines for w in _wrapped(f"    {line}")]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A long load or store with each argument in a line of its own."""
+    found = re.match(r"( *)((?:\w+ = )?tl\.(?:load|store)\()(.*)\)(\.to\(\S+\))?$", line)
+    if len(line) <= _WIDTH or not found:
+        return [line]
+    indent, head, inner, cast = found.groups()
+    parts, depth = [""], 0
+    for c in inner:
+        depth += (c in "([") - (c in ")]")
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [indent + head, *(f"{indent}    {p.strip()}," for p in parts), f"{indent}){cast or ''}"]
 
 
 def _header(graph: Graph, kernel: Kernel, task: Task, name: str, product: Contraction | None) -> list[str]:

@@ -152,9 +152,9 @@ def _contiguous(access: Access, dims: tuple[Dim, ...]) -> bool:
 
 
 def dot_knobs(c: Contraction) -> Knobs:
-    """Tiles of a contraction: 128 x 128 x 64 for 16-bit operands, 64 x 64 x 32 for f32, fewer for small extents."""
+    """Tiles of a contraction: 128 x 128 x 64 for 16-bit operands, 64 x 64 x 16 for f32, fewer for small extents."""
     m, n, k = points(c.m), points(c.n), points(c.k)
-    top, deep = (128, 64) if c.operand in HALVES else (64, 32)
+    top, deep = (128, 64) if c.operand in HALVES else (64, 16)
     bm = min(top, max(16, power_of_two(m)))
     bn = min(top, max(16, power_of_two(n)))
     while bm * bn > 64 * 64 and -(-m // bm) * -(-n // bn) * points(c.batch) < _SMS:

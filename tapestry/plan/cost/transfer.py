@@ -17,11 +17,13 @@ from tapestry.plan.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Per (layout, footprint): seconds, bytes on the wire in all, and whether any device lacks something."""
+    """Per (layout, footprint): seconds, and bytes on the wire in all.
+
+    A transfer also fills a new buffer with the whole footprint, which costs memory bandwidth and a launch.
+    """
 
     seconds: np.ndarray
     bytes: np.ndarray
-    needed: np.ndarray
 
 
 def owners(layout: Layout, mesh: Mesh) -> np.ndarray:
@@ -54,8 +56,10 @@ def costs(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], width: int, top
         total[i] = received.sum(axis=(1, 2))
         peers = (overlap > 0).sum(axis=2)
         latency = np.max(np.where(overlap > 0, alpha, 0.0), axis=2) * np.ceil(np.log2(peers + 1))
-        seconds[i] = np.max((received * beta).sum(axis=2) + latency, axis=1)
-    return Costs(seconds, total, total > 0)
+        filled = np.prod(want[..., 1] - want[..., 0], axis=-1) * width / topo.device.bandwidth
+        moving = np.max((received * beta).sum(axis=2) + latency + filled, axis=1) + topo.device.launch
+        seconds[i] = np.where(total[i] > 0, moving, 0.0)
+    return Costs(seconds, total)
 
 
 def _overlap(want: np.ndarray, boxes: Boxes) -> np.ndarray:
@@ -85,17 +89,17 @@ def reduce_seconds(nbytes: int, axes: list[tuple[int, bool]], topo: Topology) ->
     """Time to merge states of ``nbytes`` per device along mesh axes, one after another.
 
     Args:
-        axes: (mesh axis, whether it is a reduce-scatter). The cheaper of ring, ``(n-1) α + (n-1)/n B β`` per phase, and
-            recursive doubling, ``⌈log2 n⌉ (α + B β)``, after Thakur et al. 2005; an all-reduce is two ring phases.
+        axes: (mesh axis, whether it is a reduce-scatter). The cheaper of recursive halving (and doubling back, for an
+            all-reduce), ``⌈log2 n⌉ α + (n-1)/n B β`` per phase, and recursive doubling of whole states,
+            ``⌈log2 n⌉ (α + B β)``; after Thakur, Rabenseifner and Gropp 2005.
     """
     total = 0.0
     for axis, scatter in axes:
         n, link = topo.mesh[axis].size, topo.links[axis]
         if n == 1:
             continue
-        phases = 1 if scatter else 2
-        ring = phases * ((n - 1) * link.alpha + (n - 1) / n * nbytes * link.beta)
         steps = ceil(log2(n))
-        total += min(ring, steps * (link.alpha + nbytes * link.beta))
+        halving = (1 if scatter else 2) * (steps * link.alpha + (n - 1) / n * nbytes * link.beta)
+        total += min(halving, steps * (link.alpha + nbytes * link.beta))
         nbytes = nbytes // n if scatter else nbytes
     return total

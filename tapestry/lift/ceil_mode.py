@@ -1,0 +1,55 @@
+"""Pooling with ``ceil_mode``: onnx's shape inference counts a last window that begins in the padding, nobody else does.
+
+onnxruntime, torch and the specification's text leave such a window out; where onnx 1.23 infers another size than they
+compute, the node is written with explicit padding instead, which leaves nothing to infer.
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import ModelProto, NodeProto, TypeProto
+
+POOLS = ("MaxPool", "AveragePool", "LpPool")
+AFTER = "tapestry.after"  # the padding that was written in the file: what count_include_pad counts
+
+
+def settle_ceil_mode(model: ModelProto) -> None:
+    """Rewrite the pooling nodes whose output size onnx would get wrong; sizes of inputs must be bound."""
+    pools = [n for n in model.graph.node if n.op_type in POOLS and n.domain in ("", "ai.onnx")]
+    for node in pools:
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        if not attributes.get("ceil_mode", 0) or attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b""):
+            continue
+        size = _spatial(model, node.input[0])  # anew for each: the node before may have changed it
+        if size is not None and len(attributes.get("kernel_shape", ())) == len(size):
+            _settle(node, attributes, size)
+
+
+def _spatial(model: ModelProto, name: str) -> list[int] | None:
+    inferred = onnx.shape_inference.infer_shapes(model)
+    graph = inferred.graph
+    types: dict[str, TypeProto] = {v.name: v.type for v in (*graph.value_info, *graph.input)}
+    t = types.get(name, TypeProto()).tensor_type
+    known = t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
+    return [d.dim_value for d in t.shape.dim][2:] if known else None
+
+
+def _settle(node: NodeProto, attributes: dict, size: list[int]) -> None:
+    rank = len(size)
+    stride = attributes.get("strides", [1] * rank)
+    dilation = attributes.get("dilations", [1] * rank)
+    pads = list(attributes.get("pads", [0] * 2 * rank))
+    after, wrong = [], False
+    for a in range(rank):
+        reach = dilation[a] * (attributes["kernel_shape"][a] - 1) + 1
+        windows = -(-(size[a] + pads[a] + pads[rank + a] - reach) // stride[a]) + 1
+        if (windows - 1) * stride[a] >= size[a] + pads[a]:
+            windows, wrong = windows - 1, True
+        after.append(max((windows - 1) * stride[a] + reach - size[a] - pads[a], 0))
+    if not wrong:
+        return
+    for k in reversed(range(len(node.attribute))):
+        if node.attribute[k].name in ("ceil_mode", "pads"):
+            del node.attribute[k]
+    node.attribute.append(onnx.helper.make_attribute("pads", [*pads[:rank], *after]))
+    node.attribute.append(onnx.helper.make_attribute(AFTER, pads[rank:]))
