@@ -44,7 +44,8 @@ def convolution(kernel: int, stride: int, pad: int, rows: int) -> Case:
     3×3 stride 1: one row each way. 3×3 stride 2, pad 1: output row h reads 2h−1 … 2h+1, so one row from above only.
     7×7 stride 2, pad 3: rows 2h−3 … 2h+3, so three from above and two from below.
     """
-    node = helper.make_node("Conv", ["x", "w"], ["y"], name="conv", kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[pad] * 4)
+    window = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [pad] * 4}
+    node = helper.make_node("Conv", ["x", "w"], ["y"], name="conv", **window)
     out = (224 + 2 * pad - kernel) // stride + 1
     made = model([node], [8, 64, 224, 224], [8, 64, out, out], {"w": [64, 64, kernel, kernel]})
     expected = rows * 7 * 8 * 224 * 64 * 4
@@ -121,7 +122,7 @@ def main() -> int:
     for c in ("case", "transfers", "ours", "expected", "XLA", "ours / XLA", ""):
         table.add_column(c, justify="left" if c in ("case", "transfers") else "right")
     for r in rows:
-        kinds = ", ".join(f"{t['count']} {t['kind'].replace('_', '-')} ({t['payload_bytes']:,} per device)" for t in r["transfers"])
+        kinds = ", ".join(f"{t['count']} {t['kind']} ({t['payload_bytes']:,} per device)" for t in r["transfers"])
         numbers = [f"{r[k]:,}" for k in ("bytes", "expected_bytes", "xla_bytes")]
         table.add_row(r["case"], kinds, *numbers, f"{r['ratio_to_xla']:.3f}", "ok" if r["passed"] else "[red]DIFFERS")
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)

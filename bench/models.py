@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(ROOT / "examples"))
-import light  # noqa: E402
+import light
 
 MESHES = ("1", "2", "4", "8", "2x4")
 TOLERANCE = 1e-4
@@ -165,8 +165,15 @@ def cells(r: Row) -> list[str]:
     s = r["seconds"]
     stages = [f"{s[k]:.2f}" for k in ("lift", "simplify", "search", "verify", "codegen", "total", "verify_files", "run")]
     peak, alone = max(r["peak_bytes"]), r["unsharded_peak_bytes"]
-    sizes = [f"{peak / 2**20:.1f} MiB", f"{alone / 2**20:.1f} MiB", f"{peak / alone:.0%}", f"{r['compiler_rss_bytes'] / 2**20:.0f} MiB"]
-    return [r["model"], mesh, f"{r['rel_err']:.1e}", f"{r['gap']:.2%}", *stages, *sizes, "ok" if r["passed"] else one_line(r.get("error", "FAILED"))]
+    mib = [f"{n / 2**20:.0f} MiB" for n in (peak, alone, r["compiler_rss_bytes"])]
+    verdict = "ok" if r["passed"] else one_line(r.get("error", "FAILED"))
+    quality = [f"{r['rel_err']:.1e}", f"{r['gap']:.2%}"]
+    return [r["model"], mesh, *quality, *stages, *mib[:2], f"{peak / alone:.0%}", mib[2], verdict]
+
+
+def key(r: Row) -> tuple[int, bool, int]:
+    """Where a row belongs in the table; a later row of the same key replaces it."""
+    return [*LIGHT, *EXPORTS].index(r["model"]), bool(r.get("memory")), (*MESHES, r["mesh"]).index(r["mesh"])
 
 
 def one_line(text: str) -> str:
@@ -184,9 +191,6 @@ def main() -> int:
     if args.worker:
         return answer(json.loads(args.worker))
 
-    def key(r: Row) -> tuple[str, str, bool]:
-        return r["model"], r["mesh"], bool(r.get("memory"))
-
     partial = args.only or args.mesh
     found = {key(r): r for r in record.read("models")} if partial else {}
     new: list[Row] = []
@@ -194,7 +198,7 @@ def main() -> int:
         print(*(c for c in cells(row) if c), sep="  ", flush=True)
         new.append(row)
         found[key(row)] = row
-        record.write("models", list(found.values()))
+        record.write("models", sorted(found.values(), key=key))
     Console(width=None if sys.stdout.isatty() else 200).print(table(new))
     failed = [r for r in new if not r.get("passed") and "skipped" not in r]
     print(f"{len(new) - len(failed)} of {len(new)} cases passed; bench/results/models.json")

@@ -43,10 +43,10 @@ def randomize(model: ModelProto, rng: np.random.Generator) -> None:
     roles = _roles(list(graph.node))
     kept = [n for n in graph.node if n.output[0] not in made]
     read = {i for n in kept for i in n.input}
-    fresh = [
-        numpy_helper.from_array(_values(roles.get(t, ""), tuple(numpy_helper.to_array(shapes[s])), rng), t) for t, s in made.items()
-    ]
-    tensors = [t for t in graph.initializer if t.name in read] + [t for t in fresh if t.name in read]
+    tensors = [t for t in graph.initializer if t.name in read]
+    for name in (t for t in made if t in read):
+        shape = tuple(int(n) for n in numpy_helper.to_array(shapes[made[name]]))
+        tensors.append(numpy_helper.from_array(_values(roles.get(name, ""), shape, rng), name))
     inputs = [i for i in graph.input if i.name not in shapes]
     for field, items in ((graph.node, kept), (graph.initializer, tensors), (graph.input, inputs)):
         del field[:]

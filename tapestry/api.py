@@ -120,6 +120,10 @@ def open_session(build: store.Build, constants: bytes) -> Session:
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 
+    if build.target.startswith("triton"):
+        from tapestry.codegen.triton.target import TritonTarget
+
+        return Session(build, constants, TritonTarget(), (from_numpy, to_numpy))
     return Session(build, constants, TorchCpu(), (from_numpy, to_numpy))
 
 

@@ -29,11 +29,19 @@ from tapestry.verify.interp import run
 SHARED = Path(__file__).parents[2] / "shared" / "models"
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 EXPORTS = {
-    "bert_base": {"s18": 2, "s41": 16}, "convnext_tiny": {"s99": 2}, "gpt2": {"s72": 2, "s70": 16},
-    "llama_tiny": {"s72": 2, "s53": 16}, "llama_tiny_opset23": {"s72": 1, "s53": 16}, "mobilenet_v2": {"s31": 2},
-    "qwen3_tiny": {"s72": 2, "s53": 16}, "resnet50": {"s31": 2}, "t5_small": {"s11": 2, "s53": 16, "s28": 12},
-    "unet": {"s77": 2}, "vit_base": {"s99": 2}, "whisper_encoder": {"s6": 2},
-}  # fmt: skip
+    "bert_base": {"s18": 2, "s41": 16},
+    "convnext_tiny": {"s99": 2},
+    "gpt2": {"s72": 2, "s70": 16},
+    "llama_tiny": {"s72": 2, "s53": 16},
+    "llama_tiny_opset23": {"s72": 1, "s53": 16},
+    "mobilenet_v2": {"s31": 2},
+    "qwen3_tiny": {"s72": 2, "s53": 16},
+    "resnet50": {"s31": 2},
+    "t5_small": {"s11": 2, "s53": 16, "s28": 12},
+    "unet": {"s77": 2},
+    "vit_base": {"s99": 2},
+    "whisper_encoder": {"s6": 2},
+}
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not there")
 
 
@@ -47,7 +55,7 @@ def build(nodes, feeds, outputs, consts=None, *, opset=18, ir=8) -> onnx.ModelPr
     inferred = onnx.shape_inference.infer_shapes(model)
     types = {v.name: v for v in (*inferred.graph.value_info, *inferred.graph.output)}
     for o in model.graph.output:
-        o.type.tensor_type.elem_type = types[o.name].type.tensor_type.elem_type
+        o.type.tensor_type.elem_type = types[o.name].type.tensor_type.elem_type or TensorProto.FLOAT
     return model
 
 
@@ -100,8 +108,13 @@ def space(op: object) -> str:
 @pytest.mark.parametrize("rank, names", [(1, "b, o, w | c, s"), (2, "b, o, h, w | c, r, s"), (3, "b, o, t, h, w | c, q, r, s")])
 def test_names_of_a_convolution(tmp_path, rank, names):
     spatial, kernel = (7, 6, 5)[:rank], (3, 2, 2)[:rank]
-    graph = agree(node("Conv", "x w b"), {"x": data(2, 3, *spatial)}, ["y"],
-                  {"w": data(4, 3, *kernel, seed=1), "b": data(4, seed=2)}, folder=tmp_path)  # fmt: skip
+    graph = agree(
+        node("Conv", "x w b"),
+        {"x": data(2, 3, *spatial)},
+        ["y"],
+        {"w": data(4, 3, *kernel, seed=1), "b": data(4, seed=2)},
+        folder=tmp_path,
+    )
     (op,) = graph.ops
     assert space(op) == names
     assert isinstance(op, Block) and op.monoid == "sum"
@@ -110,8 +123,13 @@ def test_names_of_a_convolution(tmp_path, rank, names):
 
 
 def test_text_of_a_padded_convolution(tmp_path):
-    graph = agree(node("Conv", "x w", pads=[3, 3, 3, 3], strides=[2, 2]), {"x": data(1, 3, 12, 12)}, ["y"],
-                  {"w": data(4, 3, 7, 7, seed=1)}, folder=tmp_path)  # fmt: skip
+    graph = agree(
+        node("Conv", "x w", pads=[3, 3, 3, 3], strides=[2, 2]),
+        {"x": data(1, 3, 12, 12)},
+        ["y"],
+        {"w": data(4, 3, 7, 7, seed=1)},
+        folder=tmp_path,
+    )
     assert "x[b, c, 2*h + r - 3, s + 2*w - 3] else 0.0" in op_text(graph.ops[0], graph)
 
 
@@ -146,13 +164,32 @@ def is_view(op: object) -> bool:
 
 def test_views_are_views(tmp_path):
     x = {"x": data(2, 6, 4)}
-    consts = {"s": np.array([2, 2, 3, 4]), "a": np.array([0]), "e": np.array([5, 2, 6, 4]), "st": np.array([-1]), "en": np.array([-9])}
-    consts |= {"ax": np.array([1]), "sp": np.array([-2]), "t": np.array([1, 2, 3]), "p": np.array([0, 1, 2, 0, 0, 1]), "i": np.array([1, 3, 5])}
+    consts = {
+        "s": np.array([2, 2, 3, 4]),
+        "a": np.array([0]),
+        "e": np.array([5, 2, 6, 4]),
+        "st": np.array([-1]),
+        "en": np.array([-9]),
+    }
+    consts |= {
+        "ax": np.array([1]),
+        "sp": np.array([-2]),
+        "t": np.array([1, 2, 3]),
+        "p": np.array([0, 1, 2, 0, 0, 1]),
+        "i": np.array([1, 3, 5]),
+    }
     for one in (
-        node("Reshape", "x s"), node("Transpose", "x", perm=[2, 0, 1]), node("Unsqueeze", "x a"), node("Expand", "x e"),
-        node("Slice", "x st en ax sp"), node("Tile", "x t"), node("Pad", "x p"), node("Flatten", "x"), node("Identity", "x"),
+        node("Reshape", "x s"),
+        node("Transpose", "x", perm=[2, 0, 1]),
+        node("Unsqueeze", "x a"),
+        node("Expand", "x e"),
+        node("Slice", "x st en ax sp"),
+        node("Tile", "x t"),
+        node("Pad", "x p"),
+        node("Flatten", "x"),
+        node("Identity", "x"),
         node("Gather", "x i", axis=1),
-    ):  # fmt: skip
+    ):
         used = {n: consts[n] for n in one.input if n in consts}
         graph = agree(one, x, ["y"], used, folder=tmp_path)
         assert len(graph.ops) == 1 and is_view(graph.ops[0]), one.op_type
@@ -190,8 +227,13 @@ def test_concat_is_guarded_reads(tmp_path):
 
 
 def test_depthwise_reads_its_own_channel(tmp_path):
-    graph = agree(node("Conv", "x w", group=4, pads=[1, 1, 1, 1]), {"x": data(1, 4, 5, 5)}, ["y"],
-                  {"w": data(4, 1, 3, 3, seed=1)}, folder=tmp_path)  # fmt: skip
+    graph = agree(
+        node("Conv", "x w", group=4, pads=[1, 1, 1, 1]),
+        {"x": data(1, 4, 5, 5)},
+        ["y"],
+        {"w": data(4, 1, 3, 3, seed=1)},
+        folder=tmp_path,
+    )
     op = graph.ops[0]
     assert isinstance(op, Block) and str(op.reads[0].index[1]) == "o"
 
@@ -208,7 +250,8 @@ def test_sources_are_node_names(tmp_path):
 def window(rng: np.random.Generator, rank: int) -> dict:
     auto = rng.random() < 0.3
     attributes = {"strides": rng.integers(1, 4, rank).tolist()}
-    if auto:
+    if auto:  # (onnxruntime refuses a stride beyond the kernel here)
+        attributes["strides"] = [min(v, 2) for v in attributes["strides"]]
         attributes["auto_pad"] = str(rng.choice(["SAME_UPPER", "SAME_LOWER", "VALID"]))
     else:
         attributes["dilations"] = rng.integers(1, 3, rank).tolist()
@@ -223,7 +266,9 @@ def test_convolutions(tmp_path, seed):
     kernel = rng.integers(1, 4, rank).tolist()
     x = data(2, 6, *rng.integers(7, 10, rank), seed=seed)
     w = data(6, 6 // groups, *kernel, seed=seed + 1)
-    agree(node("Conv", "x w", group=groups, kernel_shape=kernel, **window(rng, rank)), {"x": x}, ["y"], {"w": w}, folder=tmp_path)
+    agree(
+        node("Conv", "x w", group=groups, kernel_shape=kernel, **window(rng, rank)), {"x": x}, ["y"], {"w": w}, folder=tmp_path
+    )
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -236,7 +281,13 @@ def test_transposed_convolutions(tmp_path, seed):
         attributes["output_padding"] = [1] * rank
     attributes["pads" if "pads" in attributes else "auto_pad"] = attributes.get("pads", "SAME_UPPER")
     x, w = data(2, 4, *rng.integers(3, 6, rank), seed=seed), data(4, 3, *kernel, seed=seed + 1)
-    agree(node("ConvTranspose", "x w", group=groups, kernel_shape=kernel, **attributes), {"x": x}, ["y"], {"w": w}, folder=tmp_path)
+    agree(
+        node("ConvTranspose", "x w", group=groups, kernel_shape=kernel, **attributes),
+        {"x": x},
+        ["y"],
+        {"w": w},
+        folder=tmp_path,
+    )
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -250,7 +301,9 @@ def test_pools(tmp_path, seed):
         attributes["ceil_mode"] = int(rng.integers(2))
     if op == "AveragePool":
         attributes["count_include_pad"] = int(rng.integers(2))
-    agree(node(op, "x", **attributes), {"x": data(2, 3, *rng.integers(7, 10, rank), seed=seed)}, ["y"], opset=19, folder=tmp_path)
+    agree(
+        node(op, "x", **attributes), {"x": data(2, 3, *rng.integers(7, 10, rank), seed=seed)}, ["y"], opset=19, folder=tmp_path
+    )
 
 
 def test_old_softmax_flattens(tmp_path):
@@ -258,8 +311,21 @@ def test_old_softmax_flattens(tmp_path):
         agree(node("Softmax", "x", axis=axis), {"x": data(2, 3, 4)}, ["y"], opset=11, folder=tmp_path)
 
 
-@pytest.mark.parametrize("op", ["ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",
-                                "ReduceProd", "ReduceSum", "ReduceSumSquare"])  # fmt: skip
+@pytest.mark.parametrize(
+    "op",
+    [
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+        "ReduceMax",
+        "ReduceMean",
+        "ReduceMin",
+        "ReduceProd",
+        "ReduceSum",
+        "ReduceSumSquare",
+    ],
+)
 @pytest.mark.parametrize("keep", [0, 1])
 def test_reductions(tmp_path, op, keep):
     x = np.abs(data(2, 3, 4)) + 0.1
@@ -290,10 +356,16 @@ def test_gathers(tmp_path):
 def test_gather_by_computed_positions_is_a_view(tmp_path):
     """What exporters write for a position embedding, and for reading an attention mask."""
     nodes = [
-        node("Range", "zero n one", "r"), node("Unsqueeze", "r ax0", "row"), node("Unsqueeze", "r ax1", "col"),
-        node("Expand", "row shape", "rows"), node("Expand", "col shape", "cols"), node("Unsqueeze", "cols last", "a"),
-        node("Unsqueeze", "rows last", "b"), node("Concat", "a b", "ab", axis=-1), node("GatherND", "x ab", "y"),
-    ]  # fmt: skip
+        node("Range", "zero n one", "r"),
+        node("Unsqueeze", "r ax0", "row"),
+        node("Unsqueeze", "r ax1", "col"),
+        node("Expand", "row shape", "rows"),
+        node("Expand", "col shape", "cols"),
+        node("Unsqueeze", "cols last", "a"),
+        node("Unsqueeze", "rows last", "b"),
+        node("Concat", "a b", "ab", axis=-1),
+        node("GatherND", "x ab", "y"),
+    ]
     consts = {"zero": np.array(0), "n": np.array(20), "one": np.array(1), "ax0": np.array([0]), "ax1": np.array([1])}
     consts |= {"shape": np.array([20, 20]), "last": np.array([-1])}
     graph = agree(nodes, {"x": data(20, 20)}, ["y"], consts, folder=tmp_path)
@@ -307,9 +379,26 @@ def test_affine_fit():
     assert fit(a) is None
 
 
-@pytest.mark.parametrize("op, attributes", [("LeakyRelu", {}), ("Elu", {"alpha": 0.5}), ("Selu", {}), ("HardSigmoid", {}), ("Softplus", {}),
-                                            ("Softsign", {}), ("Celu", {}), ("ThresholdedRelu", {}), ("Shrink", {"bias": 0.2}), ("HardSwish", {}),
-                                            ("Mish", {}), ("Erf", {}), ("Sign", {}), ("Round", {}), ("Reciprocal", {})])  # fmt: skip
+@pytest.mark.parametrize(
+    "op, attributes",
+    [
+        ("LeakyRelu", {}),
+        ("Elu", {"alpha": 0.5}),
+        ("Selu", {}),
+        ("HardSigmoid", {}),
+        ("Softplus", {}),
+        ("Softsign", {}),
+        ("Celu", {}),
+        ("ThresholdedRelu", {}),
+        ("Shrink", {"bias": 0.2}),
+        ("HardSwish", {}),
+        ("Mish", {}),
+        ("Erf", {}),
+        ("Sign", {}),
+        ("Round", {}),
+        ("Reciprocal", {}),
+    ],
+)
 def test_activations(tmp_path, op, attributes):
     agree(node(op, "x", **attributes), {"x": 3 * data(4, 5)}, ["y"], folder=tmp_path)
 
@@ -327,10 +416,26 @@ def test_half_precision_accumulates_wide(tmp_path):
     assert isinstance(op, Block) and op.body[0].dtype == "f32" and op.then[0].dtype == "f16"
 
 
-@pytest.mark.parametrize("op, extra", [("LayerNormalization", "s b"), ("InstanceNormalization", "c d"), ("BatchNormalization", "c d m v"),
-                                       ("GroupNormalization", "c d"), ("LpNormalization", ""), ("LRN", "")])  # fmt: skip
+@pytest.mark.parametrize(
+    "op, extra",
+    [
+        ("LayerNormalization", "s b"),
+        ("InstanceNormalization", "c d"),
+        ("BatchNormalization", "c d m v"),
+        ("GroupNormalization", "c d"),
+        ("LpNormalization", ""),
+        ("LRN", ""),
+    ],
+)
 def test_norms(tmp_path, op, extra):
-    consts = {"s": data(5), "b": data(5, seed=1), "c": data(4), "d": data(4, seed=1), "m": data(4, seed=2), "v": np.abs(data(4, seed=3))}
+    consts = {
+        "s": data(5),
+        "b": data(5, seed=1),
+        "c": data(4),
+        "d": data(4, seed=1),
+        "m": data(4, seed=2),
+        "v": np.abs(data(4, seed=3)),
+    }
     attributes = {"LRN": {"size": 3, "alpha": 0.1}, "GroupNormalization": {"num_groups": 2}}.get(op, {})
     used = {k: consts[k] for k in extra.split()}
     agree(node(op, f"x {extra}", **attributes), {"x": 5 + data(2, 4, 3, 5)}, ["y"], used, opset=21, folder=tmp_path)
@@ -392,12 +497,16 @@ def test_opaque_keeps_what_commutes(tmp_path):
     (op,) = graph.ops
     assert isinstance(op, Opaque) and [(d.name, d.size) for d in op.dims] == [("x0", 2), ("x2", 4)]
     assert op.in_axes == ((0, 2), (None, None)) and op.out_axes == ((0, 2),) and "axis 1" in op.why
-    graph = agree(node("TopK", "x k", "v i", axis=0), {"x": data(5, 3)}, ["v", "i"], {"k": np.array([2])}, folder=tmp_path, native=False)
+    graph = agree(
+        node("TopK", "x k", "v i", axis=0), {"x": data(5, 3)}, ["v", "i"], {"k": np.array([2])}, folder=tmp_path, native=False
+    )
     assert isinstance(graph.ops[0], Opaque) and [d.name for d in graph.ops[0].dims] == ["x1"]
 
 
 def test_opaque_unknown_structure(tmp_path):
-    graph = agree(node("Einsum", "x w", equation="ij,jk->ik"), {"x": data(2, 3), "w": data(3, 4)}, ["y"], folder=tmp_path, native=False)
+    graph = agree(
+        node("Einsum", "x w", equation="ij,jk->ik"), {"x": data(2, 3), "w": data(3, 4)}, ["y"], folder=tmp_path, native=False
+    )
     (op,) = graph.ops
     assert isinstance(op, Opaque) and op.dims == () and op.why
 
@@ -418,9 +527,12 @@ def test_subgraph_captures_become_inputs(tmp_path):
 def test_functions_are_inlined(tmp_path):
     body = [helper.make_node("Mul", ["a", "a"], ["t"]), helper.make_node("Add", ["t", "a"], ["b"])]
     f = helper.make_function("own", "F", ["a"], ["b"], body, [helper.make_opsetid("", 18)])
-    graph = helper.make_graph([helper.make_node("F", ["x"], ["y"], domain="own")], "g",
-                              [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])],
-                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])])  # fmt: skip
+    graph = helper.make_graph(
+        [helper.make_node("F", ["x"], ["y"], domain="own")],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
+    )
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
     lifted = lift_model(helper.make_model(graph, opset_imports=imports, functions=[f], ir_version=8), tmp_path)
     x = data(3)
@@ -481,7 +593,9 @@ def test_equal_random_nodes_stay_two(tmp_path):
 
 def test_dropout(tmp_path):
     x = data(40, 50)
-    out = draw(tmp_path, node("Dropout", "x r t", "y m"), {"x": x}, {"r": np.array(0.25, np.float32), "t": np.array(True)}, ("y", "m"))
+    out = draw(
+        tmp_path, node("Dropout", "x r t", "y m"), {"x": x}, {"r": np.array(0.25, np.float32), "t": np.array(True)}, ("y", "m")
+    )
     assert abs(out["m"].mean() - 0.75) < 0.04
     np.testing.assert_allclose(out["y"], np.where(out["m"], x / np.float32(0.75), 0), rtol=1e-6)
     out = draw(tmp_path, node("Dropout", "x", "y m"), {"x": x}, outputs=("y", "m"))

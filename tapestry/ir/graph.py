@@ -168,7 +168,7 @@ class Graph:
     ops: tuple[Op, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    weights: Mapping[str, Weight] = field(default_factory=dict)
+    weights: Mapping[str, Weight] = field(default_factory=dict[str, Weight])
 
     def producers(self) -> dict[str, int]:
         """Tensor name to the position of the operation that writes it."""

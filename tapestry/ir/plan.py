@@ -52,8 +52,8 @@ class Plan:
     graph: Graph
     mesh: Mesh
     strategies: tuple[Strategy, ...]
-    inputs: Mapping[str, Layout] = field(default_factory=dict)
-    outputs: Mapping[str, Layout] = field(default_factory=dict)
+    inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
 
     @property
     def devices(self) -> int:

@@ -92,7 +92,7 @@ def reads_of_outputs(op: Block, read: Read, shape: tuple[int, ...]) -> Relation:
 
 def used(op: Block, read: Read) -> Relation:
     """The access over the dimensions that the read depends on, and no others."""
-    names = frozenset().union(*(dims_of(e) for e in read.index)) if read.index else frozenset[str]()
+    names = frozenset(n for e in read.index for n in dims_of(e))
     kept = tuple(d for d in op.space if d.name in names)
     return Relation(_access(kept, read.index, (), None))
 

@@ -253,5 +253,3 @@ def _table(n: Node, k: int, position: Aff, angle: Aff, want: tuple[int, int], ha
     else:
         name = select(n, n.temp(f"rows{k}"), table.name, n.ins[3], dims, 0, 2)
     return n.read(name, [dim("x0"), position, angle])
-
-

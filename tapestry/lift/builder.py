@@ -10,8 +10,8 @@ import onnx
 from onnx import NodeProto, TensorProto, TypeProto
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Arg, Const, Expr, call
-from tapestry.ir.graph import Block, Dim, Guard, Op, Opaque, Read
+from tapestry.ir.expr import Arg, Expr, call
+from tapestry.ir.graph import Block, Dim, Guard, Op, Read
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, Tensor
@@ -267,6 +267,3 @@ def broadcast(shape: Sequence[int], dims: Sequence[Dim]) -> list[Aff]:
 def accumulator(dtype: str) -> str:
     """The dtype in which sums over a dtype are accumulated."""
     return "f32" if dtype in ("f16", "bf16") else dtype
-
-
-__all__ = ["Aff", "Builder", "Const", "Node", "Opaque", "accumulator", "axes", "broadcast", "here", "literal", "plain"]

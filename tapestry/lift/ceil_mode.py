@@ -13,8 +13,9 @@ POOLS = ("MaxPool", "AveragePool", "LpPool")
 AFTER = "tapestry.after"  # the padding that was written in the file: what count_include_pad counts
 
 
-def settle_ceil_mode(model: ModelProto) -> None:
-    """Rewrite the pooling nodes whose output size onnx would get wrong; sizes of inputs must be bound."""
+def settle_ceil_mode(model: ModelProto) -> bool:
+    """Rewrite the pooling nodes whose output size onnx would get wrong, and tell whether any was; sizes must be bound."""
+    changed = False
     pools = [n for n in model.graph.node if n.op_type in POOLS and n.domain in ("", "ai.onnx")]
     for node in pools:
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
@@ -22,7 +23,8 @@ def settle_ceil_mode(model: ModelProto) -> None:
             continue
         size = _spatial(model, node.input[0])  # anew for each: the node before may have changed it
         if size is not None and len(attributes.get("kernel_shape", ())) == len(size):
-            _settle(node, attributes, size)
+            changed |= _settle(node, attributes, size)
+    return changed
 
 
 def _spatial(model: ModelProto, name: str) -> list[int] | None:
@@ -34,7 +36,7 @@ def _spatial(model: ModelProto, name: str) -> list[int] | None:
     return [d.dim_value for d in t.shape.dim][2:] if known else None
 
 
-def _settle(node: NodeProto, attributes: dict, size: list[int]) -> None:
+def _settle(node: NodeProto, attributes: dict, size: list[int]) -> bool:
     rank = len(size)
     stride = attributes.get("strides", [1] * rank)
     dilation = attributes.get("dilations", [1] * rank)
@@ -47,9 +49,10 @@ def _settle(node: NodeProto, attributes: dict, size: list[int]) -> None:
             windows, wrong = windows - 1, True
         after.append(max((windows - 1) * stride[a] + reach - size[a] - pads[a], 0))
     if not wrong:
-        return
+        return False
     for k in reversed(range(len(node.attribute))):
         if node.attribute[k].name in ("ceil_mode", "pads"):
             del node.attribute[k]
     node.attribute.append(onnx.helper.make_attribute("pads", [*pads[:rank], *after]))
     node.attribute.append(onnx.helper.make_attribute(AFTER, pads[rank:]))
+    return True

@@ -101,6 +101,8 @@ def check_attributes(model: ModelProto) -> None:
     trial = ModelProto()
     trial.CopyFrom(model)
     for o in trial.graph.output:
+        if o.type.WhichOneof("value") is None:
+            o.type.tensor_type.elem_type = TensorProto.FLOAT
         if o.type.HasField("tensor_type"):
             o.type.tensor_type.shape.SetInParent()  # the checker wants one there; inference finds it when there is none
     try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+
+import numpy as np
 
 from tapestry.ir.expr import Arg, Expr, call, cast
 from tapestry.ir.graph import Block, Read
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, INTEGERS, Tensor
-from tapestry.lift.builder import DTYPE_OF, Node, literal
+from tapestry.lift.builder import DTYPE_OF, Node, here, literal
 from tapestry.lift.registry import lifts
 
 
@@ -34,9 +35,7 @@ def emit_map(n: Node, body: Callable[..., Expr], count: int | None = None) -> No
     result = body(*operands)
     out = n.out()
     assert result.dtype == out.dtype, f"{n.where}: body is {result.dtype}, output {out.dtype}"
-    n.b.emit(
-        Block(outs=(out.name,), dims=dims, reads=tuple(r for r, _ in reads), body=(result,), source=(n.source,)), [out]
-    )
+    n.b.emit(Block(outs=(out.name,), dims=dims, reads=tuple(r for r, _ in reads), body=(result,), source=(n.source,)), [out])
 
 
 def _primitive(fn: str) -> Callable[..., Expr]:
@@ -90,7 +89,6 @@ BINARY = {
     "LessOrEqual": "le", "BitwiseAnd": "and", "BitwiseOr": "or", "BitwiseXor": "xor", "And": "and", "Or": "or", "Xor": "xor",
 }  # fmt: skip
 VARIADIC = {"Add": "add", "Mul": "mul", "Sum": "add", "Max": "max", "Min": "min", "Mean": "add"}
-LEGACY = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less", "PRelu"})
 
 
 @lifts(*BINARY)
@@ -189,7 +187,7 @@ def lift_isinf(n: Node) -> None:
 def lift_clip(n: Node) -> None:
     """min(max(x, low), high); bounds are attributes before opset 11, optional scalar inputs after."""
     dims = n.out_dims()
-    reads, x = [n.read(n.ins[0], [*_same(n)])], Arg(0, n.dtype(0))
+    reads, x = [n.read(n.ins[0], [*here(dims)])], Arg(0, n.dtype(0))
     e: Expr = x
     for k, (fn, name) in enumerate((("max", "min"), ("min", "max")), start=1):
         bound: Expr | None = None
@@ -205,12 +203,6 @@ def lift_clip(n: Node) -> None:
     n.block(n.out(), dims, reads, lambda *_: e)
 
 
-def _same(n: Node) -> list[Any]:
-    from tapestry.lift.builder import here
-
-    return here(n.out_dims())
-
-
 def _hard_sigmoid(x: Expr, alpha: float, beta: float) -> Expr:
     line = call("add", call("mul", c(alpha, x), x), c(beta, x))
     return call("max", c(0, x), call("min", c(1, x), line))
@@ -222,8 +214,6 @@ def _steps(x: Expr, below: Expr, above: Expr) -> Expr:
 
 def _f32(value: float) -> float:
     """ONNX attributes are f32: defaults must be rounded as the attributes are."""
-    import numpy as np
-
     return float(np.float32(value))
 
 

@@ -50,9 +50,7 @@ def tensor_bytes(t: TensorProto) -> int:
     try:
         item = onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
     except (KeyError, TypeError, ValueError):
-        raise ModelError(
-            "unknown element type", where=f"initializer '{t.name}'", why=f"data_type is {t.data_type}"
-        ) from None
+        raise ModelError("unknown element type", where=f"initializer '{t.name}'", why=f"data_type is {t.data_type}") from None
     if count * item > LIMIT:
         raise ModelError("tensor too large", where=f"initializer '{t.name}'", why=f"dims are {list(t.dims)}")
     return count * item

@@ -10,6 +10,7 @@ from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node, accumulator, axes, broadcast, here, literal
+from tapestry.lift.pool import norm
 from tapestry.lift.reduce import keep_dims, split_dims
 from tapestry.lift.registry import lifts
 
@@ -136,8 +137,6 @@ def lift_batch_norm(n: Node) -> bool | None:
 @lifts("LpNormalization")
 def lift_lp_norm(n: Node) -> None:
     """x divided by its 1- or 2-norm along an axis; 0 where the norm is 0."""
-    from tapestry.lift.pool import norm
-
     x = n.tensor(0)
     dims = axes(x.shape)
     kept, gone = split_dims(x.shape, [n.axis(-1, len(x.shape))])

@@ -124,4 +124,3 @@ def lift_lrn(n: Node) -> bool | None:
     reads: list[tuple[Read, Tensor]] = [near, own]
     n.reduce([n.outs[0]], dims, [Dim("k", size)], "sum", reads, [call("mul", v(0), v(0))], [cast(then, x.dtype)])
     return None
-

@@ -33,6 +33,7 @@ RANDOM = frozenset(
     {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
 )
 SOURCE = "tapestry.source"
+SAME_SHAPE = frozenset({"GroupNormalization"})  # of its first input, which onnx has no inference for
 ROUNDS = 8  # of expansion of function bodies inside function bodies
 
 Types = dict[str, TypeProto]
@@ -86,6 +87,9 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
     bare.CopyFrom(model)
     del bare.graph.value_info[:]
     bare.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in hints.items())
+    for node in bare.graph.node:
+        if node.op_type in SAME_SHAPE and node.domain in ("", "ai.onnx"):
+            node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output, name=node.name))
     for o in bare.graph.output:
         o.type.Clear()
         if o.name in hints:
@@ -289,16 +293,21 @@ def prepare(model: ModelProto) -> Prepared:
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     tag_sources(model)
-    settle_ceil_mode(model)
-    add_defaults(model, version)
     declared = ModelProto()
     declared.CopyFrom(model)
+    if settle_ceil_mode(model):  # what the file declares may then be what onnx wrongly inferred
+        del declared.graph.value_info[:]
+        for o in declared.graph.output:
+            if o.type.HasField("tensor_type"):
+                o.type.tensor_type.ClearField("shape")
+    add_defaults(model, version)
     del model.graph.value_info[:]
     types = infer(model)
     check_declared(declared, types)
     for o in model.graph.output:
         o.type.CopyFrom(types.get(o.name, o.type))
     for _ in range(ROUNDS):
+        model.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in types.items() if _static(t))
         model = run_passes(model)
         del model.graph.value_info[:]
         add_defaults(model, version)

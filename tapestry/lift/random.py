@@ -217,4 +217,3 @@ def lift_multinomial(n: Node) -> None:
     noise = cast(_log(Arg(1, "f32"), Arg(2, "i64")), wide)
     state = [call("sub", cast(Arg(0, x.dtype), wide), noise), Index(dim("v"))]
     n.reduce([out.name], dims[:2], dims[2:], "argmax", reads, state, [cast(Acc(1, "i64"), out.dtype)])
-

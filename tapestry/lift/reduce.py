@@ -132,9 +132,7 @@ def softmax(
     top: Expr = Acc(0, wide)
     if masked:
         top = call("where", call("eq", top, lowest(wide)), number(0, wide), top)
-    m, total = n.reduce(
-        names, kept, gone, "logsumexp", [n.read(x, spots)], [value, number(1, wide)], [top, Acc(1, wide)]
-    )
+    m, total = n.reduce(names, kept, gone, "logsumexp", [n.read(x, spots)], [value, number(1, wide)], [top, Acc(1, wide)])
 
     def body(v: Expr, top: Expr, weight: Expr) -> Expr:
         shifted = call("sub", cast(v, wide), top)

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from onnx import numpy_helper
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Expr, Index, call
+from tapestry.ir.expr import Expr, Index, call, cast
 from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Node, axes, broadcast, here
+from tapestry.lift.builder import Node, axes, broadcast, here, literal
 from tapestry.lift.registry import lifts
 
 
@@ -246,8 +247,6 @@ def lift_depth_space(n: Node) -> None:
 @lifts("ConstantOfShape")
 def lift_constant_of_shape(n: Node) -> None:
     """A constant at every position."""
-    from tapestry.lift.builder import literal
-
     given = n.attr("value")
     value = 0.0 if given is None else _scalar(given)
     e = literal(value, n.out().dtype)
@@ -255,17 +254,12 @@ def lift_constant_of_shape(n: Node) -> None:
 
 
 def _scalar(proto: Any) -> Any:
-    from onnx import numpy_helper
-
     return numpy_helper.to_array(proto).reshape(-1)[0].item()
 
 
 @lifts("Range")
 def lift_range(n: Node) -> bool | None:
     """start + step * position, of known start and step."""
-    from tapestry.ir.expr import cast
-    from tapestry.lift.builder import literal
-
     start, step = n.const(0), n.const(2)
     if start is None or step is None:
         return False
@@ -303,8 +297,6 @@ def lift_trilu(n: Node) -> bool | None:
 @lifts("OneHot")
 def lift_one_hot(n: Node) -> None:
     """on where the position along the new axis is the index (a negative one counts from the back), off elsewhere."""
-    from tapestry.ir.expr import cast
-
     dims = n.out_dims()
     axis = int(n.attr("axis", -1)) % len(dims)
     depth = dims[axis].size
@@ -318,5 +310,3 @@ def lift_one_hot(n: Node) -> None:
         return call("where", call("eq", wrapped, Index(dim(f"x{axis}"))), on, off)
 
     n.block(n.out(), dims, [index, *values], body)
-
-

@@ -163,7 +163,7 @@ def exchange(held: Boxes, wanted: Boxes, layout: Layout, mesh: Mesh) -> tuple[Me
     nearest = owners(layout, mesh)
     lo = np.maximum(wanted[:, None, :, 0], held[None, :, :, 0])
     hi = np.minimum(wanted[:, None, :, 1], held[None, :, :, 1])
-    found = np.all(hi > lo, axis=-1) & nearest
+    found: np.ndarray = np.logical_and.reduce(hi > lo, axis=-1) & nearest
     np.fill_diagonal(found, False)
     return tuple(Message(int(e), int(d), _box(np.stack([lo[d, e], hi[d, e]], -1))) for d, e in np.argwhere(found))
 
@@ -181,9 +181,9 @@ def _box(b: np.ndarray) -> Box:
 
 
 def _covers(outer: Boxes, inner: Boxes) -> bool:
-    empty = np.any(inner[..., 1] <= inner[..., 0], axis=-1)
-    inside = np.all((outer[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outer[..., 1]), axis=-1)
-    return bool(np.all(empty | inside))
+    empty: np.ndarray = np.any(inner[..., 1] <= inner[..., 0], axis=-1)
+    inside: np.ndarray = np.all((outer[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outer[..., 1]), axis=-1)
+    return bool((empty | inside).all())
 
 
 def _distinct(found: list[Boxes]) -> list[Boxes]:

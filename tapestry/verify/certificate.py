@@ -37,13 +37,13 @@ class Content:
 class _Replay:
     graph: Graph
     program: Program
-    laws: Counter[str] = field(default_factory=Counter)
-    holds: list[dict[str, Content]] = field(default_factory=list)
-    alive: list[int] = field(default_factory=list)
-    peak: list[int] = field(default_factory=list)
-    signatures: list[str] = field(default_factory=list)
-    hulls: dict[tuple[str, int, Box], Box | None] = field(default_factory=dict)
-    launched: dict[int, dict[str, list[tuple[int, Box]]]] = field(default_factory=dict)
+    laws: Counter[str] = field(default_factory=Counter[str])
+    holds: list[dict[str, Content]] = field(default_factory=list[dict[str, Content]])
+    alive: list[int] = field(default_factory=list[int])
+    peak: list[int] = field(default_factory=list[int])
+    signatures: list[str] = field(default_factory=list[str])
+    hulls: dict[tuple[str, int, Box], Box | None] = field(default_factory=dict[tuple[str, int, Box], Box | None])
+    launched: dict[int, dict[str, list[tuple[int, Box]]]] = field(default_factory=dict[int, dict[str, list[tuple[int, Box]]]])
 
     def law(self, name: str, holds: bool, what: str, step: object = "", why: object = "") -> None:
         """Count one check of a law; raise when it does not hold."""
@@ -284,7 +284,8 @@ def _reduce(r: _Replay, step: Reduce, name: str) -> None:
             r.law("written_once", twice is None, "a state is merged twice", name, twice)
             for d in group:
                 for e in group:
-                    fits = dst.boxes[d] is not None and src.boxes[e] is not None and inside(dst.boxes[d], src.boxes[e])
+                    part, held_box = dst.boxes[d], src.boxes[e]
+                    fits = part is not None and held_box is not None and inside(part, held_box)
                     r.law("read_after_write", fits, f"device {e} has no states for the part of device {d}", name, dst.boxes[d])
                 same = step.kind == "reduce_scatter" or dst.boxes[d] == src.boxes[d]
                 r.law("agreement", same, "an all-reduce changes a box", name)

@@ -206,6 +206,11 @@ def _erf(x: Array) -> Array:
     return np.vectorize(erf, otypes=[np.float64])(x)
 
 
+def _sigmoid(x: Array) -> Array:
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
+
+
 def _truncated(a: Array, b: Array) -> Array:
     if np.issubdtype(a.dtype, np.integer):
         safe = np.where(b == 0, 1, b)
@@ -215,14 +220,12 @@ def _truncated(a: Array, b: Array) -> Array:
 
 
 NUMPY: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a | b if a.dtype == np.bool_ else np.add(a, b), "sub": np.subtract,
-    "mul": lambda a, b: a & b if a.dtype == np.bool_ else np.multiply(a, b),
+    "add": np.add, "sub": np.subtract, "mul": np.multiply,
     "div": _truncated, "mod": np.mod, "fmod": np.fmod, "pow": np.power, "min": np.minimum, "max": np.maximum,
     "neg": np.negative, "abs": np.abs, "sign": np.sign, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "erf": _erf,
     "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos,
     "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh,
-    "sigmoid": lambda x: np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x)))),
-    "log1p": np.log1p, "expm1": np.expm1, "floor": np.floor, "ceil": np.ceil, "round": np.rint,
+    "sigmoid": _sigmoid, "log1p": np.log1p, "expm1": np.expm1, "floor": np.floor, "ceil": np.ceil, "round": np.rint,
     "isnan": np.isnan, "isinf": np.isinf, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "not": np.invert, "shl": np.left_shift, "shr": np.right_shift, "where": np.where, "philox": philox,

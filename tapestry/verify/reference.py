@@ -1,5 +1,7 @@
 """Reference outputs of an ONNX file: onnxruntime, or the ONNX reference evaluator where that cannot run the model."""
 
+# pyright: basic
+# onnx and onnxruntime come without complete types
 from __future__ import annotations
 
 import warnings
@@ -63,7 +65,8 @@ def _onnxruntime(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
     session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
-    return dict(zip(names, session.run(names, {n: a for n, a in feeds.items() if n in known}), strict=True))
+    found: list[Any] = list(session.run(names, {n: a for n, a in feeds.items() if n in known}))
+    return dict(zip(names, found, strict=True))
 
 
 def _evaluator(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -73,7 +76,7 @@ def _evaluator(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
     loaded = onnx.load(str(model))
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        found = ReferenceEvaluator(loaded).run(None, dict(feeds))
+        found: list[Any] = list(ReferenceEvaluator(loaded).run(None, dict(feeds)))
     return dict(zip([o.name for o in loaded.graph.output], found, strict=True))
 
 

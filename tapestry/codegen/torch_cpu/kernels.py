@@ -184,7 +184,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 def from_numpy(a: np.ndarray) -> Tensor:
     """A tensor with the array's bits (it may share them)."""
-    a = np.ascontiguousarray(a)
+    a = np.ascontiguousarray(a).reshape(a.shape)  # numpy would make a scalar a vector
     if a.dtype.name == "bfloat16":
         return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(a if a.flags.writeable else a.copy())
