@@ -2,8 +2,9 @@
 
     .venv/bin/python bench/compiler.py
 
-Every row is one `tapestry compile` in a process of its own; "total" is the compiler's own clock, "wall" and "CPU" (seconds of
-all cores) include starting Python and writing the build. Writes bench/results/compiler.json; exits 1 if ResNet-50 or BERT-base takes 10 s or more.
+Every row is one `tapestry compile` in a process of its own; "total" is the compiler's own clock, "wall" and "CPU"
+(seconds of all cores) include starting Python and writing the build. Writes bench/results/compiler.json; exits 1 if
+ResNet-50 or BERT-base takes 10 s or more.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from pathlib import Path
 import encoder
 import record
 from models import EXPORTS, materialize
-from record import WORK, Row
+from record import Row
 from rich.console import Console
 from rich.table import Table
 
 GOAL = 10.0  # seconds
+FOLDER = record.WORK / "compiler"
 MESH = "2x4"
 STAGES = ("lift", "simplify", "search", "verify", "codegen", "total")
 LAYERS = (6, 12, 24, 48)
@@ -31,7 +33,7 @@ LAYERS = (6, 12, 24, 48)
 
 def measure(name: str, path: Path, shapes: dict[str, str]) -> Row:
     """One `tapestry compile`."""
-    command = [sys.executable, "-m", "tapestry.cli", "compile", str(path), "-o", str(WORK / "build"), "--mesh", MESH, "--json"]
+    command = [sys.executable, "-m", "tapestry.cli", "compile", str(path), "-o", str(FOLDER / "build"), "--mesh", MESH, "--json"]
     for item in shapes.items():
         command += ["--shape", "=".join(item)]
     before, start = cpu(), time.perf_counter()
@@ -54,15 +56,15 @@ def rows() -> list[Row]:
     """All cases."""
     out: list[Row] = []
     for name in ("light_resnet50", "bert_base"):
-        path = materialize(name, WORK / name)
+        path = materialize(name, FOLDER)
         if path is None:
             print(f"{name}: skipped, the folder of exported models is not beside the checkout")
             continue
         out.append({**measure(name, path, EXPORTS.get(name, {})), "goal_s": GOAL})
     for layers in LAYERS:
-        row = measure(f"encoder, {layers} layers", encoder.write(layers, WORK / "encoder"), {})
+        row = measure(f"encoder, {layers} layers", encoder.write(layers, FOLDER), {})
         out.append({**row, "layers": layers, **({"goal_s": GOAL} if layers == 12 else {})})
-        shutil.rmtree(WORK / "encoder")
+    shutil.rmtree(FOLDER)
     return out
 
 

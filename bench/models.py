@@ -110,7 +110,7 @@ def measure(name: str, mesh: str, path: Path, memory: int | None = None) -> Row:
     """One case, in a process of its own."""
     key: Row = {"model": name, "mesh": mesh, "memory": memory}
     case = {
-        **key, "path": str(path), "folder": str(WORK / "build"), "shapes": EXPORTS.get(name, {}),
+        **key, "path": str(path), "folder": str(WORK / name / "build"), "shapes": EXPORTS.get(name, {}),
         "memory": None if memory is None else str(memory),
     }  # fmt: skip
     command = [sys.executable, __file__, "--worker", json.dumps(case)]

@@ -297,6 +297,12 @@ CONTRACTIONS = {
         y: f16[17, 18] = op [i: 17, n: 18 | m: 40 sum] reads x[i, m], w[m, n]
           body cast(x, f32) * cast(w, f32) then cast(acc0, f16)
         output y""",
+    "bf16": """graph g
+        input x: bf16[17, 40]
+        input w: bf16[40, 18]
+        y: bf16[17, 18] = op [i: 17, n: 18 | m: 40 sum] reads x[i, m], w[m, n]
+          body cast(x, f32) * cast(w, f32) then cast(acc0, bf16)
+        output y""",
     "vector times matrix": """graph g
         input x: f32[1, 37]
         input w: f32[37, 21]
@@ -514,6 +520,12 @@ def test_pow() -> None:
     text = f"""graph g input x: f32[{len(x)}] input y: f32[{len(x)}]
         z: f32[{len(x)}], q: f32[{len(x)}] = op [i: {len(x)}] reads x[i], y[i] body pow(x, y), pow(x, 2.0) output z, q"""
     check(text, {"x": x, "y": y})
+    check("""graph g input x: f64[40] input s: f64[] y: f64[40], z: f64[40] = op [i: 40] reads x[i], s[]
+        body pow(abs(x), f64(0.75)), where(and(gt(s, f64(0.0)), gt(x, f64(0.0))), pow(x, s), x) output y, z""")
+    whole_numbers = {"x": np.arange(1.0, 41.0), "y": np.arange(40.0) % 9}
+    text = "graph g input x: f64[40] input y: f64[40] z: f64[40] = op [i: 40] reads x[i], y[i] body pow(x, y) output z"
+    got = check(text, whole_numbers)["z"]
+    np.testing.assert_array_equal(got, whole_numbers["x"] ** whole_numbers["y"])
     a, b = (v.ravel().astype(np.int64) for v in np.meshgrid([-3, -1, 0, 1, 2, 10], [0, 1, 2, 5, 18]))
     text = f"graph g input x: i64[{len(a)}] input y: i64[{len(a)}] z: i64[{len(a)}] = op [i: {len(a)}]"
     check(text + " reads x[i], y[i] body pow(x, y) output z", {"x": a, "y": b})

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tapestry.codegen.triton.interpreter import corrected
 from tapestry.codegen.triton.source import TritonKernel
 from tapestry.errors import BuildError, TapestryError
 
@@ -54,7 +55,6 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
     Raises:
         TapestryError: CPU tensors without Triton's interpreter.
     """
-    import numpy as np
     from triton import knobs
 
     assert len(arrays) == len(tk.args), f"{tk.name} takes {tk.args}"
@@ -68,9 +68,11 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
         )
     if 0 in tk.grid:
         return
-    options: dict[str, Any] = {} if interpreted else launch_options(tk)
-    with np.errstate(all="ignore"):  # the interpreter is numpy; a GPU does not warn of overflow or 0/0 either
-        load(tk)[tk.grid](*arrays, **options)
+    if interpreted:
+        with corrected():
+            load(tk)[tk.grid](*arrays)
+    else:
+        load(tk)[tk.grid](*arrays, **launch_options(tk))
 
 
 def launch_options(tk: TritonKernel) -> dict[str, Any]:

@@ -111,12 +111,21 @@ def acos(x):
 ''',
     "pow_float": '''
 def pow_float(x, y):
-    """x ** y in f64 (exp2 of a product loses as many bits as the exponent has), with the special cases of C's pow."""
+    """x ** y in f64 with the special cases of C's pow; small whole powers by squaring, which keeps whole results whole."""
     base = x.to(tl.float64)
     power = y.to(tl.float64)
     a = tl.abs(base)
     size = tl.where(a == 1.0, 1.0, tl.exp2(power * tl.log2(a)))
     whole = tl.floor(power) == power
+    small = whole & (tl.abs(power) < 64)
+    left = tl.where(small, tl.abs(power), 0.0).to(tl.int32)
+    chain = tl.where(left >= 0, 1.0, a)
+    factor = a
+    for _ in tl.static_range(6):
+        chain = tl.where((left & 1) == 1, chain * factor, chain)
+        factor = factor * factor
+        left = left >> 1
+    size = tl.where(small, tl.where(power < 0, 1.0 / chain, chain), size)
     odd = whole & (tl.floor(power * 0.5) != power * 0.5)
     below = (base < 0) | ((base == 0) & (1.0 / base < 0))
     signed = tl.where(below & odd, -size, tl.where((base < 0) & (whole == 0) & (a != float("inf")), float("nan"), size))
