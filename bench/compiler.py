@@ -33,7 +33,8 @@ LAYERS = (6, 12, 24, 48)
 
 def measure(name: str, path: Path, shapes: dict[str, str]) -> Row:
     """One `tapestry compile`."""
-    command = [sys.executable, "-m", "tapestry.cli", "compile", str(path), "-o", str(FOLDER / "build"), "--mesh", MESH, "--json"]
+    tapestry = [sys.executable, "-m", "tapestry.cli", "compile"]
+    command = [*tapestry, str(path), "-o", str(FOLDER / "build"), "--mesh", MESH, "--json"]
     for item in shapes.items():
         command += ["--shape", "=".join(item)]
     before, start = cpu(), time.perf_counter()

@@ -7,12 +7,14 @@ from tapestry.codegen.triton.source import TritonKernel
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.program import Launch, Program
+from tapestry.ir.text import signature
 
 
 def kernels(graph: Graph, program: Program) -> list[Kernel]:
     """Every distinct kernel that the program launches and that Triton can express, in order of first use."""
     seen: set[str] = set()
     exact: set[tuple[object, ...]] = set()
+    kinds = [signature(op, graph) for op in graph.ops]
     out: list[Kernel] = []
     for step in program.steps:
         if not isinstance(step, Launch) or unavailable(graph, step.op):
@@ -23,9 +25,9 @@ def kernels(graph: Graph, program: Program) -> list[Kernel]:
             ins = tuple(program.buffers[b].boxes[d] if b else None for b in step.ins)
             outs = tuple(_box(program.buffers[b].boxes[d]) for b in step.outs)
             kernel = Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs)
-            if (step.op, step.mode, block, ins) in exact:
+            if (kinds[step.op], step.mode, block, ins) in exact:
                 continue
-            exact.add((step.op, step.mode, block, ins))
+            exact.add((kinds[step.op], step.mode, block, ins))
             key = kernel_key(graph, kernel)
             if key not in seen:
                 seen.add(key)

@@ -8,11 +8,12 @@ compare two things or need a Program: `dependences` gives the relations that `re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.expr import Acc, Index, walk
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Dim, Graph, Op
 from tapestry.ir.index import dims_of, span
 from tapestry.ir.kernel import whole
 from tapestry.ir.monoid import MONOIDS
@@ -143,12 +144,19 @@ def _partition(op: Op) -> None:
     cuts: dict[str, int] = {}
     for s in op.splits:
         cuts[s.dim] = cuts.get(s.dim, 1) * s.parts
-    relation = space.blocks(op.space, cuts)
-    gap = space.covers(relation, op.space)
+    what, witness = _gap_or_overlap(op.space, tuple(cuts.items()))
+    if what:
+        raise LawError("split_partition", what, where=where(op), why=witness)
+
+
+@lru_cache(maxsize=4096)
+def _gap_or_overlap(dims: tuple[Dim, ...], cuts: tuple[tuple[str, int], ...]) -> tuple[str, str]:
+    """What is wrong with the blocks of an index space, and a point that shows it; empty when they are a partition."""
+    relation = space.blocks(dims, dict(cuts))
+    gap = space.covers(relation, dims)
     if gap is not None:
-        raise LawError("split_partition", "a point is in no block", where=where(op), why=str(gap))
-    if not relation.injective():
-        raise LawError("split_partition", "a point is in two blocks", where=where(op), why=str(relation.collision()))
+        return "a point is in no block", str(gap)
+    return ("", "") if relation.injective() else ("a point is in two blocks", str(relation.collision()))
 
 
 GRAPH_LAWS: dict[str, Law] = {

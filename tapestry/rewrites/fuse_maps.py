@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir import space
-from tapestry.ir.expr import Arg, Expr
+from tapestry.ir.expr import Arg, Expr, walk
 from tapestry.ir.graph import Block, Graph, Op, Read, with_ops
 from tapestry.ir.index import dims_of
 from tapestry.rewrites.pattern import inline, merge_reads, shift_args, substitute_expr, substitute_read
 from tapestry.rewrites.rule import Move, Refusal, register
+
+GROWTH = 200  # nodes that a fusion may add to an expression tree by writing a body more than once
 
 
 @register
@@ -37,7 +39,7 @@ class FuseMaps:
           body exp(x)
         output y
     legal when: the map has one reader, which reads every cell at most once and never outside (asked of isl), so that
-    nothing is computed twice.
+    nothing is computed twice; and a body that the reader uses several times is small.
     """
 
     name = "fuse_maps"
@@ -103,6 +105,11 @@ def refuse(op: Op | None, maker: Op, tensor: str) -> tuple[str, str]:
         return f"'{tensor}' is read outside its cells, where the map is not defined", ""
     if len(set(mine)) > 1:
         return f"'{tensor}' is read through {len(set(mine))} projections: it would be computed for each", ""
+    at = {k for k, r in enumerate(op.reads) if r.tensor == tensor}
+    times = sum(isinstance(x, Arg) and x.pos in at for e in (*op.body, *op.then) for x in walk(e))
+    nodes = sum(1 for _ in walk(maker.body[0]))
+    if (times - 1) * nodes > GROWTH:
+        return f"the body of '{tensor}' would be written {times} times", f"it has {nodes} nodes"
     used = frozenset(n for e in mine[0].index for n in dims_of(e))
     spare = [d.name for d in op.space if d.name not in used and d.size > 1]
     if spare:

@@ -16,9 +16,11 @@ from tapestry.ir import constraints, space
 from tapestry.ir.constraints import where
 from tapestry.ir.expr import Acc
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.kernel import Box, inside, intersect, whole
+from tapestry.ir.kernel import Box, cut, inside, intersect, whole
+from tapestry.ir.plan import Mesh, coordinates, part
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Transfer, allocated
 from tapestry.ir.text import signature
+from tapestry.ir.types import DTYPES
 from tapestry.verify.boxes import coverage
 
 
@@ -88,10 +90,13 @@ class _Replay:
             self.peak[d] = max(self.peak[d], self.alive[d])
 
 
-def check(graph: Graph, program: Program, *, limit: int | None = None, stated_peak: list[int] | None = None) -> dict[str, int]:
+def check(
+    graph: Graph, program: Program, *, limit: int | None = None, stated_peak: list[int] | None = None, mesh: Mesh | None = None
+) -> dict[str, int]:
     """Check a graph and its program; returns how many times each law was checked.
 
     Args:
+        mesh: the mesh that the graph's splits are bound to; the program must cut every operation as they say.
         limit: bytes that each device has.
         stated_peak: peak bytes per device that the plan claims.
 
@@ -102,6 +107,7 @@ def check(graph: Graph, program: Program, *, limit: int | None = None, stated_pe
     r.laws.update(constraints.check(graph))
     r.alive, r.peak = [0] * program.devices, [0] * program.devices
     r.signatures = [signature(op, graph) for op in graph.ops]
+    _declared(r)
     for i, step in enumerate(program.steps):
         name = f"step {i} ({type(step).__name__.lower()})"
         match step:
@@ -118,11 +124,24 @@ def check(graph: Graph, program: Program, *, limit: int | None = None, stated_pe
         assert all(b in program.buffers for b in allocated(step))
     for i, op in enumerate(graph.ops):
         _blocks(r, i, op)
+        if mesh is not None:
+            _as_planned(r, i, op, mesh)
     _outputs(r)
     for d, peak in enumerate(r.peak):
         r.law("memory", limit is None or peak <= limit, f"device {d} needs {peak:,} bytes of {limit}")
         r.law("memory", stated_peak is None or stated_peak[d] == peak, f"device {d} needs {peak:,} bytes, not what is stated")
     return dict(r.laws)
+
+
+def _declared(r: _Replay) -> None:
+    """Every buffer is a part of some tensor on every device, before any step is looked at."""
+    for name, b in r.program.buffers.items():
+        t, step = r.graph.tensors.get(b.tensor), f"buffer '{name}'"
+        r.law("agreement", t is not None and b.name == name and b.dtype in DTYPES, "not a buffer of a tensor", step, b.tensor)
+        assert t is not None
+        r.law("agreement", len(b.boxes) == r.program.devices, f"{len(b.boxes)} boxes for {r.program.devices} devices", step)
+        odd = next((box for box in b.boxes if box is not None and len(box) != len(t.shape)), None)
+        r.law("agreement", odd is None, f"'{b.tensor}' has {len(t.shape)} axes", step, odd)
 
 
 def _load(r: _Replay, step: Load, name: str) -> None:
@@ -137,7 +156,8 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
     op = r.graph.ops[step.op]
     name = f"{name} of {where(op)}"
     r.law("agreement", step.mode in ("full", "partial", "finish") and len(step.blocks) == r.program.devices, "bad launch", name)
-    r.law("agreement", isinstance(op, Block) or step.mode == "full", "an opaque operation has no states", name)
+    monoid = op.monoid if isinstance(op, Block) else None
+    r.law("agreement", monoid is not None or step.mode == "full", "the operation has no states", name)
     count = len(op.reads) if isinstance(op, Block) else len(op.ins)
     r.law("agreement", len(step.ins) == count, f"{len(step.ins)} buffers for {count} reads", name)
     n = len(op.dims)
@@ -273,6 +293,9 @@ def _reduce(r: _Replay, step: Reduce, name: str) -> None:
     for group in step.groups:
         for k, (s, t) in enumerate(zip(step.srcs, step.dsts, strict=True)):
             src, dst = r.buffer(s, name), r.buffer(t, name)
+            r.law("agreement", dst.dtype == op.body[k].dtype, f"'{t}' has another dtype than the state", name, dst.dtype)
+            ours = dst.field is None or (dst.field == k and dst.tensor == op.outs[0])
+            r.law("agreement", ours, f"'{t}' is not field {k} of the states", name)
             parts: list[Box] = []
             for d in group:
                 content = r.holds[d].get(s)
@@ -314,7 +337,7 @@ def _blocks(r: _Replay, i: int, op: Op) -> None:
     """Law 4 over devices: blocks of one operation are equal (replicas) or disjoint, and cover its index space."""
     found = r.launched.get(i, {})
     modes = found.get("full") or found.get("partial") or []
-    r.law("split_partition", bool(modes), f"{where(op)} is never run")
+    r.law("split_partition", bool(modes), "the operation is never run", where(op))
     distinct = list(dict.fromkeys(b for _, b in modes))
     gap, twice = coverage(distinct, whole(tuple(d.size for d in op.space)))
     r.law("split_partition", gap is None, "a point is computed by no device", where(op), gap)
@@ -325,6 +348,19 @@ def _blocks(r: _Replay, i: int, op: Op) -> None:
         if ends:
             gap, _ = coverage(ends, whole(tuple(d.size for d in op.dims)))
             r.law("written_once", gap is None, "an output cell is never finished", where(op), gap)
+
+
+def _as_planned(r: _Replay, i: int, op: Op, mesh: Mesh) -> None:
+    """Law 4: what each device computes of an operation is the block that the plan's splits give it."""
+    names = [f"mesh.{a.name}" for a in mesh]
+    cut_by = {d.name: tuple(names.index(s.to) for s in op.splits if s.dim == d.name and s.to in names) for d in op.space}
+    found = r.launched.get(i, {})
+    for d, coordinate in enumerate(coordinates(mesh)):
+        planned = tuple(cut(e.size, *part(mesh, cut_by[e.name], coordinate)) for e in op.space)
+        mine = [b for device, b in found.get("full") or found.get("partial") or [] if device == d]
+        hull = tuple((min(lo for lo, _ in axis), max(hi for _, hi in axis)) for axis in zip(*mine, strict=True))
+        same = bool(mine) and hull == planned
+        r.law("split_partition", same, f"device {d} does not compute what the plan gives it", where(op), f"{hull}, not {planned}")
 
 
 def _outputs(r: _Replay) -> None:

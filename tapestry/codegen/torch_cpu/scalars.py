@@ -47,6 +47,25 @@ TABLE: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+# torch has next to no operators on wide unsigned integers; numpy has them all
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+NUMPY: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.floor_divide, "mod": np.mod, "fmod": np.fmod,
+    "pow": np.power, "min": np.minimum, "max": np.maximum, "neg": np.negative, "abs": np.abs, "sign": np.sign,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "shl": np.left_shift,
+    "shr": np.right_shift, "where": np.where,
+}  # fmt: skip
+
+
+def apply(fn: str, operands: list[Tensor]) -> Tensor:
+    """One primitive."""
+    if operands[-1].dtype in _UNSIGNED:
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(np.ascontiguousarray(NUMPY[fn](*(o.numpy() for o in operands))))
+    return TABLE[fn](*operands)
+
+
 def cast(x: Tensor, dtype: str) -> Tensor:
     """ONNX Cast: floats to integers truncate, anything to bool is ``!= 0``."""
     return x != 0 if dtype == "bool" else x.to(TORCH_DTYPES[dtype])
@@ -64,7 +83,7 @@ def value(e: Expr, args: dict[int, Tensor], state: list[Tensor], index: Callable
         case Index():
             return index(e)
     operands = [value(a, args, state, index) for a in e.args]
-    return cast(operands[0], e.dtype) if e.fn == "cast" else TABLE[e.fn](*operands)
+    return cast(operands[0], e.dtype) if e.fn == "cast" else apply(e.fn, operands)
 
 
 def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
