@@ -84,7 +84,8 @@ def worker(case: Row) -> Row:
     return {
         **{k: r[k] for k in keep}, "peak_bytes": ran["peak_bytes"], "planned_peak_bytes": r["peak_bytes"],
         "compiler_rss_bytes": compiler, "seconds": {**r["seconds"], "verify_files": verified, "run": ran["seconds"]},
-        "reference": ran["reference"], "rel_err": error, "reference_spread": max(spread, default=None), "checks": sum(laws.values()),
+        "reference": ran["reference"], "rel_err": error, "reference_spread": max(spread, default=None),
+        "checks": sum(laws.values()),
         "passed": bool(ran["passed"] and (error <= TOLERANCE or spread)),
     }  # fmt: skip
 

@@ -70,7 +70,7 @@ def test_what_elimination_leaves_goes_to_highs(seed, limit, monkeypatch):
     monkeypatch.setattr(network, "TABLE_LIMIT", limit)
     monkeypatch.setattr(network, "solve_highs", lambda *a: called.append(1) or real(*a))
     found = solve(sizes, factors)
-    assert called or limit > 1
+    assert called or limit > 1 or len(sizes) < 3  # two nodes: the dual bound alone settles them
     if math.isinf(best):
         assert math.isinf(found.objective)
         return
@@ -124,7 +124,7 @@ def test_a_loopy_network_that_elimination_cannot_do():
             for other in (node(i + 1, j), node(i, j + 1)):
                 factors.append(Factor((node(i, j), other), rng.random((k, k)) * 0.5))
     found = solve([k] * side * side, factors, 20.0)
-    assert found.bound <= found.objective + 1e-9
+    assert found.objective * 0.99 <= found.bound <= found.objective + 1e-9
     greedy = network._greedy([k] * side * side, range(side * side), factors)
     assert found.objective <= evaluate([greedy[n] for n in range(side * side)], factors) + 1e-9
 

@@ -1,18 +1,24 @@
 """A network of choices with costs on single nodes and on groups of nodes, minimised exactly.
 
-Variable elimination (Bertelè and Brioschi 1972) removes nodes while the tables it makes stay small; what is left, if
-anything, is solved by HiGHS in its local-polytope form: a variable for every choice of a node and for every joint choice
+A dual bound (`plan.search.dual`) rules out most labels; variable elimination (Bertelè and Brioschi 1972) removes nodes
+while the tables it makes stay small; what is then left, if anything, is solved by HiGHS in its local-polytope form: a variable for every choice of a node and for every joint choice
 of a group, tied by marginalisation rows. (The weak rows ``e >= s_i + s_j - 1`` are what makes other solvers slow.)
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tapestry.plan.search.dual import Dual, ascend, survivors
+
+Tables = dict[tuple[int, ...], np.ndarray]
+
 TABLE_LIMIT = 1 << 22  # entries of the largest table that elimination may make
+CORE_LIMIT = 1 << 12  # the same where elimination alone cannot finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +41,72 @@ class Solution:
 def solve(sizes: Sequence[int], factors: Sequence[Factor], time_limit: float = 60.0) -> Solution:
     """Minimise the sum of all factors.
 
+    A dual bound first: it is often tight, and otherwise rules out most labels. Elimination solves the rest, and HiGHS
+    the core on which elimination's tables would grow too large. (Groups of three and more skip the dual bound.)
+
     Args:
         sizes: number of choices of each node.
         factors: costs; a group of nodes may appear more than once. Infinite costs forbid.
-        time_limit: seconds for HiGHS on the part that elimination leaves.
+        time_limit: seconds for the dual bound and HiGHS together.
     """
+    deadline = time.monotonic() + time_limit
     tables = _merged(factors)
+    if any(len(k) > 2 for k in tables):
+        return _finish(sizes, tables, factors, deadline, -np.inf, None)
+    dual = ascend(sizes, tables, time.monotonic() + time_limit / 3)
+    if dual.objective - dual.bound() <= 1e-9 * abs(dual.objective):
+        objective = evaluate(dual.choice, factors)  # infinite when every choice is forbidden
+        return Solution(dual.choice, objective, min(dual.bound(), objective))
+    kept = survivors(dual)
+    small = {k: t[np.ix_(*(kept[n] for n in k))] for k, t in tables.items()}
+    found = _finish([len(k) for k in kept], small, [Factor(k, t) for k, t in small.items()], deadline, dual.bound(), dual)
+    choice = [int(kept[n][c]) for n, c in enumerate(found.choice)]
+    return Solution(choice, evaluate(choice, factors), found.bound)
+
+
+def _finish(
+    sizes: Sequence[int], tables: Tables, factors: Sequence[Factor], deadline: float, bound: float, dual: Dual | None
+) -> Solution:
+    """Eliminate, and solve the core that is left; never worse than the dual's own choice."""
+    order, core, constant = _eliminate(sizes, tables)
+    choice = [0] * len(sizes)
+    value = constant
+    if core:
+        nodes = sorted({n for k in core for n in k})
+        limit = max(1.0, deadline - time.monotonic())
+        picked, lower = solve_highs(sizes, nodes, [Factor(k, t) for k, t in core.items()], limit)
+        value += lower
+        for n, c in picked.items():
+            choice[n] = c
+    for node, joint in reversed(order):
+        at = tuple(choice[n] for n in joint.nodes[1:])
+        choice[node] = int(np.argmin(joint.table[(slice(None), *at)]))
+    objective = evaluate(choice, factors)
+    if dual is not None and dual.objective < objective:
+        original = [int(np.flatnonzero(k == c)[0]) for k, c in zip(survivors(dual), dual.choice, strict=True)]
+        choice, objective = original, dual.objective
+    return Solution(choice, objective, min(max(bound, value), objective))
+
+
+def _eliminate(sizes: Sequence[int], tables: Tables) -> tuple[list[tuple[int, Factor]], Tables, float]:
+    """(nodes removed with their joined tables, in order; the tables left; the cost settled so far)."""
+    tables = dict(tables)
     order: list[tuple[int, Factor]] = []
     touching: dict[int, set[tuple[int, ...]]] = {i: set() for i in range(len(sizes))}
     for nodes in tables:
         for n in nodes:
             touching[n].add(nodes)
-    remaining = set(range(len(sizes)))
     constant = 0.0
-    queue = {n: _join_size(n, touching, sizes) for n in remaining}
+    queue = {n: _join_size(n, touching, sizes) for n in touching}
     while queue:
         node = min(queue, key=lambda n: queue[n])
-        if queue[node] > TABLE_LIMIT:
+        if queue.pop(node) > TABLE_LIMIT:
             break
         joint = _join(node, [Factor(k, tables.pop(k)) for k in touching[node]], sizes)
         order.append((node, joint))
         for nodes in list(touching[node]):
             for n in nodes:
                 touching[n].discard(nodes)
-        remaining.discard(node)
-        del queue[node]
         rest, table = joint.nodes[1:], joint.table.min(axis=0)
         if not rest:
             constant += float(table)
@@ -69,17 +116,7 @@ def solve(sizes: Sequence[int], factors: Sequence[Factor], time_limit: float = 6
             touching[n].add(rest)
         for n in rest:
             queue[n] = _join_size(n, touching, sizes)
-    choice = [0] * len(sizes)
-    bound = constant
-    if remaining:
-        core, value = solve_highs(sizes, sorted(remaining), [Factor(k, t) for k, t in tables.items()], time_limit)
-        bound += value
-        for n, c in core.items():
-            choice[n] = c
-    for node, joint in reversed(order):
-        at = tuple(choice[n] for n in joint.nodes[1:])
-        choice[node] = int(np.argmin(joint.table[(slice(None), *at)]))
-    return Solution(choice, evaluate(choice, factors), bound)
+    return order, tables, constant
 
 
 def evaluate(choice: Sequence[int], factors: Sequence[Factor]) -> float:
@@ -87,9 +124,9 @@ def evaluate(choice: Sequence[int], factors: Sequence[Factor]) -> float:
     return float(sum(f.table[tuple(choice[n] for n in f.nodes)] for f in factors))
 
 
-def _merged(factors: Sequence[Factor]) -> dict[tuple[int, ...], np.ndarray]:
+def _merged(factors: Sequence[Factor]) -> Tables:
     """One table per group of nodes, axes in increasing node order."""
-    out: dict[tuple[int, ...], np.ndarray] = {}
+    out: Tables = {}
     for f in factors:
         order = sorted(range(len(f.nodes)), key=lambda k: f.nodes[k])
         nodes = tuple(f.nodes[k] for k in order)
