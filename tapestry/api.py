@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tapestry import pipeline
+from tapestry import flags, pipeline
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir import store
 from tapestry.ir.plan import Mesh
@@ -117,6 +117,7 @@ def load(folder: str | Path) -> Compiled:
 
 def open_session(build: store.Build, constants: bytes) -> Session:
     """A session of a build on its target."""
+    flags.sleep_when_idle()
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 
