@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,10 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(args, e, 2)
     except MemoryError:
         return _failed(args, TapestryError("out of memory", hint="a smaller --shape, or more memory"), 2)
-    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, OSError) as e:
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (nothing must be written to the pipe at exit)
+        return 141
+    except OSError as e:
         return _failed(args, TapestryError(e.strerror or str(e), where=str(e.filename or "")), 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

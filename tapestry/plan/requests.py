@@ -35,7 +35,10 @@ def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[
         name, dim, parts = m.group(1), m.group(2), int(m.group(3))
         axes = _axes(m.group(4), parts, mesh, text)
         for i, dim_name in _operations(name, dim, graph, text, folded):
-            why = refusal(graph.ops[i], Split(dim_name, parts, f"mesh.{mesh[axes[0]].name}"))
+            total = parts
+            for p in out.get(i, ()):
+                total *= mesh[p.axis].size if p.dim == dim_name else 1
+            why = refusal(graph.ops[i], Split(dim_name, total, f"mesh.{mesh[axes[0]].name}"))
             if why is not None:
                 raise PlanError(f"the pin is impossible: {why.reason}", where=f"--pin '{text}'", why=why.witness)
             taken = [mesh[p.axis].name for p in out.get(i, ()) if p.axis in axes]

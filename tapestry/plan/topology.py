@@ -10,13 +10,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from tapestry.errors import TapestryError
-from tapestry.ir.plan import Mesh, MeshAxis
+from tapestry.ir.plan import Mesh, MeshAxis, device_count
 
 GiB = 1 << 30
+MAX_DEVICES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +79,14 @@ PRESETS = tuple(_PRESETS)
 
 def parse_mesh(text: str) -> Mesh:
     """``4``, ``2x4`` or ``dp=2,tp=4``."""
-    if "=" in text:
-        items = [i.partition("=") for i in text.split(",")]
-        if all(re.fullmatch(r"[A-Za-z_]\w*", n) and s.isdigit() and int(s) > 0 for n, _, s in items):
-            return tuple(MeshAxis(n, int(s)) for n, _, s in items)
-    elif all(p.isdigit() and int(p) > 0 for p in text.split("x")):
-        return tuple(MeshAxis(f"d{i}", int(p)) for i, p in enumerate(text.split("x")))
-    raise TapestryError(f"'{text}' is not a mesh", where="--mesh", hint="8, 2x4 or dp=2,tp=4")
+    named = [i.partition("=")[::2] for i in text.split(",")] if "=" in text else [(f"d{i}", p) for i, p in enumerate(text.split("x"))]
+    right = all(re.fullmatch(r"[A-Za-z_]\w*", n) and re.fullmatch(r"0*[1-9][0-9]{0,5}", s) for n, s in named)
+    if not right or len({n for n, _ in named}) < len(named):
+        raise TapestryError(f"'{text}' is not a mesh", where="--mesh", hint="8, 2x4 or dp=2,tp=4")
+    mesh = tuple(MeshAxis(n, int(s)) for n, s in named)
+    if device_count(mesh) > MAX_DEVICES:
+        raise TapestryError(f"a mesh of {device_count(mesh):,} devices", where="--mesh", hint=f"at most {MAX_DEVICES:,}")
+    return mesh
 
 
 def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topology:
@@ -112,7 +115,7 @@ def default_mesh(source: str) -> Mesh | None:
 def _document(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise TapestryError(f"not a topology: {e}", where=str(path), hint=f"a JSON file, or one of {', '.join(PRESETS)}") from None
     if not isinstance(found, dict):
         raise TapestryError("not a topology: not a JSON object", where=str(path))
@@ -131,16 +134,19 @@ def _read(path: Path) -> tuple[Device, tuple[tuple[int, Link], ...]]:
             vector=float(d.get("vector", flops["other"])), flops=flops,
         )  # fmt: skip
         levels = tuple((int(v.get("devices", 1 << 30)), Link(float(v["alpha"]), float(v["beta"]))) for v in data["levels"])
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=str(path), hint="see docs/topology.md") from None
-    if not levels or device.memory <= 0 or min([device.bandwidth, device.vector, *flops.values()]) <= 0:
-        raise TapestryError("not a topology: rates and memory must be positive, levels not empty", where=str(path))
+    rates = [device.bandwidth, device.vector, *flops.values(), *(reach for reach, _ in levels)]
+    costs = [device.launch, *(c for _, link in levels for c in (link.alpha, link.beta))]
+    sane = all(isfinite(x) and x > 0 for x in rates) and all(isfinite(x) and x >= 0 for x in costs)
+    if not levels or not sane:
+        raise TapestryError("not a topology: rates must be positive, costs not negative, levels not empty", where=str(path))
     return device, levels
 
 
 def parse_bytes(text: str) -> int:
     """``16GiB``, ``800MB`` or a number of bytes."""
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?\s*", text)
+    m = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kKMGT]?)(i?)[bB]?\s*", text)
     if not m:
         raise TapestryError(f"'{text}' is not an amount of memory", hint="16GiB, 800MB or a number of bytes")
     power = " KMGT".index(m.group(2).upper() or " ")

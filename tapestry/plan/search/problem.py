@@ -167,7 +167,7 @@ def _load_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) 
 def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
     """Per operation and choice, bytes that the last device surely holds while operation ``at`` runs.
 
-    Weights (charged to their first reader), results that are still needed, partial states of ``at`` itself: a lower
+    Weights (charged to their first reader), inputs (to their last), results that are still needed, partial states of ``at`` itself: a lower
     estimate of the program's memory, linear in the choices. The last device has the largest block of every cut.
     """
     graph = problem.graph
@@ -185,8 +185,8 @@ def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
         if i == at:
             row += menu.state_bytes
         for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
-            fixed = t in problem.inputs
-            if t in graph.weights and t not in charged and not fixed:
+            stays = t in graph.weights or (t in graph.inputs and at <= i == last[t])  # loaded first, freed after its last reader
+            if stays and t not in charged and t not in problem.inputs:
                 charged.add(t)
                 width = itemsize(graph.tensors[t].dtype)
                 row += np.array([width * int(compute.sizes(r[k])[-1]) for r in menu.reads])

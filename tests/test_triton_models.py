@@ -1,0 +1,102 @@
+"""Whole models on generated kernels: in the interpreter at small odd sizes, and every kernel compiled ahead of time.
+
+Each runs the command line in a process of its own, because Triton decides when it is imported whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from small_models import f32, net
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPORTS = ROOT.parent / "shared" / "models"
+N = helper.make_node
+
+
+def tapestry(*args: str | Path, interpret: bool = False) -> dict:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    done = subprocess.run(
+        [sys.executable, "-m", "tapestry.cli", *map(str, args), "--json"], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
+def residual_net() -> onnx.ModelProto:
+    """What ResNet-50 is made of, at odd sizes: strided stem, pool, bottleneck with projection, global pool, linear."""
+    weights: dict[str, np.ndarray] = {}
+
+    def conv(out: str, x: str, c: int, o: int, k: int, **attributes: object) -> list[onnx.NodeProto]:
+        weights[f"{out}.w"] = f32(o, c, k, k)
+        for name in ("scale", "bias", "mean"):
+            weights[f"{out}.{name}"] = f32(o)
+        weights[f"{out}.var"] = np.abs(f32(o)) + np.float32(0.5)
+        norm = [f"{out}.{n}" for n in ("scale", "bias", "mean", "var")]
+        return [N("Conv", [x, f"{out}.w"], [f"{out}.c"], name=out, **attributes), N("BatchNormalization", [f"{out}.c", *norm], [out])]
+
+    weights["fc.w"], weights["fc.b"] = f32(13, 19), f32(13)
+    nodes = [
+        *conv("stem", "x", 3, 9, 7, strides=[2, 2], pads=[3, 3, 3, 3]), N("Relu", ["stem"], ["r"]),
+        N("MaxPool", ["r"], ["p"], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
+        *conv("a", "p", 9, 7, 1), N("Relu", ["a"], ["ar"]), *conv("b", "ar", 7, 7, 3, strides=[2, 2], pads=[1, 1, 1, 1]),
+        N("Relu", ["b"], ["br"]), *conv("c", "br", 7, 19, 1), *conv("d", "p", 9, 19, 1, strides=[2, 2]),
+        N("Add", ["c", "d"], ["s"]), N("Relu", ["s"], ["sr"]), N("GlobalAveragePool", ["sr"], ["g"]),
+        N("Flatten", ["g"], ["f"]), N("Gemm", ["f", "fc.w", "fc.b"], ["y"], transB=1),
+    ]  # fmt: skip
+    return net(nodes, {"x": (1, [1, 3, 37, 29])}, {"y": 1}, weights)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_residual_net_on_generated_kernels(tmp_path: Path, devices: int) -> None:
+    onnx.save(residual_net(), tmp_path / "m.onnx")
+    tapestry("compile", tmp_path / "m.onnx", "-o", tmp_path / "b", "--devices", str(devices), "--target", "triton:sm90")
+    done = tapestry("run", tmp_path / "b", "--check", interpret=True)
+    assert done["passed"] and done["outputs"]["y"]["rel_err"] < 1e-5
+
+
+def test_llama_export_on_generated_kernels(tmp_path: Path) -> None:
+    shapes = ["s72=1", "s53=3"]
+    build = _export(tmp_path, "llama_tiny", shapes, devices=2)
+    done = tapestry("run", build, "--check", interpret=True)
+    assert done["passed"] and all(o["rel_err"] < 1e-5 for o in done["outputs"].values())
+
+
+def _export(folder: Path, name: str, shapes: list[str], devices: int) -> Path:
+    if not EXPORTS.is_dir():
+        pytest.skip("the exported models are not beside the checkout")
+    subprocess.run([sys.executable, str(EXPORTS / "materialize.py"), name, str(folder)], check=True)
+    args = ("--devices", str(devices), "--shape", *shapes, "--target", "triton:sm90")
+    tapestry("compile", folder / f"{name}.onnx", "-o", folder / "build", *args)
+    return folder / "build"
+
+
+LIMITS = {"sm80": 166_912, "sm90": 232_448, "sm100": 232_448, "gfx942": 65_536}  # bytes of shared memory per block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", LIMITS)
+@pytest.mark.parametrize("name", ["demo", "llama_tiny"])
+def test_every_kernel_compiles_ahead_of_time(tmp_path: Path, name: str, target: str) -> None:
+    if name == "demo":
+        sys.path.insert(0, str(ROOT / "examples"))
+        import light
+
+        build = tmp_path / "build"
+        tapestry("compile", light.write("resnet50", tmp_path), "-o", build, "--devices", "4")
+    else:
+        build = _export(tmp_path, name, ["s72=1", "s53=33"], devices=2)
+    table = tapestry("kernels", build, "-o", tmp_path / "kernels", "--target", f"triton:{target}")["kernels"]
+    assert len(table) == len(list((build / "kernels").glob("*.py"))) > 20
+    for row in table:
+        assert row["shared"] <= LIMITS[target], row["kernel"]
+        trigonometric = any(w in (build / "kernels" / f"{row['kernel']}.py").read_text() for w in ("tl.cos(", "tl.sin("))
+        assert row["spills"] == 0 or trigonometric, row["kernel"]  # argument reduction of sin and cos needs stack on CUDA
