@@ -23,7 +23,9 @@ Array = np.ndarray[Any, Any]
 class Compiled:
     """A verified plan: run it, read it, save it."""
 
-    def __init__(self, build: store.Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]) -> None:
+    def __init__(
+        self, build: store.Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]
+    ) -> None:
         self.build, self.kernels, self.laws = build, kernels, laws
         self._constants = constants
         self._session: Session | None = None
@@ -129,7 +131,11 @@ def open_session(build: store.Build, constants: bytes) -> Session:
 
 
 def run_checked(
-    compiled: Compiled, feeds: Mapping[str, Array], *, check: bool, progress: Callable[[int, int], None] = lambda done, total: None
+    compiled: Compiled,
+    feeds: Mapping[str, Array],
+    *,
+    check: bool,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Result, dict[str, Any]]:
     """Run once; the document is what ``tapestry run --json`` prints."""
     session = compiled.session

@@ -227,7 +227,9 @@ def _rules(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="one JSON document on standard output, everything else on standard error")
+    common.add_argument(
+        "--json", action="store_true", help="one JSON document on standard output, everything else on standard error"
+    )
     common.add_argument("-q", "--quiet", action="store_true")
     common.add_argument("-v", "--verbose", action="store_true")
     parser = argparse.ArgumentParser(prog="tapestry", description="ONNX models to verified, sharded plans and Triton kernels")

@@ -173,7 +173,13 @@ def _build(lifted: Lifted, found: Found, topo: Topology, options: Options, moves
 
 
 def _report(
-    lifted: Lifted, found: Found, topo: Topology, alone: int, kernels: Mapping[str, str], laws: Mapping[str, int], moves: list[Move]
+    lifted: Lifted,
+    found: Found,
+    topo: Topology,
+    alone: int,
+    kernels: Mapping[str, str],
+    laws: Mapping[str, int],
+    moves: list[Move],
 ) -> dict[str, Any]:
     """The JSON document of ``compile``."""
     graph, program = found.plan.graph, found.program

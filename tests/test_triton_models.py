@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
 from small_models import f32, net
 
 ROOT = Path(__file__).resolve().parent.parent

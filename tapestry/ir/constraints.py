@@ -159,9 +159,7 @@ def _gap_or_overlap(dims: tuple[Dim, ...], cuts: tuple[tuple[str, int], ...]) ->
     return ("", "") if relation.injective() else ("a point is in two blocks", str(relation.collision()))
 
 
-GRAPH_LAWS: dict[str, Law] = {
-    law.__name__: law for law in (ssa, agreement, reads_inside, written_once, split_partition)
-}
+GRAPH_LAWS: dict[str, Law] = {law.__name__: law for law in (ssa, agreement, reads_inside, written_once, split_partition)}
 
 
 def check(graph: Graph) -> dict[str, int]:

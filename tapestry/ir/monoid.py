@@ -30,9 +30,7 @@ class Monoid:
     def combiner(self, dtypes: tuple[str, ...]) -> State:
         """``combine`` as expressions over Arg 0..k-1 (left state) and Arg k..2k-1 (right state)."""
         k = len(dtypes)
-        return self.combine(
-            tuple(Arg(i, d) for i, d in enumerate(dtypes)), tuple(Arg(k + i, d) for i, d in enumerate(dtypes))
-        )
+        return self.combine(tuple(Arg(i, d) for i, d in enumerate(dtypes)), tuple(Arg(k + i, d) for i, d in enumerate(dtypes)))
 
 
 def lowest(dtype: str) -> Const:
@@ -57,9 +55,7 @@ def number(value: float, dtype: str) -> Const:
 
 
 def _single(name: str, fn: str, zero: Callable[[str], Const]) -> Monoid:
-    return Monoid(
-        name=name, fields=("value",), zero=lambda d: (zero(d[0]),), combine=lambda a, b: (call(fn, a[0], b[0]),)
-    )
+    return Monoid(name=name, fields=("value",), zero=lambda d: (zero(d[0]),), combine=lambda a, b: (call(fn, a[0], b[0]),))
 
 
 def _moments(a: State, b: State) -> State:
@@ -79,9 +75,7 @@ def _logsumexp(a: State, b: State) -> State:
     m = call("max", a[0], b[0])
 
     def scaled(m_old: Expr, s_old: Expr) -> Expr:
-        return call(
-            "where", call("eq", m_old, m), s_old, call("mul", s_old, call("exp", call("sub", m_old, m)))
-        )
+        return call("where", call("eq", m_old, m), s_old, call("mul", s_old, call("exp", call("sub", m_old, m))))
 
     return m, call("add", scaled(a[0], a[1]), scaled(b[0], b[1]))
 

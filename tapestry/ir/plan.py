@@ -83,7 +83,7 @@ def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     """Mesh coordinates of each device."""
     out: list[tuple[int, ...]] = [()]
     for a in mesh:
-        out = [c + (k,) for c in out for k in range(a.size)]
+        out = [(*c, k) for c in out for k in range(a.size)]
     return out
 
 

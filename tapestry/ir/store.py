@@ -58,7 +58,9 @@ class Build:
     constants: Mapping[str, tuple[int, int]]
 
 
-def write(folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]) -> None:
+def write(
+    folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]
+) -> None:
     """Write a build directory in one step: it appears whole, or not at all.
 
     Raises:
@@ -207,14 +209,18 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
         if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
             raise BuildError(f"'{name}' is not a plain file of a sane size", where=str(folder))
         if _sha256(path) != digest:
-            raise BuildError(f"'{name}' is not what the certificate's hash says", where=str(folder), hint="compile the model again")
+            raise BuildError(
+                f"'{name}' is not what the certificate's hash says", where=str(folder), hint="compile the model again"
+            )
     return decode((folder / "plan.json").read_bytes(), str(folder / "plan.json")), laws
 
 
 def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     path = folder / "certificate.json"
     if not folder.is_dir() or not path.is_file() or path.is_symlink():
-        raise BuildError("not a build directory: no certificate.json", where=str(folder), hint="tapestry compile MODEL -o BUILD")
+        raise BuildError(
+            "not a build directory: no certificate.json", where=str(folder), hint="tapestry compile MODEL -o BUILD"
+        )
     try:
         body = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         stated = body.pop("sha256")

@@ -84,7 +84,9 @@ class _Lowering:
     def covering(self, tensor: str, boxes: Boxes) -> str | None:
         """A buffer that holds every device's footprint; the tightest one."""
         found = [b for b in self.held.get(tensor, ()) if _covers(self.boxes[b], boxes)]
-        return min(found, key=lambda b: int(np.prod(self.boxes[b][..., 1] - self.boxes[b][..., 0], axis=-1).sum()), default=None)
+        return min(
+            found, key=lambda b: int(np.prod(self.boxes[b][..., 1] - self.boxes[b][..., 0], axis=-1).sum()), default=None
+        )
 
     def fetch(self, tensor: str, boxes: Boxes) -> str:
         """A buffer with the footprint, transferring what is missing."""
@@ -121,7 +123,8 @@ class _Lowering:
         """Declare the buffers of an operation's outputs."""
         shapes = [self.plan.graph.tensors[t].shape for t in op.outs]
         return tuple(
-            self.buffer(t, tensor_boxes(shape, self.layouts[t], self.plan.mesh)) for t, shape in zip(op.outs, shapes, strict=True)
+            self.buffer(t, tensor_boxes(shape, self.layouts[t], self.plan.mesh))
+            for t, shape in zip(op.outs, shapes, strict=True)
         )
 
     def reduction(self, i: int, op: Block, block: Boxes, ins: list[str], cut: list[int]) -> None:

@@ -59,7 +59,11 @@ def _axes(text: str, parts: int, mesh: Mesh, whole: str) -> list[int]:
     for a in found:
         size *= mesh[a].size
     if size != parts:
-        raise PlanError(f"{parts} parts over mesh axis {text} of {size} devices", where=f"'{whole}'", hint=f"{size} parts, or another --mesh")
+        raise PlanError(
+            f"{parts} parts over mesh axis {text} of {size} devices",
+            where=f"'{whole}'",
+            hint=f"{size} parts, or another --mesh",
+        )
     return found
 
 
@@ -105,7 +109,9 @@ def parse_layouts(texts: Sequence[str], graph: Graph, mesh: Mesh) -> tuple[dict[
         ends = tensor in graph.outputs
         if not ends and tensor not in graph.inputs and tensor not in graph.weights:
             names = [*graph.inputs, *graph.outputs, *list(graph.weights)[:4]]
-            raise PlanError(f"'{tensor}' is no input and no output", where=f"--layout '{text}'", hint=f"one of {', '.join(names)}")
+            raise PlanError(
+                f"'{tensor}' is no input and no output", where=f"--layout '{text}'", hint=f"one of {', '.join(names)}"
+            )
         layout = _layout(spec, graph.tensors[tensor].shape, mesh, text)
         (outputs if ends else inputs)[tensor] = layout
     return inputs, outputs
@@ -117,7 +123,9 @@ def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, text: str) -> Layout:
     for item in [] if spec == "replicated" else spec.split(","):
         m = re.fullmatch(r"(\d+)=(\d+)@([\w+]+)", item)
         if not m:
-            raise PlanError(f"'{item}' is not axis=parts@axis", where=f"--layout '{text}'", hint="as in x:2=8@d0, or x:replicated")
+            raise PlanError(
+                f"'{item}' is not axis=parts@axis", where=f"--layout '{text}'", hint="as in x:2=8@d0, or x:replicated"
+            )
         axis, parts = int(m.group(1)), int(m.group(2))
         if axis >= len(shape):
             raise PlanError(f"the tensor has {len(shape)} axes, not {axis + 1}", where=f"--layout '{text}'")

@@ -1,7 +1,7 @@
 """The search around the search: structural rewrites, kept when the best plan of the rewritten graph is better.
 
 Rules that users add are always tried; the built-in ones within a budget of seconds. One move per kind of operation is
-tried (equal signatures give equal answers), and an accepted move is repeated for all of them.
+tried (equal signatures give equal answers), and one that pays is repeated for all of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from tapestry.rewrites.rule import RULES, Move, Rule
 from tapestry.rewrites.simplify import simplify
 
 WORTH = 0.999  # a rewrite must bring the objective under this share of what it was
+MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not worth planning
 _BY_STRATEGY = {"split", "split_reduce"}  # searched by the strategies of every operation already
 
 
-def improve(
-    graph: Graph, found: Found, plan: Callable[[Graph], Found], budget: float
-) -> tuple[Graph, Found, list[Move]]:
+def improve(graph: Graph, found: Found, plan: Callable[[Graph], Found], budget: float) -> tuple[Graph, Found, list[Move]]:
     """The graph, its best plan and the moves that led to it.
 
     Args:
@@ -50,9 +49,10 @@ def _better(
             if kind in tried or (_is_built_in(rule) and time.monotonic() > deadline):
                 continue
             tried.add(kind)
-            new, done = _apply(graph, moves)
-            if not done:
+            one, done = _apply(graph, moves[:1])
+            if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS or plan(one).objective >= found.objective * WORTH:
                 continue
+            new, done = _apply(graph, moves)
             candidate = plan(new)
             if candidate.objective < found.objective * WORTH:
                 yield new, candidate, done

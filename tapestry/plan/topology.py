@@ -79,7 +79,11 @@ PRESETS = tuple(_PRESETS)
 
 def parse_mesh(text: str) -> Mesh:
     """``4``, ``2x4`` or ``dp=2,tp=4``."""
-    named = [i.partition("=")[::2] for i in text.split(",")] if "=" in text else [(f"d{i}", p) for i, p in enumerate(text.split("x"))]
+    named = (
+        [i.partition("=")[::2] for i in text.split(",")]
+        if "=" in text
+        else [(f"d{i}", p) for i, p in enumerate(text.split("x"))]
+    )
     right = all(re.fullmatch(r"[A-Za-z_]\w*", n) and re.fullmatch(r"0*[1-9][0-9]{0,5}", s) for n, s in named)
     if not right or len({n for n, _ in named}) < len(named):
         raise TapestryError(f"'{text}' is not a mesh", where="--mesh", hint="8, 2x4 or dp=2,tp=4")
@@ -116,7 +120,9 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as e:
-        raise TapestryError(f"not a topology: {e}", where=str(path), hint=f"a JSON file, or one of {', '.join(PRESETS)}") from None
+        raise TapestryError(
+            f"not a topology: {e}", where=str(path), hint=f"a JSON file, or one of {', '.join(PRESETS)}"
+        ) from None
     if not isinstance(found, dict):
         raise TapestryError("not a topology: not a JSON object", where=str(path))
     return found

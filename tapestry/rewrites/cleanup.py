@@ -52,7 +52,11 @@ class Share:
             first = seen.setdefault(_key(op, graph), op)
             if first is not op:
                 reason = "it is an output of the graph" if set(op.outs) & set(graph.outputs) else ""
-                yield Refusal(self.name, op.outs[0], reason) if reason else Move(self.name, op.outs[0], (("with", first.outs[0]),))
+                yield (
+                    Refusal(self.name, op.outs[0], reason)
+                    if reason
+                    else Move(self.name, op.outs[0], (("with", first.outs[0]),))
+                )
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """Drop one operation and let its readers read the other's results."""

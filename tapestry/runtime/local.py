@@ -70,7 +70,9 @@ class Machine:
                     if box is not None:
                         self.resident[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
 
-    def run(self, feeds: Source, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[dict[str, Array], Measured]:
+    def run(
+        self, feeds: Source, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name, gathered to the host, and what the run used."""
         memory: list[dict[str, Array]] = [{} for _ in range(self.program.devices)]
         alive = [0] * self.program.devices
@@ -169,4 +171,3 @@ def kernel_of(step: Launch, device: int, program: Program) -> Kernel:
 def _box(box: Box | None) -> Box:
     assert box is not None
     return box
-

@@ -35,7 +35,9 @@ class Result:
 class Session:
     """Runs a build; weights are read once, each device its own slices, and checked against their hashes."""
 
-    def __init__(self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Array], Any], Callable[[Any], Array]]) -> None:
+    def __init__(
+        self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Array], Any], Callable[[Any], Array]]
+    ) -> None:
         self.build, self.constants = build, constants
         self.to_target, self.to_numpy = convert
         missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]

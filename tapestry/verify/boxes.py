@@ -18,9 +18,7 @@ def coverage(boxes: Sequence[Box], target: Box) -> tuple[Point | None, Point | N
     """
     if any(lo >= hi for lo, hi in target):
         return None, None
-    cuts = [
-        sorted({lo, hi, *(min(max(c, lo), hi) for b in boxes for c in b[axis])}) for axis, (lo, hi) in enumerate(target)
-    ]
+    cuts = [sorted({lo, hi, *(min(max(c, lo), hi) for b in boxes for c in b[axis])}) for axis, (lo, hi) in enumerate(target)]
     count = np.zeros([len(c) - 1 for c in cuts], np.int32)
     for b in boxes:
         place: list[slice] = []

@@ -166,7 +166,11 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
     for d, block in enumerate(step.blocks):
         if block is None:
             continue
-        fits = len(block) == len(extents) and inside(block, whole(extents)) and all(lo < hi or not e for (lo, hi), e in zip(block, extents, strict=True))
+        fits = (
+            len(block) == len(extents)
+            and inside(block, whole(extents))
+            and all(lo < hi or not e for (lo, hi), e in zip(block, extents, strict=True))
+        )
         r.law("split_partition", fits, f"device {d}'s block is not in the index space", name, f"{block} of {extents}")
         if step.mode == "full":
             r.law("split_partition", block[n:] == whole(extents[n:]), "a reduction over a part is not merged", name, block)
@@ -238,13 +242,21 @@ def _launch_outs(r: _Replay, step: Launch, op: Op, contents: dict[int, Content],
     for k, out in enumerate(step.outs):
         b = r.buffer(out, name)
         tensor = op.outs[0] if step.mode == "partial" else op.outs[k]
-        r.law("agreement", b.tensor == tensor and (b.field == k) == (step.mode == "partial"), f"'{out}' is not result {k}", name)
+        r.law(
+            "agreement", b.tensor == tensor and (b.field == k) == (step.mode == "partial"), f"'{out}' is not result {k}", name
+        )
         if isinstance(op, Block) and step.mode == "partial":
             r.law("agreement", b.dtype == op.body[k].dtype, f"'{out}' has another dtype than the state", name)
         for d, block in enumerate(step.blocks):
             if block is not None:
                 want = _out_box(r, op, k, block)
-                r.law("written_once", b.boxes[d] == want, f"'{out}' is not what device {d} computes", name, f"{b.boxes[d]}, not {want}")
+                r.law(
+                    "written_once",
+                    b.boxes[d] == want,
+                    f"'{out}' is not what device {d} computes",
+                    name,
+                    f"{b.boxes[d]}, not {want}",
+                )
         r.allocate(out, name, contents)
 
 
@@ -266,7 +278,13 @@ def _transfer(r: _Replay, step: Transfer, name: str) -> None:
         known = 0 <= m.src < r.program.devices and 0 <= m.dst < r.program.devices and m.src != m.dst
         r.law("agreement", known, f"message from {m.src} to {m.dst}", name)
         held = r.value(step.src, m.src, src.tensor, name)
-        r.law("read_after_write", len(m.box) == len(held) and inside(m.box, held), f"device {m.src} sends what it lacks", name, m.box)
+        r.law(
+            "read_after_write",
+            len(m.box) == len(held) and inside(m.box, held),
+            f"device {m.src} sends what it lacks",
+            name,
+            m.box,
+        )
         incoming[m.dst].append(m.box)
     contents: dict[int, Content] = {}
     for d, box in enumerate(dst.boxes):
@@ -360,7 +378,9 @@ def _as_planned(r: _Replay, i: int, op: Op, mesh: Mesh) -> None:
         mine = [b for device, b in found.get("full") or found.get("partial") or [] if device == d]
         hull = tuple((min(lo for lo, _ in axis), max(hi for _, hi in axis)) for axis in zip(*mine, strict=True))
         same = bool(mine) and hull == planned
-        r.law("split_partition", same, f"device {d} does not compute what the plan gives it", where(op), f"{hull}, not {planned}")
+        r.law(
+            "split_partition", same, f"device {d} does not compute what the plan gives it", where(op), f"{hull}, not {planned}"
+        )
 
 
 def _outputs(r: _Replay) -> None:

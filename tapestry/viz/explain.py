@@ -41,17 +41,16 @@ def _steps(build: Build) -> Iterator[str]:
                 dims = ", ".join(f"{d.name}: {d.size}" for d in op.space)
                 block = next(b for b in step.blocks if b is not None)
                 kind = f"opaque {op.kind}, {op.why}" if isinstance(op, Opaque) else op.monoid or "map"
-                yield f"{', '.join(op.outs)} = [{dims}] {kind}  split {', '.join(cuts) or 'none'}  block {shape_text(shape(block))}"
+                split = ", ".join(cuts) or "none"
+                yield f"{', '.join(op.outs)} = [{dims}] {kind}  split {split}  block {shape_text(shape(block))}"
                 if op.source:
                     yield f"    from {', '.join(op.source)}"
             case Transfer():
                 yield f"  {step.kind} of '{program.buffers[step.src].tensor}': {human(transfer_bytes(step, program))} in all"
             case Reduce():
                 name = program.buffers[step.srcs[0]].tensor
-                yield (
-                    f"  {step.kind} of '{name}' in groups of {len(step.groups[0])}: {human(payload_bytes(step, program))} per device, "
-                    f"{human(transfer_bytes(step, program))} in all"
-                )
+                each, total = human(payload_bytes(step, program)), human(transfer_bytes(step, program))
+                yield f"  {step.kind} of '{name}' in groups of {len(step.groups[0])}: {each} per device, {total} in all"
             case _:
                 pass
 

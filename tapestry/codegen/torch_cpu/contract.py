@@ -5,6 +5,7 @@ Which of the two, and with which strides, dilations and groups, is read off the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -151,7 +152,9 @@ def _window(op: Block, rx: Read, axis: int, window: str, ranges: dict[str, int])
     return Window(out, window, stride, dilation, e.const) if stride > 0 and dilation > 0 else None
 
 
-def conv(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
+def conv(
+    op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]
+) -> Callable[[Tensor, Tensor], Tensor]:
     """A function of the two buffers that convolves the block."""
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
     pads, takes = [], []
@@ -202,9 +205,9 @@ def _groups(op: Block, c: Conv, at: dict[str, tuple[int, int]]) -> list[tuple[in
     e = op.reads[c.x].index[1]
     firsts = np.ravel(evaluate(e, {c.feature: np.arange(o0, o1), c.channel: c0}) + np.zeros(o1 - o0, np.int64))
     edges = [0, *(int(k) + 1 for k in np.flatnonzero(np.diff(firsts))), o1 - o0]
-    runs = [(int(firsts[lo]), 1, lo, hi) for lo, hi in zip(edges[:-1], edges[1:], strict=True)]
+    runs = [(int(firsts[lo]), 1, lo, hi) for lo, hi in itertools.pairwise(edges)]
     same = len({hi - lo for _, _, lo, hi in runs}) == 1
-    if same and all(b[0] - a[0] == c1 - c0 for a, b in zip(runs[:-1], runs[1:], strict=True)):
+    if same and all(b[0] - a[0] == c1 - c0 for a, b in itertools.pairwise(runs)):
         return [(runs[0][0], len(runs), 0, o1 - o0)]
     return runs
 

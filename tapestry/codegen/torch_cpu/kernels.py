@@ -80,7 +80,9 @@ def _finish(op: Block, graph: Graph, kernel: Kernel) -> Run:
 def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
     """Monoid states of each output point over the block."""
     frame = Frame(op.space, kernel.block)
-    special = _convolution(op, graph, kernel, frame) or _product(op, graph, kernel, frame) or _selection(op, graph, kernel, frame)
+    special = (
+        _convolution(op, graph, kernel, frame) or _product(op, graph, kernel, frame) or _selection(op, graph, kernel, frame)
+    )
     if special is not None:
         return special
     body = _Expressions(op, graph, kernel, op.body, frame)
@@ -89,7 +91,9 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     return lambda ins: scalars.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], keep)
 
 
-def _convolution(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
+def _convolution(
+    op: Block, graph: Graph, kernel: Kernel, frame: Frame
+) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
     found = contract.as_conv(op)
     if found is None or op.body[0].dtype not in ("f32", "f64"):
         return None
@@ -115,7 +119,9 @@ def _product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[
     return states
 
 
-def _selection(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
+def _selection(
+    op: Block, graph: Graph, kernel: Kernel, frame: Frame
+) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
     """``sum_v where(i == v, x[v], 0)`` without the sum: a masked gather, exact on any block of v."""
     parts = _selected_parts(op)
     if parts is None:
@@ -188,4 +194,3 @@ def from_numpy(a: np.ndarray) -> Tensor:
     if a.dtype.name == "bfloat16":
         return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(a if a.flags.writeable else a.copy())
-

@@ -23,6 +23,11 @@ def _div(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b) if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
+def _sign(x: Tensor) -> Tensor:
+    """``torch.sign`` makes a NaN a zero."""
+    return torch.where(torch.isnan(x), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x)
+
+
 def _philox(key: Tensor, stream: Tensor, draw: Tensor, word: Tensor, index: Tensor) -> Tensor:
     arrays = [np.asarray(x.numpy()) for x in (key, stream, draw, word, index)]
     return torch.from_numpy(np.ascontiguousarray(philox(*arrays)))
@@ -35,7 +40,7 @@ def _either(logical: Callable[..., Tensor], bitwise: Callable[..., Tensor]) -> C
 TABLE: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "mul": torch.mul, "div": _div, "mod": torch.remainder, "fmod": torch.fmod,
     "sub": torch.sub, "pow": torch.pow, "min": torch.minimum, "max": torch.maximum, "neg": torch.neg, "abs": torch.abs,
-    "sign": torch.sign, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "erf": torch.erf, "tanh": torch.tanh,
+    "sign": _sign, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "erf": torch.erf, "tanh": torch.tanh,
     "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "asin": torch.asin, "acos": torch.acos, "atan": torch.atan,
     "sinh": torch.sinh, "cosh": torch.cosh, "asinh": torch.asinh, "acosh": torch.acosh, "atanh": torch.atanh,
     "sigmoid": torch.sigmoid, "log1p": torch.log1p, "expm1": torch.expm1, "floor": torch.floor, "ceil": torch.ceil,

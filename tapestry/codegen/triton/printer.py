@@ -32,25 +32,27 @@ class Printer:
     def all(self, exprs: tuple[Expr, ...]) -> list[str]:
         """Text of several expressions, which may share parts; literals come out typed."""
         for e in exprs:
-            self._count(e)
+            number = self._resolve(e)
+            self._uses[number] = self._uses.get(number, 0) + 1
         return [typed(e.value, e.dtype) if isinstance(e, Const) else _bare(self._print(e)) for e in exprs]
 
-    def _count(self, e: Expr) -> int:
-        """Number of the distinct expression that e is; counts each use by a distinct parent."""
+    def _resolve(self, e: Expr) -> int:
+        """Number of the distinct expression that e is, by structure; a new one counts one use of each of its parts."""
         if id(e) in self._number:
-            return self._used(self._number[id(e)])
+            return self._number[id(e)]
+        parts: list[int] = []
         if isinstance(e, Call):
-            key: tuple[object, ...] = (e.fn, e.dtype, *[self._count(a) for a in e.args])
+            parts = [self._resolve(a) for a in e.args]
+            key: tuple[object, ...] = (e.fn, e.dtype, *parts)
         else:  # repr tells 0.0 from -0.0 and finds nan equal to itself
             key = (type(e).__name__, repr(e))
-        number = self._same.setdefault(key, len(self._same))
-        self._number[id(e)] = number
+        if key not in self._same:
+            self._same[key] = len(self._same)
+            for p in parts:
+                self._uses[p] = self._uses.get(p, 0) + 1
+        self._number[id(e)] = self._same[key]
         self._kept.append(e)
-        return self._used(number)
-
-    def _used(self, number: int) -> int:
-        self._uses[number] = self._uses.get(number, 0) + 1
-        return number
+        return self._same[key]
 
     def _print(self, e: Expr) -> str:
         number = self._number[id(e)]

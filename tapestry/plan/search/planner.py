@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from tapestry.plan.search.network import Factor, Solution, evaluate, solve
 from tapestry.plan.search.problem import Problem, build, memory_row
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology
+
+SQUEEZE_SECONDS = 5.0  # for a last search near the plan with the least memory, before giving up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,7 @@ def _within_memory(problem: Problem, found: Found, deadline: float) -> Found:
     if best is None:
         solution, _ = prices.solve(1.0, 1e-6, max(1.0, deadline - time.monotonic()))
         last = _found(problem, solution, bound)
-        smallest = min(smallest, last, key=_peak)
+        smallest = _squeeze(problem, min(smallest, last, key=_peak), min(deadline, time.monotonic() + SQUEEZE_SECONDS))
         if _peak(smallest) > limit:
             raise _too_big(smallest, limit)
         best = smallest
@@ -135,6 +138,34 @@ def _within_memory(problem: Problem, found: Found, deadline: float) -> Found:
     return Found(
         plan=best.plan, program=best.program, objective=best.objective, bound=min(bound, best.objective), distinct=best.distinct
     )
+
+
+def _squeeze(problem: Problem, found: Found, deadline: float) -> Found:
+    """Change operations that touch what is alive at the peak, one or two at a time, while the exact peak gets smaller."""
+    limit, graph = problem.topo.device.memory, problem.graph
+    while _peak(found) > limit:
+        peak, at = peak_bytes(found.program)
+        tensors = {found.program.buffers[b].tensor for b in alive_at(found.program, at[int(np.argmax(peak))])}
+        near = [i for i, op in enumerate(graph.ops) if tensors & {*op.inputs, *op.outs}]
+        better = next(_smaller(problem, found, near, deadline), None)
+        if better is None:
+            break
+        found = better
+    return found
+
+
+def _smaller(problem: Problem, found: Found, near: list[int], deadline: float) -> Iterator[Found]:
+    now = [m.strategies.index(s) for m, s in zip(problem.menus, found.plan.strategies, strict=True)]
+    for group in itertools.chain(itertools.combinations(near, 1), itertools.combinations(near, 2)):
+        for picked in itertools.product(*(range(problem.sizes[i]) for i in group)):
+            if time.monotonic() > deadline:
+                return
+            choice = list(now)
+            for i, c in zip(group, picked, strict=True):
+                choice[i] = c
+            other = _found(problem, Solution(choice, 0.0, found.bound), found.bound)
+            if _peak(other) < _peak(found):
+                yield other
 
 
 def _peak(found: Found) -> int:

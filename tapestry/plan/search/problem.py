@@ -180,10 +180,10 @@ def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
     for i, (op, menu) in enumerate(zip(graph.ops, problem.menus, strict=True)):
         row = np.zeros(len(menu.strategies))
         for n, t in enumerate(op.outs):
-            if i <= at <= last.get(t, i):
+            if i < at <= last.get(t, i):
                 row += menu.outs_bytes[:, n]
-        if i == at:
-            row += menu.state_bytes
+        if i == at:  # what it reads may be gone when partial states are merged into results
+            row += np.where(menu.state_bytes > 0, menu.state_bytes, menu.outs_bytes.sum(axis=1))
         for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
             stays = t in graph.weights or (t in graph.inputs and at <= i == last[t])  # loaded first, freed after its last reader
             if stays and t not in charged and t not in problem.inputs:
