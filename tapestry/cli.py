@@ -176,7 +176,10 @@ def _opt(args: argparse.Namespace) -> int:
 
     for path in args.rules:
         load_rules(path)
-    graph = parse(args.graph.read_text() if str(args.graph) != "-" else sys.stdin.read())
+    try:
+        graph = parse(args.graph.read_text() if str(args.graph) != "-" else sys.stdin.read())
+    except UnicodeDecodeError as e:
+        raise TapestryError(f"not text: {e}", where=str(args.graph)) from None
     laws = constraints.check(graph)
     between = []
     for text in args.rule:

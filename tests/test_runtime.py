@@ -269,6 +269,25 @@ output t
             assert np.array_equal(outs["t"].astype(np.float64), c.expected["t"].astype(np.float64))
 
 
+@pytest.mark.parametrize("monoid", ["sum", "prod", "max", "min", "argmax"])
+@pytest.mark.parametrize("dtype", ["u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64"])
+def test_every_dtype_reduces(dtype, monoid):
+    out, body, then = (dtype, "x", "") if monoid != "argmax" else ("i64", "x, index(m)", "\n  then acc1")
+    graph = parse(f"""graph g
+input x: {dtype}[3, 7]
+y: {out}[3] = op [i: 3 | m: 7 {monoid}]
+  reads x[i, m]
+  body {body}{then}
+output y
+""")
+    feeds = {"x": np.random.default_rng(0).integers(0, 4, (3, 7)).astype(interp.numpy_dtype(dtype))}
+    c = Case(None, graph, feeds, {}, interp.run(graph, feeds))
+    for s in strategies(graph.ops[0], mesh_of("3")):
+        outs, _ = execute(graph, lower(Plan(graph=graph, mesh=mesh_of("3"), strategies=(s,))), c)
+        assert outs["y"].dtype == c.expected["y"].dtype
+        assert np.array_equal(outs["y"].astype(np.float64), c.expected["y"].astype(np.float64))
+
+
 def test_a_nan_and_an_infinity_pass_through_a_split():
     graph = case("mlp").graph
     c = case("mlp")

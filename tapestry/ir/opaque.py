@@ -2,7 +2,8 @@
 # onnx and onnxruntime come without complete types
 """Run the ONNX node inside an opaque operation: exact, unhurried, and the same for every part of Tapestry.
 
-The ONNX reference evaluator runs the node; where it has no implementation, or a broken one, onnxruntime is asked.
+onnxruntime runs the node where it can; otherwise the ONNX reference evaluator, which has every operator but some of them
+wrong (linear Resize, for one).
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ def run(op: Opaque, arrays: Sequence[Array | None]) -> list[Array]:
     Raises:
         TapestryError: no evaluator runs the node.
     """
-    names = [f"in{k}" for k, a in enumerate(arrays) if a is not None]
-    given = dict(zip(names, (a for a in arrays if a is not None), strict=True))
+    declared = _inputs(op.node)  # and after them what its subgraphs read of the graph around it
+    names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
+    given = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
     types = tuple((n, a.dtype.name, a.shape) for n, a in given.items())
     failures: list[str] = []
-    for make in (_reference, _onnxruntime):
+    for make in (_onnxruntime, _reference):
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
@@ -43,6 +45,13 @@ def run(op: Opaque, arrays: Sequence[Array | None]) -> list[Array]:
         except Exception as e:  # both libraries raise many kinds
             failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
     raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
+
+
+@lru_cache(maxsize=512)
+def _inputs(node: bytes) -> tuple[str, ...]:
+    from onnx import NodeProto
+
+    return tuple(NodeProto.FromString(node).input)
 
 
 Types = tuple[tuple[str, str, tuple[int, ...]], ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,9 +44,8 @@ class Session:
         missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]
         if missing:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
-        self._whole: dict[str, Array] = {}
+        self._honest: set[str] = set()
         self.machine = Machine(build.plan.graph, build.program, target, self._weight)
-        self._whole.clear()
 
     def _weight(self, tensor: str, box: Box) -> Any:
         """A box of a weight, copied out of the model's files."""
@@ -54,7 +54,13 @@ class Session:
             offset, length = self.build.constants[tensor]
             data = np.frombuffer(self.constants[offset : offset + length], numpy_dtype(t.dtype)).reshape(t.shape)
             return self.to_target(np.array(data[_slices(box)]))
-        return self.to_target(np.array(read_weight(Path(self.build.model), w, t, box)))
+        model = Path(self.build.model)
+        if tensor not in self._honest:
+            whole = read_weight(model, w, t)
+            if hashlib.sha256(whole.reshape(-1).view(np.uint8).data).hexdigest() != w.sha256:
+                raise BuildError(f"weight '{tensor}' has changed since the model was compiled", where=str(model), hint="compile the model again")
+            self._honest.add(tensor)
+        return self.to_target(np.array(read_weight(model, w, t, box)))
 
     def run(self, feeds: Mapping[str, Array], progress: Progress = lambda done, total: None) -> Result:
         """Run once.
@@ -86,7 +92,10 @@ def check_feeds(feeds: Mapping[str, Array], wanted: list[Tensor]) -> dict[str, A
     for t in wanted:
         if t.name not in feeds:
             raise TapestryError(f"input '{t.name}' is missing", hint=f"an array {t.dtype}{list(t.shape)}")
-        a = np.asarray(feeds[t.name])
+        try:
+            a = np.asarray(feeds[t.name])
+        except ValueError as e:
+            raise TapestryError(f"input '{t.name}' is no array: {e}") from None
         if a.shape != t.shape or a.dtype != numpy_dtype(t.dtype):
             raise TapestryError(f"input '{t.name}' is {a.dtype}{list(a.shape)}, not {DTYPES[t.dtype][1]}{list(t.shape)}")
         out[t.name] = a

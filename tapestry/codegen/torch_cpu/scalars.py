@@ -99,7 +99,7 @@ def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
     dims = tuple(range(keep, fields[0].dim()))
     if not dims:
         return fields
-    dense = DENSE.get(monoid)
+    dense = None if fields[0].dtype in _UNSIGNED else DENSE.get(monoid)
     return dense(fields, dims) if dense else fold(monoid, fields, keep)
 
 
