@@ -6,7 +6,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -323,7 +323,7 @@ def save(name: str) -> Path:
     return path
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(name: str, simplified: bool = True) -> Case:
     lifted = lift(save(name))
     graph = simplify(lifted.graph) if simplified else lifted.graph

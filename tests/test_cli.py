@@ -126,7 +126,7 @@ def test_a_wrong_result_is_exit_1(build, tmp_path, monkeypatch):
     real = reference.reference
     for spoil in (lambda a: a + 1, lambda a: np.full_like(a, np.nan), lambda a: a[..., :-1], lambda a: a.astype(np.float64)):
         monkeypatch.setattr(reference, "reference", lambda m, f, s=spoil: (real(m, f)[0], {k: s(v) for k, v in real(m, f)[1].items()}))
-        status, out, err = run("run", build, "--check", "--json")
+        status, out, _err = run("run", build, "--check", "--json")
         assert status == 1, spoil
         assert json.loads(out)["passed"] is False
 
@@ -174,7 +174,7 @@ def test_json_errors_are_documents(tmp_path, symbolic):
     status, out, err = run("compile", symbolic, "-o", tmp_path / "b", "--json")
     assert status == 2
     d = json.loads(out)
-    assert d["kind"] and d["error"] in err + "\n" or d["what"] in err
+    assert (d["kind"] and d["error"] in err + "\n") or d["what"] in err
     assert {"error", "kind", "what", "where", "why", "hint"} <= set(d)
 
 
@@ -192,7 +192,7 @@ def test_quiet_says_nothing(tmp_path):
 
 
 def test_verbose_and_plain_say_something(tmp_path):
-    status, out, err = run("compile", save("mlp"), "-o", tmp_path / "b", "-v")
+    status, out, _err = run("compile", save("mlp"), "-o", tmp_path / "b", "-v")
     assert status == 0 and str(tmp_path / "b") in out
     status, out, _ = run("run", tmp_path / "b", "--check")
     assert status == 0 and "y" in out
@@ -283,10 +283,10 @@ def test_a_build_is_replaced_in_one_step(tmp_path):
     second = snapshot(folder)
     assert first.keys() != second.keys() or first != second
     assert run("verify", folder, "-q")[0] == 0
-    assert not set(p.name for p in tmp_path.iterdir()) - {"b"}  # no leftovers
+    assert not {p.name for p in tmp_path.iterdir()} - {"b"}  # no leftovers
     run("compile", save("mlp"), "-o", folder, "--memory", "100", "-q")  # fails
     assert snapshot(folder) == second
-    assert not set(p.name for p in tmp_path.iterdir()) - {"b"}
+    assert not {p.name for p in tmp_path.iterdir()} - {"b"}
 
 
 def test_the_same_compile_writes_the_same_plan(tmp_path):
@@ -350,7 +350,8 @@ def refuse(folder: Path) -> None:
 def test_every_file_is_held_by_its_hash(build, tmp_path):
     names = list(snapshot(build))
     assert {"plan.json", "certificate.json", "constants.bin"} <= set(names)
-    for name in names if len(names) <= 8 else [*names[:3], "plan.json", "certificate.json", "constants.bin", names[-1]]:
+    kernels = sorted(n for n in names if n.startswith("kernels"))
+    for name in ["plan.json", "certificate.json", "constants.bin", kernels[0], kernels[-1]]:
         for how in ("missing", "longer", "empty", "link"):
             folder = tmp_path / f"{name.replace('/', '_')}.{how}"
             shutil.copytree(build, folder)
@@ -393,7 +394,7 @@ def test_no_bit_may_flip(build, tmp_path):
         at = rng.randrange(len(data))
         data[at] ^= 1 << rng.randrange(8)
         (folder / name).write_bytes(bytes(data))
-        status, out, err = run("verify", folder, "--json")
+        status, out, _err = run("verify", folder, "--json")
         assert status in (1, 2), (name, at)
         assert "error" in json.loads(out)
         (folder / name).write_bytes(files[name])
@@ -431,7 +432,7 @@ def test_a_resigned_plan_is_still_held_to_the_laws(build, tmp_path):
         change(document)
         (folder / "plan.json").write_text(json.dumps(document))
         resign(folder)
-        status, out, err = run("verify", folder, "--json")
+        status, out, _err = run("verify", folder, "--json")
         found = json.loads(out)
         return status, found.get("kind")
 
@@ -494,7 +495,7 @@ def test_the_model_may_not_change_under_a_build(tmp_path):
     w.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(w) + 1, "w1"))
     m.write_bytes(model.SerializeToString())
     status, _, err = run("run", tmp_path / "b")
-    assert status == 2 and "w1" in err or "model" in err
+    assert (status == 2 and "w1" in err) or "model" in err
     m.unlink()
     status, _, err = run("run", tmp_path / "b")
     assert status == 2 and str(m) in err
@@ -541,7 +542,7 @@ def test_rules_that_do_not_load(tmp_path):
         path = tmp_path / f"{name}.py"
         path.write_text(text)
         status, _, err = run("rules", "--rules", path)
-        assert status == 2 and str(path) in err or "X" in err
+        assert (status == 2 and str(path) in err) or "X" in err
 
 
 # --- the Python interface

@@ -28,7 +28,6 @@ from tapestry.plan.topology import PRESETS, default_mesh, parse_bytes, parse_mes
 from tapestry.verify import certificate
 
 
-
 def chain(big: int = 1) -> Graph:
     """x @ w, an activation, @ v, a residual, a sum: five operations and a tensor with two readers."""
     n = 6 * big
@@ -167,8 +166,8 @@ def test_too_little_memory_is_said_in_bytes():
         search(graph, topo)
     text = str(caught.value)
     assert "device" in text and "of 64" in text and "too many" in text
-    need = int(text.split("needs ")[1].split(" bytes")[0].replace(",", ""))
-    over = int(text.split("of 64, ")[1].split(" too many")[0].replace(",", ""))
+    need = int(text.split("needs ")[1].split(" bytes", maxsplit=1)[0].replace(",", ""))
+    over = int(text.split("of 64, ")[1].split(" too many", maxsplit=1)[0].replace(",", ""))
     assert need - 64 == over
     assert min(max(peak(lower(p))) for _, p in all_plans(graph, topo)) <= need
     assert any(f"'{t}" in text for t in graph.tensors)

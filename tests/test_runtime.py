@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -113,7 +114,7 @@ def test_partial_states_merge_into_the_whole(name):
         cuts = sorted({0, first, *(rng.randint(0, first) for _ in range(3))})
         states = [
             [from_numpy(a) for a in run_kernel(c.graph, i, "partial", (*outer, (lo, hi), *whole(tuple(others))), values, rng)]
-            for lo, hi in zip(cuts[:-1], cuts[1:], strict=True)
+            for lo, hi in itertools.pairwise(cuts)
         ]
         merged = TorchCpu().merge(op.monoid, states)
         found = run_kernel(c.graph, i, "finish", outer, values, rng, merged)

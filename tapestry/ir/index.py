@@ -89,6 +89,14 @@ def _make(terms: list[tuple[Atom, int]], const: int) -> Aff:
     total: dict[Atom, int] = {}
     for atom, coef in terms:
         total[atom] = total.get(atom, 0) + coef
+    for atom, coef in total.items():
+        if isinstance(atom, Mod) and coef:  # a mod k + k*floor(a/k) = a
+            floor = floordiv(atom.arg, atom.div)
+            partner = floor.terms[0][0] if len(floor.terms) == 1 and floor.terms[0][1] == 1 and not floor.const else None
+            if partner is not None and total.get(partner) == coef * atom.div:
+                rest = [(a, c) for a, c in total.items() if a not in (atom, partner)]
+                whole = atom.arg * coef
+                return _make([*rest, *whole.terms], const + whole.const)
     kept = sorted(((a, c) for a, c in total.items() if c), key=lambda t: (not isinstance(t[0], str), str(t[0])))
     return Aff(tuple(kept), const)
 

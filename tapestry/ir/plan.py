@@ -87,6 +87,7 @@ def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     return out
 
 
+
 def part(mesh: Mesh, axes: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[int, int]:
     """(number of parts, which one) for a dimension cut by some mesh axes together, the first one the slowest."""
     parts = index = 0

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from tapestry.ir.kernel import Box, size
 from tapestry.ir.types import itemsize
@@ -152,16 +156,25 @@ def allocated(step: Step) -> tuple[str, ...]:
 
 def peak_bytes(program: Program) -> tuple[list[int], list[int]]:
     """(largest number of bytes alive at once, the step after which it is reached) for each device."""
-    alive = [0] * program.devices
-    peak, at = [0] * program.devices, [0] * program.devices
+    alive, peak, at = (np.zeros(program.devices, np.int64) for _ in range(3))
     for i, step in enumerate(program.steps):
-        for d in range(program.devices):
-            alive[d] += sum(program.buffers[b].nbytes(d) for b in allocated(step))
-            if alive[d] > peak[d]:
-                peak[d], at[d] = alive[d], i
-            if isinstance(step, Free):
-                alive[d] -= sum(program.buffers[b].nbytes(d) for b in step.buffers)
-    return peak, at
+        for b in allocated(step):
+            alive += _sizes(program.buffers[b])
+        at[alive > peak] = i
+        peak = np.maximum(peak, alive)
+        for b in step.buffers if isinstance(step, Free) else ():
+            alive -= _sizes(program.buffers[b])
+    return peak.tolist(), at.tolist()
+
+
+def _sizes(buffer: Buffer) -> np.ndarray[Any, Any]:
+    """Bytes of a buffer on every device."""
+    return _cells(buffer.boxes) * itemsize(buffer.dtype)
+
+
+@lru_cache(maxsize=1 << 12)
+def _cells(boxes: tuple[Box | None, ...]) -> np.ndarray[Any, Any]:
+    return np.array([0 if b is None else size(b) for b in boxes], np.int64)
 
 
 def alive_at(program: Program, step: int) -> list[str]:

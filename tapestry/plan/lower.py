@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
-from tapestry.ir.plan import Layout, Mesh, Plan, coordinates
+from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.text import signature
 from tapestry.plan.cost.transfer import owners
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
@@ -47,7 +49,7 @@ class _Lowering:
     def sources(self) -> None:
         """Load what no operation writes: in its fixed layout, or else each distinct footprint of its readers."""
         graph, mesh = self.plan.graph, self.plan.mesh
-        self.needs = [list(footprints(op, graph, s, mesh)) for op, s in zip(graph.ops, self.plan.strategies, strict=True)]
+        self.needs = self.footprints()
         wanted: dict[str, list[Boxes]] = {t: [] for t in (*graph.weights, *graph.inputs)}
         for needs in self.needs:
             for _, t, boxes in needs:
@@ -67,13 +69,25 @@ class _Lowering:
                 if t in graph.weights:
                     self.resident.add(name)
 
+    def footprints(self) -> list[list[tuple[int, str, Boxes]]]:
+        """What every operation needs: worked out once per kind of operation and strategy."""
+        graph, known = self.plan.graph, dict[tuple[str, Strategy], list[tuple[int, Boxes]]]()
+        out: list[list[tuple[int, str, Boxes]]] = []
+        for op, s in zip(graph.ops, self.plan.strategies, strict=True):
+            key = (signature(op, graph), s)
+            if key not in known:
+                known[key] = [(k, boxes) for k, _, boxes in footprints(op, graph, s, self.plan.mesh)]
+            names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
+            out.append([(k, names[k], boxes) for k, boxes in known[key]])
+        return out
+
     def buffer(self, tensor: str, boxes: Boxes, *, part: int | None = None, dtype: str = "", tag: str = "") -> str:
         """Declare a buffer; without ``part`` it holds the tensor itself."""
         base = tensor if part is None else f"{tensor}.state{part}{tag}"
         name, k = base, 1
         while name in self.buffers:
             name, k = f"{base}.{k}", k + 1
-        kept = tuple(_box(b) for b in boxes)
+        kept = _tuples(boxes)
         dtype = dtype or self.plan.graph.tensors[tensor].dtype
         self.buffers[name] = Buffer(name=name, tensor=tensor, dtype=dtype, boxes=kept, field=part)
         self.boxes[name] = boxes
@@ -113,7 +127,7 @@ class _Lowering:
             self.layouts[t] = out_layout(op, s.out, n)
         if not cut:
             outs = self.outs(op)
-            blocks = tuple(_box(b) for b in block)
+            blocks = _tuples(block)
             self.steps.append(Launch(op=i, mode="full", blocks=blocks, ins=tuple(ins), outs=outs))
             return
         assert isinstance(op, Block)
@@ -133,7 +147,7 @@ class _Lowering:
         local, body, then = block[:, : len(op.dims)], op.body_reads(), op.then_reads()
         dtypes = [e.dtype for e in op.body]
         states = tuple(self.buffer(op.outs[0], local, part=k, dtype=d, tag=".part") for k, d in enumerate(dtypes))
-        blocks = tuple(_box(b) for b in block)
+        blocks = _tuples(block)
         used = tuple(b if k in body else "" for k, b in enumerate(ins))
         self.steps.append(Launch(op=i, mode="partial", blocks=blocks, ins=used, outs=states))
         scatter = [a for a in cut if s.out[a] is not None]
@@ -150,7 +164,7 @@ class _Lowering:
             states = merged
         if op.lowers:
             used = tuple(b if k in then else "" for k, b in enumerate(ins))
-            ends = tuple(_box(b) for b in final)
+            ends = _tuples(final)
             self.steps.append(Launch(op=i, mode="finish", blocks=ends, ins=used, outs=self.outs(op), states=states))
 
     def output(self, tensor: str) -> str:
@@ -163,6 +177,12 @@ class _Lowering:
 
 def exchange(held: Boxes, wanted: Boxes, layout: Layout, mesh: Mesh) -> tuple[Message, ...]:
     """Messages that bring to each device the part of its footprint that it does not hold, from the nearest holder."""
+    return _exchange(held.tobytes(), wanted.tobytes(), held.shape, layout, mesh)
+
+
+@lru_cache(maxsize=1 << 12)
+def _exchange(raw_held: bytes, raw_wanted: bytes, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[Message, ...]:
+    held, wanted = (np.frombuffer(raw, np.int64).reshape(shape) for raw in (raw_held, raw_wanted))
     nearest = owners(layout, mesh)
     lo = np.maximum(wanted[:, None, :, 0], held[None, :, :, 0])
     hi = np.minimum(wanted[:, None, :, 1], held[None, :, :, 1])
@@ -177,6 +197,15 @@ def _groups(mesh: Mesh, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     for d, c in enumerate(coordinates(mesh)):
         out.setdefault(tuple(k for a, k in enumerate(c) if a not in axes), []).append(d)
     return tuple(tuple(g) for g in out.values())
+
+
+def _tuples(boxes: Boxes) -> tuple[Box, ...]:
+    return _tuples_of(boxes.tobytes(), boxes.shape)
+
+
+@lru_cache(maxsize=1 << 14)
+def _tuples_of(raw: bytes, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return tuple(_box(b) for b in np.frombuffer(raw, np.int64).reshape(shape))
 
 
 def _box(b: np.ndarray) -> Box:

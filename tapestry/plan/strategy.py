@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import bounds
-from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, part
+from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates
 from tapestry.rewrites.split import splittable
 
 Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
@@ -93,12 +94,12 @@ def _layout(op: Op, combo: tuple[tuple[str | None, int | None], ...]) -> Layout:
 
 def tensor_boxes(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Boxes:
     """What each device holds of a tensor in a layout."""
-    return _cut_boxes(shape, [tuple(a for a, t in enumerate(layout) if t == i) for i in range(len(shape))], mesh)
+    return _cut_boxes(shape, tuple(tuple(a for a, t in enumerate(layout) if t == i) for i in range(len(shape))), mesh)
 
 
 def op_boxes(op: Op, dims: tuple[str | None, ...], mesh: Mesh) -> Boxes:
     """Each device's block of the index space."""
-    axes = [tuple(a for a, n in enumerate(dims) if n == d.name) for d in op.space]
+    axes = tuple(tuple(a for a, n in enumerate(dims) if n == d.name) for d in op.space)
     return _cut_boxes(tuple(d.size for d in op.space), axes, mesh)
 
 
@@ -109,13 +110,17 @@ def out_layout(op: Op, layout: Layout, output: int) -> Layout:
     return tuple(None if i is None else op.out_axes[output][i] for i in layout)
 
 
-def _cut_boxes(extents: tuple[int, ...], axes: list[tuple[int, ...]], mesh: Mesh) -> Boxes:
-    coords = coordinates(mesh)
+@lru_cache(maxsize=1 << 16)
+def _cut_boxes(extents: tuple[int, ...], axes: tuple[tuple[int, ...], ...], mesh: Mesh) -> Boxes:
+    """Boxes of all devices; callers share them and must not write to them."""
+    coords = np.array(coordinates(mesh), np.int64).reshape(-1, len(mesh))
     out = np.zeros((len(coords), len(extents), 2), np.int64)
     for i, (n, cut_by) in enumerate(zip(extents, axes, strict=True)):
-        for d, c in enumerate(coords):
-            parts, k = part(mesh, cut_by, c)
-            out[d, i] = (k * n // parts, (k + 1) * n // parts)
+        parts, k = 1, np.zeros(len(coords), np.int64)
+        for a in cut_by:  # the first mesh axis is the slowest
+            parts, k = parts * mesh[a].size, k * mesh[a].size + coords[:, a]
+        out[:, i, 0], out[:, i, 1] = k * n // parts, (k + 1) * n // parts
+    out.setflags(write=False)
     return out
 
 

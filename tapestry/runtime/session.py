@@ -58,7 +58,8 @@ class Session:
         if tensor not in self._honest:
             whole = read_weight(model, w, t)
             if hashlib.sha256(whole.reshape(-1).view(np.uint8).data).hexdigest() != w.sha256:
-                raise BuildError(f"weight '{tensor}' has changed since the model was compiled", where=str(model), hint="compile the model again")
+                what = f"weight '{tensor}' has changed since the model was compiled"
+                raise BuildError(what, where=str(model), hint="compile the model again")
             self._honest.add(tensor)
         return self.to_target(np.array(read_weight(model, w, t, box)))
 

@@ -185,7 +185,8 @@ def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
         if i == at:  # what it reads may be gone when partial states are merged into results
             row += np.where(menu.state_bytes > 0, menu.state_bytes, menu.outs_bytes.sum(axis=1))
         for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
-            stays = t in graph.weights or (t in graph.inputs and at <= i == last[t])  # loaded first, freed after its last reader
+            # weights stay; inputs are loaded first and freed after their last reader
+            stays = t in graph.weights or (t in graph.inputs and at <= i == last[t])
             if stays and t not in charged and t not in problem.inputs:
                 charged.add(t)
                 width = itemsize(graph.tensors[t].dtype)
