@@ -21,8 +21,8 @@ import tapestry
 from tapestry.api import run_checked
 from tapestry.pipeline import verify_build
 from tapestry.viz import progress
-from tapestry.viz.explain import human
 from tapestry.viz.tables import ms
+from tapestry.viz.words import human
 
 FOLDER = Path("build/demo")
 DEVICES = 4

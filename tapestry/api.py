@@ -74,6 +74,7 @@ def compile(
     weights: bool = True,
     time_limit: float = 60.0,
     seed: int = 0,
+    sharding: bool = True,
     progress: pipeline.Report = lambda stage, seconds: None,
 ) -> Compiled:
     """Compile an ONNX file into a verified plan for a mesh of devices.
@@ -86,6 +87,7 @@ def compile(
         pins, layouts: as on the command line.
         rules: files of the user's own rewrite rules.
         weights: False plans a model whose external data is absent.
+        sharding: False plans without the multi-device annotations of the model.
 
     Raises:
         TapestryError: with what, where, why and what to try.
@@ -97,6 +99,7 @@ def compile(
     options = pipeline.Options(
         model=Path(model), shapes=shapes or {}, mesh=found, topology=topology, memory=memory, target=target, pins=pins,
         layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit, seed=seed,
+        sharding=sharding,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
     return Compiled(done.build, done.constants, done.kernels, done.laws)

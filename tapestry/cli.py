@@ -71,6 +71,7 @@ def _compile(args: argparse.Namespace) -> int:
             args.model, mesh=_mesh(args), topology=args.topology, shapes=_shapes(args.shape), memory=args.memory,
             target=args.target, pins=args.pin, layouts=args.layout, rules=args.rules, weights=not args.no_weights,
             time_limit=args.time_limit, seed=args.seed, progress=report,
+            sharding=not args.ignore_sharding,
         )  # fmt: skip
         report("write", 0.0)
         build.save(args.output)
@@ -129,13 +130,22 @@ def _run(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from tapestry.ir import store
-    from tapestry.viz.explain import explain
+    from tapestry.viz import diff, explain, trace
 
     build, _ = store.read(args.build)
+    other = store.read(args.diff)[0] if args.diff else None
+    timed = explain.schedule(build)
+    found = explain.document(build, why=args.why, timed=timed)
+    text = explain.text(build, found, critical=args.critical_path)
+    if args.trace:
+        found["trace"] = {"file": str(args.trace), **trace.write(args.trace, build.plan, timed)}
+    if other is not None:
+        found["diff"] = diff.compare(build, other, found)
+        text = diff.text(found["diff"])
     if args.json:
-        _json({**build.report, "text": explain(build)})
+        _json({**build.report, **found, "text": text})
     else:
-        print(explain(build), end="")
+        print(text, end="")
     return 0
 
 
@@ -225,6 +235,39 @@ def _rules(args: argparse.Namespace) -> int:
     return 0
 
 
+def _export(args: argparse.Namespace) -> int:
+    from tapestry.ir import store
+    from tapestry.plan.exported import export
+
+    build, _ = store.read(args.build)
+    done = export(build, args.output, copy=args.copy_data)
+    if args.json:
+        _json(done)
+    elif not args.quiet:
+        print(f"{done['model']}: {done['specs']} sharding specs over {done['devices']} devices, IR version {done['ir_version']}")
+        print(f"  {done['outputs']} of the plan's {done['tensors']} results have an ONNX name; {done['partial']} cut reductions are completed as 'tapestry.partial' says")
+    return 0
+
+
+def _check_sharding(args: argparse.Namespace) -> int:
+    from tapestry.plan.check_sharding import check_file
+
+    found = check_file(args.model, _shapes(args.shape))
+    errors = [f for f in found if f.level == "error" or (args.strict and f.code != "no-annotations")]
+    if args.json:
+        from dataclasses import asdict
+
+        rows = {k: [asdict(f) for f in found if (f in errors) == (k == "errors")] for k in ("errors", "warnings")}
+        _json({"model": str(args.model), "passed": not errors, **rows})
+        return 1 if errors else 0
+    for f in found:
+        if f in errors or not args.quiet:
+            print(f)
+    if not args.quiet:
+        print(f"{args.model}: {len(errors)} errors, {len(found) - len(errors)} warnings")
+    return 1 if errors else 0
+
+
 # arguments
 
 
@@ -250,12 +293,20 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
     p.add_argument("--check", action="store_true", help="compare with onnxruntime")
     p.add_argument("--seed", type=int, default=0)
-    add("explain", _explain, "the plan as a person reads it").add_argument("build", type=Path)
+    _explain_arguments(add("explain", _explain, "the plan as a person reads it"))
     add("verify", _verify, "re-check every law from the files alone").add_argument("build", type=Path)
     p = add("kernels", _kernels, "readable Triton source, compiled objects, a resource table")
     p.add_argument("build", type=Path)
     p.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     p.add_argument("--target", default="triton:sm90", help="triton:sm80, triton:sm90, triton:sm100 or triton:gfx942")
+    p = add("export", _export, "the plan as multi-device annotations of the ONNX model")
+    p.add_argument("build", type=Path)
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="SHARDED.onnx")
+    p.add_argument("--copy-data", action="store_true", help="copy external data that would be out of reach")
+    p = add("check-sharding", _check_sharding, "whether a model's multi-device annotations are right")
+    p.add_argument("model", type=Path)
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE")
+    p.add_argument("--strict", action="store_true", help="warnings (implied communication, uneven parts) fail as well")
     p = add("opt", _opt, "apply rules to IR text")
     p.add_argument("graph", type=Path, help="a file of IR text, or -")
     p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="split@y{dim=n,parts=8,to=mesh.d0}")
@@ -267,6 +318,14 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE")
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
     return parser
+
+
+def _explain_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("build", type=Path)
+    p.add_argument("--why", action="store_true", help="the best alternative of every operation, and what it would cost")
+    p.add_argument("--diff", type=Path, metavar="OTHER", help="what differs from another build, instead of the plan")
+    p.add_argument("--critical-path", action="store_true", help="the steps that the simulated time hangs on")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="the simulated schedule, for https://ui.perfetto.dev")
 
 
 def _compile_arguments(p: argparse.ArgumentParser) -> None:
@@ -281,6 +340,7 @@ def _compile_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pin", action="extend", nargs="+", default=[], metavar="OP:dim=parts@axis")
     p.add_argument("--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis")
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
+    p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
     p.add_argument("--time-limit", type=float, default=60.0, metavar="S")
     p.add_argument("--seed", type=int, default=0)

@@ -18,14 +18,16 @@ from tapestry.codegen import emit
 from tapestry.errors import TapestryError
 from tapestry.ir import store
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Mesh, MeshAxis
+from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
+from tapestry.plan import annotations
+from tapestry.plan.fixed import Fixed
 from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.search.planner import Found, search
 from tapestry.plan.structure import improve
-from tapestry.plan.topology import Link, Topology, default_mesh, parse_bytes, parse_mesh, topology
+from tapestry.plan.topology import Link, Topology, default_mesh, parse_bytes, parse_mesh, to_data, topology
 from tapestry.rewrites.rule import Move, load_rules
 from tapestry.rewrites.simplify import simplify
 from tapestry.verify import certificate
@@ -51,6 +53,7 @@ class Options:
     weights: bool = True
     time_limit: float = 60.0
     seed: int = 0
+    sharding: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +91,16 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     start, clock = time.perf_counter(), _Clock(report)
     for path in options.rules:
         load_rules(path)
-    topo = _topology(options)
+    marks = _annotations(options)
+    topo = _topology(options, marks)
     with clock("lift"):
-        lifted = lift(options.model, options.shapes, weights=options.weights, seed=options.seed)
+        sizes = options.shapes or (annotations.shapes(marks) if marks else {})
+        lifted = lift(options.model, sizes, weights=options.weights, seed=options.seed)
     with clock("simplify"):
-        graph = simplify(lifted.graph)
+        given = annotations.constraints(marks, lifted.graph, topo.mesh) if marks else None
+        graph = given.graph if given else simplify(lifted.graph)
     with clock("search"):
-        graph, found, moves, requests = _plan(graph, lifted, topo, options)
+        graph, found, moves, requests = _plan(graph, lifted, topo, options, given)
         alone = _unsharded_peak(graph, topo)
     with clock("verify"):
         laws = certificate.check(
@@ -112,28 +118,45 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     return Compiled(build=replace(build, report=document), constants=constants, kernels=kernels, laws=laws)
 
 
-def _topology(options: Options) -> Topology:
-    mesh = options.mesh or default_mesh(options.topology) or (MeshAxis("d0", 1),)
+def _annotations(options: Options) -> annotations.Annotations | None:
+    """The model's own sharding, unless it is to be ignored."""
+    if not options.sharding:
+        return None
+    mesh = options.mesh or default_mesh(options.topology)
+    return annotations.read(options.model, device_count(mesh) if mesh else None)
+
+
+def _topology(options: Options, marks: annotations.Annotations | None) -> Topology:
+    stated = options.mesh or default_mesh(options.topology)
+    mesh = stated or (annotations.mesh(marks) if marks else (MeshAxis("d0", 1),))
     return topology(mesh, options.topology, parse_bytes(options.memory) if options.memory else None)
 
 
 def _plan(
-    graph: Graph, lifted: Lifted, topo: Topology, options: Options
-) -> tuple[Graph, Found, list[Move], dict[str, list[str]]]:
-    """Search, first over strategies, then over structural rewrites around them."""
+    graph: Graph, lifted: Lifted, topo: Topology, options: Options, given: annotations.Given | None
+) -> tuple[Graph, Found, list[Move], dict[str, Any]]:
+    """Search, first over strategies, then (unless the model gives its sharding) over structural rewrites around them."""
     folded = sorted({s for op in lifted.graph.ops for s in op.source})
     inputs, outputs = parse_layouts(options.layouts, graph, topo.mesh)
+    fixed = given.fixed if given else Fixed()
+    if given:
+        inputs, outputs = {**given.inputs, **inputs}, {**given.outputs, **outputs}
+        for note in given.notes:
+            log.warning("sharding: %s", note)
 
     def plan(g: Graph) -> Found:
         pins = parse_pins(options.pins, g, topo.mesh, folded)
-        return search(g, topo, pins=pins, inputs=inputs, outputs=outputs, time_limit=options.time_limit)
+        return search(g, topo, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=options.time_limit)
 
     found = plan(graph)
-    moves: list[Move] = []
-    if not options.pins:  # a pin names an operation of the graph as it is
+    moves: list[Move] = list(given.moves) if given else []
+    if not options.pins and not given:  # a pin names an operation of the graph as it is
         graph, found, moves = improve(graph, found, plan, min(STRUCTURE_SECONDS, options.time_limit))
     _debug(found)
-    return graph, found, moves, {"pins": list(options.pins), "layouts": list(options.layouts)}
+    requests: dict[str, Any] = {"pins": list(options.pins), "layouts": list(options.layouts)}
+    if given:
+        requests["sharding"] = {**given.counts, "notes": list(given.notes)}
+    return graph, found, moves, requests
 
 
 def _debug(found: Found) -> None:
@@ -156,19 +179,11 @@ def _build(lifted: Lifted, found: Found, topo: Topology, options: Options, moves
         if w.file == "":
             constants[t] = (offset, lifted.constants[t].nbytes)
             offset += lifted.constants[t].nbytes
-    device = topo.device
     return store.Build(
         model=str(lifted.model), model_sha256=hashlib.sha256(lifted.model.read_bytes()).hexdigest(), plan=found.plan,
-        program=found.program, target=options.target, memory=device.memory, report={}, moves=tuple(map(str, moves)),
+        program=found.program, target=options.target, memory=topo.device.memory, report={}, moves=tuple(map(str, moves)),
         peak_bytes=tuple(peak_bytes(found.program)[0]), constants=constants,
-        topology={
-            "name": topo.name, "mesh": [[a.name, a.size] for a in topo.mesh],
-            "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
-            "device": {
-                "memory": device.memory, "bandwidth": device.bandwidth, "launch": device.launch, "vector": device.vector,
-                "flops": dict(device.flops),
-            },
-        },
+        topology=to_data(topo),
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_missing_file(tmp_path):
     refused(tmp_path / "none.onnx", "cannot read the model", "none.onnx")
 
 
-@pytest.mark.parametrize("data", [b"", b"hello, world, this is not a protobuf", b"\x00" * 100, os.urandom(64)])
+@pytest.mark.parametrize("data", [b"", b"hello, world, this is not a protobuf", b"\x00" * 100, bytes(range(7, 255, 4))])
 def test_not_a_protobuf(tmp_path, data):
     (tmp_path / "m.onnx").write_bytes(data)
     refused(tmp_path / "m.onnx", "m.onnx")

@@ -143,6 +143,7 @@ def tag_sources(model: ModelProto) -> None:
     """Name unnamed nodes after their first output, and note each name where passes do not change it."""
     for node in (*model.graph.node, *(n for f in model.functions for n in f.node)):
         node.name = node_name(node)
+        del node.device_configurations[:]  # of no concern to what the node computes
         del node.metadata_props[:]
         node.metadata_props.add(key=SOURCE, value=node.name)
 

@@ -108,6 +108,40 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
     return found if memory is None else replace(found, device=replace(device, memory=memory))
 
 
+def to_data(topo: Topology) -> dict[str, Any]:
+    """What a build directory keeps of a topology; `from_data` reads it back."""
+    d = topo.device
+    return {
+        "name": topo.name, "mesh": [[a.name, a.size] for a in topo.mesh],
+        "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
+        "device": {
+            "memory": d.memory, "bandwidth": d.bandwidth, "launch": d.launch, "vector": d.vector, "flops": dict(d.flops),
+        },
+    }  # fmt: skip
+
+
+def from_data(data: Mapping[str, Any]) -> Topology:
+    """The topology that `to_data` described.
+
+    Raises:
+        TapestryError: it describes none.
+    """
+    try:
+        d = data["device"]
+        device = Device(
+            memory=int(d["memory"]), bandwidth=float(d["bandwidth"]), launch=float(d["launch"]), vector=float(d["vector"]),
+            flops={str(k): float(v) for k, v in d["flops"].items()},
+        )  # fmt: skip
+        mesh = tuple(MeshAxis(str(name), int(size)) for name, size in data["mesh"])
+        links = tuple(Link(float(k["alpha"]), float(k["beta"])) for k in data["links"])
+        found = Topology(name=str(data["name"]), mesh=mesh, links=links, device=device)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
+    if len(links) != len(mesh) or "other" not in device.flops or min(device.bandwidth, device.vector, *device.flops.values()) <= 0:
+        raise TapestryError("not a topology: links or rates are missing", hint="compile the model again")
+    return found
+
+
 def default_mesh(source: str) -> Mesh | None:
     """The mesh that a topology file states, if any."""
     if source in _PRESETS or not Path(source).is_file():

@@ -344,6 +344,7 @@ def _reduce(r: _Replay, step: Reduce, name: str) -> None:
 def _free(r: _Replay, step: Free, name: str) -> None:
     for b in step.buffers:
         buffer = r.buffer(b, name)
+        r.law("memory", buffer.tensor not in r.graph.weights, f"'{b}' holds a weight, which stays loaded", name)
         for d, box in enumerate(buffer.boxes):
             if box is not None:
                 r.law("read_after_write", b in r.holds[d], f"'{b}' is freed but not alive on device {d}", name)

@@ -1,78 +1,273 @@
-"""A plan as a person reads it, like SQL's EXPLAIN."""
+"""A plan as a person reads it, like SQL's EXPLAIN: what was chosen, why, and how long it takes.
+
+`document` gathers everything as data (``--json``), `explain` prints it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tapestry.ir.graph import Opaque
-from tapestry.ir.kernel import shape
-from tapestry.ir.program import Launch, Reduce, Transfer, alive_at, payload_bytes, peak_bytes, transfer_bytes
+from tapestry.ir.kernel import shape, size
+from tapestry.ir.program import (
+    Free,
+    Launch,
+    Load,
+    Program,
+    Reduce,
+    Transfer,
+    alive_at,
+    allocated,
+    payload_bytes,
+    peak_bytes,
+    transfer_bytes,
+)  # fmt: skip
 from tapestry.ir.store import Build
+from tapestry.plan.alternatives import Alternative, best_alternatives
+from tapestry.plan.requests import parse_pins
+from tapestry.plan.simulate import ASSUMPTION, COMPUTE, TRANSFER, Schedule, critical_path, simulate
+from tapestry.plan.topology import from_data
+from tapestry.viz import chart
+from tapestry.viz.words import duration, human, kind_text, shape_text, signed, split_text, step_text
+
+Document = dict[str, Any]
 
 
-def explain(build: Build) -> str:
-    """Every step that computes or communicates, in order, with splits, block shapes and bytes."""
-    return "\n".join([*_head(build), "", *_steps(build), "", *_memory(build)]) + "\n"
+def explain(build: Build, *, why: bool = False, critical: bool = False) -> str:
+    """Every step that computes or communicates, in order, with splits, blocks, bytes and seconds.
+
+    Args:
+        why: for every operation its best alternative, and what that would cost; solves nothing, but builds the search's
+            tables again.
+        critical: the steps that the total time hangs on.
+    """
+    return text(build, document(build, why=why), critical=critical)
 
 
-def _head(build: Build) -> Iterator[str]:
+def schedule(build: Build) -> Schedule:
+    """The build's program on the clock."""
+    return simulate(build.plan, build.program, from_data(build.topology))
+
+
+def document(build: Build, *, why: bool = False, timed: Schedule | None = None) -> Document:
+    """``operations``, ``steps`` (transfers and reductions), ``memory``, ``simulated`` and ``critical_path`` as data.
+
+    Times are in seconds; an operation's ``seconds`` cover its kernels and the merge of its partial results on the slowest
+    device, ``transfer_seconds`` what is fetched for it.
+    """
+    timed = timed or schedule(build)
+    return {
+        "operations": _operations(build, timed, why), "steps": _transfers(build, timed), "memory": _memory(build),
+        "simulated": _simulated(build, timed), "critical_path": _critical(build, timed),
+    }  # fmt: skip
+
+
+def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
+    plan, program = build.plan, build.program
+    own, fetched = [0.0] * len(plan.graph.ops), [0.0] * len(plan.graph.ops)
+    for t in timed.timed:
+        if t.op is not None:
+            (fetched if isinstance(program.steps[t.step], Transfer) else own)[t.op] += t.seconds
+    blocks = {s.op: s.blocks for s in program.steps if isinstance(s, Launch) and s.mode != "finish"}
+    requests = build.report.get("requests", {}).get("pins", [])
+    pinned = {text: parse_pins([text], plan.graph, plan.mesh) for text in requests}
+    others: list[Alternative | None] = []
+    if why:
+        others = best_alternatives(plan, from_data(build.topology), parse_pins(requests, plan.graph, plan.mesh))
+    out: list[Document] = []
+    for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
+        block = max((b for b in blocks[i] if b is not None), key=size)
+        row: Document = {
+            "outs": list(op.outs), "nodes": list(op.source), "kind": kind_text(op), "dims": {d.name: d.size for d in op.space},
+            "split": split_text(op, s, plan.mesh), "block": list(shape(block)), "seconds": own[i],
+            "transfer_seconds": fetched[i], "pins": [t for t, found in pinned.items() if i in found],
+        }  # fmt: skip
+        if isinstance(op, Opaque):
+            row["opaque_because"] = op.why
+        if why:
+            row["next_best"] = _next_best(build, i, others[i])
+        out.append(row)
+    return out
+
+
+def _next_best(build: Build, i: int, other: Alternative | None) -> Document | None:
+    if other is None:
+        return None
+    return {
+        "split": split_text(build.plan.graph.ops[i], other.strategy, build.plan.mesh), "seconds_more": other.seconds,
+        "parts": [{"what": p.what, "tensor": p.tensor, "seconds_more": p.seconds} for p in other.parts],
+        "bytes_over_memory": other.excess,
+    }  # fmt: skip
+
+
+def _transfers(build: Build, timed: Schedule) -> list[Document]:
+    program = build.program
+    out: list[Document] = []
+    for t in timed.timed:
+        step = program.steps[t.step]
+        if isinstance(step, Launch | Load | Free):
+            continue
+        groups = len(step.groups[0]) if isinstance(step, Reduce) else None
+        name = program.buffers[step.srcs[0] if isinstance(step, Reduce) else step.src].tensor
+        start = float(min(x for x in t.start.tolist() if x == x))
+        out.append({
+            "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "bytes": transfer_bytes(step, program),
+            "payload_bytes": payload_bytes(step, program), "group": groups, "start_s": start, "seconds": t.seconds,
+        })  # fmt: skip
+    return out
+
+
+def alive_bytes(program: Program, device: int) -> list[int]:
+    """Bytes alive on a device after every step."""
+    alive, out = 0, list[int]()
+    for step in program.steps:
+        alive += sum(program.buffers[b].nbytes(device) for b in allocated(step))
+        alive -= sum(program.buffers[b].nbytes(device) for b in (step.buffers if isinstance(step, Free) else ()))
+        out.append(alive)
+    return out
+
+
+def _memory(build: Build) -> Document:
+    program, graph = build.program, build.plan.graph
+    peak, at = peak_bytes(program)
+    worst = max(range(len(peak)), key=lambda d: peak[d])
+    loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
+    alive = sorted(alive_at(program, at[worst]), key=lambda b: -program.buffers[b].nbytes(worst))
+    return {
+        "peak_bytes": peak, "allowed_bytes": build.memory, "device": worst, "peak_step": at[worst],
+        "peak_at": step_text(program.steps[at[worst]], program, graph.ops), "steps": len(program.steps),
+        "weight_bytes": sum(b.nbytes(worst) for b in loads if b.tensor in graph.weights),
+        "alive_bytes": alive_bytes(program, worst),
+        "largest": [{"buffer": b, "bytes": program.buffers[b].nbytes(worst)} for b in alive[:5]],
+    }  # fmt: skip
+
+
+def _simulated(build: Build, timed: Schedule) -> Document:
+    return {
+        "seconds": timed.total, "objective_s": build.report["objective_s"], "compute_s": timed.busy(COMPUTE).tolist(),
+        "transfer_s": timed.busy(TRANSFER).tolist(), "assumption": ASSUMPTION,
+    }  # fmt: skip
+
+
+def _critical(build: Build, timed: Schedule) -> list[Document]:
+    total = timed.total or 1.0
+    out: list[Document] = []
+    for hop in critical_path(timed):
+        step = build.program.steps[hop.timed.step]
+        out.append({
+            "step": hop.timed.step, "what": step_text(step, build.program, build.plan.graph.ops),
+            "kind": step.kind if isinstance(step, Transfer | Reduce) else "compute", "device": hop.device,
+            "start_s": float(hop.timed.start[hop.device]), "seconds": hop.seconds, "share": hop.seconds / total,
+        })  # fmt: skip
+    return out
+
+
+# text
+
+
+def text(build: Build, found: Document, *, critical: bool = False) -> str:
+    """A `document` as a person reads it."""
+    lines = [*_head(build, found["simulated"]), "", *_steps(build, found), "", *_memory_text(found["memory"])]
+    if critical:
+        lines += ["", *_critical_text(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _head(build: Build, simulated: Document) -> Iterator[str]:
     r, plan = build.report, build.plan
     mesh = ", ".join(f"{a.name}={a.size}" for a in plan.mesh) or "one device"
     yield f"{build.model}: {r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
     yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
     yield f"objective {r['objective_s'] * 1e3:.4g} ms, lower bound {r['lower_bound_s'] * 1e3:.4g} ms, gap {r['gap']:.2%}"
+    busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s")]
+    yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
     for m in build.moves:
         yield f"rewritten by {m}"
+    for pin in r.get("requests", {}).get("pins", []):
+        yield f"pinned {pin}"
     for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
         cut = ", ".join(f"axis {x} over {a.name}" for a, x in zip(plan.mesh, layout, strict=True) if x is not None)
         yield f"'{t}' is fixed: {cut or 'replicated'}"
 
 
-def _steps(build: Build) -> Iterator[str]:
-    program, graph, mesh = build.program, build.plan.graph, build.plan.mesh
-    for step in program.steps:
-        match step:
-            case Launch():
-                op, s = graph.ops[step.op], build.plan.strategies[step.op]
-                if step.mode == "finish":
-                    yield f"  {op.outs[0]}: finish"
-                    continue
-                cuts = [f"{d}/{a.size}@{a.name}" for a, d in zip(mesh, s.dims, strict=True) if d is not None]
-                dims = ", ".join(f"{d.name}: {d.size}" for d in op.space)
-                block = next(b for b in step.blocks if b is not None)
-                kind = f"opaque {op.kind}, {op.why}" if isinstance(op, Opaque) else op.monoid or "map"
-                split = ", ".join(cuts) or "none"
-                yield f"{', '.join(op.outs)} = [{dims}] {kind}  split {split}  block {shape_text(shape(block))}"
-                if op.source:
-                    yield f"    from {', '.join(op.source)}"
-            case Transfer():
-                yield f"  {step.kind} of '{program.buffers[step.src].tensor}': {human(transfer_bytes(step, program))} in all"
-            case Reduce():
-                name = program.buffers[step.srcs[0]].tensor
-                each, total = human(payload_bytes(step, program)), human(transfer_bytes(step, program))
-                yield f"  {step.kind} of '{name}' in groups of {len(step.groups[0])}: {each} per device, {total} in all"
-            case _:
-                pass
+def _steps(build: Build, found: Document) -> Iterator[str]:
+    rows = {t["step"]: t for t in found["steps"]}
+    for i, step in enumerate(build.program.steps):
+        if i in rows:
+            yield "  " + _transfer_text(rows[i])
+        elif isinstance(step, Launch) and step.mode != "finish":
+            yield from _operation_text(found["operations"][step.op])
 
 
-def _memory(build: Build) -> Iterator[str]:
-    peak, at = peak_bytes(build.program)
-    worst = max(range(len(peak)), key=lambda d: peak[d])
+def _operation_text(row: Mapping[str, Any]) -> Iterator[str]:
+    dims = ", ".join(f"{name}: {n}" for name, n in row["dims"].items())
+    block = f"block {shape_text(tuple(row['block']))}"
+    yield f"{', '.join(row['outs'])} = [{dims}] {row['kind']}  split {row['split']}  {block}  {duration(row['seconds'])}"
+    if row["nodes"]:
+        yield f"    from {', '.join(row['nodes'])}"
+    if "opaque_because" in row:
+        yield f"    opaque: {row['opaque_because']}"
+    if row["pins"]:
+        yield f"    pinned by {', '.join(row['pins'])}"
+    if "next_best" in row:
+        yield f"    {why_text(row['next_best'], bool(row['pins']))}"
+
+
+def why_text(other: Mapping[str, Any] | None, pinned: bool = False) -> str:
+    """``next best: n/8@d0, +12 µs (+8 µs all_gather of 'h', +4 µs compute)``."""
+    if other is None:
+        return "no other split is possible"
+    more, excess = other["seconds_more"], other["bytes_over_memory"]
+    parts = ", ".join(
+        f"{signed(p['seconds_more'])} {p['what']}{f' of {_quoted(p)}' if p['tensor'] else ''}" for p in other["parts"][:3]
+    )
+    head = f"next best: {other['split']}, "
+    if abs(more) < 1e-9:
+        return f"{head}as fast ({parts})" if parts else f"{head}as fast"
+    reason = ""
+    if more < 0 and pinned:
+        reason = "; the pin forbids it"
+    elif more < 0 and excess:
+        reason = f"; but {human(excess)} too big for a device's memory"
+    elif more < 0:
+        reason = "; the plan is not the best that there is, or memory decided"
+    return f"{head}{signed(more)} ({parts}){reason}"
+
+
+def _quoted(part: Mapping[str, Any]) -> str:
+    return f"'{part['tensor']}'"
+
+
+def _transfer_text(t: Mapping[str, Any]) -> str:
+    head, tail = f"{t['kind']} of '{t['tensor']}'", f"{human(t['bytes'])} in all, {duration(t['seconds'])}"
+    if t["group"] is None:
+        return f"{head}: {tail}"
+    return f"{head} in groups of {t['group']}: {human(t['payload_bytes'])} per device, {tail}"
+
+
+def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
+    worst, peak = memory["device"], memory["peak_bytes"]
     yield f"peak memory per device: {', '.join(human(p) for p in peak)}"
-    alive = alive_at(build.program, at[worst])
-    for b in sorted(alive, key=lambda b: -build.program.buffers[b].nbytes(worst))[:5]:
-        yield f"  on device {worst} at the peak: '{b}' {human(build.program.buffers[b].nbytes(worst))}"
+    weights = memory["weight_bytes"]
+    above = [max(0, b - weights) for b in memory["alive_bytes"]]
+    yield f"memory over {memory['steps']} steps on device {worst}, above {human(weights)} of weights:"
+    lines = chart.area(above)
+    labels = [human(max(above, default=0)), *[""] * (len(lines) - 2), "0 B"]
+    for label, line in zip(labels, lines, strict=True):
+        yield f"  {label:>11} │{line}"
+    yield f"  peak {human(peak[worst])} of {human(memory['allowed_bytes'])} at step {memory['peak_step']}, {memory['peak_at']}"
+    for b in memory["largest"]:
+        yield f"  on device {worst} at the peak: '{b['buffer']}' {human(b['bytes'])}"
 
 
-def shape_text(extents: tuple[int, ...]) -> str:
-    """``4×8`` or ``()``."""
-    return "×".join(map(str, extents)) or "()"
-
-
-def human(n: float) -> str:
-    """Bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
-        n /= 1024
-    raise AssertionError
+def _critical_text(found: Document) -> Iterator[str]:
+    total = found["simulated"]["seconds"]
+    yield f"critical path, {duration(total)} (assumed: {ASSUMPTION})"
+    kinds: dict[str, float] = {}
+    for hop in found["critical_path"]:
+        kinds[hop["kind"]] = kinds.get(hop["kind"], 0.0) + hop["share"]
+    yield "  " + ", ".join(f"{k} {v:.1%}" for k, v in sorted(kinds.items(), key=lambda kv: -kv[1]))
+    for hop in found["critical_path"]:
+        where = f"step {hop['step']:>4}, device {hop['device']}"
+        yield f"  {hop['share']:>6.1%} {duration(hop['seconds']):>9}  {where}: {hop['what']}"

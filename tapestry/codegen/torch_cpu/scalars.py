@@ -67,7 +67,7 @@ def apply(fn: str, operands: list[Tensor]) -> Tensor:
     """One primitive."""
     if operands[-1].dtype in _UNSIGNED:
         with np.errstate(all="ignore"):
-            return torch.from_numpy(np.ascontiguousarray(NUMPY[fn](*(o.numpy() for o in operands))))
+            return torch.from_numpy(np.array(NUMPY[fn](*(o.numpy() for o in operands))))
     return TABLE[fn](*operands)
 
 

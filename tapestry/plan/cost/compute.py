@@ -48,6 +48,13 @@ def flops(op: Op, block: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.
 
 def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology) -> float:
     """Time of the slowest device."""
+    return float(np.max(seconds_each(op, graph, block, final, reads, topo)))
+
+
+def seconds_each(
+    op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology
+) -> np.ndarray:
+    """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
     heavy, light = flops(op, sizes(block), sizes(final))
     moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
     for (tensor, _), boxes in reads.items():
@@ -57,7 +64,7 @@ def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[
         moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
     dtype = graph.tensors[op.inputs[0]].dtype if op.inputs else "f32"
     d = topo.device
-    return float(np.max(heavy / d.rate(dtype) + light / d.vector + moved / d.bandwidth)) + d.launch
+    return heavy / d.rate(dtype) + light / d.vector + moved / d.bandwidth + d.launch
 
 
 def state_bytes(op: Op, block: Boxes) -> int:

@@ -13,6 +13,7 @@ from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import Launch, Program, Reduce, alive_at, peak_bytes
+from tapestry.plan.fixed import Fixed
 from tapestry.plan.lower import lower
 from tapestry.plan.search.network import Factor, Solution, evaluate, solve
 from tapestry.plan.search.problem import Problem, build, memory_row
@@ -45,6 +46,7 @@ def search(
     pins: Mapping[int, tuple[Pin, ...]] | None = None,
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
+    fixed: Fixed = Fixed(),  # noqa: B008  (immutable)
     time_limit: float = 60.0,
 ) -> Found:
     """The best plan that the strategies allow within the devices' memory.
@@ -52,13 +54,14 @@ def search(
     Args:
         pins: splits that the user insists on, by operation.
         inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
+        fixed: what annotations of the model say of its operations.
         time_limit: seconds.
 
     Raises:
         PlanError: no plan fits; says by how many bytes, on which device, and for which tensors.
     """
     start = time.monotonic()
-    problem = build(graph, topo, pins or {}, inputs or {}, outputs or {})
+    problem = build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed)
     first = solve(problem.sizes, problem.factors, time_limit)
     found = _found(problem, first, first.bound)
     if max(peak_bytes(found.program)[0]) <= topo.device.memory:

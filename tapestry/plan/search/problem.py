@@ -16,6 +16,7 @@ from tapestry.ir.plan import Layout, Strategy
 from tapestry.ir.text import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
+from tapestry.plan.fixed import Fixed, Key, allowed
 from tapestry.plan.search.network import Factor
 from tapestry.plan.strategy import Boxes, Pin, footprints, op_boxes, out_layout, strategies, tensor_boxes
 from tapestry.plan.topology import Topology
@@ -53,25 +54,27 @@ class Problem:
 
 
 def build(
-    graph: Graph, topo: Topology, pins: Mapping[int, tuple[Pin, ...]], inputs: Mapping[str, Layout], outputs: Mapping[str, Layout]
-) -> Problem:
+    graph: Graph, topo: Topology, pins: Mapping[int, tuple[Pin, ...]], inputs: Mapping[str, Layout], outputs: Mapping[str, Layout],
+    fixed: Fixed = Fixed(),  # noqa: B008  (immutable)
+) -> Problem:  # fmt: skip
     """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor."""
     problem = Problem(graph, topo, inputs, outputs)
     kinds: dict[str, Menu] = {}
     keys: list[str] = []
     for i, op in enumerate(graph.ops):
-        key = f"{signature(op, graph)} {pins.get(i, ())}"
+        given = fixed.key(op)
+        key = f"{signature(op, graph)} {pins.get(i, ())} {given}"
         keys.append(key)
         if key not in kinds:
-            kinds[key] = _menu(op, graph, topo, pins.get(i, ()))
+            kinds[key] = _menu(op, graph, topo, pins.get(i, ()), given)
         problem.menus.append(kinds[key])
     problem.distinct = len(kinds)
     _edges(problem, keys)
     return problem
 
 
-def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...]) -> Menu:
-    found = strategies(op, topo.mesh, pins)
+def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key) -> Menu:
+    found = allowed(op, given, strategies(op, topo.mesh, pins), graph, topo.mesh)
     seconds, states, outs, reads = [], [], [], []
     for s in found:
         block = op_boxes(op, s.dims, topo.mesh)
@@ -167,8 +170,9 @@ def _load_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) 
 def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
     """Per operation and choice, bytes that the last device surely holds while operation ``at`` runs.
 
-    Weights (charged to their first reader), inputs (to their last), results that are still needed, partial states of ``at`` itself: a lower
-    estimate of the program's memory, linear in the choices. The last device has the largest block of every cut.
+    Weights (charged to their first reader), inputs (to their last), results that are still needed, partial states of
+    ``at`` itself: a lower estimate of the program's memory, linear in the choices. The last device has the largest block
+    of every cut.
     """
     graph = problem.graph
     last: dict[str, int] = {t: len(graph.ops) for t in graph.outputs}

@@ -1,0 +1,194 @@
+"""What an annotation means: for each axis of a tensor, which devices hold which cells; and layouts as specs and back.
+
+A device holds the product, over the axes, of some intervals. So the devices that hold a cell are the intersection, over
+the axes, of the devices that hold its coordinate, and a table per axis says everything. Cuts are balanced (part k of P of
+N cells is ``[floor(k N / P), floor((k+1) N / P))``), which is the equal cut of the proposal wherever that is defined.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from tapestry.interop.sharding import ShardedDim, ShardingSpec, SimpleShard
+from tapestry.ir.kernel import Box, cut
+from tapestry.ir.plan import Layout, Mesh, coordinates, device_count, part
+
+Intervals = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a placed tensor: cells with one label are on the same devices.
+
+    Attributes:
+        label: for each cell, the position of its set of devices in ``devices``.
+        devices: sets of devices, as bit masks.
+    """
+
+    label: np.ndarray
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which cells of a tensor each device holds: ``pieces`` gives intervals per axis, ``holders`` all devices with any."""
+
+    shape: tuple[int, ...]
+    pieces: dict[int, tuple[Intervals, ...]]
+
+    @property
+    def holders(self) -> int:
+        """Devices that hold anything, as a bit mask."""
+        return sum(1 << d for d in self.pieces)
+
+    def box(self, device: int) -> Box | None:
+        """What a device holds, when that is one box."""
+        piece = self.pieces.get(device)
+        return None if piece is None or any(len(p) != 1 for p in piece) else tuple(p[0] for p in piece)
+
+    def axis(self, k: int) -> Axis:
+        """The table of one axis."""
+        by_piece: dict[Intervals, int] = {}
+        for d, piece in self.pieces.items():
+            by_piece[piece[k]] = by_piece.get(piece[k], 0) | 1 << d
+        ends = sorted({e for p in by_piece for lo, hi in p for e in (lo, hi)} | {0, self.shape[k]})
+        found: dict[int, int] = {}
+        label = np.zeros(self.shape[k], np.int64)
+        for lo, hi in itertools.pairwise(ends):
+            mask = 0
+            for p, devices in by_piece.items():
+                if any(a <= lo and hi <= b for a, b in p):
+                    mask |= devices
+            label[lo:hi] = found.setdefault(mask, len(found))
+        return Axis(label, tuple(found))
+
+
+def placement(spec: ShardingSpec, shape: tuple[int, ...]) -> Placement:
+    """The placement of a tensor; the spec is structurally right (`interop.check`)."""
+    axes, radix, owner = _parts(spec, shape)
+    groups = dict(spec.groups)
+    pieces: dict[int, tuple[Intervals, ...]] = {}
+    for k, entry in enumerate(spec.devices):
+        digits = _digits(k, radix)
+        piece: list[Intervals] = [((0, n),) for n in shape]
+        for axis, shards in axes.items():
+            mine = [digits[i] for i, a in enumerate(owner) if a == axis]
+            piece[axis] = _intervals(shape[axis], shards, mine)
+        for d in groups.get(entry, (entry,)):
+            pieces[d] = tuple(piece)
+    return Placement(shape, pieces)
+
+
+def everywhere(shape: tuple[int, ...], devices: int) -> Placement:
+    """The whole tensor on every device."""
+    return Placement(shape, {d: tuple(((0, n),) for n in shape) for d in range(devices)})
+
+
+def _parts(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[dict[int, list[tuple[int, int]]], list[int], list[int]]:
+    """(axis → (size, parts) of what was fused into it; numbers of parts, slowest first; the axis that each belongs to)."""
+    axes: dict[int, list[tuple[int, int]]] = {}
+    radix: list[int] = []
+    owner: list[int] = []
+    for d in spec.dims:
+        assert d.axis is not None
+        axis = d.axis % max(len(shape), 1)
+        sizes = [shape[axis]] if len(d.shards) == 1 else [s.dim if isinstance(s.dim, int) else 1 for s in d.shards]
+        axes[axis] = [(n, s.num_shards or 1) for n, s in zip(sizes, d.shards, strict=True)]
+        radix += [s.num_shards or 1 for s in d.shards]
+        owner += [axis] * len(d.shards)
+    return axes, radix, owner
+
+
+def _digits(k: int, radix: list[int]) -> list[int]:
+    out: list[int] = []
+    for r in reversed(radix):
+        out.append(k % r)
+        k //= r
+    return out[::-1]
+
+
+def _intervals(size: int, shards: list[tuple[int, int]], digits: list[int]) -> Intervals:
+    """The part of an axis: the product of parts of the axes that were fused into it, merged where they touch."""
+    out: list[tuple[int, int]] = [(0, 1)]
+    for (n, parts), k in zip(shards, digits, strict=True):
+        lo, hi = cut(n, parts, k)
+        whole = (lo, hi) == (0, n)
+        spread = [(a * n + lo, (b - 1) * n + hi) if whole else (c * n + lo, c * n + hi) for a, b in out for c in
+                  ((a,) if whole else range(a, b))]  # fmt: skip
+        out = []
+        for a, b in spread:
+            if out and out[-1][1] == a:
+                out[-1] = (out[-1][0], b)
+            else:
+                out.append((a, b))
+    assert prod(n for n, _ in shards) == size or len(shards) == 1
+    return tuple(out)
+
+
+# layouts
+
+
+def held(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Box, ...]:
+    """What each device holds of a tensor in a layout."""
+    cutters = [tuple(a for a, t in enumerate(layout) if t == k) for k in range(len(shape))]
+    return tuple(
+        tuple(cut(n, *part(mesh, by, c)) for n, by in zip(shape, cutters, strict=True)) for c in coordinates(mesh)
+    )
+
+
+def spec_of(tensor: str, layout: Layout, rank: int, mesh: Mesh) -> ShardingSpec:
+    """A layout as a spec: one part per combination of parts, on one device or (where replicated) on a group."""
+    dims: list[ShardedDim] = []
+    axes: list[tuple[int, ...]] = []
+    for k in range(rank):
+        by = tuple(a for a, t in enumerate(layout) if t == k)
+        parts = prod(mesh[a].size for a in by)
+        if parts > 1:
+            axes.append(by)
+            dims.append(ShardedDim(k, (SimpleShard(parts),)))
+    where: dict[tuple[int, ...], list[int]] = {}
+    for d, c in enumerate(coordinates(mesh)):
+        where.setdefault(tuple(part(mesh, by, c)[1] for by in axes), []).append(d)
+    devices, groups = [], []
+    for key in sorted(where):
+        on = where[key]
+        if len(on) == 1:
+            devices.append(on[0])
+        else:
+            groups.append((-1 - len(groups), tuple(on)))
+            devices.append(groups[-1][0])
+    return ShardingSpec(tensor, tuple(devices), tuple(groups), tuple(dims))
+
+
+@lru_cache(maxsize=100_000)
+def layout_of_boxes(boxes: tuple[Box, ...], shape: tuple[int, ...], mesh: Mesh) -> Layout | None:
+    """The layout in which each device holds exactly its box; ``None`` when there is none (a halo, an odd order)."""
+    if len(boxes) != device_count(mesh):
+        return None
+    candidates = [k for k in range(len(shape)) if len({b[k] for b in boxes}) > 1]
+    for choice in itertools.product([None, *candidates], repeat=len(mesh)):
+        if all(k in choice for k in candidates) and held(choice, shape, mesh) == boxes:
+            return choice
+    return None
+
+
+def layout_of(spec: ShardingSpec, shape: tuple[int, ...], mesh: Mesh) -> Layout | None:
+    """A structurally right spec as a layout of a mesh, if the mesh's axes can say it."""
+    place = placement(spec, shape)
+    boxes = [place.box(d) for d in range(device_count(mesh))]
+    if any(b is None for b in boxes) or len(place.pieces) != len(boxes):
+        return None
+    return layout_of_boxes(tuple(b for b in boxes if b is not None), shape, mesh)
+
+
+def describe(place: Placement, device: int) -> str:
+    """``[0:4, 2:8]``, or ``nothing``."""
+    piece = place.pieces.get(device)
+    if piece is None:
+        return "nothing"
+    return "[" + ", ".join(" and ".join(f"{lo}:{hi}" for lo, hi in p) for p in piece) + "]"

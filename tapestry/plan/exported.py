@@ -1,0 +1,124 @@
+"""A build's plan as ONNX annotations: where every tensor that has an ONNX name is, and in metadata what specs cannot say.
+
+A spec cannot say "partial sum", a mesh, or where something inside a node is. ``tapestry.partial`` on the node that writes a
+result lists, per mesh axis that cuts a reduced dimension, ``{"dim", "mesh_axis", "monoid", "by", "along"}``: the partial
+states are merged ``by`` an all-reduce, or by a reduce-scatter ``along`` an axis of the result, before that node's output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from tapestry.errors import BuildError
+from tapestry.interop import annotate
+from tapestry.interop.annotate import Marks
+from tapestry.interop.placement import layout_of_boxes, spec_of
+from tapestry.interop.sharding import DeviceConfiguration, ShardingSpec, name_of
+from tapestry.ir.graph import Block, Op
+from tapestry.ir.plan import Layout, Mesh, Plan, Strategy
+from tapestry.ir.store import Build
+from tapestry.lift.checks import load
+from tapestry.plan.strategy import footprints, out_layout
+
+CONFIGURATION = "tapestry"
+
+
+def export(build: Build, target: Path, *, copy: bool = False) -> dict[str, Any]:
+    """Write the build's model with the plan as annotations; returns what was written, as data.
+
+    Raises:
+        BuildError: the model is not the one that the build was made from; TapestryError: it cannot be written there.
+    """
+    source = Path(build.model)
+    if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != build.model_sha256:
+        raise BuildError("the model is not what it was when the build was made", where=str(source), hint="compile it again")
+    model = load(source)
+    marks = marks_of(build, model)
+    specs = annotate.annotate(model, marks)
+    annotate.write(model, source, target, copy=copy)
+    written = {o for n in model.graph.node for o in n.output if o in marks.outs}
+    return {
+        "model": str(target), "ir_version": model.ir_version, "configuration": CONFIGURATION, "devices": build.plan.devices,
+        "specs": specs, "outputs": len(written), "tensors": len([t for op in build.plan.graph.ops for t in op.outs]),
+        "partial": sum(len(json.loads(m[annotate.PARTIAL])) for m in marks.nodes.values() if annotate.PARTIAL in m),
+    }  # fmt: skip
+
+
+def marks_of(build: Build, model: ModelProto) -> Marks:
+    """The annotations of a build's plan."""
+    plan = build.plan
+    nodes = {o: name_of(n) for n in model.graph.node for o in n.output if o}
+    named = set(nodes.values())
+    outs: dict[str, ShardingSpec] = {}
+    notes: dict[str, dict[str, Any]] = {}
+    for op, s in zip(plan.graph.ops, plan.strategies, strict=True):
+        for n, t in enumerate(op.outs):
+            if t in nodes:
+                outs[t] = spec_of(t, out_layout(op, s.out, n), len(plan.graph.tensors[t].shape), plan.mesh)
+        holder = op.outs[0] if op.outs[0] in nodes else next((x for x in reversed(op.source) if x in named), "")
+        if not holder:
+            continue
+        partial = _partial(op, s, plan.mesh)
+        if partial and op.outs[0] in nodes:
+            notes.setdefault(holder, {}).setdefault(annotate.PARTIAL, []).extend(partial)
+        if op.outs[0] not in nodes or not isinstance(op, Block):
+            notes.setdefault(holder, {}).setdefault(annotate.INTERNAL, {})[op.outs[0]] = {"dims": s.dims, "out": s.out}
+    shapes = {t: plan.graph.tensors[t].shape for t in plan.graph.inputs}
+    return Marks(
+        configuration=DeviceConfiguration(CONFIGURATION, plan.devices), outs=outs, reads=_reads(plan, model),
+        nodes={k: {key: json.dumps(v) for key, v in found.items()} for k, found in notes.items()},
+        model={
+            annotate.MESH: ",".join(f"{a.name}={a.size}" for a in plan.mesh), annotate.SHAPES: json.dumps(shapes),
+            annotate.FIXED: json.dumps({"inputs": plan.inputs, "outputs": plan.outputs}),
+            annotate.MOVES: json.dumps(build.moves),
+        },
+        shapes=_static_outputs(plan, model),
+    )  # fmt: skip
+
+
+def _static_outputs(plan: Plan, model: ModelProto) -> dict[str, tuple[int, ...]]:
+    """Sizes of outputs, where no input has a symbolic size (the file's own symbols are left as they are)."""
+    dims = [d for i in model.graph.input for d in i.type.tensor_type.shape.dim]
+    if not all(d.HasField("dim_value") for d in dims):
+        return {}
+    return {t: plan.graph.tensors[t].shape for t in plan.graph.outputs}
+
+
+def _partial(op: Op, s: Strategy, mesh: Mesh) -> list[dict[str, Any]]:
+    if not isinstance(op, Block):
+        return []
+    reduced = {d.name for d in op.reduce}
+    return [
+        {"dim": d, "mesh_axis": a.name, "monoid": op.monoid, "by": "all-reduce" if o is None else "reduce-scatter", "along": o}
+        for d, o, a in zip(s.dims, s.out, mesh, strict=True)
+        if d in reduced
+    ]
+
+
+def _reads(plan: Plan, model: ModelProto) -> dict[tuple[str, str], ShardingSpec]:
+    """What each node reads where, as far as a spec can say it: no halo, and the same for all that the node became."""
+    readers: dict[str, set[str]] = {}
+    for node in model.graph.node:
+        for t in node.input:
+            readers.setdefault(t, set()).add(name_of(node))
+    found: dict[tuple[str, str], set[Layout | None]] = {}
+    for op, s in zip(plan.graph.ops, plan.strategies, strict=True):
+        for _, t, boxes in footprints(op, plan.graph, s, plan.mesh):
+            for node in readers.get(t, set()) & set(op.source):
+                found.setdefault((node, t), set()).add(_layout(boxes, plan.graph.tensors[t].shape, plan.mesh))
+    out: dict[tuple[str, str], ShardingSpec] = {}
+    for (node, t), layouts in found.items():
+        layout = next(iter(layouts))
+        if len(layouts) == 1 and layout is not None:
+            out[(node, t)] = spec_of(t, layout, len(plan.graph.tensors[t].shape), plan.mesh)
+    return out
+
+
+def _layout(boxes: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Layout | None:
+    return layout_of_boxes(tuple(tuple((int(lo), int(hi)) for lo, hi in b) for b in boxes), shape, mesh)

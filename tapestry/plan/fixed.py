@@ -1,0 +1,91 @@
+"""Layouts that the search must keep to, as annotations of the model give them: a filter on every operation's strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tapestry.errors import PlanError
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.index import dims_of
+from tapestry.ir.plan import Layout, Mesh, Strategy
+from tapestry.plan.strategy import out_layout
+
+Dims = tuple[str | None, ...]
+Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What is given.
+
+    Attributes:
+        outs: tensor to the layout it must have when it is written.
+        reads: (ONNX node, tensor) to the layout in which the node reads it: a mesh axis that cuts a tensor's axis must
+            cut a dimension that walks it.
+        dims: first output of an operation to exactly what each mesh axis cuts.
+    """
+
+    outs: Mapping[str, Layout] = field(default_factory=dict)
+    reads: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
+    dims: Mapping[str, Dims] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.outs or self.reads or self.dims)
+
+    def key(self, op: Op) -> Key:
+        """What concerns an operation, without names: equal for operations that are planned alike."""
+        if not self:
+            return (), (), None
+        outs = tuple((n, self.outs[t]) for n, t in enumerate(op.outs) if t in self.outs)
+        reads = tuple(
+            (n, self.reads[(s, t)]) for n, t in enumerate(op.inputs) for s in dict.fromkeys(op.source) if (s, t) in self.reads
+        )
+        return outs, reads, self.dims.get(op.outs[0])
+
+
+def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -> list[Strategy]:
+    """The strategies that keep to what is given.
+
+    Raises:
+        PlanError: none does; names the tensor.
+    """
+    outs, reads, dims = key
+    for n, layout in outs:
+        kept = [s for s in found if out_layout(op, s.out, n) == layout]
+        found = _some(kept, op, op.outs[n], f"no split of the operation ends with it {_text(layout, mesh)}")
+    if dims is not None:
+        found = _some([s for s in found if s.dims == dims], op, op.outs[0], f"no split of the operation cuts {dims}")
+    for n, layout in reads:
+        tensor = op.inputs[n]
+        kept = [s for s in found if all(_walked(op, s, tensor, a, k) for a, k in enumerate(layout) if k is not None and mesh[a].size > 1)]
+        found = _some(kept, op, tensor, f"no split of the operation (within its other specs) reads it {_text(layout, mesh)}")
+    return found
+
+
+def _some(kept: list[Strategy], op: Op, tensor: str, why: str) -> list[Strategy]:
+    if not kept:
+        raise PlanError(
+            f"the sharding given for '{tensor}' is impossible", where=f"node '{', '.join(op.source)}'", why=why,
+            hint="change the annotation, or --ignore-sharding",
+        )  # fmt: skip
+    return kept
+
+
+def _walked(op: Op, s: Strategy, tensor: str, mesh_axis: int, axis: int) -> bool:
+    """Whether a mesh axis cuts a dimension that walks an axis of a tensor, in every read of it."""
+    cut = s.dims[mesh_axis]
+    if not isinstance(op, Block):
+        names = [d.name for d in op.dims]
+        return cut is not None and all(op.in_axes[k][names.index(cut)] == axis for k, t in enumerate(op.ins) if t == tensor)
+    body, end = op.body_reads(), s.out[mesh_axis]
+    after = cut if end is None else op.dims[end].name  # what is read after a reduction follows the output
+    for k, r in enumerate(op.reads):
+        if r.tensor == tensor and (cut if k in body else after) not in dims_of(r.index[axis]):
+            return False
+    return True
+
+
+def _text(layout: Layout, mesh: Mesh) -> str:
+    cuts = [f"cut on axis {k} over mesh axis {a.name} ({a.size})" for a, k in zip(mesh, layout, strict=True) if k is not None]
+    return " and ".join(cuts) or "whole on every device"

@@ -1,0 +1,188 @@
+"""A large network of choices with costs on nodes and on pairs, and usages of one shared resource over intervals of time.
+
+Everything is kept in flat arrays over labels (a label is one choice of one node) and over allowed joint choices of pairs, so
+that a pass over the whole network is a few numpy calls. Labels keep their numbers for good: a label that is ruled out has
+an infinite cost, a node that another one decides is `gone`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+FORBIDDEN = 1e17  # a cost this high means: not allowed
+
+
+class Infeasible(Exception):
+    """No choice is allowed, or none keeps to the limit of the usages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A problem as it is given: minimise node and pair costs, with the usages alive at any time within the limit.
+
+    Attributes:
+        sizes: number of choices of every node.
+        unary: costs of the choices, node after node.
+        usage: usages of the choices, node after node.
+        intervals: ``(nodes, 2)``, half-open: when the usage of a node counts.
+        pairs: ``(pairs, 2)`` nodes.
+        tables: costs of the pairs, row-major over the choices of the two nodes, pair after pair.
+        limit: of the sum of the usages alive at any time.
+    """
+
+    sizes: np.ndarray
+    unary: np.ndarray
+    usage: np.ndarray
+    intervals: np.ndarray
+    pairs: np.ndarray
+    tables: np.ndarray
+    limit: float = np.inf
+
+    def start(self) -> np.ndarray:
+        """First label of every node, and the number of labels."""
+        return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+
+    def cost(self, choice: np.ndarray) -> float:
+        """Node and pair costs of a choice; infinite when it uses what is forbidden."""
+        one = self.unary[self.start()[:-1] + choice]
+        i, j = self.pairs[:, 0], self.pairs[:, 1]
+        width = self.sizes[j]
+        at = np.concatenate([[0], np.cumsum(self.sizes[i] * width)])[:-1]
+        two = self.tables[at + choice[i] * width + choice[j]]
+        if (one >= FORBIDDEN).any() or (two >= FORBIDDEN).any():
+            return np.inf
+        return float(one.sum() + two.sum())
+
+    def peak(self, choice: np.ndarray) -> float:
+        """The largest sum of the usages alive at one time."""
+        lo, hi = self.intervals[:, 0], self.intervals[:, 1]
+        used = np.where(hi > lo, self.usage[self.start()[:-1] + choice], 0.0)
+        end = int(self.intervals.max(initial=0)) + 1
+        return float(np.cumsum(np.bincount(lo, used, end) - np.bincount(hi, used, end)).max(initial=0.0))
+
+
+@dataclass(slots=True)
+class Usage:
+    """What labels use: ``amount`` of ``label`` counts at times ``lo <= t < hi``; at time t at most ``limit[t]`` may be used."""
+
+    label: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    amount: np.ndarray
+    limit: np.ndarray
+
+    def keep(self, which: np.ndarray) -> None:
+        """Forget all other entries."""
+        self.label, self.lo, self.hi, self.amount = self.label[which], self.lo[which], self.hi[which], self.amount[which]
+
+    def over_time(self, amount: np.ndarray) -> np.ndarray:
+        """Sum over the entries alive at each time."""
+        end = len(self.limit) + 1
+        return np.cumsum(np.bincount(self.lo, amount, end) - np.bincount(self.hi, amount, end))[:-1]
+
+    def of(self, weight: np.ndarray) -> np.ndarray:
+        """Used at each time when every label counts with a weight."""
+        return self.over_time(self.amount * weight[self.label])
+
+    def priced(self, price: np.ndarray, labels: int) -> np.ndarray:
+        """For each label, its usage times the price over time."""
+        total = np.concatenate([[0.0], np.cumsum(price)])
+        return np.bincount(self.label, self.amount * (total[self.hi] - total[self.lo]), labels)
+
+    def copy(self) -> Usage:
+        """The arrays are never changed in place."""
+        return Usage(self.label, self.lo, self.hi, self.amount, self.limit)
+
+
+@dataclass(slots=True)
+class Pairs:
+    """The network: ``cost[k]`` is what choosing labels ``a[k]`` and ``b[k]`` of pair ``edge[k]`` adds; others are forbidden."""
+
+    start: np.ndarray  # first label of every node
+    node: np.ndarray  # of every label
+    unary: np.ndarray
+    gone: np.ndarray  # nodes that others decide
+    tail: np.ndarray  # of every pair
+    head: np.ndarray
+    edge: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    cost: np.ndarray
+    usage: Usage
+    constant: float
+    tiny: float  # differences below are rounding
+
+    @property
+    def size(self) -> np.ndarray:
+        """Number of labels of every node, ruled out or not."""
+        return np.diff(self.start)
+
+    def alive(self) -> np.ndarray:
+        """Which labels may be used."""
+        return np.isfinite(self.unary)
+
+    def counts(self) -> np.ndarray:
+        """How many labels of every node may be used."""
+        return np.bincount(self.node[self.alive()], minlength=len(self.gone))
+
+    def nodes(self) -> np.ndarray:
+        """The nodes that are left."""
+        return np.flatnonzero(~self.gone)
+
+    def keep(self, which: np.ndarray) -> None:
+        """Forbid all other joint choices."""
+        self.edge, self.a, self.b, self.cost = self.edge[which], self.a[which], self.b[which], self.cost[which]
+
+    def drop(self, dead: np.ndarray) -> None:
+        """Forget pairs."""
+        if dead.any():
+            self.keep(~dead[self.edge])
+            self.edge = (np.cumsum(~dead) - 1)[self.edge]
+            self.tail, self.head = self.tail[~dead], self.head[~dead]
+
+    def slots(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(number of the side's label for each joint choice, label of each number), for tails and for heads.
+
+        The labels of the tail of pair 0 come first, then those of pair 1, …; likewise for heads.
+        """
+        out: list[np.ndarray] = []
+        for nodes, label in ((self.tail, self.a), (self.head, self.b)):
+            size = self.size[nodes]
+            first = np.cumsum(size) - size - self.start[nodes]
+            out += [first[self.edge] + label, np.arange(int(size.sum())) - np.repeat(first, size)]
+        return out[0], out[1], out[2], out[3]
+
+    def copy(self) -> Pairs:
+        """A network that may be changed without this one."""
+        return Pairs(
+            self.start, self.node, self.unary.copy(), self.gone.copy(), self.tail.copy(), self.head.copy(), self.edge,
+            self.a.copy(), self.b.copy(), self.cost.copy(), self.usage.copy(), self.constant, self.tiny,
+        )  # fmt: skip
+
+
+def from_instance(given: Instance) -> Pairs:
+    """Flat arrays of an instance; forbidden joint choices are left out."""
+    start = given.start()
+    count = len(given.sizes)
+    node = np.repeat(np.arange(count), given.sizes)
+    tail, head = given.pairs[:, 0].astype(np.int64), given.pairs[:, 1].astype(np.int64)
+    entries = given.sizes[tail] * given.sizes[head]
+    edge = np.repeat(np.arange(len(tail)), entries)
+    within = np.arange(len(edge)) - np.repeat(np.cumsum(entries) - entries, entries)
+    width = given.sizes[head][edge]
+    allowed = given.tables < FORBIDDEN
+    a, b = start[tail][edge] + within // width, start[head][edge] + within % width
+    unary = np.where(given.unary < FORBIDDEN, given.unary, np.inf).astype(float)
+    lo, hi = given.intervals[:, 0], given.intervals[:, 1]
+    used = np.flatnonzero((given.usage != 0) & (hi > lo)[node]) if np.isfinite(given.limit) else np.zeros(0, np.int64)
+    usage = Usage(
+        used, lo[node[used]], hi[node[used]], given.usage[used].astype(float),
+        np.full(int(given.intervals.max(initial=0)) if len(used) else 0, float(given.limit)),
+    )  # fmt: skip
+    cost = given.tables[allowed].astype(float)
+    scale = max(float(np.abs(cost).max(initial=0.0)), float(np.abs(unary[np.isfinite(unary)]).max(initial=0.0)))
+    return Pairs(
+        start, node, unary, np.zeros(count, bool), tail, head, edge[allowed], a[allowed], b[allowed], cost, usage, 0.0, 1e-15 * scale,
+    )  # fmt: skip

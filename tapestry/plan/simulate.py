@@ -1,0 +1,304 @@
+"""A Program on a clock: when every step begins and ends on every device, by the cost model, and what that hangs on.
+
+What is assumed: weights and inputs are in place at time 0. Each device has one compute stream and one transfer stream, and
+each of them takes its steps in the order of the program; a step begins as soon as its stream is free and what it reads is
+there. So a transfer and a kernel overlap exactly where neither needs the other. Devices that exchange data in one step (joined
+by messages, or a group of a reduction) begin and end together, after the time that the cost model gives to the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tapestry.ir.graph import Block, Op
+from tapestry.ir.plan import Layout, Plan, Strategy
+from tapestry.ir.program import Box, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.text import signature
+from tapestry.ir.types import itemsize
+from tapestry.plan.cost import compute, transfer
+from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
+from tapestry.plan.topology import Topology
+
+ASSUMPTION = (
+    "one compute and one transfer stream per device, each in program order; transfers and kernels overlap where neither "
+    "needs the other; weights and inputs are in place at the start"
+)
+STREAMS = ("compute", "transfer")
+COMPUTE, TRANSFER = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One step that takes time.
+
+    Attributes:
+        step: position in ``program.steps``.
+        op: the operation it belongs to: a transfer to the one that it fetches for (``None``: it brings outputs to their end).
+        start, end: seconds by device; NaN where the device takes no part.
+        groups: devices with the same number begin and end together.
+    """
+
+    step: int
+    op: int | None
+    stream: int
+    start: np.ndarray
+    end: np.ndarray
+    groups: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """On the device where it takes longest."""
+        return float(np.nanmax(self.end - self.start, initial=0.0))
+
+    def members(self, device: int) -> list[int]:
+        """Devices that begin and end with this one."""
+        return [int(d) for d in np.flatnonzero(self.groups == self.groups[device]) if not np.isnan(self.end[d])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A program's steps on the clock, in program order."""
+
+    program: Program
+    timed: tuple[Timed, ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds until the last device is done."""
+        return max((float(np.nanmax(t.end, initial=0.0)) for t in self.timed), default=0.0)
+
+    def busy(self, stream: int) -> np.ndarray:
+        """Seconds that each device's stream works."""
+        out = np.zeros(self.program.devices)
+        for t in self.timed:
+            if t.stream == stream:
+                out += np.nan_to_num(t.end - t.start)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A step on the critical path, on the device where it held the others up; it begins when the one before ends."""
+
+    timed: Timed
+    device: int
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes there."""
+        return float(self.timed.end[self.device] - self.timed.start[self.device])
+
+
+def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
+    """The schedule of a plan's program on a topology."""
+    clock = _Clock(_Costs(plan, program, topo))
+    owners = _operations(program)
+    for i, step in enumerate(program.steps):
+        if isinstance(step, Launch | Transfer | Reduce):
+            clock.take(i, step, owners[i])
+        elif isinstance(step, Load):
+            clock.ready[step.buffer] = np.zeros(program.devices)
+        else:
+            for b in step.buffers:
+                del clock.ready[b]
+    return Schedule(program=program, timed=tuple(clock.timed))
+
+
+def reads_of(step: Step) -> tuple[str, ...]:
+    """Buffers that a step reads."""
+    match step:
+        case Launch():
+            return tuple(dict.fromkeys(b for b in (*step.ins, *step.states) if b))
+        case Transfer():
+            return (step.src,)
+        case Reduce():
+            return step.srcs
+        case Load() | Free():
+            return ()
+
+
+def critical_path(schedule: Schedule) -> list[Hop]:
+    """The steps that the total hangs on, first one first: each begins the moment the one before ends, so that their times add
+    up to the total. Where several ended at that moment, data is blamed before a busy stream."""
+    if not schedule.timed:
+        return []
+    makers = {b: n for n, t in enumerate(schedule.timed) for b in allocated(schedule.program.steps[t.step])}
+    n = int(np.argmax([np.nanmax(t.end, initial=0.0) for t in schedule.timed]))
+    device = int(np.nanargmax(schedule.timed[n].end))
+    path = [Hop(schedule.timed[n], device)]
+    while schedule.timed[n].start[device] > 0:
+        n, device = next(_blockers(schedule, makers, n, device))
+        path.append(Hop(schedule.timed[n], device))
+    return path[::-1]
+
+
+def _blockers(schedule: Schedule, makers: dict[str, int], n: int, device: int) -> Iterator[tuple[int, int]]:
+    """(position in ``timed``, device) of what ended when a step could begin."""
+    now = schedule.timed[n]
+    begin, members = now.start[device], now.members(device)
+    for d in sorted(members, key=lambda d: d != device):
+        for b in reads_of(schedule.program.steps[now.step]):
+            if b in makers and schedule.timed[makers[b]].end[d] == begin:
+                yield makers[b], d
+    for d in members:
+        for k in range(n - 1, -1, -1):
+            before = schedule.timed[k]
+            if before.stream == now.stream and not np.isnan(before.end[d]):
+                if before.end[d] == begin:
+                    yield k, d
+                break
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When each stream is free, and each buffer there."""
+
+    costs: _Costs
+    timed: list[Timed] = field(default_factory=list)
+    ready: dict[str, np.ndarray] = field(default_factory=dict)
+    free: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = np.zeros((len(STREAMS), self.costs.program.devices))
+
+    def take(self, i: int, step: Launch | Transfer | Reduce, op: int | None) -> None:
+        """Put a step on its stream."""
+        seconds, groups = self.costs.of(step)
+        stream = COMPUTE if isinstance(step, Launch) else TRANSFER
+        takes = ~np.isnan(seconds)
+        start = self.free[stream].copy()
+        for b in reads_of(step):
+            start = np.maximum(start, self.ready[b])
+        if stream == TRANSFER:
+            together = np.zeros(int(groups.max(initial=0)) + 1)
+            np.maximum.at(together, groups[takes], start[takes])
+            start = together[groups]
+        start = np.where(takes, start, np.nan)
+        end = start + seconds
+        self.free[stream] = np.where(takes, end, self.free[stream])
+        for b in allocated(step):
+            self.ready[b] = np.where(takes, end, 0.0)
+        self.timed.append(Timed(step=i, op=op, stream=stream, start=start, end=end, groups=groups))
+
+
+@dataclass(slots=True)
+class _Costs:
+    """Seconds of steps by device, worked out once for all that are alike."""
+
+    plan: Plan
+    program: Program
+    topo: Topology
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    launches: dict[tuple[str, Strategy], dict[str, np.ndarray]] = field(default_factory=dict)
+    transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    alone: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layouts = layouts(self.plan)
+        self.alone = np.arange(self.program.devices)
+
+    def of(self, step: Launch | Transfer | Reduce) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds by device, NaN where it takes no part; which devices begin and end together)."""
+        match step:
+            case Launch():
+                takes = np.array([b is not None for b in step.blocks])
+                return np.where(takes, self.launch(step), np.nan), self.alone
+            case Transfer():
+                src, dst = (self.program.buffers[b] for b in (step.src, step.dst))
+                key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes)
+                if key not in self.transfers:
+                    self.transfers[key] = self.transfer(step)
+                return self.transfers[key]
+            case Reduce():
+                return self.reduce(step)
+
+    def launch(self, step: Launch) -> np.ndarray:
+        """A kernel: the whole of an operation, or what comes before or after its states are merged."""
+        op, s = self.plan.graph.ops[step.op], self.plan.strategies[step.op]
+        key = (signature(op, self.plan.graph), s)
+        if key not in self.launches:
+            self.launches[key] = self.modes(op, s)
+        return self.launches[key][step.mode]
+
+    def modes(self, op: Op, s: Strategy) -> dict[str, np.ndarray]:
+        """Seconds of each mode: ``partial`` and ``finish`` together are ``full`` and one launch more."""
+        graph, topo = self.plan.graph, self.topo
+        block = op_boxes(op, s.dims, topo.mesh)
+        final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
+        prints = list(footprints(op, graph, s, topo.mesh))
+        full = compute.seconds_each(op, graph, block, final, {(t, b.tobytes()): b for _, t, b in prints}, topo)
+        if not isinstance(op, Block) or not op.monoid:
+            return {"full": full}
+        if not op.lowers:
+            return {"full": full, "partial": full}
+        after = {(t, b.tobytes()): b for k, t, b in prints if k in op.then_reads()}
+        tail = replace(op, reduce=(), monoid=None, body=op.then, then=())
+        finish = compute.seconds_each(tail, graph, final, final, after, topo)
+        launch = topo.device.launch
+        return {"full": full, "partial": np.maximum(full - finish + launch, launch), "finish": finish}
+
+    def transfer(self, step: Transfer) -> tuple[np.ndarray, np.ndarray]:
+        """Devices joined by messages take the model's time for the whole exchange; the others only copy what they hold."""
+        src, dst = (self.program.buffers[b] for b in (step.src, step.dst))
+        held, wanted, width = _array(src.boxes), _array(dst.boxes), itemsize(dst.dtype)
+        seconds = float(transfer.costs([(self.layouts[src.tensor], held)], [wanted], width, self.topo).seconds[0, 0])
+        pairs = np.array([(m.src, m.dst) for m in step.messages], np.int64).reshape(-1, 2)
+        groups = _components(pairs, self.program.devices)
+        copying = compute.sizes(wanted) * width / self.topo.device.bandwidth + self.topo.device.launch
+        joined = np.isin(self.alone, pairs)
+        takes = np.array([b is not None for b in dst.boxes]) | joined
+        return np.where(takes, np.where(joined, seconds, np.minimum(copying, seconds)), np.nan), groups
+
+    def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray]:
+        """Merging states; the last merge of an operation also pays for the kernel that merges."""
+        op, s = self.plan.graph.ops[step.op], self.plan.strategies[step.op]
+        reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+        cut = [(a, s.out[a] is not None) for a, d in enumerate(s.dims) if d in reduced]
+        axes = [(a, scatter) for a, scatter in cut if scatter == (step.kind == "reduce_scatter")]
+        last = not (step.kind == "reduce_scatter" and any(not scatter for _, scatter in cut))
+        nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.srcs) for g in step.groups for d in g)
+        seconds = transfer.reduce_seconds(nbytes, axes, self.topo) + last * self.topo.device.launch
+        out, groups = np.full(self.program.devices, np.nan), self.alone.copy()
+        for n, g in enumerate(step.groups):
+            out[list(g)], groups[list(g)] = seconds, n
+        return out, groups
+
+
+def layouts(plan: Plan) -> dict[str, Layout]:
+    """The layout in which each tensor first exists: as fixed, or as its producer leaves it; loaded ones are replicated."""
+    graph, nowhere = plan.graph, (None,) * len(plan.mesh)
+    out: dict[str, Layout] = {t: plan.inputs.get(t, nowhere) for t in (*graph.inputs, *graph.weights)}
+    for op, s in zip(graph.ops, plan.strategies, strict=True):
+        out.update({t: out_layout(op, s.out, n) for n, t in enumerate(op.outs)})
+    return out
+
+
+def _operations(program: Program) -> list[int | None]:
+    """The operation that each step serves: transfers come before the launch that needs them."""
+    out: list[int | None] = []
+    serves: int | None = None
+    for step in reversed(program.steps):
+        serves = step.op if isinstance(step, Launch | Reduce) else serves
+        out.append(serves)
+    return out[::-1]
+
+
+def _array(boxes: tuple[Box | None, ...]) -> Boxes:
+    rank = next(len(b) for b in boxes if b is not None)
+    return np.array([[(0, 0)] * rank if b is None else b for b in boxes], np.int64).reshape(len(boxes), rank, 2)
+
+
+def _components(pairs: np.ndarray, devices: int) -> np.ndarray:
+    """The smallest device that each one is joined to, directly or through others."""
+    labels = np.arange(devices)
+    while True:
+        before = labels.copy()
+        least = np.minimum(labels[pairs[:, 0]], labels[pairs[:, 1]])
+        np.minimum.at(labels, pairs[:, 0], least)
+        np.minimum.at(labels, pairs[:, 1], least)
+        labels = labels[labels]
+        if np.array_equal(labels, before):
+            return labels

@@ -1,0 +1,73 @@
+"""Bytes, seconds, splits and steps as a person reads them."""
+
+from __future__ import annotations
+
+from tapestry.ir.graph import Block, Op
+from tapestry.ir.plan import Mesh, Strategy
+from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer
+
+
+def human(n: float) -> str:
+    """Bytes for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024 or unit == "GiB":
+            return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    """``12.3 µs``, ``4.56 ms``, ``7.89 s``: three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
+        if abs(seconds) >= scale * 0.9995:
+            value = seconds / scale
+            return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
+    return "0 s"
+
+
+def signed(seconds: float) -> str:
+    """A duration that always has a sign."""
+    return ("+" if seconds >= 0 else "−") + duration(abs(seconds))
+
+
+def shape_text(extents: tuple[int, ...]) -> str:
+    """``4×8`` or ``()``."""
+    return "×".join(map(str, extents)) or "()"
+
+
+def split_text(op: Op, s: Strategy, mesh: Mesh) -> str:
+    """``h/8@d0+d1, m/4@d2 (reduce_scatter to o)`` as ``--pin`` writes it, with what becomes of partial results."""
+    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+    axes: dict[tuple[str, str], list[int]] = {}
+    for a, (d, out) in enumerate(zip(s.dims, s.out, strict=True)):
+        if d is not None:
+            ends = "" if d not in reduced else " (all_reduce)" if out is None else f" (reduce_scatter to {op.dims[out].name})"
+            axes.setdefault((d, ends), []).append(a)
+    found: list[str] = []
+    for (d, ends), cut_by in axes.items():
+        parts = 1
+        for a in cut_by:
+            parts *= mesh[a].size
+        found.append(f"{d}/{parts}@{'+'.join(mesh[a].name for a in cut_by)}{ends}")
+    return ", ".join(found) or "none"
+
+
+def kind_text(op: Op) -> str:
+    """``map``, the monoid, or which opaque node it is."""
+    return (op.monoid or "map") if isinstance(op, Block) else f"opaque {op.kind}"
+
+
+def step_text(step: Step, program: Program, ops: tuple[Op, ...]) -> str:
+    """What one step does, in a few words."""
+    match step:
+        case Launch():
+            mode = {"full": "", "partial": " (partial)", "finish": " (finish)"}[step.mode]
+            return f"{', '.join(ops[step.op].outs)}{mode}"
+        case Transfer():
+            return f"{step.kind} of '{program.buffers[step.src].tensor}'"
+        case Reduce():
+            return f"{step.kind} of '{program.buffers[step.srcs[0]].tensor}'"
+        case Load():
+            return f"load '{step.buffer}'"
+        case Free():
+            return "free " + ", ".join(f"'{b}'" for b in step.buffers)
