@@ -142,6 +142,8 @@ def _explain(args: argparse.Namespace) -> int:
     if other is not None:
         found["diff"] = diff.compare(build, other, found)
         text = diff.text(found["diff"])
+    if args.trace:
+        text += explain.trace_text(found["trace"])
     if args.json:
         _json({**build.report, **found, "text": text})
     else:
@@ -268,6 +270,24 @@ def _check_sharding(args: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
+def _auto_shard(args: argparse.Namespace) -> int:
+    from tapestry.plan.stages import sharding
+    from tapestry.viz import progress, stages, tables
+
+    options = sharding.Options(
+        model=args.input_model, devices=args.num_devices, output=args.output_model, optimal=args.optimal_perf,
+        processes=args.num_processes, proportions=args.memory_proportion or sharding.PROPORTIONS, shapes=_shapes(args.shape),
+        topology=args.topology, memory=args.memory,
+    )  # fmt: skip
+    with progress.bar("auto-shard", quiet=args.quiet or args.json) as advance:
+        document = sharding.auto_shard(options, lambda stage, seconds: advance(None, None, stage))
+    if args.json:
+        _json(document)
+    elif not args.quiet:
+        tables.show(stages.sharded(document))
+    return 0
+
+
 # arguments
 
 
@@ -317,7 +337,23 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
     p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE")
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
+    _auto_shard_arguments(add("auto-shard", _auto_shard, "pipeline stages for the nodes of an ONNX file"))
     return parser
+
+
+def _auto_shard_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--input-model", type=Path, required=True, metavar="MODEL")
+    p.add_argument("--num-devices", type=int, required=True, metavar="N")
+    p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")
+    p.add_argument("--optimal-perf", action="store_true", help="the heuristic goes on after the first scheme that fits")
+    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="for evaluating schemes")
+    p.add_argument(
+        "--memory-proportion", type=float, nargs="+", metavar="SHARE",
+        help="of a device's memory, for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",
+    )  # fmt: skip
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+    p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
+    p.add_argument("--memory", metavar="16GiB", help="per device, instead of the topology's")
 
 
 def _explain_arguments(p: argparse.ArgumentParser) -> None:

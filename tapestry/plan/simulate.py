@@ -37,7 +37,7 @@ class Timed:
     Attributes:
         step: position in ``program.steps``.
         op: the operation it belongs to: a transfer to the one that it fetches for (``None``: it brings outputs to their end).
-        start, end: seconds by device; NaN where the device takes no part.
+        start, end, took: seconds by device; NaN where the device takes no part.
         groups: devices with the same number begin and end together.
     """
 
@@ -46,12 +46,13 @@ class Timed:
     stream: int
     start: np.ndarray
     end: np.ndarray
+    took: np.ndarray
     groups: np.ndarray
 
     @property
     def seconds(self) -> float:
         """On the device where it takes longest."""
-        return float(np.nanmax(self.end - self.start, initial=0.0))
+        return float(np.nanmax(self.took, initial=0.0))
 
     def members(self, device: int) -> list[int]:
         """Devices that begin and end with this one."""
@@ -75,7 +76,7 @@ class Schedule:
         out = np.zeros(self.program.devices)
         for t in self.timed:
             if t.stream == stream:
-                out += np.nan_to_num(t.end - t.start)
+                out += np.nan_to_num(t.took)
         return out
 
 
@@ -89,7 +90,7 @@ class Hop:
     @property
     def seconds(self) -> float:
         """How long the step takes there."""
-        return float(self.timed.end[self.device] - self.timed.start[self.device])
+        return float(self.timed.took[self.device])
 
 
 def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
@@ -181,7 +182,7 @@ class _Clock:
         self.free[stream] = np.where(takes, end, self.free[stream])
         for b in allocated(step):
             self.ready[b] = np.where(takes, end, 0.0)
-        self.timed.append(Timed(step=i, op=op, stream=stream, start=start, end=end, groups=groups))
+        self.timed.append(Timed(step=i, op=op, stream=stream, start=start, end=end, took=seconds, groups=groups))
 
 
 @dataclass(slots=True)

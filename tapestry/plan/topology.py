@@ -137,7 +137,8 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         found = Topology(name=str(data["name"]), mesh=mesh, links=links, device=device)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
-    if len(links) != len(mesh) or "other" not in device.flops or min(device.bandwidth, device.vector, *device.flops.values()) <= 0:
+    rates = (device.bandwidth, device.vector, *device.flops.values())
+    if len(links) != len(mesh) or "other" not in device.flops or min(rates) <= 0:
         raise TapestryError("not a topology: links or rates are missing", hint="compile the model again")
     return found
 

@@ -43,6 +43,7 @@ class _Replay:
     holds: list[dict[str, Content]] = field(default_factory=list[dict[str, Content]])
     alive: list[int] = field(default_factory=list[int])
     peak: list[int] = field(default_factory=list[int])
+    resident: set[str] = field(default_factory=set[str])
     signatures: list[str] = field(default_factory=list[str])
     hulls: dict[tuple[str, int, Box], Box | None] = field(default_factory=dict[tuple[str, int, Box], Box | None])
     launched: dict[int, dict[str, list[tuple[int, Box]]]] = field(default_factory=dict[int, dict[str, list[tuple[int, Box]]]])
@@ -148,6 +149,8 @@ def _load(r: _Replay, step: Load, name: str) -> None:
     b = r.buffer(step.buffer, name)
     known = b.tensor in r.graph.weights or b.tensor in r.graph.inputs
     r.law("read_after_write", known and b.field is None, f"'{b.tensor}' is no input and no weight", name)
+    if b.tensor in r.graph.weights:
+        r.resident.add(step.buffer)
     r.allocate(step.buffer, name, {d: Content() for d, box in enumerate(b.boxes) if box is not None})
 
 
@@ -344,7 +347,7 @@ def _reduce(r: _Replay, step: Reduce, name: str) -> None:
 def _free(r: _Replay, step: Free, name: str) -> None:
     for b in step.buffers:
         buffer = r.buffer(b, name)
-        r.law("memory", buffer.tensor not in r.graph.weights, f"'{b}' holds a weight, which stays loaded", name)
+        r.law("read_after_write", b not in r.resident, f"'{b}' holds a weight, which stays loaded", name)
         for d, box in enumerate(buffer.boxes):
             if box is not None:
                 r.law("read_after_write", b in r.holds[d], f"'{b}' is freed but not alive on device {d}", name)

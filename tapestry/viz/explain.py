@@ -137,6 +137,7 @@ def _memory(build: Build) -> Document:
     return {
         "peak_bytes": peak, "allowed_bytes": build.memory, "device": worst, "peak_step": at[worst],
         "peak_at": step_text(program.steps[at[worst]], program, graph.ops), "steps": len(program.steps),
+        "first_step": next((i for i, s in enumerate(program.steps) if not isinstance(s, Load | Free)), 0),
         "weight_bytes": sum(b.nbytes(worst) for b in loads if b.tensor in graph.weights),
         "alive_bytes": alive_bytes(program, worst),
         "largest": [{"buffer": b, "bytes": program.buffers[b].nbytes(worst)} for b in alive[:5]],
@@ -172,6 +173,13 @@ def text(build: Build, found: Document, *, critical: bool = False) -> str:
     if critical:
         lines += ["", *_critical_text(found)]
     return "\n".join(lines) + "\n"
+
+
+def trace_text(written: Mapping[str, Any]) -> str:
+    """What a trace file holds."""
+    left = f" ({written['devices_left_out']} devices left out)" if written["devices_left_out"] else ""
+    counts = f"{written['slices']:,} slices on {written['devices']} devices{left}, {written['flows']:,} arrows"
+    return f"trace {written['file']}: {counts}\n"
 
 
 def _head(build: Build, simulated: Document) -> Iterator[str]:
@@ -231,7 +239,7 @@ def why_text(other: Mapping[str, Any] | None, pinned: bool = False) -> str:
     elif more < 0 and excess:
         reason = f"; but {human(excess)} too big for a device's memory"
     elif more < 0:
-        reason = "; the plan is not the best that there is, or memory decided"
+        reason = "; memory, an annotation of the model or the time limit decided"
     return f"{head}{signed(more)} ({parts}){reason}"
 
 
@@ -248,14 +256,14 @@ def _transfer_text(t: Mapping[str, Any]) -> str:
 
 def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
     worst, peak = memory["device"], memory["peak_bytes"]
-    yield f"peak memory per device: {', '.join(human(p) for p in peak)}"
-    weights = memory["weight_bytes"]
-    above = [max(0, b - weights) for b in memory["alive_bytes"]]
-    yield f"memory over {memory['steps']} steps on device {worst}, above {human(weights)} of weights:"
+    yield f"peak memory per device: {human(peak[0]) + ' on each' if len({*peak}) == 1 else ', '.join(map(human, peak))}"
+    weights, first = memory["weight_bytes"], memory["first_step"]
+    above = [max(0, b - weights) for b in memory["alive_bytes"][first:]]
+    yield f"memory on device {worst} over steps {first} to {memory['steps'] - 1}, above {human(weights)} of weights:"
     lines = chart.area(above)
     labels = [human(max(above, default=0)), *[""] * (len(lines) - 2), "0 B"]
     for label, line in zip(labels, lines, strict=True):
-        yield f"  {label:>11} │{line}"
+        yield f"  {label:>11} │{line}".rstrip()
     yield f"  peak {human(peak[worst])} of {human(memory['allowed_bytes'])} at step {memory['peak_step']}, {memory['peak_at']}"
     for b in memory["largest"]:
         yield f"  on device {worst} at the peak: '{b['buffer']}' {human(b['bytes'])}"

@@ -61,8 +61,7 @@ def step_text(step: Step, program: Program, ops: tuple[Op, ...]) -> str:
     """What one step does, in a few words."""
     match step:
         case Launch():
-            mode = {"full": "", "partial": " (partial)", "finish": " (finish)"}[step.mode]
-            return f"{', '.join(ops[step.op].outs)}{mode}"
+            return ", ".join(ops[step.op].outs) + ("" if step.mode == "full" else f" ({step.mode})")
         case Transfer():
             return f"{step.kind} of '{program.buffers[step.src].tensor}'"
         case Reduce():

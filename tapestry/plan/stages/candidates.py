@@ -64,8 +64,8 @@ def shares(graph: NodeGraph, units: Sequence[Unit]) -> list[float]:
 def merge(graph: NodeGraph, units: Sequence[Unit], wanted: int, at_least: int) -> list[Unit]:
     """Merge neighbours in the list while they are small in bytes and in FLOPs, down to about ``wanted``.
 
-    Neighbours, because merging them keeps the list in topological order whatever the edges. A subgraph is small when it is less than a ``wanted``-th
-    of the whole. Nothing is merged when fewer than ``at_least`` would be left.
+    Neighbours, because merging them keeps the list in topological order whatever the edges. A subgraph is small when it
+    is less than a ``wanted``-th of the whole. Nothing is merged when fewer than ``at_least`` would be left.
     """
     if len(units) <= wanted:
         return list(units)

@@ -12,7 +12,7 @@ prefix with a longer slowest stage may still be part of the better whole.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -155,8 +155,8 @@ class _Table:
 
     def _times(self, i: int) -> Iterable[tuple[int, int]]:
         here, crossing = self.cuts[i], self._crossing(i)
-        stop = bisect_right(self.times, self.time[i] + self._bound)
-        for j in self.by_time[:stop]:
+        reach = slice(bisect_left(self.times, self.time[i]), bisect_right(self.times, self.time[i] + self._bound))
+        for j in self.by_time[reach]:
             there = self.cuts[j]
             if j == i or here & ~there or self.together[j] - self.together[i] > self.capacity:
                 continue
