@@ -246,8 +246,9 @@ def _export(args: argparse.Namespace) -> int:
     if args.json:
         _json(done)
     elif not args.quiet:
-        print(f"{done['model']}: {done['specs']} sharding specs over {done['devices']} devices, IR version {done['ir_version']}")
-        print(f"  {done['outputs']} of the plan's {done['tensors']} results have an ONNX name; {done['partial']} cut reductions are completed as 'tapestry.partial' says")
+        print(f"{args.output}: {done['specs']} sharding specs over {done['devices']} devices, IR version {done['ir_version']}")
+        print(f"  results of the plan that have an ONNX name: {done['outputs']} of {done['tensors']}")
+        print(f"  cut reductions, completed as the nodes' 'tapestry.partial' says: {done['partial']}")
     return 0
 
 

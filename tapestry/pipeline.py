@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import tapestry.plan.annotations as marking
 import tapestry.rewrites  # noqa: F401  (fills the table of rules)
 from tapestry import flags
 from tapestry.codegen import emit
@@ -22,7 +23,6 @@ from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
-from tapestry.plan import annotations
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.search.planner import Found, search
@@ -94,10 +94,10 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     marks = _annotations(options)
     topo = _topology(options, marks)
     with clock("lift"):
-        sizes = options.shapes or (annotations.shapes(marks) if marks else {})
+        sizes = options.shapes or (marking.shapes(marks) if marks else {})
         lifted = lift(options.model, sizes, weights=options.weights, seed=options.seed)
     with clock("simplify"):
-        given = annotations.constraints(marks, lifted.graph, topo.mesh) if marks else None
+        given = marking.constraints(marks, lifted.graph, topo.mesh) if marks else None
         graph = given.graph if given else simplify(lifted.graph)
     with clock("search"):
         graph, found, moves, requests = _plan(graph, lifted, topo, options, given)
@@ -118,22 +118,22 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     return Compiled(build=replace(build, report=document), constants=constants, kernels=kernels, laws=laws)
 
 
-def _annotations(options: Options) -> annotations.Annotations | None:
+def _annotations(options: Options) -> marking.Annotations | None:
     """The model's own sharding, unless it is to be ignored."""
     if not options.sharding:
         return None
     mesh = options.mesh or default_mesh(options.topology)
-    return annotations.read(options.model, device_count(mesh) if mesh else None)
+    return marking.read(options.model, device_count(mesh) if mesh else None)
 
 
-def _topology(options: Options, marks: annotations.Annotations | None) -> Topology:
+def _topology(options: Options, marks: marking.Annotations | None) -> Topology:
     stated = options.mesh or default_mesh(options.topology)
-    mesh = stated or (annotations.mesh(marks) if marks else (MeshAxis("d0", 1),))
+    mesh = stated or (marking.mesh(marks) if marks else (MeshAxis("d0", 1),))
     return topology(mesh, options.topology, parse_bytes(options.memory) if options.memory else None)
 
 
 def _plan(
-    graph: Graph, lifted: Lifted, topo: Topology, options: Options, given: annotations.Given | None
+    graph: Graph, lifted: Lifted, topo: Topology, options: Options, given: marking.Given | None
 ) -> tuple[Graph, Found, list[Move], dict[str, Any]]:
     """Search, first over strategies, then (unless the model gives its sharding) over structural rewrites around them."""
     folded = sorted({s for op in lifted.graph.ops for s in op.source})

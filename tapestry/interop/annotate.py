@@ -14,7 +14,14 @@ from onnx import ModelProto, TensorProto
 
 from tapestry.errors import TapestryError
 from tapestry.interop.sharding import (
-    IR_VERSIONS, DeviceConfiguration, NodeConfiguration, ShardingSpec, clear, configuration_proto, name_of, node_proto,
+    IR_VERSIONS,
+    DeviceConfiguration,
+    NodeConfiguration,
+    ShardingSpec,
+    clear,
+    configuration_proto,
+    name_of,
+    node_proto,
     set_metadata,
 )  # fmt: skip
 
@@ -107,7 +114,8 @@ def write(model: ModelProto, source: Path, target: Path, *, copy: bool = False) 
         temporary.chmod(0o644)
         os.replace(temporary, target)
     except ValueError as e:  # protobuf's limit of 2 GiB
-        raise TapestryError("the model does not serialise", where=str(target), why=str(e)[:200], hint="keep weights as external data") from None
+        hint = "keep weights as external data"
+        raise TapestryError("the model does not serialise", where=str(target), why=str(e)[:200], hint=hint) from None
     finally:
         temporary.unlink(missing_ok=True)
 

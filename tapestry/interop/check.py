@@ -85,7 +85,8 @@ def _configurations(model: ModelProto) -> Iterator[Finding]:
 
     found = sharding.configurations(model)
     if sharding.annotated(model) and model.ir_version < sharding.IR_VERSIONS[0]:
-        yield error("ir-version", f"IR version {model.ir_version} has no multi-device annotations, they came with {sharding.IR_VERSIONS[0]}")
+        first = sharding.IR_VERSIONS[0]
+        yield error("ir-version", f"IR version {model.ir_version} has no multi-device annotations, they came with {first}")
     for k, c in enumerate(found):
         name = f"configuration '{c.name}'" if c.name else f"configuration number {k}"
         if not c.name:
@@ -113,7 +114,8 @@ def _node(node: NodeProto, known: Mapping[str, DeviceConfiguration], context: Co
             yield Finding("error", "configuration-id-twice", name, "", f"two annotations for configuration '{c.configuration}'")
         elif c.configuration not in known:
             names = ", ".join(f"'{k}'" for k in known) or "none"
-            yield Finding("error", "configuration-unknown", name, "", f"configuration '{c.configuration}' is not in the model, which has {names}")
+            text = f"configuration '{c.configuration}' is not in the model, which has {names}"
+            yield Finding("error", "configuration-unknown", name, "", text)
         seen.add(c.configuration or "")
         if c.stage is not None and c.stage < 0:
             yield Finding("error", "stage-negative", name, "", f"pipeline_stage is {c.stage}")
@@ -129,7 +131,8 @@ def _specs(node: NodeProto, c: NodeConfiguration, devices: int | None, context: 
             yield Finding("error", "tensor-unset", name, "", "a sharding spec does not say its tensor_name")
             continue
         if s.tensor not in (*node.input, *node.output):
-            yield Finding("error", "tensor-foreign", name, s.tensor, f"'{s.tensor}' is neither an input nor an output of the node")
+            text = f"'{s.tensor}' is neither an input nor an output of the node"
+            yield Finding("error", "tensor-foreign", name, s.tensor, text)
             continue
         if s.tensor in seen:
             yield Finding("error", "tensor-twice", name, s.tensor, "two sharding specs for one tensor")
@@ -172,7 +175,8 @@ def _device_rules(s: ShardingSpec, count: int | None) -> Iterator[Rule]:
         if d in groups:
             continue
         if d < 0:
-            yield "error", "group-unknown", f"{d} is not a device and the key of no device group; the keys are {sorted(groups) or 'none'}"
+            keys = f"the keys are {sorted(groups) or 'none'}"
+            yield "error", "group-unknown", f"{d} is not a device and the key of no device group; {keys}"
         elif count is not None and d >= count:
             yield "error", "device-range", f"device {d} does not exist: {_range(count)}"
     yield from _one_part_each(s, groups)
@@ -270,7 +274,8 @@ def _fit_rules(d: ShardedDim, axis: int, size: int | None, sizes: list[int | Non
         if s.num_shards > n:
             yield "error", "too-many-parts", f"axis {axis} of {n} cells cannot be cut into {s.num_shards} non-empty parts"
         elif n % s.num_shards:
-            yield "warning", "uneven", f"axis {axis} of {n} cells in {s.num_shards} parts is uneven; Tapestry's sizes differ by at most one"
+            text = "Tapestry's sizes then differ by at most one"
+            yield "warning", "uneven", f"axis {axis} of {n} cells in {s.num_shards} parts is uneven; {text}"
 
 
 def _stages(model: ModelProto) -> Iterator[Finding]:

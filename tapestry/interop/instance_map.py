@@ -97,7 +97,7 @@ def recognise(m: InstanceMap) -> tuple[Shape, ...]:
         one_way = sorted((i, j) for i, j in links if (j, i) not in links)
         notes = tuple(f"{i} sends to {j} and not the other way round; taken as two-way" for i, j in one_way)
         found = list(_names(both, m.count))
-    return tuple(Shape(s.kind, s.detail, s.two_way, notes if s.kind != "linked rings" else ()) for s in found) or (Shape("other"),)
+    return tuple(Shape(s.kind, s.detail, s.two_way, notes) for s in found) or (Shape("other"),)
 
 
 def _names(links: Links, n: int) -> Iterator[Shape]:
@@ -107,8 +107,8 @@ def _names(links: Links, n: int) -> Iterator[Shape]:
     near = _neighbours(links, n)
     if len(links) == n * (n - 1):
         yield Shape("full mesh")
-    cycle = _cycle(near, n)
-    if cycle and all(len(r) == 1 for r in near):
+    cycle = all(near) and len(_reach(near, 0)) == n
+    if cycle and all(len(r) == 1 for r in near) and len(set.union(*near)) == n:
         yield Shape("ring", two_way=n == 2)
     symmetric = all((j, i) in links for i, j in links)
     if symmetric and n > 2 and cycle and all(len(r) == 2 for r in near):
@@ -166,11 +166,12 @@ def _linked(links: Links, n: int) -> Iterator[Shape]:
 
 
 def _partly(m: InstanceMap) -> Iterator[Shape]:
-    """A torus whose written rows these are, a row with a slip excepted."""
+    """A torus whose written rows these are, but for few that lack one neighbour."""
     for sizes in _sizes(m.count):
         near = _neighbours(torus(sizes), m.count)
-        wrong = [i for i, row in enumerate(m.rows) if set(row) - {i} != near[i]]
-        if len(wrong) <= 1 and all(len((set(m.rows[i]) - {i}) - near[i]) <= 1 for i in wrong):
+        rows = [set(row) - {i} for i, row in enumerate(m.rows)]
+        wrong = [i for i, row in enumerate(rows) if row != near[i]]
+        if 3 * len(wrong) <= m.given and all(rows[i] < near[i] and len(near[i] - rows[i]) == 1 for i in wrong):
             text = f"{m.count - m.given} rows are left out"
             yield Shape("torus", sizes, notes=(text, *(f"row {i} should be {sorted(near[i])}" for i in wrong)))
 
@@ -189,8 +190,3 @@ def _reach(near: list[set[int]], start: int) -> set[int]:
             seen.add(j)
             todo.append(j)
     return seen
-
-
-def _cycle(near: list[set[int]], n: int) -> bool:
-    """Whether everything is reached from everywhere (asked of maps in which every row is short)."""
-    return len(_reach(near, 0)) == n and all(near)

@@ -65,7 +65,7 @@ def clash(op: Op, placed: Mapping[str, Placement]) -> Clash | None:
         return _opaque_clash(op, placed)
     reads = [k for k, r in enumerate(op.reads) if r.tensor in placed]
     body = op.body_reads()
-    if op.monoid and any(_reduces(op, k, placed) for k in reads):  # what is read after the merge need not be where the parts are
+    if op.monoid and any(_reduces(op, k, placed) for k in reads):  # what is read after the merge may be elsewhere
         groups = [[k for k in reads if k in body], [k for k in reads if k not in body]]
     else:
         groups = [reads]
@@ -190,9 +190,10 @@ def _clash(op: Block, reads: list[int], point: dict[str, int], placed: Mapping[s
 
 
 def _holders(p: Placement, cell: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(
-        sorted(d for d, piece in p.pieces.items() if all(any(lo <= x < hi for lo, hi in iv) for x, iv in zip(cell, piece, strict=True)))
-    )
+    def holds(piece: tuple[tuple[tuple[int, int], ...], ...]) -> bool:
+        return all(any(lo <= x < hi for lo, hi in iv) for x, iv in zip(cell, piece, strict=True))
+
+    return tuple(sorted(d for d, piece in p.pieces.items() if holds(piece)))
 
 
 def _opaque_clash(op: Opaque, placed: Mapping[str, Placement]) -> Clash | None:

@@ -10,8 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onnx import (
-    DeviceConfigurationProto, IntIntListEntryProto, ModelProto, NodeDeviceConfigurationProto, NodeProto, ShardedDimProto,
-    ShardingSpecProto, SimpleShardedDimProto,
+    DeviceConfigurationProto,
+    IntIntListEntryProto,
+    ModelProto,
+    NodeDeviceConfigurationProto,
+    NodeProto,
+    ShardedDimProto,
+    ShardingSpecProto,
+    SimpleShardedDimProto,
 )  # fmt: skip
 
 IR_VERSIONS = (11, 13)  # the first with annotations, the last that onnxruntime 1.31 reads

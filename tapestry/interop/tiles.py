@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -43,7 +42,8 @@ class Tiling:
             raise TapestryError(f"a tile pattern of {list(self.pattern)}", hint="positive numbers, one per axis, or {1}")
         given = self.instances
         if self.count != 1 and len(given) != self.count:
-            raise TapestryError(f"{self.count} tiles and {len(given)} assignments", where=str(self), hint="one per tile, -1 for none")
+            what = f"{self.count} tiles and {len(given)} assignments"
+            raise TapestryError(what, where=str(self), hint="one per tile, -1 for none")
         used = [i for i in given if i != SUPPRESSED]
         if any(i < SUPPRESSED for i in given) or len(set(used)) < len(used):
             raise TapestryError("an instance is negative or has two tiles", where=str(self), hint="one tile per instance")
@@ -110,7 +110,8 @@ def parse(text: str) -> Tiling:
         pattern = tuple(int(x) for x in m.group(1).split(","))
         assignment = None if m.group(2) is None else tuple(int(x) for x in m.group(2).split(","))
     except ValueError:
-        raise TapestryError(f"'{text}' is not a tile pattern", hint="{2,1:0,1}: tiles per axis, then the instance of each tile") from None
+        hint = "{2,1:0,1}: tiles per axis, then the instance of each tile"
+        raise TapestryError(f"'{text}' is not a tile pattern", hint=hint) from None
     return Tiling(pattern, assignment)
 
 
@@ -132,7 +133,8 @@ class TensorDictionary:
             TapestryError: it holds nothing.
         """
         if instance not in self.data:
-            raise TapestryError(f"instance {instance} holds no tile", where=str(self.tiling), hint=f"one of {sorted(self.data)}")
+            hint = f"one of {sorted(self.data)}"
+            raise TapestryError(f"instance {instance} holds no tile", where=str(self.tiling), hint=hint)
         return self.data[instance]
 
     def locate(self, cell: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
@@ -151,7 +153,8 @@ class TensorDictionary:
         some = next(iter(self.data.values()))
         out = np.empty(self.shape, some.dtype)
         if self.tiling.count != 1 and len(boxes) < self.tiling.count:
-            raise TapestryError("a suppressed tile is missing", where=str(self.tiling), hint="combine with a dictionary that has it")
+            hint = "combine with a dictionary that has it"
+            raise TapestryError("a suppressed tile is missing", where=str(self.tiling), hint=hint)
         for i, box in boxes.items():
             out[_slices(box)] = self.data[i]
         return out
@@ -161,7 +164,7 @@ class TensorDictionary:
         return {i: np.array(a) for i, a in self.data.items()}
 
 
-def create(array: np.ndarray, tiling: Tiling = Tiling((1,), (0,))) -> TensorDictionary:  # noqa: B008  (immutable)
+def create(array: np.ndarray, tiling: Tiling = Tiling((1,), (0,))) -> TensorDictionary:
     """Cut a tensor into tiles; without a tiling it is whole on instance 0."""
     boxes = tiling.tiles(array.shape)
     return TensorDictionary(array.shape, tiling, {i: np.array(array[_slices(b)]) for i, b in boxes.items()})
@@ -175,7 +178,8 @@ def combine(*parts: TensorDictionary) -> TensorDictionary:
     """
     first = parts[0]
     if any(p.shape != first.shape or p.tiling.pattern != first.tiling.pattern for p in parts):
-        raise TapestryError("dictionaries of different shapes or patterns do not combine", where=", ".join(str(p.tiling) for p in parts))
+        texts = ", ".join(str(p.tiling) for p in parts)
+        raise TapestryError("dictionaries of different shapes or patterns do not combine", where=texts)
     data: dict[int, np.ndarray] = {}
     for p in parts:
         twice = data.keys() & p.data.keys()
@@ -183,7 +187,8 @@ def combine(*parts: TensorDictionary) -> TensorDictionary:
             raise TapestryError(f"instance {min(twice)} is in two of the dictionaries", where=str(p.tiling))
         data |= p.data
     if first.tiling.count == 1:
-        return TensorDictionary(first.shape, Tiling(first.tiling.pattern, tuple(i for p in parts for i in p.tiling.instances)), data)
+        copies = tuple(i for p in parts for i in p.tiling.instances)
+        return TensorDictionary(first.shape, Tiling(first.tiling.pattern, copies), data)
     rows = [[i for i in tile if i != SUPPRESSED] for tile in zip(*(p.tiling.instances for p in parts), strict=True)]
     if any(len(r) > 1 for r in rows):
         raise TapestryError(f"tile {next(k for k, r in enumerate(rows) if len(r) > 1)} is in two of the dictionaries")
@@ -304,7 +309,10 @@ def attach(model: ModelProto, tensor: str, tiling: Tiling | None) -> None:
     if tiling is None:
         return
     model.ir_version = max(model.ir_version, 10)  # values have metadata from then on
-    set_metadata(holders[0], KEY, str(tiling)) if holders else set_metadata(model, f"{KEY}:{tensor}", str(tiling))
+    if holders:
+        set_metadata(holders[0], KEY, str(tiling))
+    else:
+        set_metadata(model, f"{KEY}:{tensor}", str(tiling))
 
 
 def read(model: ModelProto) -> dict[str, Tiling]:
@@ -326,8 +334,3 @@ def _holders(model: ModelProto, tensor: str) -> list[object]:
     graph = model.graph
     every = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
     return [h for h in every if h.name == tensor]
-
-
-def grid(pattern: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Coordinates of the tiles, in the order of the assignment."""
-    return product(*(range(p) for p in pattern))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -86,14 +86,17 @@ def read(path: Path, devices: int | None = None) -> Annotations | None:
     found = sharding.configurations(model)
     if not sharding.annotated(model):
         return None
-    wrong = next((f for f in check(model, Context({}, _symbols(model))) if f.level == "error" and f.code != "dim-param-unknown"), None)
+    errors = (f for f in check(model, Context({}, _symbols(model))) if f.level == "error" and f.code != "dim-param-unknown")
+    wrong = next(errors, None)
     if wrong is not None:
-        raise PlanError(f"the model's sharding is wrong: {wrong.message}", where=f"node '{wrong.node}'" if wrong.node else str(path),
-                        hint="tapestry check-sharding lists everything; --ignore-sharding plans without")  # fmt: skip
+        where = f"node '{wrong.node}'" if wrong.node else str(path)
+        hint = "tapestry check-sharding lists everything; --ignore-sharding plans without"
+        raise PlanError(f"the model's sharding is wrong: {wrong.message}", where=where, hint=hint)
     chosen = next((c for c in found if devices in (None, c.num_devices)), None)
     if chosen is None or chosen.name is None or chosen.num_devices is None:
         sizes = ", ".join(str(c.num_devices) for c in found)
-        raise PlanError(f"the model's sharding is for {sizes} devices, not {devices}", where=str(path), hint="another --mesh, or --ignore-sharding")
+        what = f"the model's sharding is for {sizes} devices, not {devices}"
+        raise PlanError(what, where=str(path), hint="another --mesh, or --ignore-sharding")
     return _collect(model, chosen.name, chosen.num_devices)
 
 
@@ -141,9 +144,8 @@ def mesh(a: Annotations) -> Mesh:
     if annotate.MESH in a.model:
         named = parse_mesh(a.model[annotate.MESH])
         if device_count(named) != a.devices:
-            raise PlanError(
-                f"{annotate.MESH} has {device_count(named)} devices, the configuration {a.devices}", where=a.model[annotate.MESH]
-            )
+            what = f"{annotate.MESH} has {device_count(named)} devices, the configuration {a.devices}"
+            raise PlanError(what, where=a.model[annotate.MESH])
         return named
     specs = {replace(s, tensor=None) for s in (*a.outs.values(), *a.reads.values()) if s.dims}
     for k in range(1, MESH_AXES + 1):
@@ -239,8 +241,8 @@ def _with_apart(lifted: Graph, apart: list[str]) -> Graph:
 def _carry(tensor: str, layout: Layout, lifted: Graph, graph: Graph) -> tuple[str, Layout] | None:
     """The tensor of the simplified graph that a result was fused into, and the same layout there.
 
-    Follows single readers that compute each point from one cell; the mesh must be that of the layout, whose sizes are
-    not needed: an axis may be carried along when the reader walks it by one dimension of the same extent.
+    Follows single readers that compute each point from one cell. A cut is carried along when the reader walks the axis by
+    one dimension of the same extent.
     """
     written, readers = graph.producers(), lifted.consumers()
     for _ in range(len(lifted.ops)):
@@ -333,6 +335,7 @@ def _json(text: str, key: str, kind: type) -> Any:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, kind):
-        raise PlanError("the model's metadata does not read", where=key, why=text[:80], hint="--ignore-sharding plans without it")
+        hint = "--ignore-sharding plans without it"
+        raise PlanError("the model's metadata does not read", where=key, why=text[:80], hint=hint)
     return found
 

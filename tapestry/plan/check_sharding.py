@@ -15,7 +15,7 @@ from tapestry.errors import ModelError, TapestryError
 from tapestry.interop import annotate, semantics, sharding
 from tapestry.interop.check import Context, Finding, Shape, check
 from tapestry.interop.placement import Placement, describe, placement
-from tapestry.interop.sharding import NodeConfiguration, ShardingSpec, name_of
+from tapestry.interop.sharding import ShardedDim, ShardingSpec, name_of
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import device_count
 from tapestry.ir.types import itemsize
@@ -26,6 +26,7 @@ from tapestry.lift.symbols import Given
 from tapestry.plan.topology import parse_mesh
 
 MAX_SYMBOL = 1 << 12
+Placements = Mapping[str, Placement]
 
 
 def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
@@ -48,7 +49,8 @@ def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
     try:
         graph = lift(path, shapes or _sizes(model, declared), weights=False).graph
     except ModelError as e:
-        return [*found, Finding("warning", "not-lifted", "", "", f"what the operators mean was not checked: {e.what} ({e.where}: {e.why})")]
+        text = f"what the operators mean was not checked: {e.what} ({e.where}: {e.why})"
+        return [*found, Finding("warning", "not-lifted", "", "", text)]
     for c in sharding.configurations(model):
         if c.name and c.num_devices:
             found += _Meaning(model, graph, c.name, wrong).findings()
@@ -85,7 +87,8 @@ def _sizes(model: ModelProto, context: Context) -> dict[str, int | str | list[in
     except ValueError:
         stated = {}
     weights = {t.name for t in model.graph.initializer}
-    symbolic = {i.name for i in model.graph.input if i.name not in weights and any(isinstance(d, str) for d in context.shapes.get(i.name) or ())}
+    inputs = [i.name for i in model.graph.input if i.name not in weights]
+    symbolic = {i for i in inputs if any(isinstance(d, str) for d in context.shapes.get(i) or ())}
     if isinstance(stated, dict) and symbolic and symbolic <= stated.keys():
         return {k: stated[k] for k in symbolic}
     parts = 1
@@ -141,13 +144,13 @@ class _Meaning:
 
     def _specs(self, node: NodeProto, cache: dict[tuple[object, ...], Placement]) -> dict[str, Placement]:
         found: dict[str, Placement] = {}
-        configurations: list[NodeConfiguration] = [c for c in sharding.node_configurations(node) if c.configuration == self.name]
-        specs: list[ShardingSpec] = [s for c in configurations for s in c.specs]
+        mine = (c for c in sharding.node_configurations(node) if c.configuration == self.name)
+        specs: list[ShardingSpec] = [s for c in mine for s in c.specs]
         for s in specs:
-            if s.tensor not in self.graph.tensors or (name_of(node), s.tensor) in self.wrong:
+            if s.tensor is None or s.tensor not in self.graph.tensors or (name_of(node), s.tensor) in self.wrong:
                 continue
             shape = self.graph.tensors[s.tensor].shape
-            if any(x.num_shards is None or (len(d.shards) == 1 and x.num_shards > shape[d.axis or 0]) for d in s.dims for x in d.shards):
+            if not all(_fits(d, shape) for d in s.dims):
                 continue
             key = (s.devices, s.groups, s.dims, shape)
             if key not in cache:
@@ -155,7 +158,7 @@ class _Meaning:
             found[s.tensor] = cache[key]
         return found
 
-    def _op(self, node: NodeProto, op: Op, mine: Mapping[str, Placement], written: Mapping[str, Placement]) -> Iterator[Finding]:
+    def _op(self, node: NodeProto, op: Op, mine: Placements, written: Placements) -> Iterator[Finding]:
         name = name_of(node)
         own = {t: mine[t] for t in op.inputs if t in mine}
         inherited = {t: written[t] for t in op.inputs if t in written and t not in own}
@@ -167,7 +170,8 @@ class _Meaning:
         found = semantics.clash(op, both) if inherited else None
         if found is not None:
             code, node_name, tensor, text = _clash_text(op, found, name)
-            yield Finding("warning", f"{code}-inherited", node_name, tensor, f"as their producers leave them, {text}: a reshard is implied")
+            text = f"as their producers leave them, {text}: a reshard is implied"
+            yield Finding("warning", f"{code}-inherited", node_name, tensor, text)
         for t, p in own.items():
             if t in written and written[t].pieces != p.pieces:
                 yield self._reshard(name, t, written[t], p)
@@ -192,6 +196,11 @@ class _Meaning:
             "reshard": f"a reshard is implied, device {m.device} lacks {nbytes:,} bytes of it for its part of the output",
         }[m.how]
         return Finding("warning", m.how, node, m.tensor, text)
+
+
+def _fits(d: ShardedDim, shape: tuple[int, ...]) -> bool:
+    """Whether an axis has a cell for every part (not so where a symbol was given a small size)."""
+    return all(x.num_shards is not None and (len(d.shards) > 1 or x.num_shards <= shape[d.axis or 0]) for x in d.shards)
 
 
 def _lacking(before: Placement, after: Placement, device: int) -> int:
@@ -226,7 +235,7 @@ def _devices(found: tuple[int, ...]) -> str:
 
 
 def _not_identical(op: Op, placed: Mapping[str, Placement], node: str) -> Iterator[Finding]:
-    """The formalism asks for identical cuts of inputs along a common axis; a device that holds more than it needs is no error."""
+    """The formalism asks for identical cuts of inputs along a common axis; holding more than is needed is no error here."""
     if not isinstance(op, Block):
         return
     for d in op.space:

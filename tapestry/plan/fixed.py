@@ -58,7 +58,8 @@ def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -
         found = _some([s for s in found if s.dims == dims], op, op.outs[0], f"no split of the operation cuts {dims}")
     for n, layout in reads:
         tensor = op.inputs[n]
-        kept = [s for s in found if all(_walked(op, s, tensor, a, k) for a, k in enumerate(layout) if k is not None and mesh[a].size > 1)]
+        cuts = [(a, k) for a, k in enumerate(layout) if k is not None and mesh[a].size > 1]
+        kept = [s for s in found if all(_walked(op, s, tensor, a, k) for a, k in cuts)]
         found = _some(kept, op, tensor, f"no split of the operation (within its other specs) reads it {_text(layout, mesh)}")
     return found
 

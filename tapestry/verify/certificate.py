@@ -8,7 +8,7 @@ they hold: the cells of a tensor, or the partial states of an operation over kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tapestry.errors import LawError
@@ -48,11 +48,11 @@ class _Replay:
     hulls: dict[tuple[str, int, Box], Box | None] = field(default_factory=dict[tuple[str, int, Box], Box | None])
     launched: dict[int, dict[str, list[tuple[int, Box]]]] = field(default_factory=dict[int, dict[str, list[tuple[int, Box]]]])
 
-    def law(self, name: str, holds: bool, what: str, step: object = "", why: object = "") -> None:
-        """Count one check of a law; raise when it does not hold."""
+    def law(self, name: str, holds: bool, what: str | Callable[[], str], step: object = "", why: object = "") -> None:
+        """Count one check of a law; raise when it does not hold. (Texts made on every device are functions: most pass.)"""
         self.laws[name] += 1
         if not holds:
-            raise LawError(name, what, where=str(step), why=str(why))
+            raise LawError(name, what if isinstance(what, str) else what(), where=str(step), why=str(why))
 
     def buffer(self, name: str, step: str) -> Buffer:
         """A declared buffer."""
@@ -65,9 +65,9 @@ class _Replay:
         """The box of a live buffer that holds a tensor's cells on a device."""
         b = self.buffer(name, step)
         content = self.holds[device].get(name)
-        self.law("read_after_write", content is not None, f"'{name}' is not alive on device {device}", step)
+        self.law("read_after_write", content is not None, lambda: f"'{name}' is not alive on device {device}", step)
         ok = content is not None and content.op < 0 and b.tensor == tensor
-        self.law("read_after_write", ok, f"'{name}' does not hold '{tensor}' on device {device}", step)
+        self.law("read_after_write", ok, lambda: f"'{name}' does not hold '{tensor}' on device {device}", step)
         box = b.boxes[device]
         assert box is not None
         return box
@@ -79,13 +79,15 @@ class _Replay:
         self.law("agreement", t is not None and len(b.boxes) == self.program.devices, f"buffer '{name}' of nothing", step)
         assert t is not None
         for d, box in enumerate(b.boxes):
-            self.law("written_once", (box is not None) == (d in contents), f"'{name}' is not filled on device {d}", step)
+            filled = (box is not None) == (d in contents)
+            self.law("written_once", filled, lambda: f"'{name}' is not filled on a device", step, d)
             if box is None:
                 continue
-            self.law("written_once", name not in self.holds[d], f"'{name}' is written twice on device {d}", step)
+            self.law("written_once", name not in self.holds[d], lambda: f"'{name}' is written twice on a device", step, d)
             fits = len(box) == len(t.shape) and inside(box, whole(t.shape)) and all(0 <= lo <= hi for lo, hi in box)
-            self.law("agreement", fits, f"'{name}' is not inside '{b.tensor}'", step, f"{box} of {t.shape}")
-            self.law("agreement", b.field is not None or b.dtype == t.dtype, f"'{name}' is {b.dtype}, not {t.dtype}", step)
+            self.law("agreement", fits, lambda: f"'{name}' is not inside '{b.tensor}' of shape {t.shape}", step, box)
+            typed = b.field is not None or b.dtype == t.dtype
+            self.law("agreement", typed, lambda: f"'{name}' is {b.dtype}, not {t.dtype}", step)
             self.holds[d][name] = contents[d]
             self.alive[d] += b.nbytes(d)
             self.peak[d] = max(self.peak[d], self.alive[d])
@@ -174,7 +176,7 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
             and inside(block, whole(extents))
             and all(lo < hi or not e for (lo, hi), e in zip(block, extents, strict=True))
         )
-        r.law("split_partition", fits, f"device {d}'s block is not in the index space", name, f"{block} of {extents}")
+        r.law("split_partition", fits, lambda: f"a device's block is not in the index space {extents}", name, block)
         if step.mode == "full":
             r.law("split_partition", block[n:] == whole(extents[n:]), "a reduction over a part is not merged", name, block)
         _reads(r, step, op, d, block, name)
@@ -188,7 +190,7 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
 def _reads(r: _Replay, step: Launch, op: Op, device: int, block: Box, name: str) -> None:
     """Laws 5 and 6: every cell that the block's points read is in the buffer that the kernel is given."""
     for k, tensor, hull in _footprints(r, step, op, block):
-        r.law("read_after_write", bool(step.ins[k]), f"read {k} of '{tensor}' has no buffer", name)
+        r.law("read_after_write", bool(step.ins[k]), "a read has no buffer", name, tensor)
         held = r.value(step.ins[k], device, tensor, name)
         r.laws["access_preserved"] += 1
         if hull is not None and not inside(hull, held):
@@ -253,13 +255,7 @@ def _launch_outs(r: _Replay, step: Launch, op: Op, contents: dict[int, Content],
         for d, block in enumerate(step.blocks):
             if block is not None:
                 want = _out_box(r, op, k, block)
-                r.law(
-                    "written_once",
-                    b.boxes[d] == want,
-                    f"'{out}' is not what device {d} computes",
-                    name,
-                    f"{b.boxes[d]}, not {want}",
-                )
+                r.law("written_once", b.boxes[d] == want, "a buffer is not what a device computes", name, want)
         r.allocate(out, name, contents)
 
 
@@ -281,13 +277,8 @@ def _transfer(r: _Replay, step: Transfer, name: str) -> None:
         known = 0 <= m.src < r.program.devices and 0 <= m.dst < r.program.devices and m.src != m.dst
         r.law("agreement", known, f"message from {m.src} to {m.dst}", name)
         held = r.value(step.src, m.src, src.tensor, name)
-        r.law(
-            "read_after_write",
-            len(m.box) == len(held) and inside(m.box, held),
-            f"device {m.src} sends what it lacks",
-            name,
-            m.box,
-        )
+        lies = len(m.box) == len(held) and inside(m.box, held)
+        r.law("read_after_write", lies, lambda: "a device sends what it lacks", name, m)
         incoming[m.dst].append(m.box)
     contents: dict[int, Content] = {}
     for d, box in enumerate(dst.boxes):
@@ -330,7 +321,7 @@ def _reduce(r: _Replay, step: Reduce, name: str) -> None:
                 for e in group:
                     part, held_box = dst.boxes[d], src.boxes[e]
                     fits = part is not None and held_box is not None and inside(part, held_box)
-                    r.law("read_after_write", fits, f"device {e} has no states for the part of device {d}", name, dst.boxes[d])
+                    r.law("read_after_write", fits, lambda: "a device has no states for another's part", name, dst.boxes[d])
                 same = step.kind == "reduce_scatter" or dst.boxes[d] == src.boxes[d]
                 r.law("agreement", same, "an all-reduce changes a box", name)
                 if dst.field is None:
@@ -382,9 +373,7 @@ def _as_planned(r: _Replay, i: int, op: Op, mesh: Mesh) -> None:
         mine = [b for device, b in found.get("full") or found.get("partial") or [] if device == d]
         hull = tuple((min(lo for lo, _ in axis), max(hi for _, hi in axis)) for axis in zip(*mine, strict=True))
         same = bool(mine) and hull == planned
-        r.law(
-            "split_partition", same, f"device {d} does not compute what the plan gives it", where(op), f"{hull}, not {planned}"
-        )
+        r.law("split_partition", same, "a device does not compute what the plan gives it", where(op), (hull, planned))
 
 
 def _outputs(r: _Replay) -> None:

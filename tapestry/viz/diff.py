@@ -97,13 +97,13 @@ def _lines(d: Document) -> Iterator[str]:
     if d["same"]:
         yield f"the same plan: {d['matched']} operations, none differs"
         return
-    yield "                        first → second"
+    yield f"{'':<14} first → second"
     for key, name, unit in (
-        ("objective_s", "objective", duration), ("simulated_s", "simulated", duration),
+        ("objective_s", "objective", _precise), ("simulated_s", "simulated", _precise),
         ("peak_bytes", "peak memory", human), ("host_load_bytes", "host loads", human),
     ):  # fmt: skip
         x, y = d[key]
-        yield f"{name:<14} {unit(x)} → {unit(y)}{f' ({y / x - 1:+.1%})' if x and x != y else ''}"
+        yield f"{name:<14} {unit(x)} → {unit(y)}{f' ({y / x - 1:+.2%})' if x and x != y else ''}"
     if d["mesh"][0] != d["mesh"][1]:
         yield f"{'mesh':<14} {d['mesh'][0]} → {d['mesh'][1]}"
     for key in ("moves", "requests"):
@@ -111,7 +111,7 @@ def _lines(d: Document) -> Iterator[str]:
             yield f"{key:<14} {_listed(d[key][0])} → {_listed(d[key][1])}"
     for r in d["transfers"]:
         (m, n), (x, y) = r["count"], r["bytes"]
-        yield f"{r['kind']:<14} {m} × {human(x)} in all → {n} × {human(y)} in all"
+        yield f"{r['kind']:<14} {m} times, {human(x)} → {n} times, {human(y)}"
     yield f"operations: {d['matched']} in both, {len(d['operations'])} of them differ"
     for r in d["operations"][:SHOWN]:
         yield from _operation(r)
@@ -121,6 +121,10 @@ def _lines(d: Document) -> Iterator[str]:
         names = d[f"only_in_{which}"]
         if names:
             yield f"only in the {which}: {', '.join(names)}"
+
+
+def _precise(seconds: float) -> str:
+    return f"{seconds * 1e3:.5g} ms"
 
 
 def _listed(x: Any) -> str:

@@ -12,6 +12,7 @@ from tapestry.viz.explain import human
 from tapestry.viz.tables import ms
 
 TITLES = {"heuristic": "PopRT-like heuristic", "dynamic": "dynamic program"}
+MiB = 1 << 20
 
 
 def sharded(document: Mapping[str, Any]) -> RenderableType:
@@ -33,22 +34,22 @@ def sharded(document: Mapping[str, Any]) -> RenderableType:
 def _stages(found: Mapping[str, Any], title: str) -> RenderableType:
     if not found["fits"]:
         return f"{title}: no scheme fits"
-    table = Table(title=f"{title}, memory proportion {found['proportion']:g}", title_justify="left")
-    for c in ("stage", "nodes", "weights", "activations", "of memory", "GFLOPs", "compute", "receive"):
-        table.add_column(c, justify="right")
+    table = Table(box=None, pad_edge=False, title=f"{title}, memory proportion {found['proportion']:g}", title_justify="left")
+    for c in ("stage", "nodes", "weights MiB", "activ. MiB", "memory", "GFLOP", "compute ms", "receive ms"):
+        table.add_column(c, justify="right", no_wrap=True)
     for s in found["stages"]:
         table.add_row(
-            str(s["stage"]), str(s["nodes"]), human(s["weight_bytes"]), human(s["activation_bytes"]), f"{s['share']:.1%}",
-            f"{s['flops'] / 1e9:.3f}", ms(s["compute_s"]), ms(s["receive_s"]),
+            str(s["stage"]), str(s["nodes"]), f"{s['weight_bytes'] / MiB:.2f}", f"{s['activation_bytes'] / MiB:.2f}",
+            f"{s['share']:.1%}", f"{s['flops'] / 1e9:.3f}", f"{s['compute_s'] * 1e3:.4g}", f"{s['receive_s'] * 1e3:.4g}",
         )  # fmt: skip
     return table
 
 
 def _sums(d: Mapping[str, Any]) -> RenderableType:
-    table = Table(title="Estimated pipeline", title_justify="left")
+    table = Table(box=None, pad_edge=False, title="Estimated pipeline", title_justify="left")
     table.add_column("")
     for k in TITLES:
-        table.add_column(TITLES[k], justify="right")
+        table.add_column(TITLES[k], justify="right", no_wrap=True)
     rows = {
         "interval (slowest stage)": lambda f: ms(f["interval_s"]),
         "throughput, runs/s": lambda f: "" if f["throughput_per_s"] is None else f"{f['throughput_per_s']:.4g}",

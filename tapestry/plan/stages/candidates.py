@@ -67,15 +67,34 @@ def merge(graph: NodeGraph, units: Sequence[Unit], wanted: int, at_least: int) -
     Neighbours, because merging them keeps the list in topological order whatever the edges. A subgraph is small when it
     is less than a ``wanted``-th of the whole. Nothing is merged when fewer than ``at_least`` would be left.
     """
+    merged = _merged(graph, units, wanted, [0] * len(units))
+    return merged if len(merged) >= at_least else list(units)
+
+
+def refine(graph: NodeGraph, units: Sequence[Unit], wanted: int) -> list[Unit]:
+    """Cut subgraphs into about ``wanted`` smaller ones, down to single nodes, each inside one of the given ones.
+
+    A list in topological order again; cuts between the given subgraphs remain cuts.
+    """
+    busy = {s.node for s in graph.steps}
+    home = {k: u for u, nodes in enumerate(units) for k in nodes}
+    # nodes that cost nothing come last of their subgraph, or else a later one would claim them
+    tops = [k for nodes in units for k in (*(k for k in nodes if k in busy), *reversed(nodes))]
+    small = subgraphs(graph, tops)
+    return _merged(graph, small, wanted, [home[unit[0]] for unit in small])
+
+
+def _merged(graph: NodeGraph, units: Sequence[Unit], wanted: int, parts: Sequence[int]) -> list[Unit]:
+    """Merge small neighbours of the same part."""
     if len(units) <= wanted:
         return list(units)
     limit = 1 / wanted
     groups: list[list[int]] = []
-    filled = limit
-    for unit, share in zip(units, shares(graph, units)):
-        if filled + share > limit or not groups:
+    filled, last = 0.0, -1
+    for unit, share, part in zip(units, shares(graph, units), parts):
+        if filled + share > limit or part != last:
             groups.append([])
-            filled = 0.0
+            filled, last = 0.0, part
         groups[-1].extend(unit)
         filled += share
-    return [tuple(sorted(g)) for g in groups] if len(groups) >= at_least else list(units)
+    return [tuple(sorted(g)) for g in groups]

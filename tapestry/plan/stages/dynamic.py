@@ -1,9 +1,9 @@
 """The dynamic program over topological cuts: the best pipeline among all those whose cuts are in a given family.
 
 A cut is a *downset*: a set of subgraphs with everything that they need. Stages are differences of nested downsets, and
-every monotone assignment of stages is such a chain. When a graph has few downsets (chains, residual and transformer
-blocks) all are taken and the result is optimal; else the family is the prefixes of several orders. The heuristic's own cuts
-always belong to it, so the result is never worse than the heuristic's.
+every monotone assignment of stages is such a chain. When a graph has few downsets (chains, residual blocks) all are taken and
+the result is optimal; else the family is the prefixes of several orders, with every cut between larger subgraphs where those
+have few. The heuristic's own cuts always belong to it, so the result is never worse than the heuristic's.
 
 Two passes, both exact over the family, with whole picoseconds: the least interval (a bottleneck path), then the least
 latency among pipelines of that interval (a shortest path). One program for both objectives at once would not be right: a
@@ -23,51 +23,60 @@ NEVER = 1 << 200
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The best pipeline, if one fits; how many cuts there were, and whether they were all there are."""
+class Family:
+    """The cuts to choose from, ascending (a subset comes before its supersets), and whether they are all there are."""
 
-    best: Evaluation | None
-    cuts: int
+    cuts: tuple[int, ...]
     complete: bool
 
 
-def solve(problem: Problem, devices: int, capacity: int, known: Sequence[Scheme] = (), limit: int = DOWNSETS) -> Found:
-    """The best scheme of exactly ``devices`` stages that fits, over a family of cuts that contains those of ``known``."""
-    cuts, complete = family(problem, known, limit)
-    fitting = [e for e in map(problem.evaluate, known) if e.memory <= capacity]
-    table = _Table(problem, cuts, capacity)
-    bound = min((e.interval for e in fitting), default=NEVER)
-    interval, _ = table.path(devices, bound, max)
-    if interval == NEVER:
-        return Found(None, len(cuts), complete)
-    _, scheme = table.path(devices, interval, lambda a, b: a + b)
-    return Found(problem.evaluate(scheme), len(cuts), complete)
+def family(problem: Problem, known: Sequence[Scheme] = (), coarse: Problem | None = None, limit: int = DOWNSETS) -> Family:
+    """All downsets if there are at most ``limit``, else prefixes of several orders.
 
-
-def least_memory(problem: Problem, devices: int, known: Sequence[Scheme] = (), limit: int = DOWNSETS) -> Evaluation | None:
-    """The scheme whose fullest stage needs the fewest bytes; for saying by how much a model does not fit."""
-    cuts, _ = family(problem, known, limit)
-    bound = min((e.memory for e in map(problem.evaluate, known)), default=NEVER)
-    _, scheme = _Table(problem, cuts, bound, by_memory=True).path(devices, bound, max)
-    return problem.evaluate(scheme) if scheme else None
-
-
-def family(problem: Problem, known: Sequence[Scheme], limit: int) -> tuple[list[int], bool]:
-    """All downsets if there are at most ``limit``, else the prefixes of several orders; and which of the two."""
+    Args:
+        known: schemes whose cuts must be among them.
+        coarse: the same graph in larger subgraphs, unions of this problem's; all its cuts are taken as well if they are few.
+    """
     found = downsets(problem, limit)
     if found is not None:
-        return found, True
+        return Family(tuple(sorted(found)), True)
     cuts = {0}
     for order in (range(len(problem.units)), _depth_first(problem), *(_ordered(s) for s in known)):
         mask = 0
         for u in order:
             mask |= 1 << u
             cuts.add(mask)
-    return sorted(cuts), False
+    for mask in (downsets(coarse, limit) if coarse else None) or ():
+        assert coarse is not None
+        cuts.add(coarse.translate((mask, coarse.all & ~mask), problem)[0])
+    return Family(tuple(sorted(cuts)), False)
 
 
-def downsets(problem: Problem, limit: int) -> list[int] | None:
-    """Every set of subgraphs that contains what it needs, ascending (a subset comes before its supersets)."""
+def solve(problem: Problem, devices: int, capacity: int, cuts: Family, known: Sequence[Scheme] = ()) -> Evaluation | None:
+    """The best scheme of exactly ``devices`` stages that fits, if one does; never worse than those ``known``.
+
+    Args:
+        cuts: the cuts to choose from, those of ``known`` among them.
+    """
+    fitting = [e for e in map(problem.evaluate, known) if e.memory <= capacity]
+    table = _Table(problem, cuts.cuts, capacity)
+    bound = min((e.interval for e in fitting), default=NEVER)
+    interval, _ = table.path(devices, bound, max)
+    if interval == NEVER:
+        return None
+    _, scheme = table.path(devices, interval, lambda a, b: a + b)
+    return problem.evaluate(scheme)
+
+
+def least_memory(problem: Problem, devices: int, cuts: Family, known: Sequence[Scheme] = ()) -> Evaluation | None:
+    """The scheme whose fullest stage needs the fewest bytes; for saying by how much a model does not fit."""
+    bound = min((e.memory for e in map(problem.evaluate, known)), default=NEVER)
+    _, scheme = _Table(problem, cuts.cuts, bound, by_memory=True).path(devices, bound, max)
+    return problem.evaluate(scheme) if scheme else None
+
+
+def downsets(problem: Problem, limit: int) -> set[int] | None:
+    """Every set of subgraphs that contains what it needs; nothing when there are more than ``limit``."""
     found, fresh = {0}, [0]
     while fresh:
         mask = fresh.pop()
@@ -78,7 +87,7 @@ def downsets(problem: Problem, limit: int) -> list[int] | None:
                 fresh.append(grown)
         if len(found) > limit:
             return None
-    return sorted(found)
+    return found
 
 
 def _ordered(scheme: Scheme) -> Iterable[int]:
@@ -101,7 +110,7 @@ def _depth_first(problem: Problem) -> list[int]:
 class _Table:
     """Stages between two cuts of a family: which there are, what they cost, and whether they fit."""
 
-    def __init__(self, problem: Problem, cuts: list[int], capacity: int, *, by_memory: bool = False) -> None:
+    def __init__(self, problem: Problem, cuts: Sequence[int], capacity: int, *, by_memory: bool = False) -> None:
         self.problem, self.cuts, self.capacity, self.by_memory = problem, cuts, capacity, by_memory
         self.time = [sum(problem.time[u] for u in bits(c)) for c in cuts]
         self.separate = [sum(problem.bytes[u] for u in bits(c)) for c in cuts]

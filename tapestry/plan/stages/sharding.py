@@ -14,7 +14,7 @@ from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
 from tapestry.lift.checks import check_structure, load
 from tapestry.plan.stages import annotate, candidates, dynamic
-from tapestry.plan.stages.evaluate import Evaluation, Problem, Workers, bits
+from tapestry.plan.stages.evaluate import Evaluation, Problem, Scheme, Workers, bits
 from tapestry.plan.stages.graph import PICO, NodeGraph, node_graph
 from tapestry.plan.stages.initial import initial
 from tapestry.plan.stages.traverse import traverse
@@ -60,6 +60,7 @@ class Attempt:
     candidates: str
     counts: Mapping[str, int]
     problem: Problem
+    cuts: dynamic.Family
     heuristic: Outcome
     dynamic: Outcome
     least: Evaluation
@@ -131,21 +132,20 @@ class _Clock:
 
 
 def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock) -> Attempt:
-    """Joins as candidates, as PopRT has it; every node where those are too few or nothing fits."""
-    most, attempt = 0, None
+    """Joins as candidates, as PopRT has it; every node where those make fewer subgraphs than there are devices."""
+    most = 0
     for name, tops in (("joins", candidates.joins(graph)), ("every node", candidates.everywhere(graph))):
         units = candidates.subgraphs(graph, tops)
         most = max(most, len(units))
         if len(units) >= options.devices:
             attempt = plan(graph, units, options, memory, clock, name)
-            if attempt.dynamic.best is not None:
-                return attempt
-    if attempt is None:
-        raise TapestryError(
-            f"{options.devices} devices are more than the model has subgraphs", where="--num-devices",
-            why=f"{len(graph.names)} nodes make {most} subgraph(s), and every stage needs one", hint=f"at most {most}",
-        )  # fmt: skip
-    raise _too_large(attempt, graph, options, memory)
+            if attempt.dynamic.best is None:
+                raise _too_large(attempt, graph, options, memory)
+            return attempt
+    raise TapestryError(
+        f"{options.devices} devices are more than the model has subgraphs", where="--num-devices",
+        why=f"{len(graph.names)} nodes make {most} subgraph(s), and every stage needs one", hint=f"at most {most}",
+    )  # fmt: skip
 
 
 def plan(
@@ -154,41 +154,50 @@ def plan(
     """Run the heuristic on merged subgraphs, then the dynamic program on finer ones with what the heuristic saw."""
     clock = clock or _Clock(lambda stage, seconds: None)
     n = options.devices
-    fine = candidates.merge(graph, units, max(FINE, 3 * n), n)
-    coarse = candidates.merge(graph, fine, COARSE * n, n)
+    coarse = candidates.merge(graph, units, COARSE * n, n)
+    fine = candidates.refine(graph, coarse, max(FINE, 3 * n))
     problem, merged = Problem(graph, fine), Problem(graph, coarse)
     capacities = [(p, int(p * memory)) for p in options.proportions]
     with clock("heuristic"):
-        start = initial(merged, n)
-        with Workers(merged, options.processes) as workers:
-            seen = traverse(merged, start, capacities[0][1], workers, optimal=options.optimal)
-        best, proportion = seen.best, capacities[0][0]
-        assert seen.least is not None
-        if best is None:
-            fits = (p for p, c in capacities if seen.least.memory <= c)
-            proportion = next(fits, None)
-            best = seen.least if proportion is not None else None
-        known = [merged.translate(s, problem) for s in dict.fromkeys((start, seen.least.scheme, (best or seen.least).scheme))]
-        heuristic = Outcome(
-            best=problem.evaluate(merged.translate(best.scheme, problem)) if best else None, proportion=proportion,
-            schemes=seen.schemes, facts={"moves": seen.moves},
-        )  # fmt: skip
+        heuristic, seen = _heuristic(problem, merged, options, capacities)
     with clock("dynamic"):
-        program = _dynamic(problem, n, capacities, known)
-    least = problem.evaluate(merged.translate(seen.least.scheme, problem))
-    counts = {"candidates": len(units), "fine": len(fine), "coarse": len(coarse)}
-    return Attempt(candidates=name, counts=counts, problem=problem, heuristic=heuristic, dynamic=program, least=least)
+        program, cuts = _dynamic(problem, merged, n, capacities, seen)
+    counts = {"all": len(units), "heuristic": len(coarse), "dynamic": len(fine)}
+    return Attempt(
+        candidates=name, counts=counts, problem=problem, cuts=cuts, heuristic=heuristic, dynamic=program,
+        least=min(map(problem.evaluate, seen), key=lambda e: e.memory),
+    )  # fmt: skip
 
 
-def _dynamic(problem: Problem, devices: int, capacities: list[tuple[float, int]], known: list[tuple[int, ...]]) -> Outcome:
-    found, tried = None, 0
+def _heuristic(
+    problem: Problem, merged: Problem, options: Options, capacities: list[tuple[float, int]]
+) -> tuple[Outcome, list[Scheme]]:
+    """PopRT's search: traversal at the first proportion, then the scheme that is least over at the others."""
+    start = initial(merged, options.devices)
+    with Workers(merged, options.processes) as workers:
+        seen = traverse(merged, start, capacities[0][1], workers, optimal=options.optimal)
+    assert seen.least is not None
+    best, proportion = seen.best, capacities[0][0]
+    if best is None:
+        proportion = next((p for p, c in capacities if seen.least.memory <= c), None)
+        best = None if proportion is None else seen.least
+    schemes = dict.fromkeys(e.scheme for e in (best, seen.least) if e is not None)
+    known = [merged.translate(s, problem) for s in (*schemes, start)]
+    found = problem.evaluate(known[0]) if best is not None else None
+    return Outcome(best=found, proportion=proportion, schemes=seen.schemes, facts={"moves": seen.moves}), known
+
+
+def _dynamic(
+    problem: Problem, merged: Problem, devices: int, capacities: list[tuple[float, int]], known: list[Scheme]
+) -> tuple[Outcome, dynamic.Family]:
+    """The dynamic program at the first proportion at which anything fits."""
+    cuts = dynamic.family(problem, known, merged)
+    facts = {"complete": cuts.complete}
     for p, capacity in capacities:
-        found = dynamic.solve(problem, devices, capacity, known)
-        tried += found.cuts
-        if found.best is not None:
-            return Outcome(best=found.best, proportion=p, schemes=tried, facts={"cuts": found.cuts, "complete": found.complete})
-    assert found is not None
-    return Outcome(best=None, proportion=None, schemes=tried, facts={"cuts": found.cuts, "complete": found.complete})
+        best = dynamic.solve(problem, devices, capacity, cuts, known)
+        if best is not None:
+            return Outcome(best=best, proportion=p, schemes=len(cuts.cuts), facts=facts), cuts
+    return Outcome(best=None, proportion=None, schemes=len(cuts.cuts), facts=facts), cuts
 
 
 def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int) -> PlanError:
@@ -196,7 +205,7 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
     problem, n = attempt.problem, options.devices
     share = max(options.proportions)
     capacity = int(share * memory)
-    best = dynamic.least_memory(problem, n, [attempt.least.scheme]) or attempt.least
+    best = dynamic.least_memory(problem, n, attempt.cuts, [attempt.least.scheme]) or attempt.least
     at = max(range(n), key=lambda k: best.stages[k].memory)
     cost, node = best.stages[at], best.stages[at].node
     weights = {w for u in bits(best.scheme[at]) for w in problem.weights[u]}
@@ -247,7 +256,7 @@ def _document(attempt: Attempt, options: Options, graph: NodeGraph, memory: int)
     return {
         "nodes": len(graph.names), "devices": options.devices, "topology": options.topology, "memory_bytes": memory,
         "proportions": list(options.proportions), "candidates": attempt.candidates,
-        "subgraphs": {"all": attempt.counts["candidates"], "dynamic": attempt.counts["fine"], "heuristic": attempt.counts["coarse"]},
+        "subgraphs": dict(attempt.counts),
         "heuristic": _outcome(heuristic, problem, memory), "dynamic": _outcome(program, problem, memory),
         "chosen": "heuristic" if same else "dynamic", "proportion": program.proportion,
         "sharding_nodes": [_ends(problem, mask) for mask in chosen.scheme[:-1]], "node_stages": node_stages,
