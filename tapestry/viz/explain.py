@@ -256,7 +256,10 @@ def _transfer_text(t: Mapping[str, Any]) -> str:
 
 def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
     worst, peak = memory["device"], memory["peak_bytes"]
-    yield f"peak memory per device: {human(peak[0]) + ' on each' if len({*peak}) == 1 else ', '.join(map(human, peak))}"
+    peaks = ", ".join(map(human, peak))
+    if len(peak) > 8 or len({*peak}) == 1:
+        peaks = f"{human(min(peak))} to {human(max(peak))}" if min(peak) < max(peak) else f"{human(peak[0])} on each"
+    yield f"peak memory per device: {peaks}"
     weights, first = memory["weight_bytes"], memory["first_step"]
     above = [max(0, b - weights) for b in memory["alive_bytes"][first:]]
     yield f"memory on device {worst} over steps {first} to {memory['steps'] - 1}, above {human(weights)} of weights:"

@@ -48,8 +48,8 @@ def _stages(found: Mapping[str, Any], title: str) -> RenderableType:
 def _sums(d: Mapping[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, title="Estimated pipeline", title_justify="left")
     table.add_column("")
-    for k in TITLES:
-        table.add_column(TITLES[k], justify="right", no_wrap=True)
+    for title in TITLES.values():
+        table.add_column(title, justify="right", no_wrap=True)
     rows = {
         "interval (slowest stage)": lambda f: ms(f["interval_s"]),
         "throughput, runs/s": lambda f: "" if f["throughput_per_s"] is None else f"{f['throughput_per_s']:.4g}",

@@ -34,8 +34,7 @@ class Level:
     messages: slice
     to: np.ndarray  # label of each message, from the start of the level
     up: np.ndarray  # 1.0 where the other node is in a later level
-    share_up: np.ndarray  # of each label: what each pair to a later level gets
-    share_down: np.ndarray
+    share: np.ndarray  # of each label: the part of its cost that each pair further on gets
     blocks: list[Block]
 
 
@@ -106,7 +105,7 @@ class Messages:
             node_weight = np.repeat(weight[n0:n1], self.count[n0:n1])
             out.append(
                 Level(
-                    slice(n0, n1), slice(l0, l1), first - l0, slice(m0, m1), to, up[of], node_weight, node_weight, blocks
+                    slice(n0, n1), slice(l0, l1), first - l0, slice(m0, m1), to, up[of], node_weight, blocks
                 )  # fmt: skip
             )
         return out
@@ -127,7 +126,7 @@ class Messages:
                 spare[b.mine.start - level.messages.start : b.mine.stop - level.messages.start] = least.ravel()
             total = unary[level.labels] + np.bincount(level.to, spare, level.labels.stop - level.labels.start)
             forward = 1.0 - level.up if reverse else level.up
-            given = (total * level.share_up)[level.to] * forward
+            given = (total * level.share)[level.to] * forward
             self.message[level.messages] = given - spare
             rest = total - np.bincount(level.to, given, len(total))
             bound += float(np.minimum.reduceat(rest, level.first).sum())
@@ -143,6 +142,25 @@ class Messages:
         for level in self.levels:
             out[level.labels] -= np.bincount(level.to, self.message[level.messages], level.labels.stop - level.labels.start)
         return out
+
+    def spread(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Messages by the numbers of `Pairs.slots`: those to tails, those to heads."""
+        net = self.net
+        alive = net.alive()
+        out: list[np.ndarray] = []
+        for nodes, first, slots in zip((net.tail, net.head), self.of_pair, net.slots()[1::2]):
+            of = np.repeat(np.arange(len(nodes)), net.size[nodes])
+            value = np.zeros(len(slots))
+            ok = alive[slots]
+            value[ok] = message[first[of[ok]] + self._rank(slots[ok])]
+            out.append(value)
+        return out[0], out[1]
+
+    def _rank(self, labels: np.ndarray) -> np.ndarray:
+        """Position of labels among those of their node."""
+        place = np.zeros(len(self.net.gone), np.int64)
+        place[self.nodes] = self.first
+        return self.number[labels] - place[self.net.node[labels]]
 
     def decode(self, unary: np.ndarray) -> np.ndarray:
         """A label for each node, level after level, given those of earlier levels and the messages of later ones."""

@@ -72,6 +72,7 @@ class Usage:
     hi: np.ndarray
     amount: np.ndarray
     limit: np.ndarray
+    time: np.ndarray  # what was given as time of each time that is left
 
     def keep(self, which: np.ndarray) -> None:
         """Forget all other entries."""
@@ -93,7 +94,7 @@ class Usage:
 
     def copy(self) -> Usage:
         """The arrays are never changed in place."""
-        return Usage(self.label, self.lo, self.hi, self.amount, self.limit)
+        return Usage(self.label, self.lo, self.hi, self.amount, self.limit, self.time)
 
 
 @dataclass(slots=True)
@@ -154,6 +155,13 @@ class Pairs:
             out += [first[self.edge] + label, np.arange(int(size.sum())) - np.repeat(first, size)]
         return out[0], out[1], out[2], out[3]
 
+    def move(self, tails: np.ndarray, heads: np.ndarray) -> None:
+        """Move costs from nodes to pairs (by the numbers of `slots`): no total changes, but what the minima add up to does."""
+        sa, of_a, sb, of_b = self.slots()
+        self.cost = self.cost + tails[sa] + heads[sb]
+        gone = np.bincount(of_a, tails, len(self.unary)) + np.bincount(of_b, heads, len(self.unary))
+        self.unary = self.unary - gone
+
     def copy(self) -> Pairs:
         """A network that may be changed without this one."""
         return Pairs(
@@ -177,12 +185,12 @@ def from_instance(given: Instance) -> Pairs:
     unary = np.where(given.unary < FORBIDDEN, given.unary, np.inf).astype(float)
     lo, hi = given.intervals[:, 0], given.intervals[:, 1]
     used = np.flatnonzero((given.usage != 0) & (hi > lo)[node]) if np.isfinite(given.limit) else np.zeros(0, np.int64)
+    end = int(given.intervals.max(initial=0)) if len(used) else 0
     usage = Usage(
-        used, lo[node[used]], hi[node[used]], given.usage[used].astype(float),
-        np.full(int(given.intervals.max(initial=0)) if len(used) else 0, float(given.limit)),
+        used, lo[node[used]], hi[node[used]], given.usage[used].astype(float), np.full(end, float(given.limit)), np.arange(end)
     )  # fmt: skip
     cost = given.tables[allowed].astype(float)
     scale = max(float(np.abs(cost).max(initial=0.0)), float(np.abs(unary[np.isfinite(unary)]).max(initial=0.0)))
     return Pairs(
-        start, node, unary, np.zeros(count, bool), tail, head, edge[allowed], a[allowed], b[allowed], cost, usage, 0.0, 1e-15 * scale,
+        start, node, unary, np.zeros(count, bool), tail, head, edge[allowed], a[allowed], b[allowed], cost, usage, 0.0, 1e-13 * scale,
     )  # fmt: skip

@@ -230,7 +230,7 @@ def limit_usage(net: Pairs) -> int:
     np.minimum.at(least, item, amount)
     np.maximum.at(most, item, amount)
     least[count < net.counts()[net.node[use.label[first]]]] = 0.0
-    items = Usage(use.label[first], use.lo[first], use.hi[first], least, use.limit)
+    items = Usage(use.label[first], use.lo[first], use.hi[first], least, use.limit, use.time)
     limit = use.limit - items.over_time(least)
     if (limit < 0).any():
         raise Infeasible
@@ -258,7 +258,7 @@ def _least_between(values: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> np.nda
 
 def _forget_times(use: Usage, limit: np.ndarray, stays: np.ndarray) -> None:
     position = np.concatenate([[0], np.cumsum(stays)])
-    use.limit = limit[stays]
+    use.limit, use.time = limit[stays], use.time[stays]
     use.lo, use.hi = position[use.lo], position[use.hi]
     use.keep((use.lo < use.hi) & (use.amount > 0))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from tapestry.plan.stages.evaluate import Problem, Scheme
 
@@ -22,4 +22,4 @@ def initial(problem: Problem, devices: int) -> Scheme:
         allowed = range(cuts[-1] + 1, count - (devices - k) + 1)  # every group keeps at least one subgraph
         cuts.append(min(allowed, key=lambda i: abs(before[i] - target)))
     cuts.append(count)
-    return tuple(((1 << b) - 1) ^ ((1 << a) - 1) for a, b in zip(cuts, cuts[1:]))
+    return tuple(((1 << b) - 1) ^ ((1 << a) - 1) for a, b in pairwise(cuts))

@@ -245,7 +245,9 @@ def _largest_node(graph: NodeGraph) -> tuple[int, int]:
 def _document(attempt: Attempt, options: Options, graph: NodeGraph, memory: int) -> dict[str, Any]:
     heuristic, program = attempt.heuristic, attempt.dynamic
     assert program.best is not None and program.proportion is not None
-    same = heuristic.best is not None and heuristic.proportion == program.proportion and heuristic.best.rank == program.best.rank
+    same = (
+        heuristic.best is not None and heuristic.proportion == program.proportion and heuristic.best.rank == program.best.rank
+    )
     chosen = heuristic.best if same and heuristic.best is not None else program.best
     problem = attempt.problem
     node_stages = [0] * len(graph.names)
