@@ -179,6 +179,21 @@ def _kernels(args: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    from tapestry import flags
+
+    flags.sleep_when_idle()
+    from tapestry.runtime import calibrate
+
+    document = calibrate.calibrate(args.threads)
+    calibrate.write(args.output, document)
+    if args.json:
+        _json(document)
+    elif not args.quiet:
+        print(f"{args.output}: use it as --topology {args.output}")
+    return 0
+
+
 def _opt(args: argparse.Namespace) -> int:
     import tapestry.rewrites  # noqa: F401
     from tapestry.ir import constraints
@@ -328,6 +343,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("model", type=Path)
     p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE")
     p.add_argument("--strict", action="store_true", help="warnings (implied communication, uneven parts) fail as well")
+    p = add("calibrate", _calibrate, "measure this machine and write a topology file")
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json")
+    p.add_argument("--threads", type=int, metavar="N", help="torch threads to measure with; all by default")
     p = add("opt", _opt, "apply rules to IR text")
     p.add_argument("graph", type=Path, help="a file of IR text, or -")
     p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="split@y{dim=n,parts=8,to=mesh.d0}")

@@ -37,7 +37,7 @@ def random_graph(seed: int, most: int = 9) -> NodeGraph:
     read = {p for row in parents for p in row}
     return NodeGraph(
         names=tuple(f"n{k}" for k in range(n)), kinds=("Op",) * n, parents=tuple(parents), joined=tuple(map(len, parents)),
-        alive=(True,) * n, weights=tuple(weights), weight_bytes=tuple(rng.randint(1, 50) for _ in range(n)),
+        alive=(True,) * n, weights=tuple(weights), weight_names=tuple(f"w{k}" for k in range(n)), weight_bytes=tuple(rng.randint(1, 50) for _ in range(n)),
         tensors=tuple(f"t{k}" for k in range(n + 1)), sizes=tuple(rng.randint(1, 30) for _ in range(n + 1)),
         moves=tuple(rng.randint(0, 12) for _ in range(n + 1)), maker=(-1, *range(n)), steps=tuple(steps),
         kept=frozenset(k + 1 for k in range(n) if k not in read),
@@ -257,7 +257,7 @@ def test_what_cannot_fit_is_refused_with_bytes_and_node(tmp_path):
         sharding.auto_shard(options)
     e = caught.value
     over = int(e.what.split(": ")[1].split()[0].replace(",", ""))
-    assert e.where.startswith("node '") and over > 0 and list(tmp_path.iterdir()) == [path]
+    assert e.where.startswith("node '") and "wa" in e.why and over > 0 and list(tmp_path.iterdir()) == [path]
     sharding.auto_shard(sharding.Options(model=path, devices=3, memory=str(3000 + over), proportions=(1.0,)))  # exactly so many are missing
     with pytest.raises(PlanError):
         sharding.auto_shard(sharding.Options(model=path, devices=3, memory=str(3000 + over - 1), proportions=(1.0,)))

@@ -44,7 +44,7 @@ class NodeGraph:
     Attributes:
         parents: nodes that each node needs.
         joined: how many different intermediate inputs each node has (model inputs and constants do not count).
-        weights: numbers of the weights that each node reads; ``weight_bytes`` their sizes.
+        weights: numbers of the weights that each node reads; ``weight_names`` and ``weight_bytes`` say what they are.
         tensors: names of the activations and of the model's inputs; ``sizes`` their bytes, ``moves`` the picoseconds that it
             takes to send one to another device, ``maker`` the node that writes it (-1: a model input).
         steps: operations, in an order that their data allow and nodes follow.
@@ -58,6 +58,7 @@ class NodeGraph:
     joined: tuple[int, ...]
     alive: tuple[bool, ...]
     weights: tuple[tuple[int, ...], ...]
+    weight_names: tuple[str, ...]
     weight_bytes: tuple[int, ...]
     tensors: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -119,7 +120,8 @@ class _Builder:
         return NodeGraph(
             names=tuple(node_name(n) for n in self.nodes), kinds=tuple(n.op_type for n in self.nodes),
             parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()), alive=tuple(self.alive),
-            weights=tuple(tuple(w) for w in self.weights), weight_bytes=tuple(self.weight_bytes), tensors=names, sizes=sizes,
+            weights=tuple(tuple(w) for w in self.weights), weight_names=tuple(self.weight_ids),
+            weight_bytes=tuple(self.weight_bytes), tensors=names, sizes=sizes,
             moves=tuple(round((link.alpha + link.beta * n) * PICO) for n in sizes), maker=tuple(self.maker),
             steps=tuple(self.steps), kept=frozenset(self.ids[t] for t in outputs if t in self.ids),
         )  # fmt: skip

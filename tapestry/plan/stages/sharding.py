@@ -209,13 +209,13 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
     at = max(range(n), key=lambda k: best.stages[k].memory)
     cost, node = best.stages[at], best.stages[at].node
     weights = {w for u in bits(best.scheme[at]) for w in problem.weights[u]}
-    largest = ", ".join(f"{b:,}" for b in sorted((graph.weight_bytes[w] for w in weights), reverse=True)[:3])
+    largest = sorted(weights, key=lambda w: -graph.weight_bytes[w])[:3]
     why = (
         f"of all splits found the best still needs {cost.memory:,} bytes in stage {at}: {cost.weights:,} of weights and "
         f"{cost.peak:,} of activations at node '{graph.names[node]}'; {share:g} of {memory:,} bytes are {capacity:,}"
     )
     if weights:
-        why += f"; its largest weights have {largest} bytes"
+        why += f"; its largest weights: {', '.join(f'{graph.weight_names[w]} {graph.weight_bytes[w]:,}' for w in largest)}"
     alone, need = _largest_node(graph)
     hint = f"--num-devices above {n}, a larger --memory"
     if need > capacity:
