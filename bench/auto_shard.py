@@ -2,8 +2,8 @@
 
     .venv/bin/python bench/auto_shard.py [--only NAME …] [--devices N …]
 
-Light models of the onnx package and, where the folder of exports lies beside the checkout, exported models (graphs only: nothing
-here needs weights). Times of stages are the cost model's (preset ``cpu``; ``h100`` for the Llamas), seconds are measured.
+Light models of the onnx package and, where the folder of exports lies beside the checkout, exported models (graphs
+only: nothing here needs weights). Times of stages are the cost model's (preset ``cpu``; ``h100`` for the Llamas), seconds are measured.
 *Balance* is the mean stage's time over the slowest one's: 1 is a pipeline that nothing could make faster without splitting a
 node. Writes bench/results/auto_shard.json; exits 1 if the dynamic program is worse anywhere.
 """
@@ -81,7 +81,6 @@ def show(rows: list[Row]) -> None:
         table.add_column(c, justify="left" if c == "model" else "right", no_wrap=True)
     for r in rows:
         if "refused" in r:
-            table.add_row(r["model"], str(r["devices"]), "refused: " + r["refused"].splitlines()[0])
             continue
         h, d, s, q = r["heuristic"], r["dynamic"], r["seconds"], ratio(r)
         table.add_row(
@@ -91,6 +90,9 @@ def show(rows: list[Row]) -> None:
             f"{s['heuristic'] + s['dynamic']:.2f}", f"{s['total']:.2f}",
         )  # fmt: skip
     Console(width=140).print(table)
+    for r in rows:
+        if "refused" in r:
+            print(f"{r['model']} on {r['devices']}: refused, {r['refused'].splitlines()[0]}")
     print("* too many cuts to take all: prefixes of several orders and the cuts between merged subgraphs")
 
 

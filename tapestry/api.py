@@ -74,6 +74,7 @@ def compile(
     weights: bool = True,
     time_limit: float = 60.0,
     seed: int = 0,
+    pareto: bool = False,
     sharding: bool = True,
     progress: pipeline.Report = lambda stage, seconds: None,
 ) -> Compiled:
@@ -86,6 +87,7 @@ def compile(
         memory: per device, as ``"16GiB"``; the plan keeps to it.
         pins, layouts: as on the command line.
         rules: files of the user's own rewrite rules.
+        pareto: also report the front of latency against memory, in ``report["pareto"]``.
         weights: False plans a model whose external data is absent.
         sharding: False plans without the multi-device annotations of the model.
 
@@ -99,6 +101,7 @@ def compile(
     options = pipeline.Options(
         model=Path(model), shapes=shapes or {}, mesh=found, topology=topology, memory=memory, target=target, pins=pins,
         layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit, seed=seed,
+        pareto=pareto,
         sharding=sharding,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)

@@ -70,7 +70,7 @@ def _compile(args: argparse.Namespace) -> int:
         build = api.compile(
             args.model, mesh=_mesh(args), topology=args.topology, shapes=_shapes(args.shape), memory=args.memory,
             target=args.target, pins=args.pin, layouts=args.layout, rules=args.rules, weights=not args.no_weights,
-            time_limit=args.time_limit, seed=args.seed, progress=report,
+            time_limit=args.time_limit, seed=args.seed, pareto=args.pareto, progress=report,
             sharding=not args.ignore_sharding,
         )  # fmt: skip
         report("write", 0.0)
@@ -351,13 +351,16 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="split@y{dim=n,parts=8,to=mesh.d0}")
     p.add_argument("--print-between", action="store_true")
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
-    p = add("rules", _rules, "the rules, with before and after")
+    _rules_arguments(add("rules", _rules, "the rules, with before and after"))
+    _auto_shard_arguments(add("auto-shard", _auto_shard, "pipeline stages for the nodes of an ONNX file"))
+    return parser
+
+
+def _rules_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("rule", nargs="?", metavar="NAME")
     p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
     p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE")
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
-    _auto_shard_arguments(add("auto-shard", _auto_shard, "pipeline stages for the nodes of an ONNX file"))
-    return parser
 
 
 def _auto_shard_arguments(p: argparse.ArgumentParser) -> None:
@@ -397,6 +400,7 @@ def _compile_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
+    p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
     p.add_argument("--time-limit", type=float, default=60.0, metavar="S")
     p.add_argument("--seed", type=int, default=0)
 

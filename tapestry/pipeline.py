@@ -25,7 +25,9 @@ from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.requests import parse_layouts, parse_pins
+from tapestry.plan.search.pareto import Point, front
 from tapestry.plan.search.planner import Found, search
+from tapestry.plan.search.problem import build
 from tapestry.plan.structure import improve
 from tapestry.plan.topology import Link, Topology, default_mesh, parse_bytes, parse_mesh, to_data, topology
 from tapestry.rewrites.rule import Move, load_rules
@@ -53,6 +55,7 @@ class Options:
     weights: bool = True
     time_limit: float = 60.0
     seed: int = 0
+    pareto: bool = False
     sharding: bool = True
 
 
@@ -100,7 +103,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         given = marking.constraints(marks, lifted.graph, topo.mesh) if marks else None
         graph = given.graph if given else simplify(lifted.graph)
     with clock("search"):
-        graph, found, moves, requests = _plan(graph, lifted, topo, options, given)
+        graph, found, moves, extra = _plan(graph, lifted, topo, options, given)
         alone = _unsharded_peak(graph, topo)
     with clock("verify"):
         laws = certificate.check(
@@ -113,7 +116,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     document = _report(lifted, found, topo, alone, kernels, laws, moves)
     document["seconds"] = {**clock.seconds, "total": round(time.perf_counter() - start, 4)}
     document["unified"] = lifted.unified
-    document["requests"] = requests
+    document |= extra
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(build=replace(build, report=document), constants=constants, kernels=kernels, laws=laws)
 
@@ -149,6 +152,10 @@ def _plan(
         return search(g, topo, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=options.time_limit)
 
     found = plan(graph)
+    points: list[Point] = []
+    if options.pareto:
+        pins = parse_pins(options.pins, graph, topo.mesh, folded)
+        points = front(build(graph, topo, pins, inputs, outputs, fixed), options.time_limit)
     moves: list[Move] = list(given.moves) if given else []
     if not options.pins and not given:  # a pin names an operation of the graph as it is
         graph, found, moves = improve(graph, found, plan, min(STRUCTURE_SECONDS, options.time_limit))
@@ -156,7 +163,8 @@ def _plan(
     requests: dict[str, Any] = {"pins": list(options.pins), "layouts": list(options.layouts)}
     if given:
         requests["sharding"] = {**given.counts, "notes": list(given.notes)}
-    return graph, found, moves, requests
+    extra = {"requests": requests, **({"pareto": [asdict(p) for p in points]} if options.pareto else {})}
+    return graph, found, moves, extra
 
 
 def _debug(found: Found) -> None:

@@ -141,6 +141,7 @@ def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
 
 def tag_sources(model: ModelProto) -> None:
     """Name unnamed nodes after their first output, and note each name where passes do not change it."""
+    del model.configuration[:]
     for node in (*model.graph.node, *(n for f in model.functions for n in f.node)):
         node.name = node_name(node)
         del node.device_configurations[:]  # of no concern to what the node computes

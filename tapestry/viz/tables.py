@@ -31,7 +31,20 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_row("kernels", f"{report['kernels']} distinct")
     seconds = ", ".join(f"{k} {v:.2f}" for k, v in report["seconds"].items())
     facts.add_row("seconds", seconds)
-    return Group(facts, transfers(report["transfers"]), memory(peaks))
+    parts: list[RenderableType] = [facts, transfers(report["transfers"]), memory(peaks)]
+    if "pareto" in report:
+        parts.append(pareto(report["pareto"]))
+    return Group(*parts)
+
+
+def pareto(points: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Latency against memory, fastest first."""
+    table = Table(title="Latency against memory", title_justify="left")
+    for c in ("objective", "peak per device, bytes"):
+        table.add_column(c, justify="right")
+    for p in points:
+        table.add_row(ms(p["objective_s"]), f"{p['peak_bytes']:,}")
+    return table
 
 
 def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -19,6 +19,15 @@ class Infeasible(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Solution:
+    """A choice per node, its cost, and a proven lower bound."""
+
+    choice: list[int]
+    objective: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
 class Instance:
     """A problem as it is given: minimise node and pair costs, with the usages alive at any time within the limit.
 

@@ -63,13 +63,14 @@ def search(
     start = time.monotonic()
     problem = build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed)
     first = solve(problem.sizes, problem.factors, time_limit)
-    found = _found(problem, first, first.bound)
+    found = found_plan(problem, first, first.bound)
     if max(peak_bytes(found.program)[0]) <= topo.device.memory:
         return found
     return _within_memory(problem, found, start + time_limit)
 
 
-def _found(problem: Problem, solution: Solution, bound: float) -> Found:
+def found_plan(problem: Problem, solution: Solution, bound: float) -> Found:
+    """The plan of a solution, lowered; the bound is never above its cost."""
     plan = Plan(
         graph=problem.graph, mesh=problem.topo.mesh, inputs=problem.inputs, outputs=problem.outputs,
         strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, solution.choice, strict=True)),
@@ -79,7 +80,7 @@ def _found(problem: Problem, solution: Solution, bound: float) -> Found:
 
 
 @dataclass(slots=True)
-class _Prices:
+class Prices:
     """Seconds per byte for memory held while some operations run."""
 
     problem: Problem
@@ -103,15 +104,15 @@ def _within_memory(problem: Problem, found: Found, deadline: float) -> Found:
     most the cost of every plan that fits, because the rows underestimate the memory of a program.
     """
     limit = problem.topo.device.memory
-    prices = _Prices(problem, {}, {})
+    prices = Prices(problem, {}, {})
     bound, best, smallest = found.bound, None, found
     unit = found.objective / limit
     high = 1.0
     for _ in range(40):
-        _raise_price(prices, found, unit)
+        raise_price(prices, found, unit)
         solution, dual = prices.solve(1.0, 1.0, max(1.0, deadline - time.monotonic()))
         bound = max(bound, dual)
-        found = _found(problem, solution, bound)
+        found = found_plan(problem, solution, bound)
         smallest = min(smallest, found, key=_peak)
         if _peak(found) <= limit:
             best = found
@@ -120,7 +121,7 @@ def _within_memory(problem: Problem, found: Found, deadline: float) -> Found:
             break
     if best is None:
         solution, _ = prices.solve(1.0, 1e-6, max(1.0, deadline - time.monotonic()))
-        last = _found(problem, solution, bound)
+        last = found_plan(problem, solution, bound)
         smallest = _squeeze(problem, min(smallest, last, key=_peak), min(deadline, time.monotonic() + SQUEEZE_SECONDS))
         if _peak(smallest) > limit:
             raise _too_big(smallest, limit)
@@ -132,7 +133,7 @@ def _within_memory(problem: Problem, found: Found, deadline: float) -> Found:
         middle = (low + high) / 2
         solution, dual = prices.solve(middle, 1.0, max(1.0, deadline - time.monotonic()))
         bound = max(bound, dual)
-        found = _found(problem, solution, bound)
+        found = found_plan(problem, solution, bound)
         if _peak(found) <= limit:
             high = middle
             best = min(best, found, key=lambda f: f.objective)
@@ -166,7 +167,7 @@ def _smaller(problem: Problem, found: Found, near: list[int], deadline: float) -
             choice = list(now)
             for i, c in zip(group, picked, strict=True):
                 choice[i] = c
-            other = _found(problem, Solution(choice, 0.0, found.bound), found.bound)
+            other = found_plan(problem, Solution(choice, 0.0, found.bound), found.bound)
             if _peak(other) < _peak(found):
                 yield other
 
@@ -175,7 +176,7 @@ def _peak(found: Found) -> int:
     return max(peak_bytes(found.program)[0])
 
 
-def _raise_price(prices: _Prices, found: Found, unit: float) -> None:
+def raise_price(prices: Prices, found: Found, unit: float) -> None:
     """Add the operation during which the plan needs most, or double its price."""
     peak, at = peak_bytes(found.program)
     step = at[int(np.argmax(peak))]

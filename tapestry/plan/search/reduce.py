@@ -31,6 +31,10 @@ class Reduction:
 
     steps: list[Follow] = field(default_factory=list[Follow])
 
+    def copy(self) -> Reduction:
+        """The same way back, to be continued in another direction."""
+        return Reduction(list(self.steps))
+
     def lift(self, label: np.ndarray) -> np.ndarray:
         """Complete the label of every node, given those of the nodes that are left (changed in place)."""
         for s in reversed(self.steps):
