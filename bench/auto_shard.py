@@ -2,10 +2,10 @@
 
     .venv/bin/python bench/auto_shard.py [--only NAME …] [--devices N …]
 
-Light models of the onnx package and, where the folder of exports lies beside the checkout, exported models (graphs
-only: nothing here needs weights). Times of stages are the cost model's (preset ``cpu``; ``h100`` for the Llamas), seconds are measured.
-*Balance* is the mean stage's time over the slowest one's: 1 is a pipeline that nothing could make faster without splitting a
-node. Writes bench/results/auto_shard.json; exits 1 if the dynamic program is worse anywhere.
+Light models of the onnx package and, where the folder of exports lies beside the checkout, exported models (graphs only:
+nothing here needs weights). Times of stages are the cost model's (preset ``cpu``; ``h100`` for the Llamas), seconds are
+measured. *Balance* is the mean stage's time over the slowest one's: 1 is a pipeline that nothing could make faster without
+splitting a node. Writes bench/results/auto_shard.json; exits 1 if the dynamic program is worse anywhere.
 """
 
 from __future__ import annotations

@@ -1,0 +1,148 @@
+"""The ASPLOS/EuroSys 2025 contest on intra-operator parallelism (google/iopddl): our cost, our bound, the best of 20 teams.
+
+    python bench/iopddl.py DIR [--only G,B] [--time-factor 1.0]
+
+DIR holds the contest's instances, ``NAME.json.gz`` or ``NAME….json.gz``, and optionally a README.md with a table of the best
+known costs and the contest's time limits. Costs and feasibility are evaluated here from the file alone, apart from the solver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import Row, machine, write
+
+from tapestry.plan.search.pairs import FORBIDDEN, Instance
+from tapestry.plan.search.pairwise import search
+
+SECONDS = 180.0  # for an instance whose time limit the README does not tell
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The contest's problem: nodes with intervals, costs and usages; edges with nodes and costs; the usage limit."""
+    with gzip.open(path) as f:
+        document = json.load(f)
+    return document.get("problem", document)
+
+
+def instance(problem: dict[str, Any]) -> Instance:
+    """Flat arrays of a problem."""
+    nodes, edges = problem["nodes"], problem.get("edges", {})
+    costs, pairs = nodes["costs"], edges.get("nodes", [])
+    limit = problem.get("usage_limit")
+    flat = lambda rows: np.array([x for row in rows for x in row], float)  # noqa: E731
+    return Instance(
+        sizes=np.array([len(c) for c in costs], np.int64),
+        unary=flat(costs),
+        usage=flat(nodes["usages"]),
+        intervals=np.array([i or [0, 0] for i in nodes["intervals"]], np.int64).reshape(-1, 2),
+        pairs=np.array(pairs, np.int64).reshape(-1, 2),
+        tables=flat(edges.get("costs", [])),
+        limit=np.inf if limit is None else float(limit),
+    )
+
+
+def evaluate(problem: dict[str, Any], choice: list[int]) -> tuple[int, int]:
+    """(cost, largest sum of usages alive at one time), in whole numbers, with nothing of the solver; cost -1: forbidden."""
+    nodes, edges = problem["nodes"], problem.get("edges", {})
+    terms = [costs[c] for costs, c in zip(nodes["costs"], choice, strict=True)]
+    for (i, j), table in zip(edges.get("nodes", []), edges.get("costs", []), strict=True):
+        terms.append(table[choice[i] * len(nodes["costs"][j]) + choice[j]])
+    change: dict[int, int] = {}
+    for interval, usages, c in zip(nodes["intervals"], nodes["usages"], choice, strict=True):
+        if interval and interval[0] < interval[1]:
+            change[interval[0]] = change.get(interval[0], 0) + usages[c]
+            change[interval[1]] = change.get(interval[1], 0) - usages[c]
+    used = most = 0
+    for t in sorted(change):
+        used += change[t]
+        most = max(most, used)
+    return (-1 if any(t >= FORBIDDEN for t in terms) else sum(terms)), most
+
+
+def known(directory: Path) -> dict[str, dict[str, float]]:
+    """Seconds, best cost and XLA's ratio by instance, from the table in the README, if there is one."""
+    readme = directory / "README.md"
+    out: dict[str, dict[str, float]] = {}
+    for line in readme.read_text().splitlines() if readme.is_file() else []:
+        cells = [c.strip() for c in line.strip().strip("|").split("|")]
+        if len(cells) < 8 or not re.fullmatch(r"[A-Z]", cells[0]):
+            continue
+        numbers = [re.match(r"[\d.,]+", c) for c in cells[5:8]]
+        values = [float(n.group().replace(",", "")) if n else float("nan") for n in numbers]
+        out[cells[0]] = dict(zip(("seconds", "best", "xla"), values))
+    return out
+
+
+def measure(path: Path, facts: dict[str, float], factor: float) -> Row:
+    """Solve one instance and check the result."""
+    name = path.name.split(".")[0]
+    start = time.monotonic()
+    problem = read(path)
+    given = instance(problem)
+    limit = facts.get("seconds", SECONDS) * factor
+    state = search(given, limit - (time.monotonic() - start) - 0.02 * limit)
+    seconds = time.monotonic() - start
+    cost, peak = evaluate(problem, [int(c) for c in state.choice])
+    feasible = np.isfinite(state.cost) and cost >= 0 and peak <= given.limit
+    if feasible and abs(cost - state.cost) > 1e-9 * abs(cost):
+        raise SystemExit(f"{name}: the solver says {state.cost}, the evaluator {cost}")
+    bound = float(state.bound)
+    best = facts.get("best", float("nan"))
+    return {
+        "instance": name, "nodes": len(given.sizes), "edges": len(given.pairs), "feasible": bool(feasible),
+        "cost": cost if feasible else None, "bound": bound, "gap": (cost - bound) / cost if feasible and cost else None,
+        "best_known": _plain(best), "ratio": _plain(cost / best) if feasible else None, "xla_ratio": _plain(facts.get("xla", float("nan"))),
+        "limit_seconds": limit, "seconds": round(seconds, 2), "peak": peak, "usage_limit": given.limit,
+        "steps": [[round(t, 2), what, _plain(c), _plain(b)] for t, what, c, b in state.log],
+    }  # fmt: skip
+
+
+def _plain(x: float) -> float | None:
+    return float(x) if np.isfinite(x) else None
+
+
+def show(row: Row) -> str:
+    """One line of the table."""
+    number = lambda x, f: "—" if x is None else format(x, f)  # noqa: E731
+    return (
+        f"{row['instance']:>8} {row['nodes']:>7,} {row['edges']:>8,} {number(row['cost'], ',d'):>20} {number(row['bound'], ',.0f'):>20} "
+        f"{number(row['gap'], '.3%'):>9} {number(row['best_known'], ',.0f'):>18} {number(row['ratio'], '.4f'):>8} "
+        f"{number(row['xla_ratio'], '.2f'):>7} {row['seconds']:>8.1f}"
+    )
+
+
+def main() -> int:
+    """Print the table and write ``bench/results/iopddl.json``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("directory", type=Path, nargs="?", default=Path(__file__).resolve().parents[2] / "shared" / "iopddl")
+    parser.add_argument("--only", default="", help="instances, separated by commas")
+    parser.add_argument("--time-factor", type=float, default=1.0, help="of the contest's time limits")
+    options = parser.parse_args()
+    only = set(filter(None, options.only.split(",")))
+    paths = sorted(options.directory.glob("*.json.gz")) if options.directory.is_dir() else []
+    paths = [p for p in paths if not only or p.name.split(".")[0] in only]
+    if not paths:
+        print(f"no instances in {options.directory}: skipped")
+        return 0
+    facts = known(options.directory)
+    head = f"{'instance':>8} {'nodes':>7} {'edges':>8} {'cost':>20} {'bound':>20} {'gap':>9} {'best known':>18} {'ratio':>8} {'XLA':>7} {'seconds':>8}"
+    print(head, flush=True)
+    rows: list[Row] = []
+    for path in paths:
+        rows.append(measure(path, facts.get(path.name.split(".")[0], {}), options.time_factor))
+        print(show(rows[-1]), flush=True)
+    print("written:", write("iopddl", rows, time_factor=options.time_factor, machine=machine()))
+    return 0 if all(r["feasible"] for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -85,6 +85,16 @@ def test_damaged_metadata_is_no_crash(tmp_path):
     assert {f.code for f in errors(checked(m, tmp_path))} == {"mesh"}
 
 
+def test_absurd_device_counts_are_no_trap(tmp_path):
+    m = faults.model()
+    m.configuration[0].num_devices = 2**31 - 1
+    m.configuration[0].ClearField("device")
+    put(m, "up", "w1", {}, [2**31 - 2])
+    found = checked(m, tmp_path)
+    assert errors(found) == [] and "many-devices" in {f.code for f in found}
+    assert cli.main(["compile", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "b"), "--shape", "batch=8"]) == 2
+
+
 def test_no_annotations_is_said(tmp_path, capsys):
     m = net([N("Relu", ["x"], ["y"], "r")], {"x": (T.FLOAT, [4])}, {"y": T.FLOAT})
     (tmp_path / "m.onnx").write_bytes(m.SerializeToString())

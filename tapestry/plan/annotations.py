@@ -28,7 +28,7 @@ from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.plan import Layout, Mesh, MeshAxis, device_count
 from tapestry.lift.checks import load
 from tapestry.plan.fixed import Dims, Fixed
-from tapestry.plan.topology import parse_mesh
+from tapestry.plan.topology import MAX_DEVICES, parse_mesh
 from tapestry.rewrites.rule import RULES, Move, Sweeping, apply_moves, parse_move
 from tapestry.rewrites.simplify import simplify
 
@@ -97,6 +97,9 @@ def read(path: Path, devices: int | None = None) -> Annotations | None:
         sizes = ", ".join(str(c.num_devices) for c in found)
         what = f"the model's sharding is for {sizes} devices, not {devices}"
         raise PlanError(what, where=str(path), hint="another --mesh, or --ignore-sharding")
+    if chosen.num_devices > MAX_DEVICES:
+        what = f"the model's sharding is for {chosen.num_devices:,} devices"
+        raise PlanError(what, where=str(path), hint=f"at most {MAX_DEVICES:,}")
     return _collect(model, chosen.name, chosen.num_devices)
 
 

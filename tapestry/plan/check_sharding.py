@@ -23,7 +23,7 @@ from tapestry.lift import lift
 from tapestry.lift.checks import load
 from tapestry.lift.prepare import take_out_weights
 from tapestry.lift.symbols import Given
-from tapestry.plan.topology import parse_mesh
+from tapestry.plan.topology import MAX_DEVICES, parse_mesh
 
 MAX_SYMBOL = 1 << 12
 Placements = Mapping[str, Placement]
@@ -52,7 +52,10 @@ def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
         text = f"what the operators mean was not checked: {e.what} ({e.where}: {e.why})"
         return [*found, Finding("warning", "not-lifted", "", "", text)]
     for c in sharding.configurations(model):
-        if c.name and c.num_devices:
+        if c.name and c.num_devices and c.num_devices > MAX_DEVICES:
+            text = f"configuration '{c.name}' has {c.num_devices:,} devices: what the operators mean was not checked"
+            found.append(Finding("warning", "many-devices", "", "", text))
+        elif c.name and c.num_devices:
             found += _Meaning(model, graph, c.name, wrong).findings()
     return found
 

@@ -223,19 +223,17 @@ def _restrict(state: Search, net: Pairs, done: Reduction, labels: np.ndarray, jo
 def _cheapest(state: Search, net: Pairs, done: Reduction, proof: Certificate, size: int) -> Pairs | None:
     """The labels and joint choices that add least to the bound, as many as ``size`` joint choices."""
     order = np.sort(proof.joint)
-    low, high, out = 0, len(order) - 1, None
-    for _ in range(8):
-        middle = (low + high) // 2 if out is not None or low else min(4 * size, high)
+    at, out = size // 2, None
+    while at < 2 * len(order):
+        most = order[min(at, len(order) - 1)]
         steps = done.copy()
-        small = _restrict(state, net, steps, proof.label <= order[middle], proof.joint <= order[middle])
-        if len(small.a) <= size:
-            low, out, best = middle, small, steps
-        else:
-            high = middle
-        if high - low < len(order) // 200:
+        small = _restrict(state, net, steps, proof.label <= most, proof.joint <= most)
+        if len(small.a) > size:
             break
+        out, kept = small, steps
+        at = int(at * 1.5)
     if out is not None:
-        done.steps = best.steps
+        done.steps = kept.steps
     return out
 
 
