@@ -169,6 +169,27 @@ def ascend(
     return state
 
 
+def force(state: Ascent, deadline: float, found: Callable[[np.ndarray, float], float], rounds: int = 60) -> bool:
+    """Raise the best prices wherever the limit is passed until a choice keeps to it; whether one did."""
+    messages = state.messages
+    state.price = state.best_price.copy()
+    step = 0.02 * max(abs(state.best), 1e-300)
+    choice = messages.decode(state.unary())
+    for _ in range(rounds):
+        choice = messages.descend(state.unary(), choice, 10)
+        cost, over = messages.cost(messages.unary, choice), state.excess(choice)
+        if over.max(initial=0.0) <= 0:
+            if np.isfinite(cost):
+                found(choice, cost)
+            return bool(np.isfinite(cost))
+        if time.monotonic() > deadline:
+            break
+        state.watch(over)
+        at = np.array(state.active)
+        state.price[at] = np.where(over[at] > 0, state.price[at] * 1.2 + step, state.price[at])
+    return False
+
+
 def _judge(state: Ascent, bound: float) -> None:
     """Keep better prices; widen the box when they are much better, else shrink it."""
     first = not np.isfinite(state.best)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tapestry.plan.search.ascent import Messages
 from tapestry.plan.search.bound import Certificate, Multipliers, certify, rule_out
-from tapestry.plan.search.lagrange import ascend
+from tapestry.plan.search.lagrange import ascend, force
 from tapestry.plan.search.mip import Program
 from tapestry.plan.search.pairs import Infeasible, Instance, Pairs, Solution, from_instance
 from tapestry.plan.search.reduce import Reduction, reduce
@@ -120,6 +120,8 @@ def _shrink(state: Search, net: Pairs, done: Reduction) -> Certificate:
 
         ascent = ascend(messages, price, time.monotonic() + state.left() * share, found)
         given = ascent.multipliers()
+        if not np.isfinite(state.cost):
+            force(ascent, state.deadline, found)
         net.move(given.tails, given.heads)
         state.raise_bound(certify(net, _priced(net, given.price)).bound)
         state.note(f"prices for {int((given.price > 0).sum())} times")
@@ -227,8 +229,12 @@ def _cheapest(state: Search, net: Pairs, done: Reduction, proof: Certificate, si
     while at < 2 * len(order):
         most = order[min(at, len(order) - 1)]
         steps = done.copy()
-        small = _restrict(state, net, steps, proof.label <= most, proof.joint <= most)
-        if len(small.a) > size:
+        try:
+            small = _restrict(state, net, steps, proof.label <= most, proof.joint <= most)
+        except Infeasible:  # too few, while no choice is known
+            at = int(at * 1.5)
+            continue
+        if len(small.a) > size and out is not None:
             break
         out, kept = small, steps
         at = int(at * 1.5)
