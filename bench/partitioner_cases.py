@@ -20,7 +20,8 @@ class Case:
     """A graph, layouts of its ends (an output without one is free) and what is known about its bytes, over all senders.
 
     ``exact`` is the kind and bytes of the only transfer that the case needs, ``aim`` a goal below the partitioner's figure, and
-    ``noted`` that figure as measured before (JAX 0.10.2, Shardy), for want of jax; None where it was not.
+    ``noted`` that figure as measured before (JAX 0.10.2, Shardy), for want of jax. ``other_form`` names another way for
+    JAX code to write the same function (`xla.operators`), for a remark.
     """
 
     nodes: list[NodeProto]
@@ -30,10 +31,10 @@ class Case:
     mesh: tuple[int, ...] = (8,)
     constants: dict[str, int | list[int] | float] = field(default_factory=dict)
     integers: tuple[str, ...] = ()
-    pins: tuple[str, ...] = ()
     exact: tuple[str, int] | None = None
     aim: int | None = None
     noted: int | None = None
+    other_form: dict[str, str] = field(default_factory=dict)
 
     def model(self) -> onnx.ModelProto:
         """The ONNX model, without weights: all tensors are inputs."""
@@ -59,10 +60,11 @@ class Case:
 
         return [f"{tensor}:{one(layout)}" for tensor, layout in self.layouts.items()]
 
-    def document(self, name: str) -> dict[str, Any]:
-        """What `xla.py` reads."""
+    def document(self, name: str, *, other: bool = False) -> dict[str, Any]:
+        """What `xla.py` reads; ``other`` asks for the other form."""
+        forms = self.other_form if other else {}
         nodes = [
-            {"op": n.op_type, "inputs": list(n.input), "output": n.output[0],
+            {"op": forms.get(n.op_type, n.op_type), "inputs": list(n.input), "output": n.output[0],
              "attributes": {a.name: helper.get_attribute_value(a) for a in n.attribute}}
             for n in self.nodes
         ]  # fmt: skip
@@ -163,11 +165,12 @@ def block(layout: Layout, noted: int, aim: int | None = None, mesh: tuple[int, .
     vectors = {v: [d] for v in ("s1", "b1", "s2", "b2")}
     cut = ("d0",) if len(mesh) == 1 else ("d1",)
     layouts: dict[str, Layout] = {"x": layout, "y": layout, "wo": {0: cut}, "w2": {0: cut}}
-    layouts |= {w: {1: cut} for w in ("wq", "wk", "wv", "w1")} | {v: REPLICATED for v in vectors}
+    layouts |= {w: {1: cut} for w in ("wq", "wk", "wv", "w1")} | dict.fromkeys(vectors, REPLICATED)
     constants = {"split": [b, t, h, d // h], "join": [b, t, d], "scale": (d // h) ** -0.5, "invroot2": 0.5**0.5, "one": 1.0,
                  "half": 0.5}  # fmt: skip
-    return Case(nodes=nodes, inputs={"x": [b, t, d], **squares, "w1": [d, f], "w2": [f, d], **vectors}, outputs={"y": [b, t, d]},
-                layouts=layouts, constants=constants, mesh=mesh, noted=noted, aim=aim)  # fmt: skip
+    inputs = {"x": [b, t, d], **squares, "w1": [d, f], "w2": [f, d], **vectors}
+    return Case(nodes=nodes, inputs=inputs, outputs={"y": [b, t, d]}, layouts=layouts, constants=constants, mesh=mesh,
+                noted=noted, aim=aim)  # fmt: skip
 
 
 def matrices() -> dict[str, Case]:
@@ -175,7 +178,6 @@ def matrices() -> dict[str, Case]:
     columns, rows, batch = {1: D0}, {0: D0}, {0: D0}
     reduced = 14 * TOKENS * WIDTH * 4
     megatron = mlp({"x": REPLICATED, "w1": columns, "w2": rows, "y": REPLICATED}, reduced)
-    megatron.pins = ("h:n=8@d0", "y:m=8@d0")
     megatron.exact = ("all_reduce", reduced)
     return {
         "MLP, Megatron": megatron,
@@ -213,6 +215,7 @@ def others() -> dict[str, Case]:
         "layer norm, features cut": Case(
             nodes=[node("LayerNormalization", "x s b", "y", axis=-1)], inputs=features, outputs={"y": [512, 4096]},
             layouts={"x": {1: D0}, "s": rows, "b": rows, "y": {1: D0}}, noted=10_752 * 8,
+            other_form={"LayerNormalization": "LayerNormalization by squares"},
         ),
         "embedding, vocabulary cut": Case(
             nodes=[node("Gather", "w i", "y", axis=0)], inputs=words, outputs={"y": [8, 512, 1024]}, integers=("i",),
@@ -224,7 +227,8 @@ def others() -> dict[str, Case]:
         ),
         "reshape, split": Case(
             nodes=[node("Reshape", "x shape", "r"), node("Relu", "r", "y")], inputs={"x": [4096, 1024]},
-            outputs={"y": [8, 512, 1024]}, layouts={"x": rows, "y": {1: D0}}, constants={"shape": [8, 512, 1024]}, noted=14_680_064,
+            outputs={"y": [8, 512, 1024]}, layouts={"x": rows, "y": {1: D0}}, constants={"shape": [8, 512, 1024]},
+            noted=14_680_064,
         ),
     }  # fmt: skip
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapestry.ir.monoid import MONOIDS, highest, lowest, register
-from tapestry.verify.interp import numpy_dtype, value
+from tapestry.ir.types import numpy_dtype
+from tapestry.verify.interp import value
 
 EXTREME = [-math.inf, math.inf, math.nan, 1e30, -1e30, 0.0, -0.0, 1.0]
 anything = st.sampled_from(EXTREME) | st.floats(-100, 100, width=32)

@@ -23,6 +23,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.parse import parse
 from tapestry.ir.philox import philox
 from tapestry.ir.plan import Plan
+from tapestry.ir.types import numpy_dtype
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.verify import certificate, interp
@@ -202,7 +203,7 @@ def test_primitives_agree_at_the_edges(fn, dtype):
 @pytest.mark.parametrize("fn", ["add", "sub", "mul", "div", "mod", "fmod", "min", "max", "eq", "lt", "ge", "and", "or", "xor", "neg", "abs", "sign", "not"])
 @pytest.mark.parametrize("dtype", ["i64", "i32", "i8", "u8", "u16", "u32", "u64"])
 def test_integer_primitives_agree(fn, dtype):
-    kind = interp.numpy_dtype(dtype)
+    kind = numpy_dtype(dtype)
     info = np.iinfo(kind)
     points = np.array([0, 1, 2, 3, 7, 100, info.max, info.max - 1, *([-1, -2, -7, info.min + 1] if info.min else [])], object).astype(kind)
     a, b = (x.ravel() for x in np.meshgrid(points, points))
@@ -256,7 +257,7 @@ t: bool[3, 7] = op [x0: 3, x1: 7]
 output t
 """)
     rng = np.random.default_rng(0)
-    kind = interp.numpy_dtype(dtype)
+    kind = numpy_dtype(dtype)
     feeds = {"x": rng.integers(0, 9, (7, 3)).astype(kind), "s": np.asarray(1).astype(kind)}
     c = Case(None, graph, feeds, {}, interp.run(graph, feeds))
     for mesh in ("1", "3", "2x2"):
@@ -281,7 +282,7 @@ y: {out}[3] = op [i: 3 | m: 7 {monoid}]
   body {body}{then}
 output y
 """)
-    feeds = {"x": np.random.default_rng(0).integers(0, 4, (3, 7)).astype(interp.numpy_dtype(dtype))}
+    feeds = {"x": np.random.default_rng(0).integers(0, 4, (3, 7)).astype(numpy_dtype(dtype))}
     c = Case(None, graph, feeds, {}, interp.run(graph, feeds))
     for s in strategies(graph.ops[0], mesh_of("3")):
         outs, _ = execute(graph, lower(Plan(graph=graph, mesh=mesh_of("3"), strategies=(s,))), c)

@@ -29,6 +29,7 @@ from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.parse import parse
+from tapestry.ir.types import numpy_dtype
 from tapestry.verify import interp
 
 FLOAT_FUNCTIONS = [f for f, (n, r) in PRIMITIVES.items() if n == 1 and r == "float"] + ["neg", "abs", "sign"]
@@ -73,7 +74,7 @@ def test_pow() -> None:
 @pytest.mark.parametrize("dtype", ["i32", "i64", "i8", "u8", "f32"])
 def test_division_and_remainders(dtype: str) -> None:
     values = np.arange(0 if dtype[0] == "u" else -7, 8)
-    x, y = (a.ravel().astype(interp.numpy_dtype(dtype)) for a in np.meshgrid(values, values[values != 0]))
+    x, y = (a.ravel().astype(numpy_dtype(dtype)) for a in np.meshgrid(values, values[values != 0]))
     n = len(x)
     outs = ", ".join(f"o{i}: {dtype}[{n}]" for i in range(6))
     check(

@@ -20,6 +20,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.parse import parse
+from tapestry.ir.types import numpy_dtype
 from tapestry.verify import interp
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -60,16 +61,16 @@ def random_arrays(graph: Graph, seed: int = 0) -> Arrays:
             out[t] = rng.random(tensor.shape) < 0.4
         elif tensor.dtype.startswith(("i", "u")):
             low = 0 if tensor.dtype[0] == "u" else -9
-            out[t] = rng.integers(low, 10, tensor.shape).astype(interp.numpy_dtype(tensor.dtype))
+            out[t] = rng.integers(low, 10, tensor.shape).astype(numpy_dtype(tensor.dtype))
         else:
-            out[t] = rng.standard_normal(tensor.shape).astype(interp.numpy_dtype(tensor.dtype))
+            out[t] = rng.standard_normal(tensor.shape).astype(numpy_dtype(tensor.dtype))
     return out
 
 
 def to_torch(a: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
     if dtype == "bf16":
         return torch.from_numpy(np.ascontiguousarray(a.astype(np.float32))).to(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(a.astype(interp.numpy_dtype(dtype))))
+    return torch.from_numpy(np.ascontiguousarray(a.astype(numpy_dtype(dtype))))
 
 
 def from_torch(t: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -97,9 +97,9 @@ def _block(op: Block) -> str:
     lines = [f"op {_space(op)}"]
     if op.reads:
         lines.append("reads " + ", ".join(_read(r, a) for a, r in zip(names, op.reads, strict=True)))
-    lines.append("body " + ", ".join(_outer(expr(e, names)) for e in op.body))
+    lines.append("body " + ", ".join(bare(expr(e, names)) for e in op.body))
     if op.monoid and op.lowers:
-        lines.append("then " + ", ".join(_outer(expr(e, names)) for e in op.then))
+        lines.append("then " + ", ".join(bare(expr(e, names)) for e in op.then))
     return "\n  ".join(lines + _tail(op))
 
 
@@ -166,8 +166,8 @@ def _type(t: Tensor) -> str:
     return f"{t.dtype}[{', '.join(map(str, t.shape))}]"
 
 
-def _outer(text: str) -> str:
-    """Drop one pair of parentheses that encloses the whole text."""
+def bare(text: str) -> str:
+    """The text without a pair of parentheses around the whole."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0

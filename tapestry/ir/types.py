@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-# name -> (bytes per element, numpy name). bf16 has no numpy type of its own: ml_dtypes registers it (onnx needs it too).
+import ml_dtypes
+import numpy as np
+
+# name -> (bytes per element, numpy name); bfloat16 comes from ml_dtypes
 DTYPES: dict[str, tuple[int, str]] = {
     "f64": (8, "float64"), "f32": (4, "float32"), "f16": (2, "float16"), "bf16": (2, "bfloat16"),
     "i64": (8, "int64"), "i32": (4, "int32"), "i16": (2, "int16"), "i8": (1, "int8"),
@@ -17,6 +21,13 @@ INTEGERS = frozenset({"i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8"})
 def itemsize(dtype: str) -> int:
     """Bytes per element."""
     return DTYPES[dtype][0]
+
+
+def numpy_dtype(dtype: str, wide: bool = False) -> np.dtype[Any]:
+    """The numpy type of an element type (float64 for every float when ``wide``)."""
+    if dtype == "bf16" and not wide:
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(np.float64 if wide and dtype in FLOATS else DTYPES[dtype][1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

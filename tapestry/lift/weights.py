@@ -10,21 +10,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
 from tapestry.errors import ModelError
-from tapestry.ir.types import DTYPES, Tensor, Weight
+from tapestry.ir.types import Tensor, Weight, numpy_dtype
 from tapestry.lift.external import check_inline, open_inside
 
 Box = tuple[tuple[int, int], ...]  # half-open interval per axis
-
-
-def numpy_dtype(dtype: str) -> np.dtype:
-    """The numpy type of one of the IR's element types."""
-    return np.dtype(DTYPES[dtype][1])
 
 
 def read_weight(

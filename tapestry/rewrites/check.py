@@ -21,7 +21,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import whole
 from tapestry.ir.parse import parse
 from tapestry.ir.text import to_text
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.rewrites.rule import Move, Refusal, Rule, Sweeping, apply_moves, parse_move
 from tapestry.verify import interp
 
@@ -158,7 +158,7 @@ def random_feeds(graph: Graph, rng: np.random.Generator) -> dict[str, Array]:
     out: dict[str, Array] = {}
     for name in (*graph.inputs, *graph.weights):
         t = graph.tensors[name]
-        dtype = interp.numpy_dtype(t.dtype)
+        dtype = numpy_dtype(t.dtype)
         if t.dtype in FLOATS:
             out[name] = rng.standard_normal(t.shape).astype(dtype)
         elif t.dtype == "bool":

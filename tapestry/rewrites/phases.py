@@ -8,6 +8,7 @@ where the index leaves the tensor, since ``0 <= s*j + f < n`` says the same as `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Arg
@@ -38,6 +39,15 @@ def windows(op: Block, name: str) -> list[Window]:
             if e.is_affine and e.coef(name) > 0 and any(a in reduced for a, _ in others):
                 found.append(Window(r.tensor, axis, e.coef(name), others, e.const))
     return found
+
+
+def sliding(graph: Graph) -> Iterator[tuple[Block, str]]:
+    """Every operation and map dimension along which a window slides."""
+    for op in graph.ops:
+        for d in op.dims if isinstance(op, Block) else ():
+            assert isinstance(op, Block)
+            if windows(op, d.name):
+                yield op, d.name
 
 
 def points_in(size: int, step: int, phase: int) -> int:

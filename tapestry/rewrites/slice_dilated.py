@@ -12,7 +12,7 @@ from tapestry.ir.index import dim, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.pattern import accept, block_at, fresh, plain_index, splits_in
-from tapestry.rewrites.phases import Phases, points_in, windows
+from tapestry.rewrites.phases import Phases, points_in, sliding, windows
 from tapestry.rewrites.rule import Move, Refusal, register
 
 
@@ -66,12 +66,9 @@ class SliceDilated:
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every map dimension along which a window slides."""
-        for op in graph.ops:
-            for d in op.dims if isinstance(op, Block) else ():
-                assert isinstance(op, Block)
-                if windows(op, d.name):
-                    found = _plan(graph, op, d.name)
-                    yield found if isinstance(found, Refusal) else Move(self.name, op.outs[0], (("dim", d.name),))
+        for op, name in sliding(graph):
+            found = _plan(graph, op, name)
+            yield found if isinstance(found, Refusal) else Move(self.name, op.outs[0], (("dim", name),))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with phases in place of the operation."""

@@ -10,7 +10,7 @@ from tapestry.ir.graph import Block, Graph, Read, replace_op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.pattern import accept, block_at, fresh, inline, plain_index, prune, splits_in
-from tapestry.rewrites.phases import Phases, Window, windows
+from tapestry.rewrites.phases import Phases, Window, sliding, windows
 from tapestry.rewrites.rule import Move, Refusal, register
 
 
@@ -73,12 +73,9 @@ class SliceStrided:
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every map dimension along which a window slides."""
-        for op in graph.ops:
-            for d in op.dims if isinstance(op, Block) else ():
-                assert isinstance(op, Block)
-                if windows(op, d.name):
-                    found = _plan(graph, op, d.name)
-                    yield found if isinstance(found, Refusal) else Move(self.name, op.outs[0], (("dim", d.name),))
+        for op, name in sliding(graph):
+            found = _plan(graph, op, name)
+            yield found if isinstance(found, Refusal) else Move(self.name, op.outs[0], (("dim", name),))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with phases in place of the operation."""

@@ -11,7 +11,7 @@ from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, rewri
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.types import Tensor
+from tapestry.ir.types import Tensor, numpy_dtype
 from tapestry.rewrites.pattern import (
     accept,
     block_at,
@@ -27,7 +27,7 @@ from tapestry.rewrites.pattern import (
     splits_in,
 )
 from tapestry.rewrites.rule import Move, Refusal, register
-from tapestry.verify.interp import numpy_dtype, value
+from tapestry.verify.interp import value
 
 
 @register

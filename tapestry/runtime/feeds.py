@@ -8,8 +8,7 @@ import numpy as np
 
 from tapestry.ir.expr import Arg, Call, Index, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.types import FLOATS, Tensor
-from tapestry.runtime.session import numpy_dtype
+from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 

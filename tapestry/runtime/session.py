@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.kernel import Box
 from tapestry.ir.program import Load
 from tapestry.ir.store import Build
-from tapestry.ir.types import DTYPES, Tensor, itemsize
+from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
 from tapestry.lift import read_weight
 from tapestry.runtime.local import Machine, Measured, Target
 
@@ -101,11 +100,6 @@ def check_feeds(feeds: Mapping[str, Array], wanted: list[Tensor]) -> dict[str, A
             raise TapestryError(f"input '{t.name}' is {a.dtype}{list(a.shape)}, not {DTYPES[t.dtype][1]}{list(t.shape)}")
         out[t.name] = a
     return out
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy type of an element type."""
-    return np.dtype(ml_dtypes.bfloat16) if dtype == "bf16" else np.dtype(DTYPES[dtype][1])
 
 
 def largest_constant(build: Build) -> int:

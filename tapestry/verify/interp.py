@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from tapestry.errors import LawError
@@ -22,7 +21,7 @@ from tapestry.ir.index import bounds, evaluate
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.philox import philox
-from tapestry.ir.types import DTYPES, FLOATS
+from tapestry.ir.types import numpy_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -40,13 +39,6 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict
         for t, a in zip(op.outs, results, strict=True):
             values[t] = np.asarray(a).astype(numpy_dtype(graph.tensors[t].dtype, wide))
     return {t: values[t] for t in graph.outputs}
-
-
-def numpy_dtype(dtype: str, wide: bool = False) -> Any:
-    """The numpy type of an element type (float64 for every float when ``wide``)."""
-    if wide and dtype in FLOATS:
-        return np.float64
-    return ml_dtypes.bfloat16 if dtype == "bf16" else np.dtype(DTYPES[dtype][1])
 
 
 def _opaque(op: Opaque, values: Mapping[str, Array]) -> list[Array]:

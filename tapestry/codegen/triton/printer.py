@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tapestry.codegen.triton.axes import Namer
 from tapestry.codegen.triton.primitives import cast_text, literal, row, typed
 from tapestry.ir.expr import Arg, Call, Const, Expr
+from tapestry.ir.text import bare
 
 _LONG = 88
 # operators and these functions give a bare literal the dtype of the other operands
@@ -34,7 +35,7 @@ class Printer:
         for e in exprs:
             number = self._resolve(e)
             self._uses[number] = self._uses.get(number, 0) + 1
-        return [typed(e.value, e.dtype) if isinstance(e, Const) else _bare(self._print(e)) for e in exprs]
+        return [typed(e.value, e.dtype) if isinstance(e, Const) else bare(self._print(e)) for e in exprs]
 
     def _resolve(self, e: Expr) -> int:
         """Number of the distinct expression that e is, by structure; a new one counts one use of each of its parts."""
@@ -60,7 +61,7 @@ class Printer:
             text = self._call(e) if isinstance(e, Call) else self.leaf(e)
             if isinstance(e, Call) and (self._uses[number] > 1 or len(text) > _LONG):
                 name = self.namer.take("v")
-                self.lines.append(f"{name} = {_bare(text)}")
+                self.lines.append(f"{name} = {bare(text)}")
                 text = name
             self._text[number] = text
         return self._text[number]
@@ -95,18 +96,6 @@ class Printer:
 def _small_power(e: Expr) -> int:
     """2 or 3 where the exponent is that literal: a product, far cheaper than pow; else 0."""
     return int(e.value) if isinstance(e, Const) and e.value in (2, 3) else 0
-
-
-def _bare(text: str) -> str:
-    """Without a pair of parentheses around the whole."""
-    if not (text.startswith("(") and text.endswith(")")):
-        return text
-    depth = 0
-    for i, c in enumerate(text):
-        depth += (c == "(") - (c == ")")
-        if depth == 0 and i < len(text) - 1:
-            return text
-    return text[1:-1]
 
 
 def combine_source(state: tuple[Expr, ...], dtypes: tuple[str, ...], helpers: set[str]) -> str:

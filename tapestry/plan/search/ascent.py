@@ -110,7 +110,7 @@ class Messages:
             )
         return out
 
-    def _block(self, i, j, rows, columns, at, message, twin, you) -> Block:  # noqa: ANN001
+    def _block(self, i, j, rows, columns, at, message, twin, you) -> Block:
         r, c = int(rows[i]), int(columns[i])
         table = self.table[at[i] : at[i] + (j - i) * r * c].reshape(j - i, r, c)
         other = message[twin[i:j]][:, None] + np.arange(c)

@@ -54,9 +54,13 @@ class Problem:
 
 
 def build(
-    graph: Graph, topo: Topology, pins: Mapping[int, tuple[Pin, ...]], inputs: Mapping[str, Layout], outputs: Mapping[str, Layout],
+    graph: Graph,
+    topo: Topology,
+    pins: Mapping[int, tuple[Pin, ...]],
+    inputs: Mapping[str, Layout],
+    outputs: Mapping[str, Layout],
     fixed: Fixed = Fixed(),  # noqa: B008  (immutable)
-) -> Problem:  # fmt: skip
+) -> Problem:
     """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor."""
     problem = Problem(graph, topo, inputs, outputs)
     kinds: dict[str, Menu] = {}
@@ -89,7 +93,8 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         seconds.append(compute.seconds(op, graph, block, final, unique, topo) + merge + extra)
         states.append(size)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
-        outs.append([int(compute.sizes(b)[-1]) * itemsize(graph.tensors[t].dtype) for t, b in zip(op.outs, shapes, strict=True)])
+        widths = [itemsize(graph.tensors[t].dtype) for t in op.outs]
+        outs.append([int(compute.sizes(b)[-1]) * width for width, b in zip(widths, shapes, strict=True)])
         reads.append({k: b for k, (_, b) in prints.items()})
     return Menu(found, np.array(seconds), np.array(states), np.array(outs).reshape(len(found), -1), reads)
 
