@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.index import bounds
+from tapestry.ir.graph import Block, Graph, Guard, Op, Read
+from tapestry.ir.index import Aff, Floor, Mod, bounds
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates
 from tapestry.rewrites.split import splittable
 
@@ -141,20 +141,30 @@ def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[
     end = {d.name: (final[:, i, 0], final[:, i, 1] - 1) for i, d in enumerate(op.dims)}
     for k, r in enumerate(op.reads):
         box = lo_hi if k in body or not reduced_cut else end
-        hull = _hull(r.index, box, graph.tensors[r.tensor].shape, len(block))
+        hull = _hull(r, box, graph.tensors[r.tensor].shape, len(block))
         if k in body and reduced_cut and k in op.then_reads():
-            other = _hull(r.index, end, graph.tensors[r.tensor].shape, len(block))
+            other = _hull(r, end, graph.tensors[r.tensor].shape, len(block))
             hull = np.stack([np.minimum(hull[..., 0], other[..., 0]), np.maximum(hull[..., 1], other[..., 1])], -1)
         yield k, r.tensor, hull
 
 
-def _hull(index: tuple[object, ...], box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...], n: int) -> Boxes:
+def _hull(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...], n: int) -> Boxes:
     out = np.zeros((n, len(shape), 2), np.int64)
-    for i, e in enumerate(index):
-        lo, hi = bounds(e, box)  # type: ignore[arg-type]
-        out[:, i, 0] = np.clip(lo, 0, shape[i])
-        out[:, i, 1] = np.maximum(np.clip(np.asarray(hi) + 1, 0, shape[i]), out[:, i, 0])
+    for i, e in enumerate(read.index):
+        whole, div = _under_guards(e, read.when)
+        lo, hi = bounds(whole, box)
+        out[:, i, 0] = np.clip(-(-np.asarray(lo) // div), 0, shape[i])
+        out[:, i, 1] = np.maximum(np.clip(np.asarray(hi) // div + 1, 0, shape[i]), out[:, i, 0])
     return out
+
+
+def _under_guards(e: Aff, when: tuple[Guard, ...]) -> tuple[Aff, int]:
+    """(a, d) with e = a/d wherever the guards hold: one of them may say that the argument of a floor divides."""
+    for atom, coef in e.terms:
+        if isinstance(atom, Floor) and Guard(Aff(((Mod(atom.arg, atom.div), 1),)), "eq") in when:
+            rest = Aff(tuple(t for t in e.terms if t[0] != atom), e.const)
+            return rest * atom.div + atom.arg * coef, atom.div
+    return e, 1
 
 
 def _opaque_footprints(op: Op, graph: Graph, block: Boxes) -> Iterator[tuple[int, str, Boxes]]:

@@ -35,6 +35,7 @@ class Ascent:
     costs: list[float] = field(default_factory=list[float])
     over: list[np.ndarray] = field(default_factory=list[np.ndarray])
     box: float = 0.0
+    least_box: float = 0.0
 
     def unary(self) -> np.ndarray:
         """Costs of labels at the present prices."""
@@ -151,9 +152,9 @@ def ascend(
             bound = messages.sweep(unary, reverse=True) - state.offset()
             if time.monotonic() > deadline:
                 break
-        _judge(state, bound)
         choice = messages.descend(unary, messages.decode(unary), 5)
         cost, over = messages.cost(messages.unary, choice), state.excess(choice)
+        _judge(state, bound, cost)
         if np.isfinite(cost):
             if over.max(initial=0.0) <= 0:
                 least = found(choice, cost)
@@ -190,15 +191,16 @@ def force(state: Ascent, deadline: float, found: Callable[[np.ndarray, float], f
     return False
 
 
-def _judge(state: Ascent, bound: float) -> None:
+def _judge(state: Ascent, bound: float, cost: float) -> None:
     """Keep better prices; widen the box when they are much better, else shrink it."""
     first = not np.isfinite(state.best)
     if first:
         state.box = 0.1 * abs(bound)
+        state.least_box = FLOOR * (abs(cost) * 1e-3 if np.isfinite(cost) else 0.0)
     if bound > state.best:
         if not first and bound > state.best + 2e-5 * abs(state.best):
             state.box *= 1.3
         state.best, state.best_price, state.best_message = bound, state.price, state.messages.message.copy()
     else:
         state.box *= 0.7
-    state.box = max(state.box, FLOOR * abs(state.best))
+    state.box = max(state.box, FLOOR * abs(state.best), state.least_box)

@@ -141,6 +141,10 @@ class Pairs:
         """The nodes that are left."""
         return np.flatnonzero(~self.gone)
 
+    def weight(self) -> int:
+        """Labels and joint choices that are left."""
+        return int(self.alive().sum()) + len(self.a)
+
     def keep(self, which: np.ndarray) -> None:
         """Forbid all other joint choices."""
         self.edge, self.a, self.b, self.cost = self.edge[which], self.a[which], self.b[which], self.cost[which]

@@ -64,7 +64,7 @@ class Search:
 
     def closed(self) -> bool:
         """Whether the best choice is proved to be optimal."""
-        return self.cost - self.bound <= CLOSED * abs(self.cost)
+        return bool(np.isfinite(self.cost)) and self.cost - self.bound <= CLOSED * abs(self.cost)
 
     def solution(self) -> Solution:
         """For callers."""
@@ -110,7 +110,7 @@ def _shrink(state: Search, net: Pairs, done: Reduction) -> Certificate:
     price = np.zeros(len(net.usage.limit))
     share = 0.25
     while True:
-        before = len(net.a)
+        before = net.weight()
         messages = Messages(net)
 
         def found(choice: np.ndarray, cost: float) -> float:
@@ -126,7 +126,7 @@ def _shrink(state: Search, net: Pairs, done: Reduction) -> Certificate:
         state.raise_bound(certify(net, _priced(net, given.price)).bound)
         state.note(f"prices for {int((given.price > 0).sum())} times")
         proof, price = _tighten(state, net, done, given.price)
-        if state.closed() or state.left() <= 0 or len(net.a) > 0.7 * before:
+        if state.closed() or state.left() <= 0 or net.weight() > 0.7 * before:
             return proof
 
 
