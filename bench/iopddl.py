@@ -100,7 +100,8 @@ def measure(path: Path, facts: dict[str, float], factor: float) -> Row:
     return {
         "instance": name, "nodes": len(given.sizes), "edges": len(given.pairs), "feasible": bool(feasible),
         "cost": cost if feasible else None, "bound": bound, "gap": (cost - bound) / cost if feasible and cost else None,
-        "best_known": _plain(best), "ratio": _plain(cost / best) if feasible else None, "xla_ratio": _plain(facts.get("xla", float("nan"))),
+        "best_known": _plain(best), "ratio": _plain(cost / best) if feasible else None,
+        "xla_ratio": _plain(facts.get("xla", float("nan"))),
         "limit_seconds": limit, "seconds": round(seconds, 2), "peak": peak, "usage_limit": given.limit,
         "steps": [[round(t, 2), what, _plain(c), _plain(b)] for t, what, c, b in state.log],
     }  # fmt: skip
@@ -110,14 +111,17 @@ def _plain(x: float) -> float | None:
     return float(x) if np.isfinite(x) else None
 
 
+HEAD = ("instance", "nodes", "edges", "cost", "bound", "gap", "best known", "ratio", "XLA", "seconds")
+WIDE = (8, 7, 8, 19, 19, 8, 17, 7, 6, 8)
+
+
 def show(row: Row) -> str:
     """One line of the table."""
-    number = lambda x, f: "—" if x is None else format(x, f)  # noqa: E731
-    return (
-        f"{row['instance']:>8} {row['nodes']:>7,} {row['edges']:>8,} {number(row['cost'], ',d'):>20} {number(row['bound'], ',.0f'):>20} "
-        f"{number(row['gap'], '.3%'):>9} {number(row['best_known'], ',.0f'):>18} {number(row['ratio'], '.4f'):>8} "
-        f"{number(row['xla_ratio'], '.2f'):>7} {row['seconds']:>8.1f}"
-    )
+    form = {"nodes": ",d", "edges": ",d", "cost": ",d", "bound": ",.0f", "gap": ".3%", "best_known": ",.0f", "ratio": ".4f"}
+    form |= {"instance": "", "xla_ratio": ".2f", "seconds": ".1f"}
+    keys = ("instance", "nodes", "edges", "cost", "bound", "gap", "best_known", "ratio", "xla_ratio", "seconds")
+    cells = ["—" if row[k] is None else format(row[k], form[k]) for k in keys]
+    return " ".join(c.rjust(w) for c, w in zip(cells, WIDE))
 
 
 def main() -> int:
@@ -134,8 +138,7 @@ def main() -> int:
         print(f"no instances in {options.directory}: skipped")
         return 0
     facts = known(options.directory)
-    head = f"{'instance':>8} {'nodes':>7} {'edges':>8} {'cost':>20} {'bound':>20} {'gap':>9} {'best known':>18} {'ratio':>8} {'XLA':>7} {'seconds':>8}"
-    print(head, flush=True)
+    print(" ".join(h.rjust(w) for h, w in zip(HEAD, WIDE)), flush=True)
     rows: list[Row] = []
     for path in paths:
         rows.append(measure(path, facts.get(path.name.split(".")[0], {}), options.time_factor))

@@ -39,7 +39,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     "llama_tiny": TOKENS,
     "llama_tiny_opset23": {"input_ids": "1x32", "attention_mask": "1x32"},  # the export is valid at batch 1 only
     "qwen3_tiny": TOKENS,
-    # short: with random weights T5's unscaled scores amplify rounding, and from 32 tokens on two references differ by 2e-4 to 1e-3
+    # short: under random weights T5's unscaled scores amplify rounding; at 32 tokens two references differ by 2e-4 to 1e-3
     "t5_small": {"input_ids": "1x8", "attention_mask": "1x8", "decoder_input_ids": "1x4"},
     "vit_base": {"pixel_values": "1x3x224x224"},
     "convnext_tiny": {"pixel_values": "1x3x224x224"},

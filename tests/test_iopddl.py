@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tapestry.plan.search import pairwise
+from tapestry.plan.search import network, pairwise
 from tapestry.plan.search.ascent import Messages
 from tapestry.plan.search.bound import Multipliers, certify, rule_out
 from tapestry.plan.search.lagrange import ascend
 from tapestry.plan.search.mip import Program
-from tapestry.plan.search.pairs import Infeasible, Instance, from_instance
+from tapestry.plan.search.pairs import Infeasible, from_instance
 from tapestry.plan.search.reduce import Reduction, components, limit_usage, reduce
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,6 +228,24 @@ def test_the_file_format_and_the_command(tmp_path):
     assert row["cost"] == brute(problem)
     run = subprocess.run([sys.executable, ROOT / "bench" / "iopddl.py", tmp_path / "none"], capture_output=True, text=True, check=True)
     assert "skipped" in run.stdout
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_networks_of_many_nodes_go_the_same_way(seed, monkeypatch):
+    """`network.solve` hands them over; costs of microseconds, infinite ones, single choices."""
+    rng = np.random.default_rng(seed)
+    sizes = [int(s) for s in rng.integers(1, 5, 9)]
+    factors = [network.Factor((n,), rng.random(s) * 1e-5) for n, s in enumerate(sizes) if s > 1]
+    for i, j in itertools.combinations(range(9), 2):
+        if rng.random() < 0.4:
+            table = rng.random((sizes[i], sizes[j])) * 1e-5
+            table[1:, 1:][rng.random((sizes[i] - 1, sizes[j] - 1)) < 0.2] = np.inf
+            factors.append(network.Factor((i, j), table))
+    small = network.solve(sizes, factors)
+    monkeypatch.setattr(network, "MANY", 0)
+    large = network.solve(sizes, factors)
+    assert large.objective == pytest.approx(small.objective, rel=1e-9)
+    assert small.objective * (1 - 1e-5) <= large.bound <= small.objective * (1 + 1e-9)
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """Message passing on a large network of pairs, many nodes at a time.
 
-Sequential tree-reweighted message passing (Kolmogorov 2006, 2015) over levels of nodes that share no pair (the colours of a
-greedy colouring), the pairs of a level stacked by shape. Every pair keeps a message to each of its nodes: costs moved from
-the pair to the node, so that the sum of all minima stays a lower bound.
+Sequential tree-reweighted message passing (Kolmogorov 2006, 2015) over levels of nodes that share no pair, the pairs of a
+level stacked by shape. Every pair keeps a message to each of its nodes: costs moved from the pair to the node, so that the sum
+of all minima stays a lower bound.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +17,15 @@ from tapestry.plan.search.pairs import Pairs
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Pairs of one shape, seen from their nodes in one level: ``table[pair, label, label of the other]``."""
+    """Pairs of one shape, seen from their nodes in one level: ``table[label of the other, label, pair]``, the pairs last
+    because they are many."""
 
     table: np.ndarray
-    mine: slice  # of the messages to the nodes of this level
-    other: np.ndarray  # numbers of the messages to the other nodes: (pairs, their labels)
-    neighbour: np.ndarray  # the other node of each pair
+    mine: slice  # the messages to the nodes of this level, from the first one of the level
+    other: np.ndarray  # numbers of the messages to the other nodes: (their labels, pairs)
+    node: np.ndarray  # of this level, for each pair
+    neighbour: np.ndarray
+    up: np.ndarray  # whether the neighbour is in a later level
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Messages:
     def __init__(self, net: Pairs) -> None:
         self.net = net
         nodes = net.nodes()
-        level = colours(len(net.gone), net.tail, net.head)[nodes]
+        level = levels(len(net.gone), net.tail, net.head)[nodes]
         self.nodes = nodes[np.argsort(level, kind="stable")]
         self.level = np.sort(level)
         alive = net.alive()
@@ -75,46 +79,46 @@ class Messages:
         me, you = me[order], you[order]
         rows, columns = self.count[me], self.count[you]
         at, message = np.cumsum(rows * columns) - rows * columns, np.cumsum(rows) - rows
-        self.table = np.full(int((rows * columns).sum()), np.inf)
-        a, b = self.number[net.a] - self.first[place[net.tail]][net.edge], self.number[net.b] - self.first[place[net.head]][net.edge]
+        flat = np.full(int((rows * columns).sum()), np.inf)
+        a = self.number[net.a] - self.first[place[net.tail]][net.edge]
+        b = self.number[net.b] - self.first[place[net.head]][net.edge]
         for side, (x, y) in enumerate(((a, b), (b, a))):
             d = position[net.edge + side * pairs]
-            self.table[at[d] + x * columns[d] + y] = net.cost
+            flat[at[d] + x * columns[d] + y] = net.cost
         self.message = np.zeros(int(rows.sum()))
         self.of_pair = message[position[:pairs]], message[position[pairs:]]  # first message to the tail and to the head
-        self.levels = self._levels(me, you, at, message, twin)
+        self.levels = self._levels(me, you, flat, at, message, twin)
 
-    def _levels(self, me: np.ndarray, you: np.ndarray, at: np.ndarray, message: np.ndarray, twin: np.ndarray) -> list[Level]:
+    def _levels(
+        self, me: np.ndarray, you: np.ndarray, flat: np.ndarray, at: np.ndarray, message: np.ndarray, twin: np.ndarray
+    ) -> list[Level]:
+        """Pairs ``me — you`` in order of the level of ``me``; where their tables and messages start; ``you — me``."""
+        count = self.count
+        later = np.bincount(me, self.level[you] > self.level[me], len(self.nodes))
+        earlier = np.bincount(me, minlength=len(self.nodes)) - later
+        weight = np.repeat(1.0 / np.maximum(np.maximum(later, earlier), 1.0), count)
+        ends = np.append(message, len(self.message))
         out: list[Level] = []
-        rows, columns = self.count[me], self.count[you]
-        up = (self.level[you] > self.level[me]).astype(float)
-        later = np.bincount(me, up, len(self.nodes))
-        weight = 1.0 / np.maximum(np.maximum(later, np.bincount(me, minlength=len(self.nodes)) - later), 1.0)
         for k in range(int(self.level.max(initial=-1)) + 1):
-            n0, n1 = np.searchsorted(self.level, [k, k + 1])
-            d0, d1 = np.searchsorted(self.level[me], [k, k + 1])
-            first = self.first[n0:n1]
-            l0, l1 = first[0], first[-1] + self.count[n1 - 1]
-            m0 = message[d0] if d0 < len(message) else len(self.message)
-            m1 = message[d1] if d1 < len(message) else len(self.message)
-            of = np.repeat(np.arange(d0, d1), rows[d0:d1])
-            to = self.first[me[of]] + np.arange(m0, m1) - message[of] - l0
-            shapes = rows[d0:d1] * (int(columns.max(initial=0)) + 1) + columns[d0:d1]
-            cuts = [0, *(np.flatnonzero(np.diff(shapes)) + 1), d1 - d0] if d1 > d0 else []
-            blocks = [self._block(d0 + i, d0 + j, rows, columns, at, message, twin, you) for i, j in zip(cuts, cuts[1:])]
-            node_weight = np.repeat(weight[n0:n1], self.count[n0:n1])
-            out.append(
-                Level(
-                    slice(n0, n1), slice(l0, l1), first - l0, slice(m0, m1), to, up[of], node_weight, blocks
-                )  # fmt: skip
-            )
+            n0, n1 = (int(x) for x in np.searchsorted(self.level, [k, k + 1]))
+            d0, d1 = (int(x) for x in np.searchsorted(self.level[me], [k, k + 1]))
+            labels = slice(int(self.first[n0]), int(self.first[n1 - 1] + count[n1 - 1]))
+            messages = slice(int(ends[d0]), int(ends[d1]))
+            of = np.repeat(np.arange(d0, d1), count[me[d0:d1]])
+            to = self.first[me[of]] + np.arange(messages.start, messages.stop) - message[of] - labels.start
+            shapes = count[me[d0:d1]] * (int(count.max(initial=0)) + 1) + count[you[d0:d1]]
+            cuts = [d0, *(d0 + 1 + np.flatnonzero(np.diff(shapes))).tolist(), d1] if d1 > d0 else []
+            blocks: list[Block] = []
+            for i, j in itertools.pairwise(cuts):
+                r, c = int(count[me[i]]), int(count[you[i]])
+                table = np.ascontiguousarray(flat[at[i] : at[i] + (j - i) * r * c].reshape(j - i, r, c).transpose(2, 1, 0))
+                other = message[twin[i:j]] + np.arange(c)[:, None]
+                start = int(message[i]) - messages.start
+                up = self.level[you[i:j]] > k
+                blocks.append(Block(table, slice(start, start + (j - i) * r), other, me[i:j], you[i:j], up))
+            up = (self.level[you[of]] > k).astype(float)
+            out.append(Level(slice(n0, n1), labels, self.first[n0:n1] - labels.start, messages, to, up, weight[labels], blocks))
         return out
-
-    def _block(self, i, j, rows, columns, at, message, twin, you) -> Block:
-        r, c = int(rows[i]), int(columns[i])
-        table = self.table[at[i] : at[i] + (j - i) * r * c].reshape(j - i, r, c)
-        other = message[twin[i:j]][:, None] + np.arange(c)
-        return Block(table, slice(message[i], message[i] + (j - i) * r), other, you[i:j])
 
     def sweep(self, unary: np.ndarray, reverse: bool) -> float:
         """Pass messages through all levels in turn; returns the sum of all minima (the pairs' are then zero)."""
@@ -122,8 +126,8 @@ class Messages:
         for level in reversed(self.levels) if reverse else self.levels:
             spare = np.empty(level.messages.stop - level.messages.start)
             for b in level.blocks:
-                least = (b.table + self.message[b.other][:, None, :]).min(axis=2)
-                spare[b.mine.start - level.messages.start : b.mine.stop - level.messages.start] = least.ravel()
+                least = (b.table + self.message[b.other][:, None, :]).min(axis=0)
+                spare[b.mine] = least.T.ravel()
             total = unary[level.labels] + np.bincount(level.to, spare, level.labels.stop - level.labels.start)
             forward = 1.0 - level.up if reverse else level.up
             given = (total * level.share)[level.to] * forward
@@ -168,16 +172,11 @@ class Messages:
         for level in self.levels:
             total = unary[level.labels].copy()
             for b in level.blocks:
-                start = b.mine.start - level.messages.start
-                to = level.to[start : start + b.mine.stop - b.mine.start].reshape(b.table.shape[:2])
-                up = level.up[start : start + b.mine.stop - b.mine.start : b.table.shape[1]] > 0
-                if up.any():
-                    least = (b.table[up] + self.message[b.other[up]][:, None, :]).min(axis=2)
-                    total += np.bincount(to[up].ravel(), least.ravel(), len(total))
-                down = np.flatnonzero(~up)
-                if len(down):
-                    fixed = b.table[down, :, choice[b.neighbour[down]]]
-                    total += np.bincount(to[down].ravel(), fixed.ravel(), len(total))
+                told = b.table[choice[b.neighbour], :, np.arange(len(b.up))]
+                if b.up.any():
+                    least = (b.table[:, :, b.up] + self.message[b.other[:, b.up]][:, None, :]).min(axis=0)
+                    told[b.up] = least.T
+                total += np.bincount(level.to[b.mine], told.ravel(), len(total))
             choice[level.nodes] = self._best(level, total)
         return choice
 
@@ -201,10 +200,8 @@ class Messages:
         """Costs of the labels of a level given the choices of all other nodes."""
         total = unary[level.labels].copy()
         for b in level.blocks:
-            start = b.mine.start - level.messages.start
-            to = level.to[start : start + b.mine.stop - b.mine.start]
-            fixed = b.table[np.arange(len(b.table)), :, choice[b.neighbour]]
-            total += np.bincount(to, fixed.ravel(), len(total))
+            fixed = b.table[choice[b.neighbour], :, np.arange(len(b.up))]
+            total += np.bincount(level.to[b.mine], fixed.ravel(), len(total))
         return total
 
     def _best(self, level: Level, total: np.ndarray) -> np.ndarray:
@@ -222,25 +219,33 @@ class Messages:
         total = float(unary[self.first + choice].sum())
         for level in self.levels:
             for b in level.blocks:
-                start = b.mine.start - level.messages.start
-                up = level.up[start : start + b.mine.stop - b.mine.start : b.table.shape[1]] > 0
-                mine = np.repeat(np.arange(level.nodes.start, level.nodes.stop), np.diff(np.append(level.first, level.labels.stop - level.labels.start)))
-                at = mine[level.to[start : start + b.mine.stop - b.mine.start : b.table.shape[1]]]
-                total += float(b.table[up, choice[at[up]], choice[b.neighbour[up]]].sum())
+                total += float(b.table[choice[b.neighbour], choice[b.node], np.arange(len(b.up))][b.up].sum())
         return total
 
 
-def colours(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """A colour for each node, different across every pair: greedily, nodes of high degree first (Welsh and Powell 1967)."""
+def levels(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """A level for each node, different across every pair: breadth-first order, each node after those before it.
+
+    Costs travel along pairs from level to level, so that one sweep carries them far.
+    """
     degree = np.bincount(tail, minlength=count) + np.bincount(head, minlength=count)
-    x, y = np.concatenate([tail, head]), np.concatenate([head, tail])
-    order = np.argsort(x, kind="stable")
-    near = np.split(y[order], np.cumsum(degree)[:-1]) if count else []
-    colour = np.full(count, -1)
-    for n in np.argsort(-degree, kind="stable"):
-        if degree[n] == 0:
-            colour[n] = 0
+    near: list[list[int]] = [[] for _ in range(count)]
+    for a, b in zip(tail.tolist(), head.tolist(), strict=True):
+        near[a].append(b)
+        near[b].append(a)
+    seen = [False] * count
+    level = [0] * count
+    for first in np.argsort(degree, kind="stable").tolist():
+        if seen[first]:
             continue
-        taken = set(colour[near[n]].tolist())
-        colour[n] = next(c for c in range(len(taken) + 1) if c not in taken)
-    return colour
+        seen[first], queue = True, [first]
+        placed: set[int] = set()
+        for n in queue:
+            level[n] = 1 + max((level[m] for m in near[n] if m in placed), default=-1)
+            placed.add(n)
+            for m in near[n]:
+                if not seen[m]:
+                    seen[m] = True
+                    queue.append(m)
+    used = np.unique(level)
+    return np.searchsorted(used, level)

@@ -44,7 +44,7 @@ def certify(net: Pairs, given: Multipliers) -> Certificate:
     least_pair = np.full(len(net.tail), np.inf)
     np.minimum.at(least_pair, net.edge, joint)
     left = np.isfinite(least)
-    bound = net.constant + float(least[left].sum() + least_pair.sum() - price @ net.usage.limit)
+    bound = net.constant + float(least[left].sum() + least_pair.sum() - (price * net.usage.limit).sum())
     joint = joint - least_pair[net.edge]
     extra = np.where(net.alive(), moved - np.where(left, least, 0.0)[net.node], np.inf)
     best_a, best_b = np.full(len(of_a), np.inf), np.full(len(of_b), np.inf)

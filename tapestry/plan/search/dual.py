@@ -118,7 +118,8 @@ def _decode(dual: Dual) -> None:
                 choice[i], changed = best, True
         if not changed:
             break
-    cost = float(sum(u[c] for u, c in zip(unary, choice, strict=True)) + sum(p[choice[a], choice[b]] for (a, b), p in pairs.items()))
+    cost = float(sum(u[c] for u, c in zip(unary, choice, strict=True)))
+    cost += float(sum(p[choice[a], choice[b]] for (a, b), p in pairs.items()))
     if cost < dual.objective:
         dual.choice, dual.objective = choice, cost
 

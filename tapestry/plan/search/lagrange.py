@@ -18,7 +18,8 @@ from tapestry.plan.search.bound import Multipliers
 
 CUTS = 150  # choices that the model remembers
 FLOOR = 2e-4  # smallest box, as a part of the bound
-STALL = 25  # rounds without progress after which it stops
+STALL = 25  # rounds without progress after which it goes on in another way, or stops
+PACE, SLOW = 0.01, 1e-4  # of steps along the excess: at first, and when they may stop
 NEWS = 3  # times that get a price in one round
 
 
@@ -36,6 +37,7 @@ class Ascent:
     over: list[np.ndarray] = field(default_factory=list[np.ndarray])
     box: float = 0.0
     least_box: float = 0.0
+    pace: float = 0.0  # of steps along the excess
 
     def unary(self) -> np.ndarray:
         """Costs of labels at the present prices."""
@@ -54,7 +56,7 @@ class Ascent:
 
     def offset(self) -> float:
         """What the limits are worth at the present prices."""
-        return float(self.price @ (self.messages.net.usage.limit / self._unit()))
+        return float((self.price * (self.messages.net.usage.limit / self._unit())).sum())
 
     def multipliers(self) -> Multipliers:
         """The best ones, for a certificate."""
@@ -67,7 +69,8 @@ class Ascent:
         self.costs.append(cost)
         self.over.append(over.astype(np.float32))
         if len(self.costs) > CUTS:
-            value = [c + float(o[self.active] @ self.best_price[self.active]) for c, o in zip(self.costs[:-20], self.over[:-20])]
+            price = self.best_price[self.active]
+            value = [c + float(o[self.active] @ price) for c, o in zip(self.costs[:-20], self.over[:-20])]
             k = int(np.argmax(value))
             del self.costs[k], self.over[k]
 
@@ -88,11 +91,18 @@ class Ascent:
         if over[t] > 0 and t not in self.active:
             self.active.append(t)
 
-    def step(self) -> None:
-        """Prices that maximise the model in the box around the best."""
+    def step(self, over: np.ndarray, least: float) -> None:
+        """New prices: by the model, or when that has stalled along the excess (Polyak 1969) from the present ones."""
         if not self.active or not self.costs:
             return
         at = np.array(self.active)
+        if self.pace:
+            way = over[at] * ((self.price[at] > 0) | (over[at] > 0))
+            target = least if np.isfinite(least) else self.best + 0.1 * abs(self.best)
+            length = self.pace * max(target - self.best, self.box) / max(float(way @ way), 1e-12)
+            self.price = self.price.copy()
+            self.price[at] = np.maximum(self.price[at] + length * way, 0.0)
+            return
         center = self.best_price[at]
         rows = np.array([o[at] for o in self.over], float)
         found = _model(np.array(self.costs), rows, np.maximum(center - self.box, 0.0), center + self.box)
@@ -149,23 +159,27 @@ def ascend(
         bound = 0.0
         for _ in range(sweeps if k else 10 * sweeps):
             messages.sweep(unary, reverse=False)
-            bound = messages.sweep(unary, reverse=True) - state.offset()
+            bound = messages.sweep(unary, reverse=True)
             if time.monotonic() > deadline:
                 break
         choice = messages.descend(unary, messages.decode(unary), 5)
         cost, over = messages.cost(messages.unary, choice), state.excess(choice)
-        _judge(state, bound, cost)
+        _judge(state, bound - state.offset(), cost)
         if np.isfinite(cost):
             if over.max(initial=0.0) <= 0:
                 least = found(choice, cost)
             state.cut(cost, over)
         stall = 0 if state.best > last + 2e-5 * abs(last) or not np.isfinite(last) else stall + 1
         last = state.best if stall == 0 else last
+        if stall > STALL and not state.pace and state.active:
+            state.pace, stall, state.price = PACE, 0, state.best_price
+        elif state.pace and stall and stall % 8 == 0:
+            state.pace, state.price = state.pace * 0.6, state.best_price
         closed = np.isfinite(least) and least - state.best <= 1e-9 * abs(least)
-        if closed or stall > STALL or time.monotonic() > deadline:
+        if closed or (stall > STALL and state.pace < SLOW) or time.monotonic() > deadline:
             break
         state.watch(over)
-        state.step()
+        state.step(over, least)
         unary = state.unary()
     return state
 
@@ -199,7 +213,7 @@ def _judge(state: Ascent, bound: float, cost: float) -> None:
         state.least_box = FLOOR * (abs(cost) * 1e-3 if np.isfinite(cost) else 0.0)
     if bound > state.best:
         if not first and bound > state.best + 2e-5 * abs(state.best):
-            state.box *= 1.3
+            state.box = min(state.box * 1.3, 0.1 * abs(bound))
         state.best, state.best_price, state.best_message = bound, state.price, state.messages.message.copy()
     else:
         state.box *= 0.7

@@ -1,8 +1,10 @@
 """A network of choices with costs on single nodes and on groups of nodes, minimised exactly.
 
 A dual bound (`plan.search.dual`) rules out most labels; variable elimination (Bertelè and Brioschi 1972) removes nodes
-while the tables it makes stay small; what is then left, if anything, is solved by HiGHS in its local-polytope form: a variable for every choice of a node and for every joint choice
-of a group, tied by marginalisation rows. (The weak rows ``e >= s_i + s_j - 1`` are what makes other solvers slow.)
+while the tables it makes stay small; what is then left, if anything, is solved by HiGHS in its local-polytope form: a variable
+for every choice of a node and for every joint choice of a group, tied by marginalisation rows. (The weak rows
+``e >= s_i + s_j - 1`` are what makes other solvers slow.) Networks of many nodes go to `plan.search.pairwise`, which works on
+all of them at once and also keeps to limits on usages over time.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tapestry.plan.search import pairwise
 from tapestry.plan.search.dual import Dual, ascend, survivors
+from tapestry.plan.search.pairs import FORBIDDEN, Instance, Solution
 
 Tables = dict[tuple[int, ...], np.ndarray]
 
 TABLE_LIMIT = 1 << 22  # entries of the largest table that elimination may make
 CORE_LIMIT = 1 << 12  # the same where elimination alone cannot finish
+MANY = 1000  # nodes from which on a network of pairs is solved as a whole, and not node by node
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +32,6 @@ class Factor:
 
     nodes: tuple[int, ...]
     table: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A choice per node, its cost, and a proven lower bound."""
-
-    choice: list[int]
-    objective: float
-    bound: float
 
 
 def solve(sizes: Sequence[int], factors: Sequence[Factor], time_limit: float = 60.0) -> Solution:
@@ -53,6 +49,10 @@ def solve(sizes: Sequence[int], factors: Sequence[Factor], time_limit: float = 6
     tables = _merged(factors)
     if any(len(k) > 2 for k in tables):
         return _finish(sizes, tables, factors, deadline, -np.inf, None)
+    if len(sizes) >= MANY:
+        found = pairwise.solve(_instance(sizes, tables), time_limit)
+        objective = evaluate(found.choice, factors)
+        return Solution(found.choice, objective, min(found.bound, objective))
     dual = ascend(sizes, tables, time.monotonic() + time_limit / 3)
     if dual.objective - dual.bound() <= 1e-9 * abs(dual.objective):
         objective = evaluate(dual.choice, factors)  # infinite when every choice is forbidden
@@ -133,6 +133,29 @@ def _merged(factors: Sequence[Factor]) -> Tables:
         table = np.transpose(f.table, order)
         out[nodes] = out[nodes] + table if nodes in out else table.astype(float)
     return out
+
+
+def _instance(sizes: Sequence[int], tables: Tables) -> Instance:
+    """Flat arrays of nodes and pairs, without usages."""
+    unary = [np.zeros(n) for n in sizes]
+    pairs: list[tuple[int, ...]] = []
+    flat: list[np.ndarray] = []
+    for nodes, table in tables.items():
+        if len(nodes) == 1:
+            unary[nodes[0]] = table
+        else:
+            pairs.append(nodes)
+            flat.append(table.ravel())
+    costs = np.concatenate(unary) if unary else np.zeros(0)
+    joint = np.concatenate(flat) if flat else np.zeros(0)
+    return Instance(
+        sizes=np.array(sizes, np.int64),
+        unary=np.where(np.isfinite(costs), costs, FORBIDDEN),
+        usage=np.zeros(len(costs)),
+        intervals=np.zeros((len(sizes), 2), np.int64),
+        pairs=np.array(pairs, np.int64).reshape(-1, 2),
+        tables=np.where(np.isfinite(joint), joint, FORBIDDEN),
+    )
 
 
 def _join_size(node: int, touching: dict[int, set[tuple[int, ...]]], sizes: Sequence[int]) -> int:

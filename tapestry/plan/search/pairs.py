@@ -205,5 +205,6 @@ def from_instance(given: Instance) -> Pairs:
     cost = given.tables[allowed].astype(float)
     scale = max(float(np.abs(cost).max(initial=0.0)), float(np.abs(unary[np.isfinite(unary)]).max(initial=0.0)))
     return Pairs(
-        start, node, unary, np.zeros(count, bool), tail, head, edge[allowed], a[allowed], b[allowed], cost, usage, 0.0, 1e-13 * scale,
+        start, node, unary, np.zeros(count, bool), tail, head, edge[allowed], a[allowed], b[allowed], cost,
+        usage, 0.0, 1e-13 * scale,
     )  # fmt: skip

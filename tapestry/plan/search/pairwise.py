@@ -23,6 +23,9 @@ from tapestry.plan.search.reduce import Reduction, reduce
 EXACT = 150_000  # joint choices up to which the whole network goes to HiGHS
 PART = 30_000  # the same for a neighbourhood, at first
 CLOSED = 1e-9
+SHARE = 0.2  # of the time left, for one search for prices or one linear relaxation
+SLICE = 0.5  # of the time left, for neighbourhoods before the bound is tried again
+TURN = 15.0  # seconds for a neighbourhood
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Search:
     choice: np.ndarray
     cost: float = np.inf
     bound: float = -np.inf
+    tiny: float = 0.0  # differences below are rounding
     log: list[tuple[float, str, float, float]] = field(default_factory=list[tuple[float, str, float, float]])
     began: float = field(default_factory=time.monotonic)
 
@@ -64,7 +68,7 @@ class Search:
 
     def closed(self) -> bool:
         """Whether the best choice is proved to be optimal."""
-        return bool(np.isfinite(self.cost)) and self.cost - self.bound <= CLOSED * abs(self.cost)
+        return bool(np.isfinite(self.cost)) and self.cost - self.bound <= CLOSED * abs(self.cost) + self.tiny
 
     def solution(self) -> Solution:
         """For callers."""
@@ -90,44 +94,66 @@ def solve(given: Instance, time_limit: float) -> Solution:
 def search(given: Instance, time_limit: float) -> Search:
     """`solve`, with what it saw on the way."""
     state = Search(given, time.monotonic() + time_limit, np.zeros(len(given.sizes), np.int64))
-    net, done = from_instance(given), Reduction()
+    stage = Stage(from_instance(given), Reduction())
+    state.tiny = stage.net.tiny
     try:
-        reduce(net, done)
-        state.note(f"reduced to {len(net.nodes())} nodes, {len(net.a)} joint choices")
-        proof = _shrink(state, net, done)
-        if not state.closed() and len(net.a) <= EXACT:
-            proof = _exact(state, net, done, proof)
+        reduce(stage.net, stage.done)
+        stage.price = np.zeros(len(stage.net.usage.limit))
+        state.note(f"reduced to {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
+        tried = None
+        while not state.closed() and state.left() > 1.0:
+            if tried is None or state.cost < tried:
+                tried = state.cost
+                _shrink(state, stage)
+                if not state.closed() and len(stage.net.a) <= EXACT:
+                    _exact(state, stage)
+            if not state.closed():
+                improve(state, stage, time.monotonic() + SLICE * state.left())
     except Infeasible:
         state.bound = state.cost
-        return state
-    if not state.closed():
-        improve(state, net, done, proof)
     return state
 
 
-def _shrink(state: Search, net: Pairs, done: Reduction) -> Certificate:
-    """Bound, rule out and reduce while that makes the network much smaller."""
-    price = np.zeros(len(net.usage.limit))
-    share = 0.25
-    while True:
-        before = net.weight()
-        messages = Messages(net)
+@dataclass(slots=True)
+class Stage:
+    """What is left of the problem: costs moved so that the least of each node and pair add up to the bound at these prices."""
 
-        def found(choice: np.ndarray, cost: float) -> float:
+    net: Pairs
+    done: Reduction
+    price: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    size: dict[str, int] = field(default_factory=lambda: {"cheapest": PART, "around": PART})
+
+    def proof(self) -> Certificate:
+        """The bound, and what labels and joint choices add to it."""
+        return certify(self.net, _priced(self.net, self.price))
+
+    def move(self, given: Multipliers) -> None:
+        """Move costs along messages; the prices stay apart."""
+        self.net.move(given.tails, given.heads)
+        self.price = given.price
+
+
+def _shrink(state: Search, stage: Stage) -> None:
+    """Bound, rule out and reduce while that makes the network much smaller."""
+    while True:
+        net = stage.net
+        before, messages = net.weight(), Messages(net)
+
+        def found(choice: np.ndarray, cost: float, net: Pairs = net, messages: Messages = messages) -> float:
             if cost + net.constant < state.cost:
-                state.offer(net, done, messages.label[messages.first + choice])  # noqa: B023
+                state.offer(net, stage.done, messages.label[messages.first + choice])
             return state.cost - net.constant
 
-        ascent = ascend(messages, price, time.monotonic() + state.left() * share, found)
-        given = ascent.multipliers()
+        share = SHARE if not np.isfinite(state.bound) else SHARE / 2
+        ascent = ascend(messages, stage.price, time.monotonic() + state.left() * share, found)
         if not np.isfinite(state.cost):
-            force(ascent, state.deadline, found)
-        net.move(given.tails, given.heads)
-        state.raise_bound(certify(net, _priced(net, given.price)).bound)
-        state.note(f"prices for {int((given.price > 0).sum())} times")
-        proof, price = _tighten(state, net, done, given.price)
+            force(ascent, time.monotonic() + state.left() * SHARE, found)
+        stage.move(ascent.multipliers())
+        state.raise_bound(stage.proof().bound)
+        state.note(f"prices for {int((stage.price > 0).sum())} times")
+        _tighten(state, stage)
         if state.closed() or state.left() <= 0 or net.weight() > 0.7 * before:
-            return proof
+            return
 
 
 def _priced(net: Pairs, price: np.ndarray) -> Multipliers:
@@ -135,39 +161,36 @@ def _priced(net: Pairs, price: np.ndarray) -> Multipliers:
     return Multipliers(price, np.zeros(len(slots[1])), np.zeros(len(slots[3])))
 
 
-def _tighten(state: Search, net: Pairs, done: Reduction, price: np.ndarray) -> tuple[Certificate, np.ndarray]:
-    """Rule out what no better choice uses and reduce; (certificate, prices) for what is left."""
-    if np.isfinite(state.cost):
-        rule_out(net, certify(net, _priced(net, price)), state.cost)
-        times = net.usage.time
-        reduce(net, done)
-        moved = np.zeros(len(net.usage.limit))
-        if len(moved):
-            at = np.flatnonzero(price)
-            to = np.minimum(np.searchsorted(net.usage.time, times[at]), len(moved) - 1)
-            np.add.at(moved, to, price[at])
-        price = moved
-        if not len(net.nodes()):
-            state.offer(net, done, np.zeros(0, np.int64))
-            state.raise_bound(state.cost)
-        state.note(f"left {len(net.nodes())} nodes, {len(net.a)} joint choices")
-    return certify(net, _priced(net, price)), price
+def _tighten(state: Search, stage: Stage) -> None:
+    """Rule out what no better choice uses, and reduce."""
+    if not np.isfinite(state.cost):
+        return
+    net, price = stage.net, stage.price
+    rule_out(net, stage.proof(), state.cost)
+    times = net.usage.time
+    reduce(net, stage.done)
+    stage.price = np.zeros(len(net.usage.limit))
+    if len(stage.price):
+        at = np.flatnonzero(price)
+        to = np.minimum(np.searchsorted(net.usage.time, times[at]), len(stage.price) - 1)
+        np.add.at(stage.price, to, price[at])
+    if not len(net.nodes()):
+        state.offer(net, stage.done, np.zeros(0, np.int64))
+        state.raise_bound(state.cost)
+    state.note(f"left {len(net.nodes())} nodes, {len(net.a)} joint choices")
 
 
-def _exact(state: Search, net: Pairs, done: Reduction, proof: Certificate) -> Certificate:
+def _exact(state: Search, stage: Stage) -> None:
     """The linear relaxation, then the integer program of what it does not rule out."""
-    program = Program(net)
-    point = program.relax(time.monotonic() + state.left() * 0.5)
-    if point is not None and point.multipliers is not None:
-        proof = certify(net, point.multipliers)
-        state.raise_bound(proof.bound)
-        state.note("linear relaxation")
-        net.move(point.multipliers.tails, point.multipliers.heads)
-        proof, _ = _tighten(state, net, done, point.multipliers.price)
-    if state.closed() or not len(net.nodes()):
-        return proof
-    _integer(state, net, done, state.deadline, whole=True)
-    return proof
+    point = Program(stage.net).relax(time.monotonic() + state.left() * SHARE)
+    if point is None or point.multipliers is None:
+        return
+    stage.move(point.multipliers)
+    state.raise_bound(stage.proof().bound)
+    state.note("linear relaxation")
+    _tighten(state, stage)
+    if not state.closed() and len(stage.net.nodes()):
+        _integer(state, stage.net, stage.done, time.monotonic() + state.left() * 0.5, whole=True)
 
 
 def _integer(state: Search, net: Pairs, done: Reduction, deadline: float, *, whole: bool) -> bool:
@@ -191,23 +214,32 @@ def _integer(state: Search, net: Pairs, done: Reduction, deadline: float, *, who
             return False
 
 
-def improve(state: Search, net: Pairs, done: Reduction, proof: Certificate) -> None:
-    """Search neighbourhoods of the best choice until the time is up."""
-    rng = np.random.default_rng(0)
-    size, turn = PART, 0
-    while state.left() > 1.0 and not state.closed():
-        part = done.copy()
-        cost = state.cost
-        if turn % 2 == 0 or not np.isfinite(state.cost):
-            small = _cheapest(state, net, part, proof, size)
-        else:
-            small = _around(state, net, part, proof, size, rng)
+def improve(state: Search, stage: Stage, deadline: float) -> None:
+    """Search neighbourhoods of the best choice for a while; sizes follow what the integer program can do in a turn."""
+    proof = stage.proof()
+    rng = np.random.default_rng(len(state.log))
+    turn, wins = 0, {"cheapest": 1.0, "around": 1.0}
+    while time.monotonic() < deadline and state.left() > 1.0 and not state.closed():
+        part, cost, size, begin = stage.done.copy(), state.cost, stage.size, time.monotonic()
+        kind = "cheapest" if not np.isfinite(cost) or rng.random() < wins["cheapest"] / sum(wins.values()) else "around"
         turn += 1
+        if kind == "cheapest":
+            small = _cheapest(state, stage.net, part, proof, size[kind])
+        else:
+            small = _around(state, stage.net, part, proof, size[kind], rng)
         if small is None or not len(small.nodes()):
+            if small is not None:
+                state.offer(small, part, np.zeros(0, np.int64))
+            size[kind] = min(int(size[kind] * 1.2) + 1, stage.net.weight())
             continue
-        solved = _integer(state, small, part, time.monotonic() + min(state.left(), 20.0), whole=False)
-        if solved and state.cost >= cost and turn % 2 == 0:
-            size = int(size * 1.5)
+        solved = _integer(state, small, part, begin + min(state.left(), TURN), whole=False)
+        spent = time.monotonic() - begin
+        if not solved:
+            size[kind] = int(size[kind] * 0.7) + 1
+        elif spent < TURN / 4:
+            size[kind] = min(int(size[kind] * 1.3) + 1, stage.net.weight())
+        won = (cost - state.cost) / abs(cost) / max(spent, 0.1) if np.isfinite(cost) and cost else 0.0
+        wins[kind] = max(0.7 * wins[kind] + 0.3 * min(won * 1e4, 1.0), 0.1)
 
 
 def _restrict(state: Search, net: Pairs, done: Reduction, labels: np.ndarray, joint: np.ndarray) -> Pairs:
@@ -243,18 +275,21 @@ def _cheapest(state: Search, net: Pairs, done: Reduction, proof: Certificate, si
     return out
 
 
-def _around(state: Search, net: Pairs, done: Reduction, proof: Certificate, size: int, rng: np.random.Generator) -> Pairs | None:
-    """All labels of the nodes around a random one, and the best choice elsewhere."""
-    nodes = net.nodes()
+def _around(
+    state: Search, net: Pairs, done: Reduction, proof: Certificate, size: int, rng: np.random.Generator
+) -> Pairs | None:
+    """What adds little to the bound on the nodes around a random one, and the best choice elsewhere."""
+    most = (state.cost - proof.bound) * float(rng.choice([1.0, 0.5, 0.2, 0.1, 0.05]))
     free = np.zeros(len(net.gone), bool)
-    free[rng.choice(nodes)] = True
-    weight = np.bincount(net.edge, minlength=len(net.tail))
+    free[rng.choice(net.nodes(), int(rng.integers(1, 4)))] = True
+    weight = np.bincount(net.edge, proof.joint <= most, len(net.tail))
     while True:
         inside = free[net.tail] & free[net.head]
         border = np.unique(np.concatenate([net.head[free[net.tail]], net.tail[free[net.head]]]))
-        border = rng.permutation(border[~free[border]])[: max(1, len(border) // 2)]
-        if not len(border) or weight[inside].sum() > size:
+        border = rng.permutation(border[~free[border]])
+        border = border[: max(1, len(border) // 2)]
+        if weight[inside].sum() > size or free[net.nodes()].all():
             break
-        free[border] = True
-    label = free[net.node]
-    return _restrict(state, net, done, label, label[net.a] | label[net.b])
+        free[border if len(border) else rng.choice(net.nodes())] = True
+    label = free[net.node] & (proof.label <= most)
+    return _restrict(state, net, done, label, proof.joint <= most)
