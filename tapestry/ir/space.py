@@ -90,6 +90,46 @@ def reads_of_outputs(op: Block, read: Read, shape: tuple[int, ...]) -> Relation:
     return Relation(raw.project_out(isl.dim_type.in_, n, k) if k else raw)
 
 
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A factor of an access: some dimensions (positions in the index space) and the tensor axes that they alone decide.
+
+    ``text`` is the relation as isl reads it; factors of equal text are equal whatever their dimensions are called.
+    """
+
+    dims: tuple[int, ...]
+    axes: tuple[int, ...]
+    text: str
+
+    def image(self, box: Box) -> Box | None:
+        """The smallest box that holds what a box of the dimensions reads; ``None`` when that is nothing."""
+        found = Relation(isl.Map(self.text)).image(box)
+        return None if found is None else found.hull()
+
+
+def independent(op: Block, read: Read, shape: tuple[int, ...]) -> tuple[Factor, ...]:
+    """The access as a product of factors that share no dimension.
+
+    Over a box of the index space the cells read are then the product of what the factors read, and so are the box hulls;
+    they are empty when one of the factors, or the box, is.
+    """
+    groups: list[tuple[set[str], list[int], list[Guard]]] = []
+    items = [(set(dims_of(e)), [i], list[Guard]()) for i, e in enumerate(read.index)]
+    items += [(set(dims_of(g.aff)), list[int](), [g]) for g in read.when]
+    for names, axes, when in items:
+        for other in [g for g in groups if g[0] & names]:
+            groups.remove(other)
+            names, axes, when = names | other[0], other[1] + axes, other[2] + when
+        groups.append((names, axes, when))
+    out: list[Factor] = []
+    for names, axes, when in groups:
+        dims = tuple(i for i, d in enumerate(op.space) if d.name in names)
+        extents = tuple(shape[i] for i in axes) if read.other is not None else None
+        index = tuple(read.index[i] for i in axes)
+        out.append(Factor(dims, tuple(axes), _access_text(tuple(op.space[i] for i in dims), index, tuple(when), extents)))
+    return tuple(out)
+
+
 def used(op: Block, read: Read) -> Relation:
     """The access over the dimensions that the read depends on, and no others."""
     names = frozenset(n for e in read.index for n in dims_of(e))
@@ -124,6 +164,10 @@ def covers(cuts: Relation, dims: tuple[Dim, ...]) -> Point | None:
 
 
 def _access(dims: tuple[Dim, ...], index: tuple[Aff, ...], when: tuple[Guard, ...], shape: tuple[int, ...] | None) -> Any:
+    return isl.Map(_access_text(dims, index, when, shape))
+
+
+def _access_text(dims: tuple[Dim, ...], index: tuple[Aff, ...], when: tuple[Guard, ...], shape: tuple[int, ...] | None) -> str:
     names = {d.name: f"p{i}" for i, d in enumerate(dims)}
     rules = [f"0 <= {names[d.name]} < {d.size}" for d in dims]
     rules += [f"c{i} = {_text(e, names)}" for i, e in enumerate(index)]
@@ -131,7 +175,7 @@ def _access(dims: tuple[Dim, ...], index: tuple[Aff, ...], when: tuple[Guard, ..
     if shape is not None:
         rules += [f"0 <= c{i} < {n}" for i, n in enumerate(shape)]
     source, target = ", ".join(names.values()), ", ".join(f"c{i}" for i in range(len(index)))
-    return isl.Map(f"{{ [{source}] -> [{target}] : {' and '.join(rules) or 'true'} }}")
+    return f"{{ [{source}] -> [{target}] : {' and '.join(rules) or 'true'} }}"
 
 
 def _text(e: Aff, names: dict[str, str]) -> str:

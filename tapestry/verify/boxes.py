@@ -19,6 +19,7 @@ def coverage(boxes: Sequence[Box], target: Box) -> tuple[Point | None, Point | N
     if any(lo >= hi for lo, hi in target):
         return None, None
     cuts = [sorted({lo, hi, *(min(max(c, lo), hi) for b in boxes for c in b[axis])}) for axis, (lo, hi) in enumerate(target)]
+    places = [{c: i for i, c in enumerate(axis)} for axis in cuts]
     count = np.zeros([len(c) - 1 for c in cuts], np.int32)
     for b in boxes:
         place: list[slice] = []
@@ -26,7 +27,7 @@ def coverage(boxes: Sequence[Box], target: Box) -> tuple[Point | None, Point | N
             p, q = max(b[axis][0], lo), min(b[axis][1], hi)
             if p >= q:
                 break
-            place.append(slice(cuts[axis].index(p), cuts[axis].index(q)))
+            place.append(slice(places[axis][p], places[axis][q]))
         else:
             count[tuple(place)] += 1
     return _corner(count == 0, cuts), _corner(count > 1, cuts)

@@ -1,0 +1,124 @@
+"""What has to hold of data that moves between devices, as verdicts over whole lists: messages, and merges of states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from tapestry.ir.kernel import Box, whole
+from tapestry.ir.program import Message
+from tapestry.verify.boxes import coverage
+from tapestry.verify.lists import Breach, Spans, first, spans_of
+
+Parts = tuple[tuple[Box, ...] | None, ...]
+"""Per device, the boxes of the reduced dimensions that its states have merged."""
+
+
+def messages(src: Spans, dst: Spans, sent: Sequence[Message], step: str) -> Breach | None:
+    """Senders hold what they send, and every receiver gets each cell that it lacks exactly once, and no other."""
+    n, rank = src.lo.shape
+    odd = next((m for m in sent if not (0 <= m.src < n and 0 <= m.dst < n and m.src != m.dst)), None)
+    if odd is not None:
+        return Breach("agreement", f"message from {odd.src} to {odd.dst}")
+    boxes = spans_of([m.box for m in sent], rank, "read_after_write", step)
+    sender, receiver = (np.array(ends, np.int64) for ends in ([m.src for m in sent], [m.dst for m in sent]))
+    bad = first(_within(boxes, _of(src, sender)))
+    if bad >= 0:
+        return Breach("read_after_write", "a device sends what it lacks", sent[bad])
+    bad = first(_within(boxes, _of(dst, receiver)))
+    if bad >= 0:
+        return Breach("read_after_write", f"device {receiver[bad]} receives what it has no place for", sent[bad].box)
+    return _filled(src, dst, boxes, receiver)
+
+
+def _filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breach | None:
+    """Each device's copies and messages together cover its box, no cell twice. Boxes count from the corner of the device's
+    own, so that devices in like places are worked out once."""
+    local = Spans(np.maximum(src.lo, dst.lo), np.minimum(src.hi, dst.hi), src.there & dst.there)
+    order = np.argsort(receiver, kind="stable")
+    ends = np.searchsorted(receiver[order], np.arange(len(dst.there) + 1))
+    known: set[bytes] = set()
+    for d in np.flatnonzero(dst.there).tolist():
+        mine = order[ends[d] : ends[d + 1]]
+        lo, hi = boxes.lo[mine], boxes.hi[mine]
+        if not local.empty[d]:
+            lo, hi = np.concatenate([lo, local.lo[d : d + 1]]), np.concatenate([hi, local.hi[d : d + 1]])
+        pieces = np.concatenate([lo, hi], axis=1) - np.tile(dst.lo[d], 2)
+        pieces = pieces[np.lexsort(pieces.T)] if pieces.shape[1] else pieces
+        extent = dst.hi[d] - dst.lo[d]
+        key = extent.tobytes() + pieces.tobytes() + len(pieces).to_bytes(8, "big")
+        if key in known:
+            continue
+        rank = len(extent)
+        found = [tuple((int(p[a]), int(p[rank + a])) for a in range(rank)) for p in pieces]
+        gap, twice = coverage(found, whole(tuple(extent.tolist())))
+        corner = dst.lo[d].tolist()
+        if gap is not None:
+            return Breach("read_after_write", f"device {d} lacks cells after the transfer", _moved(gap, corner))
+        if twice is not None:
+            return Breach("written_once", f"device {d} receives a cell twice", _moved(twice, corner))
+        known.add(key)
+    return None
+
+
+def merge(
+    kind: str, groups: Sequence[Sequence[int]], src: Spans, dst: Spans, parts: Parts, extents: tuple[int, ...], ends: bool
+) -> Breach | None:
+    """Groups are disjoint and whole; what they merge are different parts of the reduction; results lie where all have states.
+
+    Args:
+        extents: sizes of the reduced dimensions.
+        ends: whether the merged states are the result, so that no part may be missing.
+    """
+    members = Counter(d for g in groups for d in g)
+    if set(members) != set(np.flatnonzero(src.there).tolist()) or max(members.values(), default=0) != 1:
+        return Breach("written_once", "groups overlap, or leave out a device that has states")
+    known: set[tuple[Box, ...]] = set()
+    for g in map(list, groups):
+        lo, hi = src.lo[g].max(axis=0), src.hi[g].min(axis=0)
+        mine = Spans(dst.lo[g], dst.hi[g], dst.there[g])
+        bad = first(mine.there & (np.all((lo <= mine.lo) & (mine.hi <= hi), axis=1) | mine.empty))
+        if bad >= 0:
+            return Breach("read_after_write", "a device has no states for another's part", dst.box(g[bad]))
+        if kind == "all_reduce" and first(mine.equals(Spans(src.lo[g], src.hi[g], src.there[g]))) >= 0:
+            return Breach("agreement", "an all-reduce changes a box")
+        merged = merged_parts(g, parts)
+        if merged in known:
+            continue
+        gap, twice = coverage(merged, whole(extents))
+        if twice is not None:
+            return Breach("written_once", "a state is merged twice", twice)
+        if ends and gap is not None:
+            return Breach("written_once", "part of a reduction is missing", gap)
+        known.add(merged)
+    return None
+
+
+def merged_parts(group: Sequence[int], parts: Parts) -> tuple[Box, ...]:
+    """Everything that the states of a group have merged."""
+    return tuple(sorted(b for d in group for b in parts[d] or ()))
+
+
+def after(groups: Sequence[Sequence[int]], parts: Parts, devices: int) -> Parts:
+    """What each device's states have merged once its group's are merged."""
+    out: list[tuple[Box, ...] | None] = [None] * devices
+    for g in groups:
+        merged = merged_parts(g, parts)
+        for d in g:
+            out[d] = merged
+    return tuple(out)
+
+
+def _of(spans: Spans, devices: np.ndarray) -> Spans:
+    return Spans(spans.lo[devices], spans.hi[devices], spans.there[devices])
+
+
+def _within(boxes: Spans, other: Spans) -> np.ndarray:
+    """Whether boxes lie in others, even where they are empty."""
+    return np.all((other.lo <= boxes.lo) & (boxes.lo <= boxes.hi) & (boxes.hi <= other.hi), axis=1) & other.there
+
+
+def _moved(point: tuple[int, ...], corner: list[int]) -> tuple[int, ...]:
+    return tuple(x + c for x, c in zip(point, corner, strict=True))
