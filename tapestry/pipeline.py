@@ -20,7 +20,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir import store
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
-from tapestry.ir.program import Load, Program, Reduce, Transfer, payload_bytes, peak_bytes, transfer_bytes
+from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
 from tapestry.plan.fixed import Fixed
@@ -211,7 +211,7 @@ def _report(
         "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": found.distinct,
         "devices": program.devices, "objective_s": found.objective, "lower_bound_s": found.bound, "gap": found.gap,
         "peak_bytes": peak_bytes(program)[0], "memory_bytes": topo.device.memory, "unsharded_peak_bytes": alone,
-        "host_load_bytes": sum(b.nbytes(d) for b in loads for d in range(program.devices)),
+        "host_load_bytes": sum(int(device_bytes(b).sum()) for b in loads),
         "transfers": transfers(program), "kernels": len(kernels), "moves": list(map(str, moves)),
         "certificate": {"passed": True, "laws": dict(laws)},
     }  # fmt: skip

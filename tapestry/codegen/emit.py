@@ -14,20 +14,26 @@ def kernels(graph: Graph, program: Program) -> list[Kernel]:
     """Every distinct kernel that the program launches and that Triton can express, in order of first use."""
     seen: set[str] = set()
     exact: set[tuple[object, ...]] = set()
+    whole: set[tuple[object, ...]] = set()
     kinds = [signature(op, graph) for op in graph.ops]
     out: list[Kernel] = []
     for step in program.steps:
         if not isinstance(step, Launch) or unavailable(graph, step.op):
             continue
+        lists = [program.buffers[b].boxes if b else None for b in step.ins]
+        same = (kinds[step.op], step.mode, id(step.blocks), *map(id, lists))  # the program keeps the lists
+        if same in whole:
+            continue
+        whole.add(same)
+        results = [program.buffers[b].boxes for b in step.outs]
         for d, block in enumerate(step.blocks):
             if block is None:
                 continue
-            ins = tuple(program.buffers[b].boxes[d] if b else None for b in step.ins)
-            outs = tuple(_box(program.buffers[b].boxes[d]) for b in step.outs)
-            kernel = Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs)
+            ins = tuple(boxes[d] if boxes is not None else None for boxes in lists)
             if (kinds[step.op], step.mode, block, ins) in exact:
                 continue
             exact.add((kinds[step.op], step.mode, block, ins))
+            kernel = Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=tuple(_box(r[d]) for r in results))
             key = kernel_key(graph, kernel)
             if key not in seen:
                 seen.add(key)

@@ -9,14 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tapestry.ir.kernel import Box, size
 from tapestry.ir.types import itemsize
 
+T = TypeVar("T")
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "halo", "broadcast", "send_recv")
+
+
+class Shared(tuple[T, ...]):
+    """A tuple that works out its hash once.
+
+    A list of boxes has an entry per device, and many steps of a program share it: as a `Shared` it may stand in keys.
+    """
+
+    def __hash__(self) -> int:
+        known = self.__dict__.get("hash")
+        if known is None:
+            known = self.__dict__["hash"] = super().__hash__()
+        return known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,22 +135,18 @@ def transfer_bytes(step: Transfer | Reduce, program: Program) -> int:
     all-reduce and ``(n - 1) B`` for a reduce-scatter (ring algorithms, Patarasuk and Yuan 2009; any chunking).
     """
     if isinstance(step, Transfer):
-        width = itemsize(program.buffers[step.dst].dtype)
-        return sum(size(m.box) for m in step.messages) * width
+        return int(_received(step.messages, program.devices).sum()) * itemsize(program.buffers[step.dst].dtype)
     factor = 2 if step.kind == "all_reduce" else 1
-    return sum(
-        factor * (len(g) - 1) * sum(program.buffers[b].nbytes(g[0]) for b in step.srcs) for g in step.groups if len(g) > 1
-    )
+    held = _state_bytes(step, program)
+    return factor * sum((len(g) - 1) * int(held[g[0]]) for g in step.groups if g)
 
 
 def payload_bytes(step: Transfer | Reduce, program: Program) -> int:
     """Largest buffer that one device contributes or receives: what profilers call the size of the collective."""
     if isinstance(step, Transfer):
-        received = [0] * program.devices
-        for m in step.messages:
-            received[m.dst] += size(m.box) * itemsize(program.buffers[step.dst].dtype)
-        return max(received, default=0)
-    return max((sum(program.buffers[b].nbytes(d) for b in step.srcs) for g in step.groups for d in g), default=0)
+        most = _received(step.messages, program.devices).max(initial=0)
+        return int(most) * itemsize(program.buffers[step.dst].dtype)
+    return int(_state_bytes(step, program).max(initial=0))
 
 
 def allocated(step: Step) -> tuple[str, ...]:
@@ -159,15 +169,15 @@ def peak_bytes(program: Program) -> tuple[list[int], list[int]]:
     alive, peak, at = (np.zeros(program.devices, np.int64) for _ in range(3))
     for i, step in enumerate(program.steps):
         for b in allocated(step):
-            alive += _sizes(program.buffers[b])
+            alive += device_bytes(program.buffers[b])
         at[alive > peak] = i
         peak = np.maximum(peak, alive)
         for b in step.buffers if isinstance(step, Free) else ():
-            alive -= _sizes(program.buffers[b])
+            alive -= device_bytes(program.buffers[b])
     return peak.tolist(), at.tolist()
 
 
-def _sizes(buffer: Buffer) -> np.ndarray[Any, Any]:
+def device_bytes(buffer: Buffer) -> np.ndarray[Any, Any]:
     """Bytes of a buffer on every device."""
     return _cells(buffer.boxes) * itemsize(buffer.dtype)
 
@@ -175,6 +185,20 @@ def _sizes(buffer: Buffer) -> np.ndarray[Any, Any]:
 @lru_cache(maxsize=1 << 12)
 def _cells(boxes: tuple[Box | None, ...]) -> np.ndarray[Any, Any]:
     return np.array([0 if b is None else size(b) for b in boxes], np.int64)
+
+
+def _state_bytes(step: Reduce, program: Program) -> np.ndarray[Any, Any]:
+    """Bytes of partial states on every device."""
+    return sum((device_bytes(program.buffers[b]) for b in step.srcs), np.zeros(program.devices, np.int64))
+
+
+@lru_cache(maxsize=1 << 10)
+def _received(messages: tuple[Message, ...], devices: int) -> np.ndarray[Any, Any]:
+    """Cells that each device receives."""
+    out = np.zeros(devices, np.int64)
+    for m in messages:
+        out[m.dst] += size(m.box)
+    return out
 
 
 def alive_at(program: Program, step: int) -> list[str]:

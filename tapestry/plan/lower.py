@@ -6,20 +6,21 @@ every later reader of the same footprint shares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
-from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates
-from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
+from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated
 from tapestry.ir.text import signature
-from tapestry.plan.cost.transfer import owners
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
+
+CHUNK = 1 << 16  # pairs of devices compared at once
 
 
 def lower(plan: Plan) -> Program:
@@ -110,7 +111,7 @@ class _Lowering:
         src = self.held[tensor][0]
         messages = exchange(self.boxes[src], boxes, self.layouts[tensor], self.plan.mesh)
         dst = self.buffer(tensor, boxes)
-        kind = kind_of(messages, self.buffers[src].boxes, self.buffers[dst].boxes)
+        kind = _kind(messages, self.buffers[src].boxes, self.buffers[dst].boxes)
         self.steps.append(Transfer(kind=kind, src=src, dst=dst, messages=messages))
         return dst
 
@@ -160,7 +161,7 @@ class _Lowering:
                 merged = self.outs(op)
             else:
                 merged = tuple(self.buffer(op.outs[0], final, part=k, dtype=d) for k, d in enumerate(dtypes))
-            self.steps.append(Reduce(kind=kind, op=i, srcs=states, dsts=merged, groups=_groups(mesh, axes)))
+            self.steps.append(Reduce(kind=kind, op=i, srcs=states, dsts=merged, groups=_groups(mesh, tuple(axes))))
             states = merged
         if op.lowers:
             used = tuple(b if k in then else "" for k, b in enumerate(ins))
@@ -176,27 +177,48 @@ class _Lowering:
 
 
 def exchange(held: Boxes, wanted: Boxes, layout: Layout, mesh: Mesh) -> tuple[Message, ...]:
-    """Messages that bring to each device the part of its footprint that it does not hold, from the nearest holder."""
+    """Messages that bring to each device the part of its footprint that it lacks, from the nearest holder."""
     return _exchange(held.tobytes(), wanted.tobytes(), held.shape, layout, mesh)
 
 
 @lru_cache(maxsize=1 << 12)
 def _exchange(raw_held: bytes, raw_wanted: bytes, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[Message, ...]:
     held, wanted = (np.frombuffer(raw, np.int64).reshape(shape) for raw in (raw_held, raw_wanted))
-    nearest = owners(layout, mesh)
-    lo = np.maximum(wanted[:, None, :, 0], held[None, :, :, 0])
-    hi = np.minimum(wanted[:, None, :, 1], held[None, :, :, 1])
-    found: np.ndarray = np.logical_and.reduce(hi > lo, axis=-1) & nearest
-    np.fill_diagonal(found, False)
-    return tuple(Message(int(e), int(d), _box(np.stack([lo[d, e], hi[d, e]], -1))) for d, e in np.argwhere(found))
+    senders = _senders(layout, mesh)
+    out: list[Message] = []
+    for at in range(0, len(senders), max(1, CHUNK // senders.shape[1])):
+        d = senders[at : at + max(1, CHUNK // senders.shape[1])]
+        mine = wanted[at : at + len(d), None]
+        lo, hi = np.maximum(mine[..., 0], held[d][..., 0]), np.minimum(mine[..., 1], held[d][..., 1])
+        found: np.ndarray = np.all(hi > lo, axis=-1) & (d != np.arange(at, at + len(d))[:, None])
+        boxes = np.stack([lo[found], hi[found]], -1).tolist()
+        ends = zip(d[found].tolist(), (np.nonzero(found)[0] + at).tolist(), boxes, strict=True)
+        out += [Message(src, dst, tuple((p, q) for p, q in box)) for src, dst, box in ends]
+    return Shared(out)
 
 
-def _groups(mesh: Mesh, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+_kind = lru_cache(maxsize=1 << 12)(kind_of)
+
+
+def _senders(layout: Layout, mesh: Mesh) -> np.ndarray:
+    """[receiver, sender]: the devices that differ from a receiver only along mesh axes that the layout cuts, itself among
+    them, so that each block has one sender."""
+    devices = np.arange(device_count(mesh)).reshape([a.size for a in mesh])
+    cut = [a for a, t in enumerate(layout) if t is not None]
+    n = prod(mesh[a].size for a in cut)
+    groups = np.moveaxis(devices, cut, range(devices.ndim - len(cut), devices.ndim)).reshape(-1, n)
+    out = np.empty((devices.size, n), np.int64)
+    out[groups.ravel()] = np.repeat(groups, n, axis=0)
+    return out
+
+
+@lru_cache(maxsize=1 << 6)
+def _groups(mesh: Mesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Devices that differ along some mesh axes only."""
     out: dict[tuple[int, ...], list[int]] = {}
     for d, c in enumerate(coordinates(mesh)):
         out.setdefault(tuple(k for a, k in enumerate(c) if a not in axes), []).append(d)
-    return tuple(tuple(g) for g in out.values())
+    return Shared(tuple(g) for g in out.values())
 
 
 def _tuples(boxes: Boxes) -> tuple[Box, ...]:
@@ -205,11 +227,7 @@ def _tuples(boxes: Boxes) -> tuple[Box, ...]:
 
 @lru_cache(maxsize=1 << 14)
 def _tuples_of(raw: bytes, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    return tuple(_box(b) for b in np.frombuffer(raw, np.int64).reshape(shape))
-
-
-def _box(b: np.ndarray) -> Box:
-    return tuple((int(lo), int(hi)) for lo, hi in b)
+    return Shared(tuple((lo, hi) for lo, hi in box) for box in np.frombuffer(raw, np.int64).reshape(shape).tolist())
 
 
 def _covers(outer: Boxes, inner: Boxes) -> bool:
