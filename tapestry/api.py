@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def compile(
     seed: int = 0,
     pareto: bool = False,
     sharding: bool = True,
+    resume: str | Path | None = None,
+    interrupt: threading.Event | None = None,
     progress: pipeline.Report = lambda stage, seconds: None,
 ) -> Compiled:
     """Compile an ONNX file into a verified plan for a mesh of devices.
@@ -90,6 +93,9 @@ def compile(
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         weights: False plans a model whose external data is absent.
         sharding: False plans without the multi-device annotations of the model.
+        time_limit: seconds for the search, 0 or more; the plan is verified in any case.
+        resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
+        interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
 
     Raises:
         TapestryError: with what, where, why and what to try.
@@ -102,7 +108,7 @@ def compile(
         model=Path(model), shapes=shapes or {}, mesh=found, topology=topology, memory=memory, target=target, pins=pins,
         layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit, seed=seed,
         pareto=pareto,
-        sharding=sharding,
+        sharding=sharding, resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
     return Compiled(done.build, done.constants, done.kernels, done.laws)

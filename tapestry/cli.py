@@ -64,17 +64,27 @@ def _json(document: Any) -> None:
 
 def _compile(args: argparse.Namespace) -> int:
     from tapestry import api
+    from tapestry.interrupt import Interrupts
     from tapestry.viz import progress, tables
 
-    with progress.stages(quiet=args.quiet or args.json) as report:
+    interrupts = Interrupts()
+    with interrupts.listening(), progress.stages(quiet=args.quiet or args.json) as show:
+
+        def report(stage: str, seconds: float) -> None:
+            interrupts.stage(stage)
+            show(stage, seconds)
+
         build = api.compile(
             args.model, mesh=_mesh(args), topology=args.topology, shapes=_shapes(args.shape), memory=args.memory,
             target=args.target, pins=args.pin, layouts=args.layout, rules=args.rules, weights=not args.no_weights,
             time_limit=args.time_limit, seed=args.seed, pareto=args.pareto, progress=report,
-            sharding=not args.ignore_sharding,
+            sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked,
         )  # fmt: skip
         report("write", 0.0)
         build.save(args.output)
+    if build.report["search"]["interrupted"]:
+        gap = build.report["gap"]
+        print(f"interrupted: the plan is the best so far, gap {gap:.2%}; go on with --resume {args.output}", file=sys.stderr)
     if args.json:
         _json(build.report)
     elif not args.quiet:
@@ -401,7 +411,8 @@ def _compile_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
     p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
-    p.add_argument("--time-limit", type=float, default=60.0, metavar="S")
+    p.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search")
+    p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")
     p.add_argument("--seed", type=int, default=0)
 
 

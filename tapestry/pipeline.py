@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,17 +28,20 @@ from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.requests import parse_layouts, parse_pins
-from tapestry.plan.search.pareto import Point, front
+from tapestry.plan.search.budget import Budget
+from tapestry.plan.search.pareto import fronts
 from tapestry.plan.search.planner import Found, search
-from tapestry.plan.search.problem import build
-from tapestry.plan.structure import improve
+from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.search.resume import Start, fingerprint, start_of
+from tapestry.plan.structure import improve, replay, variants
 from tapestry.plan.topology import Link, Topology, default_mesh, parse_bytes, parse_mesh, to_data, topology
-from tapestry.rewrites.rule import Move, load_rules
+from tapestry.rewrites.rule import Move, load_rules, parse_move
 from tapestry.rewrites.simplify import simplify
 from tapestry.verify import certificate
 
 log = logging.getLogger("tapestry")
 STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
+FIRST = 0.7  # of the time, for the model as it is
 Report = Callable[[str, float], None]
 
 
@@ -57,6 +63,8 @@ class Options:
     seed: int = 0
     pareto: bool = False
     sharding: bool = True
+    resume: Path | None = None
+    interrupt: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +100,9 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         TapestryError: what the user can mend; LawError: a plan that does not pass is never returned.
     """
     start, clock = time.perf_counter(), _Clock(report)
+    if not options.time_limit >= 0:  # nan as well
+        raise TapestryError(f"{options.time_limit:g} seconds", where="--time-limit", hint="0 or more")
+    earlier = store.read(options.resume)[0] if options.resume else None
     for path in options.rules:
         load_rules(path)
     marks = _annotations(options)
@@ -103,7 +114,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         given = marking.constraints(marks, lifted.graph, topo.mesh) if marks else None
         graph = given.graph if given else simplify(lifted.graph)
     with clock("search"):
-        graph, found, moves, extra = _plan(graph, lifted, topo, options, given)
+        graph, found, moves, extra = _plan(graph, lifted, topo, options, given, earlier)
         alone = _unsharded_peak(graph, topo)
     with clock("verify"):
         laws = certificate.check(
@@ -136,9 +147,10 @@ def _topology(options: Options, marks: marking.Annotations | None) -> Topology:
 
 
 def _plan(
-    graph: Graph, lifted: Lifted, topo: Topology, options: Options, given: marking.Given | None
+    graph: Graph, lifted: Lifted, topo: Topology, options: Options, given: marking.Given | None, earlier: store.Build | None
 ) -> tuple[Graph, Found, list[Move], dict[str, Any]]:
     """Search, first over strategies, then (unless the model gives its sharding) over structural rewrites around them."""
+    began, budget = time.monotonic(), Budget.of(options.time_limit, options.interrupt)
     folded = sorted({s for op in lifted.graph.ops for s in op.source})
     inputs, outputs = parse_layouts(options.layouts, graph, topo.mesh)
     fixed = given.fixed if given else Fixed()
@@ -146,25 +158,69 @@ def _plan(
         inputs, outputs = {**given.inputs, **inputs}, {**given.outputs, **outputs}
         for note in given.notes:
             log.warning("sharding: %s", note)
+    start, moves = Start(), list(given.moves) if given else []
+    if earlier:
+        graph, start, more = _resumed(graph, lifted, earlier, rewritten=given is None and not options.pins)
+        moves += more
 
-    def plan(g: Graph) -> Found:
+    def plan(g: Graph, part: Budget) -> Found:
         pins = parse_pins(options.pins, g, topo.mesh, folded)
-        return search(g, topo, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=options.time_limit)
+        return search(g, topo, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=part, start=start)
 
-    found = plan(graph)
-    points: list[Point] = []
-    if options.pareto:
-        pins = parse_pins(options.pins, graph, topo.mesh, folded)
-        points = front(build(graph, topo, pins, inputs, outputs, fixed), options.time_limit)
-    moves: list[Move] = list(given.moves) if given else []
+    found = plan(graph, budget.share(FIRST))
+    took = time.monotonic() - began
     if not options.pins and not given:  # a pin names an operation of the graph as it is
-        graph, found, moves = improve(graph, found, plan, min(STRUCTURE_SECONDS, options.time_limit))
+        graph, found, more = improve(graph, found, plan, budget, STRUCTURE_SECONDS, took)
+        moves += more
     _debug(found)
-    requests: dict[str, Any] = {"pins": list(options.pins), "layouts": list(options.layouts)}
+
+    def problems() -> Iterator[tuple[Problem, tuple[str, ...]]]:
+        rewritten = variants(graph) if not options.pins and not given else iter(())
+        for g, more in itertools.chain([(graph, list[Move]())], rewritten):
+            pins = parse_pins(options.pins, g, topo.mesh, folded)
+            yield build(g, topo, pins, inputs, outputs, fixed), tuple(map(str, [*moves, *more]))
+
+    extra: dict[str, Any] = {"requests": {"pins": list(options.pins), "layouts": list(options.layouts)}}
     if given:
-        requests["sharding"] = {**given.counts, "notes": list(given.notes)}
-    extra = {"requests": requests, **({"pareto": [asdict(p) for p in points]} if options.pareto else {})}
+        extra["requests"]["sharding"] = {**given.counts, "notes": list(given.notes)}
+    if options.pareto:
+        extra["pareto"] = [asdict(p) for p in fronts(problems(), budget)]
+    extra["search"] = _search_record(found, budget, time.monotonic() - began, options, earlier)
     return graph, found, moves, extra
+
+
+def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: bool) -> tuple[Graph, Start, list[Move]]:
+    """The graph that an earlier search ended with, made again from the model; its strategies, its bound and its moves."""
+    if hashlib.sha256(lifted.model.read_bytes()).hexdigest() != earlier.model_sha256:
+        log.warning("--resume: the build is of another model: its strategies are tried where they apply, its bound is not used")
+    record, bound = earlier.report.get("search"), earlier.report.get("lower_bound_s")
+    key = record.get("problem") if isinstance(record, Mapping) else None
+    start = start_of(earlier.plan)
+    if isinstance(key, str) and isinstance(bound, float) and math.isfinite(bound):
+        start = start_of(earlier.plan, bound, key)
+    if not rewritten or not earlier.moves:
+        return graph, start, []
+    try:
+        moves = [parse_move(m) for m in earlier.moves]
+        again = replay(graph, moves)
+    except TapestryError as e:
+        log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
+        return graph, start, []
+    return again, start, moves
+
+
+def _search_record(
+    found: Found, budget: Budget, seconds: float, options: Options, earlier: store.Build | None
+) -> dict[str, Any]:
+    """How the search ended, and what a later one needs to go on."""
+    before = earlier.report.get("search") if earlier else None
+    spent = before.get("seconds", 0.0) if isinstance(before, Mapping) else 0.0
+    ended = "proved" if found.gap <= 1e-9 else "interrupted" if budget.interrupted() else "time" if budget.over() else "stalled"
+    return {
+        "ended": ended, "interrupted": budget.interrupted(), "seconds": round(spent + seconds, 4),
+        "problem": fingerprint(found.problem) if found.problem else "",
+        "resumed": str(options.resume) if options.resume else None,
+    }  # fmt: skip
 
 
 def _debug(found: Found) -> None:

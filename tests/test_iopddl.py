@@ -7,7 +7,6 @@ import itertools
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from tapestry.plan.search import network, pairwise
 from tapestry.plan.search.ascent import Messages
 from tapestry.plan.search.bound import Multipliers, certify, rule_out
+from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.lagrange import ascend
 from tapestry.plan.search.mip import Program
 from tapestry.plan.search.pairs import Infeasible, from_instance
@@ -48,7 +48,9 @@ def random_problem(seed: int, *, forbid: float = 0.2, tightness: float = 0.6) ->
         table = rng.integers(0, 60, (sizes[i], sizes[j])).astype(object)
         if kind < 0.25 and sizes[i] == sizes[j]:  # one to one
             allowed = rng.permutation(sizes[i])
-            table = np.array([[table[a, b] if allowed[a] == b else INFINITE for b in range(sizes[j])] for a in range(sizes[i])], object)
+            table = np.array(
+                [[table[a, b] if allowed[a] == b else INFINITE for b in range(sizes[j])] for a in range(sizes[i])], object
+            )
         elif kind < 0.4:  # separable
             table = rng.integers(0, 30, (sizes[i], 1)) + rng.integers(0, 30, (1, sizes[j]))
         else:
@@ -145,12 +147,12 @@ def test_messages_and_prices_never_pass_the_optimum(seed):
     if not len(net.nodes()):
         return
     messages = Messages(net)
-    state = ascend(messages, np.zeros(len(net.usage.limit)), time.monotonic() + 5, lambda _, c: c)
+    state = ascend(messages, np.zeros(len(net.usage.limit)), Budget.of(5.0), lambda _, c: c)
     multipliers = state.multipliers()
     proof = certify(net, multipliers)
     assert proof.bound == pytest.approx(state.best + net.constant, abs=1e-6)
     assert proof.bound <= best + 1e-6
-    point = Program(net).relax(time.monotonic() + 10)
+    point = Program(net).relax(Budget.of(10.0))
     if point is not None and point.multipliers is not None:
         bound = certify(net, point.multipliers).bound
         assert proof.bound - 1e-4 <= bound <= best + 1e-4
@@ -164,6 +166,7 @@ def test_neighbourhoods_alone_give_feasible_choices(seed, monkeypatch):
     """Without the integer program on the whole, and parts of a few joint choices."""
     monkeypatch.setattr(pairwise, "EXACT", -1)
     monkeypatch.setattr(pairwise, "PART", 12)
+    monkeypatch.setattr(pairwise, "BRANCH", -1)
     problem = random_problem(seed, forbid=0.1, tightness=0.5)
     best = brute(problem)
     found = pairwise.solve(iopddl.instance(problem), 1.5)
@@ -226,7 +229,9 @@ def test_the_file_format_and_the_command(tmp_path):
     row = iopddl.measure(tmp_path / "Z.json.gz", {"seconds": 10.0}, 1.0)
     assert row["feasible"]
     assert row["cost"] == brute(problem)
-    run = subprocess.run([sys.executable, ROOT / "bench" / "iopddl.py", tmp_path / "none"], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, ROOT / "bench" / "iopddl.py", tmp_path / "none"], capture_output=True, text=True, check=True
+    )
     assert "skipped" in run.stdout
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tapestry.plan.search import network
+from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.network import Factor, evaluate, solve, solve_highs
 
 
@@ -55,7 +56,7 @@ def test_highs_alone_is_exact(seed, forbid):
     if math.isinf(best):
         pytest.skip("nothing is allowed; see test_what_cannot_be_is_said")
     merged = [Factor(k, t) for k, t in network._merged(factors).items()]
-    choice, bound = solve_highs(sizes, range(len(sizes)), merged, 30.0)
+    choice, bound = solve_highs(sizes, range(len(sizes)), merged, Budget.of(30.0))
     assert evaluate([choice[n] for n in range(len(sizes))], factors) == pytest.approx(best, abs=1e-6)
     assert best - 1e-5 <= bound <= best + 1e-6
 

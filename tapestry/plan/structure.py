@@ -1,17 +1,17 @@
 """The search around the search: structural rewrites, kept when the best plan of the rewritten graph is better.
 
-Rules that users add are always tried; the built-in ones within a budget of seconds. One move per kind of operation is
-tried (equal signatures give equal answers), and one that pays is repeated for all of them.
+Rules that users add are tried first, and while there is time at all; the built-in ones for some seconds of it. One move per
+kind of operation is tried (equal signatures give equal answers), and one that pays is repeated for all of them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.text import signature
+from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.planner import Found
 from tapestry.rewrites.rule import RULES, Move, Rule
 from tapestry.rewrites.simplify import simplify
@@ -21,41 +21,86 @@ MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not wo
 _BY_STRATEGY = {"split", "split_reduce"}  # searched by the strategies of every operation already
 
 
-def improve(graph: Graph, found: Found, plan: Callable[[Graph], Found], budget: float) -> tuple[Graph, Found, list[Move]]:
+def improve(
+    graph: Graph,
+    found: Found,
+    plan: Callable[[Graph, Budget], Found],
+    budget: Budget,
+    seconds: float,
+    least: float = 0.0,
+) -> tuple[Graph, Found, list[Move]]:
     """The graph, its best plan and the moves that led to it.
 
     Args:
-        plan: finds the best plan of a graph.
-        budget: seconds for the built-in rules.
+        plan: finds the best plan of a graph within a budget.
+        seconds: of the budget, for the built-in rules.
+        least: seconds of the budget with which a rewrite is still tried: about as long as a graph takes.
     """
     accepted: list[Move] = []
-    start = time.monotonic()
     tried: set[str] = set()
     while True:
-        step = next(_better(graph, found, plan, tried, start + budget), None)
+        step = next(_better(graph, found, plan, tried, budget, budget.part(seconds), least), None)
         if step is None:
             return graph, found, accepted
-        graph, found, moves = step
-        accepted += moves
+        seconds = max(0.0, seconds - step[3])
+        graph, found = step[:2]
+        accepted += step[2]
 
 
 def _better(
-    graph: Graph, found: Found, plan: Callable[[Graph], Found], tried: set[str], deadline: float
-) -> Iterator[tuple[Graph, Found, list[Move]]]:
-    for rule in sorted(RULES.values(), key=_is_built_in):
-        if rule.kind != "move" or rule.name in _BY_STRATEGY:
-            continue
+    graph: Graph,
+    found: Found,
+    plan: Callable[[Graph, Budget], Found],
+    tried: set[str],
+    whole: Budget,
+    ours: Budget,
+    least: float,
+) -> Iterator[tuple[Graph, Found, list[Move], float]]:
+    """Graphs with better plans, the moves to them, and the seconds that built-in rules took."""
+    begin = ours.left()
+    for rule in _moving():
+        budget = ours if _is_built_in(rule) else whole
         for kind, moves in _by_kind(rule, graph).items():
-            if kind in tried or (_is_built_in(rule) and time.monotonic() > deadline):
+            if kind in tried or budget.over() or whole.left() < least:
                 continue
             tried.add(kind)
             one, done = _apply(graph, moves[:1])
-            if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS or plan(one).objective >= found.objective * WORTH:
+            if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS:
+                continue
+            if plan(one, budget).objective >= found.objective * WORTH:
                 continue
             new, done = _apply(graph, moves)
-            candidate = plan(new)
+            candidate = plan(new, budget)
             if candidate.objective < found.objective * WORTH:
-                yield new, candidate, done
+                yield new, candidate, done, begin - ours.left()
+
+
+def variants(graph: Graph) -> Iterator[tuple[Graph, list[Move]]]:
+    """Every graph that one kind of move, applied wherever it can be, makes of a graph; whatever it does to the latency."""
+    for rule in _moving():
+        for moves in _by_kind(rule, graph).values():
+            new, done = _apply(graph, moves)
+            if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
+                yield new, done
+
+
+def replay(graph: Graph, moves: Sequence[Move]) -> Graph:
+    """The graph after moves that an earlier search accepted.
+
+    Raises:
+        TapestryError: one of them does not apply.
+    """
+    for m in moves:
+        if m.rule not in RULES:
+            raise TapestryError(f"there is no rule '{m.rule}'", where=str(m), hint="--rules FILE")
+        if graph.find(m.at) < 0:  # it was found on a simplified graph
+            graph = simplify(graph)
+        graph = RULES[m.rule].apply(graph, m)
+    return simplify(graph) if moves else graph
+
+
+def _moving() -> list[Rule]:
+    return [r for r in sorted(RULES.values(), key=_is_built_in) if r.kind == "move" and r.name not in _BY_STRATEGY]
 
 
 def _is_built_in(rule: Rule) -> bool:

@@ -136,17 +136,6 @@ class Messages:
             bound += float(np.minimum.reduceat(rest, level.first).sum())
         return bound
 
-    def bound(self, unary: np.ndarray) -> float:
-        """Sum of the nodes' minima after a sweep, for any costs of nodes."""
-        return float(np.minimum.reduceat(self.moved(unary), self.first).sum()) if len(self.first) else 0.0
-
-    def moved(self, unary: np.ndarray) -> np.ndarray:
-        """Costs of labels after the messages."""
-        out = unary.copy()
-        for level in self.levels:
-            out[level.labels] -= np.bincount(level.to, self.message[level.messages], level.labels.stop - level.labels.start)
-        return out
-
     def spread(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Messages by the numbers of `Pairs.slots`: those to tails, those to heads."""
         net = self.net

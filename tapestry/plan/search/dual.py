@@ -7,11 +7,12 @@ message passing (Kolmogorov 2006, 2015), written on the tables themselves, so th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from tapestry.plan.search.budget import Budget
 
 
 @dataclass(slots=True)
@@ -30,26 +31,45 @@ class Dual:
         return float(sum(u.min() for u in self.unary) + sum(p.min() for p in self.pairs.values()))
 
 
-def ascend(sizes: Sequence[int], tables: dict[tuple[int, ...], np.ndarray], deadline: float, sweeps: int = 300) -> Dual:
-    """Raise the bound until it stops rising, meets the best choice, or time is up.
+def ascend(
+    sizes: Sequence[int],
+    tables: dict[tuple[int, ...], np.ndarray],
+    budget: Budget,
+    start: Sequence[int] | None = None,
+    sweeps: int = 300,
+) -> Dual:
+    """Raise the bound until it stops rising, meets the best choice, or time is up; at least one sweep.
 
     Args:
         tables: costs of single nodes and of pairs, by nodes in increasing order; infinite costs forbid.
+        start: a choice that is already known.
     """
     dual = _start(sizes, tables)
+    if start is not None:
+        offer(dual, list(start))
     last = -np.inf
     for sweep in range(sweeps):
         for reverse in (False, True):
             for i in reversed(range(len(sizes))) if reverse else range(len(sizes)):
                 _pass_on(dual, i, reverse)
-        if sweep % 5 == 4 or sweep == 0:
+        over = budget.over()
+        if sweep % 5 == 4 or sweep == 0 or over:
             _decode(dual)
             bound = dual.bound()
             closed = dual.objective - bound <= 1e-9 * abs(dual.objective)
-            if closed or bound - last <= 1e-7 * abs(bound) or time.monotonic() > deadline:
+            if closed or over or bound - last <= 1e-7 * abs(bound):
                 break
             last = bound
     return dual
+
+
+def offer(dual: Dual, choice: list[int]) -> None:
+    """Keep a choice when it is the best so far."""
+    unary, pairs = dual.original
+    cost = float(sum(u[c] for u, c in zip(unary, choice, strict=True)))
+    cost += float(sum(p[choice[a], choice[b]] for (a, b), p in pairs.items()))
+    if cost < dual.objective:
+        dual.choice, dual.objective = choice, cost
 
 
 def _start(sizes: Sequence[int], tables: dict[tuple[int, ...], np.ndarray]) -> Dual:
@@ -118,10 +138,7 @@ def _decode(dual: Dual) -> None:
                 choice[i], changed = best, True
         if not changed:
             break
-    cost = float(sum(u[c] for u, c in zip(unary, choice, strict=True)))
-    cost += float(sum(p[choice[a], choice[b]] for (a, b), p in pairs.items()))
-    if cost < dual.objective:
-        dual.choice, dual.objective = choice, cost
+    offer(dual, choice)
 
 
 def survivors(dual: Dual) -> list[np.ndarray]:

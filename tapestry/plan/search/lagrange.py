@@ -7,7 +7,6 @@ prices the bound comes from message passing and the choice from its decoding, im
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from tapestry.plan.search.ascent import Messages
 from tapestry.plan.search.bound import Multipliers
+from tapestry.plan.search.budget import Budget
 
 CUTS = 150  # choices that the model remembers
 FLOOR = 2e-4  # smallest box, as a part of the bound
@@ -138,7 +138,7 @@ def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarra
 def ascend(
     messages: Messages,
     price: np.ndarray,
-    deadline: float,
+    budget: Budget,
     found: Callable[[np.ndarray, float], float],
     sweeps: int = 3,
     rounds: int = 1000,
@@ -160,7 +160,7 @@ def ascend(
         for _ in range(sweeps if k else 10 * sweeps):
             messages.sweep(unary, reverse=False)
             bound = messages.sweep(unary, reverse=True)
-            if time.monotonic() > deadline:
+            if budget.over():
                 break
         choice = messages.descend(unary, messages.decode(unary), 5)
         cost, over = messages.cost(messages.unary, choice), state.excess(choice)
@@ -176,7 +176,7 @@ def ascend(
         elif state.pace and stall and stall % 8 == 0:
             state.pace, state.price = state.pace * 0.6, state.best_price
         closed = np.isfinite(least) and least - state.best <= 1e-9 * abs(least)
-        if closed or (stall > STALL and state.pace < SLOW) or time.monotonic() > deadline:
+        if closed or (stall > STALL and state.pace < SLOW) or budget.over():
             break
         state.watch(over)
         state.step(over, least)
@@ -184,7 +184,7 @@ def ascend(
     return state
 
 
-def force(state: Ascent, deadline: float, found: Callable[[np.ndarray, float], float], rounds: int = 60) -> bool:
+def force(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float], rounds: int = 60) -> bool:
     """Raise the best prices wherever the limit is passed until a choice keeps to it; whether one did."""
     messages = state.messages
     state.price = state.best_price.copy()
@@ -197,7 +197,7 @@ def force(state: Ascent, deadline: float, found: Callable[[np.ndarray, float], f
             if np.isfinite(cost):
                 found(choice, cost)
             return bool(np.isfinite(cost))
-        if time.monotonic() > deadline:
+        if budget.over():
             break
         state.watch(over)
         at = np.array(state.active)

@@ -6,17 +6,35 @@ a row for the usage at a time is added when a solution breaks it (cutting planes
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
 from tapestry.plan.search.bound import Multipliers
+from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.pairs import Pairs
 
 PEAKS = 5  # usage rows added at a time
 TIGHT = 1e-7  # how much HiGHS may pass a limit, as a part of it
+
+
+def run(highs: highspy.Highs, budget: Budget) -> None:
+    """Run HiGHS until the budget is over; callbacks let Python handle signals meanwhile, and end it in milliseconds."""
+
+    def ask(event: highspy.highs.HighsCallbackEvent) -> None:
+        if budget.over():
+            event.interrupt()
+
+    asked = (highs.cbSimplexInterrupt, highs.cbIpmInterrupt, highs.cbMipInterrupt)
+    highs.setOptionValue("time_limit", highs.getRunTime() + max(1e-3, budget.left()))
+    for callback in asked:
+        callback.subscribe(ask)
+    try:
+        highs.run()
+    finally:
+        for callback in asked:
+            callback.unsubscribe(ask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +100,14 @@ class Program:
         matrix.index_, matrix.value_ = rows[order], values[order]
         self.highs.passModel(lp)
 
-    def _limit(self, t: int) -> None:
+    def _limit(self, t: int, most: float = 100.0) -> None:
+        """A row for the usage at a time, in percent of the limit."""
         use = self.net.usage
         now = (use.lo <= t) & (t < use.hi)
         amount = np.bincount(use.label[now], use.amount[now], len(self.net.unary))
         at = np.flatnonzero((amount > 0) & self.net.alive())
         unit = max(float(use.limit[t]), 1e-12) / 100.0
-        self.highs.addRow(-np.inf, 100.0, len(at), self.column[at].astype(np.int32), amount[at] / unit)
+        self.highs.addRow(-np.inf, most, len(at), self.column[at].astype(np.int32), amount[at] / unit)
 
     def add_rows(self, weight: np.ndarray) -> int:
         """Add usage rows at the highest peaks above the limit; how many."""
@@ -108,11 +127,19 @@ class Program:
             added += 1
         return added
 
-    def relax(self, deadline: float) -> Point | None:
+    def sharpen(self, weight: np.ndarray) -> bool:
+        """Lower a limit that a choice passes by less than HiGHS can see; from then on its bounds hold for less than all."""
+        use = self.net.usage
+        over = use.of(weight) - use.limit
+        if not len(over) or over.max() <= 0:
+            return False
+        self._limit(int(over.argmax()), 100.0 * (1 - 2 * TIGHT))
+        return True
+
+    def relax(self, budget: Budget) -> Point | None:
         """Solve the linear relaxation, with usage rows added until it keeps to the limits."""
         while True:
-            self.highs.setOptionValue("time_limit", self.highs.getRunTime() + max(0.1, deadline - time.monotonic()))
-            self.highs.run()
+            run(self.highs, budget)
             if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
                 return None
             point = self._point()
@@ -133,7 +160,7 @@ class Program:
         value = self.highs.getInfo().objective_function_value * self.scale + self.net.constant
         return Point(weight, value, True, Multipliers(price, slots[: self.split], slots[self.split :]))
 
-    def integer(self, deadline: float, start: np.ndarray | None = None, gap: float = 1e-9) -> Point | None:
+    def integer(self, budget: Budget, start: np.ndarray | None = None, gap: float = 1e-9) -> Point | None:
         """Solve the integer program; None when it found nothing in time.
 
         The usage rows present are kept to; add more (`add_rows`) and solve again when others are broken.
@@ -143,12 +170,11 @@ class Program:
         kinds = np.full(count, int(highspy.HighsVarType.kInteger), np.uint8)
         highs.changeColsIntegrality(count, np.arange(count, dtype=np.int32), kinds)
         highs.setOptionValue("mip_rel_gap", gap)
-        highs.setOptionValue("time_limit", highs.getRunTime() + max(0.1, deadline - time.monotonic()))
         if start is not None:
             given = highspy.HighsSolution()
             given.col_value = self._values(start)
             highs.setSolution(given)
-        highs.run()
+        run(highs, budget)
         info = highs.getInfo()
         proved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
         bound = info.mip_dual_bound * self.scale + self.net.constant

@@ -9,20 +9,20 @@ all of them at once and also keeps to limits on usages over time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tapestry.plan.search import pairwise
-from tapestry.plan.search.dual import Dual, ascend, survivors
+from tapestry.plan.search.budget import Budget
+from tapestry.plan.search.dual import Dual, ascend, offer, survivors
+from tapestry.plan.search.fold import fold, polish
 from tapestry.plan.search.pairs import FORBIDDEN, Instance, Solution
 
 Tables = dict[tuple[int, ...], np.ndarray]
 
 TABLE_LIMIT = 1 << 22  # entries of the largest table that elimination may make
-CORE_LIMIT = 1 << 12  # the same where elimination alone cannot finish
+FOLDED = 0.2  # of the time left, for equal layers with equal labels
 MANY = 1000  # nodes from which on a network of pairs is solved as a whole, and not node by node
 
 
@@ -34,7 +34,13 @@ class Factor:
     table: np.ndarray
 
 
-def solve(sizes: Sequence[int], factors: Sequence[Factor], time_limit: float = 60.0) -> Solution:
+def solve(
+    sizes: Sequence[int],
+    factors: Sequence[Factor],
+    time_limit: float | Budget = 60.0,
+    start: Sequence[int] | None = None,
+    bound: float = -np.inf,
+) -> Solution:
     """Minimise the sum of all factors.
 
     A dual bound first: it is often tight, and otherwise rules out most labels. Elimination solves the rest, and HiGHS
@@ -43,38 +49,75 @@ def solve(sizes: Sequence[int], factors: Sequence[Factor], time_limit: float = 6
     Args:
         sizes: number of choices of each node.
         factors: costs; a group of nodes may appear more than once. Infinite costs forbid.
-        time_limit: seconds for the dual bound and HiGHS together.
+        time_limit: seconds, or a budget that may be interrupted. A choice and an honest bound come out of none at all.
+        start: a choice that is known; what is found is never worse.
+        bound: a lower bound that is already proved.
     """
-    deadline = time.monotonic() + time_limit
+    budget = Budget.of(time_limit)
+    if start is not None and (cost := evaluate(start, factors)) - bound <= 1e-9 * abs(cost):
+        return Solution(list(start), cost, min(bound, cost))
     tables = _merged(factors)
     if any(len(k) > 2 for k in tables):
-        return _finish(sizes, tables, factors, deadline, -np.inf, None)
-    if len(sizes) >= MANY:
-        found = pairwise.solve(_instance(sizes, tables), time_limit)
-        objective = evaluate(found.choice, factors)
-        return Solution(found.choice, objective, min(found.bound, objective))
-    dual = ascend(sizes, tables, time.monotonic() + time_limit / 3)
-    if dual.objective - dual.bound() <= 1e-9 * abs(dual.objective):
+        found = _finish(sizes, tables, factors, budget, -np.inf, None)
+    elif len(sizes) >= MANY:
+        found = _many(sizes, tables, factors, budget, start, bound)
+    else:
+        found = _few(sizes, tables, factors, budget, start)
+    if start is not None and evaluate(start, factors) < found.objective:
+        found = Solution(list(start), evaluate(start, factors), found.bound)
+    return Solution(found.choice, found.objective, min(max(found.bound, bound), found.objective))
+
+
+def _many(
+    sizes: Sequence[int], tables: Tables, factors: Sequence[Factor], budget: Budget, start: Sequence[int] | None, bound: float
+) -> Solution:
+    from tapestry.plan.search import pairwise  # late: brings HiGHS
+
+    begin = _folded(sizes, tables, budget.share(FOLDED))
+    known = [c for c in (start, begin) if c is not None]
+    best = min(known, key=lambda c: evaluate(c, factors), default=None)
+    found = pairwise.solve(_instance(sizes, tables), budget, best, bound)
+    objective = evaluate(found.choice, factors)
+    return Solution(found.choice, objective, min(found.bound, objective))
+
+
+def _few(
+    sizes: Sequence[int], tables: Tables, factors: Sequence[Factor], budget: Budget, start: Sequence[int] | None
+) -> Solution:
+    dual = ascend(sizes, tables, budget.share(1 / 3), start)
+    if dual.objective - dual.bound() > 1e-9 * abs(dual.objective):
+        begin = _folded(sizes, tables, budget.share(FOLDED))
+        if begin is not None:
+            offer(dual, begin)
+    if dual.objective - dual.bound() <= 1e-9 * abs(dual.objective) or budget.over():
         objective = evaluate(dual.choice, factors)  # infinite when every choice is forbidden
         return Solution(dual.choice, objective, min(dual.bound(), objective))
     kept = survivors(dual)
     small = {k: t[np.ix_(*(kept[n] for n in k))] for k, t in tables.items()}
-    found = _finish([len(k) for k in kept], small, [Factor(k, t) for k, t in small.items()], deadline, dual.bound(), dual)
+    found = _finish([len(k) for k in kept], small, [Factor(k, t) for k, t in small.items()], budget, dual.bound(), dual)
     choice = [int(kept[n][c]) for n, c in enumerate(found.choice)]
     return Solution(choice, evaluate(choice, factors), found.bound)
 
 
+def _folded(sizes: Sequence[int], tables: Tables, budget: Budget) -> list[int] | None:
+    """The best choice with equal labels in equal layers, each node then improved on its own; None where nothing repeats."""
+    small = fold(sizes, tables)
+    if small is None:
+        return None
+    found = solve(small.sizes, [Factor(k, t) for k, t in small.tables.items()], budget)
+    return polish(sizes, tables, small.unfold(found.choice))
+
+
 def _finish(
-    sizes: Sequence[int], tables: Tables, factors: Sequence[Factor], deadline: float, bound: float, dual: Dual | None
+    sizes: Sequence[int], tables: Tables, factors: Sequence[Factor], budget: Budget, bound: float, dual: Dual | None
 ) -> Solution:
     """Eliminate, and solve the core that is left; never worse than the dual's own choice."""
-    order, core, constant = _eliminate(sizes, tables)
+    order, core, constant = _eliminate(sizes, tables, budget)
     choice = [0] * len(sizes)
     value = constant
     if core:
         nodes = sorted({n for k in core for n in k})
-        limit = max(1.0, deadline - time.monotonic())
-        picked, lower = solve_highs(sizes, nodes, [Factor(k, t) for k, t in core.items()], limit)
+        picked, lower = solve_highs(sizes, nodes, [Factor(k, t) for k, t in core.items()], budget)
         value += lower
         for n, c in picked.items():
             choice[n] = c
@@ -88,7 +131,7 @@ def _finish(
     return Solution(choice, objective, min(max(bound, value), objective))
 
 
-def _eliminate(sizes: Sequence[int], tables: Tables) -> tuple[list[tuple[int, Factor]], Tables, float]:
+def _eliminate(sizes: Sequence[int], tables: Tables, budget: Budget) -> tuple[list[tuple[int, Factor]], Tables, float]:
     """(nodes removed with their joined tables, in order; the tables left; the cost settled so far)."""
     tables = dict(tables)
     order: list[tuple[int, Factor]] = []
@@ -100,7 +143,7 @@ def _eliminate(sizes: Sequence[int], tables: Tables) -> tuple[list[tuple[int, Fa
     queue = {n: _join_size(n, touching, sizes) for n in touching}
     while queue:
         node = min(queue, key=lambda n: queue[n])
-        if queue.pop(node) > TABLE_LIMIT:
+        if queue.pop(node) > TABLE_LIMIT or budget.over():
             break
         joint = _join(node, [Factor(k, tables.pop(k)) for k in touching[node]], sizes)
         order.append((node, joint))
@@ -178,15 +221,18 @@ def _join(node: int, parts: list[Factor], sizes: Sequence[int]) -> Factor:
 
 
 def solve_highs(
-    sizes: Sequence[int], nodes: Sequence[int], factors: Sequence[Factor], time_limit: float
+    sizes: Sequence[int], nodes: Sequence[int], factors: Sequence[Factor], budget: Budget
 ) -> tuple[dict[int, int], float]:
     """The local-polytope mixed-integer program; returns a choice and a proven lower bound."""
+    if budget.over():
+        return _greedy(sizes, nodes, factors), float(sum(np.min(f.table) for f in factors))
     import highspy
+
+    from tapestry.plan.search.mip import run
 
     model = highspy.Highs()
     model.setOptionValue("output_flag", False)
     model.setOptionValue("threads", 1)
-    model.setOptionValue("time_limit", time_limit)
     model.setOptionValue("mip_rel_gap", 1e-9)
     scale = max((float(np.max(np.abs(f.table[np.isfinite(f.table)]), initial=0.0)) for f in factors), default=1.0) or 1.0
     single = {f.nodes[0]: f.table / scale for f in factors if len(f.nodes) == 1}
@@ -205,7 +251,7 @@ def solve_highs(
         columns += sizes[n]
     for f in (f for f in factors if len(f.nodes) > 1):
         columns = _add_factor(model, f, start, columns, scale)
-    model.run()
+    run(model, budget)
     if model.getInfo().primal_solution_status != 2:
         return _greedy(sizes, nodes, factors), float(sum(np.min(f.table) for f in factors))
     values = np.array(model.getSolution().col_value)

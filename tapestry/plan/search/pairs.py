@@ -185,6 +185,8 @@ class Pairs:
 
 def from_instance(given: Instance) -> Pairs:
     """Flat arrays of an instance; forbidden joint choices are left out."""
+    if (given.usage < 0).any():
+        raise ValueError("usages must not be negative")
     start = given.start()
     count = len(given.sizes)
     node = np.repeat(np.arange(count), given.sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,12 +15,17 @@ from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import Launch, Program, Reduce, alive_at, peak_bytes
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.lower import lower
+from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.network import Factor, Solution, evaluate, solve
 from tapestry.plan.search.problem import Problem, build, memory_row
+from tapestry.plan.search.resume import Start, beginning, fingerprint
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology
 
 SQUEEZE_SECONDS = 5.0  # for a last search near the plan with the least memory, before giving up
+GRACE_SECONDS = 1.0  # for the same when the time is up and nothing fits yet
+FIRST = 0.6  # of the time left, for prices that make a plan fit
+PROVED = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,7 @@ class Found:
     objective: float
     bound: float
     distinct: int
+    problem: Problem | None = field(default=None, compare=False, repr=False)
 
     @property
     def gap(self) -> float:
@@ -47,7 +53,8 @@ def search(
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
     fixed: Fixed = Fixed(),  # noqa: B008  (immutable)
-    time_limit: float = 60.0,
+    time_limit: float | Budget = 60.0,
+    start: Start | None = None,
 ) -> Found:
     """The best plan that the strategies allow within the devices' memory.
 
@@ -55,18 +62,26 @@ def search(
         pins: splits that the user insists on, by operation.
         inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
         fixed: what annotations of the model say of its operations.
-        time_limit: seconds.
+        time_limit: seconds, or a budget that may be interrupted; a plan comes out of none at all.
+        start: what an earlier search found; what is found is never worse, as far as it applies.
 
     Raises:
-        PlanError: no plan fits; says by how many bytes, on which device, and for which tensors.
+        PlanError: no plan fits (or was found in time); says by how many bytes, on which device, and for which tensors.
     """
-    start = time.monotonic()
+    budget = Budget.of(time_limit)
     problem = build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed)
-    first = solve(problem.sizes, problem.factors, time_limit)
-    found = found_plan(problem, first, first.bound)
-    if max(peak_bytes(found.program)[0]) <= topo.device.memory:
+    choice = beginning(problem, start) if start else None
+    bound = start.bound if start and np.isfinite(start.bound) and fingerprint(problem) == start.key else -np.inf
+    begun = found_plan(problem, Solution(choice, 0.0, bound), bound) if choice else None
+    if begun is not None and (_peak(begun) > topo.device.memory or not np.isfinite(begun.objective)):
+        begun = None
+    if begun is not None and begun.objective - begun.bound <= PROVED * begun.objective:
+        return begun
+    first = solve(problem.sizes, problem.factors, budget, choice)
+    found = found_plan(problem, first, max(first.bound, bound))
+    if _peak(found) <= topo.device.memory:
         return found
-    return _within_memory(problem, found, start + time_limit)
+    return _within_memory(problem, found, budget, begun)
 
 
 def found_plan(problem: Problem, solution: Solution, bound: float) -> Found:
@@ -76,7 +91,10 @@ def found_plan(problem: Problem, solution: Solution, bound: float) -> Found:
         strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, solution.choice, strict=True)),
     )  # fmt: skip
     objective = evaluate(solution.choice, problem.factors)
-    return Found(plan=plan, program=lower(plan), objective=objective, bound=min(bound, objective), distinct=problem.distinct)
+    return Found(
+        plan=plan, program=lower(plan), objective=objective, bound=min(bound, objective), distinct=problem.distinct,
+        problem=problem,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -87,82 +105,94 @@ class Prices:
     rows: dict[int, list[np.ndarray]]
     price: dict[int, float]
 
-    def solve(self, scale: float, costs: float, time_limit: float) -> tuple[Solution, float]:
+    def solve(self, scale: float, costs: float, budget: Budget) -> tuple[Solution, float]:
         """Minimise ``costs * time + price * memory``; the value is a Lagrangian lower bound when ``costs`` is 1."""
         sizes, limit = self.problem.sizes, self.problem.topo.device.memory
         factors = [Factor(f.nodes, f.table * costs) for f in self.problem.factors]
         for at, rows in self.rows.items():
             factors += [Factor((i,), scale * self.price[at] * row) for i, row in enumerate(rows) if row.any()]
-        solution = solve(sizes, factors, time_limit)
+        solution = solve(sizes, factors, budget)
         return solution, solution.bound - scale * sum(self.price.values()) * limit
 
 
-def _within_memory(problem: Problem, found: Found, deadline: float) -> Found:
+def _within_memory(problem: Problem, found: Found, budget: Budget, begun: Found | None = None) -> Found:
     """Raise the price of memory until the plan fits, then lower it again while it still does.
 
     The bound is the Lagrangian dual (Geoffrion 1974): for any prices, the minimum of cost plus price times excess is at
     most the cost of every plan that fits, because the rows underestimate the memory of a program.
     """
-    limit = problem.topo.device.memory
     prices = Prices(problem, {}, {})
-    bound, best, smallest = found.bound, None, found
-    unit = found.objective / limit
-    high = 1.0
-    for _ in range(40):
-        raise_price(prices, found, unit)
-        solution, dual = prices.solve(1.0, 1.0, max(1.0, deadline - time.monotonic()))
-        bound = max(bound, dual)
-        found = found_plan(problem, solution, bound)
-        smallest = min(smallest, found, key=_peak)
-        if _peak(found) <= limit:
-            best = found
-            break
-        if time.monotonic() > deadline:
-            break
-    if best is None:
-        solution, _ = prices.solve(1.0, 1e-6, max(1.0, deadline - time.monotonic()))
-        last = found_plan(problem, solution, bound)
-        smallest = _squeeze(problem, min(smallest, last, key=_peak), min(deadline, time.monotonic() + SQUEEZE_SECONDS))
-        if _peak(smallest) > limit:
-            raise _too_big(smallest, limit)
-        best = smallest
-    low = 0.0
+    best, smallest, bound = _raised(prices, found, budget.share(FIRST))
+    if best is None and begun is None:
+        best = _smallest(prices, smallest, bound, budget)
+    best = min((f for f in (best, begun) if f is not None), key=lambda f: f.objective)
+    low, high = 0.0, 1.0
     for _ in range(8):
-        if time.monotonic() > deadline or best.objective <= bound * (1 + 1e-3):
+        if budget.over() or not prices.price or best.objective <= bound * (1 + 1e-3):
             break
         middle = (low + high) / 2
-        solution, dual = prices.solve(middle, 1.0, max(1.0, deadline - time.monotonic()))
+        solution, dual = prices.solve(middle, 1.0, budget)
         bound = max(bound, dual)
         found = found_plan(problem, solution, bound)
-        if _peak(found) <= limit:
+        if _peak(found) <= problem.topo.device.memory:
             high = middle
             best = min(best, found, key=lambda f: f.objective)
         else:
             low = middle
-    return Found(
-        plan=best.plan, program=best.program, objective=best.objective, bound=min(bound, best.objective), distinct=best.distinct
-    )
+    return replace(best, bound=min(bound, best.objective))
 
 
-def _squeeze(problem: Problem, found: Found, deadline: float) -> Found:
+def _raised(prices: Prices, found: Found, budget: Budget) -> tuple[Found | None, Found, float]:
+    """(the first plan that fits, if any, the plan with the least memory, the best bound) as the price of memory rises."""
+    bound, smallest, limit = found.bound, found, prices.problem.topo.device.memory
+    unit = found.objective / limit
+    for _ in range(40):
+        if budget.over():
+            break
+        raise_price(prices, found, unit)
+        solution, dual = prices.solve(1.0, 1.0, budget)
+        bound = max(bound, dual)
+        found = found_plan(prices.problem, solution, bound)
+        smallest = min(smallest, found, key=_peak)
+        if _peak(found) <= limit:
+            return found, smallest, bound
+    return None, smallest, bound
+
+
+def _smallest(prices: Prices, smallest: Found, bound: float, budget: Budget) -> Found:
+    """A plan with as little memory as can be found: memory alone counts, then a search around the best; raises if none fits."""
+    limit, grace = prices.problem.topo.device.memory, budget
+    if not prices.price:
+        raise_price(prices, smallest, smallest.objective / limit)
+    if budget.over() and not budget.interrupted():
+        grace = Budget(time.monotonic() + GRACE_SECONDS, budget.interrupt)
+    solution, _ = prices.solve(1.0, 1e-6, grace)
+    last = found_plan(prices.problem, solution, bound)
+    smallest = _squeeze(prices.problem, min(smallest, last, key=_peak), grace.part(SQUEEZE_SECONDS))
+    if _peak(smallest) > limit:
+        raise _too_big(smallest, limit, budget)
+    return smallest
+
+
+def _squeeze(problem: Problem, found: Found, budget: Budget) -> Found:
     """Change operations that touch what is alive at the peak, one or two at a time, while the exact peak gets smaller."""
     limit, graph = problem.topo.device.memory, problem.graph
     while _peak(found) > limit:
         peak, at = peak_bytes(found.program)
         tensors = {found.program.buffers[b].tensor for b in alive_at(found.program, at[int(np.argmax(peak))])}
         near = [i for i, op in enumerate(graph.ops) if tensors & {*op.inputs, *op.outs}]
-        better = next(_smaller(problem, found, near, deadline), None)
+        better = next(_smaller(problem, found, near, budget), None)
         if better is None:
             break
         found = better
     return found
 
 
-def _smaller(problem: Problem, found: Found, near: list[int], deadline: float) -> Iterator[Found]:
+def _smaller(problem: Problem, found: Found, near: list[int], budget: Budget) -> Iterator[Found]:
     now = [m.strategies.index(s) for m, s in zip(problem.menus, found.plan.strategies, strict=True)]
     for group in itertools.chain(itertools.combinations(near, 1), itertools.combinations(near, 2)):
         for picked in itertools.product(*(range(problem.sizes[i]) for i in group)):
-            if time.monotonic() > deadline:
+            if budget.over():
                 return
             choice = list(now)
             for i, c in zip(group, picked, strict=True):
@@ -188,14 +218,17 @@ def raise_price(prices: Prices, found: Found, unit: float) -> None:
         prices.price[op] = max([unit, *prices.price.values()])
 
 
-def _too_big(found: Found, limit: int) -> PlanError:
+def _too_big(found: Found, limit: int, budget: Budget) -> PlanError:
     peak, at = peak_bytes(found.program)
     device = int(np.argmax(peak))
     alive = alive_at(found.program, at[device])
     largest = sorted(alive, key=lambda b: -found.program.buffers[b].nbytes(device))[:4]
     names = ", ".join(f"'{b}' {found.program.buffers[b].nbytes(device):,}" for b in largest)
+    ended = "the search was interrupted before" if budget.interrupted() else "the time was up before" if budget.over() else ""
     return PlanError(
-        f"no plan fits: device {device} needs {peak[device]:,} bytes of {limit:,}, {peak[device] - limit:,} too many",
+        f"{ended + ' a plan was found that fits' if ended else 'no plan fits'}: device {device} needs {peak[device]:,} bytes"
+        f" of {limit:,}, {peak[device] - limit:,} too many",
         why=f"the plan with the least memory that was found holds there (bytes): {names}",
-        hint="more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
+        hint=("more time (--time-limit), " if ended else "")
+        + "more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
     )

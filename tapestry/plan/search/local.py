@@ -1,0 +1,104 @@
+"""Large neighbourhood search (Shaw 1998): integer programs around the best choice.
+
+A neighbourhood keeps the best choice, and either the labels and joint choices that the bound says are nearly free, or those
+of the nodes around a few random ones.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from tapestry.plan.search.bound import Certificate
+from tapestry.plan.search.budget import Budget
+from tapestry.plan.search.pairs import Infeasible, Pairs
+from tapestry.plan.search.reduce import Reduction, reduce
+from tapestry.plan.search.stage import Search, Stage, integer
+
+PART = 30_000  # joint choices of a neighbourhood, at first
+TURN = 15.0  # seconds for one
+LEAST = 0.2  # seconds below which none is begun
+
+
+def improve(state: Search, stage: Stage, budget: Budget, size: dict[str, int], rng: np.random.Generator) -> None:
+    """Search neighbourhoods of the best choice for a while.
+
+    Args:
+        size: of the neighbourhoods of each kind, in joint choices: changed to what the integer program can do in a turn.
+    """
+    proof, wins = stage.proof(), {"cheapest": 1.0, "around": 1.0}
+    while budget.left() > LEAST and not state.closed():
+        part, cost, begin = stage.done.copy(), state.cost, time.monotonic()
+        kind = "cheapest" if not np.isfinite(cost) or rng.random() < wins["cheapest"] / sum(wins.values()) else "around"
+        if kind == "cheapest":
+            small = _cheapest(state, stage.net, part, proof, size[kind])
+        else:
+            small = _around(state, stage.net, part, proof, size[kind], rng)
+        if small is None or not len(small.nodes()):
+            if small is not None:
+                state.offer(small, part, np.zeros(0, np.int64))
+            size[kind] = min(int(size[kind] * 1.2) + 1, stage.net.weight())
+            continue
+        solved, _ = integer(state, small, part, budget.part(TURN))
+        state.note(f"neighbourhood ({kind}) of {len(small.a)} joint choices")
+        spent = time.monotonic() - begin
+        if not solved:
+            size[kind] = int(size[kind] * 0.7) + 1
+        elif spent < TURN / 4:
+            size[kind] = min(int(size[kind] * 1.3) + 1, stage.net.weight())
+        won = (cost - state.cost) / abs(cost) / max(spent, 0.1) if np.isfinite(cost) and cost else 0.0
+        wins[kind] = max(0.7 * wins[kind] + 0.3 * min(won * 1e4, 1.0), 0.1)
+
+
+def _restrict(state: Search, net: Pairs, done: Reduction, labels: np.ndarray, joint: np.ndarray) -> Pairs:
+    """Only these labels and joint choices, and those of the best choice."""
+    small = net.copy()
+    best = np.zeros(len(net.unary), bool)
+    if np.isfinite(state.cost):
+        best[state.labels(net)] = True
+    small.unary[~(labels | best)] = np.inf
+    small.keep(joint | (best[net.a] & best[net.b]))
+    reduce(small, done)
+    return small
+
+
+def _cheapest(state: Search, net: Pairs, done: Reduction, proof: Certificate, size: int) -> Pairs | None:
+    """The labels and joint choices that add least to the bound, as many as ``size`` joint choices."""
+    order = np.sort(proof.joint)
+    at, out = size // 2, None
+    while at < 2 * len(order):
+        most = order[min(at, len(order) - 1)]
+        steps = done.copy()
+        try:
+            small = _restrict(state, net, steps, proof.label <= most, proof.joint <= most)
+        except Infeasible:  # too few, while no choice is known
+            at = int(at * 1.5)
+            continue
+        if len(small.a) > size and out is not None:
+            break
+        out, kept = small, steps
+        at = int(at * 1.5)
+    if out is not None:
+        done.steps = kept.steps
+    return out
+
+
+def _around(
+    state: Search, net: Pairs, done: Reduction, proof: Certificate, size: int, rng: np.random.Generator
+) -> Pairs | None:
+    """What adds little to the bound on the nodes around a random one, and the best choice elsewhere."""
+    most = (state.cost - proof.bound) * float(rng.choice([1.0, 0.5, 0.2, 0.1, 0.05]))
+    free = np.zeros(len(net.gone), bool)
+    free[rng.choice(net.nodes(), int(rng.integers(1, 4)))] = True
+    weight = np.bincount(net.edge, proof.joint <= most, len(net.tail))
+    while True:
+        inside = free[net.tail] & free[net.head]
+        border = np.unique(np.concatenate([net.head[free[net.tail]], net.tail[free[net.head]]]))
+        border = rng.permutation(border[~free[border]])
+        border = border[: max(1, len(border) // 2)]
+        if weight[inside].sum() > size or free[net.nodes()].all():
+            break
+        free[border if len(border) else rng.choice(net.nodes())] = True
+    label = free[net.node] & (proof.label <= most)
+    return _restrict(state, net, done, label, proof.joint <= most)
