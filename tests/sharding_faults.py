@@ -14,18 +14,18 @@ Groups = Mapping[int, list[int]]
 
 
 def model() -> onnx.ModelProto:
-    """An MLP with a residual, an outer sum, a convolution with normalisation and pooling, a running sum; all on 4 devices."""
+    """An MLP with a residual, an outer sum, a convolution with normalisation and pooling, a ranking; all on 4 devices."""
     rng = np.random.default_rng(3)
     f = lambda *s: rng.standard_normal(s).astype(np.float32)  # noqa: E731
     nodes = [
         N("MatMul", ["x", "w1"], ["h"], "up"), N("Relu", ["h"], ["r"], "act"), N("MatMul", ["r", "w2"], ["d"], "down"), N("Add", ["d", "x"], ["y"], "skip"),
         N("Add", ["col", "row"], ["o"], "outer"), N("Conv", ["img", "k", "kb"], ["c"], "conv", pads=[1, 1, 1, 1]), N("LayerNormalization", ["c", "g"], ["n"], "norm"),
-        N("MaxPool", ["n"], ["p"], "pool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]), N("CumSum", ["z", "axis"], ["q"], "running"),
+        N("MaxPool", ["n"], ["p"], "pool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]), N("Hardmax", ["z"], ["q"], "ranking", axis=1),
         N("ReduceSum", ["z", "one"], ["t"], "total", keepdims=0),
     ]  # fmt: skip
     ins = {"x": ["batch", 16], "col": [8, 1], "row": [1, 8], "img": [2, 4, 8, 8], "z": [4, 8]}
     outs = {"y": ["batch", 16], "o": [8, 8], "p": [2, 4, 4, 4], "q": [4, 8], "t": [4]}
-    weights = {"w1": f(16, 32), "w2": f(32, 16), "k": f(4, 4, 3, 3), "kb": f(4), "g": f(8), "axis": np.array(1, np.int64), "one": np.array([1], np.int64)}
+    weights = {"w1": f(16, 32), "w2": f(32, 16), "k": f(4, 4, 3, 3), "kb": f(4), "g": f(8), "one": np.array([1], np.int64)}
     info = lambda d: [helper.make_tensor_value_info(n, T.FLOAT, s) for n, s in d.items()]  # noqa: E731
     graph = helper.make_graph(nodes, "g", info(ins), info(outs), [numpy_helper.from_array(a, n) for n, a in weights.items()])
     m = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=11)
@@ -46,7 +46,7 @@ def model() -> onnx.ModelProto:
     put(m, "conv", "img", {2: 2}, [-1, -2], halves)
     put(m, "conv", "c", {2: 2}, [-1, -2], halves)
     put(m, "norm", "c", {2: 2}, [-1, -2], halves)
-    put(m, "running", "z", {0: 4})
+    put(m, "ranking", "z", {0: 4})
     put(m, "total", "z", {1: 4})
     put(m, "total", "t", {}, [-1], {-1: [0, 1, 2, 3]})
     for name, stage in {"up": 0, "act": 0, "down": 1, "skip": 2}.items():
@@ -137,5 +137,5 @@ FAULTS: list[tuple[str, str, Change]] = [
     ("channels of image and filter in another order", "contraction", lambda m: (put(m, "conv", "img", {1: 4}), put(m, "conv", "k", {1: 4}, [1, 2, 3, 0]))),
     ("a filter on devices without image", "contraction", lambda m: put(m, "conv", "k", {}, [0])),
     ("scale of a normalisation in another order", "agreement", lambda m: (put(m, "norm", "c", {3: 2}, [0, 1]), put(m, "norm", "g", {0: 2}, [1, 0]))),
-    ("a running sum along the cut axis", "not-splittable", lambda m: put(m, "running", "z", {1: 4})),
+    ("a ranking along the cut axis", "not-splittable", lambda m: put(m, "ranking", "z", {1: 4})),
 ]  # fmt: skip

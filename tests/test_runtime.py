@@ -169,7 +169,7 @@ def test_every_target_has_every_primitive():
     assert set(interp.NUMPY) == names
     assert set(scalars.TABLE) == names
     assert set(TRITON) == names
-    assert set(scalars.DENSE) == set(MONOIDS)
+    assert set(scalars.DENSE) == {n for n, m in MONOIDS.items() if m.commutative}  # a dense operator may reorder
 
 
 EDGES = np.array([0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.25, 1e-30, 1e30, np.inf, -np.inf, np.nan], np.float64)
