@@ -27,6 +27,7 @@ DOMAINS = {
     "all": (("bool",), st.tuples(st.booleans()), True),
     "moments": (("f64",) * 3, st.tuples(st.just(1.0), moderate | st.sampled_from([1e30, -1e30]), st.just(0.0)), False),
     "logsumexp": (("f64",) * 2, st.tuples(anything, st.just(1.0)), False),
+    "affine": (("f64",) * 2, st.tuples(st.floats(-2, 2, width=32), moderate), False),
     "argmax": (("f32", "i64"), st.tuples(anything, st.integers(0, 9)), True),
     "argmin": (("f32", "i64"), st.tuples(anything, st.integers(0, 9)), True),
 }

@@ -55,10 +55,11 @@ REDUCTIONS = {
     "all": ("bool", ["x"], ["acc0"]),
     "moments": ("f32", ["1.0", "x", "0.0"], ["acc1", "sqrt((acc2 / acc0))"]),
     "logsumexp": ("f32", ["x", "1.0"], ["acc0 + log(acc1)"]),
+    "affine": ("f32", ["x", "tanh(x)"], ["acc0", "acc1"]),
     "argmax": ("f32", ["x", "index(m)"], ["acc0", "acc1"]),
     "argmin": ("i32", ["x", "index(m)"], ["acc1"]),
 }
-OUT_TYPES = {"argmax": ["f32", "i64"], "argmin": ["i64"]}
+OUT_TYPES = {"affine": ["f32", "f32"], "argmax": ["f32", "i64"], "argmin": ["i64"]}
 
 
 def reduction(monoid: str, size: int, body: list[str] | None = None, then: list[str] | None = None) -> str:

@@ -80,6 +80,11 @@ def _logsumexp(a: State, b: State) -> State:
     return m, call("add", scaled(a[0], a[1]), scaled(b[0], b[1]))
 
 
+def _affine(a: State, b: State) -> State:
+    """(a, b) for the map h -> a*h + b, the earlier one applied first: a scan of it is the recurrence h = a*h + b."""
+    return call("mul", b[0], a[0]), call("add", call("mul", b[0], a[1]), b[1])
+
+
 def _arg(better: str) -> Callable[[State, State], State]:
     def combine(a: State, b: State) -> State:
         nan_a, nan_b = (call("isnan", a[0]), call("isnan", b[0])) if a[0].dtype in FLOATS else (None, None)
@@ -104,6 +109,10 @@ MONOIDS: dict[str, Monoid] = {
         _single("all", "and", lambda d: number(1, d)),
         Monoid(name="moments", fields=("n", "mean", "m2"), zero=lambda d: tuple(number(0, x) for x in d), combine=_moments),
         Monoid(name="logsumexp", fields=("m", "s"), zero=lambda d: (lowest(d[0]), number(0, d[1])), combine=_logsumexp),
+        Monoid(
+            name="affine", fields=("a", "b"), combine=_affine, commutative=False,
+            zero=lambda d: (number(1, d[0]), number(0, d[1])),
+        ),
         Monoid(name="argmax", fields=("value", "index"), zero=lambda d: (lowest(d[0]), highest(d[1])), combine=_arg("gt")),
         Monoid(name="argmin", fields=("value", "index"), zero=lambda d: (highest(d[0]), highest(d[1])), combine=_arg("lt")),
     )

@@ -69,18 +69,6 @@ def _along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,)) ->
     n.opaque(why, dims, in_axes, {k: list(axes) for k in range(len(n.outs))})
 
 
-@lifts("CumSum", "CumProd")
-def lift_scan(n: Node) -> bool | None:
-    """A running sum: independent along every other axis."""
-    axis = n.const(1)
-    if axis is None:
-        return False
-    rank = len(n.shape(0))
-    at = int(axis.reshape(-1)[0]) % max(rank, 1)
-    _along(n, f"a scan along axis {at}", [a for a in range(rank) if a != at])
-    return None
-
-
 @lifts("TopK", "Hardmax")
 def lift_sorted(n: Node) -> None:
     """Selection by value along one axis: independent along the others (Hardmax before opset 13 flattens from its axis)."""

@@ -1,13 +1,15 @@
-"""Reductions over axes, softmax, and ArgMax: dimensions ``x0, x1, …`` by axis of the input."""
+"""Reductions over axes, running ones, softmax, and ArgMax: dimensions ``x0, x1, …`` by axis of the input."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim
-from tapestry.ir.monoid import lowest, number
+from tapestry.ir.monoid import MONOIDS, lowest, number
+from tapestry.ir.scan import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node, accumulator, axes, here, literal
 from tapestry.lift.registry import lifts
@@ -111,6 +113,29 @@ def lift_arg(n: Node) -> bool | None:
     n.reduce([name], kept, gone, n.kind.lower(), [n.read(x.name, here(axes(x.shape)))], state, [lowered])
     if keep:
         keep_dims(n, n.out(), name, [axis], x.shape)
+    return None
+
+
+@lifts("CumSum", "CumProd")
+def lift_scan(n: Node) -> bool | None:
+    """A running sum or product, as the scan that `ir.scan` recognises; an axis that is not known leaves it opaque."""
+    x, at = n.tensor(0), n.const(1)
+    if at is None or not x.shape or x.size == 0:
+        return False
+    axis = int(at.reshape(-1)[0])
+    if not -len(x.shape) <= axis < len(x.shape):
+        raise ModelError("axis out of range", where=n.where, why=f"axis is {axis}, the rank {len(x.shape)}")
+    axis %= len(x.shape)
+    dims = axes(x.shape)
+    over = Dim("j", dims[axis].size)
+    spots = here(dims)
+    when = running(spots[axis], "j", reverse=bool(n.attr("reverse", 0)), exclusive=bool(n.attr("exclusive", 0)))
+    monoid = n.kind[3:].lower()
+    wide = accumulator(x.dtype)
+    zero = MONOIDS[monoid].zero((wide,))[0].value
+    read = n.read(x.name, [*spots[:axis], dim("j"), *spots[axis + 1 :]], zero, (when,))
+    then = [] if wide == x.dtype else [cast(Acc(0, wide), x.dtype)]
+    n.reduce([n.outs[0]], dims, [over], monoid, [read], [cast(Arg(0, x.dtype), wide)], then)
     return None
 
 

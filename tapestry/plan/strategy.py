@@ -150,11 +150,26 @@ def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[
 
 def _hull(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...], n: int) -> Boxes:
     out = np.zeros((n, len(shape), 2), np.int64)
+    box = _tightened(read, box)
     for i, e in enumerate(read.index):
         whole, div = _under_guards(e, read.when)
         lo, hi = bounds(whole, box)
         out[:, i, 0] = np.clip(-(-np.asarray(lo) // div), 0, shape[i])
         out[:, i, 1] = np.maximum(np.clip(np.asarray(hi) // div + 1, 0, shape[i]), out[:, i, 0])
+    return out
+
+
+def _tightened(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Mapping[str, tuple[np.ndarray, np.ndarray]]:
+    """The block without the points of a dimension at which a guard cannot hold, whatever the other dimensions are."""
+    used = frozenset(a for e in read.index for a, _ in e.terms if isinstance(a, str))
+    out = dict(box)
+    for g in read.when:
+        for name, c in g.aff.terms:
+            if g.op != "ge" or not isinstance(name, str) or name not in used:
+                continue
+            rest = np.asarray(bounds(g.aff - Aff(((name, c),)), box)[1])  # at most: where the guard holds, c * name >= -rest
+            lo, hi = out[name]
+            out[name] = (np.maximum(lo, -(rest // c)), hi) if c > 0 else (lo, np.minimum(hi, rest // -c))
     return out
 
 

@@ -6,6 +6,7 @@ kind of operation is tried (equal signatures give equal answers), and one that p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from tapestry.errors import TapestryError
@@ -13,7 +14,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.text import signature
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.planner import Found
-from tapestry.rewrites.rule import RULES, Move, Rule
+from tapestry.rewrites.rule import RULES, Move, Refusal, Rule, Sized
 from tapestry.rewrites.simplify import simplify
 
 WORTH = 0.999  # a rewrite must bring the objective under this share of what it was
@@ -60,7 +61,7 @@ def _better(
     begin = ours.left()
     for rule in _moving():
         budget = ours if _is_built_in(rule) else whole
-        for kind, moves in _by_kind(rule, graph).items():
+        for kind, moves in _by_kind(rule, graph, found).items():
             if kind in tried or budget.over() or whole.left() < least:
                 continue
             tried.add(kind)
@@ -107,10 +108,18 @@ def _is_built_in(rule: Rule) -> bool:
     return type(rule).__module__.startswith("tapestry.")
 
 
-def _by_kind(rule: Rule, graph: Graph) -> dict[str, list[Move]]:
+def _moves(rule: Rule, graph: Graph, found: Found) -> Iterator[Move | Refusal]:
+    """What a rule finds; one that cuts into parts is asked for as many as the mesh, or one of its axes, has devices."""
+    if not isinstance(rule, Sized):
+        return rule.find(graph)
+    sizes = {a.size for a in found.plan.mesh} | {found.plan.devices}
+    return itertools.chain.from_iterable(rule.sized(graph, n) for n in sorted(sizes, reverse=True) if n > 1)
+
+
+def _by_kind(rule: Rule, graph: Graph, found: Found) -> dict[str, list[Move]]:
     """Moves that differ only in which of several equal operations they rewrite."""
     out: dict[str, list[Move]] = {}
-    for m in rule.find(graph):
+    for m in _moves(rule, graph, found):
         if isinstance(m, Move):
             at = graph.find(m.at)
             kind = f"{rule.name} {m.params} {signature(graph.ops[at], graph) if at >= 0 else m.at}"

@@ -1,5 +1,6 @@
 """Rewrite rules: importing this package fills the table `rule.RULES` with the built-in ones."""
 
+from tapestry.rewrites import block_scan as block_scan
 from tapestry.rewrites import cleanup as cleanup
 from tapestry.rewrites import compose_views as compose_views
 from tapestry.rewrites import fuse_epilogue as fuse_epilogue

@@ -10,6 +10,7 @@ from tapestry.ir import space
 from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Dim, Graph, Op, Read, with_ops
 from tapestry.ir.index import Aff, dim
+from tapestry.ir.scan import as_scan
 from tapestry.rewrites.pattern import inline, merge_reads, shift_args, substitute_expr, substitute_read
 from tapestry.rewrites.rule import Move, Refusal, register
 
@@ -119,6 +120,8 @@ def refuse(op: Op, maker: Op, tensor: str) -> tuple[str, str]:
         return f"'{tensor}' has {_points(replace(maker, reduce=()))} cells, its reader {_points(op)} points", ""
     if _permutes(op, read):
         return "", ""
+    if as_scan(maker):
+        return f"'{tensor}' runs along a dimension that its reader does not keep", ""
     collision = space.access(op, read, ()).collision()  # injective, and as many points as cells: a bijection
     return ("two points read one reduced value", str(collision)) if collision else ("", "")
 

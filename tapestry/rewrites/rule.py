@@ -99,6 +99,15 @@ class Sweeping(Protocol):
         ...
 
 
+@runtime_checkable
+class Sized(Protocol):
+    """A rule whose moves cut something into parts: the search asks for the sizes of the mesh's axes."""
+
+    def sized(self, graph: Graph, parts: int) -> Iterator[Move | Refusal]:
+        """Every place where the rule applies with so many parts, and refusals."""
+        ...
+
+
 RULES: dict[str, Rule] = {}
 R = TypeVar("R", bound=type)
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, scalars
+from tapestry.codegen.torch_cpu import contract, scalars, scan
 from tapestry.codegen.torch_cpu.reads import Fetch, Frame, Tensor, index_values, reader
 from tapestry.ir import opaque
 from tapestry.ir.contraction import dims_read
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.scan import as_scan
 
 Run = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor]]
 """From the buffers of the reads, and the merged states in ``finish`` mode, to new contiguous buffers."""
@@ -81,7 +82,10 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     """Monoid states of each output point over the block."""
     frame = Frame(op.space, kernel.block)
     special = (
-        _convolution(op, graph, kernel, frame) or _product(op, graph, kernel, frame) or _selection(op, graph, kernel, frame)
+        _scan(op, graph, kernel)
+        or _convolution(op, graph, kernel, frame)
+        or _product(op, graph, kernel, frame)
+        or _selection(op, graph, kernel, frame)
     )
     if special is not None:
         return special
@@ -89,6 +93,16 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     keep, monoid = len(op.dims), op.monoid
     assert monoid is not None
     return lambda ins: scalars.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], keep)
+
+
+def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
+    found = as_scan(op)
+    if found is None or any(d.size == 0 for d in op.space):
+        return None
+    runs = scan.runs(op, found, kernel.block)
+    body = _Expressions(runs.op, graph, kernel, runs.op.body, runs.frame)
+    shape = runs.frame.extents
+    return lambda ins: scan.states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
 
 
 def _convolution(

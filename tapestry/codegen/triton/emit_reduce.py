@@ -22,7 +22,9 @@ def emit_reduce(frame: Frame, knobs: Knobs) -> Written:
     tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))
     accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
     merge = _merge(frame, tile, cols, accs)
-    start = [f"{a} = tl.full((ROWS, COLS), {v}, {t})" for a, v, t in zip(accs, _identity(frame), _types(frame), strict=True)]
+    start = [
+        f"{a} = tl.full((ROWS, COLS), {v}, {t})" for a, v, t in zip(accs, identity(frame), state_types(frame), strict=True)
+    ]
     last = Scope(frame, View([(rows, "")], task.ranges), accs)
     values = last.printer.all(task.then) if task.mode == "full" else list(accs)
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
@@ -49,7 +51,7 @@ def _merge(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> str:
     values = tile.printer.all(task.body)
     if cols.ragged:
         inside = tile.view.laid(cols, cols.inside())
-        values = [f"tl.where({inside}, {v}, {z})" for v, z in zip(values, _identity(frame), strict=True)]
+        values = [f"tl.where({inside}, {v}, {z})" for v, z in zip(values, identity(frame), strict=True)]
     if task.monoid == "sum":
         return f"{accs[0]} += {values[0]}"
     assert task.monoid is not None
@@ -68,11 +70,12 @@ def _fold(frame: Frame, accs: tuple[str, ...]) -> str:
     return f"{', '.join(accs)} = tl.reduce({states}, 1, combine)"
 
 
-def _types(frame: Frame) -> list[str]:
+def state_types(frame: Frame) -> list[str]:
+    """Types of the state's fields."""
     return [TRITON_TYPES[compute(e.dtype)] for e in frame.task.body]
 
 
-def _identity(frame: Frame) -> list[str]:
+def identity(frame: Frame) -> list[str]:
     """The monoid's zero as literals."""
     assert frame.task.monoid is not None
     zero = MONOIDS[frame.task.monoid].zero(tuple(e.dtype for e in frame.task.body))

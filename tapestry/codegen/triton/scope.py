@@ -137,14 +137,14 @@ class Scope:
         return out
 
     def store(self, access: Access, name: str, value: str) -> None:
-        """Write a value over the whole tile, less the lanes past the end."""
+        """Write a value over the whole tile, less the lanes past the end and those that fail a check."""
         view = self.view
         offset = view.text(access.offset, name)
         along = view.axes_of(access.offset)
         missing = [view.laid(a, a.name) for a in view.tiled if a not in along]  # of extent one: lane 0 is the element
         offset = " + ".join(([offset] if offset != "0" or not missing else []) + missing)
         text = self._pointer(name, offset)
-        masks = [view.laid(a, a.inside()) for a in view.axes if a.ragged]
+        masks = self._checks(access.checks, name)[0] + [view.laid(a, a.inside()) for a in view.axes if a.ragged]
         self.lines.append(f"tl.store({text}, {value}" + (f", mask={' & '.join(masks)})" if masks else ")"))
 
     def _pointer(self, name: str, offset: str) -> str:

@@ -10,6 +10,7 @@ from tapestry.codegen.triton.axes import identifier
 from tapestry.codegen.triton.emit_dot import emit_dot
 from tapestry.codegen.triton.emit_map import emit_map
 from tapestry.codegen.triton.emit_reduce import emit_reduce
+from tapestry.codegen.triton.emit_scan import emit_scan, scan_knobs, scan_of, scan_task
 from tapestry.codegen.triton.helpers import sources
 from tapestry.codegen.triton.lowered import Task, lower, points, task_text
 from tapestry.codegen.triton.primitives import POINTERS
@@ -55,15 +56,16 @@ def generate(graph: Graph, kernel: Kernel, knobs: Knobs | None = None) -> Triton
     Raises:
         TapestryError: the operation is opaque.
     """
-    task = lower(graph, kernel)
-    product = _product(task)
-    if product is None and _product(cut := split_groups(task)) is not None:
+    scan = scan_of(graph, kernel)
+    task = scan_task(graph, kernel, scan) if scan else lower(graph, kernel)
+    product = None if scan else _product(task)
+    if not scan and product is None and _product(cut := split_groups(task)) is not None:
         task, product = cut, _product(cut)
     op = graph.ops[kernel.op]
     suffix = "" if task.mode == "full" else f"_{task.mode}"
     held, name = frame(task, identifier(op.source[-1] if op.source else op.outs[0]) + suffix)
-    chosen = knobs or _default(task, product)
-    written = _emit(held, product, chosen)
+    chosen = knobs or (scan_knobs(task) if scan else _default(task, product))
+    written = emit_scan(held, chosen, reverse=scan.sign < 0) if scan else _emit(held, product, chosen)
     accesses = (*task.reads.values(), *task.states, *task.outs)
     return TritonKernel(
         name=name,

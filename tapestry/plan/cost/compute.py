@@ -12,6 +12,7 @@ from tapestry.ir.contraction import factors
 from tapestry.ir.expr import Call, Index, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.scan import as_scan
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
@@ -20,6 +21,18 @@ from tapestry.plan.topology import Topology
 def sizes(boxes: Boxes) -> np.ndarray:
     """Number of points of each device's box."""
     return np.prod(np.maximum(boxes[..., 1] - boxes[..., 0], 0), axis=-1)
+
+
+def work(op: Op, block: Boxes) -> np.ndarray:
+    """Points of each device's block at which the body is computed: those of its index space, but for a scan one for each
+    element that runs (`ir.scan`), in every segment that the block meets."""
+    found = as_scan(op)
+    if found is None:
+        return sizes(block)
+    at = next(i for i, d in enumerate(op.space) if d.name == found.dim)
+    lo, hi = block[:, at, 0], block[:, at, 1]
+    segments = np.maximum(-(-hi // found.segment) - lo // found.segment, 0)
+    return sizes(np.delete(block, at, axis=1)) * segments
 
 
 def is_selection(op: Block) -> bool:
@@ -55,7 +68,7 @@ def seconds_each(
     op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
-    heavy, light = flops(op, sizes(block), sizes(final))
+    heavy, light = flops(op, work(op, block), sizes(final))
     moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
     for (tensor, _), boxes in reads.items():
         cells = sizes(boxes)

@@ -203,7 +203,7 @@ def _price(op: Op, graph: Graph, topo: Topology) -> tuple[int, int]:
     if not isinstance(op, Block):
         block = final  # its index space has only the dimensions that it commutes with
     reads = {(t, b""): _whole(graph.tensors[t].shape) for t in op.inputs}
-    heavy, light = compute.flops(op, compute.sizes(block), compute.sizes(final))
+    heavy, light = compute.flops(op, compute.work(op, block), compute.sizes(final))
     seconds = compute.seconds(op, graph, block, final, reads, topo)
     return round(seconds * PICO), int(heavy[0] + light[0])
 
