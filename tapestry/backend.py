@@ -106,7 +106,7 @@ class TapestryBackend(Backend):
     @classmethod
     def supports_device(cls, device: str) -> bool:
         """Only the CPU."""
-        return device.split(":")[0] == "CPU"
+        return device.split(":", maxsplit=1)[0] == "CPU"
 
 
 def _schemas(domain: str) -> list[Any]:

@@ -175,7 +175,7 @@ def _plan(
     _debug(found)
 
     def problems() -> Iterator[tuple[Problem, tuple[str, ...]]]:
-        rewritten = variants(graph) if not options.pins and not given else iter(())
+        rewritten = variants(graph, topo.mesh) if not options.pins and not given else iter(())
         for g, more in itertools.chain([(graph, list[Move]())], rewritten):
             pins = parse_pins(options.pins, g, topo.mesh, folded)
             yield build(g, topo, pins, inputs, outputs, fixed), tuple(map(str, [*moves, *more]))

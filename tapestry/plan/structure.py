@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Mesh, device_count
 from tapestry.ir.text import signature
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.planner import Found
@@ -61,7 +62,7 @@ def _better(
     begin = ours.left()
     for rule in _moving():
         budget = ours if _is_built_in(rule) else whole
-        for kind, moves in _by_kind(rule, graph, found).items():
+        for kind, moves in _by_kind(rule, graph, found.plan.mesh).items():
             if kind in tried or budget.over() or whole.left() < least:
                 continue
             tried.add(kind)
@@ -76,10 +77,10 @@ def _better(
                 yield new, candidate, done, begin - ours.left()
 
 
-def variants(graph: Graph) -> Iterator[tuple[Graph, list[Move]]]:
+def variants(graph: Graph, mesh: Mesh) -> Iterator[tuple[Graph, list[Move]]]:
     """Every graph that one kind of move, applied wherever it can be, makes of a graph; whatever it does to the latency."""
     for rule in _moving():
-        for moves in _by_kind(rule, graph).values():
+        for moves in _by_kind(rule, graph, mesh).values():
             new, done = _apply(graph, moves)
             if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
                 yield new, done
@@ -108,18 +109,18 @@ def _is_built_in(rule: Rule) -> bool:
     return type(rule).__module__.startswith("tapestry.")
 
 
-def _moves(rule: Rule, graph: Graph, found: Found) -> Iterator[Move | Refusal]:
+def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
     """What a rule finds; one that cuts into parts is asked for as many as the mesh, or one of its axes, has devices."""
     if not isinstance(rule, Sized):
         return rule.find(graph)
-    sizes = {a.size for a in found.plan.mesh} | {found.plan.devices}
+    sizes = {a.size for a in mesh} | {device_count(mesh)}
     return itertools.chain.from_iterable(rule.sized(graph, n) for n in sorted(sizes, reverse=True) if n > 1)
 
 
-def _by_kind(rule: Rule, graph: Graph, found: Found) -> dict[str, list[Move]]:
+def _by_kind(rule: Rule, graph: Graph, mesh: Mesh) -> dict[str, list[Move]]:
     """Moves that differ only in which of several equal operations they rewrite."""
     out: dict[str, list[Move]] = {}
-    for m in _moves(rule, graph, found):
+    for m in _moves(rule, graph, mesh):
         if isinstance(m, Move):
             at = graph.find(m.at)
             kind = f"{rule.name} {m.params} {signature(graph.ops[at], graph) if at >= 0 else m.at}"
