@@ -232,7 +232,9 @@ def _debug(found: Found) -> None:
 
 def _unsharded_peak(graph: Graph, topo: Topology) -> int:
     """Peak bytes of the same graph on one device of unlimited memory."""
-    one = replace(topo, mesh=(MeshAxis("d0", 1),), links=(Link(0.0, 0.0),), device=replace(topo.device, memory=1 << 62))
+    one = replace(
+        topo, mesh=(MeshAxis("d0", 1),), links=(Link(0.0, 0.0),), joined=(), device=replace(topo.device, memory=1 << 62)
+    )
     return peak_bytes(search(graph, one).program)[0][0]
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from tapestry.plan.cost import transfer
 from tapestry.plan.strategy import tensor_boxes
-from tapestry.plan.topology import PRESETS, parse_mesh, topology
+from tapestry.plan.topology import PRESETS, fabrics, parse_mesh, topology
+from tapestry.plan.topology.routing import routes
 
 LEVELS = {
     "device": {"memory": "16GiB", "bandwidth": 1e10, "flops": {"f32": 1e11}},
@@ -46,25 +47,46 @@ def footprints(shape, held, rng):
     return out
 
 
-def slowest_receiver(layout, boxes, wanted, width, topo):
-    """(seconds, bytes) by the model's definition: every receiver, every sender, one cell count each."""
-    coords = list(product(*(range(a.size) for a in topo.mesh)))
-    worst, total = 0.0, 0
-    for r, at in enumerate(coords):
-        took, peers, alpha = 0.0, 0, 0.0
-        for s, other in enumerate(coords):
-            differ = [k for k, (a, b) in enumerate(zip(at, other, strict=True)) if a != b]
-            if not differ or any(layout[k] is None for k in differ):
-                continue
+def messages(layout, boxes, wanted, mesh):
+    """(receiver, sender, cells) of every message that is not empty."""
+    coords = list(product(*(range(a.size) for a in mesh)))
+    for (r, at), (s, other) in product(enumerate(coords), repeat=2):
+        if r != s and all(a == b or t is not None for a, b, t in zip(at, other, layout, strict=True)):
             common = np.minimum(wanted[r, :, 1], boxes[s, :, 1]) - np.maximum(wanted[r, :, 0], boxes[s, :, 0])
             cells = int(np.prod(np.maximum(common, 0)))
-            total += cells * width
-            took += cells * width * max(topo.links[k].beta for k in differ)
-            peers += cells > 0
-            alpha = max([alpha, *(topo.links[k].alpha for k in differ if cells)])
+            if cells:
+                yield r, s, cells
+
+
+def slowest_receiver(layout, boxes, wanted, width, topo):
+    """(seconds, bytes) by the model's definition: every receiver, every sender, every wire on the way."""
+    sent = list(messages(layout, boxes, wanted, topo.mesh))
+    load = {}
+    for f in fabrics(topo):
+        for r, s, cells in sent:
+            line, here = r - (r // f.stride % f.size) * f.stride, r // f.stride % f.size
+            at = s // f.stride % f.size
+            while f.wires and at != here:
+                found = routes(f.size, f.wires)
+                wire, at = f.wires[found.wire[here, at]], int(found.next[here, at])
+                load[f.stride, line, wire] = load.get((f.stride, line, wire), 0.0) + cells * width * wire.beta
+    worst = 0.0
+    for r in range(len(boxes)):
+        taken, alpha, path = 0.0, 0.0, {}
+        mine = [(s, cells) for to, s, cells in sent if to == r]
+        for s, cells in mine:
+            crossed = [f for f in fabrics(topo) if s // f.stride % f.size != r // f.stride % f.size]
+            taken += cells * width * max((f.link.beta for f in crossed if not f.wires), default=0.0)
+            alpha = max([alpha, *(f.link.alpha for f in crossed if not f.wires)])
+            for f in crossed:
+                if f.wires:
+                    long = routes(f.size, f.wires).alpha[r // f.stride % f.size, s // f.stride % f.size]
+                    path[f.stride] = max(path.get(f.stride, 0.0), long)
+        lines = {f.stride: r - (r // f.stride % f.size) * f.stride for f in fabrics(topo)}
+        busy = max((v for (stride, line, _), v in load.items() if lines[stride] == line), default=0.0)
         filled = int(np.prod(wanted[r, :, 1] - wanted[r, :, 0])) * width / topo.device.bandwidth
-        worst = max(worst, took + alpha * ceil(log2(peers + 1)) + filled)
-    return (worst + topo.device.launch if total else 0.0), total
+        worst = max(worst, max(taken, busy) + alpha * ceil(log2(len(mine) + 1)) + sum(path.values()) + filled)
+    return (worst + topo.device.launch if sent else 0.0), sum(cells for _, _, cells in sent) * width
 
 
 @pytest.mark.parametrize(("shape", "mesh"), CASES, ids=str)
@@ -81,6 +103,38 @@ def test_costs_are_those_of_the_slowest_receiver(shape, mesh, tmp_path):
         expected = [[slowest_receiver(c, b, w, 4, topo) for w in wanted] for c, b in held]
         assert np.array_equal(found.bytes, np.array(expected)[..., 1])
         np.testing.assert_allclose(found.seconds, np.array(expected)[..., 0], rtol=1e-12, atol=0)
+
+
+WIRED = [
+    {"instance_map": "{8, [[1,2],[0,3],[3,4],[2,5],[5],[6],[7],[0,4]]}", "link": {"alpha": 1e-6, "beta": 1e-9},
+     "links": [{"from": 4, "to": 5, "beta": 7e-9}]},
+    {"interconnect": {"shape": "torus", "alpha": 1e-6, "beta": 1e-9}},
+    {"interconnect": {"shape": "full mesh", "alpha": 1e-6, "beta": 1e-9}},
+    {"interconnect": {"shape": "star", "centre": 3, "alpha": 1e-6, "beta": 1e-9}},
+    {"levels": [{"devices": 4, "shape": "one-way ring", "alpha": 1e-6, "beta": 1e-9}, {"alpha": 5e-6, "beta": 4e-9}]},
+    {"interconnect": {"shape": "linked rings", "alpha": 1e-6, "beta": 1e-9}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("joined", WIRED, ids=lambda d: next(iter(d)))
+@pytest.mark.parametrize("mesh", ["8", "2x4", "4x2", "2x2x2"])
+def test_messages_over_wires_are_walked(mesh, joined, tmp_path):
+    """Equal where the parts are, and never less where they are not."""
+    path = tmp_path / "wires.json"
+    path.write_text(json.dumps({"device": LEVELS["device"], **joined}))
+    topo, rng = topology(parse_mesh(mesh), str(path)), np.random.default_rng(len(mesh))
+    assert any(f.wires for f in topo.joined)
+    for shape in ((8, 16), (16, 8, 8), (9, 11)):
+        held = [(c, tensor_boxes(shape, c, topo.mesh)) for c in layouts(shape, topo.mesh)]
+        held = [held[k] for k in sorted(rng.choice(len(held), min(5, len(held)), replace=False))]
+        wanted = [b for _, b in held] if shape != (9, 11) else footprints(shape, held, rng)
+        found = transfer.costs(held, wanted, 4, topo)
+        expected = np.array([[slowest_receiver(c, b, w, 4, topo) for w in wanted] for c, b in held])
+        assert np.array_equal(found.bytes, expected[..., 1])
+        if shape == (9, 11):
+            assert (found.seconds >= expected[..., 0] * (1 - 1e-12)).all()
+        else:
+            np.testing.assert_allclose(found.seconds, expected[..., 0], rtol=1e-12, atol=0)
 
 
 def test_costs_in_pieces_are_the_costs(monkeypatch):

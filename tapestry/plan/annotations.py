@@ -341,4 +341,3 @@ def _json(text: str, key: str, kind: type) -> Any:
         hint = "--ignore-sharding plans without it"
         raise PlanError("the model's metadata does not read", where=key, why=text[:80], hint=hint)
     return found
-

@@ -1,0 +1,25 @@
+"""Devices and what joins them: levels, shapes of links, arbitrary maps of links, presets and files."""
+
+from tapestry.plan.topology.data import from_data, to_data
+from tapestry.plan.topology.files import GiB, default_mesh, parse_bytes, topology
+from tapestry.plan.topology.meshes import MAX_DEVICES, parse_mesh
+from tapestry.plan.topology.model import Device, Fabric, Link, Topology, Wire, fabrics
+from tapestry.plan.topology.presets import PRESETS
+
+__all__ = [
+    "MAX_DEVICES",
+    "PRESETS",
+    "Device",
+    "Fabric",
+    "GiB",
+    "Link",
+    "Topology",
+    "Wire",
+    "default_mesh",
+    "fabrics",
+    "from_data",
+    "parse_bytes",
+    "parse_mesh",
+    "to_data",
+    "topology",
+]

@@ -1,0 +1,146 @@
+"""What a topology is: devices, and fabrics that join the devices which differ in one digit of their number.
+
+Costs of communication follow the alpha-beta model (Hockney 1994): a message of n bytes takes ``alpha + beta * n`` seconds on a
+link. Device numbers are row-major over the mesh; a fabric joins all devices that agree but for ``number // stride % size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from tapestry.ir.plan import Mesh, MeshAxis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One kind of device: memory in bytes, bandwidth of its memory in B/s, time to start a kernel in s.
+
+    ``flops`` gives FLOP/s of contractions by dtype ("other" for the rest); element-wise work runs at ``vector`` FLOP/s.
+    """
+
+    memory: int
+    bandwidth: float
+    launch: float
+    vector: float
+    flops: Mapping[str, float]
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of contractions in a dtype."""
+        return self.flops.get(dtype, self.flops["other"])
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Latency in s and inverse bandwidth in s/B (per device, each direction)."""
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A link from one coordinate of a fabric to another, in this direction only."""
+
+    src: int
+    dst: int
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """How devices are joined that differ only in ``number // stride % size``.
+
+    Attributes:
+        kind: ``switch`` (every device has one port to it; nothing inside it is ever busy), or the name of a shape of wires.
+        link: of a port, for a switch; the slowest wire otherwise.
+        wires: none for a switch.
+    """
+
+    kind: str
+    stride: int
+    size: int
+    link: Link
+    wires: tuple[Wire, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """A mesh of devices.
+
+    Attributes:
+        links: one per mesh axis: the slowest link along it.
+        joined: fabrics that together make up the mesh, the slowest digit first; none: each mesh axis is a switch of its link.
+        notes: what had to be assumed of a file, for people.
+    """
+
+    name: str
+    mesh: Mesh
+    links: tuple[Link, ...]
+    device: Device
+    joined: tuple[Fabric, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Mesh and fabrics on common digits of the device number.
+
+    Attributes:
+        mesh: a finer mesh: each mesh axis is split where a fabric begins or ends inside it.
+        fabrics: each fabric with the axes of the finer mesh that it joins.
+        axis: for each axis of the finer mesh, the mesh axis that it is part of.
+    """
+
+    mesh: Mesh
+    fabrics: tuple[tuple[Fabric, tuple[int, ...]], ...]
+    axis: tuple[int, ...]
+
+
+def fabrics(topo: Topology) -> tuple[Fabric, ...]:
+    """What joins the devices, the slowest digit first."""
+    if topo.joined:
+        return topo.joined
+    out: list[Fabric] = []
+    stride = 1
+    for a, link in zip(reversed(topo.mesh), reversed(topo.links), strict=True):
+        out.append(Fabric(kind="switch", stride=stride, size=a.size, link=link))
+        stride *= a.size
+    return tuple(reversed(out))
+
+
+def digits(topo: Topology) -> Digits:
+    """The finest digits that mesh axes and fabrics are made of."""
+    return _digits(topo.mesh, fabrics(topo))
+
+
+@lru_cache(maxsize=256)
+def _digits(mesh: Mesh, joined: tuple[Fabric, ...]) -> Digits:
+    ends = {1}
+    for f in joined:
+        ends |= {f.stride, f.stride * f.size}
+    bounds: list[tuple[int, int, int]] = []  # (stride, size, mesh axis), the slowest first
+    stride = 1
+    for n in reversed(range(len(mesh))):
+        top = stride * mesh[n].size
+        inside = sorted({stride, top} | {e for e in ends if stride < e < top})
+        pieces = [(lo, hi // lo, n) for lo, hi in pairwise(inside)] or [(stride, 1, n)]
+        bounds, stride = [*reversed(pieces), *bounds], top
+    fine = tuple(MeshAxis(f"{mesh[n].name}.{k}", size) for k, (_, size, n) in enumerate(bounds))
+    of = tuple(
+        (f, tuple(k for k, (s, size, _) in enumerate(bounds) if size > 1 and f.stride <= s < f.stride * f.size)) for f in joined
+    )
+    return Digits(fine, tuple((f, axes) for f, axes in of if axes), tuple(n for _, _, n in bounds))
+
+
+def divides(mesh: Mesh, ends: tuple[int, ...]) -> bool:
+    """Whether digits that end at these strides are digits of the mesh axes, too: each divides the next."""
+    stride, all_ends = 1, {1, *ends}
+    for a in reversed(mesh):
+        stride *= a.size
+        all_ends.add(stride)
+    order = sorted(all_ends)
+    return all(b % a == 0 for a, b in pairwise(order))
