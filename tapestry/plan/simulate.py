@@ -19,6 +19,7 @@ from tapestry.ir.program import Box, Free, Launch, Load, Program, Reduce, Step, 
 from tapestry.ir.text import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
+from tapestry.plan.cost.collective import Way, merge
 from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
@@ -39,6 +40,7 @@ class Timed:
         op: the operation it belongs to: a transfer to the one that it fetches for (``None``: it brings outputs to their end).
         start, end, took: seconds by device; NaN where the device takes no part.
         groups: devices with the same number begin and end together.
+        by: the algorithm that a reduction is priced by.
     """
 
     step: int
@@ -48,6 +50,7 @@ class Timed:
     end: np.ndarray
     took: np.ndarray
     groups: np.ndarray
+    by: str = ""
 
     @property
     def seconds(self) -> float:
@@ -182,7 +185,8 @@ class _Clock:
         self.free[stream] = np.where(takes, end, self.free[stream])
         for b in allocated(step):
             self.ready[b] = np.where(takes, end, 0.0)
-        self.timed.append(Timed(step=i, op=op, stream=stream, start=start, end=end, took=seconds, groups=groups))
+        by = " then ".join(w.name for w in self.costs.ways(step)) if isinstance(step, Reduce) else ""
+        self.timed.append(Timed(step=i, op=op, stream=stream, start=start, end=end, took=seconds, groups=groups, by=by))
 
 
 @dataclass(slots=True)
@@ -253,15 +257,22 @@ class _Costs:
         takes = np.array([b is not None for b in dst.boxes]) | joined
         return np.where(takes, np.where(joined, seconds, np.minimum(copying, seconds)), np.nan), groups
 
-    def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray]:
-        """Merging states; the last merge of an operation also pays for the kernel that merges."""
+    def cut(self, step: Reduce) -> list[tuple[int, bool]]:
+        """(mesh axis, whether it scatters) of all reduced dimensions that the step's operation cuts."""
         op, s = self.plan.graph.ops[step.op], self.plan.strategies[step.op]
         reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-        cut = [(a, s.out[a] is not None) for a, d in enumerate(s.dims) if d in reduced]
-        axes = [(a, scatter) for a, scatter in cut if scatter == (step.kind == "reduce_scatter")]
-        last = not (step.kind == "reduce_scatter" and any(not scatter for _, scatter in cut))
+        return [(a, s.out[a] is not None) for a, d in enumerate(s.dims) if d in reduced]
+
+    def ways(self, step: Reduce) -> list[Way]:
+        """How a step merges states."""
+        axes = [(a, scatter) for a, scatter in self.cut(step) if scatter == (step.kind == "reduce_scatter")]
         nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.srcs) for g in step.groups for d in g)
-        seconds = transfer.reduce_seconds(nbytes, axes, self.topo) + last * self.topo.device.launch
+        return merge(nbytes, axes, self.topo)
+
+    def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray]:
+        """Merging states; the last merge of an operation also pays for the kernel that merges."""
+        last = not (step.kind == "reduce_scatter" and any(not scatter for _, scatter in self.cut(step)))
+        seconds = sum(w.seconds for w in self.ways(step)) + last * self.topo.device.launch
         out, groups = np.full(self.program.devices, np.nan), self.alone.copy()
         for n, g in enumerate(step.groups):
             out[list(g)], groups[list(g)] = seconds, n

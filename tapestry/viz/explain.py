@@ -27,7 +27,7 @@ from tapestry.ir.store import Build
 from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import ASSUMPTION, COMPUTE, TRANSFER, Schedule, critical_path, simulate
-from tapestry.plan.topology import from_data
+from tapestry.plan.topology import Topology, from_data
 from tapestry.viz import chart
 from tapestry.viz.words import duration, human, kind_text, shape_text, signed, split_text, step_text
 
@@ -114,6 +114,7 @@ def _transfers(build: Build, timed: Schedule) -> list[Document]:
         out.append({
             "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "bytes": transfer_bytes(step, program),
             "payload_bytes": payload_bytes(step, program), "group": groups, "start_s": start, "seconds": t.seconds,
+            "algorithm": t.by or None,
         })  # fmt: skip
     return out
 
@@ -187,6 +188,7 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     mesh = ", ".join(f"{a.name}={a.size}" for a in plan.mesh) or "one device"
     yield f"{build.model}: {r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
     yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
+    yield from _joined_text(from_data(build.topology))
     yield f"objective {r['objective_s'] * 1e3:.4g} ms, lower bound {r['lower_bound_s'] * 1e3:.4g} ms, gap {r['gap']:.2%}"
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s")]
     yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
@@ -197,6 +199,18 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
         cut = ", ".join(f"axis {x} over {a.name}" for a, x in zip(plan.mesh, layout, strict=True) if x is not None)
         yield f"'{t}' is fixed: {cut or 'replicated'}"
+
+
+def _joined_text(topo: Topology) -> Iterator[str]:
+    """What joins the devices, where it is not one switch per mesh axis."""
+    if topo.joined:
+        yield "joined by " + ", ".join(
+            f"{f.kind} of {f.size}{f' ({f.stride} apart)' if f.stride > 1 else ''}, {duration(f.link.alpha)}, "
+            f"{human(1 / f.link.beta) if f.link.beta else 'any number of bytes'}/s"
+            for f in topo.joined
+        )
+    for note in topo.notes:
+        yield f"topology: {note}"
 
 
 def _steps(build: Build, found: Document) -> Iterator[str]:
@@ -251,7 +265,7 @@ def _transfer_text(t: Mapping[str, Any]) -> str:
     head, tail = f"{t['kind']} of '{t['tensor']}'", f"{human(t['bytes'])} in all, {duration(t['seconds'])}"
     if t["group"] is None:
         return f"{head}: {tail}"
-    return f"{head} in groups of {t['group']}: {human(t['payload_bytes'])} per device, {tail}"
+    return f"{head} in groups of {t['group']}: {human(t['payload_bytes'])} per device, {tail} by {t['algorithm']}"
 
 
 def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
