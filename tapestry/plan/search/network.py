@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapestry.plan.search.budget import Budget
+from tapestry.plan.search.dominance import undominated
 from tapestry.plan.search.dual import Dual, ascend, offer, survivors
 from tapestry.plan.search.fold import fold, polish
 from tapestry.plan.search.pairs import FORBIDDEN, Instance, Solution
@@ -43,8 +44,9 @@ def solve(
 ) -> Solution:
     """Minimise the sum of all factors.
 
-    A dual bound first: it is often tight, and otherwise rules out most labels. Elimination solves the rest, and HiGHS
-    the core on which elimination's tables would grow too large. (Groups of three and more skip the dual bound.)
+    Labels that others beat go first (`plan.search.dominance`). Then a dual bound: it is often tight, and otherwise rules out
+    most labels. Elimination solves the rest, and HiGHS the core on which elimination's tables would grow too large. (Groups
+    of three and more skip the dual bound.)
 
     Args:
         sizes: number of choices of each node.
@@ -56,16 +58,28 @@ def solve(
     budget = Budget.of(time_limit)
     if start is not None and (cost := evaluate(start, factors)) - bound <= 1e-9 * abs(cost):
         return Solution(list(start), cost, min(bound, cost))
+    fewer = undominated(sizes, [(f.nodes, f.table) for f in factors])
+    if fewer is not None:
+        small = [Factor(*t) for t in fewer.restrict([(f.nodes, f.table) for f in factors])]
+        found = _solve(fewer.sizes, small, budget, None if start is None else fewer.shrink(start), bound)
+        found = Solution(fewer.restore(found.choice), found.objective, found.bound)
+    else:
+        found = _solve(sizes, factors, budget, start, bound)
+    objective = evaluate(found.choice, factors)
+    if start is not None and (cost := evaluate(start, factors)) < objective:
+        found, objective = Solution(list(start), cost, found.bound), cost
+    return Solution(found.choice, objective, min(max(found.bound, bound), objective))
+
+
+def _solve(
+    sizes: Sequence[int], factors: Sequence[Factor], budget: Budget, start: Sequence[int] | None, bound: float
+) -> Solution:
     tables = _merged(factors)
     if any(len(k) > 2 for k in tables):
-        found = _finish(sizes, tables, factors, budget, -np.inf, None)
-    elif len(sizes) >= MANY:
-        found = _many(sizes, tables, factors, budget, start, bound)
-    else:
-        found = _few(sizes, tables, factors, budget, start)
-    if start is not None and evaluate(start, factors) < found.objective:
-        found = Solution(list(start), evaluate(start, factors), found.bound)
-    return Solution(found.choice, found.objective, min(max(found.bound, bound), found.objective))
+        return _finish(sizes, tables, factors, budget, -np.inf, None)
+    if len(sizes) >= MANY:
+        return _many(sizes, tables, factors, budget, start, bound)
+    return _few(sizes, tables, factors, budget, start)
 
 
 def _many(

@@ -108,7 +108,8 @@ class Prices:
     def solve(self, scale: float, costs: float, budget: Budget) -> tuple[Solution, float]:
         """Minimise ``costs * time + price * memory``; the value is a Lagrangian lower bound when ``costs`` is 1."""
         sizes, limit = self.problem.sizes, self.problem.topo.device.memory
-        factors = [Factor(f.nodes, f.table * costs) for f in self.problem.factors]
+        scaled = {id(f.table): f.table if costs == 1.0 else f.table * costs for f in self.problem.factors}
+        factors = [Factor(f.nodes, scaled[id(f.table)]) for f in self.problem.factors]
         for at, rows in self.rows.items():
             factors += [Factor((i,), scale * self.price[at] * row) for i, row in enumerate(rows) if row.any()]
         solution = solve(sizes, factors, budget)

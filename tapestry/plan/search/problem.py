@@ -104,6 +104,7 @@ def _edges(problem: Problem, keys: list[str]) -> None:
     graph = problem.graph
     makers = graph.producers()
     cache: dict[tuple[object, ...], np.ndarray] = {}
+    loading: dict[tuple[object, ...], np.ndarray] = {}
     unary = [m.seconds.copy() for m in problem.menus]
     for i, op in enumerate(graph.ops):
         positions: dict[str, list[int]] = {}
@@ -113,7 +114,10 @@ def _edges(problem: Problem, keys: list[str]) -> None:
         for t, where in positions.items():
             maker = makers.get(t)
             if maker is None and t not in problem.inputs:
-                unary[i] += _load_seconds(problem, i, t, where)
+                key = (keys[i], tuple(where))
+                if key not in loading:
+                    loading[key] = _load_seconds(problem, i, t, where)
+                unary[i] += loading[key]
                 continue
             held = [problem.inputs[t]] if maker is None else _layouts(problem, maker, t)
             key = (tuple(held), graph.tensors[t].shape, graph.tensors[t].dtype, keys[i], tuple(where))

@@ -1,0 +1,144 @@
+"""Labels that another label of the same node beats whatever the neighbours choose (dead-end elimination).
+
+Label b of a node may go when some label a costs no more in itself and, over all its tables together, no more against any
+labels of the neighbours: ``u[a] - u[b] + sum_e max_r (T_e[a, r] - T_e[b, r]) <= 0`` (Goldstein 1994). Some optimal choice is
+left then, so that the least cost, and every bound of it, stay what they were. Equal nodes with equal tables are done once:
+the time grows with what is distinct, and layers that repeat cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Table = tuple[tuple[int, ...], np.ndarray]
+ROUNDS = 8
+LARGEST = 1 << 28  # differences that one table may take
+
+
+@dataclass(slots=True)
+class Undominated:
+    """The labels of each node that are left, and for all of them the one that stands in for it.
+
+    A choice in which every label gives way to the one that stands in for it costs no more.
+    """
+
+    kept: list[np.ndarray]
+    instead: list[np.ndarray]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of labels left of each node."""
+        return [len(k) for k in self.kept]
+
+    def restrict(self, tables: Sequence[Table]) -> list[Table]:
+        """The same tables over the labels that are left; one array where it was one."""
+        made: dict[tuple[object, ...], np.ndarray] = {}
+        out: list[Table] = []
+        for nodes, table in tables:
+            key = (id(table), *(self.kept[n].tobytes() for n in nodes))
+            if key not in made:
+                made[key] = np.ascontiguousarray(table[np.ix_(*(self.kept[n] for n in nodes))])
+            out.append((nodes, made[key]))
+        return out
+
+    def shrink(self, choice: Sequence[int]) -> list[int]:
+        """A choice of all labels as one of those that are left."""
+        return [int(np.searchsorted(k, i[c])) for k, i, c in zip(self.kept, self.instead, choice, strict=True)]
+
+    def restore(self, choice: Sequence[int]) -> list[int]:
+        """A choice of the labels that are left as one of all."""
+        return [int(k[c]) for k, c in zip(self.kept, choice, strict=True)]
+
+
+def undominated(sizes: Sequence[int], tables: Sequence[Table]) -> Undominated | None:
+    """Remove labels until no more go; None where none does.
+
+    Args:
+        tables: costs by node or by pair of nodes; nodes of larger groups keep all labels.
+    """
+    state = _State(sizes, tables)
+    for _ in range(ROUNDS):
+        if not state.round():
+            break
+    found = state.found
+    return found if any(len(k) < n for k, n in zip(found.kept, sizes, strict=True)) else None
+
+
+@dataclass(slots=True)
+class _State:
+    sizes: Sequence[int]
+    tables: Sequence[Table]
+    found: Undominated = field(init=False)
+    unary: list[np.ndarray] = field(init=False)
+    near: list[list[tuple[np.ndarray, int, int]]] = field(init=False)
+    stay: set[int] = field(default_factory=set[int])
+    sets: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    known: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict[tuple[int, int, int], np.ndarray])
+
+    def __post_init__(self) -> None:
+        every = {n: np.arange(n) for n in set(self.sizes)}
+        self.found = Undominated([every[n] for n in self.sizes], [every[n] for n in self.sizes])
+        self.unary = [np.zeros(n) for n in self.sizes]
+        self.near = [[] for _ in self.sizes]
+        for nodes, table in self.tables:
+            if len(nodes) == 1:
+                self.unary[nodes[0]] = self.unary[nodes[0]] + table
+            elif len(set(nodes)) == 2 and max(table.shape) * table.size <= LARGEST:
+                self.near[nodes[0]].append((table, 0, nodes[1]))
+                self.near[nodes[1]].append((table, 1, nodes[0]))
+            else:
+                self.stay |= set(nodes)
+
+    def round(self) -> bool:
+        """Every node once, against what the others had before; whether any label went."""
+        kept = self.found.kept
+        numbers = [self.sets.setdefault(k.tobytes(), len(self.sets)) for k in kept]
+        classes: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+        after = Undominated(list(kept), list(self.found.instead))
+        for i, near in enumerate(self.near):
+            if i in self.stay or len(kept[i]) < 2:
+                continue
+            tables = sorted((id(t), side, numbers[j]) for t, side, j in near)
+            key = (numbers[i], self.unary[i].tobytes(), *tables)
+            if key not in classes:
+                classes[key] = _dominated(self.differences(i, numbers), kept[i])
+            after.kept[i] = classes[key][0]
+            after.instead[i] = classes[key][1][self.found.instead[i]]
+        changed = any(len(a) < len(b) for a, b in zip(after.kept, kept, strict=True))
+        self.found = after
+        return changed
+
+    def differences(self, i: int, numbers: list[int]) -> np.ndarray:
+        """[a, b]: by how much label a of a node may at most cost more than label b."""
+        with np.errstate(invalid="ignore"):  # infinity less infinity says nothing: never at most 0
+            out = self.unary[i][:, None] - self.unary[i][None, :]
+            for table, side, j in self.near[i]:
+                key = (id(table), side, numbers[j])
+                if key not in self.known:
+                    self.known[key] = _most(table if side == 0 else table.T, self.found.kept[j])
+                out = out + self.known[key]
+        return out
+
+
+def _most(table: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """[a, b]: the largest of ``table[a, r] - table[b, r]`` over some columns."""
+    rows = np.unique(table[:, columns], axis=1)
+    out = np.empty((len(rows), len(rows)))
+    for a, row in enumerate(rows):
+        (row - rows).max(axis=1, out=out[a])
+    return out
+
+
+def _dominated(differences: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(labels left, by label the one that stands in for it) of those that were ``kept``; of equals the first one stays."""
+    beats = differences[np.ix_(kept, kept)] <= 0
+    order = np.arange(len(kept))
+    beats &= ~beats.T | (order[:, None] < order[None, :])
+    left = ~beats.any(axis=0)
+    instead = np.arange(len(differences))
+    for b in np.flatnonzero(~left):
+        instead[kept[b]] = kept[np.flatnonzero(beats[:, b] & left)[0]]
+    return kept[left], instead
