@@ -2,7 +2,8 @@
 
 Sequential tree-reweighted message passing (Kolmogorov 2006, 2015) over levels of nodes that share no pair, the pairs of a
 level stacked by shape. Every pair keeps a message to each of its nodes: costs moved from the pair to the node, so that the sum
-of all minima stays a lower bound.
+of all minima stays a lower bound. Forbidden joint choices cost much instead of infinitely much, which can only lower the bound:
+then a choice with fewer of them is a better one, and costs of nodes can be improved one at a time towards none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapestry.plan.search.pairs import Pairs
+
+
+LEVELS = 500  # about as many levels as there may be: each takes some numpy calls
+LARGE = 100.0  # of a forbidden joint choice, in the largest cost there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Messages:
         self.number = np.full(len(alive), -1)
         self.number[self.label] = np.arange(len(to))
         self.unary = net.unary[self.label]
+        self.large = LARGE * max(float(np.abs(net.cost).max(initial=0.0)), float(np.abs(self.unary).max(initial=0.0)), net.tiny)
         self._stack(place)
 
     def _stack(self, place: np.ndarray) -> None:
@@ -79,7 +85,7 @@ class Messages:
         me, you = me[order], you[order]
         rows, columns = self.count[me], self.count[you]
         at, message = np.cumsum(rows * columns) - rows * columns, np.cumsum(rows) - rows
-        flat = np.full(int((rows * columns).sum()), np.inf)
+        flat = np.full(int((rows * columns).sum()), self.large)
         a = self.number[net.a] - self.first[place[net.tail]][net.edge]
         b = self.number[net.b] - self.first[place[net.head]][net.edge]
         for side, (x, y) in enumerate(((a, b), (b, a))):
@@ -203,13 +209,15 @@ class Messages:
         out[of[::-1]] = (hit - level.first[of])[::-1]
         return out
 
-    def cost(self, unary: np.ndarray, choice: np.ndarray) -> float:
-        """Cost of a choice, with any costs of nodes."""
-        total = float(unary[self.first + choice].sum())
+    def cost(self, unary: np.ndarray, choice: np.ndarray) -> tuple[float, bool]:
+        """(cost of a choice with any costs of nodes, whether it is allowed); what is forbidden counts as `large` here."""
+        total, allowed = float(unary[self.first + choice].sum()), True
         for level in self.levels:
             for b in level.blocks:
-                total += float(b.table[choice[b.neighbour], choice[b.node], np.arange(len(b.up))][b.up].sum())
-        return total
+                used = b.table[choice[b.neighbour], choice[b.node], np.arange(len(b.up))][b.up]
+                total += float(used.sum())
+                allowed &= bool((used < self.large).all())
+        return total, allowed
 
 
 def levels(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
@@ -236,5 +244,18 @@ def levels(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
                 if not seen[m]:
                     seen[m] = True
                     queue.append(m)
+    if max(level, default=0) > LEVELS:
+        level = _interleaved(level, near)
     used = np.unique(level)
     return np.searchsorted(used, level)
+
+
+def _interleaved(level: list[int], near: list[list[int]]) -> list[int]:
+    """Long chains in pieces, side by side: level by level in every piece at once, a few more where that puts a pair in one."""
+    out = [-1] * len(level)
+    for n in sorted(range(len(level)), key=lambda n: level[n]):
+        taken = {out[m] for m in near[n]}
+        out[n] = level[n] % LEVELS
+        while out[n] in taken:
+            out[n] += 1
+    return out

@@ -21,6 +21,8 @@ FLOOR = 2e-4  # smallest box, as a part of the bound
 STALL = 25  # rounds without progress after which it goes on in another way, or stops
 PACE, SLOW = 0.01, 1e-4  # of steps along the excess: at first, and when they may stop
 NEWS = 3  # times that get a price in one round
+GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
+MESSAGES = 5  # rounds of growing prices for which messages are left as they are
 
 
 @dataclass(slots=True)
@@ -163,12 +165,11 @@ def ascend(
             if budget.over():
                 break
         choice = messages.descend(unary, messages.decode(unary), 5)
-        cost, over = messages.cost(messages.unary, choice), state.excess(choice)
+        (cost, allowed), over = messages.cost(messages.unary, choice), state.excess(choice)
         _judge(state, bound - state.offset(), cost)
-        if np.isfinite(cost):
-            if over.max(initial=0.0) <= 0:
-                least = found(choice, cost)
-            state.cut(cost, over)
+        if allowed and over.max(initial=0.0) <= 0:
+            least = found(choice, cost)
+        state.cut(cost, over)
         stall = 0 if state.best > last + 2e-5 * abs(last) or not np.isfinite(last) else stall + 1
         last = state.best if stall == 0 else last
         if stall > STALL and not state.pace and state.active:
@@ -184,25 +185,43 @@ def ascend(
     return state
 
 
-def force(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float], rounds: int = 60) -> bool:
-    """Raise the best prices wherever the limit is passed until a choice keeps to it; whether one did."""
-    messages = state.messages
+def force(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float], rounds: int = 400) -> bool:
+    """Raise the best prices wherever the limit is passed until a choice keeps to it; whether one did.
+
+    The choice of the round before gives way node by node; now and then messages follow the prices, so that nodes which
+    forbidden joint choices tie together give way together.
+    """
+    messages, use, kept = state.messages, state.messages.net.usage, state.messages.message.copy()
     state.price = state.best_price.copy()
-    step = 0.02 * max(abs(state.best), 1e-300)
-    choice = messages.decode(state.unary())
-    for _ in range(rounds):
-        choice = messages.descend(state.unary(), choice, 10)
-        cost, over = messages.cost(messages.unary, choice), state.excess(choice)
-        if over.max(initial=0.0) <= 0:
-            if np.isfinite(cost):
+    window = max(1, int(np.median(use.hi - use.lo))) if len(use.lo) else 1  # about as long as a usage lasts
+    step = 0.02 * max(abs(state.best), 1e-300) * min(1.0, window / max(len(use.limit), 1))
+    last, fits = messages.decode(state.unary()), False
+    for k in range(rounds):
+        unary = state.unary()
+        tries = [messages.descend(unary, last, 5)]
+        if k % MESSAGES == MESSAGES - 1:
+            messages.sweep(unary, reverse=False)
+            messages.sweep(unary, reverse=True)
+            tries.append(messages.descend(unary, messages.decode(unary), 5))
+        seen = [(float(state.excess(c).max(initial=0.0)), *messages.cost(messages.unary, c), c) for c in tries]
+        for over, cost, allowed, choice in seen:
+            if allowed and over <= 0:
                 found(choice, cost)
-            return bool(np.isfinite(cost))
-        if budget.over():
+                fits = True
+        last = min(seen, key=lambda s: (not s[2], s[0]))[3]
+        if fits or budget.over():
             break
-        state.watch(over)
-        at = np.array(state.active)
-        state.price[at] = np.where(over[at] > 0, state.price[at] * 1.2 + step, state.price[at])
-    return False
+        at = _peaks(state.excess(last), window)
+        state.price[at] = state.price[at] * GROWTH + step
+    messages.message = kept
+    return fits
+
+
+def _peaks(over: np.ndarray, window: int) -> np.ndarray:
+    """The time of the largest excess in each window where there is any."""
+    padded = np.append(over, np.full(-len(over) % window, -np.inf)).reshape(-1, window)
+    at = np.arange(len(padded)) * window + padded.argmax(axis=1)
+    return at[over[at] > 0] if len(over) else at[:0]
 
 
 def _judge(state: Ascent, bound: float, cost: float) -> None:
@@ -210,7 +229,7 @@ def _judge(state: Ascent, bound: float, cost: float) -> None:
     first = not np.isfinite(state.best)
     if first:
         state.box = 0.1 * abs(bound)
-        state.least_box = FLOOR * (abs(cost) * 1e-3 if np.isfinite(cost) else 0.0)
+        state.least_box = FLOOR * abs(cost) * 1e-3
     if bound > state.best:
         if not first and bound > state.best + 2e-5 * abs(state.best):
             state.box = min(state.box * 1.3, 0.1 * abs(bound))

@@ -50,7 +50,9 @@ def reduce(net: Pairs, done: Reduction) -> None:
     """
     changed = 1
     while changed:
-        changed = settle(net) + merge_parallel(net)
+        changed = settle(net)
+        while merged := merge_parallel(net):
+            changed += merged + settle(net)  # one-to-one pairs are told by counts, which needs arc consistency
         changed += merge_bijective(net, done) + limit_usage(net)
         settle(net)
         changed += fold_leaves(net, done)

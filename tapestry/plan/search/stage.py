@@ -16,7 +16,7 @@ from tapestry.plan.search.pairs import Instance, Pairs, Solution
 from tapestry.plan.search.reduce import Reduction, reduce
 
 CLOSED = 1e-9
-FORCE = 0.2  # of the time left, for raising prices until a choice keeps to the limits
+FORCE = 0.5  # of the time left, for raising prices until a choice keeps to the limits
 
 
 @dataclass(slots=True)
