@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tapestry.plan.search import network, pairwise
-from tapestry.plan.search.ascent import Messages
+from tapestry.plan.search.ascent import LEVELS, Messages, levels
 from tapestry.plan.search.bound import Multipliers, certify, rule_out
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.lagrange import ascend
@@ -217,6 +217,101 @@ def test_times_that_cannot_bind_are_forgotten():
     limit_usage(net)
     assert net.usage.time.tolist() in ([1, 5], [2, 5], [3, 5])
     assert net.usage.limit.tolist() == [7, 7]  # each node always uses 1
+
+
+def planted(seed: int, count: int, labels: int, *, slack: float, chain: bool = True) -> dict:
+    """A problem with a choice that is allowed and uses little, and a limit that it keeps to with some slack."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, labels + 1, count)
+    costs = [rng.integers(0, 10**6, s).tolist() for s in sizes]
+    usages = [(rng.integers(1, 1000, s) * 1000).tolist() for s in sizes]
+    intervals = [[i, min(count, i + 1 + int(rng.integers(0, 60)))] for i in range(count)]
+    plant = [int(np.argmin(u)) if rng.random() < 0.7 else int(rng.integers(len(u))) for u in usages]
+    pairs, tables = [], []
+    for i in range(1, count):
+        for j in {i - 1 if chain else int(rng.integers(0, i)), *rng.integers(max(0, i - 60), i, int(rng.integers(0, 2))).tolist()}:
+            if sizes[i] == sizes[j] and rng.random() < 0.3:  # one to one, the planted labels together
+                table = np.full((sizes[j], sizes[i]), INFINITE, object)
+                for a in range(sizes[j]):
+                    table[a, (a - plant[j] + plant[i]) % sizes[i]] = 0
+            else:
+                table = rng.integers(0, 10**6, (sizes[j], sizes[i])).astype(object)
+                table[rng.random(table.shape) < 0.2] = INFINITE
+                table[plant[j], plant[i]] = int(rng.integers(0, 10**6))
+            pairs.append([int(j), i])
+            tables.append([int(x) for x in table.ravel()])
+    problem = {"nodes": {"intervals": intervals, "costs": costs, "usages": usages}, "edges": {"nodes": pairs, "costs": tables}}
+    return {**problem, "usage_limit": int(iopddl.evaluate(problem, plant)[1] * (1 + slack))}
+
+
+@pytest.mark.parametrize(("count", "labels", "slack", "chain"), [(300, 6, 0.02, True), (300, 6, 0.1, False), (1500, 4, 0.05, True), (80, 40, 0.05, True)])
+def test_tight_limits_are_kept_to(count, labels, slack, chain):
+    """The cheapest choices pass the limit by far; some that keep to it are found, in any case."""
+    problem = planted(count, count, labels, slack=slack, chain=chain)
+    found = pairwise.solve(iopddl.instance(problem), 6.0)
+    cost, peak = iopddl.evaluate(problem, found.choice)
+    assert 0 <= cost == found.objective
+    assert peak <= problem["usage_limit"]
+    assert 0 < found.bound <= cost
+    free = pairwise.solve(iopddl.instance({**problem, "usage_limit": None}), 3.0)
+    assert free.bound <= free.objective <= cost
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parallel_pairs_that_leave_nothing_one_to_one(seed):
+    """Two one-to-one pairs between the same nodes may allow each label none or one; brute force agrees."""
+    rng = np.random.default_rng(seed)
+    size, tables = 3, []
+    for _ in range(3):
+        allowed = rng.permutation(size)
+        tables.append([0 if allowed[a] == b or rng.random() < 0.3 else INFINITE for a in range(size) for b in range(size)])
+    nodes = {"intervals": [[0, 1]] * 3, "costs": [rng.integers(0, 9, size).tolist() for _ in range(3)], "usages": [[1] * size] * 3}
+    edges = {"nodes": [[0, 1], [1, 0], [1, 2]], "costs": tables}
+    problem = {"nodes": nodes, "edges": edges, "usage_limit": 10}
+    found, best = pairwise.solve(iopddl.instance(problem), 5.0), brute(problem)
+    assert found.objective == best and found.bound == best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_odd_problems(seed):
+    """Pairs of a node with itself, empty intervals, nothing used, nodes without pairs, one label, plain limits of zero."""
+    problem = random_problem(seed, forbid=0.1, tightness=0.9)
+    nodes, edges = problem["nodes"], problem["edges"]
+    for i in (0, 1):
+        n = len(nodes["costs"][i])
+        edges["nodes"].append([i, i])
+        edges["costs"].append([7 * a + b if a == b or a < b else INFINITE for a in range(n) for b in range(n)])
+    nodes["costs"].append([5])
+    nodes["usages"].append([0])
+    nodes["intervals"].append([3, 3])
+    found = pairwise.solve(iopddl.instance(problem), 5.0)
+    assert found.objective == brute(problem)
+    nothing = {**problem, "usage_limit": 0, "nodes": {**nodes, "usages": [[0] * len(c) for c in nodes["costs"]]}}
+    found = pairwise.solve(iopddl.instance(nothing), 5.0)
+    assert found.objective == brute(nothing)
+    empty = pairwise.solve(iopddl.instance({"nodes": {"intervals": [], "costs": [], "usages": []}, "usage_limit": 3}), 5.0)
+    assert (empty.choice, empty.objective, empty.bound) == ([], 0.0, 0.0)
+
+
+def test_no_choice_at_all_is_proved_by_the_bound(tmp_path):
+    """Three nodes that must differ and have two labels: no reduction sees it."""
+    unlike = [INFINITE, 0, 0, INFINITE]
+    nodes = {"intervals": [[0, 1]] * 3, "costs": [[1, 2]] * 3, "usages": [[1, 1]] * 3}
+    problem = {"nodes": nodes, "edges": {"nodes": [[0, 1], [1, 2], [0, 2]], "costs": [unlike] * 3}, "usage_limit": 10}
+    found = pairwise.solve(iopddl.instance(problem), 5.0)
+    assert np.isinf(found.objective) and np.isinf(found.bound)
+    (tmp_path / "I.json").write_text(json.dumps({"problem": problem}))
+    row = iopddl.measure(tmp_path / "I.json", {"seconds": 5.0}, 1.0)
+    assert not row["feasible"] and row["infeasible"] and "no choice keeps" in iopddl.show(row)
+
+
+@pytest.mark.parametrize("many", [20, 3000])
+def test_long_chains_have_few_levels(many):
+    """Nodes of a level share no pair, and a chain of any length has about as many levels as there may be."""
+    tail = np.arange(many - 1)
+    found = levels(many, tail, tail + 1)
+    assert (found[tail] != found[tail + 1]).all()
+    assert found.max() < (many if many < LEVELS else LEVELS + 3)
 
 
 def test_the_file_format_and_the_command(tmp_path):

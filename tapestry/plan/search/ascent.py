@@ -15,7 +15,6 @@ import numpy as np
 
 from tapestry.plan.search.pairs import Pairs
 
-
 LEVELS = 500  # about as many levels as there may be: each takes some numpy calls
 LARGE = 100.0  # of a forbidden joint choice, in the largest cost there is
 

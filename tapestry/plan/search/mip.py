@@ -146,6 +146,10 @@ class Program:
             if not self.add_rows(point.weight):
                 return point
 
+    def infeasible(self) -> bool:
+        """Whether the last run proved that the rows contradict each other."""
+        return self.highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible
+
     def _point(self) -> Point:
         solution = self.highs.getSolution()
         weight = np.zeros(len(self.net.unary))

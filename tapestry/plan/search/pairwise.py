@@ -94,7 +94,12 @@ def _shrink(state: Search, stage: Stage) -> None:
 
 def _exact(state: Search, stage: Stage) -> None:
     """The linear relaxation, then the integer program of what it does not rule out."""
-    point = Program(stage.net).relax(state.budget.share(SHARE)) if not state.budget.over() else None
+    if state.budget.over():
+        return
+    program = Program(stage.net)
+    point = program.relax(state.budget.share(SHARE))
+    if program.infeasible() and not np.isfinite(state.cost):
+        raise Infeasible
     if point is None or point.multipliers is None:
         return
     stage.move(point.multipliers)

@@ -81,7 +81,7 @@ def search(
     found = found_plan(problem, first, max(first.bound, bound))
     if _peak(found) <= topo.device.memory:
         return found
-    return _within_memory(problem, found, budget, begun)
+    return _within_memory(problem, found, budget, begun, bound)
 
 
 def found_plan(problem: Problem, solution: Solution, bound: float) -> Found:
@@ -116,7 +116,7 @@ class Prices:
         return solution, solution.bound - scale * sum(self.price.values()) * limit
 
 
-def _within_memory(problem: Problem, found: Found, budget: Budget, begun: Found | None = None) -> Found:
+def _within_memory(problem: Problem, found: Found, budget: Budget, begun: Found | None, known: float) -> Found:
     """Raise the price of memory until the plan fits, then lower it again while it still does.
 
     The bound is the Lagrangian dual (Geoffrion 1974): for any prices, the minimum of cost plus price times excess is at
@@ -124,6 +124,7 @@ def _within_memory(problem: Problem, found: Found, budget: Budget, begun: Found 
     """
     prices = Prices(problem, {}, {})
     best, smallest, bound = _raised(prices, found, budget.share(FIRST))
+    bound = max(bound, known)  # above the cost of plans that do not fit
     if best is None and begun is None:
         best = _smallest(prices, smallest, bound, budget)
     best = min((f for f in (best, begun) if f is not None), key=lambda f: f.objective)

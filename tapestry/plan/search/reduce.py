@@ -48,6 +48,7 @@ def reduce(net: Pairs, done: Reduction) -> None:
     Raises:
         Infeasible: no choice is allowed.
     """
+    _loops(net)
     changed = 1
     while changed:
         changed = settle(net)

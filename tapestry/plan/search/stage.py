@@ -59,7 +59,9 @@ class Search:
         self.log.append((time.monotonic() - self.began, what, self.cost, self.bound))
 
     def closed(self) -> bool:
-        """Whether the best choice is proved to be optimal."""
+        """Whether the best choice is proved to be optimal, or that there is none."""
+        if self.bound == np.inf:
+            return True
         return bool(np.isfinite(self.cost)) and self.cost - self.bound <= CLOSED * abs(self.cost) + self.tiny
 
     def solution(self) -> Solution:
@@ -135,8 +137,9 @@ def integer(state: Search, net: Pairs, done: Reduction, budget: Budget) -> tuple
     while True:
         start = state.labels(net) if np.isfinite(state.cost) else None
         point = program.integer(budget, start)
-        if point is None:
-            return False, bound
+        if point is None:  # a program without choices, while none is known, is solved
+            none = program.infeasible() and not sharp and not np.isfinite(state.cost)
+            return none, np.inf if none else bound
         if not sharp:
             bound = max(bound, point.bound)
         state.offer(net, done, np.flatnonzero(point.weight > 0.5))
