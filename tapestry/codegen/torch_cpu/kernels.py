@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu import contract, scalars, scan
+from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.reads import Fetch, Frame, Tensor, index_values, reader
 from tapestry.ir import opaque
 from tapestry.ir.contraction import dims_read
@@ -108,13 +109,16 @@ def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor 
 def _convolution(
     op: Block, graph: Graph, kernel: Kernel, frame: Frame
 ) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-    found = contract.as_conv(op)
-    if found is None or op.body[0].dtype not in ("f32", "f64"):
+    if len(op.body) != 1 or op.body[0].dtype not in ("f32", "f64"):
         return None
-    x, w = kernel.ins[found.x], kernel.ins[found.w]
-    assert x is not None and w is not None
-    run = contract.conv(op, found, frame, x, w, graph.tensors[op.reads[found.x].tensor].shape)
-    return lambda ins: [run(_held(ins[found.x]), _held(ins[found.w]))]
+    here = localise(op, graph, kernel)
+    found = contract.as_conv(here.op)
+    if found is None:
+        return None
+    x, w = here.held[found.x], here.held[found.w]
+    run = contract.conv(here.op, found, here.frame, x.box, w.box, x.shape)
+    shape = frame.extents[: len(op.dims)]
+    return lambda ins: [run(_held(ins[found.x])[x.take], _held(ins[found.w])[w.take]).reshape(shape)]
 
 
 def _product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
