@@ -119,7 +119,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     with clock("verify"):
         laws = certificate.check(
             found.plan.annotated(), found.program, limit=topo.device.memory, stated_peak=peak_bytes(found.program)[0],
-            mesh=found.plan.mesh,
+            mesh=found.plan.mesh, streamed=found.plan.streamed,
         )  # fmt: skip
     with clock("codegen"):
         kernels = emit.triton_sources(found.plan.graph, found.program)
@@ -296,7 +296,9 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
     build, _ = store.read(folder)
     plan = build.plan
     stated = list(build.peak_bytes)
-    laws = certificate.check(plan.annotated(), build.program, limit=build.memory, stated_peak=stated, mesh=plan.mesh)
+    laws = certificate.check(
+        plan.annotated(), build.program, limit=build.memory, stated_peak=stated, mesh=plan.mesh, streamed=plan.streamed
+    )
     emitted = emit.triton_sources(plan.graph, build.program)
     written = {p.name: p.read_text() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
     for name, source in emitted.items():

@@ -47,6 +47,7 @@ class Plan:
         strategies: one per operation of the graph.
         inputs: layouts in which some graph inputs (or weights) start, as the user fixed them.
         outputs: layouts in which some graph outputs must end.
+        streamed: weights that are loaded from the host for every use and freed after it, instead of staying loaded.
     """
 
     graph: Graph
@@ -54,6 +55,7 @@ class Plan:
     strategies: tuple[Strategy, ...]
     inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    streamed: frozenset[str] = frozenset()
 
     @property
     def devices(self) -> int:

@@ -127,6 +127,7 @@ def encode(build: Build) -> bytes:
         "memory": build.memory, "peak_bytes": build.peak_bytes, "topology": build.topology, "moves": build.moves,
         "graph": to_text(p.graph), "mesh": [(a.name, a.size) for a in p.mesh],
         "strategies": [(s.dims, s.out) for s in p.strategies], "inputs": p.inputs, "outputs": p.outputs,
+        "streamed": sorted(p.streamed),
         "program": {
             "devices": build.program.devices, "outputs": build.program.outputs,
             "buffers": list(build.program.buffers.values()),
@@ -158,6 +159,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     strategies: list[tuple[tuple[str | None, ...], tuple[int | None, ...]]]
     inputs: dict[str, tuple[int | None, ...]]
     outputs: dict[str, tuple[int | None, ...]]
+    streamed: frozenset[str]
     program: _Program
     constants: dict[str, tuple[int, int]]
     report: dict[str, Any]
@@ -179,7 +181,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         raise BuildError(f"a plan of version {d.version}, not {VERSION}", where=where, hint="compile the model again")
     plan = Plan(
         graph=graph, mesh=tuple(MeshAxis(n, s) for n, s in d.mesh), inputs=d.inputs, outputs=d.outputs,
-        strategies=tuple(Strategy(dims, out) for dims, out in d.strategies),
+        strategies=tuple(Strategy(dims, out) for dims, out in d.strategies), streamed=d.streamed,
     )  # fmt: skip
     program = Program(
         devices=d.program.devices, buffers={b.name: b for b in d.program.buffers}, steps=steps, outputs=d.program.outputs

@@ -95,9 +95,9 @@ def local_costs(problem: Problem, choice: list[int]) -> list[np.ndarray]:
 
 def _problem(plan: Plan, topo: Topology, pins: Mapping[int, tuple[Pin, ...]]) -> tuple[Problem, list[int]]:
     """The search's problem again, and what the plan chose in it."""
-    problem = build(plan.graph, topo, {}, plan.inputs, plan.outputs)
+    problem = build(plan.graph, topo, {}, plan.inputs, plan.outputs, streamed=plan.streamed)
     if any(s not in m.strategies for m, s in zip(problem.menus, plan.strategies, strict=True)):
-        problem = build(plan.graph, topo, pins, plan.inputs, plan.outputs)
+        problem = build(plan.graph, topo, pins, plan.inputs, plan.outputs, streamed=plan.streamed)
     return problem, [m.strategies.index(s) for m, s in zip(problem.menus, plan.strategies, strict=True)]
 
 

@@ -1,5 +1,7 @@
 """Plan to Program: loads, launches, transfers and reductions for every device, and frees after the last use.
 
+Weights that stay are loaded first; graph inputs, and weights that are streamed, just before an operation needs them.
+
 The order is the graph's. A footprint that some device lacks is assembled in a buffer of its own by one transfer, which
 every later reader of the same footprint shares.
 """
@@ -18,7 +20,7 @@ from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_c
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated
 from tapestry.ir.text import signature
 from tapestry.plan.kinds import kind_of
-from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
+from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, tensor_boxes
 
 CHUNK = 1 << 16  # pairs of devices compared at once
 
@@ -44,11 +46,16 @@ class _Lowering:
     held: dict[str, list[str]] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     resident: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)
+    used: dict[str, int] = field(default_factory=dict)
     boxes: dict[str, Boxes] = field(default_factory=dict)
     needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list)
 
     def sources(self) -> None:
-        """Load what no operation writes: in its fixed layout, or else each distinct footprint of its readers."""
+        """Load what no operation writes: in its fixed layout, or else each distinct footprint of its readers.
+
+        Inputs without a fixed layout wait for their first reader; streamed weights are not loaded here at all.
+        """
         graph, mesh = self.plan.graph, self.plan.mesh
         self.needs = self.footprints()
         wanted: dict[str, list[Boxes]] = {t: [] for t in (*graph.weights, *graph.inputs)}
@@ -57,7 +64,10 @@ class _Lowering:
                 if t in wanted:
                     wanted[t].append(boxes)
         for t, found in wanted.items():
+            if t in self.plan.streamed:
+                continue
             shape = graph.tensors[t].shape
+            fixed = t in self.plan.inputs or t in graph.outputs
             if t in self.plan.inputs:
                 self.layouts[t] = self.plan.inputs[t]
                 found = [tensor_boxes(shape, self.plan.inputs[t], mesh)]
@@ -66,6 +76,9 @@ class _Lowering:
                 found = [tensor_boxes(shape, (None,) * len(mesh), mesh)]
             for boxes in _distinct(found):
                 name = self.buffer(t, boxes)
+                if not fixed and t in graph.inputs:
+                    self.waiting.add(name)
+                    continue
                 self.steps.append(Load(buffer=name))
                 if t in graph.weights:
                     self.resident.add(name)
@@ -98,7 +111,7 @@ class _Lowering:
 
     def covering(self, tensor: str, boxes: Boxes) -> str | None:
         """A buffer that holds every device's footprint; the tightest one."""
-        found = [b for b in self.held.get(tensor, ()) if _covers(self.boxes[b], boxes)]
+        found = [b for b in self.held.get(tensor, ()) if covers(self.boxes[b], boxes)]
         return min(
             found, key=lambda b: int(np.prod(self.boxes[b][..., 1] - self.boxes[b][..., 0], axis=-1).sum()), default=None
         )
@@ -106,7 +119,13 @@ class _Lowering:
     def fetch(self, tensor: str, boxes: Boxes) -> str:
         """A buffer with the footprint, transferring what is missing."""
         found = self.covering(tensor, boxes)
+        if found is None and tensor in self.plan.streamed:
+            found = self.buffer(tensor, boxes)
+            self.waiting.add(found)
         if found is not None:
+            if found in self.waiting:
+                self.waiting.remove(found)
+                self.steps.append(Load(buffer=found))
             return found
         src = self.held[tensor][0]
         messages = exchange(self.boxes[src], boxes, self.layouts[tensor], self.plan.mesh)
@@ -121,6 +140,10 @@ class _Lowering:
         reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
         cut = [a for a, d in enumerate(s.dims) if d in reduced]
         ins = [""] * (len(op.reads) if isinstance(op, Block) else len(op.ins))
+        for t in self.plan.streamed.intersection(op.inputs):
+            if self.used.get(t, i) < i - 1:  # gone since; only the operation right before leaves it loaded
+                self.held[t] = []
+            self.used[t] = i
         for k, t, boxes in self.needs[i]:
             ins[k] = self.fetch(t, boxes)
         block = op_boxes(op, s.dims, self.plan.mesh)
@@ -230,16 +253,10 @@ def _tuples_of(raw: bytes, shape: tuple[int, ...]) -> tuple[Box, ...]:
     return Shared(tuple((lo, hi) for lo, hi in box) for box in np.frombuffer(raw, np.int64).reshape(shape).tolist())
 
 
-def _covers(outer: Boxes, inner: Boxes) -> bool:
-    empty: np.ndarray = np.any(inner[..., 1] <= inner[..., 0], axis=-1)
-    inside: np.ndarray = np.all((outer[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outer[..., 1]), axis=-1)
-    return bool((empty | inside).all())
-
-
 def _distinct(found: list[Boxes]) -> list[Boxes]:
     """Footprints without those that another one covers on every device."""
     unique = list({b.tobytes(): b for b in found}.values())
-    return [b for b in unique if not any(o is not b and _covers(o, b) and not (_covers(b, o)) for o in unique)]
+    return [b for b in unique if not any(o is not b and covers(o, b) and not (covers(b, o)) for o in unique)]
 
 
 def _with_frees(steps: list[Step], kept: set[str]) -> list[Step]:

@@ -1,6 +1,7 @@
 """A Program on a clock: when every step begins and ends on every device, by the cost model, and what that hangs on.
 
-What is assumed: weights and inputs are in place at time 0. Each device has one compute stream and one transfer stream, and
+What is assumed: inputs, and weights that stay, are in place at time 0; a streamed weight is loaded by the compute stream, for
+nothing is loaded ahead of its use. Each device has one compute stream and one transfer stream, and
 each of them takes its steps in the order of the program; a step begins as soon as its stream is free and what it reads is
 there. So a transfer and a kernel overlap exactly where neither needs the other. Devices that exchange data in one step (joined
 by messages, or a group of a reduction) begin and end together, after the time that the cost model gives to the slowest.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import numpy as np
 
@@ -20,12 +22,13 @@ from tapestry.ir.text import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import Way, merge
+from tapestry.plan.search.problem import load_seconds
 from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
 ASSUMPTION = (
     "one compute and one transfer stream per device, each in program order; transfers and kernels overlap where neither "
-    "needs the other; weights and inputs are in place at the start"
+    "needs the other; inputs, and weights that are not streamed, are in place at the start"
 )
 STREAMS = ("compute", "transfer")
 COMPUTE, TRANSFER = 0, 1
@@ -101,7 +104,7 @@ def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
     clock = _Clock(_Costs(plan, program, topo))
     owners = _operations(program)
     for i, step in enumerate(program.steps):
-        if isinstance(step, Launch | Transfer | Reduce):
+        if isinstance(step, Launch | Transfer | Reduce) or _streams(step, plan, program):
             clock.take(i, step, owners[i])
         elif isinstance(step, Load):
             clock.ready[step.buffer] = np.zeros(program.devices)
@@ -109,6 +112,10 @@ def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
             for b in step.buffers:
                 del clock.ready[b]
     return Schedule(program=program, timed=tuple(clock.timed))
+
+
+def _streams(step: Step, plan: Plan, program: Program) -> TypeGuard[Load]:
+    return isinstance(step, Load) and program.buffers[step.buffer].tensor in plan.streamed
 
 
 def reads_of(step: Step) -> tuple[str, ...]:
@@ -168,10 +175,10 @@ class _Clock:
     def __post_init__(self) -> None:
         self.free = np.zeros((len(STREAMS), self.costs.program.devices))
 
-    def take(self, i: int, step: Launch | Transfer | Reduce, op: int | None) -> None:
+    def take(self, i: int, step: Launch | Load | Transfer | Reduce, op: int | None) -> None:
         """Put a step on its stream."""
         seconds, groups = self.costs.of(step)
-        stream = COMPUTE if isinstance(step, Launch) else TRANSFER
+        stream = COMPUTE if isinstance(step, Launch | Load) else TRANSFER
         takes = ~np.isnan(seconds)
         start = self.free[stream].copy()
         for b in reads_of(step):
@@ -205,12 +212,17 @@ class _Costs:
         self.layouts = layouts(self.plan)
         self.alone = np.arange(self.program.devices)
 
-    def of(self, step: Launch | Transfer | Reduce) -> tuple[np.ndarray, np.ndarray]:
+    def of(self, step: Launch | Load | Transfer | Reduce) -> tuple[np.ndarray, np.ndarray]:
         """(seconds by device, NaN where it takes no part; which devices begin and end together)."""
         match step:
             case Launch():
                 takes = np.array([b is not None for b in step.blocks])
                 return np.where(takes, self.launch(step), np.nan), self.alone
+            case Load():
+                b = self.program.buffers[step.buffer]
+                most = max(b.nbytes(d) for d in self.alone.tolist())
+                takes = np.array([box is not None for box in b.boxes])
+                return np.where(takes, load_seconds(most, self.topo.device), np.nan), self.alone
             case Transfer():
                 src, dst = (self.program.buffers[b] for b in (step.src, step.dst))
                 key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes)

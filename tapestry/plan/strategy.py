@@ -124,6 +124,13 @@ def _cut_boxes(extents: tuple[int, ...], axes: tuple[tuple[int, ...], ...], mesh
     return out
 
 
+def covers(outer: Boxes, inner: Boxes) -> bool:
+    """Whether every device's inner box is empty or inside its outer one."""
+    empty: np.ndarray = np.any(inner[..., 1] <= inner[..., 0], axis=-1)
+    inside: np.ndarray = np.all((outer[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outer[..., 1]), axis=-1)
+    return bool((empty | inside).all())
+
+
 def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[int, str, Boxes]]:
     """(read position, tensor, boxes) of everything that each device must have, clipped to the tensor.
 

@@ -20,7 +20,7 @@ from tapestry.rewrites.simplify import simplify
 
 WORTH = 0.999  # a rewrite must bring the objective under this share of what it was
 MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not worth planning
-_BY_STRATEGY = {"split", "split_reduce"}  # searched by the strategies of every operation already
+_ELSEWHERE = {"split", "split_reduce"} | {"split_time", "micro_batch", "recompute"}  # searched by strategies, or to fit memory
 
 
 def improve(
@@ -102,7 +102,7 @@ def replay(graph: Graph, moves: Sequence[Move]) -> Graph:
 
 
 def _moving() -> list[Rule]:
-    return [r for r in sorted(RULES.values(), key=_is_built_in) if r.kind == "move" and r.name not in _BY_STRATEGY]
+    return [r for r in sorted(RULES.values(), key=_is_built_in) if r.kind == "move" and r.name not in _ELSEWHERE]
 
 
 def _is_built_in(rule: Rule) -> bool:

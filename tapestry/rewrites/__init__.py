@@ -7,6 +7,7 @@ from tapestry.rewrites import fuse_epilogue as fuse_epilogue
 from tapestry.rewrites import fuse_maps as fuse_maps
 from tapestry.rewrites import micro_batch as micro_batch
 from tapestry.rewrites import overlap as overlap
+from tapestry.rewrites import recompute as recompute
 from tapestry.rewrites import slice_dilated as slice_dilated
 from tapestry.rewrites import slice_strided as slice_strided
 from tapestry.rewrites import split as split

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op, with_ops
 from tapestry.ir.text import op_text
+from tapestry.rewrites.pattern import renamed, repeatable
 from tapestry.rewrites.rule import Move, Refusal, register
 
 
@@ -65,7 +66,7 @@ class Share:
         if not equal or at == kept or set(graph.ops[at].outs) & set(graph.outputs):
             raise TapestryError("the operations are not equal, or the second is an output", where=str(move))
         rename = dict(zip(graph.ops[at].outs, graph.ops[kept].outs, strict=True))
-        ops = [_renamed(op, rename) for i, op in enumerate(graph.ops) if i != at]
+        ops = [renamed(op, rename) for i, op in enumerate(graph.ops) if i != at]
         return with_ops(graph, tuple(ops))
 
     def sweep(self, graph: Graph) -> Graph:
@@ -74,7 +75,7 @@ class Share:
         rename: dict[str, str] = {}
         ops: list[Op] = []
         for op in graph.ops:
-            op = _renamed(op, rename)
+            op = renamed(op, rename)
             first = seen.setdefault(_key(op, graph), op)
             if first is op or set(op.outs) & set(graph.outputs):
                 ops.append(op)
@@ -142,17 +143,4 @@ def _key(op: Op, graph: Graph) -> str:
         types = [graph.tensors[t].dtype for t in op.outs]
         return f"{types} {op.reads} {op.space} {op.monoid} {op.body} {op.then} {op.splits}"
     text = op_text(replace(op, source=(), why=""), graph)
-    return text.partition(" = ")[2] if _repeatable(op) else f"{op.outs}"
-
-
-def _repeatable(op: Op) -> bool:
-    """Whether running a node again gives the same results (an opaque random node does not)."""
-    return isinstance(op, Block) or not op.kind.startswith(("Random", "Multinomial", "Bernoulli", "Dropout"))
-
-
-def _renamed(op: Op, rename: dict[str, str]) -> Op:
-    if not rename or not any(t in rename for t in op.inputs):
-        return op
-    if isinstance(op, Block):
-        return replace(op, reads=tuple(replace(r, tensor=rename.get(r.tensor, r.tensor)) for r in op.reads))
-    return replace(op, ins=tuple(rename.get(t, t) for t in op.ins))
+    return text.partition(" = ")[2] if repeatable(op) else f"{op.outs}"

@@ -267,3 +267,17 @@ def work(graph: Graph) -> int:
             points *= d.size
         total += points
     return total
+
+
+def repeatable(op: Op) -> bool:
+    """Whether running a node again gives the same results (an opaque random node does not)."""
+    return isinstance(op, Block) or not op.kind.startswith(("Random", "Multinomial", "Bernoulli", "Dropout"))
+
+
+def renamed(op: Op, rename: Mapping[str, str]) -> Op:
+    """The operation reading other tensors."""
+    if not rename or not any(t in rename for t in op.inputs):
+        return op
+    if isinstance(op, Block):
+        return replace(op, reads=tuple(replace(r, tensor=rename.get(r.tensor, r.tensor)) for r in op.reads))
+    return replace(op, ins=tuple(rename.get(t, t) for t in op.ins))

@@ -10,6 +10,9 @@ from tapestry.rewrites.pattern import accept, op_at, order_matters
 from tapestry.rewrites.rule import Move, Refusal, register
 
 
+REACH = 8  # positions before an operation that `find` looks at; moves may reach further
+
+
 @register
 class SplitTime:
     """Run an operation, and those before it that feed each part with a part, once per part of a dimension.
@@ -68,14 +71,14 @@ class SplitTime:
     kind = "move"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """For every dimension two parts: of the operation alone, and of all that feeds it part by part."""
+        """For every dimension two parts: of the operation alone, and with what feeds it part by part from nearby."""
         for at, op in enumerate(graph.ops):
             for d in op.space:
                 no = refusal(op, d.name, 2)
                 if no:
                     yield no
                     continue
-                reach = at - min(grow(graph, {at: even(d.name, d.size, 2)}, 0))
+                reach = at - min(grow(graph, {at: even(d.name, d.size, 2)}, at - REACH))
                 for back in dict.fromkeys((0, reach)):
                     yield time_move(op, d.name, 2, back)
 

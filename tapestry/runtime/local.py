@@ -58,14 +58,17 @@ class Measured:
 
 
 class Machine:
-    """Runs one Program any number of times; weights stay loaded between runs."""
+    """Runs one Program any number of times; weights stay loaded between runs, but for those that are streamed."""
 
-    def __init__(self, graph: Graph, program: Program, target: Target, weights: Source) -> None:
+    def __init__(
+        self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset()
+    ) -> None:
         self.graph, self.program, self.target = graph, program, target
+        self.weights, self.streamed = weights, streamed
         self.kernels: dict[tuple[int, int], Callable[..., list[Array]]] = {}
         self.resident: list[dict[str, Array]] = [{} for _ in range(program.devices)]
         for step in program.steps:
-            if isinstance(step, Load) and program.buffers[step.buffer].tensor in graph.weights:
+            if isinstance(step, Load) and program.buffers[step.buffer].tensor in set(graph.weights) - streamed:
                 for d, box in enumerate(program.buffers[step.buffer].boxes):
                     if box is not None:
                         self.resident[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
@@ -103,7 +106,8 @@ class Machine:
         for d, box in enumerate(buffer.boxes):
             if box is not None:
                 kept = self.resident[d].get(step.buffer)
-                memory[d][step.buffer] = feeds(buffer.tensor, box) if kept is None else kept
+                source = self.weights if buffer.tensor in self.streamed else feeds
+                memory[d][step.buffer] = source(buffer.tensor, box) if kept is None else kept
 
     def _launch(self, at: int, step: Launch, memory: list[dict[str, Array]]) -> None:
         for d, block in enumerate(step.blocks):

@@ -33,7 +33,7 @@ class Result:
 
 
 class Session:
-    """Runs a build; weights are read once, each device its own slices, and checked against their hashes."""
+    """Runs a build; weights are checked against their hashes, and read once (streamed ones at every use), in slices."""
 
     def __init__(
         self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Array], Any], Callable[[Any], Array]]
@@ -44,7 +44,7 @@ class Session:
         if missing:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
         self._honest: set[str] = set()
-        self.machine = Machine(build.plan.graph, build.program, target, self._weight)
+        self.machine = Machine(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
 
     def _weight(self, tensor: str, box: Box) -> Any:
         """A box of a weight, copied out of the model's files."""

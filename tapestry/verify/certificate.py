@@ -47,6 +47,7 @@ class _Replay:
     peak: Array
     holds: dict[str, Content] = field(default_factory=dict[str, Content])
     resident: set[str] = field(default_factory=set[str])
+    streamed: frozenset[str] = frozenset()
     signatures: list[str] = field(default_factory=list[str])
     launched: dict[int, dict[str, list[Boxes]]] = field(default_factory=dict[int, dict[str, list[Boxes]]])
 
@@ -97,7 +98,13 @@ class _Replay:
 
 
 def check(
-    graph: Graph, program: Program, *, limit: int | None = None, stated_peak: list[int] | None = None, mesh: Mesh | None = None
+    graph: Graph,
+    program: Program,
+    *,
+    limit: int | None = None,
+    stated_peak: list[int] | None = None,
+    mesh: Mesh | None = None,
+    streamed: frozenset[str] = frozenset(),
 ) -> dict[str, int]:
     """Check a graph and its program; returns how many times each law was checked.
 
@@ -105,14 +112,16 @@ def check(
         mesh: the mesh that the graph's splits are bound to; the program must cut every operation as they say.
         limit: bytes that each device has.
         stated_peak: peak bytes per device that the plan claims.
+        streamed: weights that the plan loads for every use; all others stay loaded from their load to the end.
 
     Raises:
         LawError: naming the law, the step, the device and a witness point.
     """
     zeros = np.zeros(program.devices, np.int64)
-    r = _Replay(graph, program, Lists(), zeros, zeros.copy())
+    r = _Replay(graph, program, Lists(), zeros, zeros.copy(), streamed=streamed)
     r.lists.laws.update(constraints.check(graph))
     r.signatures = [signature(op, graph) for op in graph.ops]
+    r.law("agreement", streamed <= set(graph.weights), f"{sorted(streamed - set(graph.weights))} are no weights")
     _declared(r)
     for i, step in enumerate(program.steps):
         name = f"step {i} ({type(step).__name__.lower()})"
@@ -159,7 +168,7 @@ def _load(r: _Replay, step: Load, name: str) -> None:
     b = r.buffer(step.buffer, name)
     known = b.tensor in r.graph.weights or b.tensor in r.graph.inputs
     r.law("read_after_write", known and b.field is None, f"'{b.tensor}' is no input and no weight", name)
-    if b.tensor in r.graph.weights:
+    if b.tensor in r.graph.weights and b.tensor not in r.streamed:
         r.resident.add(step.buffer)
     r.allocate(step.buffer, name, r.spans(b).there, Content())
 

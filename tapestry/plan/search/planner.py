@@ -45,6 +45,14 @@ class Found:
         return max(0.0, self.objective - self.bound) / self.objective if self.objective > 0 else 0.0
 
 
+class TooBig(PlanError):
+    """Nothing fits into the devices' memory; ``found`` is the plan with the least that was found."""
+
+    def __init__(self, found: Found, what: str, *, why: str, hint: str) -> None:
+        super().__init__(what, why=why, hint=hint)
+        self.found = found
+
+
 def search(
     graph: Graph,
     topo: Topology,
@@ -68,20 +76,34 @@ def search(
     Raises:
         PlanError: no plan fits (or was found in time); says by how many bytes, on which device, and for which tensors.
     """
-    budget = Budget.of(time_limit)
     problem = build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed)
+    budget = Budget.of(time_limit)
+    found = spatial(problem, budget, start)
+    if peak(found) > topo.device.memory:
+        raise too_big(found, topo.device.memory, budget)
+    return found
+
+
+def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeeze: bool = True) -> Found:
+    """The best plan of a problem that fits; where none was found, the one with the least memory.
+
+    Args:
+        start: what an earlier search found.
+        squeeze: whether to look once more near the plan with the least memory before giving up.
+    """
+    limit = problem.topo.device.memory
     choice = beginning(problem, start) if start else None
     bound = start.bound if start and np.isfinite(start.bound) and fingerprint(problem) == start.key else -np.inf
     begun = found_plan(problem, Solution(choice, 0.0, bound), bound) if choice else None
-    if begun is not None and (_peak(begun) > topo.device.memory or not np.isfinite(begun.objective)):
+    if begun is not None and (peak(begun) > limit or not np.isfinite(begun.objective)):
         begun = None
     if begun is not None and begun.objective - begun.bound <= PROVED * begun.objective:
         return begun
     first = solve(problem.sizes, problem.factors, budget, choice)
     found = found_plan(problem, first, max(first.bound, bound))
-    if _peak(found) <= topo.device.memory:
+    if peak(found) <= limit or max(problem.sizes, default=1) == 1:
         return found
-    return _within_memory(problem, found, budget, begun, bound)
+    return _within_memory(problem, found, budget, begun, bound, squeeze)
 
 
 def found_plan(problem: Problem, solution: Solution, bound: float) -> Found:
@@ -89,6 +111,7 @@ def found_plan(problem: Problem, solution: Solution, bound: float) -> Found:
     plan = Plan(
         graph=problem.graph, mesh=problem.topo.mesh, inputs=problem.inputs, outputs=problem.outputs,
         strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, solution.choice, strict=True)),
+        streamed=problem.streamed,
     )  # fmt: skip
     objective = evaluate(solution.choice, problem.factors)
     return Found(
@@ -116,7 +139,9 @@ class Prices:
         return solution, solution.bound - scale * sum(self.price.values()) * limit
 
 
-def _within_memory(problem: Problem, found: Found, budget: Budget, begun: Found | None, known: float) -> Found:
+def _within_memory(
+    problem: Problem, found: Found, budget: Budget, begun: Found | None, known: float, squeeze: bool
+) -> Found:
     """Raise the price of memory until the plan fits, then lower it again while it still does.
 
     The bound is the Lagrangian dual (Geoffrion 1974): for any prices, the minimum of cost plus price times excess is at
@@ -126,7 +151,9 @@ def _within_memory(problem: Problem, found: Found, budget: Budget, begun: Found 
     best, smallest, bound = _raised(prices, found, budget.share(FIRST))
     bound = max(bound, known)  # above the cost of plans that do not fit
     if best is None and begun is None:
-        best = _smallest(prices, smallest, bound, budget)
+        best = _smallest(prices, smallest, bound, budget, squeeze)
+        if peak(best) > problem.topo.device.memory:
+            return best
     best = min((f for f in (best, begun) if f is not None), key=lambda f: f.objective)
     low, high = 0.0, 1.0
     for _ in range(8):
@@ -136,7 +163,7 @@ def _within_memory(problem: Problem, found: Found, budget: Budget, begun: Found 
         solution, dual = prices.solve(middle, 1.0, budget)
         bound = max(bound, dual)
         found = found_plan(problem, solution, bound)
-        if _peak(found) <= problem.topo.device.memory:
+        if peak(found) <= problem.topo.device.memory:
             high = middle
             best = min(best, found, key=lambda f: f.objective)
         else:
@@ -152,17 +179,19 @@ def _raised(prices: Prices, found: Found, budget: Budget) -> tuple[Found | None,
         if budget.over():
             break
         raise_price(prices, found, unit)
+        if any(sum(float(row.min()) for row in rows) > limit for rows in prices.rows.values()):
+            break  # the rows underestimate: no choice of strategies fits there
         solution, dual = prices.solve(1.0, 1.0, budget)
         bound = max(bound, dual)
         found = found_plan(prices.problem, solution, bound)
-        smallest = min(smallest, found, key=_peak)
-        if _peak(found) <= limit:
+        smallest = min(smallest, found, key=peak)
+        if peak(found) <= limit:
             return found, smallest, bound
     return None, smallest, bound
 
 
-def _smallest(prices: Prices, smallest: Found, bound: float, budget: Budget) -> Found:
-    """A plan with as little memory as can be found: memory alone counts, then a search around the best; raises if none fits."""
+def _smallest(prices: Prices, smallest: Found, bound: float, budget: Budget, squeeze: bool) -> Found:
+    """A plan with as little memory as can be found: memory alone counts, then a search around the best."""
     limit, grace = prices.problem.topo.device.memory, budget
     if not prices.price:
         raise_price(prices, smallest, smallest.objective / limit)
@@ -170,18 +199,16 @@ def _smallest(prices: Prices, smallest: Found, bound: float, budget: Budget) -> 
         grace = Budget(time.monotonic() + GRACE_SECONDS, budget.interrupt)
     solution, _ = prices.solve(1.0, 1e-6, grace)
     last = found_plan(prices.problem, solution, bound)
-    smallest = _squeeze(prices.problem, min(smallest, last, key=_peak), grace.part(SQUEEZE_SECONDS))
-    if _peak(smallest) > limit:
-        raise _too_big(smallest, limit, budget)
-    return smallest
+    smallest = min(smallest, last, key=peak)
+    return _squeeze(prices.problem, smallest, grace.part(SQUEEZE_SECONDS)) if squeeze else smallest
 
 
 def _squeeze(problem: Problem, found: Found, budget: Budget) -> Found:
     """Change operations that touch what is alive at the peak, one or two at a time, while the exact peak gets smaller."""
     limit, graph = problem.topo.device.memory, problem.graph
-    while _peak(found) > limit:
-        peak, at = peak_bytes(found.program)
-        tensors = {found.program.buffers[b].tensor for b in alive_at(found.program, at[int(np.argmax(peak))])}
+    while peak(found) > limit:
+        most, at = peak_bytes(found.program)
+        tensors = {found.program.buffers[b].tensor for b in alive_at(found.program, at[int(np.argmax(most))])}
         near = [i for i, op in enumerate(graph.ops) if tensors & {*op.inputs, *op.outs}]
         better = next(_smaller(problem, found, near, budget), None)
         if better is None:
@@ -200,18 +227,19 @@ def _smaller(problem: Problem, found: Found, near: list[int], budget: Budget) ->
             for i, c in zip(group, picked, strict=True):
                 choice[i] = c
             other = found_plan(problem, Solution(choice, 0.0, found.bound), found.bound)
-            if _peak(other) < _peak(found):
+            if peak(other) < peak(found):
                 yield other
 
 
-def _peak(found: Found) -> int:
+def peak(found: Found) -> int:
+    """Peak bytes of the device that needs most."""
     return max(peak_bytes(found.program)[0])
 
 
 def raise_price(prices: Prices, found: Found, unit: float) -> None:
     """Add the operation during which the plan needs most, or double its price."""
-    peak, at = peak_bytes(found.program)
-    step = at[int(np.argmax(peak))]
+    most, at = peak_bytes(found.program)
+    step = at[int(np.argmax(most))]
     op = next((s.op for s in found.program.steps[step:] if isinstance(s, Launch | Reduce)), len(found.plan.graph.ops) - 1)
     if op in prices.price:
         prices.price = {k: p * 2 for k, p in prices.price.items()}
@@ -220,17 +248,19 @@ def raise_price(prices: Prices, found: Found, unit: float) -> None:
         prices.price[op] = max([unit, *prices.price.values()])
 
 
-def _too_big(found: Found, limit: int, budget: Budget) -> PlanError:
-    peak, at = peak_bytes(found.program)
-    device = int(np.argmax(peak))
+def too_big(found: Found, limit: int, budget: Budget, tried: str = "") -> TooBig:
+    """By how much, on which device and for which tensors a plan does not fit; and what was tried."""
+    most, at = peak_bytes(found.program)
+    device = int(np.argmax(most))
     alive = alive_at(found.program, at[device])
     largest = sorted(alive, key=lambda b: -found.program.buffers[b].nbytes(device))[:4]
     names = ", ".join(f"'{b}' {found.program.buffers[b].nbytes(device):,}" for b in largest)
     ended = "the search was interrupted before" if budget.interrupted() else "the time was up before" if budget.over() else ""
-    return PlanError(
-        f"{ended + ' a plan was found that fits' if ended else 'no plan fits'}: device {device} needs {peak[device]:,} bytes"
-        f" of {limit:,}, {peak[device] - limit:,} too many",
-        why=f"the plan with the least memory that was found holds there (bytes): {names}",
+    return TooBig(
+        found,
+        f"{ended + ' a plan was found that fits' if ended else 'no plan fits'}: device {device} needs {most[device]:,} bytes"
+        f" of {limit:,}, {most[device] - limit:,} too many",
+        why=f"the plan with the least memory that was found holds there (bytes): {names}{tried}",
         hint=("more time (--time-limit), " if ended else "")
         + "more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
     )

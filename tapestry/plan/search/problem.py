@@ -18,8 +18,8 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.fixed import Fixed, Key, allowed
 from tapestry.plan.search.network import Factor
-from tapestry.plan.strategy import Boxes, Pin, footprints, op_boxes, out_layout, strategies, tensor_boxes
-from tapestry.plan.topology import Topology
+from tapestry.plan.strategy import Boxes, Pin, covers, footprints, op_boxes, out_layout, strategies, tensor_boxes
+from tapestry.plan.topology import Device, Topology
 
 HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: load less from the host
 
@@ -43,6 +43,7 @@ class Problem:
     topo: Topology
     inputs: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
+    streamed: frozenset[str] = frozenset()
     menus: list[Menu] = field(default_factory=list)
     factors: list[Factor] = field(default_factory=list)
     distinct: int = 0
@@ -60,9 +61,10 @@ def build(
     inputs: Mapping[str, Layout],
     outputs: Mapping[str, Layout],
     fixed: Fixed = Fixed(),  # noqa: B008  (immutable)
+    streamed: frozenset[str] = frozenset(),
 ) -> Problem:
-    """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor."""
-    problem = Problem(graph, topo, inputs, outputs)
+    """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights."""
+    problem = Problem(graph, topo, inputs, outputs, streamed)
     kinds: dict[str, Menu] = {}
     keys: list[str] = []
     for i, op in enumerate(graph.ops):
@@ -114,7 +116,10 @@ def _edges(problem: Problem, keys: list[str]) -> None:
         for t, where in positions.items():
             maker = makers.get(t)
             if maker is None and t not in problem.inputs:
-                key = (keys[i], tuple(where))
+                if i and t in problem.streamed and t in graph.ops[i - 1].inputs:
+                    problem.factors.append(Factor((i - 1, i), _reload_seconds(problem, i, t, where)))
+                    continue
+                key = (keys[i], tuple(where), t in problem.streamed)
                 if key not in loading:
                     loading[key] = _load_seconds(problem, i, t, where)
                 unary[i] += loading[key]
@@ -171,15 +176,36 @@ def _ending(problem: Problem, maker: int, tensor: str, layout: Layout) -> np.nda
 
 
 def _load_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) -> np.ndarray:
-    width = itemsize(problem.graph.tensors[tensor].dtype)
-    menu = problem.menus[reader]
+    """Seconds to load what an operation reads of an input or weight: streamed weights over the host's link, for this use."""
+    width, menu, device = itemsize(problem.graph.tensors[tensor].dtype), problem.menus[reader], problem.topo.device
+    if tensor in problem.streamed:  # each distinct footprint is loaded
+        found = [list({r[k].tobytes(): r[k] for k in where}.values()) for r in menu.reads]
+        return np.array([sum(load_seconds(int(compute.sizes(b).max()) * width, device) for b in boxes) for boxes in found])
     return np.array([HOST_SECONDS_PER_BYTE * width * max(int(compute.sizes(r[k]).max()) for k in where) for r in menu.reads])
+
+
+def load_seconds(nbytes: int, device: Device) -> float:
+    """Seconds to load bytes of a streamed weight from the host."""
+    return device.host_latency + nbytes / device.host
+
+
+def _reload_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) -> np.ndarray:
+    """Seconds to load a streamed weight again: none where the operation just before has loaded all that this one reads."""
+    op = problem.graph.ops[reader - 1]
+    names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
+    out = np.tile(_load_seconds(problem, reader, tensor, where), (len(problem.menus[reader - 1].reads), 1))
+    for a, held in enumerate(problem.menus[reader - 1].reads):
+        mine = [boxes for k, boxes in held.items() if names[k] == tensor]
+        for b, needed in enumerate(problem.menus[reader].reads):
+            if all(any(covers(m, needed[k]) for m in mine) for k in where):
+                out[a, b] = 0.0
+    return out
 
 
 def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
     """Per operation and choice, bytes that the last device surely holds while operation ``at`` runs.
 
-    Weights (charged to their first reader), inputs (to their last), results that are still needed, partial states of
+    Weights (charged to their first reader), what is loaded for ``at`` itself, results that are still needed, partial states of
     ``at`` itself: a lower estimate of the program's memory, linear in the choices. The last device has the largest block
     of every cut.
     """
@@ -198,8 +224,9 @@ def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
         if i == at:  # what it reads may be gone when partial states are merged into results
             row += np.where(menu.state_bytes > 0, menu.state_bytes, menu.outs_bytes.sum(axis=1))
         for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
-            # weights stay; inputs are loaded first and freed after their last reader
-            stays = t in graph.weights or (t in graph.inputs and at <= i == last[t])
+            # weights stay; inputs and streamed weights are loaded for an operation that reads them
+            loaded = t in graph.inputs or t in problem.streamed
+            stays = (i == at) if loaded else t in graph.weights
             if stays and t not in charged and t not in problem.inputs:
                 charged.add(t)
                 width = itemsize(graph.tensors[t].dtype)

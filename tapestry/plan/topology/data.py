@@ -8,7 +8,7 @@ from typing import Any
 
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis, device_count
-from tapestry.plan.topology.model import Device, Fabric, Link, Topology, Wire, divides
+from tapestry.plan.topology.model import HOST, HOST_LATENCY, Device, Fabric, Link, Topology, Wire, divides
 from tapestry.plan.topology.routing import routes
 
 
@@ -20,6 +20,7 @@ def to_data(topo: Topology) -> dict[str, Any]:
         "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
         "device": {
             "memory": d.memory, "bandwidth": d.bandwidth, "launch": d.launch, "vector": d.vector, "flops": dict(d.flops),
+            "host": d.host, "host_latency": d.host_latency,
         },
     }  # fmt: skip
     if topo.joined:
@@ -46,6 +47,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         device = Device(
             memory=int(d["memory"]), bandwidth=float(d["bandwidth"]), launch=float(d["launch"]), vector=float(d["vector"]),
             flops={str(k): float(v) for k, v in d["flops"].items()},
+            host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
         )  # fmt: skip
         mesh = tuple(MeshAxis(str(name), int(size)) for name, size in data["mesh"])
         links = tuple(Link(float(k["alpha"]), float(k["beta"])) for k in data["links"])
@@ -55,7 +57,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
-    rates = (device.bandwidth, device.vector, *device.flops.values())
+    rates = (device.bandwidth, device.vector, device.host, *device.flops.values())
     if len(links) != len(mesh) or "other" not in device.flops or min(rates) <= 0:
         raise TapestryError("not a topology: links or rates are missing", hint="compile the model again")
     if found.joined and not _whole(found):

@@ -15,7 +15,7 @@ from tapestry.interop import instance_map
 from tapestry.ir.plan import Mesh, MeshAxis
 from tapestry.plan.topology.join import joined
 from tapestry.plan.topology.meshes import parse_mesh
-from tapestry.plan.topology.model import Device, Link, Topology
+from tapestry.plan.topology.model import HOST, HOST_LATENCY, Device, Link, Topology
 from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Source
 
 __all__ = ["GiB", "default_mesh", "parse_bytes", "topology"]
@@ -70,8 +70,8 @@ def _read(path: Path) -> Source:
         axes, whole = _interconnect(data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=str(path), hint="see docs/topology.md") from None
-    rates = [device.bandwidth, device.vector, *device.flops.values(), *(v.reach for v in levels)]
-    costs = [device.launch, *(c for v in levels for c in (v.link.alpha, v.link.beta))]
+    rates = [device.bandwidth, device.vector, device.host, *device.flops.values(), *(v.reach for v in levels)]
+    costs = [device.launch, device.host_latency, *(c for v in levels for c in (v.link.alpha, v.link.beta))]
     sane = all(isfinite(x) and x > 0 for x in rates) and all(isfinite(x) and x >= 0 for x in costs)
     if not sane or [bool(levels), bool(axes), bool(whole)].count(True) != 1:
         raise TapestryError(
@@ -86,7 +86,8 @@ def _device(d: Mapping[str, Any]) -> Device:
     flops.setdefault("other", min(flops.values()))
     return Device(
         memory=parse_bytes(str(d["memory"])), bandwidth=float(d["bandwidth"]), launch=float(d.get("launch", 0.0)),
-        vector=float(d.get("vector", flops["other"])), flops=flops,
+        vector=float(d.get("vector", flops["other"])), flops=flops, host=float(d.get("host", HOST)),
+        host_latency=float(d.get("host_latency", HOST_LATENCY)),
     )  # fmt: skip
 
 

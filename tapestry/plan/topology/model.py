@@ -13,12 +13,15 @@ from itertools import pairwise
 
 from tapestry.ir.plan import Mesh, MeshAxis
 
+HOST, HOST_LATENCY = 1.0e10, 1e-5  # B/s and s of a load from the host, where a topology says nothing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One kind of device: memory in bytes, bandwidth of its memory in B/s, time to start a kernel in s.
 
     ``flops`` gives FLOP/s of contractions by dtype ("other" for the rest); element-wise work runs at ``vector`` FLOP/s.
+    Weights that are streamed come from the host at ``host`` B/s, after ``host_latency`` s for each load.
     """
 
     memory: int
@@ -26,6 +29,8 @@ class Device:
     launch: float
     vector: float
     flops: Mapping[str, float]
+    host: float = HOST
+    host_latency: float = HOST_LATENCY
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of contractions in a dtype."""

@@ -32,22 +32,23 @@ class Source:
 
 SOURCES = {
     "cpu": Source(
-        Device(memory=16 * GiB, bandwidth=2.0e10, launch=5e-6, vector=1.0e10, flops={"f32": 1e11, "other": 5e10}),
+        Device(memory=16 * GiB, bandwidth=2.0e10, launch=5e-6, vector=1.0e10, flops={"f32": 1e11, "other": 5e10},
+               host=5.0e9),
         (Level(REST, Link(5e-6, 1 / 1e10)),),
     ),
     "h100": Source(
         Device(memory=80 * GiB, bandwidth=3.35e12, launch=3e-6, vector=6.0e13,
-               flops={"bf16": 7.9e14, "f16": 7.9e14, "f32": 4.0e14, "other": 6.0e13}),
+               flops={"bf16": 7.9e14, "f16": 7.9e14, "f32": 4.0e14, "other": 6.0e13}, host=5.0e10),
         (Level(8, Link(2e-6, 1 / 4.5e11)), Level(REST, Link(5e-6, 1 / 5.0e10))),
     ),
     "a100-pcie": Source(
         Device(memory=40 * GiB, bandwidth=1.55e12, launch=3e-6, vector=1.9e13,
-               flops={"bf16": 2.5e14, "f16": 2.5e14, "f32": 1.2e14, "other": 1.9e13}),
+               flops={"bf16": 2.5e14, "f16": 2.5e14, "f32": 1.2e14, "other": 1.9e13}, host=2.0e10),
         (Level(REST, Link(4e-6, 1 / 2.5e10)),),
     ),
     "tpu": Source(
         Device(memory=32 * GiB, bandwidth=1.2e12, launch=2e-6, vector=4.3e12,
-               flops={"bf16": 2.75e14, "f16": 4.6e13, "f32": 4.6e13, "other": 4.3e12}),
+               flops={"bf16": 2.75e14, "f16": 4.6e13, "f32": 4.6e13, "other": 4.3e12}, host=1.6e10),
         whole={"shape": "torus", "alpha": 1e-6, "beta": 1 / 5.0e10},
     ),
 }  # fmt: skip

@@ -1,0 +1,189 @@
+"""Where a program needs too much memory, and the moves that may need less there: splits in time and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapestry.ir.graph import Graph
+from tapestry.ir.program import Free, Launch, Program, Reduce, allocated, peak_bytes
+from tapestry.ir.text import signature
+from tapestry.ir.types import itemsize
+from tapestry.plan.search.planner import Found
+from tapestry.rewrites import recompute, split_time
+from tapestry.rewrites.clones import Cut, reads_of
+from tapestry.rewrites.micro_batch import batch_move
+from tapestry.rewrites.rule import Move
+
+PARTS = (2, 4, 8, 16, 32)
+AHEAD = 6  # operations after the peak that a region may end in
+REACH = (0, 1, 2, 3, 5, 8, 13, 21)  # positions before its end that a region may begin at
+MOST_CLONES = 4096  # operations of a rewritten graph
+LIKE = 0.9  # operations that need this share of the peak are treated like the one at the peak
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The operation at which a device needs most, what is alive there, and what needs nearly as much.
+
+    Attributes:
+        op: position of the operation at the peak.
+        nbytes: bytes of each tensor alive there, on the device that needs most.
+        high: operations that need nearly as much, or more than the device has.
+    """
+
+    op: int
+    nbytes: dict[str, int]
+    high: tuple[int, ...]
+
+
+def peak_of(found: Found, limit: int) -> Peak:
+    """The peak of a plan's program."""
+    program = found.program
+    most, at = peak_bytes(program)
+    device = int(np.argmax(most))
+    serves, last = list[int](), len(found.plan.graph.ops) - 1
+    for step in reversed(program.steps):
+        last = step.op if isinstance(step, Launch | Reduce) else last
+        serves.append(last)
+    serves.reverse()
+    alive, now, held = 0, dict[str, int](), dict[str, int]()
+    high: dict[int, None] = {}
+    bar = min(LIKE * most[device], limit) if most[device] > limit else LIKE * most[device]
+    for i, step in enumerate(program.steps):
+        for b in allocated(step):
+            now[b] = program.buffers[b].nbytes(device)
+            alive += now[b]
+        if alive > bar:
+            high[serves[i]] = None
+        if i == at[device]:
+            held = _by_tensor(program, now)
+        for b in step.buffers if isinstance(step, Free) else ():
+            alive -= now.pop(b)
+    return Peak(serves[at[device]], held, tuple(high))
+
+
+def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for b, n in buffers.items():
+        t = program.buffers[b].tensor
+        out[t] = out.get(t, 0) + n
+    return out
+
+
+def moves(graph: Graph, found: Found, limit: int, count: int) -> list[tuple[Move, ...]]:
+    """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind."""
+    spot = peak_of(found, limit)
+    excess = max(max(peak_bytes(found.program)[0]) - limit, 1)
+    out: list[tuple[Move, ...]] = []
+    scored = sorted(_regions(graph, spot, excess), key=lambda s: (-min(s.saved, excess), s.clones, -s.saved))
+    seen: set[tuple[int, str, int]] = set()
+    for s in scored:
+        if len(out) < count and (s.at, s.dim, s.clones) not in seen:
+            seen.add((s.at, s.dim, s.clones))
+            out.append(_alike(graph, spot, s))
+    batches = [batch_move(graph, p) for p in PARTS] if len(graph.ops) * 2 < MOST_CLONES else []
+    out += [(m,) for m in batches if m is not None and m.number("parts") * len(graph.ops) <= MOST_CLONES][:count]
+    return out + [(m,) for m in _again(graph, spot)][: max(2, count // 2)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A split in time that ends in operation ``at``: about how many bytes it saves at the peak, and operations it adds."""
+
+    at: int
+    dim: str
+    parts: int
+    back: int
+    saved: int
+    clones: int
+
+
+def _regions(graph: Graph, spot: Peak, excess: int) -> Iterator[_Region]:
+    """Regions around the peak, each with a first estimate of what it saves."""
+    for at in _ends(graph, spot.op):
+        op = graph.ops[at]
+        for d in op.space:
+            known: set[tuple[int, ...]] = set()
+            for parts in (p for p in PARTS if split_time.refusal(op, d.name, p) is None):
+                for back in sorted({*(at - spot.op + r for r in REACH), at}):
+                    if back > at:
+                        continue
+                    cuts = split_time.region(graph, at, d.name, parts, back)
+                    key = (parts, *sorted(cuts))
+                    if key in known or spot.op not in cuts or len(cuts) * parts > MOST_CLONES:
+                        continue
+                    known.add(key)
+                    saved = _saved(graph, spot, cuts)
+                    if saved > 0:
+                        yield _Region(at, d.name, parts, back, saved, len(cuts) * (parts - 1))
+
+
+def _ends(graph: Graph, first: int) -> list[int]:
+    """The operation at the peak, and those that its results flow into soon."""
+    out, flows = [first], set(graph.ops[first].outs)
+    for i in range(first + 1, min(first + 1 + 4 * AHEAD, len(graph.ops))):
+        if flows & set(graph.ops[i].inputs) and len(out) < AHEAD:
+            out.append(i)
+            flows |= set(graph.ops[i].outs)
+    return out
+
+
+def _saved(graph: Graph, spot: Peak, cuts: dict[int, Cut]) -> int:
+    """Bytes that the tensors alive at the peak need less when each part holds its own part of them."""
+    makers = graph.producers()
+    readers = graph.consumers()
+    here = {t: boxes for t, boxes in reads_of(graph.ops[spot.op], graph, cuts[spot.op])}
+    total = 0
+    for t, n in spot.nbytes.items():
+        maker = makers.get(t)
+        if maker in cuts:
+            op, cut = graph.ops[maker], cuts[maker]
+            if cut.dim not in {d.name for d in op.dims}:
+                total -= n  # two states are merged
+            elif t not in graph.outputs and all(r in cuts for r in readers.get(t, ())):
+                total += n - n * max(hi - lo for lo, hi in cut.parts) // max(1, op.ranges[cut.dim])
+        elif t in graph.weights and t in here:
+            whole = graph.tensors[t].nbytes
+            part = max(int(np.prod([hi - lo for lo, hi in box])) for box in here[t]) * itemsize(graph.tensors[t].dtype)
+            total += n - n * part // max(1, whole)
+    return total
+
+
+def _alike(graph: Graph, spot: Peak, s: _Region) -> tuple[Move, ...]:
+    """The split at every operation that is like the one at the end of the region and lies as near to a high place."""
+    kind, far = signature(graph.ops[s.at], graph), s.at - spot.op
+    here = signature(graph.ops[spot.op], graph)
+    ends = dict.fromkeys([s.at])
+    for p in spot.high:
+        q = p + far
+        if q < len(graph.ops) and signature(graph.ops[p], graph) == here and signature(graph.ops[q], graph) == kind:
+            ends[q] = None
+    return tuple(split_time.time_move(graph.ops[q], s.dim, s.parts, s.back) for q in ends)
+
+
+def _again(graph: Graph, spot: Peak) -> Iterator[Move]:
+    """Recomputing what is alive at the peak but not used there, the largest first."""
+    makers, readers = graph.producers(), graph.consumers()
+    used = {*graph.ops[spot.op].inputs, *graph.ops[spot.op].outs}
+    for t in sorted(set(spot.nbytes) - used, key=lambda t: -spot.nbytes[t]):
+        before = sum(r < spot.op for r in dict.fromkeys(readers.get(t, ())))
+        if t in makers and before and recompute.refusal(graph, graph.ops[makers[t]], before) is None:
+            yield Move("recompute", t, (("keep", before),))
+
+
+def streamable(graph: Graph, fixed: Sequence[str], limit: int) -> list[str]:
+    """Weights that may be streamed, those first whose loads cost the least per byte that need not stay."""
+    readers = graph.consumers()
+    found = [
+        t for t in graph.weights
+        if t not in fixed and t not in graph.outputs and readers.get(t) and graph.tensors[t].nbytes * 1000 >= min(limit, 1 << 26)
+    ]  # fmt: skip
+
+    def loads(t: str) -> int:
+        return sum(1 for a, b in zip([-2, *readers[t]], readers[t], strict=False) if b > a + 1)
+
+    return sorted(found, key=lambda t: (loads(t), -graph.tensors[t].nbytes))
+
