@@ -9,7 +9,6 @@ from tapestry.rewrites.clones import Clones, Cut, clone, even, grow
 from tapestry.rewrites.pattern import accept, op_at, order_matters
 from tapestry.rewrites.rule import Move, Refusal, register
 
-
 REACH = 8  # positions before an operation that `find` looks at; moves may reach further
 
 
