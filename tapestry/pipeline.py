@@ -29,8 +29,9 @@ from tapestry.lift import Lifted, lift
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.search.budget import Budget
-from tapestry.plan.search.pareto import fronts
-from tapestry.plan.search.planner import Found, search
+from tapestry.plan.search.fit import fit
+from tapestry.plan.search.pareto import fronts, undominated
+from tapestry.plan.search.planner import Found, TooBig, search
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start, fingerprint, start_of
 from tapestry.plan.structure import improve, replay, variants
@@ -114,8 +115,9 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         given = marking.constraints(marks, lifted.graph, topo.mesh) if marks else None
         graph = given.graph if given else simplify(lifted.graph)
     with clock("search"):
+        whole = graph
         graph, found, moves, extra = _plan(graph, lifted, topo, options, given, earlier)
-        alone = _unsharded_peak(graph, topo)
+        alone = _unsharded_peak(whole if "fit" in extra else graph, topo)
     with clock("verify"):
         laws = certificate.check(
             found.plan.annotated(), found.program, limit=topo.device.memory, stated_peak=peak_bytes(found.program)[0],
@@ -167,16 +169,31 @@ def _plan(
         pins = parse_pins(options.pins, g, topo.mesh, folded)
         return search(g, topo, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=part, start=start)
 
-    found = plan(graph, budget.share(FIRST))
-    took = time.monotonic() - began
-    if not options.pins and not given:  # a pin names an operation of the graph as it is
-        graph, found, more = improve(graph, found, plan, budget, STRUCTURE_SECONDS, took)
+    def attempt(g: Graph, part: Budget) -> Found:
+        try:
+            return plan(g, part)
+        except TooBig as e:
+            return replace(e.found, objective=math.inf)
+
+    free = not options.pins and not given  # a pin names an operation of the graph as it is
+    fitted, whole = None, graph
+    try:
+        found = plan(graph, budget.share(FIRST))
+    except TooBig as e:
+        if not free:
+            raise
+        fitted = fit(graph, topo, e.found, inputs=inputs, outputs=outputs, budget=budget)
+        found, graph = fitted.found, fitted.found.plan.graph
+        moves += fitted.moves
+    if free and not fitted:  # a fitted graph is not simplified: that would undo recomputation
+        graph, found, more = improve(graph, found, attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began)
         moves += more
     _debug(found)
 
     def problems() -> Iterator[tuple[Problem, tuple[str, ...]]]:
-        rewritten = variants(graph, topo.mesh) if not options.pins and not given else iter(())
-        for g, more in itertools.chain([(graph, list[Move]())], rewritten):
+        base = whole if fitted else graph
+        rewritten = variants(base, topo.mesh) if free else iter(())
+        for g, more in itertools.chain([(base, list[Move]())], rewritten):
             pins = parse_pins(options.pins, g, topo.mesh, folded)
             yield build(g, topo, pins, inputs, outputs, fixed), tuple(map(str, [*moves, *more]))
 
@@ -184,7 +201,10 @@ def _plan(
     if given:
         extra["requests"]["sharding"] = {**given.counts, "notes": list(given.notes)}
     if options.pareto:
-        extra["pareto"] = [asdict(p) for p in fronts(problems(), budget)]
+        points = [*fronts(problems(), budget), *(fitted.points if fitted else ())]
+        extra["pareto"] = [asdict(p) for p in undominated(points)]
+    if fitted:
+        extra["fit"] = dict(fitted.report)
     extra["search"] = _search_record(found, budget, time.monotonic() - began, options, earlier)
     return graph, found, moves, extra
 

@@ -74,7 +74,7 @@ class _Lowering:
             elif t in graph.outputs:
                 self.layouts[t] = (None,) * len(mesh)
                 found = [tensor_boxes(shape, (None,) * len(mesh), mesh)]
-            for boxes in _distinct(found):
+            for boxes in distinct(found):
                 name = self.buffer(t, boxes)
                 if not fixed and t in graph.inputs:
                     self.waiting.add(name)
@@ -253,7 +253,7 @@ def _tuples_of(raw: bytes, shape: tuple[int, ...]) -> tuple[Box, ...]:
     return Shared(tuple((lo, hi) for lo, hi in box) for box in np.frombuffer(raw, np.int64).reshape(shape).tolist())
 
 
-def _distinct(found: list[Boxes]) -> list[Boxes]:
+def distinct(found: list[Boxes]) -> list[Boxes]:
     """Footprints without those that another one covers on every device."""
     unique = list({b.tobytes(): b for b in found}.values())
     return [b for b in unique if not any(o is not b and covers(o, b) and not (covers(b, o)) for o in unique)]

@@ -148,8 +148,8 @@ def clone(graph: Graph, cuts: Mapping[int, Cut]) -> Clones:
     """The graph with every operation of the region once per part, and whole tensors again for readers outside."""
     state = _Cloning(graph, cuts)
     count = len(next(iter(cuts.values())).parts)
-    behind = _behind(graph, cuts)
-    for i, op in enumerate(graph.ops):
+    behind, last = _behind(graph, cuts), max(cuts)
+    for i, op in enumerate(graph.ops[:last]):
         if i not in cuts and i not in behind:
             state.add(op, -1)
     for k in range(count):
@@ -157,7 +157,7 @@ def clone(graph: Graph, cuts: Mapping[int, Cut]) -> Clones:
             state.clone(i, k)
     state.join()
     for i, op in enumerate(graph.ops):
-        if i in behind:
+        if i in behind or i > last:
             state.add(op, -1)
     done = with_ops(graph, tuple(state.ops), tuple(state.new.values()))
     return Clones(done, tuple(state.part))

@@ -7,7 +7,6 @@ nothing gets better.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,30 +14,33 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout, MeshAxis
+from tapestry.ir.plan import Layout
 from tapestry.ir.program import alive_at, peak_bytes
-from tapestry.plan.lower import lower
-from tapestry.plan.search.peaks import moves, streamable
+from tapestry.plan.search.budget import Budget
+from tapestry.plan.search.floor import least_seconds
+from tapestry.plan.search.pareto import Point
+from tapestry.plan.search.peaks import excess, fewest, moves, streamable
 from tapestry.plan.search.planner import Found, peak, spatial, too_big
 from tapestry.plan.search.problem import build
-from tapestry.plan.topology import Link, Topology
+from tapestry.plan.topology import Topology
 from tapestry.rewrites.rule import RULES, Move
 
 BEAM = 2  # states rewritten in one round
 CHOICES = 5  # splits tried per state
-ROUNDS = 8
 PATIENCE = 2  # rounds without a better plan before the search stops
+NEAR = 1.01  # times the bound: good enough to stop
+MORE_SECONDS = 10.0  # to look for a cheaper plan after the first one that fits
 TRIAL_SECONDS = 4.0  # for planning one state
-REFINE = 24  # streamed weights that are tried without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A plan that fits, the moves that led to its graph, and what a person should know of why."""
+    """A plan that fits, the moves that led to its graph, what a person should know of why, and all plans met that fit."""
 
     found: Found
     moves: tuple[Move, ...]
     report: Mapping[str, object]
+    points: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +51,32 @@ class _State:
     moves: tuple[Move, ...]
     found: Found
 
-    def rank(self, limit: int) -> tuple[bool, float]:
-        """Smaller is better: what fits by cost, the rest by memory."""
-        most = peak(self.found)
-        return (False, self.found.objective) if most <= limit else (True, float(most))
-
 
 def fit(
-    graph: Graph, topo: Topology, first: Found, *, inputs: Mapping[str, Layout], outputs: Mapping[str, Layout], time_limit: float
+    graph: Graph,
+    topo: Topology,
+    first: Found,
+    *,
+    inputs: Mapping[str, Layout] | None = None,
+    outputs: Mapping[str, Layout] | None = None,
+    budget: Budget,
 ) -> Fitted:
     """The cheapest plan that was found to fit, by splits in time, recomputation and streamed weights.
 
     Args:
         first: the plan without them, which does not fit.
-        time_limit: seconds.
+        inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
 
     Raises:
-        PlanError: nothing fits; says by how many bytes, on which device, for which tensors, and what was tried.
+        TooBig: nothing fits; says by how many bytes, on which device, for which tensors, and what was tried.
     """
-    search = _Search(topo, inputs, outputs, time.monotonic() + time_limit)
-    root = search.plan(graph, ())
-    seen = [root, _State(graph, (), first)]
-    best = search.explore(seen)
+    bound = least_seconds(graph, topo)
+    search = _Search(topo, inputs or {}, outputs or {}, bound, budget)
+    best = search.explore([search.plan(graph, ()), _State(graph, (), first)])
     if peak(best.found) > topo.device.memory:
-        raise too_big(min(best.found, first, key=peak), topo.device.memory, search.tried())
-    bound = _bound(graph, topo, first)
+        raise too_big(min(best.found, first, key=peak), topo.device.memory, budget, search.tried())
     found = replace(best.found, bound=min(bound, best.found.objective))
-    return Fitted(found=found, moves=best.moves, report=_report(first, found, topo, search.trials))
+    return Fitted(found=found, moves=best.moves, report=_report(first, found, topo, search.trials), points=tuple(search.points))
 
 
 @dataclass(slots=True)
@@ -85,8 +86,10 @@ class _Search:
     topo: Topology
     inputs: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
-    deadline: float
+    bound: float
+    budget: Budget
     trials: int = 0
+    points: list[Point] = field(default_factory=list[Point])
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     met: set[tuple[str, ...]] = field(default_factory=set[tuple[str, ...]])
 
@@ -97,25 +100,28 @@ class _Search:
 
     def explore(self, states: list[_State]) -> _State:
         """Rewrite the best states round by round; returns the best one."""
-        best, idle = min(states, key=lambda s: s.rank(self.limit)), 0
+        best, idle = min(states, key=self.rank), 0
         beam = states
-        for _ in range(ROUNDS):
-            children = [c for s in beam for c in self.children(s)]
-            if not children or time.monotonic() > self.deadline:
-                children and (best := min([best, *children], key=lambda s: s.rank(self.limit)))
+        while beam and idle < PATIENCE and not self.budget.over():
+            if self.rank(best) <= (False, self.bound * NEAR):
                 break
-            beam = sorted(children, key=lambda s: s.rank(self.limit))[:BEAM]
-            better = beam[0].rank(self.limit) < best.rank(self.limit)
+            beam = sorted((c for s in beam for c in self.children(s)), key=self.rank)[:BEAM]
+            better = bool(beam) and self.rank(beam[0]) < self.rank(best)
             best, idle = (beam[0], 0) if better else (best, idle + 1)
-            if idle >= PATIENCE:
-                break
         return best
+
+    def rank(self, state: _State) -> tuple[bool, float, int]:
+        """Smaller is better: what fits by cost, the rest by its peak and then by all that is above the limit over time."""
+        most = peak(state.found)
+        if most <= self.limit:
+            return False, state.found.objective, 0
+        return True, float(most), excess(state.found.program, self.limit)
 
     def children(self, state: _State) -> list[_State]:
         """The states that one list of moves leads to."""
         out: list[_State] = []
         for group in moves(state.graph, state.found, self.limit, CHOICES):
-            if time.monotonic() > self.deadline:
+            if self.budget.over():
                 break
             key = tuple(map(str, (*state.moves, *group)))
             if key in self.met:
@@ -129,41 +135,21 @@ class _Search:
 
     def plan(self, graph: Graph, done: tuple[Move, ...]) -> _State:
         """The best plan of a graph with as few streamed weights as fit, or with all where none fits."""
-        plain = self.spatial(graph, frozenset())
-        order = streamable(graph, tuple(self.inputs), self.limit)
-        if peak(plain) <= self.limit or not order:
-            return _State(graph, done, plain)
-        every = self.spatial(graph, frozenset(order))
-        if peak(every) > self.limit:
+        every = self.spatial(graph, streamable(graph, tuple(self.inputs), self.limit))
+        if peak(every) > self.limit or not every.plan.streamed:
             return _State(graph, done, every)
-        chosen = self.fewest(every, order)
-        found = self.spatial(graph, chosen) if len(self.topo.mesh) and chosen != frozenset(order) else every
-        return _State(graph, done, found if peak(found) <= self.limit else every)
+        plain = self.spatial(graph, frozenset())
+        found = plain if peak(plain) <= self.limit else self.spatial(graph, fewest(every, self.topo))
+        best = min((f for f in (every, found) if peak(f) <= self.limit), key=lambda f: f.objective)
+        self.points.append(Point(best.objective, peak(best), tuple(map(str, done))))
+        self.budget = self.budget.part(MORE_SECONDS)
+        return _State(graph, done, best)
 
     def spatial(self, graph: Graph, streamed: frozenset[str]) -> Found:
         """The planner's own search, for a while."""
         self.trials += 1
-        left = min(TRIAL_SECONDS, max(0.5, self.deadline - time.monotonic()))
         problem = build(graph, self.topo, {}, self.inputs, self.outputs, streamed=streamed)
-        return spatial(problem, left, squeeze=False)
-
-    def fewest(self, found: Found, order: list[str]) -> frozenset[str]:
-        """With the strategies of a plan that streams all, the weights that must be streamed for it to fit."""
-
-        def fits(streamed: frozenset[str]) -> bool:
-            return max(peak_bytes(lower(replace(found.plan, streamed=streamed)))[0]) <= self.limit
-
-        low, high = 0, len(order)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(frozenset(order[:middle])) else (middle + 1, high)
-        chosen = frozenset(order[:high])
-        for t in order[:high][::-1][:REFINE]:
-            if time.monotonic() > self.deadline:
-                break
-            if fits(chosen - {t}):
-                chosen -= {t}
-        return chosen
+        return spatial(problem, self.budget.part(TRIAL_SECONDS), squeeze=False)
 
     def tried(self) -> str:
         """For the error: what was tried."""
@@ -181,22 +167,6 @@ def _applied(graph: Graph, group: tuple[Move, ...]) -> tuple[Graph, tuple[Move, 
             continue
         done.append(m)
     return graph, tuple(done)
-
-
-def _bound(graph: Graph, topo: Topology, first: Found) -> float:
-    """A lower bound of every plan of every rewritten graph, in seconds.
-
-    The rewrites compute each point of the graph at least once, and read and write at least its cells; the cost of an
-    operation is additive in both, with a launch for each part. So on one device no rewritten graph costs less than the
-    graph itself. On several, parts may be spread more evenly than the whole could be: what remains true is that some device
-    does at least its share of each operation. Loads from the host and transfers only add.
-    """
-    n = int(np.prod([a.size for a in topo.mesh]))
-    if n == 1:
-        return first.bound
-    one = replace(topo, mesh=(MeshAxis("d0", 1),), links=(Link(0.0, 0.0),))
-    launch = topo.device.launch
-    return float(sum(launch + (m.seconds.min() - launch) / n for m in build(graph, one, {}, {}, {}).menus))
 
 
 def _report(first: Found, found: Found, topo: Topology, trials: int) -> dict[str, object]:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tapestry.ir.graph import Graph
-from tapestry.ir.program import Free, Launch, Program, Reduce, allocated, peak_bytes
+from tapestry.ir.graph import Block, Dim, Graph, Op
+from tapestry.ir.program import Free, Launch, Program, Reduce, allocated, device_bytes, peak_bytes
 from tapestry.ir.text import signature
 from tapestry.ir.types import itemsize
+from tapestry.plan.lower import distinct
 from tapestry.plan.search.planner import Found
+from tapestry.plan.search.problem import load_seconds
+from tapestry.plan.topology import Topology
 from tapestry.rewrites import recompute, split_time
 from tapestry.rewrites.clones import Cut, reads_of
 from tapestry.rewrites.micro_batch import batch_move
@@ -19,7 +22,7 @@ from tapestry.rewrites.rule import Move
 
 PARTS = (2, 4, 8, 16, 32)
 AHEAD = 6  # operations after the peak that a region may end in
-REACH = (0, 1, 2, 3, 5, 8, 13, 21)  # positions before its end that a region may begin at
+REACH = (0, 1, 2, 3, 5, 8, 13, 21, 34)  # positions before the peak that a region may begin at
 MOST_CLONES = 4096  # operations of a rewritten graph
 LIKE = 0.9  # operations that need this share of the peak are treated like the one at the peak
 
@@ -65,6 +68,18 @@ def peak_of(found: Found, limit: int) -> Peak:
     return Peak(serves[at[device]], held, tuple(high))
 
 
+def excess(program: Program, limit: int) -> int:
+    """Bytes above the limit, summed over the steps of the program and its devices."""
+    alive, total = np.zeros(program.devices, np.int64), 0
+    for step in program.steps:
+        for b in allocated(step):
+            alive += device_bytes(program.buffers[b])
+        total += int(np.maximum(alive - limit, 0).sum())
+        for b in step.buffers if isinstance(step, Free) else ():
+            alive -= device_bytes(program.buffers[b])
+    return total
+
+
 def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
     out: dict[str, int] = {}
     for b, n in buffers.items():
@@ -106,19 +121,24 @@ def _regions(graph: Graph, spot: Peak, excess: int) -> Iterator[_Region]:
     for at in _ends(graph, spot.op):
         op = graph.ops[at]
         for d in op.space:
-            known: set[tuple[int, ...]] = set()
+            if _window(op, d):
+                continue
             for parts in (p for p in PARTS if split_time.refusal(op, d.name, p) is None):
-                for back in sorted({*(at - spot.op + r for r in REACH), at}):
-                    if back > at:
+                whole = split_time.region(graph, at, d.name, parts, min(at, at - spot.op + REACH[-1]))
+                known = 0
+                for back in (at - spot.op + r for r in REACH) if spot.op in whole else ():
+                    cuts = {i: c for i, c in whole.items() if i >= at - back}  # about what a shorter reach gives
+                    if len(cuts) == known or len(cuts) * parts > MOST_CLONES:
                         continue
-                    cuts = split_time.region(graph, at, d.name, parts, back)
-                    key = (parts, *sorted(cuts))
-                    if key in known or spot.op not in cuts or len(cuts) * parts > MOST_CLONES:
-                        continue
-                    known.add(key)
-                    saved = _saved(graph, spot, cuts)
+                    known, saved = len(cuts), _saved(graph, spot, cuts)
                     if saved > 0:
-                        yield _Region(at, d.name, parts, back, saved, len(cuts) * (parts - 1))
+                        yield _Region(at, d.name, parts, min(back, at), saved, len(cuts) * (parts - 1))
+
+
+def _window(op: Op, d: Dim) -> bool:
+    """Whether a reduced dimension is small beside another one (a convolution's window)."""
+    largest = max((r.size for r in op.reduce), default=0) if isinstance(op, Block) else 0
+    return isinstance(op, Block) and d in op.reduce and d.size < largest and d.size < 16
 
 
 def _ends(graph: Graph, first: int) -> list[int]:
@@ -133,9 +153,8 @@ def _ends(graph: Graph, first: int) -> list[int]:
 
 def _saved(graph: Graph, spot: Peak, cuts: dict[int, Cut]) -> int:
     """Bytes that the tensors alive at the peak need less when each part holds its own part of them."""
-    makers = graph.producers()
-    readers = graph.consumers()
-    here = {t: boxes for t, boxes in reads_of(graph.ops[spot.op], graph, cuts[spot.op])}
+    makers, readers = graph.producers(), graph.consumers()
+    here = dict(reads_of(graph.ops[spot.op], graph, cuts[spot.op]))
     total = 0
     for t, n in spot.nbytes.items():
         maker = makers.get(t)
@@ -174,16 +193,44 @@ def _again(graph: Graph, spot: Peak) -> Iterator[Move]:
             yield Move("recompute", t, (("keep", before),))
 
 
-def streamable(graph: Graph, fixed: Sequence[str], limit: int) -> list[str]:
-    """Weights that may be streamed, those first whose loads cost the least per byte that need not stay."""
+def streamable(graph: Graph, fixed: Sequence[str], limit: int) -> frozenset[str]:
+    """Weights that may be streamed: none in a fixed layout, no outputs, none so small that its loads are not worth it."""
+    least = min(limit, 1 << 26) / 1000
     readers = graph.consumers()
-    found = [
-        t for t in graph.weights
-        if t not in fixed and t not in graph.outputs and readers.get(t) and graph.tensors[t].nbytes * 1000 >= min(limit, 1 << 26)
-    ]  # fmt: skip
+    stay = {*fixed, *graph.outputs}
+    return frozenset(t for t in graph.weights if t not in stay and t in readers and graph.tensors[t].nbytes >= least)
 
-    def loads(t: str) -> int:
-        return sum(1 for a, b in zip([-2, *readers[t]], readers[t], strict=False) if b > a + 1)
 
-    return sorted(found, key=lambda t: (loads(t), -graph.tensors[t].nbytes))
+def fewest(found: Found, topo: Topology) -> frozenset[str]:
+    """Of the weights that a plan streams, those that must be for it to fit; the others stay where they are needed most often.
 
+    Worked out on the plan's own program: a weight that stays holds its footprints from the start to the end instead of
+    around its uses. Those stay first whose loads take the most seconds per byte held.
+    """
+    program = found.program
+    over = np.zeros((len(program.steps), program.devices), np.int64)  # alive after each step, less the limit
+    kept: dict[str, np.ndarray] = {}
+    seconds: dict[str, float] = {}
+    boxes: dict[str, list[np.ndarray]] = {}
+    ends = {b: i for i, s in enumerate(program.steps) if isinstance(s, Free) for b in s.buffers}
+    for i, step in enumerate(program.steps):
+        for b in allocated(step):
+            buffer = program.buffers[b]
+            sizes = device_bytes(buffer)
+            until = ends.get(b, len(program.steps))
+            over[i:until] += sizes
+            if buffer.tensor in found.plan.streamed:
+                t = buffer.tensor
+                kept.setdefault(t, np.zeros_like(over))[i:until] -= sizes
+                seconds[t] = seconds.get(t, 0.0) + load_seconds(int(sizes.max()), topo.device)
+                boxes.setdefault(t, []).append(np.array(buffer.boxes, np.int64).reshape(program.devices, -1, 2))
+    over -= topo.device.memory
+    for t, found_boxes in boxes.items():
+        width = itemsize(found.plan.graph.tensors[t].dtype)
+        kept[t] += sum(np.prod(b[..., 1] - b[..., 0], axis=-1) * width for b in distinct(found_boxes))
+    streamed = set(found.plan.streamed)
+    for t in sorted(kept, key=lambda t: -seconds[t] / max(1, int(kept[t].max()))):
+        if not np.any(over + kept[t] > 0):
+            over += kept[t]
+            streamed.remove(t)
+    return frozenset(streamed)

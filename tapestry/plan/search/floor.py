@@ -1,0 +1,65 @@
+"""A lower bound of what every plan of every rewritten graph costs: what its operations must do at least, evenly shared.
+
+Splits in time and recomputation compute each point of the graph at least once, write each cell and read each cell that is
+needed at least once; a cost is additive in all three. Some device does at least its share of each operation, and each
+operation is launched. Loads, transfers and what is done twice only add. (The bound of the plans in space is not one of
+these: parts may be spread more evenly than the whole, and their footprints leave out gaps that the whole's includes.)
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from tapestry.ir.graph import Block, Graph, Op, Read
+from tapestry.ir.index import bounds, dims_of
+from tapestry.ir.plan import device_count
+from tapestry.ir.types import itemsize
+from tapestry.plan.cost import compute
+from tapestry.plan.topology import Topology
+
+
+def least_seconds(graph: Graph, topo: Topology) -> float:
+    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under."""
+    n, d = device_count(topo.mesh), topo.device
+    total = 0.0
+    for op in graph.ops:
+        points = np.array([prod(x.size for x in op.space)])
+        final = np.array([prod(x.size for x in op.dims)]) if isinstance(op, Block) else points
+        heavy, light = compute.flops(op, points, final)
+        moved = int(final[0]) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, int(final[0]))
+        dtype = graph.tensors[op.inputs[0]].dtype if op.inputs else "f32"
+        work = float(heavy[0]) / d.rate(dtype) + float(light[0]) / d.vector + moved / d.bandwidth
+        total += d.launch + work / n
+    return total
+
+
+def _read_bytes(op: Op, graph: Graph, final: int) -> int:
+    if not isinstance(op, Block):
+        return sum(graph.tensors[t].nbytes for t in op.inputs)
+    most: dict[str, int] = {}
+    for r in op.reads:
+        cells = least_cells(op, r, graph.tensors[r.tensor].shape)
+        cells = min(cells, final) if compute.is_selection(op) else cells
+        most[r.tensor] = max(most.get(r.tensor, 0), cells * itemsize(graph.tensors[r.tensor].dtype))
+    return sum(most.values())
+
+
+def least_cells(op: Block, read: Read, shape: tuple[int, ...]) -> int:
+    """Cells that a read surely touches: a product over axes that share no dimension.
+
+    An affine index takes at least ``1 + Σ (size - 1)`` values (a sum of sets of integers); those outside are subtracted.
+    Axes with a floor, a mod or a dimension of an earlier axis count one, reads under guards nothing.
+    """
+    if read.when:
+        return 0
+    cells, used = 1, set[str]()
+    for e, n in zip(read.index, shape, strict=True):
+        if not e.is_affine or used & dims_of(e):
+            continue
+        lo, hi = bounds(e, {x.name: (0, x.size - 1) for x in op.space})
+        values = 1 + sum(op.ranges[str(a)] - 1 for a, _ in e.terms)
+        cells *= max(0, min(values, n) - max(0, -int(lo)) - max(0, int(hi) - n + 1))
+        used |= dims_of(e)
+    return cells
