@@ -27,7 +27,7 @@ def test_undominated_points() -> None:
 def test_graphs_that_rewrites_make_are_on_the_front() -> None:
     """Points name the moves of their graph; no point of the model as it is beats the joint front."""
     graph, topo = case("conv_chain").graph, topology(mesh_of("2"))
-    graphs = [(graph, list[Move]()), *variants(graph)]
+    graphs = [(graph, list[Move]()), *variants(graph, topo.mesh)]
     assert len(graphs) > 1
     problems = [(build(g, topo, {}, {}, {}), tuple(map(str, moves))) for g, moves in graphs]
     alone, found = front(problems[0][0], 20.0), fronts(problems, Budget.of(20.0))
