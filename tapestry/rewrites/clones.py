@@ -56,7 +56,7 @@ def grow(graph: Graph, seeds: Mapping[int, Cut], first: int) -> dict[int, Cut]:
     needs: dict[str, list[list[Interval]]] = {}  # tensor -> per part and axis, the hull of what the region's readers need
     before: set[str] = set()  # tensors that operations before the region need
     readers = graph.consumers()
-    for i in range(max(seeds, default=-1), first - 1, -1):
+    for i in range(max(seeds, default=-1), max(first, 0) - 1, -1):
         op = graph.ops[i]
         wanted = [t for t in op.outs if t in needs]
         blocked = bool(before & set(op.outs)) or bool(op.splits)
