@@ -31,11 +31,12 @@ from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.fit import fit
 from tapestry.plan.search.pareto import fronts, undominated
-from tapestry.plan.search.planner import Found, TooBig, search
+from tapestry.plan.search.planner import Found, TooBig, cheapest, search
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start, fingerprint, start_of
+from tapestry.plan.simulate import ASSUMPTION, simulate
 from tapestry.plan.structure import improve, replay, variants
-from tapestry.plan.topology import Link, Topology, default_mesh, parse_bytes, parse_mesh, to_data, topology
+from tapestry.plan.topology import Link, Topology, default_mesh, from_data, parse_bytes, parse_mesh, shared, to_data, topology
 from tapestry.rewrites.rule import Move, load_rules, parse_move
 from tapestry.rewrites.simplify import simplify
 from tapestry.verify import certificate
@@ -117,10 +118,11 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     with clock("search"):
         whole = graph
         graph, found, moves, extra = _plan(graph, lifted, topo, options, given, earlier)
+        topo = replace(topo, mesh=found.plan.mesh)
         alone = _unsharded_peak(whole if "fit" in extra else graph, topo)
     with clock("verify"):
         laws = certificate.check(
-            found.plan.annotated(), found.program, limit=topo.device.memory, stated_peak=peak_bytes(found.program)[0],
+            found.plan.annotated(), found.program, limit=topo.memories(), stated_peak=peak_bytes(found.program)[0],
             mesh=found.plan.mesh, streamed=found.plan.streamed,
         )  # fmt: skip
     with clock("codegen"):
@@ -165,9 +167,13 @@ def _plan(
         graph, start, more = _resumed(graph, lifted, earlier, rewritten=given is None and not options.pins)
         moves += more
 
+    ways = [topo] if options.layouts or given else shared(topo)  # a layout that is given has equal parts
+
     def plan(g: Graph, part: Budget) -> Found:
         pins = parse_pins(options.pins, g, topo.mesh, folded)
-        return search(g, topo, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=part, start=start)
+        return cheapest(
+            lambda t: search(g, t, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=part, start=start), ways
+        )
 
     def attempt(g: Graph, part: Budget) -> Found:
         try:
@@ -253,7 +259,12 @@ def _debug(found: Found) -> None:
 def _unsharded_peak(graph: Graph, topo: Topology) -> int:
     """Peak bytes of the same graph on one device of unlimited memory."""
     one = replace(
-        topo, mesh=(MeshAxis("d0", 1),), links=(Link(0.0, 0.0),), joined=(), device=replace(topo.device, memory=1 << 62)
+        topo,
+        mesh=(MeshAxis("d0", 1),),
+        links=(Link(0.0, 0.0),),
+        joined=(),
+        kinds=(),
+        device=replace(topo.device, memory=1 << 62),
     )
     return peak_bytes(search(graph, one).program)[0][0]
 
@@ -288,6 +299,7 @@ def _report(
     return {
         "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": found.distinct,
         "devices": program.devices, "objective_s": found.objective, "lower_bound_s": found.bound, "gap": found.gap,
+        "simulated_s": simulate(found.plan, program, topo).total, "overlap": ASSUMPTION,
         "peak_bytes": peak_bytes(program)[0], "memory_bytes": topo.device.memory, "unsharded_peak_bytes": alone,
         "host_load_bytes": sum(int(device_bytes(b).sum()) for b in loads),
         "transfers": transfers(program), "kernels": len(kernels), "moves": list(map(str, moves)),
@@ -307,6 +319,12 @@ def transfers(program: Program) -> list[dict[str, Any]]:
     return list(out.values())
 
 
+def _limits(build: store.Build) -> list[int]:
+    """Bytes that each device has."""
+    topo = from_data(build.topology)
+    return topo.memories() if topo.kinds else [build.memory] * build.plan.devices
+
+
 def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
     """Re-check a build directory from its files alone: hashes, every law, memory, kernels.
 
@@ -317,7 +335,7 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
     plan = build.plan
     stated = list(build.peak_bytes)
     laws = certificate.check(
-        plan.annotated(), build.program, limit=build.memory, stated_peak=stated, mesh=plan.mesh, streamed=plan.streamed
+        plan.annotated(), build.program, limit=_limits(build), stated_peak=stated, mesh=plan.mesh, streamed=plan.streamed
     )
     emitted = emit.triton_sources(plan.graph, build.program)
     written = {p.name: p.read_text() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}

@@ -16,7 +16,7 @@ import numpy as np
 
 from tapestry.interop.sharding import ShardedDim, ShardingSpec, SimpleShard
 from tapestry.ir.kernel import Box, cut
-from tapestry.ir.plan import Layout, Mesh, coordinates, device_count, part
+from tapestry.ir.plan import Layout, Mesh, coordinates, device_count, interval, part
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -136,9 +136,7 @@ def _intervals(size: int, shards: list[tuple[int, int]], digits: list[int]) -> I
 def held(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Box, ...]:
     """What each device holds of a tensor in a layout."""
     cutters = [tuple(a for a, t in enumerate(layout) if t == k) for k in range(len(shape))]
-    return tuple(
-        tuple(cut(n, *part(mesh, by, c)) for n, by in zip(shape, cutters, strict=True)) for c in coordinates(mesh)
-    )
+    return tuple(tuple(interval(n, mesh, by, c) for n, by in zip(shape, cutters, strict=True)) for c in coordinates(mesh))
 
 
 def spec_of(tensor: str, layout: Layout, rank: int, mesh: Mesh) -> ShardingSpec:

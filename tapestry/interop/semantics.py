@@ -104,9 +104,7 @@ def _everyone(placed: Mapping[str, Placement]) -> int:
     return out
 
 
-def _mask(
-    op: Block, read: int, uses: list[_Use], values: list[int], placed: Mapping[str, Placement], everyone: int
-) -> int:
+def _mask(op: Block, read: int, uses: list[_Use], values: list[int], placed: Mapping[str, Placement], everyone: int) -> int:
     """Devices that hold the cell that a read touches; all of them where it touches none."""
     mask = placed[op.reads[read].tensor].holders
     for u, v in zip(uses, values, strict=True):

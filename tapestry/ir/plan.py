@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from tapestry.ir.graph import Graph, Split
 
@@ -16,10 +17,15 @@ Layout = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class MeshAxis:
-    """A named axis of the device mesh. Devices are numbered row-major: the last axis varies fastest."""
+    """A named axis of the device mesh. Devices are numbered row-major: the last axis varies fastest.
+
+    Attributes:
+        weights: the share of each coordinate in what the axis cuts; none: equal shares.
+    """
 
     name: str
     size: int
+    weights: tuple[int, ...] = ()
 
 
 Mesh = tuple[MeshAxis, ...]
@@ -89,7 +95,6 @@ def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     return out
 
 
-
 def part(mesh: Mesh, axes: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[int, int]:
     """(number of parts, which one) for a dimension cut by some mesh axes together, the first one the slowest."""
     parts = index = 0
@@ -97,3 +102,24 @@ def part(mesh: Mesh, axes: tuple[int, ...], coordinate: tuple[int, ...]) -> tupl
         parts = (parts if k else 1) * mesh[a].size
         index = index * mesh[a].size + coordinate[a]
     return (parts or 1), index
+
+
+@lru_cache(maxsize=1 << 12)
+def shares(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sums of the shares of the parts before each part (and of all of them) of a dimension cut by some mesh axes together:
+    the share of a part is the product of its coordinates' weights; 0, 1, 2, … where all are equal."""
+    found = [1]
+    for a in axes:
+        weights = mesh[a].weights or (1,) * mesh[a].size
+        found = [f * w for f in found for w in weights]
+    out = [0]
+    for share in found:
+        out.append(out[-1] + share)
+    return tuple(out)
+
+
+def interval(extent: int, mesh: Mesh, axes: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[int, int]:
+    """The part of [0, extent) that a device has of a dimension cut by some mesh axes together: with shares s before it and t
+    after it of T in all, ``[⌊s·extent/T⌋, ⌊t·extent/T⌋)``. Fewer axes (the slowest of them) give a part that contains it."""
+    before, (_, k) = shares(mesh, axes), part(mesh, axes, coordinate)
+    return before[k] * extent // before[-1], before[k + 1] * extent // before[-1]

@@ -30,6 +30,7 @@ VERSION = 1
 _STEPS: dict[str, Any] = {"load": Load, "launch": Launch, "transfer": Transfer, "reduce": Reduce, "free": Free}
 _NAMES = {v: k for k, v in _STEPS.items()}
 MAX_PLAN_BYTES = 1 << 30
+MAX_WEIGHT = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ def _swap(new: Path, old: Path) -> None:
 def encode(build: Build) -> bytes:
     """``plan.json``."""
     p = build.plan
-    document = {
+    document: dict[str, Any] = {
         "version": VERSION, "model": build.model, "model_sha256": build.model_sha256, "target": build.target,
         "memory": build.memory, "peak_bytes": build.peak_bytes, "topology": build.topology, "moves": build.moves,
         "graph": to_text(p.graph), "mesh": [(a.name, a.size) for a in p.mesh],
@@ -135,6 +136,8 @@ def encode(build: Build) -> bytes:
         },
         "constants": build.constants, "report": build.report,
     }  # fmt: skip
+    if any(a.weights for a in p.mesh):
+        document["weights"] = [a.weights for a in p.mesh]
     return msgspec.json.format(msgspec.json.encode(document), indent=0)
 
 
@@ -163,6 +166,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     program: _Program
     constants: dict[str, tuple[int, int]]
     report: dict[str, Any]
+    weights: list[tuple[int, ...]] = []
 
 
 def decode(data: bytes, where: str = "plan.json") -> Build:
@@ -179,8 +183,15 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         raise BuildError(f"not a plan: {e}", where=where, hint="compile the model again") from None
     if d.version != VERSION:
         raise BuildError(f"a plan of version {d.version}, not {VERSION}", where=where, hint="compile the model again")
+    weights = d.weights or [()] * len(d.mesh)
+    shared = len(weights) == len(d.mesh) and all(
+        not w or (len(w) == n and min(w) > 0 and max(w) <= MAX_WEIGHT) for (_, n), w in zip(d.mesh, weights, strict=True)
+    )
+    if not shared:
+        raise BuildError("not a plan: the shares of a mesh axis", where=where, hint="compile the model again")
+    mesh = tuple(MeshAxis(n, s, w) for (n, s), w in zip(d.mesh, weights, strict=True))
     plan = Plan(
-        graph=graph, mesh=tuple(MeshAxis(n, s) for n, s in d.mesh), inputs=d.inputs, outputs=d.outputs,
+        graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
         strategies=tuple(Strategy(dims, out) for dims, out in d.strategies), streamed=d.streamed,
     )  # fmt: skip
     program = Program(

@@ -104,7 +104,7 @@ def _problem(plan: Plan, topo: Topology, pins: Mapping[int, tuple[Pin, ...]]) ->
 def _excess(plan: Plan, topo: Topology, i: int, s: Strategy) -> int:
     """Bytes above a device's memory when one operation takes another strategy."""
     other = replace(plan, strategies=(*plan.strategies[:i], s, *plan.strategies[i + 1 :]))
-    return max(0, max(peak_bytes(lower(other))[0]) - topo.device.memory)
+    return max(0, topo.strain(peak_bytes(lower(other))[0]) - topo.device.memory)
 
 
 @dataclass(slots=True)

@@ -35,6 +35,12 @@ def export(build: Build, target: Path, *, copy: bool = False) -> dict[str, Any]:
     Raises:
         BuildError: the model is not the one that the build was made from; TapestryError: it cannot be written there.
     """
+    shared = next((a for a in build.plan.mesh if a.weights), None)
+    if shared is not None:
+        raise BuildError(
+            f"mesh axis '{shared.name}' has uneven shares {shared.weights}, and a sharding spec can only say equal parts",
+            hint="compile for equal devices",
+        )
     source = Path(build.model)
     if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != build.model_sha256:
         raise BuildError("the model is not what it was when the build was made", where=str(source), hint="compile it again")

@@ -254,7 +254,7 @@ class _Costs:
         after = {(t, b.tobytes()): b for k, t, b in prints if k in op.then_reads()}
         tail = replace(op, reduce=(), monoid=None, body=op.then, then=())
         finish = compute.seconds_each(tail, graph, final, final, after, topo)
-        launch = topo.device.launch
+        launch = topo.each(lambda d: d.launch)
         return {"full": full, "partial": np.maximum(full - finish + launch, launch), "finish": finish}
 
     def transfer(self, step: Transfer) -> tuple[np.ndarray, np.ndarray]:
@@ -264,7 +264,7 @@ class _Costs:
         seconds = float(transfer.costs([(self.layouts[src.tensor], held)], [wanted], width, self.topo).seconds[0, 0])
         pairs = np.array([(m.src, m.dst) for m in step.messages], np.int64).reshape(-1, 2)
         groups = _components(pairs, self.program.devices)
-        copying = compute.sizes(wanted) * width / self.topo.device.bandwidth + self.topo.device.launch
+        copying = compute.sizes(wanted) * width / self.topo.each(lambda d: d.bandwidth) + self.topo.device.launch
         joined = np.isin(self.alone, pairs)
         takes = np.array([b is not None for b in dst.boxes]) | joined
         return np.where(takes, np.where(joined, seconds, np.minimum(copying, seconds)), np.nan), groups

@@ -14,7 +14,7 @@ import numpy as np
 
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor, Mod, bounds
-from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates
+from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, shares
 from tapestry.rewrites.split import splittable
 
 Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
@@ -73,14 +73,22 @@ def _axis_choices(op: Op, size: int, pinned: str | None) -> list[tuple[str | Non
 def _fits(op: Op, mesh: Mesh, combo: tuple[tuple[str | None, int | None], ...]) -> bool:
     """Whether no part is empty, counting all mesh axes that cut one dimension or scatter one output axis, and whether
     every scattered part lies inside the block that its device reduced (a faster axis may not cut the same dimension)."""
-    parts: dict[str, int] = {}
+    parts: dict[str, tuple[int, ...]] = {}
     for a, (_, scatter) in enumerate(combo):
         if scatter is not None and any(d == op.dims[scatter].name for d, _ in combo[a + 1 :]):
             return False
-    for (d, scatter), a in zip(combo, mesh, strict=True):
+    for a, (d, scatter) in enumerate(combo):
         for name in {d, op.dims[scatter].name if scatter is not None else None} - {None}:
-            parts[str(name)] = parts.get(str(name), 1) * a.size
-    return all(p <= op.ranges[n] for n, p in parts.items())
+            parts[str(name)] = (*parts.get(str(name), ()), a)
+    return all(_nowhere_empty(mesh, axes, op.ranges[n]) for n, axes in parts.items())
+
+
+@lru_cache(maxsize=1 << 14)
+def _nowhere_empty(mesh: Mesh, axes: tuple[int, ...], extent: int) -> bool:
+    before = shares(mesh, axes)
+    return len(before) <= extent + 1 and all(
+        a * extent // before[-1] < b * extent // before[-1] for a, b in itertools.pairwise(before)
+    )
 
 
 def _layout(op: Op, combo: tuple[tuple[str | None, int | None], ...]) -> Layout:
@@ -116,10 +124,12 @@ def _cut_boxes(extents: tuple[int, ...], axes: tuple[tuple[int, ...], ...], mesh
     coords = np.array(coordinates(mesh), np.int64).reshape(-1, len(mesh))
     out = np.zeros((len(coords), len(extents), 2), np.int64)
     for i, (n, cut_by) in enumerate(zip(extents, axes, strict=True)):
-        parts, k = 1, np.zeros(len(coords), np.int64)
+        k = np.zeros(len(coords), np.int64)
         for a in cut_by:  # the first mesh axis is the slowest
-            parts, k = parts * mesh[a].size, k * mesh[a].size + coords[:, a]
-        out[:, i, 0], out[:, i, 1] = k * n // parts, (k + 1) * n // parts
+            k = k * mesh[a].size + coords[:, a]
+        before = np.array(shares(mesh, cut_by), np.int64)
+        ends = before * n // before[-1]
+        out[:, i, 0], out[:, i, 1] = ends[k], ends[k + 1]
     out.setflags(write=False)
     return out
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from tapestry.ir.constraints import where
 from tapestry.ir.graph import Block, Op
-from tapestry.ir.kernel import cut, whole
-from tapestry.ir.plan import Mesh, coordinates, part
+from tapestry.ir.kernel import whole
+from tapestry.ir.plan import Mesh, coordinates, interval
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
 from tapestry.verify.lists import Array, Boxes, Breach, Lists, Spans, first
@@ -105,7 +105,7 @@ def _as_planned(mine: list[Spans], extents: tuple[int, ...], axes: tuple[tuple[i
     lo = np.min([np.where(s.there[:, None], s.lo, big) for s in mine], axis=0)
     hi = np.max([np.where(s.there[:, None], s.hi, -1) for s in mine], axis=0)
     for d, coordinate in enumerate(coordinates(mesh)):
-        planned = tuple(cut(e, *part(mesh, by, coordinate)) for e, by in zip(extents, axes, strict=True))
+        planned = tuple(interval(e, mesh, by, coordinate) for e, by in zip(extents, axes, strict=True))
         hull = tuple(zip(lo[d].tolist(), hi[d].tolist(), strict=True))
         if hull != planned or not any(s.there[d] for s in mine):
             return Breach("split_partition", "a device does not compute what the plan gives it", (hull, planned))

@@ -10,6 +10,7 @@ lists of boxes alone and is proved once for equal lists (`verify.lists`), on all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,7 +102,7 @@ def check(
     graph: Graph,
     program: Program,
     *,
-    limit: int | None = None,
+    limit: int | Sequence[int] | None = None,
     stated_peak: list[int] | None = None,
     mesh: Mesh | None = None,
     streamed: frozenset[str] = frozenset(),
@@ -110,7 +111,7 @@ def check(
 
     Args:
         mesh: the mesh that the graph's splits are bound to; the program must cut every operation as they say.
-        limit: bytes that each device has.
+        limit: bytes that each device has, or a list of what every one has.
         stated_peak: peak bytes per device that the plan claims.
         streamed: weights that the plan loads for every use; all others stay loaded from their load to the end.
 
@@ -141,7 +142,8 @@ def check(
         blocks.cover(r.lists, op, r.launched.get(i, {}), mesh)
     _outputs(r)
     for d, peak in enumerate(r.peak.tolist()):
-        r.law("memory", limit is None or peak <= limit, f"device {d} needs {peak:,} bytes of {limit}")
+        has = None if limit is None else limit if isinstance(limit, int) else limit[d]
+        r.law("memory", has is None or peak <= has, f"device {d} needs {peak:,} bytes of {has}")
         r.law("memory", stated_peak is None or stated_peak[d] == peak, f"device {d} needs {peak:,} bytes, not what is stated")
     return dict(r.lists.laws)
 

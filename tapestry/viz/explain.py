@@ -10,6 +10,7 @@ from typing import Any
 
 from tapestry.ir.graph import Opaque
 from tapestry.ir.kernel import shape, size
+from tapestry.ir.plan import MeshAxis
 from tapestry.ir.program import (
     Free,
     Launch,
@@ -185,13 +186,15 @@ def trace_text(written: Mapping[str, Any]) -> str:
 
 def _head(build: Build, simulated: Document) -> Iterator[str]:
     r, plan = build.report, build.plan
-    mesh = ", ".join(f"{a.name}={a.size}" for a in plan.mesh) or "one device"
+    mesh = ", ".join(f"{a.name}={a.size}{shares_text(a)}" for a in plan.mesh) or "one device"
     yield f"{build.model}: {r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
     yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
-    yield from _joined_text(from_data(build.topology))
+    topo = from_data(build.topology)
+    yield from (*_kinds_text(topo), *_joined_text(topo))
     yield f"objective {r['objective_s'] * 1e3:.4g} ms, lower bound {r['lower_bound_s'] * 1e3:.4g} ms, gap {r['gap']:.2%}"
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s")]
     yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
+    yield f"  assumed: {ASSUMPTION}"
     for m in build.moves:
         yield f"rewritten by {m}"
     for pin in r.get("requests", {}).get("pins", []):
@@ -199,6 +202,21 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
         cut = ", ".join(f"axis {x} over {a.name}" for a, x in zip(plan.mesh, layout, strict=True) if x is not None)
         yield f"'{t}' is fixed: {cut or 'replicated'}"
+
+
+def shares_text(axis: MeshAxis) -> str:
+    """`` (shares 5:1:1)``, or nothing where all are equal."""
+    return f" (shares {':'.join(map(str, axis.weights))})" if axis.weights else ""
+
+
+def _kinds_text(topo: Topology) -> Iterator[str]:
+    """One line per kind of device, where they differ."""
+    for kind in dict.fromkeys(map(repr, topo.kinds)):
+        at = [n for n, d in enumerate(topo.kinds) if repr(d) == kind]
+        d = topo.kinds[at[0]]
+        which = ", ".join(map(str, at[:8])) + (f" and {len(at) - 8} more" if len(at) > 8 else "")
+        rates = f"{d.rate('f32') / 1e9:,.4g} GFLOP/s (f32), {human(d.bandwidth)}/s"
+        yield f"device{'s' if len(at) > 1 else ''} {which}{f' {d.name!r}' if d.name else ''}: {human(d.memory)}, {rates}"
 
 
 def _joined_text(topo: Topology) -> Iterator[str]:

@@ -76,8 +76,12 @@ def seconds_each(
             cells = np.minimum(cells, sizes(final))
         moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
     dtype = graph.tensors[op.inputs[0]].dtype if op.inputs else "f32"
-    d = topo.device
-    return heavy / d.rate(dtype) + light / d.vector + moved / d.bandwidth + d.launch
+    rate, vector, bandwidth = (
+        topo.each(lambda d: d.rate(dtype)),
+        topo.each(lambda d: d.vector),
+        topo.each(lambda d: d.bandwidth),
+    )
+    return heavy / rate + light / vector + moved / bandwidth + topo.each(lambda d: d.launch)
 
 
 def state_bytes(op: Op, block: Boxes) -> int:

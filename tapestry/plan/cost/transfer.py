@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tapestry.ir.plan import Layout, Mesh, coordinates
+from tapestry.ir.plan import Layout
 from tapestry.plan.cost import congestion
 from tapestry.plan.cost.collective import reduce_seconds
 from tapestry.plan.cost.overlap import Along, Axes, Senders
@@ -22,7 +22,7 @@ from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
 from tapestry.plan.topology.model import Digits, digits
 
-__all__ = ["Costs", "costs", "owners", "reduce_seconds"]
+__all__ = ["Costs", "costs", "reduce_seconds"]
 CHUNK = 1 << 18  # numbers in an array
 
 
@@ -35,15 +35,6 @@ class Costs:
 
     seconds: np.ndarray
     bytes: np.ndarray
-
-
-def owners(layout: Layout, mesh: Mesh) -> np.ndarray:
-    """Which sender each receiver takes a block from: [receiver, sender] is True for the sender that differs from the
-    receiver only along mesh axes that the layout cuts, so that every block has exactly one sender."""
-    coords = np.array(coordinates(mesh))
-    same = coords[:, None, :] == coords[None, :, :]
-    replicated = np.array([t is None for t in layout], bool)
-    return np.all(same | ~replicated, axis=-1)
 
 
 def costs(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], width: int, topo: Topology) -> Costs:
@@ -83,7 +74,7 @@ def _seconds(found: Senders, own: np.ndarray, width: int, topo: Topology, parts:
         if fabric.wires:
             busy, path = congestion.busiest(found, fabric, axes)
             taken, latency = np.maximum(taken, busy), latency + path
-    filled = found.size * (width / topo.device.bandwidth)
+    filled = found.size * (width / topo.each(lambda d: d.bandwidth))
     return np.max(taken * width + latency + filled, axis=2) + topo.device.launch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -106,6 +106,25 @@ def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeez
     return _within_memory(problem, found, budget, begun, bound, squeeze)
 
 
+def cheapest(run: Callable[[Topology], Found], ways: Sequence[Topology]) -> Found:
+    """The cheapest plan of several ways to share out the mesh axes; its bound holds for all of them.
+
+    Raises:
+        PlanError: no way has a plan that fits; the first one's.
+    """
+    found: list[Found] = []
+    failed: list[PlanError] = []
+    for topo in ways:
+        try:
+            found.append(run(topo))
+        except PlanError as e:
+            failed.append(e)
+    if not found:
+        raise failed[0]
+    best = min(found, key=lambda f: f.objective)
+    return best if len(found) == 1 else replace(best, bound=min(f.bound for f in found))
+
+
 def found_plan(problem: Problem, solution: Solution, bound: float) -> Found:
     """The plan of a solution, lowered; the bound is never above its cost."""
     plan = Plan(
@@ -139,9 +158,7 @@ class Prices:
         return solution, solution.bound - scale * sum(self.price.values()) * limit
 
 
-def _within_memory(
-    problem: Problem, found: Found, budget: Budget, begun: Found | None, known: float, squeeze: bool
-) -> Found:
+def _within_memory(problem: Problem, found: Found, budget: Budget, begun: Found | None, known: float, squeeze: bool) -> Found:
     """Raise the price of memory until the plan fits, then lower it again while it still does.
 
     The bound is the Lagrangian dual (Geoffrion 1974): for any prices, the minimum of cost plus price times excess is at
@@ -208,7 +225,7 @@ def _squeeze(problem: Problem, found: Found, budget: Budget) -> Found:
     limit, graph = problem.topo.device.memory, problem.graph
     while peak(found) > limit:
         most, at = peak_bytes(found.program)
-        tensors = {found.program.buffers[b].tensor for b in alive_at(found.program, at[int(np.argmax(most))])}
+        tensors = {found.program.buffers[b].tensor for b in alive_at(found.program, at[problem.topo.tightest(most)])}
         near = [i for i, op in enumerate(graph.ops) if tensors & {*op.inputs, *op.outs}]
         better = next(_smaller(problem, found, near, budget), None)
         if better is None:
@@ -232,14 +249,15 @@ def _smaller(problem: Problem, found: Found, near: list[int], budget: Budget) ->
 
 
 def peak(found: Found) -> int:
-    """Peak bytes of the device that needs most."""
-    return max(peak_bytes(found.program)[0])
+    """Bytes that the tightest device needs, as if all devices had as much memory as the one that has least."""
+    need = peak_bytes(found.program)[0]
+    return found.problem.topo.strain(need) if found.problem else max(need)
 
 
 def raise_price(prices: Prices, found: Found, unit: float) -> None:
     """Add the operation during which the plan needs most, or double its price."""
     most, at = peak_bytes(found.program)
-    step = at[int(np.argmax(most))]
+    step = at[prices.problem.topo.tightest(most)]
     op = next((s.op for s in found.program.steps[step:] if isinstance(s, Launch | Reduce)), len(found.plan.graph.ops) - 1)
     if op in prices.price:
         prices.price = {k: p * 2 for k, p in prices.price.items()}
@@ -252,6 +270,9 @@ def too_big(found: Found, limit: int, budget: Budget, tried: str = "") -> TooBig
     """By how much, on which device and for which tensors a plan does not fit; and what was tried."""
     most, at = peak_bytes(found.program)
     device = int(np.argmax(most))
+    if found.problem:
+        device = found.problem.topo.tightest(most)
+        limit = found.problem.topo.memories()[device]
     alive = alive_at(found.program, at[device])
     largest = sorted(alive, key=lambda b: -found.program.buffers[b].nbytes(device))[:4]
     names = ", ".join(f"'{b}' {found.program.buffers[b].nbytes(device):,}" for b in largest)

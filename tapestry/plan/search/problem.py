@@ -31,6 +31,7 @@ class Menu:
     strategies: list[Strategy]
     seconds: np.ndarray
     state_bytes: np.ndarray
+    held_states: np.ndarray
     outs_bytes: np.ndarray
     reads: list[dict[int, Boxes]]
 
@@ -81,7 +82,8 @@ def build(
 
 def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key) -> Menu:
     found = allowed(op, given, strategies(op, topo.mesh, pins), graph, topo.mesh)
-    seconds, states, outs, reads = [], [], [], []
+    seconds, states, mine, outs, reads = [], [], [], [], []
+    at = watched(topo)
     for s in found:
         block = op_boxes(op, s.dims, topo.mesh)
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
@@ -94,11 +96,12 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         extra = 2 * topo.device.launch if cut else 0.0  # merging and finishing
         seconds.append(compute.seconds(op, graph, block, final, unique, topo) + merge + extra)
         states.append(size)
+        mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
         widths = [itemsize(graph.tensors[t].dtype) for t in op.outs]
-        outs.append([int(compute.sizes(b)[-1]) * width for width, b in zip(widths, shapes, strict=True)])
+        outs.append([int(compute.sizes(b)[at]) * width for width, b in zip(widths, shapes, strict=True)])
         reads.append({k: b for k, (_, b) in prints.items()})
-    return Menu(found, np.array(seconds), np.array(states), np.array(outs).reshape(len(found), -1), reads)
+    return Menu(found, np.array(seconds), np.array(states), np.array(mine), np.array(outs).reshape(len(found), -1), reads)
 
 
 def _edges(problem: Problem, keys: list[str]) -> None:
@@ -202,14 +205,19 @@ def _reload_seconds(problem: Problem, reader: int, tensor: str, where: list[int]
     return out
 
 
+def watched(topo: Topology) -> int:
+    """The device whose memory the rows estimate: the last of those that have least. Of equal cuts it has the largest block."""
+    least = topo.memories()
+    return len(least) - 1 - least[::-1].index(min(least))
+
+
 def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
-    """Per operation and choice, bytes that the last device surely holds while operation ``at`` runs.
+    """Per operation and choice, bytes that the watched device surely holds while operation ``at`` runs.
 
     Weights (charged to their first reader), what is loaded for ``at`` itself, results that are still needed, partial states of
-    ``at`` itself: a lower estimate of the program's memory, linear in the choices. The last device has the largest block
-    of every cut.
+    ``at`` itself: a lower estimate of the program's memory, linear in the choices.
     """
-    graph = problem.graph
+    graph, device = problem.graph, watched(problem.topo)
     last: dict[str, int] = {t: len(graph.ops) for t in graph.outputs}
     for i, op in enumerate(graph.ops):
         for t in op.inputs:
@@ -222,7 +230,7 @@ def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
             if i < at <= last.get(t, i):
                 row += menu.outs_bytes[:, n]
         if i == at:  # what it reads may be gone when partial states are merged into results
-            row += np.where(menu.state_bytes > 0, menu.state_bytes, menu.outs_bytes.sum(axis=1))
+            row += np.where(menu.state_bytes > 0, menu.held_states, menu.outs_bytes.sum(axis=1))
         for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
             # weights stay; inputs and streamed weights are loaded for an operation that reads them
             loaded = t in graph.inputs or t in problem.streamed
@@ -230,6 +238,6 @@ def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
             if stays and t not in charged and t not in problem.inputs:
                 charged.add(t)
                 width = itemsize(graph.tensors[t].dtype)
-                row += np.array([width * int(compute.sizes(r[k])[-1]) for r in menu.reads])
+                row += np.array([width * int(compute.sizes(r[k])[device]) for r in menu.reads])
         out.append(row)
     return out

@@ -5,6 +5,7 @@ from tapestry.plan.topology.files import GiB, default_mesh, parse_bytes, topolog
 from tapestry.plan.topology.meshes import MAX_DEVICES, parse_mesh
 from tapestry.plan.topology.model import Device, Fabric, Link, Topology, Wire, fabrics
 from tapestry.plan.topology.presets import PRESETS
+from tapestry.plan.topology.shares import shared
 
 __all__ = [
     "MAX_DEVICES",
@@ -20,6 +21,7 @@ __all__ = [
     "from_data",
     "parse_bytes",
     "parse_mesh",
+    "shared",
     "to_data",
     "topology",
 ]

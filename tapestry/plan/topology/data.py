@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any
@@ -14,15 +15,15 @@ from tapestry.plan.topology.routing import routes
 
 def to_data(topo: Topology) -> dict[str, Any]:
     """What a build directory keeps of a topology; `from_data` reads it back."""
-    d = topo.device
     out: dict[str, Any] = {
-        "name": topo.name, "mesh": [[a.name, a.size] for a in topo.mesh],
+        "name": topo.name, "mesh": [[a.name, a.size, *([a.weights] if a.weights else [])] for a in topo.mesh],
         "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
-        "device": {
-            "memory": d.memory, "bandwidth": d.bandwidth, "launch": d.launch, "vector": d.vector, "flops": dict(d.flops),
-            "host": d.host, "host_latency": d.host_latency,
-        },
+        "device": _device_data(topo.device),
     }  # fmt: skip
+    if topo.kinds:
+        distinct = [d for n, d in enumerate(topo.kinds) if d not in topo.kinds[:n]]
+        out["kinds"] = [_device_data(d) for d in distinct]
+        out["kind"] = [distinct.index(d) for d in topo.kinds]
     if topo.joined:
         out["joined"] = [
             {
@@ -43,26 +44,50 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         TapestryError: it describes none.
     """
     try:
-        d = data["device"]
-        device = Device(
-            memory=int(d["memory"]), bandwidth=float(d["bandwidth"]), launch=float(d["launch"]), vector=float(d["vector"]),
-            flops={str(k): float(v) for k, v in d["flops"].items()},
-            host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
-        )  # fmt: skip
-        mesh = tuple(MeshAxis(str(name), int(size)) for name, size in data["mesh"])
+        device = _device(data["device"])
+        found_kinds = [_device(d) for d in data.get("kinds", ())]
+        kinds = tuple(found_kinds[operator.index(k)] for k in data.get("kind", ()))
+        mesh = tuple(
+            MeshAxis(str(name), int(size), tuple(int(w) for w in rest[0]) if rest else ()) for name, size, *rest in data["mesh"]
+        )
         links = tuple(Link(float(k["alpha"]), float(k["beta"])) for k in data["links"])
         found = Topology(
             name=str(data["name"]), mesh=mesh, links=links, device=device, joined=tuple(map(_fabric, data.get("joined", ()))),
-            notes=tuple(map(str, data.get("notes", ()))),
+            notes=tuple(map(str, data.get("notes", ()))), kinds=kinds,
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
-    rates = (device.bandwidth, device.vector, device.host, *device.flops.values())
+    rates = [r for d in (device, *kinds) for r in (d.bandwidth, d.vector, d.host, *d.flops.values())]
+    if kinds and (len(kinds) != device_count(mesh) or any("other" not in d.flops for d in kinds)):
+        raise TapestryError("not a topology: devices are missing", hint="compile the model again")
+    if any(a.weights and (len(a.weights) != a.size or min(a.weights) < 1) for a in mesh):
+        raise TapestryError("not a topology: the shares of a mesh axis", hint="compile the model again")
     if len(links) != len(mesh) or "other" not in device.flops or min(rates) <= 0:
         raise TapestryError("not a topology: links or rates are missing", hint="compile the model again")
     if found.joined and not _whole(found):
         raise TapestryError("not a topology: what joins the devices is not the mesh", hint="compile the model again")
     return found
+
+
+def _device_data(d: Device) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "memory": d.memory,
+        "host": d.host,
+        "host_latency": d.host_latency,
+        "bandwidth": d.bandwidth,
+        "launch": d.launch,
+        "vector": d.vector,
+        "flops": dict(d.flops),
+    }
+    return {**out, "name": d.name} if d.name else out
+
+
+def _device(d: Mapping[str, Any]) -> Device:
+    return Device(
+        memory=int(d["memory"]), bandwidth=float(d["bandwidth"]), launch=float(d["launch"]), vector=float(d["vector"]),
+        flops={str(k): float(v) for k, v in d["flops"].items()}, name=str(d.get("name", "")),
+        host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
+    )  # fmt: skip
 
 
 def _fabric(f: Mapping[str, Any]) -> Fabric:

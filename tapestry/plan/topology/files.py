@@ -12,11 +12,11 @@ from typing import Any
 
 from tapestry.errors import TapestryError
 from tapestry.interop import instance_map
-from tapestry.ir.plan import Mesh, MeshAxis
+from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
 from tapestry.plan.topology.join import joined
 from tapestry.plan.topology.meshes import parse_mesh
-from tapestry.plan.topology.model import HOST, HOST_LATENCY, Device, Link, Topology
-from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Source
+from tapestry.plan.topology.model import HOST, HOST_LATENCY, Device, Link, Topology, weakest
+from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
 
 __all__ = ["GiB", "default_mesh", "parse_bytes", "topology"]
 
@@ -30,10 +30,32 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
     found = SOURCES[source] if source in SOURCES else _read(Path(source))
     try:
         links, fabrics, notes = joined(found, mesh)
+        kinds = _kinds(found, mesh)
     except TapestryError as e:
         raise TapestryError(e.what, where=e.where or source, why=e.why, hint=e.hint) from None
     out = Topology(name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes)
-    return out if memory is None else replace(out, device=replace(out.device, memory=memory))
+    if memory is not None:
+        kinds = [replace(d, memory=memory) for d in kinds]
+    alike = all(d == kinds[0] for d in kinds)
+    return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
+
+
+def _kinds(source: Source, mesh: Mesh) -> list[Device]:
+    """Every device; what is said later of a device replaces what was said before."""
+    out = [source.device] * device_count(mesh)
+    names, where = [a.name for a in mesh], coordinates(mesh)
+    for other in source.others:
+        missing = [a for a in other.at if a not in names]
+        far = [n for n in other.numbers if not 0 <= n < len(out)]
+        if missing or far:
+            raise TapestryError(
+                f"there is no mesh axis '{missing[0]}'" if missing else f"there is no device {far[0]}",
+                hint=f"of {len(out)} devices",
+            )
+        for n, at in enumerate(where):
+            if n in other.numbers or (other.at and all(at[names.index(a)] in ks for a, ks in other.at.items())):
+                out[n] = other.device
+    return out
 
 
 def default_mesh(source: str) -> Mesh | None:
@@ -68,17 +90,28 @@ def _read(path: Path) -> Source:
             for v in data.get("levels", ())
         )
         axes, whole = _interconnect(data)
+        others = tuple(_other(data["device"], o) for o in data.get("others", ()))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=str(path), hint="see docs/topology.md") from None
-    rates = [device.bandwidth, device.vector, device.host, *device.flops.values(), *(v.reach for v in levels)]
-    costs = [device.launch, device.host_latency, *(c for v in levels for c in (v.link.alpha, v.link.beta))]
+    every = [device, *(o.device for o in others)]
+    rates = [*(r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())), *(v.reach for v in levels)]
+    costs = [*(c for d in every for c in (d.launch, d.host_latency)), *(c for v in levels for c in (v.link.alpha, v.link.beta))]
     sane = all(isfinite(x) and x > 0 for x in rates) and all(isfinite(x) and x >= 0 for x in costs)
     if not sane or [bool(levels), bool(axes), bool(whole)].count(True) != 1:
         raise TapestryError(
             "not a topology: rates must be positive, costs not negative, one of 'levels', 'interconnect', 'instance_map' given",
             where=str(path), hint="see docs/topology.md",
         )  # fmt: skip
-    return Source(device, levels, axes, whole)
+    return Source(device, levels, axes, whole, others)
+
+
+def _other(base: Mapping[str, Any], o: Mapping[str, Any]) -> Other:
+    """Devices that differ from the file's ``device`` in what is given."""
+    numbers = tuple(int(n) for n in o.get("devices", ()))
+    at = {str(a): tuple(int(k) for k in ks) for a, ks in o.get("at", {}).items()}
+    if bool(numbers) == bool(at):
+        raise ValueError("'others' need 'devices' or 'at'")
+    return Other(_device({**base, **{k: v for k, v in o.items() if k not in ("devices", "at")}}), numbers, at)
 
 
 def _device(d: Mapping[str, Any]) -> Device:
@@ -87,7 +120,7 @@ def _device(d: Mapping[str, Any]) -> Device:
     return Device(
         memory=parse_bytes(str(d["memory"])), bandwidth=float(d["bandwidth"]), launch=float(d.get("launch", 0.0)),
         vector=float(d.get("vector", flops["other"])), flops=flops, host=float(d.get("host", HOST)),
-        host_latency=float(d.get("host_latency", HOST_LATENCY)),
+        host_latency=float(d.get("host_latency", HOST_LATENCY)), name=str(d.get("name", "")),
     )  # fmt: skip
 
 

@@ -6,12 +6,14 @@ link. Device numbers are row-major over the mesh; a fabric joins all devices tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from tapestry.ir.plan import Mesh, MeshAxis
+import numpy as np
+
+from tapestry.ir.plan import Mesh, MeshAxis, device_count
 
 HOST, HOST_LATENCY = 1.0e10, 1e-5  # B/s and s of a load from the host, where a topology says nothing
 
@@ -31,6 +33,7 @@ class Device:
     flops: Mapping[str, float]
     host: float = HOST
     host_latency: float = HOST_LATENCY
+    name: str = ""
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of contractions in a dtype."""
@@ -80,6 +83,8 @@ class Topology:
         links: one per mesh axis: the slowest link along it.
         joined: fabrics that together make up the mesh, the slowest digit first; none: each mesh axis is a switch of its link.
         notes: what had to be assumed of a file, for people.
+        device: every device; where they differ, what all of them have at least (and the longest launch).
+        kinds: each device, where they differ; none otherwise.
     """
 
     name: str
@@ -88,6 +93,25 @@ class Topology:
     device: Device
     joined: tuple[Fabric, ...] = ()
     notes: tuple[str, ...] = ()
+    kinds: tuple[Device, ...] = ()
+
+    def each(self, what: Callable[[Device], float]) -> np.ndarray:
+        """Something of every device; one number where they are all equal."""
+        return np.array([what(d) for d in self.kinds] if self.kinds else what(self.device))
+
+    def memories(self) -> list[int]:
+        """Bytes that each device has."""
+        return [d.memory for d in self.kinds] or [self.device.memory] * device_count(self.mesh)
+
+    def tightest(self, needs: Sequence[int]) -> int:
+        """The device that lacks most, or has least left, of what it needs."""
+        spare = [has - need for has, need in zip(self.memories(), needs, strict=True)]
+        return spare.index(min(spare))
+
+    def strain(self, needs: Sequence[int]) -> int:
+        """Bytes needed, as if all devices had `device.memory`: above it exactly when some device lacks some of its own."""
+        d = self.tightest(needs)
+        return needs[d] - self.memories()[d] + self.device.memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +173,13 @@ def divides(mesh: Mesh, ends: tuple[int, ...]) -> bool:
         all_ends.add(stride)
     order = sorted(all_ends)
     return all(b % a == 0 for a, b in pairwise(order))
+
+
+def weakest(kinds: Sequence[Device]) -> Device:
+    """What all of some devices have at least, and the longest time to start a kernel."""
+    dtypes = dict.fromkeys(t for d in kinds for t in d.flops)
+    return Device(
+        memory=min(d.memory for d in kinds), bandwidth=min(d.bandwidth for d in kinds), launch=max(d.launch for d in kinds),
+        vector=min(d.vector for d in kinds), host=min(d.host for d in kinds),
+        host_latency=max(d.host_latency for d in kinds), flops={t: min(d.rate(t) for d in kinds) for t in dtypes},
+    )  # fmt: skip

@@ -21,6 +21,15 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Other:
+    """Devices of another kind: those of some numbers, or at some coordinates along mesh axes."""
+
+    device: Device
+    numbers: tuple[int, ...]
+    at: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A topology before the mesh is known: a device, and either levels, or shapes by mesh axis or of the whole mesh."""
 
@@ -28,6 +37,7 @@ class Source:
     levels: tuple[Level, ...] = ()
     axes: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     whole: dict[str, Any] = field(default_factory=dict[str, Any])
+    others: tuple[Other, ...] = ()
 
 
 SOURCES = {
