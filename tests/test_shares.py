@@ -97,6 +97,7 @@ def test_one_fast_and_three_slow_devices(tmp_path):
     source = file(tmp_path)
     topo = topology(parse_mesh("4"), source)
     assert [d.name for d in topo.kinds] == ["fast", "", "", ""]
+    assert [t.mesh[0].weights for t in shared(topo)] == [(), (5, 1, 1, 1)]
     graph = wide()[1]
     even = search(graph, topo)
     best = cheapest(lambda t: search(graph, t), shared(topo))
@@ -114,6 +115,15 @@ def test_one_fast_and_three_slow_devices(tmp_path):
     assert "share" in build.explain() and "'fast'" in build.explain()
     with pytest.raises(TapestryError, match="uneven shares"):
         export(build.build, tmp_path / "m.onnx")
+
+
+def test_the_example_of_links_and_kinds():
+    build = tapestry.compile(wide()[0], topology="examples/rings.json")
+    assert build.build.program.devices == 6
+    text = build.explain()
+    assert "device 0 'fast'" in text and "joined by linked rings of 6" in text
+    assert build.report["simulated_s"] <= build.report["objective_s"] * (1 + 1e-9)
+    assert build.report["overlap"] in text
 
 
 def test_memory_of_every_device_counts(tmp_path):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import gcd
 
 import numpy as np
 
 from tapestry.ir.plan import MeshAxis, coordinates
 from tapestry.plan.topology.model import Device, Topology
 
-FINEST = 32  # the largest weight before common factors are taken out
+FINEST = 32  # the largest weight
 MEASURES: tuple[Callable[[Device], float], ...] = (
     lambda d: d.rate("f32"), lambda d: d.bandwidth, lambda d: float(d.memory),
 )  # fmt: skip
@@ -32,6 +31,7 @@ def shared(topo: Topology) -> list[Topology]:
 
 def _weighted(axis: MeshAxis, value: np.ndarray, at: np.ndarray) -> MeshAxis:
     weakest = [float(value[at == k].min()) for k in range(axis.size)]
-    weights = [max(1, round(FINEST * w / max(weakest))) for w in weakest]
-    common = gcd(*weights)
-    return replace(axis, weights=() if len({*weights}) == 1 else tuple(w // common for w in weights))
+    part = [w / max(weakest) for w in weakest]
+    tries = [tuple(max(1, round(scale * p)) for p in part) for scale in range(1, FINEST + 1)]
+    weights = min(tries, key=lambda t: max(abs(w / max(t) - p) / p for w, p in zip(t, part, strict=True)))
+    return replace(axis, weights=() if len({*weights}) == 1 else weights)
