@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tapestry.plan.search import network, pairwise
+from tapestry.plan.search import local, network, pairwise
 from tapestry.plan.search.ascent import LEVELS, Messages, levels
 from tapestry.plan.search.bound import Multipliers, certify, rule_out
 from tapestry.plan.search.budget import Budget
@@ -165,7 +165,7 @@ def test_messages_and_prices_never_pass_the_optimum(seed):
 def test_neighbourhoods_alone_give_feasible_choices(seed, monkeypatch):
     """Without the integer program on the whole, and parts of a few joint choices."""
     monkeypatch.setattr(pairwise, "EXACT", -1)
-    monkeypatch.setattr(pairwise, "PART", 12)
+    monkeypatch.setattr(local, "PART", 12)
     monkeypatch.setattr(pairwise, "BRANCH", -1)
     problem = random_problem(seed, forbid=0.1, tightness=0.5)
     best = brute(problem)

@@ -7,6 +7,7 @@ of the nodes around a few random ones.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,38 +18,57 @@ from tapestry.plan.search.reduce import Reduction, reduce
 from tapestry.plan.search.stage import Search, Stage, integer
 
 PART = 30_000  # joint choices of a neighbourhood, at first
-TURN = 15.0  # seconds for one
+TURN = 0.05  # of the time, for one, at first
 LEAST = 0.2  # seconds below which none is begun
 
 
-def improve(state: Search, stage: Stage, budget: Budget, size: dict[str, int], rng: np.random.Generator) -> None:
-    """Search neighbourhoods of the best choice for a while.
+@dataclass(slots=True)
+class Kind:
+    """One kind of neighbourhood: its size in joint choices and the seconds for one, fitted to what was solved before."""
 
-    Args:
-        size: of the neighbourhoods of each kind, in joint choices: changed to what the integer program can do in a turn.
-    """
-    proof, wins = stage.proof(), {"cheapest": 1.0, "around": 1.0}
+    seconds: float
+    size: int = field(default_factory=lambda: PART)
+    worth: float = 1.0  # improvements of late
+
+    def learn(self, solved: bool, spent: float, won: float, most: int) -> None:
+        """After one that took so many seconds and made the best choice cheaper by this part."""
+        if not solved:
+            self.size = int(self.size * 0.8) + 1
+            self.seconds *= 1.0 if won else 1.3
+        else:  # the same one again would bring nothing
+            self.size = min(int(self.size * (1.3 if spent < self.seconds / 4 else 1.1)) + 1, most)
+        self.worth = max(0.7 * self.worth + 0.3 * min(won / max(spent, 0.1) * 1e4, 1.0), 0.1)
+
+
+def kinds(seconds: float) -> dict[str, Kind]:
+    """Of a search that has so many seconds."""
+    turn = min(max(TURN * seconds, 5.0), 60.0)
+    return {"cheapest": Kind(turn), "around": Kind(turn)}
+
+
+def improve(state: Search, stage: Stage, budget: Budget, known: dict[str, Kind], rng: np.random.Generator) -> None:
+    """Search neighbourhoods of the best choice for a while; the last one may go on for its turn."""
+    proof, most = stage.proof(), stage.net.weight()
+    for k in known.values():
+        k.worth = 1.0
     while budget.left() > LEAST and not state.closed():
         part, cost, begin = stage.done.copy(), state.cost, time.monotonic()
-        kind = "cheapest" if not np.isfinite(cost) or rng.random() < wins["cheapest"] / sum(wins.values()) else "around"
-        if kind == "cheapest":
-            small = _cheapest(state, stage.net, part, proof, size[kind])
+        share = known["cheapest"].worth / sum(k.worth for k in known.values())
+        name = "cheapest" if not np.isfinite(cost) or rng.random() < share else "around"
+        kind = known[name]
+        if name == "cheapest":
+            small = _cheapest(state, stage.net, part, proof, kind.size)
         else:
-            small = _around(state, stage.net, part, proof, size[kind], rng)
+            small = _around(state, stage.net, part, proof, kind.size, rng)
         if small is None or not len(small.nodes()):
             if small is not None:
                 state.offer(small, part, np.zeros(0, np.int64))
-            size[kind] = min(int(size[kind] * 1.2) + 1, stage.net.weight())
+            kind.size = min(int(kind.size * 1.2) + 1, most)
             continue
-        solved, _ = integer(state, small, part, budget.part(TURN))
-        state.note(f"neighbourhood ({kind}) of {len(small.a)} joint choices")
-        spent = time.monotonic() - begin
-        if not solved:
-            size[kind] = int(size[kind] * 0.7) + 1
-        elif spent < TURN / 4:
-            size[kind] = min(int(size[kind] * 1.3) + 1, stage.net.weight())
-        won = (cost - state.cost) / abs(cost) / max(spent, 0.1) if np.isfinite(cost) and cost else 0.0
-        wins[kind] = max(0.7 * wins[kind] + 0.3 * min(won * 1e4, 1.0), 0.1)
+        solved, _ = integer(state, small, part, state.budget.part(min(kind.seconds, 0.2 * state.budget.left() + 1.0)))
+        won = (cost - state.cost) / abs(cost) if np.isfinite(cost) and cost else 0.0
+        kind.learn(solved, time.monotonic() - begin, won, most)
+        state.note(f"neighbourhood ({name}) of {len(small.a)} joint choices{'' if solved else ', cut off'}")
 
 
 def _restrict(state: Search, net: Pairs, done: Reduction, labels: np.ndarray, joint: np.ndarray) -> Pairs:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tapestry.plan.search.branch import Tree
 from tapestry.plan.search.budget import Budget
-from tapestry.plan.search.local import LEAST, PART, improve
+from tapestry.plan.search.local import LEAST, improve, kinds
 from tapestry.plan.search.mip import Program
 from tapestry.plan.search.pairs import Infeasible, Instance, Solution, from_instance
 from tapestry.plan.search.reduce import Reduction, reduce
@@ -62,7 +62,8 @@ def search(given: Instance, time_limit: float | Budget, start: Sequence[int] | N
 
 def _work(state: Search, stage: Stage) -> None:
     """Bound and improve in turns until the best choice is proved or the time is up; once in any case."""
-    budget, size, rng = state.budget, {"cheapest": PART, "around": PART}, np.random.default_rng(0)
+    budget, rng = state.budget, np.random.default_rng(0)
+    known = kinds(budget.left())
     turn, tree = max(TURN * budget.left(), 2.0), None
     tried: list[float] = []
     while not tried or not (state.closed() or budget.left() < LEAST):
@@ -75,7 +76,7 @@ def _work(state: Search, stage: Stage) -> None:
             tree = tree or Tree(stage.copy())
             tree.run(state, budget.part(2 * turn))
         if not state.closed():
-            improve(state, stage, budget.part(turn if tree else 2 * turn), size, rng)
+            improve(state, stage, budget.part(turn if tree else 2 * turn), known, rng)
 
 
 def _shrink(state: Search, stage: Stage) -> None:
