@@ -22,7 +22,7 @@ from tapestry.codegen import emit
 from tapestry.errors import TapestryError
 from tapestry.ir import store
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Mesh, MeshAxis, device_count
+from tapestry.ir.plan import Layout, Mesh, MeshAxis, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
@@ -33,6 +33,7 @@ from tapestry.plan.search.fit import fit
 from tapestry.plan.search.pareto import fronts, undominated
 from tapestry.plan.search.planner import Found, TooBig, cheapest, search
 from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.search.refit import refitted
 from tapestry.plan.search.resume import Start, fingerprint, start_of
 from tapestry.plan.simulate import ASSUMPTION, simulate
 from tapestry.plan.structure import improve, replay, variants
@@ -188,7 +189,8 @@ def _plan(
     except TooBig as e:
         if not free:
             raise
-        fitted = fit(graph, topo, e.found, inputs=inputs, outputs=outputs, budget=budget)
+        known = _refitted(graph, topo, earlier, inputs, outputs) if earlier and "fit" in earlier.report else None
+        fitted = fit(graph, topo, e.found, inputs=inputs, outputs=outputs, budget=budget, known=known)
         found, graph = fitted.found, fitted.found.plan.graph
         moves += fitted.moves
     if free and not fitted:  # a fitted graph is not simplified: that would undo recomputation
@@ -224,7 +226,7 @@ def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: b
     start = start_of(earlier.plan)
     if isinstance(key, str) and isinstance(bound, float) and math.isfinite(bound):
         start = start_of(earlier.plan, bound, key)
-    if not rewritten or not earlier.moves:
+    if not rewritten or not earlier.moves or "fit" in earlier.report:
         return graph, start, []
     try:
         moves = [parse_move(m) for m in earlier.moves]
@@ -233,6 +235,18 @@ def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: b
         log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
         return graph, start, []
     return again, start, moves
+
+
+def _refitted(
+    graph: Graph, topo: Topology, earlier: store.Build, inputs: Mapping[str, Layout], outputs: Mapping[str, Layout]
+) -> tuple[Found, list[Move]] | None:
+    """The plan of a build that fits in time only, made again."""
+    try:
+        moves = [parse_move(m) for m in earlier.moves]
+    except TapestryError:
+        return None
+    found = refitted(graph, topo, earlier.plan, moves, inputs=inputs, outputs=outputs)
+    return (found, moves) if found else None
 
 
 def _search_record(

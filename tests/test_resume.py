@@ -123,3 +123,20 @@ def test_another_model_or_mesh_says_so_and_works(tmp_path, caplog):
     assert (d["objective_s"], d["gap"]) == (fresh["objective_s"], fresh["gap"])
     e = document("compile", save("conv_chain"), "-o", tmp_path / "d", "--devices", "4", "--resume", tmp_path / "b")
     assert e["certificate"]["passed"] and e["gap"] <= 1e-6
+
+
+def test_a_plan_that_fits_in_time_only_is_not_lost(tmp_path):
+    """Below what fits in space, the build's moves and streamed weights are made again; without time, nothing better is needed."""
+    graph, topo = case("mlp").graph, topology(mesh_of("2"))
+    most = max(peak_bytes(search(graph, topo).program)[0])
+    for share in (0.8, 0.65, 0.5, 0.4, 0.3):
+        command = ["compile", save("mlp"), "-o", tmp_path / "b", "--mesh", "2", "--memory", str(int(most * share))]
+        status, out, _ = run(*command, "--json")
+        if status == 0 and "fit" in json.loads(out):
+            break
+    else:
+        pytest.fail("no limit at which plans fit in time only")
+    first = json.loads(out)
+    again = document(*command, "--resume", tmp_path / "b", "--time-limit", "0")
+    assert again["objective_s"] <= first["objective_s"]
+    assert again["certificate"]["passed"] and document("verify", tmp_path / "b")["passed"]

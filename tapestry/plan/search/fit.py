@@ -7,7 +7,7 @@ nothing gets better.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -60,19 +60,24 @@ def fit(
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
     budget: Budget,
+    known: tuple[Found, Sequence[Move]] | None = None,
 ) -> Fitted:
     """The cheapest plan that was found to fit, by splits in time, recomputation and streamed weights.
 
     Args:
         first: the plan without them, which does not fit.
         inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
+        known: a plan that fits, with the moves to its graph, to go on from; what is found is never worse.
 
     Raises:
         TooBig: nothing fits; says by how many bytes, on which device, for which tensors, and what was tried.
     """
     bound = least_seconds(graph, topo)
     search = _Search(topo, inputs or {}, outputs or {}, bound, budget)
-    best = search.explore([search.plan(graph, ()), _State(graph, (), first)])
+    states = [search.plan(graph, ()), _State(graph, (), first)]
+    if known:
+        states.append(_State(known[0].plan.graph, tuple(known[1]), known[0]))
+    best = search.explore(states)
     if peak(best.found) > topo.device.memory:
         raise too_big(min(best.found, first, key=peak), topo.device.memory, budget, search.tried())
     found = replace(best.found, bound=min(bound, best.found.objective))

@@ -76,7 +76,12 @@ def fingerprint(problem: Problem) -> str:
             found.update(np.ascontiguousarray(a).tobytes())
 
     found.update(to_text(problem.graph).encode())
-    for part in (to_data(problem.topo), sorted(problem.inputs.items()), sorted(problem.outputs.items())):
+    for part in (
+        to_data(problem.topo),
+        sorted(problem.inputs.items()),
+        sorted(problem.outputs.items()),
+        sorted(problem.streamed),
+    ):
         found.update(repr(part).encode())
     for menu in problem.menus:
         if id(menu) not in seen:
