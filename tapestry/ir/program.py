@@ -98,7 +98,8 @@ class Reduce:
     """Merge partial states within each group of devices, in the order given, through the monoid of ``graph.ops[op]``.
 
     ``dsts`` (one per field) are allocated and hold the merged states on their own boxes: the same box as ``srcs`` for an
-    all-reduce, disjoint parts of it for a reduce-scatter. ``srcs`` are left as they are.
+    all-reduce, disjoint parts of it for a reduce-scatter. ``srcs`` are left as they are. A field with an entry in ``known``
+    is not sent: the entry is its value in each device's part, the same at every cell (`ir.states`).
     """
 
     kind: str
@@ -106,6 +107,12 @@ class Reduce:
     srcs: tuple[str, ...]
     dsts: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
+    known: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """The buffers that travel."""
+        return tuple(b for k, b in enumerate(self.srcs) if not self.known or not self.known[k])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +195,8 @@ def _cells(boxes: tuple[Box | None, ...]) -> np.ndarray[Any, Any]:
 
 
 def _state_bytes(step: Reduce, program: Program) -> np.ndarray[Any, Any]:
-    """Bytes of partial states on every device."""
-    return sum((device_bytes(program.buffers[b]) for b in step.srcs), np.zeros(program.devices, np.int64))
+    """Bytes of partial states that travel, on every device."""
+    return sum((device_bytes(program.buffers[b]) for b in step.sent), np.zeros(program.devices, np.int64))
 
 
 @lru_cache(maxsize=1 << 10)

@@ -18,6 +18,7 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated
+from tapestry.ir.states import counted
 from tapestry.ir.text import signature
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, tensor_boxes
@@ -176,6 +177,7 @@ class _Lowering:
         self.steps.append(Launch(op=i, mode="partial", blocks=blocks, ins=used, outs=states))
         scatter = [a for a in cut if s.out[a] is not None]
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
+        known = _counts(op, block)
         todo = [("reduce_scatter", scatter), ("all_reduce", [a for a in cut if a not in scatter])]
         todo = [(kind, axes) for kind, axes in todo if axes]
         for n, (kind, axes) in enumerate(todo):
@@ -184,8 +186,9 @@ class _Lowering:
                 merged = self.outs(op)
             else:
                 merged = tuple(self.buffer(op.outs[0], final, part=k, dtype=d) for k, d in enumerate(dtypes))
-            self.steps.append(Reduce(kind=kind, op=i, srcs=states, dsts=merged, groups=_groups(mesh, tuple(axes))))
-            states = merged
+            groups = _groups(mesh, tuple(axes))
+            self.steps.append(Reduce(kind=kind, op=i, srcs=states, dsts=merged, groups=groups, known=known))
+            states, known = merged, _merged_counts(known, groups)
         if op.lowers:
             used = tuple(b if k in then else "" for k, b in enumerate(ins))
             ends = _tuples(final)
@@ -197,6 +200,21 @@ class _Lowering:
             shape = self.plan.graph.tensors[tensor].shape
             return self.fetch(tensor, tensor_boxes(shape, self.plan.outputs[tensor], self.plan.mesh))
         return self.held[tensor][0]
+
+
+def _counts(op: Block, block: Boxes) -> tuple[tuple[float, ...], ...]:
+    """Values of the fields that count, in every device's part; nothing where all fields must be sent."""
+    fixed = counted(op)
+    reduced = block[:, len(op.dims) :]
+    points: list[int] = np.prod(reduced[..., 1] - reduced[..., 0], axis=-1).tolist()
+    each = (tuple(fixed[k] * n for n in points) if k in fixed else () for k in range(len(op.body)))
+    return tuple(each) if fixed else ()
+
+
+def _merged_counts(known: tuple[tuple[float, ...], ...], groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
+    """What the counts are once groups of devices have merged."""
+    group = {d: g for g in groups for d in g}
+    return tuple(tuple(sum(field[e] for e in group[d]) for d in range(len(field))) for field in known)
 
 
 def exchange(held: Boxes, wanted: Boxes, layout: Layout, mesh: Mesh) -> tuple[Message, ...]:

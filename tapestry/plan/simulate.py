@@ -278,7 +278,7 @@ class _Costs:
     def ways(self, step: Reduce) -> list[Way]:
         """How a step merges states."""
         axes = [(a, scatter) for a, scatter in self.cut(step) if scatter == (step.kind == "reduce_scatter")]
-        nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.srcs) for g in step.groups for d in g)
+        nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.sent) for g in step.groups for d in g)
         return merge(nbytes, axes, self.topo)
 
     def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray]:

@@ -35,6 +35,10 @@ class Target(Protocol):
         """A new array of a box, filled from pieces that cover it."""
         ...
 
+    def full(self, box: Box, dtype: str, value: float) -> Array:
+        """A new array of a box with one value everywhere."""
+        ...
+
     def nbytes(self, array: Array) -> int:
         """Bytes of memory that an array really occupies."""
         ...
@@ -144,17 +148,28 @@ class Machine:
         op = self.graph.ops[step.op]
         monoid = getattr(op, "monoid", None)
         assert monoid is not None
-        src, dst = self.program.buffers[step.srcs[0]], self.program.buffers[step.dsts[0]]
+        dst = self.program.buffers[step.dsts[0]]
         for group in step.groups:
             done: dict[Box, list[Array]] = {}
             for d in group:
                 box = dst.boxes[d]
                 assert box is not None
                 if box not in done:
-                    states = [[self.target.slice(memory[e][s], box, _box(src.boxes[e])) for s in step.srcs] for e in group]
+                    states = [self._states(step, e, box, memory) for e in group]
                     done[box] = self.target.merge(monoid, states)
                 fresh = [self.target.slice(f, box, box) for f in done[box]]
                 memory[d].update(zip(step.dsts, fresh, strict=True))
+
+    def _states(self, step: Reduce, device: int, box: Box, memory: list[dict[str, Array]]) -> list[Array]:
+        """What one device gives to a merge: slices of its states, and counts that everybody knows."""
+        out: list[Array] = []
+        for k, s in enumerate(step.srcs):
+            b = self.program.buffers[s]
+            if step.known and step.known[k]:
+                out.append(self.target.full(box, b.dtype, step.known[k][device]))
+            else:
+                out.append(self.target.slice(memory[device][s], box, _box(b.boxes[device])))
+        return out
 
     def _gather(self, tensor: str, name: str, memory: list[dict[str, Array]]) -> Array:
         buffer = self.program.buffers[name]

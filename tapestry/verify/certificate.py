@@ -18,9 +18,10 @@ import numpy as np
 from tapestry.errors import LawError
 from tapestry.ir import constraints
 from tapestry.ir.constraints import where
-from tapestry.ir.expr import Acc
+from tapestry.ir.expr import Acc, Arg, Call, Const
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.kernel import whole
+from tapestry.ir.kernel import size, whole
+from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Mesh
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Transfer, allocated
 from tapestry.ir.text import signature
@@ -295,6 +296,7 @@ def _reduce(r: _Replay, step: Reduce, name: str) -> None:
     ok = isinstance(op, Block) and len(step.srcs) == len(step.dsts) == len(op.body)
     r.law("agreement", ok and step.kind in ("all_reduce", "reduce_scatter"), "not a reduction of states", name)
     assert isinstance(op, Block)
+    r.law("agreement", len(step.known) in (0, len(op.body)), "known fields and fields differ in number", name)
     done: list[tuple[str, Array, Content]] = []
     for k, (s, t) in enumerate(zip(step.srcs, step.dsts, strict=True)):
         src, dst, content = r.buffer(s, name), r.buffer(t, name), r.holds.get(s)
@@ -307,12 +309,28 @@ def _reduce(r: _Replay, step: Reduce, name: str) -> None:
         if dst.field is None:
             plain = op.then[k : k + 1] == (Acc(k, op.body[k].dtype),) and dst.tensor == op.outs[k]
             r.law("agreement", plain, f"'{t}' is not the merged state", name)
+        if step.known and step.known[k]:
+            _known(r, op, k, step.known[k], content, name)
         merged = _merged(r, step, op, (src, dst), content, name)
         done.append((t, r.spans(src).there, Content() if dst.field is None else Content(step.op, merged)))
     for t, filled, content in done:
         r.allocate(t, name, filled, content)
     if all(r.buffer(t, name).field is None for t in step.dsts):
         r.launched.setdefault(step.op, {}).setdefault("merged", [])
+
+
+def _known(r: _Replay, op: Block, k: int, values: tuple[float, ...], content: Content, name: str) -> None:
+    """A field that is not sent is the same constant for every point, summed, and its value that of each device's part."""
+    assert op.monoid is not None
+    body, count = op.body[k], len(op.body)
+    merge = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))[k]
+    adds = isinstance(merge, Call) and merge.fn == "add" and merge.args == (Arg(k, body.dtype), Arg(count + k, body.dtype))
+    r.law("agreement", isinstance(body, Const) and adds, f"field {k} of the states is no count, and must be sent", name)
+    assert isinstance(body, Const)
+    r.law("agreement", len(values) == r.program.devices, f"field {k} is not known for every device", name)
+    for d, (parts, value) in enumerate(zip(content.parts, values, strict=True)):
+        true = float(body.value) * sum(size(p) for p in parts or ())
+        r.law("read_after_write", value == true, f"field {k} is not what a device's part counts", name, f"device {d}: {true}")
 
 
 def _merged(r: _Replay, step: Reduce, op: Block, ends: tuple[Buffer, Buffer], content: Content, name: str) -> Parts:

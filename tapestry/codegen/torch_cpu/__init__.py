@@ -35,6 +35,10 @@ class TorchCpu:
             out[tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(part, box, strict=True))] = values
         return out
 
+    def full(self, box: Box, dtype: str, value: float) -> torch.Tensor:
+        """A new array of a box with one value everywhere."""
+        return torch.full(shape(box), value, dtype=scalars.TORCH_DTYPES[dtype])
+
     def nbytes(self, array: torch.Tensor) -> int:
         """Bytes of the tensor's storage."""
         return array.untyped_storage().nbytes()

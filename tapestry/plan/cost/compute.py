@@ -13,6 +13,7 @@ from tapestry.ir.expr import Call, Index, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.scan import as_scan
+from tapestry.ir.states import counted
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
@@ -85,8 +86,9 @@ def seconds_each(
 
 
 def state_bytes(op: Op, block: Boxes) -> int:
-    """Bytes of one device's partial monoid states."""
+    """Bytes of one device's partial monoid states, as far as they are sent."""
     if not isinstance(op, Block) or op.monoid is None:
         return 0
     n = int(np.max(sizes(block[:, : len(op.dims)])))
-    return n * sum(itemsize(e.dtype) for e in op.body)
+    fixed = counted(op)
+    return n * sum(itemsize(e.dtype) for k, e in enumerate(op.body) if k not in fixed)
