@@ -15,7 +15,7 @@ from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.types import Tensor, Weight
-from tapestry.lift import attention, conv, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape
+from tapestry.lift import attention, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape
 from tapestry.lift.builder import DTYPE_OF, Builder, Node, here
 from tapestry.lift.checks import check_attributes, check_structure, load, node_name
 from tapestry.lift.external import dtype_name, parse_place
@@ -24,7 +24,7 @@ from tapestry.lift.registry import find
 from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.weights import read_weight
 
-FAMILIES = (attention, conv, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape)  # they register lifters
+FAMILIES = (attention, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape)  # all register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

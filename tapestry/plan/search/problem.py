@@ -93,8 +93,10 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         cut = [a for a, d in enumerate(s.dims) if d in reduced]
         size = compute.state_bytes(op, block) if cut else 0
         merge = transfer.reduce_seconds(size, [(a, s.out[a] is not None) for a in cut], topo)
-        merges = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where there is something to do
-        seconds.append(compute.seconds(op, graph, block, final, unique, topo) + merge + (merges * topo.device.launch if cut else 0.0))
+        merges = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
+        seconds.append(
+            compute.seconds(op, graph, block, final, unique, topo) + merge + (merges * topo.device.launch if cut else 0.0)
+        )
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
