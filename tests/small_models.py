@@ -172,7 +172,17 @@ def views() -> onnx.ModelProto:
 
 @model
 def reductions() -> onnx.ModelProto:
-    kinds = ["ReduceSum", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceMean", "ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceSumSquare"]
+    kinds = [
+        "ReduceSum",
+        "ReduceProd",
+        "ReduceMax",
+        "ReduceMin",
+        "ReduceMean",
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceLogSumExp",
+        "ReduceSumSquare",
+    ]
     axes = {"a0": i64(1), "a1": i64(0, 2), "a2": i64(2), "a3": i64(0, 1, 2)}
     nodes = [N(k, ["x", f"a{n % 4}"], [k], k, keepdims=n % 2) for n, k in enumerate(kinds)]
     return net(nodes, {"x": (T.FLOAT, [5, 7, 4])}, dict.fromkeys(kinds, T.FLOAT), axes)
@@ -252,10 +262,48 @@ def residual() -> onnx.ModelProto:
 
 @model
 def unary() -> onnx.ModelProto:
-    kinds = ["Exp", "Sqrt", "Erf", "Tanh", "Sin", "Cos", "Atan", "Asinh", "Sigmoid", "Floor", "Ceil", "Round", "Softplus", "Softsign", "Elu", "Selu", "HardSwish", "Mish", "Gelu", "Sign", "Reciprocal", "Log"]
-    nodes = [N("Abs", ["x"], ["a"], "abs"), N("Add", ["a", "eps"], ["p"], "pos"), *[N(k, ["p" if k in ("Sqrt", "Log", "Reciprocal") else "x"], [k], k) for k in kinds]]
-    nodes += [N("Clip", ["x", "lo", "hi"], ["clip"], "clip"), N("Pow", ["p", "x"], ["pow"], "pow"), N("PRelu", ["x", "slope"], ["prelu"], "prelu"), N("Mod", ["x", "p"], ["fmod"], "fmod", fmod=1)]
-    return net(nodes, {"x": (T.FLOAT, [5, 7])}, dict.fromkeys([*kinds, "clip", "pow", "prelu", "fmod"], T.FLOAT), {"eps": np.float32(0.5), "lo": np.float32(-0.5), "hi": np.float32(0.75), "slope": f32(7)}, opset=20)
+    kinds = [
+        "Exp",
+        "Sqrt",
+        "Erf",
+        "Tanh",
+        "Sin",
+        "Cos",
+        "Atan",
+        "Asinh",
+        "Sigmoid",
+        "Floor",
+        "Ceil",
+        "Round",
+        "Softplus",
+        "Softsign",
+        "Elu",
+        "Selu",
+        "HardSwish",
+        "Mish",
+        "Gelu",
+        "Sign",
+        "Reciprocal",
+        "Log",
+    ]
+    nodes = [
+        N("Abs", ["x"], ["a"], "abs"),
+        N("Add", ["a", "eps"], ["p"], "pos"),
+        *[N(k, ["p" if k in ("Sqrt", "Log", "Reciprocal") else "x"], [k], k) for k in kinds],
+    ]
+    nodes += [
+        N("Clip", ["x", "lo", "hi"], ["clip"], "clip"),
+        N("Pow", ["p", "x"], ["pow"], "pow"),
+        N("PRelu", ["x", "slope"], ["prelu"], "prelu"),
+        N("Mod", ["x", "p"], ["fmod"], "fmod", fmod=1),
+    ]
+    return net(
+        nodes,
+        {"x": (T.FLOAT, [5, 7])},
+        dict.fromkeys([*kinds, "clip", "pow", "prelu", "fmod"], T.FLOAT),
+        {"eps": np.float32(0.5), "lo": np.float32(-0.5), "hi": np.float32(0.75), "slope": f32(7)},
+        opset=20,
+    )
 
 
 @model
@@ -333,10 +381,10 @@ def case(name: str, simplified: bool = True) -> Case:
         if a.dtype == np.bool_:
             feeds[t] = rng.integers(0, 2, a.shape).astype(bool)
         elif a.dtype.kind in "iu" and name != "gathers":
-            feeds[t] = (rng.integers(1, 30, a.shape) * rng.choice([-1, 1] if a.dtype.kind == "i" else [1], a.shape)).astype(a.dtype)
-    weights = {
-        t: read_weight(lifted.model, w, graph.tensors[t], constants=lifted.constants) for t, w in graph.weights.items()
-    }
+            feeds[t] = (rng.integers(1, 30, a.shape) * rng.choice([-1, 1] if a.dtype.kind == "i" else [1], a.shape)).astype(
+                a.dtype
+            )
+    weights = {t: read_weight(lifted.model, w, graph.tensors[t], constants=lifted.constants) for t, w in graph.weights.items()}
     return Case(lifted.model, graph, feeds, weights, interp.run(graph, {**feeds, **weights}, wide=True))
 
 
@@ -365,16 +413,20 @@ def random_plan(graph: Graph, mesh: Mesh, rng: random.Random, *, layouts: float 
     fix = lambda names: {  # noqa: E731
         t: random_layout(graph.tensors[t].shape, mesh, rng) for t in names if rng.random() < layouts
     }
-    return Plan(graph=graph, mesh=mesh, strategies=chosen, inputs=fix([*graph.inputs, *graph.weights]), outputs=fix(graph.outputs))
+    return Plan(
+        graph=graph, mesh=mesh, strategies=chosen, inputs=fix([*graph.inputs, *graph.weights]), outputs=fix(graph.outputs)
+    )
 
 
-def execute(graph: Graph, program: Program, c: Case) -> tuple[dict[str, np.ndarray], Measured]:
+def execute(
+    graph: Graph, program: Program, c: Case, streamed: frozenset[str] = frozenset()
+) -> tuple[dict[str, np.ndarray], Measured]:
     """Run a program on the torch-cpu target."""
 
     def source(arrays: dict[str, np.ndarray]):
         return lambda t, box: from_numpy(np.array(arrays[t][tuple(slice(lo, hi) for lo, hi in box)]))
 
-    outs, measured = Machine(graph, program, TorchCpu(), source(c.weights)).run(source(c.feeds))
+    outs, measured = Machine(graph, program, TorchCpu(), source(c.weights), streamed).run(source(c.feeds))
     return {t: np.array(to_numpy(a)) for t, a in outs.items()}, measured
 
 
@@ -406,5 +458,3 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], g
             assert worst <= coarse * max(1.0, np.abs(b).max(initial=0.0)), (t, worst, note)
         else:
             assert np.array_equal(a, ref), (t, note)
-
-

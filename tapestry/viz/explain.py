@@ -140,7 +140,7 @@ def _memory(build: Build) -> Document:
         "peak_bytes": peak, "allowed_bytes": build.memory, "device": worst, "peak_step": at[worst],
         "peak_at": step_text(program.steps[at[worst]], program, graph.ops), "steps": len(program.steps),
         "first_step": next((i for i, s in enumerate(program.steps) if not isinstance(s, Load | Free)), 0),
-        "weight_bytes": sum(b.nbytes(worst) for b in loads if b.tensor in graph.weights),
+        "weight_bytes": sum(b.nbytes(worst) for b in loads if b.tensor in graph.weights and b.tensor not in build.plan.streamed),
         "alive_bytes": alive_bytes(program, worst),
         "largest": [{"buffer": b, "bytes": program.buffers[b].nbytes(worst)} for b in alive[:5]],
     }  # fmt: skip
@@ -195,6 +195,7 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s")]
     yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
     yield f"  assumed: {ASSUMPTION}"
+    yield from _fit_text(r.get("fit"))
     for m in build.moves:
         yield f"rewritten by {m}"
     for pin in r.get("requests", {}).get("pins", []):
@@ -284,6 +285,17 @@ def _transfer_text(t: Mapping[str, Any]) -> str:
     if t["group"] is None:
         return f"{head}: {tail}"
     return f"{head} in groups of {t['group']}: {human(t['payload_bytes'])} per device, {tail} by {t['algorithm']}"
+
+
+def _fit_text(fit: Mapping[str, Any] | None) -> Iterator[str]:
+    """Why the plan is one in time, and which weights it streams."""
+    if not fit:
+        return
+    held = ", ".join(f"'{b['buffer']}' {human(b['bytes'])}" for b in fit["largest"])
+    yield f"no plan in space fits: device {fit['device']} would need {fit['short_bytes']:,} bytes more, holding {held}"
+    if fit["streamed"]:
+        first = ", ".join(f"'{t}'" for t in fit["streamed"][:3]) + (", …" if len(fit["streamed"]) > 3 else "")
+        yield f"so {len(fit['streamed'])} weights, {human(fit['streamed_bytes'])}, are loaded for every use: {first}"
 
 
 def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
