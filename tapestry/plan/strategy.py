@@ -18,7 +18,7 @@ from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, shares
 from tapestry.rewrites.split import splittable
 
 Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
-MAX_STRATEGIES = 400
+MAX_STRATEGIES = 1024  # of one operation: what three mesh axes offer, and part of what four do
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,12 @@ class Pin:
 
 
 def strategies(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> list[Strategy]:
-    """All ways to spread an operation over a mesh, the replicated one first.
+    """Ways to spread an operation over a mesh, the replicated one first: all of them, or `MAX_STRATEGIES`."""
+    return every_strategy(op, mesh, pins)[:MAX_STRATEGIES]
+
+
+def every_strategy(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> list[Strategy]:
+    """All ways to spread an operation over a mesh; where they are too many, those with the fewest reduce-scatters first.
 
     Each mesh axis cuts one dimension or none; a cut reduced dimension ends in an all-reduce or in a reduce-scatter along
     an output axis. Small reduced dimensions beside a larger one (a kernel's window) are left alone unless pinned.
@@ -41,9 +46,9 @@ def strategies(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> list[Strategy]
     for combo in itertools.product(*choices):
         if _fits(op, mesh, combo):
             out.append(Strategy(tuple(d for d, _ in combo), _layout(op, combo)))
-    if len(out) > MAX_STRATEGIES:  # keep the all-reduce forms and the plain splits first
-        out.sort(key=lambda s: sum(o is not None and d in _reduced(op) for d, o in zip(s.dims, s.out, strict=True)))
-        out = out[:MAX_STRATEGIES]
+    if len(out) > MAX_STRATEGIES:
+        reduced = _reduced(op)
+        out.sort(key=lambda s: sum(o is not None and d in reduced for d, o in zip(s.dims, s.out, strict=True)))
     return out
 
 

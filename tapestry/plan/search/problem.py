@@ -18,7 +18,17 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.fixed import Fixed, Key, allowed
 from tapestry.plan.search.network import Factor
-from tapestry.plan.strategy import Boxes, Pin, covers, footprints, op_boxes, out_layout, strategies, tensor_boxes
+from tapestry.plan.strategy import (
+    MAX_STRATEGIES,
+    Boxes,
+    Pin,
+    covers,
+    every_strategy,
+    footprints,
+    op_boxes,
+    out_layout,
+    tensor_boxes,
+)
 from tapestry.plan.topology import Device, Topology
 
 HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: load less from the host
@@ -26,7 +36,10 @@ HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: loa
 
 @dataclass(frozen=True, slots=True)
 class Menu:
-    """What one kind of operation offers: its strategies, and per strategy cost, memory and footprints."""
+    """What one kind of operation offers: its strategies, and per strategy cost, memory and footprints.
+
+    ``left_out`` counts strategies beyond `MAX_STRATEGIES`: no bound says anything of them.
+    """
 
     strategies: list[Strategy]
     seconds: np.ndarray
@@ -34,6 +47,7 @@ class Menu:
     held_states: np.ndarray
     outs_bytes: np.ndarray
     reads: list[dict[int, Boxes]]
+    left_out: int = 0
 
 
 @dataclass(slots=True)
@@ -48,6 +62,11 @@ class Problem:
     menus: list[Menu] = field(default_factory=list)
     factors: list[Factor] = field(default_factory=list)
     distinct: int = 0
+
+    @property
+    def left_out(self) -> int:
+        """Most strategies of one operation that were not looked at."""
+        return max((m.left_out for m in self.menus), default=0)
 
     @property
     def sizes(self) -> list[int]:
@@ -81,7 +100,8 @@ def build(
 
 
 def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key) -> Menu:
-    found = allowed(op, given, strategies(op, topo.mesh, pins), graph, topo.mesh)
+    every = allowed(op, given, every_strategy(op, topo.mesh, pins), graph, topo.mesh)
+    found = every[:MAX_STRATEGIES]
     seconds, states, mine, outs, reads = [], [], [], [], []
     at = watched(topo)
     for s in found:
@@ -103,7 +123,8 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         widths = [itemsize(graph.tensors[t].dtype) for t in op.outs]
         outs.append([int(compute.sizes(b)[at]) * width for width, b in zip(widths, shapes, strict=True)])
         reads.append({k: b for k, (_, b) in prints.items()})
-    return Menu(found, np.array(seconds), np.array(states), np.array(mine), np.array(outs).reshape(len(found), -1), reads)
+    width = np.array(outs).reshape(len(found), -1)
+    return Menu(found, np.array(seconds), np.array(states), np.array(mine), width, reads, len(every) - len(found))
 
 
 def _edges(problem: Problem, keys: list[str]) -> None:
