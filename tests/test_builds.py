@@ -188,23 +188,29 @@ def test_a_resigned_plan_is_still_held_to_the_laws(build, tmp_path):
         return status, found.get("kind")
 
     def steps(kind):
-        return lambda d: [s for s in d["program"]["steps"] if s[0] == kind]
+        return lambda d: [s for s in d["program"]["steps"] if s["step"] == kind]
 
     assert edit(lambda d: None) == (0, None)
-    assert edit(lambda d: d["program"]["steps"].pop(next(i for i, s in enumerate(d["program"]["steps"]) if s[0] == "launch")))[0] == 1
+    assert edit(lambda d: d["program"]["steps"].pop(next(i for i, s in enumerate(d["program"]["steps"]) if s["step"] == "launch")))[0] == 1
     assert edit(lambda d: d["program"]["steps"].pop(0)) == (1, "LawError")
     assert edit(lambda d: d.update(peak_bytes=[1, 1])) == (1, "LawError")
     assert edit(lambda d: d.update(memory=10)) == (1, "LawError")
-    assert edit(lambda d: steps("free")(d)[0][1].update(buffers=["nope"])) == (1, "LawError")
-    assert edit(lambda d: d["program"]["buffers"][0].update(boxes=[None, None]))[0] == 1
+    assert edit(lambda d: steps("free")(d)[0].update(buffers=["nope"])) == (1, "LawError")
+    assert edit(lambda d: d["program"]["lists"].__setitem__(0, [None, None]))[0] == 1
+    for number in (-1, 10**6):
+        assert edit(lambda d: d["program"]["buffers"][0].update(boxes=number)) == (2, "BuildError")
+        assert edit(lambda d: d["program"]["lists"].__setitem__(0, [number, number])) == (2, "BuildError")
+        assert edit(lambda d: steps("launch")(d)[0].update(blocks=number)) == (2, "BuildError")
+    assert edit(lambda d: steps("launch")(d)[0].update(blocks=10**30)) == (2, "BuildError")
+    assert edit(lambda d: d["program"]["boxes"].__setitem__(0, [[0, 10**30]] * len(d["program"]["boxes"][0])))[0] in (1, 2)
     assert edit(lambda d: d["program"]["buffers"][0].update(dtype="f99"))[0] in (1, 2)
-    assert edit(lambda d: d.update(version=2)) == (2, "BuildError")
+    assert edit(lambda d: d.update(version=1)) == (2, "BuildError")
     assert edit(lambda d: d.update(extra=1)) == (2, "BuildError")
     assert edit(lambda d: d.pop("mesh")) == (2, "BuildError")
     assert edit(lambda d: d.update(mesh=[["d0", 3]])) == (2, "BuildError")
     assert edit(lambda d: d["program"].update(devices=-1))[0] in (1, 2)
-    assert edit(lambda d: d["program"]["steps"].append(["explode", {}])) == (2, "BuildError")
-    assert edit(lambda d: d["program"]["steps"][0].__setitem__(1, {"buffer": 3})) == (2, "BuildError")
+    assert edit(lambda d: d["program"]["steps"].append({"step": "explode"})) == (2, "BuildError")
+    assert edit(lambda d: d["program"]["steps"].__setitem__(0, {"step": "load", "buffer": 3})) == (2, "BuildError")
     assert edit(lambda d: d.update(graph=d["graph"][:-20]))[0] in (1, 2)
     assert edit(lambda d: d.update(graph="graph g\n"))[0] in (1, 2)
     assert edit(lambda d: d["strategies"][0].__setitem__(0, ["nope"]))[0] in (1, 2)

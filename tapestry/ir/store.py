@@ -21,14 +21,13 @@ from typing import Any
 import msgspec
 
 from tapestry.errors import BuildError, TextError
+from tapestry.ir.packed import Packed, pack, unpack
 from tapestry.ir.parse import parse
 from tapestry.ir.plan import MeshAxis, Plan, Strategy
-from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Transfer
+from tapestry.ir.program import Program
 from tapestry.ir.text import to_text
 
-VERSION = 1
-_STEPS: dict[str, Any] = {"load": Load, "launch": Launch, "transfer": Transfer, "reduce": Reduce, "free": Free}
-_NAMES = {v: k for k, v in _STEPS.items()}
+VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 MAX_PLAN_BYTES = 1 << 30
 MAX_WEIGHT = 1 << 10
 
@@ -129,23 +128,16 @@ def encode(build: Build) -> bytes:
         "graph": to_text(p.graph), "mesh": [(a.name, a.size) for a in p.mesh],
         "strategies": [(s.dims, s.out) for s in p.strategies], "inputs": p.inputs, "outputs": p.outputs,
         "streamed": sorted(p.streamed),
-        "program": {
-            "devices": build.program.devices, "outputs": build.program.outputs,
-            "buffers": list(build.program.buffers.values()),
-            "steps": [(_NAMES[type(s)], s) for s in build.program.steps],
-        },
+        "program": pack(build.program),
         "constants": build.constants, "report": build.report,
     }  # fmt: skip
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
-    return msgspec.json.format(msgspec.json.encode(document), indent=0)
+    return msgspec.json.encode(document)
 
 
-class _Program(msgspec.Struct, forbid_unknown_fields=True):
-    devices: int
-    outputs: dict[str, str]
-    buffers: list[Buffer]
-    steps: list[tuple[str, dict[str, Any]]]
+class _Version(msgspec.Struct):
+    version: int
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -163,7 +155,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     inputs: dict[str, tuple[int | None, ...]]
     outputs: dict[str, tuple[int | None, ...]]
     streamed: frozenset[str]
-    program: _Program
+    program: Packed
     constants: dict[str, tuple[int, int]]
     report: dict[str, Any]
     weights: list[tuple[int, ...]] = []
@@ -176,13 +168,14 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         BuildError: it is not a plan of this version.
     """
     try:
+        version = msgspec.json.decode(data, type=_Version).version
+        if version != VERSION:
+            raise BuildError(f"a plan of version {version}, not {VERSION}", where=where, hint="compile the model again")
         d = msgspec.json.decode(data, type=_Document)
-        steps = tuple(msgspec.convert(fields, _STEPS[kind], strict=True) for kind, fields in d.program.steps)
+        program = unpack(d.program)
         graph = parse(d.graph)
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:
         raise BuildError(f"not a plan: {e}", where=where, hint="compile the model again") from None
-    if d.version != VERSION:
-        raise BuildError(f"a plan of version {d.version}, not {VERSION}", where=where, hint="compile the model again")
     weights = d.weights or [()] * len(d.mesh)
     shared = len(weights) == len(d.mesh) and all(
         not w or (len(w) == n and min(w) > 0 and max(w) <= MAX_WEIGHT) for (_, n), w in zip(d.mesh, weights, strict=True)
@@ -194,9 +187,6 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
         strategies=tuple(Strategy(dims, out) for dims, out in d.strategies), streamed=d.streamed,
     )  # fmt: skip
-    program = Program(
-        devices=d.program.devices, buffers={b.name: b for b in d.program.buffers}, steps=steps, outputs=d.program.outputs
-    )
     consistent = len(plan.strategies) == len(graph.ops) and program.devices == plan.devices
     consistent &= all(len(s.dims) == len(s.out) == len(plan.mesh) for s in plan.strategies)
     if not consistent or len(d.peak_bytes) != program.devices:

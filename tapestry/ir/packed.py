@@ -1,0 +1,160 @@
+"""A Program as data in which every box, list of boxes, list of messages and set of groups is written once.
+
+A program of a thousand devices has few distinct lists, each with an entry per device, and many steps that use them: buffers and
+steps give the number of a list, a list the numbers of its boxes. Reading it back makes one object of each (`Shared`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from tapestry.ir.kernel import Box
+from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer
+
+T = TypeVar("T")
+
+
+class PackedBuffer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A `Buffer`; ``boxes`` is the number of a list."""
+
+    name: str
+    tensor: str
+    dtype: str
+    boxes: int
+    field: int | None
+
+
+class PackedLoad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="load"):
+    """A `Load`."""
+
+    buffer: str
+
+
+class PackedLaunch(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="launch"):
+    """A `Launch`; ``blocks`` is the number of a list."""
+
+    op: int
+    mode: str
+    blocks: int
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    states: tuple[str, ...]
+
+
+class PackedTransfer(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="transfer"):
+    """A `Transfer`; ``messages`` is a number."""
+
+    kind: str
+    src: str
+    dst: str
+    messages: int
+
+
+class PackedReduce(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="reduce"):
+    """A `Reduce`; ``groups`` is a number."""
+
+    kind: str
+    op: int
+    srcs: tuple[str, ...]
+    dsts: tuple[str, ...]
+    groups: int
+
+
+class PackedFree(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="free"):
+    """A `Free`."""
+
+    buffers: tuple[str, ...]
+
+
+class Packed(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A whole program; ``messages`` are (sender, receiver, number of a box)."""
+
+    devices: int
+    outputs: dict[str, str]
+    boxes: list[Box]
+    lists: list[tuple[int | None, ...]]
+    messages: list[tuple[tuple[int, int, int], ...]]
+    groups: list[tuple[tuple[int, ...], ...]]
+    buffers: list[PackedBuffer]
+    steps: list[PackedLoad | PackedLaunch | PackedTransfer | PackedReduce | PackedFree]
+
+
+class _Table:
+    """Numbers of values in order of first use; an object seen before is not hashed again."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.seen: dict[int, tuple[Any, int]] = {}
+
+    def number(self, value: Any) -> int:
+        found = self.seen.get(id(value))
+        if found is None:  # the object is kept, so that its identity stays its own
+            found = self.seen[id(value)] = (value, self.numbers.setdefault(value, len(self.numbers)))
+        return found[1]
+
+
+def pack(program: Program) -> Packed:
+    """The program as data."""
+    boxes, lists, messages, groups = (_Table() for _ in range(4))
+    buffers = [
+        PackedBuffer(b.name, b.tensor, b.dtype, lists.number(b.boxes), b.field) for b in program.buffers.values()
+    ]  # fmt: skip
+    steps: list[PackedLoad | PackedLaunch | PackedTransfer | PackedReduce | PackedFree] = []
+    for s in program.steps:
+        match s:
+            case Load():
+                steps.append(PackedLoad(s.buffer))
+            case Launch():
+                steps.append(PackedLaunch(s.op, s.mode, lists.number(s.blocks), s.ins, s.outs, s.states))
+            case Transfer():
+                steps.append(PackedTransfer(s.kind, s.src, s.dst, messages.number(s.messages)))
+            case Reduce():
+                steps.append(PackedReduce(s.kind, s.op, s.srcs, s.dsts, groups.number(s.groups)))
+            case Free():
+                steps.append(PackedFree(s.buffers))
+    indices = [tuple(None if b is None else boxes.number(b) for b in x) for x in lists.numbers]
+    sent = [tuple((m.src, m.dst, boxes.number(m.box)) for m in x) for x in messages.numbers]
+    return Packed(
+        program.devices, dict(program.outputs), list(boxes.numbers), indices, sent, list(groups.numbers), buffers, steps
+    )
+
+
+def unpack(data: Packed) -> Program:
+    """The program that was packed.
+
+    Raises:
+        ValueError: a number stands for nothing.
+    """
+    lists: list[tuple[Box | None, ...]] = [
+        Shared(None if k is None else _at(data.boxes, k) for k in indices) for indices in data.lists
+    ]
+    messages = [Shared(Message(src, dst, _at(data.boxes, k)) for src, dst, k in sent) for sent in data.messages]
+    groups = [Shared(g) for g in data.groups]
+    steps: list[Step] = []
+    for s in data.steps:
+        match s:
+            case PackedLoad():
+                steps.append(Load(buffer=s.buffer))
+            case PackedLaunch():
+                blocks = _at(lists, s.blocks)
+                steps.append(Launch(op=s.op, mode=s.mode, blocks=blocks, ins=s.ins, outs=s.outs, states=s.states))
+            case PackedTransfer():
+                steps.append(Transfer(kind=s.kind, src=s.src, dst=s.dst, messages=_at(messages, s.messages)))
+            case PackedReduce():
+                steps.append(Reduce(kind=s.kind, op=s.op, srcs=s.srcs, dsts=s.dsts, groups=_at(groups, s.groups)))
+            case PackedFree():
+                steps.append(Free(buffers=s.buffers))
+    buffers = {
+        b.name: Buffer(name=b.name, tensor=b.tensor, dtype=b.dtype, boxes=_at(lists, b.boxes), field=b.field)
+        for b in data.buffers
+    }
+    return Program(devices=data.devices, buffers=buffers, steps=tuple(steps), outputs=data.outputs)
+
+
+def _at(items: Sequence[T], number: int) -> T:
+    if not 0 <= number < len(items):
+        raise ValueError(f"number {number} of {len(items)}")
+    return items[number]
