@@ -135,12 +135,13 @@ def _memory(build: Build) -> Document:
     peak, at = peak_bytes(program)
     worst = max(range(len(peak)), key=lambda d: peak[d])
     loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
+    resident = set(graph.weights) - build.plan.streamed
     alive = sorted(alive_at(program, at[worst]), key=lambda b: -program.buffers[b].nbytes(worst))
     return {
         "peak_bytes": peak, "allowed_bytes": build.memory, "device": worst, "peak_step": at[worst],
         "peak_at": step_text(program.steps[at[worst]], program, graph.ops), "steps": len(program.steps),
         "first_step": next((i for i, s in enumerate(program.steps) if not isinstance(s, Load | Free)), 0),
-        "weight_bytes": sum(b.nbytes(worst) for b in loads if b.tensor in graph.weights and b.tensor not in build.plan.streamed),
+        "weight_bytes": sum(b.nbytes(worst) for b in loads if b.tensor in resident),
         "alive_bytes": alive_bytes(program, worst),
         "largest": [{"buffer": b, "bytes": program.buffers[b].nbytes(worst)} for b in alive[:5]],
     }  # fmt: skip
