@@ -61,26 +61,13 @@ class Compiled:
 
 
 def compile(
-    model: str | Path,
-    *,
-    devices: int | None = None,
-    mesh: str | Mesh | None = None,
-    topology: str = "cpu",
-    shapes: Mapping[str, Any] | None = None,
-    memory: str | None = None,
-    target: str = "torch-cpu",
-    pins: Sequence[str] = (),
-    layouts: Sequence[str] = (),
-    rules: Sequence[str | Path] = (),
-    weights: bool = True,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    pareto: bool = False,
-    sharding: bool = True,
-    resume: str | Path | None = None,
-    interrupt: threading.Event | None = None,
-    progress: pipeline.Report = lambda stage, seconds: None,
-) -> Compiled:
+    model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "cpu",
+    shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
+    pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (), weights: bool = True,
+    time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True,
+    resume: str | Path | None = None, interrupt: threading.Event | None = None, stages: int | str = "auto",
+    micro_batches: int | str = "auto", progress: pipeline.Report = lambda stage, seconds: None,
+) -> Compiled:  # fmt: skip
     """Compile an ONNX file into a verified plan for a mesh of devices.
 
     Args:
@@ -96,6 +83,8 @@ def compile(
         time_limit: seconds for the search, 0 or more; the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
+        stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;
+            ``"auto"`` takes stages where they are better than none, 1 has none.
 
     Raises:
         TapestryError: with what, where, why and what to try.
@@ -109,6 +98,7 @@ def compile(
         layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit, seed=seed,
         pareto=pareto,
         sharding=sharding, resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
+        stages=str(stages), micro_batches=str(micro_batches),
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
     return Compiled(done.build, done.constants, done.kernels, done.laws)

@@ -78,7 +78,8 @@ def _compile(args: argparse.Namespace) -> int:
             args.model, mesh=_mesh(args), topology=args.topology, shapes=_shapes(args.shape), memory=args.memory,
             target=args.target, pins=args.pin, layouts=args.layout, rules=args.rules, weights=not args.no_weights,
             time_limit=args.time_limit, seed=args.seed, pareto=args.pareto, progress=report,
-            sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked,
+            sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked, stages=args.stages,
+            micro_batches=args.micro_batches,
         )  # fmt: skip
         report("write", 0.0)
         build.save(args.output)
@@ -409,6 +410,8 @@ def _compile_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis")
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
+    p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
+    p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
     p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
     p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
     p.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search")

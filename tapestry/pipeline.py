@@ -29,12 +29,13 @@ from tapestry.lift import Lifted, lift
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.search.budget import Budget
-from tapestry.plan.search.fit import fit
+from tapestry.plan.search.fit import Fitted, fit
 from tapestry.plan.search.pareto import fronts, undominated
 from tapestry.plan.search.planner import Found, TooBig, cheapest, search
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.refit import refitted
 from tapestry.plan.search.resume import Start, fingerprint, start_of
+from tapestry.plan.search.staging import Request, choose, parse_request
 from tapestry.plan.simulate import ASSUMPTION, simulate
 from tapestry.plan.structure import improve, replay, variants
 from tapestry.plan.topology import Link, Topology, default_mesh, from_data, parse_bytes, parse_mesh, shared, to_data, topology
@@ -46,6 +47,8 @@ log = logging.getLogger("tapestry")
 STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
 FIRST = 0.7  # of the time, for the model as it is
 Report = Callable[[str, float], None]
+Plan = Callable[[Graph, Budget], Found]
+Layouts = Mapping[str, Layout]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class Options:
     sharding: bool = True
     resume: Path | None = None
     interrupt: threading.Event = field(default_factory=threading.Event)
+    stages: str = "auto"
+    micro_batches: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +115,14 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         load_rules(path)
     marks = _annotations(options)
     topo = _topology(options, marks)
+    staged = marking.staged(marks) if marks else None
+    if staged:
+        options = _as_staged(options, *staged)
     with clock("lift"):
         sizes = options.shapes or (marking.shapes(marks) if marks else {})
         lifted = lift(options.model, sizes, weights=options.weights, seed=options.seed)
     with clock("simplify"):
-        given = marking.constraints(marks, lifted.graph, topo.mesh) if marks else None
+        given = marking.constraints(marks, lifted.graph, topo.mesh) if marks and not staged else None
         graph = given.graph if given else simplify(lifted.graph)
     with clock("search"):
         whole = graph
@@ -124,7 +132,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     with clock("verify"):
         laws = certificate.check(
             found.plan.annotated(), found.program, limit=topo.memories(), stated_peak=peak_bytes(found.program)[0],
-            mesh=found.plan.mesh, streamed=found.plan.streamed,
+            places=found.plan.places, streamed=found.plan.streamed,
         )  # fmt: skip
     with clock("codegen"):
         kernels = emit.triton_sources(found.plan.graph, found.program)
@@ -176,26 +184,14 @@ def _plan(
             lambda t: search(g, t, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=part, start=start), ways
         )
 
-    def attempt(g: Graph, part: Budget) -> Found:
-        try:
-            return plan(g, part)
-        except TooBig as e:
-            return replace(e.found, objective=math.inf)
-
     free = not options.pins and not given  # a pin names an operation of the graph as it is
-    fitted, whole = None, graph
-    try:
-        found = plan(graph, budget.share(FIRST))
-    except TooBig as e:
-        if not free:
-            raise
-        known = _refitted(graph, topo, earlier, inputs, outputs) if earlier and "fit" in earlier.report else None
-        fitted = fit(graph, topo, e.found, inputs=inputs, outputs=outputs, budget=budget, known=known)
-        found, graph = fitted.found, fitted.found.plan.graph
-        moves += fitted.moves
-    if free and not fitted:  # a fitted graph is not simplified: that would undo recomputation
-        graph, found, more = improve(graph, found, attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began)
-        moves += more
+    request, whole = _stages_asked(options, topo, given is not None), graph
+    again = earlier if earlier and "fit" in earlier.report else None
+    graph, found, more, fitted = _in_space_or_time(graph, topo, plan, inputs, outputs, free, request, budget, again)
+    choice = choose(whole if fitted else graph, topo, found, request, budget, tight=fitted is not None)
+    if fitted and choice.staged:
+        fitted, graph, more = None, whole, []
+    moves, found = [*moves, *more], choice.found
     _debug(found)
 
     def problems() -> Iterator[tuple[Problem, tuple[str, ...]]]:
@@ -214,7 +210,56 @@ def _plan(
     if fitted:
         extra["fit"] = dict(fitted.report)
     extra["search"] = _search_record(found, budget, time.monotonic() - began, options, earlier)
-    return graph, found, moves, extra
+    return graph, found, [*moves, *choice.moves], extra | choice.report
+
+
+def _in_space_or_time(
+    graph: Graph, topo: Topology, plan: Plan, inputs: Layouts, outputs: Layouts, free: bool, request: Request, budget: Budget,
+    again: store.Build | None,
+) -> tuple[Graph, Found | TooBig, list[Move], Fitted | None]:  # fmt: skip
+    """The graph planned, its plan without stages (or why there is none), the moves to it, and how it was made to fit."""
+    began = time.monotonic()
+
+    def attempt(g: Graph, part: Budget) -> Found:
+        try:
+            return plan(g, part)
+        except TooBig as e:
+            return replace(e.found, objective=math.inf)
+
+    try:
+        found = plan(graph, budget.share(FIRST))
+    except TooBig as e:
+        if not free:
+            raise
+        fitted = _fitted(graph, topo, e, inputs, outputs, request, budget, again)
+        if fitted is None:
+            return graph, e, [], None
+        return fitted.found.plan.graph, fitted.found, list(fitted.moves), fitted
+    if not free:
+        return graph, found, [], None
+    return *improve(graph, found, attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began), None
+
+
+def _fitted(
+    graph: Graph, topo: Topology, first: TooBig, inputs: Layouts, outputs: Layouts, request: Request, budget: Budget,
+    again: store.Build | None,
+) -> Fitted | None:  # fmt: skip
+    """A plan that fits in time where none fits in space; none where pipeline stages are asked for, or may be what fits.
+
+    Raises:
+        TooBig: nothing fits, and stages are out of the question.
+    """
+    if request.explicit:
+        return None
+    staged = request.stages != 1 and device_count(topo.mesh) > 1
+    part = budget.share(FIRST) if staged else budget
+    known = _refitted(graph, topo, again, inputs, outputs) if again else None
+    try:
+        return fit(graph, topo, first.found, inputs=inputs, outputs=outputs, budget=part, known=known)
+    except TooBig:
+        if not staged:
+            raise
+        return None
 
 
 def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: bool) -> tuple[Graph, Start, list[Move]]:
@@ -223,6 +268,9 @@ def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: b
         log.warning("--resume: the build is of another model: its strategies are tried where they apply, its bound is not used")
     record, bound = earlier.report.get("search"), earlier.report.get("lower_bound_s")
     key = record.get("problem") if isinstance(record, Mapping) else None
+    if earlier.plan.stages:
+        log.warning("--resume: a plan with pipeline stages is searched anew")
+        return graph, Start(), []
     start = start_of(earlier.plan)
     if isinstance(key, str) and isinstance(bound, float) and math.isfinite(bound):
         start = start_of(earlier.plan, bound, key)
@@ -261,6 +309,27 @@ def _search_record(
         "problem": fingerprint(found.problem) if found.problem else "",
         "resumed": str(options.resume) if options.resume else None,
     }  # fmt: skip
+
+
+def _as_staged(options: Options, stages: int, micro: int) -> Options:
+    """A file that says in how many stages and micro-batches it was planned gets as many, unless the user says otherwise."""
+    if options.stages != "auto" or options.micro_batches != "auto":
+        return options
+    log.warning("sharding: %d stages and %d micro-batch(es), as the file says; the rest is searched anew", stages, micro)
+    return replace(options, stages=str(stages), micro_batches=str(micro))
+
+
+def _stages_asked(options: Options, topo: Topology, given: bool) -> Request:
+    """What the user asks of pipeline stages; pins, layouts and annotations are of the whole mesh and go without."""
+    request = parse_request(options.stages, options.micro_batches, topo)
+    if not (options.pins or options.layouts or given):
+        return request
+    if request.explicit:
+        raise TapestryError(
+            "pipeline stages do not go with pins, fixed layouts or the model's own annotations", where="--stages",
+            why="those are of the whole mesh", hint="leave them out; --ignore-sharding for annotations",
+        )  # fmt: skip
+    return Request(stages=1)
 
 
 def _debug(found: Found) -> None:
@@ -349,7 +418,7 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
     plan = build.plan
     stated = list(build.peak_bytes)
     laws = certificate.check(
-        plan.annotated(), build.program, limit=_limits(build), stated_peak=stated, mesh=plan.mesh, streamed=plan.streamed
+        plan.annotated(), build.program, limit=_limits(build), stated_peak=stated, places=plan.places, streamed=plan.streamed
     )
     emitted = emit.triton_sources(plan.graph, build.program)
     written = {p.name: p.read_text() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}

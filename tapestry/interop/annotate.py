@@ -29,9 +29,10 @@ MESH = "tapestry.mesh"  # model: names and sizes of the mesh axes, "d0=2,d1=4"
 SHAPES = "tapestry.shapes"  # model: JSON, sizes of the inputs that the plan was made for
 FIXED = "tapestry.fixed"  # model: JSON, layouts in which inputs start and outputs end, as the user asked
 MOVES = "tapestry.moves"  # model: JSON, structural rewrites of the plan, in order
+STAGES = "tapestry.stages"  # model: JSON, devices and mesh of each pipeline stage, and the number of micro-batches
 PARTIAL = "tapestry.partial"  # node: JSON list, reductions cut over devices and where each is completed
 INTERNAL = "tapestry.internal"  # node: JSON, placements of operations inside the node whose results have no ONNX name
-KEYS = (MESH, SHAPES, FIXED, MOVES, PARTIAL, INTERNAL)
+KEYS = (MESH, SHAPES, FIXED, MOVES, STAGES, PARTIAL, INTERNAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

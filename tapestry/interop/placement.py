@@ -8,7 +8,7 @@ N cells is ``[floor(k N / P), floor((k+1) N / P))``), which is the equal cut of 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -161,6 +161,14 @@ def spec_of(tensor: str, layout: Layout, rank: int, mesh: Mesh) -> ShardingSpec:
             groups.append((-1 - len(groups), tuple(on)))
             devices.append(groups[-1][0])
     return ShardingSpec(tensor, tuple(devices), tuple(groups), tuple(dims))
+
+
+def on_devices(spec: ShardingSpec, first: int) -> ShardingSpec:
+    """A spec of devices 0, 1, … moved to as many from number ``first`` on. (Keys of groups are negative and stay.)"""
+    if not first:
+        return spec
+    groups = tuple((key, tuple(d + first for d in devices)) for key, devices in spec.groups)
+    return replace(spec, devices=tuple(d + first if d >= 0 else d for d in spec.devices), groups=groups)
 
 
 @lru_cache(maxsize=100_000)

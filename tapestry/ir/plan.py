@@ -1,6 +1,7 @@
 """The Plan: a Graph, a device mesh, and for every operation which of its dimensions each mesh axis cuts.
 
-A Plan is replayable as Moves: ``split@y{dim=n,parts=8,to=mesh.d0}`` for every pair of operation and mesh axis.
+A Plan is replayable as Moves: ``split@y{dim=n,parts=8,to=mesh.d0}`` for every pair of operation and mesh axis, and
+``place@y{stage=1}`` for every operation of a plan with pipeline stages.
 """
 
 from __future__ import annotations
@@ -45,12 +46,38 @@ class Strategy:
     out: Layout
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage: consecutive devices from number ``first`` on, arranged as a mesh of their own (row-major)."""
+
+    first: int
+    mesh: Mesh
+
+    @property
+    def devices(self) -> range:
+        """The devices of the stage."""
+        return range(self.first, self.first + device_count(self.mesh))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The layout, on a stage's mesh, in which a tensor that another stage computes is received there."""
+
+    tensor: str
+    stage: int
+    layout: Layout
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What to run where.
 
     Attributes:
-        strategies: one per operation of the graph.
+        strategies: one per operation of the graph, on the mesh of its stage.
+        stages: disjoint ranges of devices; empty for one stage, the whole mesh.
+        stage_of: for each operation the number of its stage (empty without stages). An operation reads from its own stage
+            and from those before it.
+        arrivals: how each stage receives what earlier ones compute.
         inputs: layouts in which some graph inputs (or weights) start, as the user fixed them.
         outputs: layouts in which some graph outputs must end.
         streamed: weights that are loaded from the host for every use and freed after it, instead of staying loaded.
@@ -62,6 +89,18 @@ class Plan:
     inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     streamed: frozenset[str] = frozenset()
+    stages: tuple[Stage, ...] = ()
+    stage_of: tuple[int, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
+
+    def stage(self, op: int) -> Stage:
+        """The stage of an operation."""
+        return self.stages[self.stage_of[op]] if self.stages else Stage(0, self.mesh)
+
+    @property
+    def places(self) -> tuple[Stage, ...]:
+        """The stage of each operation: all that a checker needs to know of them."""
+        return tuple(self.stage(i) for i in range(len(self.graph.ops)))
 
     @property
     def devices(self) -> int:
@@ -72,9 +111,9 @@ class Plan:
         """The graph with every operation's splits bound to mesh axes."""
         ops = tuple(
             replace(op, splits=tuple(
-                Split(d, a.size, f"mesh.{a.name}") for d, a in zip(s.dims, self.mesh, strict=True) if d is not None
+                Split(d, a.size, f"mesh.{a.name}") for d, a in zip(s.dims, at.mesh, strict=True) if d is not None
             ))
-            for op, s in zip(self.graph.ops, self.strategies, strict=True)
+            for op, s, at in zip(self.graph.ops, self.strategies, self.places, strict=True)
         )  # fmt: skip
         return replace(self.graph, ops=ops)
 
@@ -93,6 +132,28 @@ def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     for a in mesh:
         out = [(*c, k) for c in out for k in range(a.size)]
     return out
+
+
+def stages_refused(plan: Plan) -> str:
+    """Why the stages of a plan are none ("" when they are): ranges that overlap or leave the mesh, operations in no stage,
+    reads from a later stage, strategies for another mesh."""
+    if not plan.stages:
+        return "placements without stages" if plan.stage_of or plan.arrivals else ""
+    if len(plan.stage_of) != len(plan.graph.ops) or any(not 0 <= k < len(plan.stages) for k in plan.stage_of):
+        return "an operation is in no stage"
+    taken = [d for s in plan.stages for d in s.devices]
+    if len(set(taken)) < len(taken) or any(not 0 <= d < plan.devices for d in taken):
+        return "stages overlap or leave the mesh"
+    if plan.inputs or plan.outputs or plan.streamed:
+        return "fixed layouts and streamed weights are of the whole mesh"
+    makers = plan.graph.producers()
+    for op, k in zip(plan.graph.ops, plan.stage_of, strict=True):
+        if any(t in makers and plan.stage_of[makers[t]] > k for t in op.inputs):
+            return f"'{op.outs[0]}' reads from a later stage"
+    for a in plan.arrivals:
+        if not 0 <= a.stage < len(plan.stages) or len(a.layout) != len(plan.stages[a.stage].mesh) or a.tensor not in makers:
+            return f"'{a.tensor}' arrives nowhere"
+    return ""
 
 
 def part(mesh: Mesh, axes: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[int, int]:

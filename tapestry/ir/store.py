@@ -23,7 +23,7 @@ import msgspec
 from tapestry.errors import BuildError, TextError
 from tapestry.ir.packed import Packed, pack, unpack
 from tapestry.ir.parse import parse
-from tapestry.ir.plan import MeshAxis, Plan, Strategy
+from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
 from tapestry.ir.program import Program
 from tapestry.ir.text import to_text
 
@@ -128,6 +128,8 @@ def encode(build: Build) -> bytes:
         "graph": to_text(p.graph), "mesh": [(a.name, a.size) for a in p.mesh],
         "strategies": [(s.dims, s.out) for s in p.strategies], "inputs": p.inputs, "outputs": p.outputs,
         "streamed": sorted(p.streamed),
+        "stages": [(s.first, [(a.name, a.size) for a in s.mesh]) for s in p.stages], "stage_of": p.stage_of,
+        "arrivals": [(a.tensor, a.stage, a.layout) for a in p.arrivals],
         "program": pack(build.program),
         "constants": build.constants, "report": build.report,
     }  # fmt: skip
@@ -159,6 +161,9 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     constants: dict[str, tuple[int, int]]
     report: dict[str, Any]
     weights: list[tuple[int, ...]] = []
+    stages: list[tuple[int, list[tuple[str, int]]]] = []
+    stage_of: tuple[int, ...] = ()
+    arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
 
 
 def decode(data: bytes, where: str = "plan.json") -> Build:
@@ -186,9 +191,13 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     plan = Plan(
         graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
         strategies=tuple(Strategy(dims, out) for dims, out in d.strategies), streamed=d.streamed,
+        stages=tuple(Stage(first, tuple(MeshAxis(n, s) for n, s in mesh)) for first, mesh in d.stages),
+        stage_of=d.stage_of, arrivals=tuple(Arrival(*a) for a in d.arrivals),
     )  # fmt: skip
-    consistent = len(plan.strategies) == len(graph.ops) and program.devices == plan.devices
-    consistent &= all(len(s.dims) == len(s.out) == len(plan.mesh) for s in plan.strategies)
+    consistent = len(plan.strategies) == len(graph.ops) and program.devices == plan.devices and not stages_refused(plan)
+    consistent = consistent and all(
+        len(s.dims) == len(s.out) == len(at.mesh) for s, at in zip(plan.strategies, plan.places, strict=True)
+    )
     if not consistent or len(d.peak_bytes) != program.devices:
         raise BuildError("not a plan: mesh, strategies and program disagree", where=where, hint="compile the model again")
     return Build(

@@ -20,6 +20,7 @@ from tapestry.plan.kinds import kind_of
 from tapestry.plan.lower import exchange, lower
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import layouts
+from tapestry.plan.staged import stage_ops, stage_plan, stage_topology
 from tapestry.plan.strategy import Boxes, Pin, footprints, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
@@ -62,6 +63,8 @@ def best_alternatives(
     Args:
         pins: as the plan was searched with. They are kept only if it has a strategy that would not exist without them.
     """
+    if plan.stages:
+        return _by_stage(plan, topo)
     problem, choice = _problem(plan, topo, pins or {})
     moves = _Moves(plan, topo)
     out: list[Alternative | None] = []
@@ -80,6 +83,16 @@ def best_alternatives(
             excess, lowerings = _excess(plan, topo, i, s), lowerings + 1
         parts = moves.parts(problem, i, now, best, difference)
         out.append(Alternative(strategy=s, seconds=difference, parts=parts, excess=excess))
+    return out
+
+
+def _by_stage(plan: Plan, topo: Topology) -> list[Alternative | None]:
+    """The same with pipeline stages: other strategies of an operation on the devices of its stage."""
+    out: list[Alternative | None] = [None] * len(plan.graph.ops)
+    for k, stage in enumerate(plan.stages):
+        found = best_alternatives(stage_plan(plan, k), stage_topology(topo, stage))
+        for i, other in zip(stage_ops(plan, k), found, strict=True):
+            out[i] = other
     return out
 
 

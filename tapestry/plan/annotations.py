@@ -136,6 +136,25 @@ def shapes(a: Annotations) -> dict[str, list[int]]:
     return {k: v for k, v in found.items() if isinstance(v, list) and v}
 
 
+def staged(a: Annotations) -> tuple[int, int] | None:
+    """(pipeline stages, micro-batches) that the file says it was planned with; its specs are then of parts of the mesh.
+
+    Raises:
+        PlanError: the metadata does not say that.
+    """
+    text = a.model.get(annotate.STAGES)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+        stages, micro = len(found["stages"]), int(found["micro_batches"])
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise PlanError(f"not pipeline stages: {e}", where=annotate.STAGES, hint="--ignore-sharding") from None
+    if not (2 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
+        raise PlanError(f"{stages} stages and {micro} micro-batches", where=annotate.STAGES, hint="--ignore-sharding")
+    return stages, micro
+
+
 def mesh(a: Annotations) -> Mesh:
     """The mesh that the file names, or else the first of few axes that can say all its specs.
 

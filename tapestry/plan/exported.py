@@ -18,10 +18,10 @@ from onnx import ModelProto
 from tapestry.errors import BuildError
 from tapestry.interop import annotate
 from tapestry.interop.annotate import Marks
-from tapestry.interop.placement import layout_of_boxes, spec_of
+from tapestry.interop.placement import layout_of_boxes, on_devices, spec_of
 from tapestry.interop.sharding import DeviceConfiguration, ShardingSpec, name_of
 from tapestry.ir.graph import Block, Op
-from tapestry.ir.plan import Layout, Mesh, Plan, Strategy
+from tapestry.ir.plan import Layout, Mesh, Plan, Stage, Strategy
 from tapestry.ir.store import Build
 from tapestry.lift.checks import load
 from tapestry.plan.strategy import footprints, out_layout
@@ -63,14 +63,15 @@ def marks_of(build: Build, model: ModelProto) -> Marks:
     named = set(nodes.values())
     outs: dict[str, ShardingSpec] = {}
     notes: dict[str, dict[str, Any]] = {}
-    for op, s in zip(plan.graph.ops, plan.strategies, strict=True):
+    for op, s, at in zip(plan.graph.ops, plan.strategies, plan.places, strict=True):
         for n, t in enumerate(op.outs):
             if t in nodes:
-                outs[t] = spec_of(t, out_layout(op, s.out, n), len(plan.graph.tensors[t].shape), plan.mesh)
+                spec = spec_of(t, out_layout(op, s.out, n), len(plan.graph.tensors[t].shape), at.mesh)
+                outs[t] = on_devices(spec, at.first)
         holder = op.outs[0] if op.outs[0] in nodes else next((x for x in reversed(op.source) if x in named), "")
         if not holder:
             continue
-        partial = _partial(op, s, plan.mesh)
+        partial = _partial(op, s, at.mesh)
         if partial and op.outs[0] in nodes:
             notes.setdefault(holder, {}).setdefault(annotate.PARTIAL, []).extend(partial)
         if op.outs[0] not in nodes or not isinstance(op, Block):
@@ -78,14 +79,43 @@ def marks_of(build: Build, model: ModelProto) -> Marks:
     shapes = {t: plan.graph.tensors[t].shape for t in plan.graph.inputs}
     return Marks(
         configuration=DeviceConfiguration(CONFIGURATION, plan.devices), outs=outs, reads=_reads(plan, model),
+        stages=_stages(plan, model),
         nodes={k: {key: json.dumps(v) for key, v in found.items()} for k, found in notes.items()},
         model={
             annotate.MESH: ",".join(f"{a.name}={a.size}" for a in plan.mesh), annotate.SHAPES: json.dumps(shapes),
             annotate.FIXED: json.dumps({"inputs": plan.inputs, "outputs": plan.outputs}),
             annotate.MOVES: json.dumps(build.moves),
+            **({annotate.STAGES: json.dumps(_stages_data(build))} if plan.stages else {}),
         },
         shapes=_static_outputs(plan, model),
     )  # fmt: skip
+
+
+def _stages_data(build: Build) -> dict[str, Any]:
+    """Devices and mesh of every stage, and how many micro-batches go through them."""
+    stages = [{"first": s.first, "mesh": ",".join(f"{a.name}={a.size}" for a in s.mesh)} for s in build.plan.stages]
+    return {"stages": stages, "micro_batches": build.report.get("micro_batches", 1)}
+
+
+def _stages(plan: Plan, model: ModelProto) -> dict[str, int]:
+    """The pipeline stage of each node that became operations.
+
+    A view may be part of operations of several stages, and belongs to the first; a node that became operations of several
+    stages gives its results in the last of them, which is not before any of what it reads.
+    """
+    first: dict[str, int] = {}
+    for op, k in zip(plan.graph.ops, plan.stage_of, strict=False):
+        for name in op.source:
+            first[name] = min(first.get(name, k), k)
+    at: dict[str, int] = {}
+    out: dict[str, int] = {}
+    for node in model.graph.node if plan.stages else ():
+        name = name_of(node)
+        stage = max([first.get(name, 0), *(at[t] for t in node.input if t in at)])
+        at |= dict.fromkeys(node.output, stage)
+        if name in first:
+            out[name] = stage
+    return out
 
 
 def _static_outputs(plan: Plan, model: ModelProto) -> dict[str, tuple[int, ...]]:
@@ -113,16 +143,16 @@ def _reads(plan: Plan, model: ModelProto) -> dict[tuple[str, str], ShardingSpec]
     for node in model.graph.node:
         for t in node.input:
             readers.setdefault(t, set()).add(name_of(node))
-    found: dict[tuple[str, str], set[Layout | None]] = {}
-    for op, s in zip(plan.graph.ops, plan.strategies, strict=True):
-        for _, t, boxes in footprints(op, plan.graph, s, plan.mesh):
+    found: dict[tuple[str, str], set[tuple[Layout | None, Stage]]] = {}
+    for op, s, at in zip(plan.graph.ops, plan.strategies, plan.places, strict=True):
+        for _, t, boxes in footprints(op, plan.graph, s, at.mesh):
             for node in readers.get(t, set()) & set(op.source):
-                found.setdefault((node, t), set()).add(_layout(boxes, plan.graph.tensors[t].shape, plan.mesh))
+                found.setdefault((node, t), set()).add((_layout(boxes, plan.graph.tensors[t].shape, at.mesh), at))
     out: dict[tuple[str, str], ShardingSpec] = {}
     for (node, t), layouts in found.items():
-        layout = next(iter(layouts))
+        layout, at = next(iter(layouts))
         if len(layouts) == 1 and layout is not None:
-            out[(node, t)] = spec_of(t, layout, len(plan.graph.tensors[t].shape), plan.mesh)
+            out[(node, t)] = on_devices(spec_of(t, layout, len(plan.graph.tensors[t].shape), at.mesh), at.first)
     return out
 
 

@@ -33,7 +33,7 @@ def lower(plan: Plan) -> Program:
     for i in range(len(plan.graph.ops)):
         state.op(i)
     outputs = {t: state.output(t) for t in plan.graph.outputs}
-    steps = _with_frees(state.steps, set(outputs.values()) | state.resident)
+    steps = with_frees(state.steps, set(outputs.values()) | state.resident)
     return Program(devices=plan.devices, buffers=state.buffers, steps=tuple(steps), outputs=outputs)
 
 
@@ -277,7 +277,7 @@ def distinct(found: list[Boxes]) -> list[Boxes]:
     return [b for b in unique if not any(o is not b and covers(o, b) and not (covers(b, o)) for o in unique)]
 
 
-def _with_frees(steps: list[Step], kept: set[str]) -> list[Step]:
+def with_frees(steps: list[Step], kept: set[str]) -> list[Step]:
     """Free every buffer after the last step that touches it."""
     last: dict[str, int] = {}
     for i, s in enumerate(steps):

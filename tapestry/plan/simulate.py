@@ -16,13 +16,15 @@ from typing import TypeGuard
 import numpy as np
 
 from tapestry.ir.graph import Block, Op
-from tapestry.ir.plan import Layout, Plan, Strategy
-from tapestry.ir.program import Box, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.kernel import Box, size
+from tapestry.ir.plan import Layout, Plan, Stage, Strategy
+from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.text import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import Way, merge
 from tapestry.plan.search.problem import load_seconds
+from tapestry.plan.staged import link_between, stage_topology
 from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
@@ -204,13 +206,17 @@ class _Costs:
     program: Program
     topo: Topology
     layouts: dict[str, Layout] = field(default_factory=dict)
-    launches: dict[tuple[str, Strategy], dict[str, np.ndarray]] = field(default_factory=dict)
+    topologies: dict[Stage, Topology] = field(default_factory=dict)
+    launches: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(default_factory=dict)
     transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    makers: dict[str, int] = field(init=False)
     alone: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layouts = layouts(self.plan)
+        self.layouts, self.makers = layouts(self.plan), self.plan.graph.producers()
         self.alone = np.arange(self.program.devices)
+        stages = self.plan.stages or (Stage(0, self.plan.mesh),)
+        self.topologies = {s: stage_topology(self.topo, s) for s in stages}
 
     def of(self, step: Launch | Load | Transfer | Reduce) -> tuple[np.ndarray, np.ndarray]:
         """(seconds by device, NaN where it takes no part; which devices begin and end together)."""
@@ -234,15 +240,21 @@ class _Costs:
 
     def launch(self, step: Launch) -> np.ndarray:
         """A kernel: the whole of an operation, or what comes before or after its states are merged."""
-        op, s = self.plan.graph.ops[step.op], self.plan.strategies[step.op]
-        key = (signature(op, self.plan.graph), s)
+        op, s, stage = self.plan.graph.ops[step.op], self.plan.strategies[step.op], self.plan.stage(step.op)
+        key = (signature(op, self.plan.graph), s, stage)
         if key not in self.launches:
-            self.launches[key] = self.modes(op, s)
-        return self.launches[key][step.mode]
+            self.launches[key] = self.modes(op, s, self.topologies[stage])
+        return self.placed(self.launches[key][step.mode], stage)
 
-    def modes(self, op: Op, s: Strategy) -> dict[str, np.ndarray]:
+    def placed(self, seconds: np.ndarray, stage: Stage) -> np.ndarray:
+        """Seconds of a stage's devices as seconds of all devices."""
+        out = np.full(self.program.devices, np.nan)
+        out[list(stage.devices)] = seconds
+        return out
+
+    def modes(self, op: Op, s: Strategy, topo: Topology) -> dict[str, np.ndarray]:
         """Seconds of each mode: ``partial`` and ``finish`` together are ``full`` and one launch more."""
-        graph, topo = self.plan.graph, self.topo
+        graph = self.plan.graph
         block = op_boxes(op, s.dims, topo.mesh)
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
         prints = list(footprints(op, graph, s, topo.mesh))
@@ -260,14 +272,28 @@ class _Costs:
     def transfer(self, step: Transfer) -> tuple[np.ndarray, np.ndarray]:
         """Devices joined by messages take the model's time for the whole exchange; the others only copy what they hold."""
         src, dst = (self.program.buffers[b] for b in (step.src, step.dst))
-        held, wanted, width = _array(src.boxes), _array(dst.boxes), itemsize(dst.dtype)
-        seconds = float(transfer.costs([(self.layouts[src.tensor], held)], [wanted], width, self.topo).seconds[0, 0])
+        wanted, width = _array(dst.boxes), itemsize(dst.dtype)
+        copying = compute.sizes(wanted) * width / self.topo.each(lambda d: d.bandwidth) + self.topo.device.launch
         pairs = np.array([(m.src, m.dst) for m in step.messages], np.int64).reshape(-1, 2)
         groups = _components(pairs, self.program.devices)
-        copying = compute.sizes(wanted) * width / self.topo.each(lambda d: d.bandwidth) + self.topo.device.launch
         joined = np.isin(self.alone, pairs)
         takes = np.array([b is not None for b in dst.boxes]) | joined
+        stage = next((s for s in self.topologies if _within(src.boxes, dst.boxes, s)), None)
+        if stage is None:
+            seconds = float(np.max(crossing_seconds(step, self.program, self.topo) + copying))
+        else:
+            part, layout = slice(stage.first, stage.devices.stop), self.received(src.tensor, stage)
+            held = [(layout, _array(src.boxes)[part])]
+            seconds = float(transfer.costs(held, [wanted[part]], width, self.topologies[stage]).seconds[0, 0])
         return np.where(takes, np.where(joined, seconds, np.minimum(copying, seconds)), np.nan), groups
+
+    def received(self, tensor: str, stage: Stage) -> Layout:
+        """The layout in which a tensor is first on a stage."""
+        made = self.makers.get(tensor)
+        if made is None or self.plan.stage(made) == stage:
+            return self.layouts[tensor]
+        found = (a.layout for a in self.plan.arrivals if a.tensor == tensor and self.plan.stages[a.stage] == stage)
+        return next(found, (None,) * len(stage.mesh))
 
     def cut(self, step: Reduce) -> list[tuple[int, bool]]:
         """(mesh axis, whether it scatters) of all reduced dimensions that the step's operation cuts."""
@@ -279,7 +305,7 @@ class _Costs:
         """How a step merges states."""
         axes = [(a, scatter) for a, scatter in self.cut(step) if scatter == (step.kind == "reduce_scatter")]
         nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.sent) for g in step.groups for d in g)
-        return merge(nbytes, axes, self.topo)
+        return merge(nbytes, axes, self.topologies[self.plan.stage(step.op)])
 
     def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray]:
         """Merging states; the last merge of an operation also pays for the kernel that merges."""
@@ -289,6 +315,24 @@ class _Costs:
         for n, g in enumerate(step.groups):
             out[list(g)], groups[list(g)] = seconds, n
         return out, groups
+
+
+def crossing_seconds(step: Transfer, program: Program, topo: Topology) -> np.ndarray:
+    """Seconds in which each device receives its messages from another stage: all bytes over their links, one after another,
+    and the latency of the slowest (as inside a stage, `cost.transfer`)."""
+    out, worst, peers = (np.zeros(program.devices) for _ in range(3))
+    width = itemsize(program.buffers[step.dst].dtype)
+    for m in step.messages:
+        link = link_between(topo, m.src, m.dst)
+        out[m.dst] += size(m.box) * width * link.beta
+        worst[m.dst] = max(worst[m.dst], link.alpha)
+        peers[m.dst] += 1
+    return out + worst * np.ceil(np.log2(peers + 1))
+
+
+def _within(held: tuple[Box | None, ...], wanted: tuple[Box | None, ...], stage: Stage) -> bool:
+    """Whether a transfer stays on a stage's devices."""
+    return all(d in stage.devices for d, b in enumerate(zip(held, wanted, strict=True)) if b != (None, None))
 
 
 def layouts(plan: Plan) -> dict[str, Layout]:

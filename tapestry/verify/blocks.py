@@ -9,7 +9,7 @@ import numpy as np
 from tapestry.ir.constraints import where
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import whole
-from tapestry.ir.plan import Mesh, coordinates, interval
+from tapestry.ir.plan import Stage, coordinates, interval
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
 from tapestry.verify.lists import Array, Boxes, Breach, Lists, Spans, first
@@ -59,9 +59,9 @@ def complete(there: Array, parts: Parts, extents: tuple[int, ...]) -> Breach | N
     return None
 
 
-def cover(lists: Lists, op: Op, launched: Mapping[str, list[Boxes]], mesh: Mesh | None) -> None:
-    """Law 4 over devices: blocks of one operation are equal (replicas) or disjoint, and cover its index space; with a mesh,
-    each device's are what the operation's splits give it.
+def cover(lists: Lists, op: Op, launched: Mapping[str, list[Boxes]], stage: Stage | None) -> None:
+    """Law 4 over devices: blocks of one operation are equal (replicas) or disjoint, and cover its index space; with a
+    stage, those of each of its devices are what the operation's splits give it, and no other device takes part.
 
     Args:
         launched: the lists of blocks that were launched, by mode ("merged": states were merged into results).
@@ -74,12 +74,15 @@ def cover(lists: Lists, op: Op, launched: Mapping[str, list[Boxes]], mesh: Mesh 
         ends, n = launched.get("finish", []), extents[: len(op.dims)]
         fact = ("ends", tuple(map(lists.number, ends)), n, "merged" in launched)
         lists.prove(fact, step, {"written_once": 2}, lambda: _finished(ends, n, "merged" in launched))
-    if mesh is not None:
-        names = [f"mesh.{a.name}" for a in mesh]
+    if stage is not None:
+        names = [f"mesh.{a.name}" for a in stage.mesh]
         axes = tuple(tuple(names.index(s.to) for s in op.splits if s.dim == d.name and s.to in names) for d in op.space)
         spans = [lists.spans(b, len(extents)) for b in mine]
-        counts = {"split_partition": len(coordinates(mesh))}
-        lists.prove(("planned", numbers, extents, axes), step, counts, lambda: _as_planned(spans, extents, axes, mesh))
+        ending = [lists.spans(b, len(op.dims)) for b in launched.get("finish", [])]
+        counts = {"split_partition": len(coordinates(stage.mesh))}
+        sizes = tuple(a.size for a in stage.mesh)
+        fact = ("planned", numbers, tuple(map(lists.number, launched.get("finish", []))), extents, axes, stage.first, sizes)
+        lists.prove(fact, step, counts, lambda: _elsewhere(spans + ending, stage) or _as_planned(spans, extents, axes, stage))
 
 
 def _covered(mine: list[Boxes], extents: tuple[int, ...]) -> Breach | None:
@@ -99,13 +102,24 @@ def _finished(ends: list[Boxes], extents: tuple[int, ...], merged: bool) -> Brea
     return None if gap is None else Breach("written_once", "an output cell is never finished", gap)
 
 
-def _as_planned(mine: list[Spans], extents: tuple[int, ...], axes: tuple[tuple[int, ...], ...], mesh: Mesh) -> Breach | None:
+def _elsewhere(launches: list[Spans], stage: Stage) -> Breach | None:
+    """No device outside the stage computes any of it."""
+    for s in launches:
+        there = s.there.copy()
+        there[list(stage.devices)] = False
+        bad = np.flatnonzero(there)
+        if len(bad):
+            return Breach("split_partition", f"device {bad[0]} computes it outside its stage", stage)
+    return None
+
+
+def _as_planned(mine: list[Spans], extents: tuple[int, ...], axes: tuple[tuple[int, ...], ...], stage: Stage) -> Breach | None:
     """What each device computes (the hull over its launches) is the block that the splits give it."""
     big = np.iinfo(np.int64).max
     lo = np.min([np.where(s.there[:, None], s.lo, big) for s in mine], axis=0)
     hi = np.max([np.where(s.there[:, None], s.hi, -1) for s in mine], axis=0)
-    for d, coordinate in enumerate(coordinates(mesh)):
-        planned = tuple(interval(e, mesh, by, coordinate) for e, by in zip(extents, axes, strict=True))
+    for d, coordinate in enumerate(coordinates(stage.mesh), stage.first):
+        planned = tuple(interval(e, stage.mesh, by, coordinate) for e, by in zip(extents, axes, strict=True))
         hull = tuple(zip(lo[d].tolist(), hi[d].tolist(), strict=True))
         if hull != planned or not any(s.there[d] for s in mine):
             return Breach("split_partition", "a device does not compute what the plan gives it", (hull, planned))

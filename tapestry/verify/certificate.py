@@ -22,8 +22,8 @@ from tapestry.ir.expr import Acc, Arg, Call, Const
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import size, whole
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Mesh
-from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Transfer, allocated
+from tapestry.ir.plan import Mesh, Stage
+from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.text import signature
 from tapestry.ir.types import DTYPES, itemsize
 from tapestry.verify import blocks, exchange
@@ -107,11 +107,13 @@ def check(
     stated_peak: list[int] | None = None,
     mesh: Mesh | None = None,
     streamed: frozenset[str] = frozenset(),
+    places: tuple[Stage, ...] | None = None,
 ) -> dict[str, int]:
     """Check a graph and its program; returns how many times each law was checked.
 
     Args:
         mesh: the mesh that the graph's splits are bound to; the program must cut every operation as they say.
+        places: with pipeline stages, for each operation the devices and the mesh of its stage, instead of ``mesh``.
         limit: bytes that each device has, or a list of what every one has.
         stated_peak: peak bytes per device that the plan claims.
         streamed: weights that the plan loads for every use; all others stay loaded from their load to the end.
@@ -126,27 +128,46 @@ def check(
     r.law("agreement", streamed <= set(graph.weights), f"{sorted(streamed - set(graph.weights))} are no weights")
     _declared(r)
     for i, step in enumerate(program.steps):
-        name = f"step {i} ({type(step).__name__.lower()})"
-        match step:
-            case Load():
-                _load(r, step, name)
-            case Launch():
-                _launch(r, step, name)
-            case Transfer():
-                _transfer(r, step, name)
-            case Reduce():
-                _reduce(r, step, name)
-            case Free():
-                _free(r, step, name)
+        _step(r, step, f"step {i} ({type(step).__name__.lower()})")
         assert all(b in program.buffers for b in allocated(step))
+    if places is None and mesh is not None:
+        places = (Stage(0, mesh),) * len(graph.ops)
+    if places is not None:
+        _stages(r, places)
     for i, op in enumerate(graph.ops):
-        blocks.cover(r.lists, op, r.launched.get(i, {}), mesh)
+        blocks.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
     for d, peak in enumerate(r.peak.tolist()):
         has = None if limit is None else limit if isinstance(limit, int) else limit[d]
         r.law("memory", has is None or peak <= has, f"device {d} needs {peak:,} bytes of {has}")
         r.law("memory", stated_peak is None or stated_peak[d] == peak, f"device {d} needs {peak:,} bytes, not what is stated")
     return dict(r.lists.laws)
+
+
+def _step(r: _Replay, step: Step, name: str) -> None:
+    match step:
+        case Load():
+            _load(r, step, name)
+        case Launch():
+            _launch(r, step, name)
+        case Transfer():
+            _transfer(r, step, name)
+        case Reduce():
+            _reduce(r, step, name)
+        case Free():
+            _free(r, step, name)
+
+
+def _stages(r: _Replay, places: tuple[Stage, ...]) -> None:
+    """Law 4: every operation has a stage; stages are ranges of the program's devices, equal or disjoint."""
+    r.law("split_partition", len(places) == len(r.graph.ops), f"{len(places)} stages for {len(r.graph.ops)} operations")
+    taken: dict[int, Stage] = {}
+    for stage in dict.fromkeys(places):
+        known = stage.devices.start >= 0 and stage.devices.stop <= r.program.devices
+        r.law("split_partition", known, f"a stage has devices beyond the {r.program.devices} of the program", why=stage)
+        twice = next((d for d in stage.devices if d in taken), None)
+        r.law("split_partition", twice is None, f"device {twice} is in two stages", why=stage)
+        taken |= dict.fromkeys(stage.devices, stage)
 
 
 def _declared(r: _Replay) -> None:

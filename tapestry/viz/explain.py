@@ -81,9 +81,11 @@ def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
         block = max((b for b in blocks[i] if b is not None), key=size)
         row: Document = {
             "outs": list(op.outs), "nodes": list(op.source), "kind": kind_text(op), "dims": {d.name: d.size for d in op.space},
-            "split": split_text(op, s, plan.mesh), "block": list(shape(block)), "seconds": own[i],
+            "split": split_text(op, s, plan.stage(i).mesh), "block": list(shape(block)), "seconds": own[i],
             "transfer_seconds": fetched[i], "pins": [t for t, found in pinned.items() if i in found],
         }  # fmt: skip
+        if plan.stages:
+            row["stage"] = plan.stage_of[i]
         if isinstance(op, Opaque):
             row["opaque_because"] = op.why
         if why:
@@ -96,7 +98,8 @@ def _next_best(build: Build, i: int, other: Alternative | None) -> Document | No
     if other is None:
         return None
     return {
-        "split": split_text(build.plan.graph.ops[i], other.strategy, build.plan.mesh), "seconds_more": other.seconds,
+        "split": split_text(build.plan.graph.ops[i], other.strategy, build.plan.stage(i).mesh),
+        "seconds_more": other.seconds,
         "parts": [{"what": p.what, "tensor": p.tensor, "seconds_more": p.seconds} for p in other.parts],
         "bytes_over_memory": other.excess,
     }  # fmt: skip
@@ -197,6 +200,7 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
     yield f"  assumed: {ASSUMPTION}"
     yield from _fit_text(r.get("fit"))
+    yield from _stages_text(r)
     for m in build.moves:
         yield f"rewritten by {m}"
     for pin in r.get("requests", {}).get("pins", []):
@@ -233,6 +237,21 @@ def _joined_text(topo: Topology) -> Iterator[str]:
         yield f"topology: {note}"
 
 
+def _stages_text(report: Mapping[str, Any]) -> Iterator[str]:
+    """One line per pipeline stage, and what the plan would be without."""
+    micro = f" per micro-batch, {report['micro_batches']} of them" if report.get("micro_batches", 1) > 1 else ""
+    for k, s in enumerate(report.get("stages", ())):
+        where = f"devices {s['devices'][0]} to {s['devices'][-1]}" if len(s["devices"]) > 1 else f"device {s['devices'][0]}"
+        took, peak = duration(s["seconds"]), human(max(s["peak_bytes"]))
+        yield f"stage {k}: {where} ({s['mesh']}), {s['ops']} operations, {took}{micro}, peak {peak}"
+    other = report.get("pipeline")
+    if other:
+        for name, key in (("with stages", ""), ("without stages", "spatial_")):
+            found = [other[f"{key}objective_s"], other[f"{key}simulated_s"]]
+            what = "no plan fits" if found[0] is None else f"objective {duration(found[0])}, simulated {duration(found[1])}"
+            yield f"{name}{' (chosen)' if other['chosen'] == (key == '') else ''}: {what}"
+
+
 def _steps(build: Build, found: Document) -> Iterator[str]:
     rows = {t["step"]: t for t in found["steps"]}
     for i, step in enumerate(build.program.steps):
@@ -245,7 +264,8 @@ def _steps(build: Build, found: Document) -> Iterator[str]:
 def _operation_text(row: Mapping[str, Any]) -> Iterator[str]:
     dims = ", ".join(f"{name}: {n}" for name, n in row["dims"].items())
     block = f"block {shape_text(tuple(row['block']))}"
-    yield f"{', '.join(row['outs'])} = [{dims}] {row['kind']}  split {row['split']}  {block}  {duration(row['seconds'])}"
+    at = f" in stage {row['stage']}" if "stage" in row else ""
+    yield f"{', '.join(row['outs'])} = [{dims}] {row['kind']}  split {row['split']}{at}  {block}  {duration(row['seconds'])}"
     if row["nodes"]:
         yield f"    from {', '.join(row['nodes'])}"
     if "opaque_because" in row:

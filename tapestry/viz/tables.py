@@ -20,6 +20,10 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_row("model", f"{report['nodes']} nodes → {report['ops']} operations → {report['signatures']} distinct signatures")
     gap = f"gap {report['gap']:.2%}" + (" (proved optimal)" if report["gap"] < 1e-6 else "")
     facts.add_row("plan", f"objective {ms(report['objective_s'])}, lower bound {ms(report['lower_bound_s'])}, {gap}")
+    for k, s in enumerate(report.get("stages", ())):
+        each = " per micro-batch" if report["micro_batches"] > 1 else ""
+        devices = f"{len(s['devices'])} device(s) from {s['devices'][0]}"
+        facts.add_row(f"stage {k}", f"{devices}, {s['ops']} operations, {ms(s['seconds'])}{each}")
     for move in report["moves"]:
         facts.add_row("rewrite", move)
     peaks, alone = report["peak_bytes"], report["unsharded_peak_bytes"]

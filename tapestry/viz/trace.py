@@ -97,7 +97,7 @@ def _described(plan: Plan, program: Program, t: Timed) -> tuple[str, dict[str, A
         return name, {"kind": step.kind, "step": t.step, **sizes}
     assert isinstance(step, Launch)
     op = plan.graph.ops[step.op]
-    split = split_text(op, plan.strategies[step.op], plan.mesh)
+    split = split_text(op, plan.strategies[step.op], plan.stage(step.op).mesh)
     return name, {"kind": "compute", "step": t.step, "split": split, "nodes": ", ".join(op.source)}
 
 

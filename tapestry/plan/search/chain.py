@@ -1,0 +1,140 @@
+"""The outer dynamic program of pipeline plans: where a sequence of operations is cut, and which devices each piece gets.
+
+As in Alpa (Zheng et al. 2022), with M micro-batches the latency of stages of t_1 … t_S seconds per micro-batch is
+``Σ t_s + (M - 1) max t_s``. Alpa enumerates the maximum; here every state keeps all pairs (sum, maximum) of which no other is
+smaller in both, which is as exact and needs one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+from tapestry.ir.plan import Mesh, MeshAxis, device_count
+
+
+@dataclass(frozen=True, slots=True)
+class Submesh:
+    """Consecutive devices as a mesh: ``count`` devices, which may start at any of ``starts``."""
+
+    mesh: Mesh
+    count: int
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stage: positions [lo, hi) of the sequence, on submesh number ``shape``, from device ``first`` on."""
+
+    lo: int
+    hi: int
+    shape: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Pieces in order, the sum of their seconds and the largest."""
+
+    pieces: tuple[Piece, ...]
+    total: float
+    slowest: float
+
+    def latency(self, micro: int) -> float:
+        """Seconds for all micro-batches."""
+        return self.total + (micro - 1) * self.slowest
+
+
+Cost = Callable[[Piece], float]
+"""Seconds of a piece per micro-batch; infinite when it does not fit."""
+
+
+def submeshes(mesh: Mesh) -> list[Submesh]:
+    """Ranges of devices that are meshes: some of one axis with all of the faster ones, of a size that divides the axis or
+    is a power of two. One device, and less than all."""
+    total = device_count(mesh)
+    out = {1: Submesh((MeshAxis(mesh[-1].name, 1),), 1, tuple(range(total)))} if total > 1 else {}
+    faster = 1
+    for k in range(len(mesh) - 1, -1, -1):
+        axis = mesh[k]
+        for q in range(2, axis.size + 1):
+            n = q * faster
+            if n >= total or n in out or (axis.size % q and q & (q - 1)):
+                continue
+            starts = [p for p in range(0, total, faster) if (p // faster) % axis.size + q <= axis.size]
+            out[n] = Submesh((MeshAxis(axis.name, q), *mesh[k + 1 :]), n, tuple(starts))
+        faster *= axis.size
+    return list(out.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """A way to a state: pieces so far, newest first, and their costs."""
+
+    total: float
+    slowest: float
+    piece: Piece | None = None
+    before: _Label | None = None
+
+
+def best_chain(
+    length: int,
+    devices: int,
+    shapes: list[Submesh],
+    cost: Cost,
+    *,
+    micro: int = 1,
+    stages: int | None = None,
+    upper: float = inf,
+) -> Chain | None:
+    """The chain of least latency over positions [0, length) on devices in order; ``None`` when none fits below ``upper``.
+
+    Args:
+        stages: exactly that many; by default any number from two on.
+    """
+    most = stages if stages is not None else 2  # more than two are counted as two
+    states: dict[tuple[int, int, int], list[_Label]] = {(0, 0, 0): [_Label(0.0, 0.0)]}
+    for lo in range(length):
+        here = [(key, labels) for key, labels in states.items() if key[0] == lo]
+        for (_, used, count), labels in here:
+            if stages is not None and count == most:
+                continue
+            for piece, size in _next(lo, used, length, devices, shapes):
+                seconds = cost(piece)
+                if seconds == inf:
+                    continue
+                key = (piece.hi, piece.first + size, min(count + 1, most))
+                for label in labels:
+                    new = _Label(label.total + seconds, max(label.slowest, seconds), piece, label)
+                    if new.total + (micro - 1) * new.slowest < upper:
+                        _insert(states.setdefault(key, []), new)
+    ends = [label for (at, _, count), labels in states.items() if at == length and count == most for label in labels]
+    if not ends:
+        return None
+    best = min(ends, key=lambda e: e.total + (micro - 1) * e.slowest)
+    return Chain(tuple(_pieces(best))[::-1], best.total, best.slowest)
+
+
+def _next(lo: int, used: int, length: int, devices: int, shapes: list[Submesh]) -> Iterator[tuple[Piece, int]]:
+    """Every piece that can come next, with its number of devices: on the first free devices where its submesh may start."""
+    for k, shape in enumerate(shapes):
+        first = next((p for p in shape.starts if p >= used), devices)
+        if first + shape.count <= devices:
+            for hi in range(lo + 1, length + 1):
+                yield Piece(lo, hi, k, first), shape.count
+
+
+def _insert(labels: list[_Label], new: _Label) -> None:
+    """Keep a label unless another is as good in both; drop those that it beats."""
+    if any(o.total <= new.total and o.slowest <= new.slowest for o in labels):
+        return
+    labels[:] = [o for o in labels if o.total < new.total or o.slowest < new.slowest]
+    labels.append(new)
+
+
+def _pieces(label: _Label) -> Iterator[Piece]:
+    at: _Label | None = label
+    while at is not None and at.piece is not None:
+        yield at.piece
+        at = at.before
