@@ -122,7 +122,7 @@ def test_every_file_is_held_by_its_hash(build, tmp_path):
             try:
                 refuse(folder)
             except AssertionError as e:
-                raise AssertionError(f'{name} {how}') from e
+                raise AssertionError(f"{name} {how}") from e
 
 
 def test_an_extra_file_is_refused(build, tmp_path):
@@ -191,16 +191,21 @@ def test_a_resigned_plan_is_still_held_to_the_laws(build, tmp_path):
         return lambda d: [s for s in d["program"]["steps"] if s["step"] == kind]
 
     assert edit(lambda d: None) == (0, None)
-    assert edit(lambda d: d["program"]["steps"].pop(next(i for i, s in enumerate(d["program"]["steps"]) if s["step"] == "launch")))[0] == 1
+    assert (
+        edit(
+            lambda d: d["program"]["steps"].pop(next(i for i, s in enumerate(d["program"]["steps"]) if s["step"] == "launch"))
+        )[0]
+        == 1
+    )
     assert edit(lambda d: d["program"]["steps"].pop(0)) == (1, "LawError")
     assert edit(lambda d: d.update(peak_bytes=[1, 1])) == (1, "LawError")
     assert edit(lambda d: d.update(memory=10)) == (1, "LawError")
     assert edit(lambda d: steps("free")(d)[0].update(buffers=["nope"])) == (1, "LawError")
     assert edit(lambda d: d["program"]["lists"].__setitem__(0, [None, None]))[0] == 1
     for number in (-1, 10**6):
-        assert edit(lambda d: d["program"]["buffers"][0].update(boxes=number)) == (2, "BuildError")
-        assert edit(lambda d: d["program"]["lists"].__setitem__(0, [number, number])) == (2, "BuildError")
-        assert edit(lambda d: steps("launch")(d)[0].update(blocks=number)) == (2, "BuildError")
+        assert edit(lambda d, k=number: d["program"]["buffers"][0].update(boxes=k)) == (2, "BuildError")
+        assert edit(lambda d, k=number: d["program"]["lists"].__setitem__(0, [k, k])) == (2, "BuildError")
+        assert edit(lambda d, k=number: steps("launch")(d)[0].update(blocks=k)) == (2, "BuildError")
     assert edit(lambda d: steps("launch")(d)[0].update(blocks=10**30)) == (2, "BuildError")
     assert edit(lambda d: d["program"]["boxes"].__setitem__(0, [[0, 10**30]] * len(d["program"]["boxes"][0])))[0] in (1, 2)
     assert edit(lambda d: d["program"]["buffers"][0].update(dtype="f99"))[0] in (1, 2)
