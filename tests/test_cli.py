@@ -206,8 +206,8 @@ def test_an_impossible_pin_says_why(tmp_path):
 
 
 def test_too_little_memory_says_by_how_much(tmp_path):
-    _, _, err = run("compile", save("mlp"), "-o", tmp_path / "b", "--memory", "300", "--devices", "2")
-    assert "of 300" in err and "too many" in err and "device" in err
+    _, _, err = run("compile", save("mlp"), "-o", tmp_path / "b", "--memory", "100", "--devices", "2")
+    assert "of 100" in err and "too many" in err and "device" in err
 
 
 def test_an_unbound_symbol_lists_them(tmp_path, symbolic):
