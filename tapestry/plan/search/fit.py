@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
@@ -120,12 +118,12 @@ class _Search:
         most = peak(state.found)
         if most <= self.limit:
             return False, state.found.objective, 0
-        return True, float(most), excess(state.found.program, self.limit)
+        return True, float(most), excess(state.found.program, self.topo)
 
     def children(self, state: _State) -> list[_State]:
         """The states that one list of moves leads to."""
         out: list[_State] = []
-        for group in moves(state.graph, state.found, self.limit, CHOICES):
+        for group in moves(state.graph, state.found, self.topo, CHOICES):
             if self.budget.over():
                 break
             key = tuple(map(str, (*state.moves, *group)))
@@ -177,12 +175,12 @@ def _applied(graph: Graph, group: tuple[Move, ...]) -> tuple[Graph, tuple[Move, 
 def _report(first: Found, found: Found, topo: Topology, trials: int) -> dict[str, object]:
     """Why the plan is not only spatial: by how much the best of those did not fit, and what this one does instead."""
     most, at = peak_bytes(first.program)
-    device = int(np.argmax(most))
+    device = topo.tightest(most)
     buffers = first.program.buffers
     alive = sorted(alive_at(first.program, at[device]), key=lambda b: -buffers[b].nbytes(device))[:4]
     streamed = found.plan.streamed
     return {
-        "spatial_peak_bytes": most[device], "device": device, "short_bytes": most[device] - topo.device.memory,
+        "spatial_peak_bytes": most[device], "device": device, "short_bytes": most[device] - topo.memories()[device],
         "largest": [{"buffer": b, "bytes": buffers[b].nbytes(device)} for b in alive], "trials": trials,
         "streamed": sorted(streamed), "streamed_bytes": sum(found.plan.graph.tensors[t].nbytes for t in streamed),
     }  # fmt: skip

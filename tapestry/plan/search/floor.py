@@ -1,13 +1,15 @@
 """A lower bound of what every plan of every rewritten graph costs: what its operations must do at least, evenly shared.
 
 Splits in time and recomputation compute each point of the graph at least once, write each cell and read each cell that is
-needed at least once; a cost is additive in all three. Some device does at least its share of each operation, and each
-operation is launched. Loads, transfers and what is done twice only add. (The bound of the plans in space is not one of
-these: parts may be spread more evenly than the whole, and their footprints leave out gaps that the whole's includes.)
+needed at least once; a cost is additive in all three. Some device does at least its share of each operation, no device is
+faster than the best of them in anything, and each operation is launched. Loads, transfers and what is done twice only add.
+(The bound of the plans in space is not one of these: parts may be spread more evenly than the whole, and their footprints
+leave out gaps that the whole's includes.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from math import prod
 
 import numpy as np
@@ -17,12 +19,17 @@ from tapestry.ir.index import bounds, dims_of
 from tapestry.ir.plan import device_count
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
-from tapestry.plan.topology import Topology
+from tapestry.plan.topology import Device, Topology
+
+_BEST: tuple[tuple[Callable[[Iterable[float]], float], Callable[[Device], float]], ...] = (
+    (min, lambda d: d.launch), (max, lambda d: d.vector), (max, lambda d: d.bandwidth),
+)  # fmt: skip
 
 
 def least_seconds(graph: Graph, topo: Topology) -> float:
     """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under."""
-    n, d = device_count(topo.mesh), topo.device
+    n, kinds = device_count(topo.mesh), topo.kinds or (topo.device,)
+    launch, vector, bandwidth = (f(g(d) for d in kinds) for f, g in _BEST)
     total = 0.0
     for op in graph.ops:
         points = np.array([prod(x.size for x in op.space)])
@@ -30,8 +37,8 @@ def least_seconds(graph: Graph, topo: Topology) -> float:
         heavy, light = compute.flops(op, points, final)
         moved = int(final[0]) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, int(final[0]))
         dtype = graph.tensors[op.inputs[0]].dtype if op.inputs else "f32"
-        work = float(heavy[0]) / d.rate(dtype) + float(light[0]) / d.vector + moved / d.bandwidth
-        total += d.launch + work / n
+        work = float(heavy[0]) / max(d.rate(dtype) for d in kinds) + float(light[0]) / vector + moved / bandwidth
+        total += launch + work / n
     return total
 
 

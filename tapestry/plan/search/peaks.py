@@ -42,11 +42,12 @@ class Peak:
     high: tuple[int, ...]
 
 
-def peak_of(found: Found, limit: int) -> Peak:
-    """The peak of a plan's program."""
+def peak_of(found: Found, topo: Topology) -> Peak:
+    """The peak of a plan's program, on the device that lacks most memory or has least left."""
     program = found.program
     most, at = peak_bytes(program)
-    device = int(np.argmax(most))
+    device = topo.tightest(most)
+    limit = topo.memories()[device]
     serves, last = list[int](), len(found.plan.graph.ops) - 1
     for step in reversed(program.steps):
         last = step.op if isinstance(step, Launch | Reduce) else last
@@ -68,9 +69,9 @@ def peak_of(found: Found, limit: int) -> Peak:
     return Peak(serves[at[device]], held, tuple(high))
 
 
-def excess(program: Program, limit: int) -> int:
-    """Bytes above the limit, summed over the steps of the program and its devices."""
-    alive, total = np.zeros(program.devices, np.int64), 0
+def excess(program: Program, topo: Topology) -> int:
+    """Bytes above what the devices have, summed over the steps of the program and its devices."""
+    alive, total, limit = np.zeros(program.devices, np.int64), 0, np.array(topo.memories(), np.int64)
     for step in program.steps:
         for b in allocated(step):
             alive += device_bytes(program.buffers[b])
@@ -88,12 +89,12 @@ def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
     return out
 
 
-def moves(graph: Graph, found: Found, limit: int, count: int) -> list[tuple[Move, ...]]:
+def moves(graph: Graph, found: Found, topo: Topology, count: int) -> list[tuple[Move, ...]]:
     """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind."""
-    spot = peak_of(found, limit)
-    excess = max(max(peak_bytes(found.program)[0]) - limit, 1)
+    spot = peak_of(found, topo)
+    above = max(topo.strain(peak_bytes(found.program)[0]) - topo.device.memory, 1)
     out: list[tuple[Move, ...]] = []
-    scored = sorted(_regions(graph, spot, excess), key=lambda s: (-min(s.saved, excess), s.clones, -s.saved))
+    scored = sorted(_regions(graph, spot), key=lambda s: (-min(s.saved, above), s.clones, -s.saved))
     seen: set[tuple[int, str, int]] = set()
     for s in scored:
         if len(out) < count and (s.at, s.dim, s.clones) not in seen:
@@ -116,7 +117,7 @@ class _Region:
     clones: int
 
 
-def _regions(graph: Graph, spot: Peak, excess: int) -> Iterator[_Region]:
+def _regions(graph: Graph, spot: Peak) -> Iterator[_Region]:
     """Regions around the peak, each with a first estimate of what it saves."""
     for at in _ends(graph, spot.op):
         op = graph.ops[at]
@@ -224,7 +225,7 @@ def fewest(found: Found, topo: Topology) -> frozenset[str]:
                 kept.setdefault(t, np.zeros_like(over))[i:until] -= sizes
                 seconds[t] = seconds.get(t, 0.0) + load_seconds(int(sizes.max()), topo.device)
                 boxes.setdefault(t, []).append(np.array(buffer.boxes, np.int64).reshape(program.devices, -1, 2))
-    over -= topo.device.memory
+    over -= np.array(topo.memories(), np.int64)
     for t, found_boxes in boxes.items():
         width = itemsize(found.plan.graph.tensors[t].dtype)
         kept[t] += sum(np.prod(b[..., 1] - b[..., 0], axis=-1) * width for b in distinct(found_boxes))
