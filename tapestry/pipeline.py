@@ -185,6 +185,7 @@ def _plan(
         )
 
     free = not options.pins and not given  # a pin names an operation of the graph as it is
+    made = tuple(map(str, moves))
     request, whole = _stages_asked(options, topo, given is not None), graph
     again = earlier if earlier and "fit" in earlier.report else None
     graph, found, more, fitted = _in_space_or_time(graph, topo, plan, inputs, outputs, free, request, budget, again)
@@ -199,7 +200,7 @@ def _plan(
         rewritten = variants(base, topo.mesh) if free else iter(())
         for g, more in itertools.chain([(base, list[Move]())], rewritten):
             pins = parse_pins(options.pins, g, topo.mesh, folded)
-            yield build(g, topo, pins, inputs, outputs, fixed), tuple(map(str, [*moves, *more]))
+            yield build(g, topo, pins, inputs, outputs, fixed), (*(made if fitted else map(str, moves)), *map(str, more))
 
     extra: dict[str, Any] = {"requests": {"pins": list(options.pins), "layouts": list(options.layouts)}}
     if given:
