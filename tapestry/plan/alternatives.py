@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 
@@ -30,11 +31,13 @@ NOISE = 1e-3  # parts below this share of the largest one are left out
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A share of a difference in cost: ``what`` ("compute", "all_reduce", "halo", …), of which tensor, and seconds more."""
+    """A share of a difference in cost: ``what`` ("compute", "all_reduce", "halo", …), of which tensor, seconds more, and bytes
+    more that all devices together put on the wire."""
 
     what: str
     tensor: str
     seconds: float
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +143,8 @@ class _Moves:
         op, old, new = graph.ops[i], menu.strategies[now], menu.strategies[other]
         merging = [_merge_seconds(op, s, int(menu.state_bytes[k]), self.topo) for k, s in ((now, old), (other, new))]
         reduction = _reduction(op, new if merging[1] >= merging[0] else old)
-        out = [Part(reduction, op.outs[0], merging[1] - merging[0])]
+        sent = [_merge_bytes(op, s, int(menu.state_bytes[k]), self.topo) for k, s in ((now, old), (other, new))]
+        out = [Part(reduction, op.outs[0], merging[1] - merging[0], sent[1] - sent[0])]
         own = float(menu.seconds[other] - menu.seconds[now])
         out.append(Part("compute", "", own - out[0].seconds))
         for t in op.inputs:
@@ -160,7 +164,8 @@ class _Moves:
         before, after = self.seconds(tensor, *now), self.seconds(tensor, *other)
         if before == after:
             return Part("", tensor, 0.0)
-        return Part(self.kind(tensor, *(other if after > before else now)), tensor, after - before)
+        more = self.nbytes(tensor, *other) - self.nbytes(tensor, *now)
+        return Part(self.kind(tensor, *(other if after > before else now)), tensor, after - before, more)
 
     def wanted(self, i: int, s: Strategy, tensor: str) -> list[Boxes]:
         """The distinct footprints that an operation has in a tensor."""
@@ -176,6 +181,12 @@ class _Moves:
             self.cache[key] = float(transfer.costs(held, wanted, itemsize(t.dtype), self.topo).seconds.sum()) if wanted else 0.0
         return self.cache[key]
 
+    def nbytes(self, tensor: str, layout: Layout, wanted: list[Boxes]) -> int:
+        """Bytes on the wire to bring a layout to some footprints."""
+        t = self.plan.graph.tensors[tensor]
+        held = [(layout, tensor_boxes(t.shape, layout, self.topo.mesh))]
+        return int(transfer.costs(held, wanted, itemsize(t.dtype), self.topo).bytes.sum()) if wanted else 0
+
     def kind(self, tensor: str, layout: Layout, wanted: list[Boxes]) -> str:
         """What the transfer is called; of several the dearest."""
         dearest = max(wanted, key=lambda w: self.seconds(tensor, layout, [w]))
@@ -189,6 +200,19 @@ def _merge_seconds(op: Op, s: Strategy, state_bytes: int, topo: Topology) -> flo
     return transfer.reduce_seconds(state_bytes, [(a, s.out[a] is not None) for a, d in enumerate(s.dims) if d in reduced], topo)
 
 
+def _merge_bytes(op: Op, s: Strategy, state_bytes: int, topo: Topology) -> int:
+    """Bytes on the wire of a strategy's merges, reduce-scatters first, as `ir.program.transfer_bytes` counts them."""
+    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+    cut = [(topo.mesh[a].size, s.out[a] is not None) for a, d in enumerate(s.dims) if d in reduced]
+    scattered, gathered = ([n for n, scatter in cut if scatter is kind] for kind in (True, False))
+    devices, total = prod(a.size for a in topo.mesh), 0
+    for sizes, factor in ((scattered, 1), (gathered, 2)):
+        n = prod(sizes)
+        total += factor * (n - 1) * state_bytes * (devices // n)
+        state_bytes //= n if factor == 1 else 1
+    return total
+
+
 def _reduction(op: Op, s: Strategy) -> str:
     """What the merge of a strategy's partial states is called."""
     reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
@@ -199,9 +223,10 @@ def _reduction(op: Op, s: Strategy) -> str:
 def _tidy(parts: list[Part], difference: float) -> tuple[Part, ...]:
     """Equal kinds of one tensor together, largest first, trifles left out; what is not explained breaks ties: host loads."""
     rest = difference - sum(p.seconds for p in parts)
-    sums: dict[tuple[str, str], float] = {}
+    sums: dict[tuple[str, str], tuple[float, int]] = {}
     for p in (*parts, Part("host load", "", rest)):
-        sums[(p.what, p.tensor)] = sums.get((p.what, p.tensor), 0.0) + p.seconds
-    largest = max(map(abs, sums.values()))
-    kept = [Part(*k, s) for k, s in sums.items() if s != 0 and abs(s) >= NOISE * largest]
+        seconds, nbytes = sums.get((p.what, p.tensor), (0.0, 0))
+        sums[(p.what, p.tensor)] = (seconds + p.seconds, nbytes + p.nbytes)
+    largest = max(abs(s) for s, _ in sums.values())
+    kept = [Part(*k, s, n) for k, (s, n) in sums.items() if s != 0 and abs(s) >= NOISE * largest]
     return tuple(sorted(kept, key=lambda p: -abs(p.seconds)))

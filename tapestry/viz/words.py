@@ -52,6 +52,22 @@ def split_text(op: Op, s: Strategy, mesh: Mesh) -> str:
     return ", ".join(found) or "none"
 
 
+def split_words(op: Op, s: Strategy, mesh: Mesh) -> str:
+    """What every device does of an operation, in words."""
+    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+    own = dict.fromkeys(f"'{d}'" for d in s.dims if d is not None and d not in reduced)
+    partial = dict.fromkeys(
+        (f"'{d}'", "an all_reduce completes" if o is None else f"a reduce_scatter along '{op.dims[o].name}' completes")
+        for d, o in zip(s.dims, s.out, strict=True) if d in reduced
+    )  # fmt: skip
+    words = [f"computes its own part of {' and '.join(own)}"] if own else []
+    words += [f"merges its own part of {d}, which {end}" for d, end in partial]
+    idle = [a.name for a, d in zip(mesh, s.dims, strict=True) if d is None and a.size > 1]
+    if not words:
+        return "every device computes all of it"
+    return f"each device {' and '.join(words)}" + (f"; repeated along {', '.join(idle)}" if idle else "")
+
+
 def kind_text(op: Op) -> str:
     """``map``, the monoid, or which opaque node it is."""
     return (op.monoid or "map") if isinstance(op, Block) else f"opaque {op.kind}"
