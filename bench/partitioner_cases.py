@@ -126,7 +126,7 @@ def convolutions() -> dict[str, Case]:
         "conv 3×3, H×W on 2×4": spatial(
             conv(3, 1, 1), 224, 224, 3, layout={2: D0, 3: D1}, mesh=(2, 4), noted=3_719_168
         ),
-        "two convs 3×3 in a row": spatial(two, 224, 224, 3, weights=2, noted=1_605_632 * 8),
+        "two convs 3×3 in a row": spatial(two, 224, 224, 3, rows=4, weights=2, noted=1_605_632 * 8),
         "conv 3×3, input channels cut": reduced,
         "conv 3×3, 220 rows over 8": spatial(conv(3, 1, 1), 220, 220, 3, rows=2, width=(224, 224), noted=802_816 * 8),
         "convs 56 → 28 → 28": spatial(chain, 56, 28, 3, weights=2, noted=802_816 * 8),
