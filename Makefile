@@ -37,6 +37,7 @@ lint: setup
 bench: setup
 	@$(BIN)/python bench/communication.py
 	@$(BIN)/python bench/compiler.py
+	@$(BIN)/python bench/scale.py
 	@$(BIN)/python bench/auto_shard.py
 	@$(BIN)/python bench/models.py
 

@@ -96,7 +96,9 @@ def test_a_fault_in_one_of_many_equal_steps_is_found(kind):
         case Transfer():
             m = step.messages[77]
             wrong = [replace(step, messages=step.messages[1:]), replace(step, messages=(*step.messages, m))]
-            wrong.append(replace(step, messages=(*step.messages[:77], Message(m.src, m.dst, m.box[:-1] + ((0, 1),)), *step.messages[78:])))
+            wrong.append(
+                replace(step, messages=(*step.messages[:77], Message(m.src, m.dst, (*m.box[:-1], (0, 1))), *step.messages[78:]))
+            )
         case Launch():
             wrong = [replace(step, blocks=(step.blocks[1], *step.blocks[1:])), replace(step, blocks=(*step.blocks[:-1], None))]
         case Reduce():
