@@ -381,7 +381,8 @@ def _report(
     graph, program = found.plan.graph, found.program
     loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
     return {
-        "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": found.distinct, "left_out": found.problem.left_out if found.problem else 0,
+        "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": found.distinct,
+        "left_out": found.problem.left_out if found.problem else 0,
         "devices": program.devices, "objective_s": found.objective, "lower_bound_s": found.bound, "gap": found.gap,
         "simulated_s": simulate(found.plan, program, topo).total, "overlap": ASSUMPTION,
         "peak_bytes": peak_bytes(program)[0], "memory_bytes": topo.device.memory, "unsharded_peak_bytes": alone,
