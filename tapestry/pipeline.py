@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -22,33 +21,27 @@ from tapestry.codegen import emit
 from tapestry.errors import TapestryError
 from tapestry.ir import store
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout, Mesh, MeshAxis, device_count
+from tapestry.ir.plan import Mesh, MeshAxis, Plan, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
 from tapestry.plan.fixed import Fixed
-from tapestry.plan.requests import parse_layouts, parse_pins
+from tapestry.plan.requests import parse_layouts
 from tapestry.plan.search.budget import Budget
-from tapestry.plan.search.fit import Fitted, fit
 from tapestry.plan.search.pareto import fronts, undominated
-from tapestry.plan.search.planner import Found, TooBig, cheapest, search
-from tapestry.plan.search.problem import Problem, build
-from tapestry.plan.search.refit import refitted
+from tapestry.plan.search.planner import Found, search
 from tapestry.plan.search.resume import Start, fingerprint, start_of
-from tapestry.plan.search.staging import Request, choose, parse_request
+from tapestry.plan.search.staging import parse_request
 from tapestry.plan.simulate import ASSUMPTION, simulate
-from tapestry.plan.structure import improve, replay, variants
+from tapestry.plan.structure import replay
+from tapestry.plan.task import Task, solve, staging
 from tapestry.plan.topology import Link, Topology, default_mesh, from_data, parse_bytes, parse_mesh, shared, to_data, topology
 from tapestry.rewrites.rule import Move, load_rules, parse_move
 from tapestry.rewrites.simplify import simplify
 from tapestry.verify import certificate
 
 log = logging.getLogger("tapestry")
-STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
-FIRST = 0.7  # of the time, for the model as it is
 Report = Callable[[str, float], None]
-Plan = Callable[[Graph, Budget], Found]
-Layouts = Mapping[str, Layout]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +118,9 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         given = marking.constraints(marks, lifted.graph, topo.mesh) if marks and not staged else None
         graph = given.graph if given else simplify(lifted.graph)
     with clock("search"):
-        whole = graph
         graph, found, moves, extra = _plan(graph, lifted, topo, options, given, earlier)
         topo = replace(topo, mesh=found.plan.mesh)
-        alone = _unsharded_peak(whole if "fit" in extra else graph, topo)
+        alone = _unsharded_peak(graph, topo)
     with clock("verify"):
         laws = certificate.check(
             found.plan.annotated(), found.program, limit=topo.memories(), stated_peak=peak_bytes(found.program)[0],
@@ -164,103 +156,36 @@ def _plan(
 ) -> tuple[Graph, Found, list[Move], dict[str, Any]]:
     """Search, first over strategies, then (unless the model gives its sharding) over structural rewrites around them."""
     began, budget = time.monotonic(), Budget.of(options.time_limit, options.interrupt)
-    folded = sorted({s for op in lifted.graph.ops for s in op.source})
     inputs, outputs = parse_layouts(options.layouts, graph, topo.mesh)
-    fixed = given.fixed if given else Fixed()
     if given:
         inputs, outputs = {**given.inputs, **inputs}, {**given.outputs, **outputs}
         for note in given.notes:
             log.warning("sharding: %s", note)
+    free = not options.pins and not given  # a pin names an operation of the graph as it is
     start, moves = Start(), list(given.moves) if given else []
     if earlier:
-        graph, start, more = _resumed(graph, lifted, earlier, rewritten=given is None and not options.pins)
+        graph, start, more = _resumed(graph, lifted, earlier, rewritten=free)
         moves += more
-
-    ways = [topo] if options.layouts or given else shared(topo)  # a layout that is given has equal parts
-
-    def plan(g: Graph, part: Budget) -> Found:
-        pins = parse_pins(options.pins, g, topo.mesh, folded)
-        return cheapest(
-            lambda t: search(g, t, pins=pins, inputs=inputs, outputs=outputs, fixed=fixed, time_limit=part, start=start), ways
-        )
-
-    free = not options.pins and not given  # a pin names an operation of the graph as it is
-    made = tuple(map(str, moves))
-    request, whole = _stages_asked(options, topo, given is not None), graph
-    again = earlier if earlier and "fit" in earlier.report else None
-    graph, found, more, fitted = _in_space_or_time(graph, topo, plan, inputs, outputs, free, request, budget, again)
-    choice = choose(whole if fitted else graph, topo, found, request, budget, tight=fitted is not None)
-    if fitted and choice.staged:
-        fitted, graph, more = None, whole, []
-    moves, found = [*moves, *more], choice.found
-    _debug(found)
-
-    def problems() -> Iterator[tuple[Problem, tuple[str, ...]]]:
-        base = whole if fitted else graph
-        rewritten = variants(base, topo.mesh) if free else iter(())
-        for g, more in itertools.chain([(base, list[Move]())], rewritten):
-            pins = parse_pins(options.pins, g, topo.mesh, folded)
-            yield build(g, topo, pins, inputs, outputs, fixed), (*(made if fitted else map(str, moves)), *map(str, more))
-
+    request = parse_request(options.stages, options.micro_batches, topo)
+    task = Task(
+        topo=topo, pins=options.pins, inputs=inputs, outputs=outputs, start=start, rewritten=free,
+        ways=[topo] if options.layouts or given else shared(topo),  # a layout that is given has equal parts
+        folded=sorted({s for op in lifted.graph.ops for s in op.source}), fixed=given.fixed if given else Fixed(),
+        request=staging(request, bound=bool(options.pins or options.layouts or given)),
+        again=_fitted_before(earlier) if earlier else None,
+    )  # fmt: skip
+    done = solve(task, graph, budget)
+    _debug(done.found)
     extra: dict[str, Any] = {"requests": {"pins": list(options.pins), "layouts": list(options.layouts)}}
     if given:
         extra["requests"]["sharding"] = {**given.counts, "notes": list(given.notes)}
     if options.pareto:
-        points = [*fronts(problems(), budget), *(fitted.points if fitted else ())]
-        extra["pareto"] = [asdict(p) for p in undominated(points)]
-    if fitted:
-        extra["fit"] = dict(fitted.report)
-    extra["search"] = _search_record(found, budget, time.monotonic() - began, options, earlier)
-    return graph, found, [*moves, *choice.moves], extra | choice.report
-
-
-def _in_space_or_time(
-    graph: Graph, topo: Topology, plan: Plan, inputs: Layouts, outputs: Layouts, free: bool, request: Request, budget: Budget,
-    again: store.Build | None,
-) -> tuple[Graph, Found | TooBig, list[Move], Fitted | None]:  # fmt: skip
-    """The graph planned, its plan without stages (or why there is none), the moves to it, and how it was made to fit."""
-    began = time.monotonic()
-
-    def attempt(g: Graph, part: Budget) -> Found:
-        try:
-            return plan(g, part)
-        except TooBig as e:
-            return replace(e.found, objective=math.inf)
-
-    try:
-        found = plan(graph, budget.share(FIRST))
-    except TooBig as e:
-        if not free:
-            raise
-        fitted = _fitted(graph, topo, e, inputs, outputs, request, budget, again)
-        if fitted is None:
-            return graph, e, [], None
-        return fitted.found.plan.graph, fitted.found, list(fitted.moves), fitted
-    if not free:
-        return graph, found, [], None
-    return *improve(graph, found, attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began), None
-
-
-def _fitted(
-    graph: Graph, topo: Topology, first: TooBig, inputs: Layouts, outputs: Layouts, request: Request, budget: Budget,
-    again: store.Build | None,
-) -> Fitted | None:  # fmt: skip
-    """A plan that fits in time where none fits in space; none where pipeline stages are asked for, or may be what fits.
-
-    Raises:
-        TooBig: nothing fits, and stages are out of the question.
-    """
-    if request.explicit:
-        return None
-    staged = request.stages != 1 and device_count(topo.mesh) > 1
-    part = budget.share(FIRST) if staged else budget
-    known = _refitted(graph, topo, again, inputs, outputs) if again else None
-    try:
-        return fit(graph, topo, first.found, inputs=inputs, outputs=outputs, budget=part, known=known)
-    except TooBig:
-        if not staged:
-            raise
-        return None
+        points = fronts(task.problems(done.graph, [*moves, *done.base]), budget)
+        extra["pareto"] = [asdict(p) for p in undominated([*points, *(done.fitted.points if done.fitted else ())])]
+    if done.fitted:
+        extra["fit"] = dict(done.fitted.report)
+    extra["search"] = _search_record(done.found, budget, time.monotonic() - began, options, earlier)
+    return done.graph, done.found, [*moves, *done.moves], extra | done.choice.report
 
 
 def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: bool) -> tuple[Graph, Start, list[Move]]:
@@ -286,16 +211,14 @@ def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: b
     return again, start, moves
 
 
-def _refitted(
-    graph: Graph, topo: Topology, earlier: store.Build, inputs: Mapping[str, Layout], outputs: Mapping[str, Layout]
-) -> tuple[Found, list[Move]] | None:
-    """The plan of a build that fits in time only, made again."""
+def _fitted_before(earlier: store.Build) -> tuple[Plan, list[Move]] | None:
+    """The plan of a build that fits in time only, with the moves to its graph."""
+    if "fit" not in earlier.report:
+        return None
     try:
-        moves = [parse_move(m) for m in earlier.moves]
+        return earlier.plan, [parse_move(m) for m in earlier.moves]
     except TapestryError:
         return None
-    found = refitted(graph, topo, earlier.plan, moves, inputs=inputs, outputs=outputs)
-    return (found, moves) if found else None
 
 
 def _search_record(
@@ -318,19 +241,6 @@ def _as_staged(options: Options, stages: int, micro: int) -> Options:
         return options
     log.warning("sharding: %d stages and %d micro-batch(es), as the file says; the rest is searched anew", stages, micro)
     return replace(options, stages=str(stages), micro_batches=str(micro))
-
-
-def _stages_asked(options: Options, topo: Topology, given: bool) -> Request:
-    """What the user asks of pipeline stages; pins, layouts and annotations are of the whole mesh and go without."""
-    request = parse_request(options.stages, options.micro_batches, topo)
-    if not (options.pins or options.layouts or given):
-        return request
-    if request.explicit:
-        raise TapestryError(
-            "pipeline stages do not go with pins, fixed layouts or the model's own annotations", where="--stages",
-            why="those are of the whole mesh", hint="leave them out; --ignore-sharding for annotations",
-        )  # fmt: skip
-    return Request(stages=1)
 
 
 def _debug(found: Found) -> None:

@@ -118,7 +118,8 @@ def choose(
 def _may_pay(spatial: Found | PlanError, topo: Topology, tight: bool) -> bool:
     """Whether stages can pay at all: nothing fits without, or the plan waits for links of which some are slow.
 
-    Stages are of devices of one kind. Without communication a spatial plan uses all devices all the time, and stages only add bubbles.
+    Stages are of devices of one kind. Without communication a spatial plan uses all devices all the time, and stages
+    only add bubbles.
     """
     links = [link.beta for a, link in zip(topo.mesh, topo.links, strict=True) if a.size > 1]
     if not links or topo.kinds:

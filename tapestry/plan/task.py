@@ -1,0 +1,173 @@
+"""What one command asks the planner for, and the plan that answers it: in space, in time, or in pipeline stages.
+
+Everything but the graph, which rewrites change while they are searched, is the `Task`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Layout, Plan, device_count
+from tapestry.plan.fixed import Fixed
+from tapestry.plan.requests import parse_pins
+from tapestry.plan.search.budget import Budget
+from tapestry.plan.search.fit import Fitted, fit
+from tapestry.plan.search.planner import Found, TooBig, cheapest, search
+from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.search.refit import refitted
+from tapestry.plan.search.resume import Start
+from tapestry.plan.search.staging import Choice, Request, choose
+from tapestry.plan.strategy import Pin
+from tapestry.plan.structure import improve, variants
+from tapestry.plan.topology import Topology
+from tapestry.rewrites.rule import Move
+
+STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
+FIRST = 0.7  # of the time, for the model as it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Devices, pins, layouts, annotations, and what an earlier search found.
+
+    Attributes:
+        ways: the topology, once for each way to share dimensions among devices that differ.
+        folded: names of nodes that pins may name although they are no operations any more.
+        rewritten: whether structural rewrites may be tried: a pin names an operation of the graph as it is.
+        request: what is asked of pipeline stages.
+        again: an earlier plan that fits in time only, with the moves to its graph.
+    """
+
+    topo: Topology
+    ways: Sequence[Topology]
+    pins: Sequence[str]
+    folded: Sequence[str]
+    inputs: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+    fixed: Fixed
+    start: Start
+    rewritten: bool
+    request: Request
+    again: tuple[Plan, Sequence[Move]] | None = None
+
+    def plan(self, graph: Graph, budget: Budget) -> Found:
+        """The best plan of a graph in space; raises `TooBig` where none fits."""
+        pins = self._pins(graph)
+        return cheapest(
+            lambda t: search(
+                graph, t, pins=pins, inputs=self.inputs, outputs=self.outputs, fixed=self.fixed, time_limit=budget,
+                start=self.start,
+            ),
+            self.ways,
+        )  # fmt: skip
+
+    def attempt(self, graph: Graph, budget: Budget) -> Found:
+        """`plan`, for comparing: a plan that does not fit costs infinitely much."""
+        try:
+            return self.plan(graph, budget)
+        except TooBig as e:
+            return replace(e.found, objective=math.inf)
+
+    def problems(self, graph: Graph, moves: Sequence[Move]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+        """The problem of a graph and of each graph that rewrites make of it, with the moves that led there."""
+        others = variants(graph, self.topo.mesh) if self.rewritten else iter(())
+        for g, more in itertools.chain([(graph, list[Move]())], others):
+            found = build(g, self.topo, self._pins(g), self.inputs, self.outputs, self.fixed)
+            yield found, tuple(map(str, [*moves, *more]))
+
+    def _pins(self, graph: Graph) -> dict[int, tuple[Pin, ...]]:
+        return parse_pins(self.pins, graph, self.topo.mesh, self.folded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The answer to a task.
+
+    Attributes:
+        graph: the graph planned, before the rewrites of a fitted or staged plan.
+        moves: that led from the task's graph to the plan's.
+        base: those of them that led to ``graph``.
+        choice: the plan, without stages or with them.
+        fitted: how it was made to fit, if no plan in space does.
+    """
+
+    graph: Graph
+    moves: tuple[Move, ...]
+    base: tuple[Move, ...]
+    choice: Choice
+    fitted: Fitted | None
+
+    @property
+    def found(self) -> Found:
+        """The plan with its program and bound."""
+        return self.choice.found
+
+
+def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
+    """The best plan of a task: in space, else in time; with pipeline stages where they are asked for, or pay.
+
+    Raises:
+        TapestryError: nothing fits, or there is no plan as asked for.
+    """
+    began = time.monotonic()
+    moves: list[Move] = []
+    fitted: Fitted | None = None
+    try:
+        spatial: Found | TooBig = task.plan(graph, budget.share(FIRST))
+    except TooBig as e:
+        if not task.rewritten:
+            raise
+        fitted = _fitted(task, graph, e, budget)
+        spatial = fitted.found if fitted else e
+    if isinstance(spatial, Found) and task.rewritten and not fitted:  # (simplifying would undo recomputation)
+        graph, spatial, moves = improve(graph, spatial, task.attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began)
+    choice = choose(graph, task.topo, spatial, task.request, budget, tight=fitted is not None)
+    if choice.staged:
+        fitted = None
+    more = fitted.moves if fitted else choice.moves
+    return Planned(graph=graph, moves=(*moves, *more), base=tuple(moves), choice=choice, fitted=fitted)
+
+
+def _fitted(task: Task, graph: Graph, first: TooBig, budget: Budget) -> Fitted | None:
+    """A plan that fits in time where none fits in space; none where pipeline stages are asked for, or may be what fits.
+
+    Raises:
+        TooBig: nothing fits, and stages are out of the question.
+    """
+    if task.request.explicit:
+        return None
+    staged = task.request.stages != 1 and device_count(task.topo.mesh) > 1
+    part = budget.share(FIRST) if staged else budget
+    known = None
+    if task.again:
+        plan, moves = task.again
+        found = refitted(graph, task.topo, plan, moves, inputs=task.inputs, outputs=task.outputs)
+        known = (found, moves) if found else None
+    try:
+        return fit(graph, task.topo, first.found, inputs=task.inputs, outputs=task.outputs, budget=part, known=known)
+    except TooBig:
+        if not staged:
+            raise
+        return None
+
+
+def staging(request: Request, *, bound: bool) -> Request:
+    """What is asked of stages, where pins, layouts or annotations of the whole mesh are given (``bound``).
+
+    Raises:
+        TapestryError: both are asked for.
+    """
+    if not bound:
+        return request
+    if request.explicit:
+        raise TapestryError(
+            "pipeline stages do not go with pins, fixed layouts or the model's own annotations", where="--stages",
+            why="those are of the whole mesh", hint="leave them out; --ignore-sharding for annotations",
+        )  # fmt: skip
+    return Request(stages=1)
