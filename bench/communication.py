@@ -88,7 +88,7 @@ def show(rows: list[Row], topology: str, versions: Row | None) -> None:
     for r in (r for r in rows if r["xla_bytes_other_form"]):
         theirs = r["xla_bytes_other_form"]
         how = "is jnp.mean and jnp.var; JAX code with E[x²]−E[x]² sends"
-        text = f"'{r['case']}' {how} {theirs / xla.DEVICES:,.0f}, ratio {r['bytes'] / theirs:.3f}: the count of our moments is not sent."
+        text = f"'{r['case']}' {how} {theirs / xla.DEVICES:,.0f}, ratio {r['bytes'] / theirs:.3f}: the count is not sent."
         console.print(text, markup=False)
     for preset in (p for p in PRESETS if p != topology):
         other = [(r, r["bytes_elsewhere"][preset]) for r in rows]
