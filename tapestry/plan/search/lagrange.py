@@ -21,6 +21,7 @@ FLOOR = 2e-4  # smallest box, as a part of the bound
 STALL = 25  # rounds without progress after which it goes on in another way, or stops
 PACE, SLOW = 0.01, 1e-4  # of steps along the excess: at first, and when they may stop
 NEWS = 3  # times that get a price in one round
+GENTLE = 0.3  # of the time for making a choice fit, at the highest peaks alone
 GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
 MESSAGES = 5  # rounds of growing prices for which messages are left as they are
 
@@ -185,21 +186,32 @@ def ascend(
     return state
 
 
-def force(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float], rounds: int = 400) -> bool:
+def force(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float]) -> bool:
     """Raise the best prices wherever the limit is passed until a choice keeps to it; whether one did.
+
+    First at the highest peaks alone, which costs least; where that takes too long, wherever there is a peak.
+    """
+    messages, kept = state.messages, state.messages.message.copy()
+    fits = _push(state, budget.share(GENTLE), found, gentle=True) or _push(state, budget, found, gentle=False)
+    messages.message = kept
+    return fits
+
+
+def _push(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float], *, gentle: bool) -> bool:
+    """Prices from the best ones upwards.
 
     The choice of the round before gives way node by node; now and then messages follow the prices, so that nodes which
     forbidden joint choices tie together give way together.
     """
-    messages, use, kept = state.messages, state.messages.net.usage, state.messages.message.copy()
+    messages, use = state.messages, state.messages.net.usage
     state.price = state.best_price.copy()
     window = max(1, int(np.median(use.hi - use.lo))) if len(use.lo) else 1  # about as long as a usage lasts
-    step = 0.02 * max(abs(state.best), 1e-300) * min(1.0, window / max(len(use.limit), 1))
+    step = 0.02 * max(abs(state.best), 1e-300) * (1.0 if gentle else min(1.0, window / max(len(use.limit), 1)))
     last, fits = messages.decode(state.unary()), False
-    for k in range(rounds):
+    for k in range(60 if gentle else 400):
         unary = state.unary()
-        tries = [messages.descend(unary, last, 5)]
-        if k % MESSAGES == MESSAGES - 1:
+        tries = [messages.descend(unary, last, 10 if gentle else 5)]
+        if not gentle and k % MESSAGES == MESSAGES - 1:
             messages.sweep(unary, reverse=False)
             messages.sweep(unary, reverse=True)
             tries.append(messages.descend(unary, messages.decode(unary), 5))
@@ -211,9 +223,10 @@ def force(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], fl
         last = min(seen, key=lambda s: (not s[2], s[0]))[3]
         if fits or budget.over():
             break
-        at = _peaks(state.excess(last), window)
-        state.price[at] = state.price[at] * GROWTH + step
-    messages.message = kept
+        over = state.excess(last)
+        state.watch(over)
+        at = np.array([t for t in state.active if over[t] > 0], np.int64) if gentle else _peaks(over, window)
+        state.price[at] = state.price[at] * (1.2 if gentle else GROWTH) + step
     return fits
 
 
