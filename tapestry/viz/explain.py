@@ -89,7 +89,7 @@ def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
         if isinstance(op, Opaque):
             row["opaque_because"] = op.why
         if why:
-            row["split_words"] = split_words(op, s, plan.mesh)
+            row["split_words"] = split_words(op, s, plan.stage(i).mesh)
             row["next_best"] = _next_best(build, i, others[i])
         out.append(row)
     return out
