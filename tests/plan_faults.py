@@ -97,7 +97,7 @@ def load_dropped(plan, p):
     return [(plan, put(p, i), {}) for i in positions(p, Load)]
 
 
-@fault("read_after_write", "split_partition")
+@fault("read_after_write", "split_partition", "written_once")
 def launch_dropped(plan, p):
     return [(plan, put(p, i), {}) for i in positions(p, Launch)]
 

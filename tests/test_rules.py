@@ -55,6 +55,7 @@ REDUCTIONS = {
     "all": ("bool", ["x"], ["acc0"]),
     "moments": ("f32", ["1.0", "x", "0.0"], ["acc1", "sqrt((acc2 / acc0))"]),
     "logsumexp": ("f32", ["x", "1.0"], ["acc0 + log(acc1)"]),
+    "softsum": ("f32", ["x", "1.0", "tanh(x)"], ["acc2 / acc1"]),
     "affine": ("f32", ["x", "tanh(x)"], ["acc0", "acc1"]),
     "argmax": ("f32", ["x", "index(m)"], ["acc0", "acc1"]),
     "argmin": ("i32", ["x", "index(m)"], ["acc1"]),

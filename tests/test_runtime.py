@@ -23,6 +23,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.parse import parse
 from tapestry.ir.philox import philox
 from tapestry.ir.plan import Plan
+from tapestry.ir.state import state_box
 from tapestry.ir.types import numpy_dtype
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
@@ -67,16 +68,17 @@ def buffers(op: Block, graph, block: Box, values, rng: random.Random, used) -> t
 
 def run_kernel(graph, i: int, mode: str, block: Box, values, rng: random.Random, states=()) -> list[np.ndarray]:
     op = graph.ops[i]
-    points = block + whole(tuple(d.size for d in op.reduce)) if mode == "finish" else block
+    points = block + whole(tuple(d.size for d in (*op.reduce, *op.inner_dims))) if mode == "finish" else block
     used = {"full": op.body_reads() | op.then_reads(), "partial": op.body_reads(), "finish": op.then_reads()}[mode]
     boxes, arrays = buffers(op, graph, points, values, rng, used)
     out = block[: len(op.dims)]
     count = len(op.body) if mode == "partial" else len(op.outs)
-    k = Kernel(op=i, mode=mode, block=block, ins=tuple(boxes), outs=(out,) * count)
+    outs = tuple(state_box(op, f, out) for f in range(count)) if mode == "partial" else (out,) * count
+    k = Kernel(op=i, mode=mode, block=block, ins=tuple(boxes), outs=outs)
     results = TorchCpu().kernel(graph, k)(arrays, list(states))
     given = {a.data_ptr() for a in arrays if a is not None and a.numel()}
-    for r in results:
-        assert tuple(r.shape) == extents(out)
+    for r, box in zip(results, outs, strict=True):
+        assert tuple(r.shape) == extents(box)
         assert r.is_contiguous()
         assert r.untyped_storage().nbytes() == r.numel() * r.element_size()
         assert not r.numel() or r.data_ptr() not in given  # a result never shares an input's memory
@@ -92,7 +94,7 @@ def test_full_blocks(name):
             continue
         for seed in range(4):
             rng = random.Random(f"{name} {i} {seed}")
-            block = sub_box(whole(tuple(d.size for d in op.dims)), rng) + whole(tuple(d.size for d in op.reduce))
+            block = sub_box(whole(tuple(d.size for d in op.dims)), rng) + whole(tuple(d.size for d in (*op.reduce, *op.inner_dims)))
             found = run_kernel(c.graph, i, "full", block, values, rng)
             cells = tuple(slice(lo, hi) for lo, hi in block[: len(op.dims)])
             expected = {t: values[t][cells] for t in op.outs}
@@ -111,7 +113,7 @@ def test_partial_states_merge_into_the_whole(name):
             continue
         rng = random.Random(f"{name} {i}")
         outer = sub_box(whole(tuple(d.size for d in op.dims)), rng)
-        first, *others = [d.size for d in op.reduce]
+        first, *others = [d.size for d in (*op.reduce, *op.inner_dims)]
         cuts = sorted({0, first, *(rng.randint(0, first) for _ in range(3))})
         states = [
             [from_numpy(a) for a in run_kernel(c.graph, i, "partial", (*outer, (lo, hi), *whole(tuple(others))), values, rng)]

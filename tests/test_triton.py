@@ -313,8 +313,12 @@ def test_reductions_propagate_nan(monoid: str) -> None:
 def test_partial_and_finish_equal_full(monoid: str) -> None:
     """Two parts of the reduced dimension, merged by the monoid outside, then ``then``."""
     dtype = "bool" if monoid in ("any", "all") else "f32"
-    body = {"moments": "1.0, x, 0.0", "logsumexp": "x, 1.0", "affine": "tanh(x), x"}.get(monoid, "x")
-    then = {"moments": "(acc2 / acc0) + b", "logsumexp": "(acc0 + log(acc1)) + b", "any": "or(acc0, b)", "all": "and(acc0, b)"}
+    body = {"moments": "1.0, x, 0.0", "logsumexp": "x, 1.0", "affine": "tanh(x), x", "softsum": "x, 1.0, 0.5 * x"}
+    body = body.get(monoid, "x")
+    then = {
+        "moments": "(acc2 / acc0) + b", "logsumexp": "(acc0 + log(acc1)) + b", "softsum": "(acc2 / acc1) + b",
+        "any": "or(acc0, b)", "all": "and(acc0, b)",
+    }  # fmt: skip
     text = f"""graph g input x: {dtype}[5, 7] input b: {dtype}[5]
         y: {dtype}[5] = op [i: 5 | j: 7 {monoid}] reads x[i, j], b[i] body {body} then {then.get(monoid, "acc0 + b")}
         output y"""

@@ -40,6 +40,19 @@ def conv(dtype: str, groups: int = 1) -> str:
         output y"""
 
 
+def attention(dtype: str, width: int, score: str = "let0 * 0.125") -> str:
+    """Grouped heads: 8 of queries, 2 of keys and values."""
+    wide = (lambda x: x) if dtype == "f32" else (lambda x: f"cast({x}, f32)")
+    return f"""graph g input q: {dtype}[2, 8, 1024, {width}] input k: {dtype}[2, 2, 1024, {width}]
+        input v: {dtype}[2, 2, 1024, {width}]
+        y: {dtype}[2, 8, 1024, {width}] = op [b: 2, h: 8, i: 1024, e: {width} | n: 1024 softsum]
+          reads q[b, h, i, m], k[b, floor((h)/4), n, m], v[b, floor((h)/4), n, e]
+          let [m: {width} sum] {wide("q")} * {wide("k")}
+          body {score}, 1.0, {wide("v")} then {"acc2 / acc1" if dtype == "f32" else f"cast((acc2 / acc1), {dtype})"}
+        output y"""
+
+
+CAUSAL = "where(ge(index(i - n), 0), (let0 * 0.125), f32(-inf))"
 FLOAT_FUNCTIONS = "exp log sqrt erf tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh sigmoid log1p expm1 floor ceil"
 CASES = {
     "matmul f16": matmul("f16", 1024),
@@ -50,6 +63,20 @@ CASES = {
         s: f16[2, 12, 128, 128] = op [b: 2, h: 12, i: 128, j: 128 | d: 64 sum] reads q[b, h, i, d], k[b, h, j, d]
           body cast(q, f32) * cast(k, f32) then cast((acc0 * 0.125), f16)
         output s""",
+    "attention f16": attention("f16", 64),
+    "attention bf16 causal": attention("bf16", 64, CAUSAL),
+    "attention f16 wide": attention("f16", 128),
+    "attention bf16 wide causal": attention("bf16", 128, CAUSAL),
+    "attention f32": attention("f32", 64, CAUSAL),
+    "layer norm": """graph g input x: bf16[4096, 4096] input w: bf16[4096]
+        y: bf16[4096, 4096] = op [i: 4096, j: 4096 | n: 4096 moments] reads x[i, n], a = x[i, j], w[j]
+          body 1.0, cast(x, f32), 0.0
+          then cast((((cast(a, f32) - acc1) / sqrt(((acc2 / acc0) + 0.00001))) * cast(w, f32)), bf16)
+        output y""",
+    "softmax": """graph g input x: f32[4096, 1000]
+        y: f32[4096, 1000] = op [i: 4096, j: 1000 | n: 1000 logsumexp] reads x[i, n], a = x[i, j]
+          body x, 1.0 then exp(a - acc0) / acc1
+        output y""",
     "conv f16": conv("f16"),
     "conv f32": conv("f32"),
     "conv grouped": conv("f16", 4),
@@ -92,6 +119,7 @@ CASES = {
 }  # fmt: skip
 MATRIX = {"sm80": "HMMA", "sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": "v_mfma"}
 ON_MATRIX_UNITS = {"matmul f16", "matmul bf16", "matmul odd", "attention scores", "conv f16"}
+ON_MATRIX_UNITS |= {"attention f16", "attention bf16 causal", "attention f16 wide", "attention bf16 wide causal"}
 STACK_ALLOWED = {"sin", "cos", "tan"}  # argument reduction of huge angles keeps a table on the stack (triton#1756)
 
 

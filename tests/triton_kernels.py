@@ -20,6 +20,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.parse import parse
+from tapestry.ir.state import state_box
 from tapestry.ir.types import numpy_dtype
 from tapestry.verify import interp
 
@@ -107,7 +108,7 @@ def run_kernel(
     used = {"full": op.body_reads() | op.then_reads(), "partial": op.body_reads(), "finish": op.then_reads()}[mode]
     # what only ``then`` reads does not depend on the reduced part of a block
     ins = tuple(footprint(graph, op, p, block, extra) if p in used else None for p in range(len(op.reads)))
-    outs = (mapped,) * n
+    outs = tuple(state_box(op, k, mapped) for k in range(n)) if mode == "partial" else (mapped,) * n
     k = Kernel(op=at, mode=mode, block=mapped if mode == "finish" else block, ins=ins, outs=outs)
     tk = generate(graph, k, knobs)
     ast.parse(tk.source)

@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from tapestry.errors import LawError
 from tapestry.ir import space
-from tapestry.ir.expr import Acc, Index, walk
+from tapestry.ir.contraction import dims_read
+from tapestry.ir.expr import Acc, Index, Let, walk
 from tapestry.ir.graph import Block, Dim, Graph, Op
 from tapestry.ir.index import dims_of, span
 from tapestry.ir.kernel import whole
@@ -67,16 +68,41 @@ def _expressions(op: Block, graph: Graph, names: set[str]) -> None:
             raise LawError("agreement", f"'{t}' is {graph.tensors[t].dtype}, its expression {e.dtype}", where=where(op))
     if op.monoid and len(op.body) != len(MONOIDS[op.monoid].fields):
         raise LawError("agreement", f"monoid {op.monoid} has other fields than the body", where=where(op))
-    reduced = {d.name for d in op.reduce}
+    _inner(op)
+    reduced = {d.name for d in (*op.reduce, *op.inner_dims)}
     for k in op.then_reads():
         if any(dims_of(e) & reduced for e in op.reads[k].index):
             raise LawError("agreement", "'then' reads by a reduced dimension", where=where(op))
-    for e in (*op.body, *op.then):
+    for e in (*op.point, *op.then):
         for x in walk(e):
             if isinstance(x, Index) and dims_of(x.aff) - names:
                 raise LawError("agreement", f"unknown dimension in index({x.aff})", where=where(op))
             if isinstance(x, Acc) and e not in op.then:
                 raise LawError("agreement", "the body uses a reduced state", where=where(op))
+
+
+def _inner(op: Block) -> None:
+    """Inner reductions: of one field, each over dimensions that nothing else in the operation depends on."""
+    inner = {d.name for d in op.inner_dims}
+    if inner and not op.monoid:
+        raise LawError("agreement", "an inner reduction without a reduction around it", where=where(op))
+    for k, s in enumerate(op.inner):
+        if s.monoid not in MONOIDS or len(MONOIDS[s.monoid].fields) != 1:
+            raise LawError("agreement", f"inner reduction {k} needs a monoid of one field", where=where(op))
+        if any(isinstance(x, Let) for x in walk(s.body)):
+            raise LawError("agreement", "an inner reduction uses another one", where=where(op))
+        others = inner - {d.name for d in s.dims}
+        if dims_read(op, s.body) & others:
+            raise LawError("agreement", f"inner reduction {k} depends on dimensions of another", where=where(op))
+    for e in op.body:
+        if any(isinstance(x, Let) and not (x.pos < len(op.inner) and op.inner[x.pos].body.dtype == x.dtype) for x in walk(e)):
+            raise LawError("agreement", "the body uses an inner reduction that is not there", where=where(op))
+        if dims_read(op, e) & inner:
+            raise LawError("agreement", "the body depends on a dimension of an inner reduction", where=where(op))
+    if any(isinstance(x, Let) for e in op.then for x in walk(e)):
+        raise LawError("agreement", "'then' uses an inner reduction", where=where(op))
+    if any(s.dim in inner for s in op.splits):
+        raise LawError("split_partition", "a dimension of an inner reduction is cut", where=where(op))
 
 
 def reads_inside(graph: Graph) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tapestry.ir.expr import Arg, Call, Expr, Index, walk
+from tapestry.ir.expr import Arg, Call, Expr, Index, Let, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.index import dims_of
 
@@ -26,4 +26,7 @@ def dims_read(op: Block, e: Expr) -> frozenset[str]:
         elif isinstance(x, Arg):
             r = op.reads[x.pos]
             out |= frozenset(n for a in (*r.index, *(g.aff for g in r.when)) for n in dims_of(a))
+        elif isinstance(x, Let):
+            inner = op.inner[x.pos]
+            out |= dims_read(op, inner.body) - {d.name for d in inner.dims}
     return out

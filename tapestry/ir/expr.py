@@ -54,7 +54,15 @@ class Call:
     dtype: str
 
 
-Expr = Const | Arg | Acc | Index | Call
+@dataclass(frozen=True, slots=True)
+class Let:
+    """The value of inner reduction number ``pos`` of the operation at this point."""
+
+    pos: int
+    dtype: str
+
+
+Expr = Const | Arg | Acc | Index | Let | Call
 
 # primitive -> (arity, result): "same" as its arguments, "bool", "i64", or "float" (same, and they must be floats)
 PRIMITIVES: dict[str, tuple[int, str]] = {
@@ -104,7 +112,7 @@ def walk(e: Expr) -> Iterator[Expr]:
 
 
 def rewrite(e: Expr, leaf: Callable[[Expr], Expr]) -> Expr:
-    """Rebuild e with every leaf (Const, Arg, Acc, Index) replaced by ``leaf(it)``."""
+    """Rebuild e with every leaf (Const, Arg, Acc, Index, Let) replaced by ``leaf(it)``."""
     if isinstance(e, Call):
         args = tuple(rewrite(a, leaf) for a in e.args)
         return e if args == e.args else Call(e.fn, args, e.dtype)

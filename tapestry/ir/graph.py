@@ -7,7 +7,7 @@ injective and covering, by construction. Reduced dimensions stay in the index sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Expr, arg_positions
@@ -58,6 +58,21 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    """A reduction inside every point of an operation, such as ``q . k`` inside attention's reduction over keys.
+
+    Attributes:
+        dims: dimensions of the index space that this reduction alone runs over; never cut.
+        monoid: a monoid of one field.
+        body: what is reduced, over reads by any dimension but those of other inner reductions.
+    """
+
+    dims: tuple[Dim, ...]
+    monoid: str
+    body: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A block operation.
 
@@ -69,6 +84,7 @@ class Block:
         body: without a monoid, one expression per output; with one, the lifted state (one per field).
         then: with a monoid, one expression per output over ``Acc(field)`` and the reads by map dimensions alone; when it
             is left out, the state's fields are the outputs.
+        inner: reductions computed whole at each point; ``Let(k)`` in the body is the value of ``inner[k]``.
         source: names of the ONNX nodes it came from.
         splits: how it is cut, and what the parts are bound to.
     """
@@ -80,6 +96,7 @@ class Block:
     reads: tuple[Read, ...] = ()
     body: tuple[Expr, ...] = ()
     then: tuple[Expr, ...] = ()
+    inner: tuple[Inner, ...] = ()
     source: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
 
@@ -94,8 +111,13 @@ class Block:
 
     @property
     def space(self) -> tuple[Dim, ...]:
-        """Map dimensions, then reduced ones."""
-        return self.dims + self.reduce
+        """Map dimensions, then reduced ones, then those of inner reductions."""
+        return self.dims + self.reduce + self.inner_dims
+
+    @property
+    def inner_dims(self) -> tuple[Dim, ...]:
+        """Dimensions of the inner reductions: whole at every point, never cut."""
+        return tuple(d for s in self.inner for d in s.dims)
 
     @property
     def ranges(self) -> dict[str, int]:
@@ -107,13 +129,28 @@ class Block:
         """Tensors read, each once, in order of first use."""
         return tuple(dict.fromkeys(r.tensor for r in self.reads))
 
+    @property
+    def point(self) -> tuple[Expr, ...]:
+        """Everything computed before the reduction: the inner reductions' bodies, then the body."""
+        return tuple(s.body for s in self.inner) + self.body
+
     def body_reads(self) -> frozenset[int]:
-        """Positions of the reads that the body uses (before the reduction)."""
-        return arg_positions(self.body)
+        """Positions of the reads that the body and the inner reductions use (before the reduction)."""
+        return arg_positions(self.point)
 
     def then_reads(self) -> frozenset[int]:
         """Positions of the reads that ``then`` uses (after the reduction)."""
         return arg_positions(self.then)
+
+
+def map_exprs(op: Block, put: Callable[[Expr], Expr]) -> Block:
+    """The operation with every expression (body, ``then``, inner bodies) replaced by ``put(it)``."""
+    return replace(
+        op,
+        body=tuple(put(e) for e in op.body),
+        then=tuple(put(e) for e in op.then),
+        inner=tuple(replace(s, body=put(s.body)) for s in op.inner),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,12 @@
 A monoid has a tuple of state fields, an identity (``zero``) and an associative ``combine``, written once as expressions
 and evaluated by every target. Lifting a value into the state is the ``body`` of an operation, lowering the state to a
 result is its ``then``. Associativity, identity and (where claimed) commutativity are property-tested for every entry.
+
+Monoids compose. A `product` makes two reductions one pass. A `rebased` pair is a reduction whose lifted values refer to the
+result of another one, the *centre*: states are moved to a common centre by an action and then merged. ``max`` with the action
+``exp(old - new)`` on sums gives log-sum-exp, the softmax, and, with a sum of vectors, flash attention. A `driven` pair is
+the other semidirect product, in which a state acts on all that came before: ``prod`` acting on ``sum`` is a linear
+recurrence. That an action is one is proved (`ir.action`) when the monoid is made.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ class Monoid:
     zero: Callable[[tuple[str, ...]], tuple[Const, ...]]
     combine: Callable[[State, State], State]
     commutative: bool = True
+    proof: Callable[[], None] = lambda: None  # of the identities that a composition rests on; raises TapestryError
 
     def combiner(self, dtypes: tuple[str, ...]) -> State:
         """``combine`` as expressions over Arg 0..k-1 (left state) and Arg k..2k-1 (right state)."""
@@ -54,6 +61,77 @@ def number(value: float, dtype: str) -> Const:
     return Const(float(value) if dtype in FLOATS else bool(value) if dtype == "bool" else int(value), dtype)
 
 
+def product(name: str, *parts: Monoid) -> Monoid:
+    """Reductions over one domain, side by side; fields are ``a``'s, then ``b``'s, with their positions where names collide."""
+    names = [f for p in parts for f in p.fields]
+    ends = [sum(len(p.fields) for p in parts[:k]) for k in range(len(parts) + 1)]
+
+    def zero(dtypes: tuple[str, ...]) -> tuple[Const, ...]:
+        return tuple(z for k, p in enumerate(parts) for z in p.zero(dtypes[ends[k] : ends[k + 1]]))
+
+    def combine(a: State, b: State) -> State:
+        return tuple(x for k, p in enumerate(parts) for x in p.combine(a[ends[k] : ends[k + 1]], b[ends[k] : ends[k + 1]]))
+
+    fields = tuple(f if names.count(f) == 1 else f"{f}{k}" for k, f in enumerate(names))
+    return Monoid(name=name, fields=fields, zero=zero, combine=combine, commutative=all(p.commutative for p in parts))
+
+
+Action = Callable[[State, State, State], State]
+"""``act(old, new, s)``: the state s, which refers to the centre ``old``, as it would be had it referred to ``new``."""
+
+
+def rebased(name: str, centre: Monoid, acted: Monoid, act: Action, fields: tuple[str, ...]) -> Monoid:
+    """``centre ⋉ acted``: states refer to a centre and are moved to the merged one before they are merged.
+
+    Needed of the action, and proved by `ir.action.prove_rebased`: ``act(c, c, s) = s``,
+    ``act(c', c'', act(c, c', s)) = act(c, c'', s)``, ``act(c, c', s + t) = act(c, c', s) + act(c, c', t)``.
+    """
+    n = len(centre.fields)
+
+    def combine(a: State, b: State) -> State:
+        c = centre.combine(a[:n], b[:n])
+        return c + acted.combine(act(a[:n], c, a[n:]), act(b[:n], c, b[n:]))
+
+    def prove() -> None:
+        from tapestry.ir.action import prove_rebased
+
+        prove_rebased(centre, acted, act)
+
+    return Monoid(
+        name=name, fields=fields, zero=lambda d: centre.zero(d[:n]) + acted.zero(d[n:]), combine=combine,
+        commutative=centre.commutative and acted.commutative, proof=prove,
+    )  # fmt: skip
+
+
+def driven(name: str, by: Monoid, acted: Monoid, act: Callable[[State, State], State], fields: tuple[str, ...]) -> Monoid:
+    """``by ⋉ acted`` in order: what comes later acts on the state before, ``(a, s)(b, t) = (ab, act(b, s) + t)``.
+
+    Needed of the action, and proved by `ir.action.prove_driven`: ``act(1, s) = s``, ``act(ab, s) = act(b, act(a, s))``,
+    ``act(a, s + t) = act(a, s) + act(a, t)``. Not commutative.
+    """
+    n = len(by.fields)
+
+    def combine(a: State, b: State) -> State:
+        return by.combine(a[:n], b[:n]) + acted.combine(act(b[:n], a[n:]), b[n:])
+
+    def prove() -> None:
+        from tapestry.ir.action import prove_driven
+
+        prove_driven(by, acted, act)
+
+    return Monoid(
+        name=name, fields=fields, zero=lambda d: by.zero(d[:n]) + acted.zero(d[n:]), combine=combine, commutative=False,
+        proof=prove,
+    )  # fmt: skip
+
+
+def rescale(old: State, new: State, s: State) -> State:
+    """Sums of ``exp(x - old)`` times anything as sums of ``exp(x - new)``; equal centres, even infinite, change nothing."""
+    scale = call("exp", call("sub", old[0], new[0]))
+    same = call("eq", old[0], new[0])
+    return tuple(call("where", same, x, call("mul", x, scale)) for x in s)
+
+
 def _single(name: str, fn: str, zero: Callable[[str], Const]) -> Monoid:
     return Monoid(name=name, fields=("value",), zero=lambda d: (zero(d[0]),), combine=lambda a, b: (call(fn, a[0], b[0]),))
 
@@ -70,21 +148,6 @@ def _moments(a: State, b: State) -> State:
     return n, mean, call("add", call("add", a[2], b[2]), spread)
 
 
-def _logsumexp(a: State, b: State) -> State:
-    """(m, s) for ``log(sum(exp(x))) = m + log(s)``; the guard keeps a wholly masked block from making a NaN."""
-    m = call("max", a[0], b[0])
-
-    def scaled(m_old: Expr, s_old: Expr) -> Expr:
-        return call("where", call("eq", m_old, m), s_old, call("mul", s_old, call("exp", call("sub", m_old, m))))
-
-    return m, call("add", scaled(a[0], a[1]), scaled(b[0], b[1]))
-
-
-def _affine(a: State, b: State) -> State:
-    """(a, b) for the map h -> a*h + b, the earlier one applied first: a scan of it is the recurrence h = a*h + b."""
-    return call("mul", b[0], a[0]), call("add", call("mul", b[0], a[1]), b[1])
-
-
 def _arg(better: str) -> Callable[[State, State], State]:
     def combine(a: State, b: State) -> State:
         nan_a, nan_b = (call("isnan", a[0]), call("isnan", b[0])) if a[0].dtype in FLOATS else (None, None)
@@ -98,21 +161,29 @@ def _arg(better: str) -> Callable[[State, State], State]:
     return combine
 
 
+_SUM = _single("sum", "add", lambda d: number(0, d))
+_PROD = _single("prod", "mul", lambda d: number(1, d))
+_MAX = _single("max", "max", lowest)
+
+
+def _scale(by: State, s: State) -> State:
+    return (call("mul", by[0], s[0]),)
+
+
 MONOIDS: dict[str, Monoid] = {
     m.name: m
     for m in (
-        _single("sum", "add", lambda d: number(0, d)),
-        _single("prod", "mul", lambda d: number(1, d)),
-        _single("max", "max", lowest),
+        _SUM,
+        _PROD,
+        _MAX,
         _single("min", "min", highest),
         _single("any", "or", lambda d: number(0, d)),
         _single("all", "and", lambda d: number(1, d)),
         Monoid(name="moments", fields=("n", "mean", "m2"), zero=lambda d: tuple(number(0, x) for x in d), combine=_moments),
-        Monoid(name="logsumexp", fields=("m", "s"), zero=lambda d: (lowest(d[0]), number(0, d[1])), combine=_logsumexp),
-        Monoid(
-            name="affine", fields=("a", "b"), combine=_affine, commutative=False,
-            zero=lambda d: (number(1, d[0]), number(0, d[1])),
-        ),
+        rebased("logsumexp", _MAX, _SUM, rescale, ("m", "s")),
+        rebased("softsum", _MAX, product("", _SUM, _SUM), rescale, ("m", "s", "o")),
+        # (a, b) for the map h -> a*h + b, the earlier one applied first: a scan of it is the recurrence h = a*h + b
+        driven("affine", _PROD, _SUM, _scale, ("a", "b")),
         Monoid(name="argmax", fields=("value", "index"), zero=lambda d: (lowest(d[0]), highest(d[1])), combine=_arg("gt")),
         Monoid(name="argmin", fields=("value", "index"), zero=lambda d: (highest(d[0]), highest(d[1])), combine=_arg("lt")),
     )
@@ -120,7 +191,12 @@ MONOIDS: dict[str, Monoid] = {
 
 
 def register(monoid: Monoid) -> Monoid:
-    """Add a monoid of your own; its laws are then tested like the built-in ones' (tests/test_monoid.py)."""
+    """Add a monoid of your own; its laws are then tested like the built-in ones' (tests/test_monoid.py).
+
+    Raises:
+        TapestryError: it is composed by an action that is not one.
+    """
     assert monoid.name not in MONOIDS, monoid.name
+    monoid.proof()
     MONOIDS[monoid.name] = monoid
     return monoid

@@ -8,8 +8,8 @@ import re
 from dataclasses import replace
 
 from tapestry.errors import TextError
-from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, call, cast
-from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Opaque, Read, Split
+from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let, call, cast
+from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read, Split
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.text import INFIX
@@ -47,6 +47,7 @@ class _Parser:
         self.tokens.append(("end", "end of text", line))
         self.at = 0
         self.tensors: dict[str, Tensor] = {}
+        self.lets: tuple[str, ...] = ()
 
     # tokens
     def fail(self, expected: str) -> TextError:
@@ -171,15 +172,31 @@ class _Parser:
                 reads.append(r)
                 if not self.take(","):
                     break
+        inner = self.inner(names)
         self.need("body")
         body = self.exprs(names, ())
+        self.lets = ()
         then = self.exprs(names, tuple(e.dtype for e in body)) if self.take("then") else ()
         source, splits = self.tail()
         monoid = reduce[0][1] if reduce else None
         return Block(
             outs=outs, dims=dims, reduce=tuple(d for d, _ in reduce), monoid=monoid, reads=tuple(reads),
-            body=body, then=then, source=source, splits=splits,
+            body=body, then=then, inner=inner, source=source, splits=splits,
         )  # fmt: skip
+
+    def inner(self, names: dict[str, Arg]) -> tuple[Inner, ...]:
+        """``let [m: 64 sum] q * k`` lines; the body may then use ``let0``, …"""
+        out: list[Inner] = []
+        while self.take("let"):
+            self.need("[")
+            dims = self.dims(("]",))
+            monoid = dims[-1][1] if dims else ""
+            if monoid not in MONOIDS or len(MONOIDS[monoid].fields) != 1 or {m for _, m in dims} - {monoid, ""}:
+                raise self.fail("one known monoid of one field for the inner dimensions")
+            self.need("]")
+            out.append(Inner(dims=tuple(d for d, _ in dims), monoid=monoid, body=self.expr(names, ())))
+        self.lets = tuple(s.body.dtype for s in out)
+        return tuple(out)
 
     def tail(self) -> tuple[tuple[str, ...], tuple[Split, ...]]:
         source: list[str] = []
@@ -309,6 +326,8 @@ class _Parser:
         """A primitive, a typed literal, an index, a cast or a reduced state."""
         if re.fullmatch(r"acc\d+", text) and int(text[3:]) < len(acc):
             return Acc(int(text[3:]), acc[int(text[3:])])
+        if re.fullmatch(r"let\d+", text) and int(text[3:]) < len(self.lets):
+            return Let(int(text[3:]), self.lets[int(text[3:])])
         if text not in PRIMITIVES and text not in DTYPES and text not in ("index", "cast"):
             self.at -= 1
             raise self.fail("the name of a read or of a primitive")

@@ -143,9 +143,16 @@ def transfer_bytes(step: Transfer | Reduce, program: Program) -> int:
     """
     if isinstance(step, Transfer):
         return int(_received(step.messages, program.devices).sum()) * itemsize(program.buffers[step.dst].dtype)
-    factor = 2 if step.kind == "all_reduce" else 1
-    held = _state_bytes(step, program)
-    return factor * sum((len(g) - 1) * int(held[g[0]]) for g in step.groups if g)
+    total = 0
+    for s, d in zip(step.srcs, step.dsts, strict=True):
+        if s not in step.sent:
+            continue
+        src, dst = program.buffers[s], program.buffers[d]
+        held = device_bytes(src)
+        for g in step.groups:  # a field that does not vary along the scattered dimension is all-reduced
+            factor = 2 if g and src.boxes[g[0]] == dst.boxes[g[0]] else 1
+            total += factor * (len(g) - 1) * int(held[g[0]]) if g else 0
+    return total
 
 
 def payload_bytes(step: Transfer | Reduce, program: Program) -> int:

@@ -86,7 +86,7 @@ def access(op: Block, read: Read, shape: tuple[int, ...]) -> Relation:
 def reads_of_outputs(op: Block, read: Read, shape: tuple[int, ...]) -> Relation:
     """Pairs (cell of the output, cell of the tensor read): the access with reduced dimensions projected out."""
     raw = access(op, read, shape).raw
-    n, k = len(op.dims), len(op.reduce)
+    n, k = len(op.dims), len(op.reduce) + len(op.inner_dims)
     return Relation(raw.project_out(isl.dim_type.in_, n, k) if k else raw)
 
 

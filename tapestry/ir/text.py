@@ -7,7 +7,7 @@ import json
 import math
 import re
 
-from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index
+from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read
 from tapestry.ir.types import DTYPES, Tensor
 
@@ -15,7 +15,7 @@ IDENT = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 RESERVED = (
     {"floor", "mod", "else", "when", "inf", "nan", "true", "false", "index", "cast", "op", "opaque", "reads", "body", "then"}
-    | {"from", "split", "graph", "input", "output", "weight", "dims", "node", "opsets", "why", "and", "at"}
+    | {"from", "split", "graph", "input", "output", "weight", "dims", "node", "opsets", "why", "and", "at", "let"}
     | set(PRIMITIVES)
     | set(DTYPES)
 )
@@ -52,13 +52,14 @@ def signature(op: Op, graph: Graph) -> str:
         return f"{types} opaque {[alias.get(t, '') for t in op.ins]} {_dims(op.dims)} {op.in_axes} {op.out_axes} {body}"
     reads = " ".join(_read(Read(tensor=alias[r.tensor], index=r.index, other=r.other, when=r.when)) for r in op.reads)
     names = [f"%{i}" for i in range(len(op.reads))]
-    body = "; ".join(expr(e, names) for e in op.body + op.then)
-    return f"{types} {_space(op)} {reads} {body}"
+    body = "; ".join(expr(e, names) for e in op.point + op.then)
+    inner = " ".join(f"{_dims(s.dims)} {s.monoid}" for s in op.inner)
+    return f"{types} {_space(op)} {inner} {reads} {body}"
 
 
 def name(text: str) -> str:
     """A name as it stands when it is a plain identifier, else quoted."""
-    return text if IDENT.fullmatch(text) and text not in RESERVED and not re.fullmatch(r"acc\d+", text) else _quoted(text)
+    return text if IDENT.fullmatch(text) and text not in RESERVED and not re.fullmatch(r"(acc|let)\d+", text) else _quoted(text)
 
 
 def expr(e: Expr, args: list[str]) -> str:
@@ -67,6 +68,8 @@ def expr(e: Expr, args: list[str]) -> str:
         return args[e.pos]
     if isinstance(e, Acc):
         return f"acc{e.field}"
+    if isinstance(e, Let):
+        return f"let{e.pos}"
     if isinstance(e, Index):
         return f"index({e.aff})"
     if isinstance(e, Const):
@@ -97,6 +100,7 @@ def _block(op: Block) -> str:
     lines = [f"op {_space(op)}"]
     if op.reads:
         lines.append("reads " + ", ".join(_read(r, a) for a, r in zip(names, op.reads, strict=True)))
+    lines += [f"let [{_dims(s.dims)} {s.monoid}] {bare(expr(s.body, names))}" for s in op.inner]
     lines.append("body " + ", ".join(bare(expr(e, names)) for e in op.body))
     if op.monoid and op.lowers:
         lines.append("then " + ", ".join(bare(expr(e, names)) for e in op.then))

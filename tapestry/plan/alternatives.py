@@ -22,7 +22,7 @@ from tapestry.plan.lower import exchange, lower
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import layouts
 from tapestry.plan.staged import stage_ops, stage_plan, stage_topology
-from tapestry.plan.strategy import Boxes, Pin, footprints, out_layout, tensor_boxes
+from tapestry.plan.strategy import Boxes, Pin, footprints, out_layout, scatters, tensor_boxes
 from tapestry.plan.topology import Topology
 
 LOWERINGS = 16  # how many better-looking alternatives are lowered to see whether they fit into memory
@@ -197,13 +197,13 @@ class _Moves:
 
 def _merge_seconds(op: Op, s: Strategy, state_bytes: int, topo: Topology) -> float:
     reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-    return transfer.reduce_seconds(state_bytes, [(a, s.out[a] is not None) for a, d in enumerate(s.dims) if d in reduced], topo)
+    return transfer.reduce_seconds(state_bytes, [(a, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced], topo)
 
 
 def _merge_bytes(op: Op, s: Strategy, state_bytes: int, topo: Topology) -> int:
     """Bytes on the wire of a strategy's merges, reduce-scatters first, as `ir.program.transfer_bytes` counts them."""
     reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-    cut = [(topo.mesh[a].size, s.out[a] is not None) for a, d in enumerate(s.dims) if d in reduced]
+    cut = [(topo.mesh[a].size, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced]
     scattered, gathered = ([n for n, scatter in cut if scatter is kind] for kind in (True, False))
     devices, total = prod(a.size for a in topo.mesh), 0
     for sizes, factor in ((scattered, 1), (gathered, 2)):
@@ -216,7 +216,7 @@ def _merge_bytes(op: Op, s: Strategy, state_bytes: int, topo: Topology) -> int:
 def _reduction(op: Op, s: Strategy) -> str:
     """What the merge of a strategy's partial states is called."""
     reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-    kinds = {"all_reduce" if o is None else "reduce_scatter" for d, o in zip(s.dims, s.out, strict=True) if d in reduced}
+    kinds = {"reduce_scatter" if scatters(op, s, a) else "all_reduce" for a, d in enumerate(s.dims) if d in reduced}
     return " and ".join(sorted(kinds, reverse=True))
 
 

@@ -18,10 +18,11 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated
+from tapestry.ir.state import varies
 from tapestry.ir.states import counted
 from tapestry.ir.text import signature
 from tapestry.plan.kinds import kind_of
-from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, tensor_boxes
+from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, scatters, tensor_boxes
 
 CHUNK = 1 << 16  # pairs of devices compared at once
 
@@ -171,11 +172,13 @@ class _Lowering:
         mesh, s = self.plan.mesh, self.plan.strategies[i]
         local, body, then = block[:, : len(op.dims)], op.body_reads(), op.then_reads()
         dtypes = [e.dtype for e in op.body]
-        states = tuple(self.buffer(op.outs[0], local, part=k, dtype=d, tag=".part") for k, d in enumerate(dtypes))
+        states = tuple(
+            self.buffer(op.outs[0], _state_boxes(op, k, local), part=k, dtype=d, tag=".part") for k, d in enumerate(dtypes)
+        )
         blocks = _tuples(block)
         used = tuple(b if k in body else "" for k, b in enumerate(ins))
         self.steps.append(Launch(op=i, mode="partial", blocks=blocks, ins=used, outs=states))
-        scatter = [a for a in cut if s.out[a] is not None]
+        scatter = [a for a in cut if scatters(op, s, a)]
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
         known = _counts(op, block)
         todo = [("reduce_scatter", scatter), ("all_reduce", [a for a in cut if a not in scatter])]
@@ -185,7 +188,9 @@ class _Lowering:
             if last and not op.lowers:
                 merged = self.outs(op)
             else:
-                merged = tuple(self.buffer(op.outs[0], final, part=k, dtype=d) for k, d in enumerate(dtypes))
+                merged = tuple(
+                    self.buffer(op.outs[0], _state_boxes(op, k, final), part=k, dtype=d) for k, d in enumerate(dtypes)
+                )
             groups = _groups(mesh, tuple(axes))
             self.steps.append(Reduce(kind=kind, op=i, srcs=states, dsts=merged, groups=groups, known=known))
             states, known = merged, _merged_counts(known, groups)
@@ -205,7 +210,7 @@ class _Lowering:
 def _counts(op: Block, block: Boxes) -> tuple[tuple[float, ...], ...]:
     """Values of the fields that count, in every device's part; nothing where all fields must be sent."""
     fixed = counted(op)
-    reduced = block[:, len(op.dims) :]
+    reduced = block[:, len(op.dims) : len(op.dims) + len(op.reduce)]
     points: list[int] = np.prod(reduced[..., 1] - reduced[..., 0], axis=-1).tolist()
     each = (tuple(fixed[k] * n for n in points) if k in fixed else () for k in range(len(op.body)))
     return tuple(each) if fixed else ()
@@ -215,6 +220,16 @@ def _merged_counts(known: tuple[tuple[float, ...], ...], groups: tuple[tuple[int
     """What the counts are once groups of devices have merged."""
     group = {d: g for g in groups for d in g}
     return tuple(tuple(sum(field[e] for e in group[d]) for d in range(len(field))) for field in known)
+
+
+def _state_boxes(op: Block, field: int, boxes: Boxes) -> Boxes:
+    """Boxes of a state field: one cell along the map dimensions that it does not vary along."""
+    once = [not v for v in varies(op)[field]]
+    if not any(once):
+        return boxes
+    out = boxes.copy()
+    out[:, once] = (0, 1)
+    return out
 
 
 def exchange(held: Boxes, wanted: Boxes, layout: Layout, mesh: Mesh) -> tuple[Message, ...]:

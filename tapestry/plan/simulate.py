@@ -25,7 +25,7 @@ from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import Way, merge
 from tapestry.plan.search.problem import load_seconds
 from tapestry.plan.staged import link_between, stage_topology
-from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, tensor_boxes
+from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, scatters, tensor_boxes
 from tapestry.plan.topology import Topology
 
 ASSUMPTION = (
@@ -264,7 +264,7 @@ class _Costs:
         if not op.lowers:
             return {"full": full, "partial": full}
         after = {(t, b.tobytes()): b for k, t, b in prints if k in op.then_reads()}
-        tail = replace(op, reduce=(), monoid=None, body=op.then, then=())
+        tail = replace(op, reduce=(), monoid=None, body=op.then, then=(), inner=())
         finish = compute.seconds_each(tail, graph, final, final, after, topo)
         launch = topo.each(lambda d: d.launch)
         return {"full": full, "partial": np.maximum(full - finish + launch, launch), "finish": finish}
@@ -299,7 +299,7 @@ class _Costs:
         """(mesh axis, whether it scatters) of all reduced dimensions that the step's operation cuts."""
         op, s = self.plan.graph.ops[step.op], self.plan.strategies[step.op]
         reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-        return [(a, s.out[a] is not None) for a, d in enumerate(s.dims) if d in reduced]
+        return [(a, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced]
 
     def ways(self, step: Reduce) -> list[Way]:
         """How a step merges states."""

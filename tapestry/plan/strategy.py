@@ -15,6 +15,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor, Mod, bounds
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, shares
+from tapestry.ir.state import varies
 from tapestry.rewrites.split import splittable
 
 Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
@@ -50,6 +51,15 @@ def every_strategy(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> list[Strat
         reduced = _reduced(op)
         out.sort(key=lambda s: sum(o is not None and d in reduced for d, o in zip(s.dims, s.out, strict=True)))
     return out
+
+
+def scatters(op: Op, s: Strategy, axis: int) -> bool:
+    """Whether states that a mesh axis cuts are reduce-scattered: some field varies along the output axis where it ends.
+
+    States of rows are all-reduced even where the results that are made of them end in parts along the row.
+    """
+    out = s.out[axis]
+    return out is not None and isinstance(op, Block) and any(v[out] for v in varies(op))
 
 
 def _reduced(op: Op) -> set[str]:

@@ -5,6 +5,7 @@ from tapestry.rewrites import cleanup as cleanup
 from tapestry.rewrites import compose_views as compose_views
 from tapestry.rewrites import fuse_epilogue as fuse_epilogue
 from tapestry.rewrites import fuse_maps as fuse_maps
+from tapestry.rewrites import fuse_rows as fuse_rows
 from tapestry.rewrites import micro_batch as micro_batch
 from tapestry.rewrites import overlap as overlap
 from tapestry.rewrites import recompute as recompute
@@ -13,3 +14,4 @@ from tapestry.rewrites import slice_strided as slice_strided
 from tapestry.rewrites import split as split
 from tapestry.rewrites import split_reduce as split_reduce
 from tapestry.rewrites import split_time as split_time
+from tapestry.rewrites import stream_softmax as stream_softmax

@@ -138,7 +138,7 @@ def fuse(op: Block, maker: Block, tensor: str) -> Block:
     read = next(r for r in op.reads if r.tensor == tensor)
     rename = _names(op, maker, read)
     dims = tuple(Dim(rename[d.name], d.size) for d in op.dims)
-    ranges = {d.name: d.size for d in (*dims, *maker.reduce)}
+    ranges = {d.name: d.size for d in (*dims, *maker.reduce, *maker.inner_dims)}
     outer = {old: dim(new) for old, new in rename.items()}
     env: dict[str, Aff] = {}
     for d, e in zip(maker.dims, read.index, strict=True):
@@ -158,6 +158,7 @@ def fuse(op: Block, maker: Block, tensor: str) -> Block:
         Block(
             outs=op.outs, dims=dims, reduce=maker.reduce, monoid=maker.monoid, reads=mine + theirs,
             body=tuple(substitute_expr(e, env, ranges) for e in maker.body),
+            inner=tuple(replace(s, body=substitute_expr(s.body, env, ranges)) for s in maker.inner),
             then=tuple(substitute_expr(e, outer, ranges, put) for e in op.body),
             source=tuple(dict.fromkeys(maker.source + op.source)),
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tapestry.errors import TapestryError
 from tapestry.ir import space
 from tapestry.ir.expr import Arg, Expr, walk
-from tapestry.ir.graph import Block, Graph, Op, Read, with_ops
+from tapestry.ir.graph import Block, Graph, Op, Read, map_exprs, with_ops
 from tapestry.ir.index import dims_of
 from tapestry.rewrites.pattern import inline, merge_reads, shift_args, substitute_expr, substitute_read
 from tapestry.rewrites.rule import Move, Refusal, register
@@ -106,7 +106,7 @@ def refuse(op: Op | None, maker: Op, tensor: str) -> tuple[str, str]:
     if len(set(mine)) > 1:
         return f"'{tensor}' is read through {len(set(mine))} projections: it would be computed for each", ""
     at = {k for k, r in enumerate(op.reads) if r.tensor == tensor}
-    times = sum(isinstance(x, Arg) and x.pos in at for e in (*op.body, *op.then) for x in walk(e))
+    times = sum(isinstance(x, Arg) and x.pos in at for e in (*op.point, *op.then) for x in walk(e))
     nodes = sum(1 for _ in walk(maker.body[0]))
     if (times - 1) * nodes > GROWTH:
         return f"the body of '{tensor}' would be written {times} times", f"it has {nodes} nodes"
@@ -136,9 +136,5 @@ def fuse(op: Block, maker: Block, tensor: str) -> Block:
     def put(e: Expr) -> Expr:
         return substitute_expr(e, {}, op.ranges, lambda x: leaf(x) if isinstance(x, Arg) else x)
 
-    return merge_reads(
-        replace(
-            op, reads=kept + moved, body=tuple(put(e) for e in op.body), then=tuple(put(e) for e in op.then),
-            source=tuple(dict.fromkeys(maker.source + op.source)),
-        )
-    )  # fmt: skip
+    new = replace(op, reads=kept + moved, source=tuple(dict.fromkeys(maker.source + op.source)))
+    return merge_reads(map_exprs(new, put))

@@ -13,7 +13,7 @@ from typing import TypeGuard
 from tapestry.errors import TapestryError
 from tapestry.ir.contraction import factors
 from tapestry.ir.expr import Arg, Expr, Index, arg_positions, call, rewrite
-from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split
+from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
 from tapestry.ir.index import Aff, Ranges, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
 from tapestry.rewrites.rule import Move, Refusal
@@ -71,7 +71,7 @@ def merge_reads(op: Block) -> Block:
         return op
     kept = tuple(op.reads[number.index(n)] for n in range(len(places)))
     leaf = inline({}, dict(enumerate(number)))
-    return replace(op, reads=kept, body=tuple(rewrite(e, leaf) for e in op.body), then=tuple(rewrite(e, leaf) for e in op.then))
+    return map_exprs(replace(op, reads=kept), lambda e: rewrite(e, leaf))
 
 
 def op_at(graph: Graph, move: Move) -> tuple[int, Op]:
@@ -135,13 +135,9 @@ def reindex(op: Block, env: Mapping[str, Aff], space: tuple[Dim, ...]) -> Block:
         env: what replaces a dimension; those missing stay.
         space: the dimensions afterwards, with which floors and mods are simplified.
     """
-    ranges = {d.name: d.size for d in space}
-    return replace(
-        op,
-        reads=tuple(substitute_read(r, env, ranges) for r in op.reads),
-        body=tuple(substitute_expr(e, env, ranges) for e in op.body),
-        then=tuple(substitute_expr(e, env, ranges) for e in op.then),
-    )
+    ranges = {d.name: d.size for d in (*space, *op.inner_dims)}
+    moved = replace(op, reads=tuple(substitute_read(r, env, ranges) for r in op.reads))
+    return map_exprs(moved, lambda e: substitute_expr(e, env, ranges))
 
 
 def read_dims(read: Read) -> frozenset[str]:
@@ -151,14 +147,9 @@ def read_dims(read: Read) -> frozenset[str]:
 
 def prune(op: Block) -> Block:
     """The operation without the reads that nothing uses."""
-    kept = sorted(arg_positions(op.body + op.then))
+    kept = sorted(arg_positions(op.point + op.then))
     leaf = inline({}, {old: new for new, old in enumerate(kept)})
-    return replace(
-        op,
-        reads=tuple(op.reads[k] for k in kept),
-        body=tuple(rewrite(e, leaf) for e in op.body),
-        then=tuple(rewrite(e, leaf) for e in op.then),
-    )
+    return map_exprs(replace(op, reads=tuple(op.reads[k] for k in kept)), lambda e: rewrite(e, leaf))
 
 
 def plain_index(dims: tuple[Dim, ...]) -> tuple[Aff, ...]:
@@ -197,7 +188,7 @@ class Contraction:
 
 def contraction(op: Op) -> Contraction | None:
     """The operation as a contraction; ``None`` when it is something else."""
-    if not isinstance(op, Block) or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits:
+    if not isinstance(op, Block) or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits or op.inner:
         return None
     pair = factors(op)
     if pair is None or {type(e) for e in pair} != {Arg} or pair[0] == pair[1] or pair[0].dtype != op.body[0].dtype:

@@ -99,6 +99,8 @@ def refusal(op: Op, new: Split) -> Refusal | None:
         return no(f"axis '{new.dim}' does not commute with splitting: {op.why or op.kind}", f"it may be cut along {names}")
     if size is None:
         return no(f"there is no dimension '{new.dim}'", f"the dimensions are {names}")
+    if isinstance(op, Block) and any(d.name == new.dim for d in op.inner_dims):
+        return no(f"'{new.dim}' is reduced whole inside every point", "an inner reduction is never cut")
     if not _RESOURCE.fullmatch(new.to):
         return no(f"'{new.to}' is not a resource", "mesh.d0, time, grid and loop are")
     for s in op.splits:

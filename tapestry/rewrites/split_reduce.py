@@ -168,7 +168,7 @@ def _guard(read: Read, inside: Aff, dtype: str, fill: float) -> Read:
 
 
 def _vanishes(op: Block, reads: tuple[Read, ...], touched: set[int], dtypes: list[str], zero: tuple[Const, ...]) -> bool:
-    if not arg_positions(op.body) <= touched or any(isinstance(x, Index) for e in op.body for x in walk(e)):
+    if op.inner or not arg_positions(op.body) <= touched or any(isinstance(x, Index) for e in op.body for x in walk(e)):
         return False
     fills = [r.other if i in touched else 0 for i, r in enumerate(reads)]
     args = [np.asarray(v, numpy_dtype(d)) for v, d in zip(fills, dtypes, strict=True)]

@@ -118,6 +118,8 @@ def refusal(op: Op, name: str, parts: int) -> Refusal | None:
     if size is None:
         known = ", ".join(f"'{d.name}'" for d in op.space) or "none"
         return no(f"there is no dimension '{name}'", f"the dimensions are {known}")
+    if isinstance(op, Block) and any(d.name == name for d in op.inner_dims):
+        return no(f"'{name}' is reduced whole inside every point", "an inner reduction is never cut")
     if not 2 <= parts <= size:
         points = "1 point" if size == 1 else f"{size} points"
         return no(f"{points} of '{name}' cannot be cut into {parts} non-empty parts", f"part {min(parts - 1, size)} is empty")

@@ -41,7 +41,7 @@ def _tables(graph: Graph) -> dict[str, int]:
         if not isinstance(op, Block) or not op.reduce:
             continue
         sizes = op.ranges
-        for x in (x for e in op.body for x in walk(e)):
+        for x in (x for e in op.point for x in walk(e)):
             if isinstance(x, Call) and x.fn == "eq" and any(isinstance(a, Index) for a in x.args):
                 index = next(a for a in x.args if isinstance(a, Index))
                 size = sizes.get(str(index.aff)) if index.aff.is_dim else None

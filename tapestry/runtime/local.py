@@ -148,22 +148,20 @@ class Machine:
         op = self.graph.ops[step.op]
         monoid = getattr(op, "monoid", None)
         assert monoid is not None
-        dst = self.program.buffers[step.dsts[0]]
+        dsts = [self.program.buffers[b] for b in step.dsts]
         for group in step.groups:
-            done: dict[Box, list[Array]] = {}
+            done: dict[tuple[Box, ...], list[Array]] = {}
             for d in group:
-                box = dst.boxes[d]
-                assert box is not None
-                if box not in done:
-                    states = [self._states(step, e, box, memory) for e in group]
-                    done[box] = self.target.merge(monoid, states)
-                fresh = [self.target.slice(f, box, box) for f in done[box]]
+                boxes = tuple(_box(b.boxes[d]) for b in dsts)
+                if boxes not in done:
+                    done[boxes] = self.target.merge(monoid, [self._states(step, e, boxes, memory) for e in group])
+                fresh = [self.target.slice(f, box, box) for f, box in zip(done[boxes], boxes, strict=True)]
                 memory[d].update(zip(step.dsts, fresh, strict=True))
 
-    def _states(self, step: Reduce, device: int, box: Box, memory: list[dict[str, Array]]) -> list[Array]:
+    def _states(self, step: Reduce, device: int, boxes: tuple[Box, ...], memory: list[dict[str, Array]]) -> list[Array]:
         """What one device gives to a merge: slices of its states, and counts that everybody knows."""
         out: list[Array] = []
-        for k, s in enumerate(step.srcs):
+        for k, (s, box) in enumerate(zip(step.srcs, boxes, strict=True)):
             b = self.program.buffers[s]
             if step.known and step.known[k]:
                 out.append(self.target.full(box, b.dtype, step.known[k][device]))

@@ -10,6 +10,7 @@ from tapestry.ir.constraints import where
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import whole
 from tapestry.ir.plan import Stage, coordinates, interval
+from tapestry.ir.state import varies
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
 from tapestry.verify.lists import Array, Boxes, Breach, Lists, Spans, first
@@ -46,6 +47,13 @@ def written(op: Op, k: int, points: Spans, shape: tuple[int, ...]) -> Spans:
         assert axis is not None
         lo[:, axis], hi[:, axis] = points.lo[:, i], points.hi[:, i]
     return Spans(lo, hi, points.there)
+
+
+def state(op: Block, field: int, points: Spans) -> Spans:
+    """What each device holds of a field for blocks of the map dimensions: one cell where it does not vary along one."""
+    once = np.array([not v for v in varies(op)[field]], bool)
+    width = np.minimum(points.hi - points.lo, 1)
+    return Spans(np.where(once, 0, points.lo), np.where(once, width, points.hi), points.there)
 
 
 def complete(there: Array, parts: Parts, extents: tuple[int, ...]) -> Breach | None:

@@ -211,7 +211,9 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
     points = r.lists.spans(step.blocks, len(extents), "split_partition", name)
     number, n = r.lists.number(step.blocks), len(op.dims)
     taking = int(points.there.sum())
-    uncut = extents[n:] if step.mode == "full" else ()
+    inner = tuple(d.size for d in op.inner_dims) if isinstance(op, Block) and step.mode == "partial" else ()
+    outer = len(extents) - len(inner)
+    uncut = extents[n:] if step.mode == "full" else inner
     fact = ("block", number, extents, uncut)
     r.lists.prove(fact, name, {"split_partition": 2 * taking}, lambda: blocks.in_space(points, extents, uncut))
     _reads(r, step, op, points, name)
@@ -219,7 +221,8 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
         _merged_states(r, step, points, name)
     content = Content()
     if step.mode == "partial":
-        parts = r.lists.made(("parts", number, n), lambda: tuple(None if b is None else (b[n:],) for b in step.blocks))
+        key = ("parts", number, n, outer)
+        parts = r.lists.made(key, lambda: tuple(None if b is None else (b[n:outer],) for b in step.blocks))
         content = Content(step.op, parts)
     r.launched.setdefault(step.op, {}).setdefault(step.mode, []).append(step.blocks)
     _launch_outs(r, step, op, points, content, name)
@@ -250,7 +253,7 @@ def _reads_inside(r: _Replay, step: Launch, op: Op, k: int, points: Spans, b: Bu
     if bad >= 0:
         return Breach("read_after_write", f"'{b.name}' is not alive on device {bad}")
     if step.mode == "finish" and isinstance(op, Block):
-        points = blocks.with_whole(points, tuple(d.size for d in op.reduce))
+        points = blocks.with_whole(points, tuple(d.size for d in (*op.reduce, *op.inner_dims)))
     key = ("hull", r.signatures[step.op], k, r.lists.number(step.blocks), step.mode == "finish")
     hull: Spans = r.lists.made(key, lambda: r.lists.footprint(op, r.graph, k, points))
     bad = first(hull.inside(held))
@@ -275,7 +278,7 @@ def _merged_states(r: _Replay, step: Launch, points: Spans, name: str) -> None:
         ok = content is not None and content.op == step.op and b.field == k
         r.law("read_after_write", ok, f"'{s}' does not hold field {k} of the operation", name)
         assert content is not None
-        same = first(points.equals(r.spans(b)) | ~points.there)
+        same = first(blocks.state(op, k, points).equals(r.spans(b)) | ~points.there)
         r.law("read_after_write", same < 0, f"'{s}' does not hold field {k} of the block on device {same}", name)
         fact = ("complete", r.lists.number(step.blocks), r.lists.number(content.parts), extents)
         counts = {"written_once": 2 * taking, "read_after_write": taking - 1}
@@ -292,12 +295,19 @@ def _launch_outs(r: _Replay, step: Launch, op: Op, points: Spans, content: Conte
         r.law("agreement", right, f"'{out}' is not result {k}", name)
         if isinstance(op, Block) and step.mode == "partial":
             r.law("agreement", b.dtype == op.body[k].dtype, f"'{out}' has another dtype than the state", name)
-        key = ("outs", r.lists.number(step.blocks), r.signatures[step.op], k)
-        wanted: Spans = r.lists.made(key, lambda k=k, t=tensor: blocks.written(op, k, points, r.graph.tensors[t].shape))
+        key = ("outs", step.mode, r.lists.number(step.blocks), r.signatures[step.op], k)
+        wanted: Spans = r.lists.made(key, lambda k=k, t=tensor: _written(op, k, points, r.graph.tensors[t].shape, step.mode))
         bad = first(wanted.equals(r.spans(b)) | ~points.there)
         r.law("written_once", bad < 0, "a buffer is not what a device computes", name, wanted.box(bad))
         r.lists.laws["written_once"] += int(points.there.sum()) - 1
         r.allocate(out, name, points.there, content)
+
+
+def _written(op: Op, k: int, points: Spans, shape: tuple[int, ...], mode: str) -> Spans:
+    """What each device writes of a result or, in ``partial`` mode, of a field."""
+    if mode == "partial" and isinstance(op, Block):
+        return blocks.state(op, k, points.keep(slice(0, len(op.dims))))
+    return blocks.written(op, k, points, shape)
 
 
 def _transfer(r: _Replay, step: Transfer, name: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from tapestry.errors import LawError
 from tapestry.ir import opaque
 from tapestry.ir.constraints import where
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Graph, Opaque, Read
 from tapestry.ir.index import bounds, evaluate
 from tapestry.ir.kernel import Box, cut
@@ -103,9 +103,11 @@ def _block(op: Block, graph: Graph, values: Mapping[str, Array], wide: bool) -> 
 def _fold(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide: bool) -> list[Array]:
     """Monoid state of each output point over a block of the reduced dimensions, merged one point after another."""
     assert op.monoid
-    n = len(op.dims)
+    n, inner = len(op.dims), len(op.inner_dims)
+    lets = _inner(op, box, graph, values, wide)
+    box = (*box[: len(box) - inner], *((0, 1) for _ in range(inner)))
     extents = [hi - lo for lo, hi in box]
-    fields = _points(op, op.body, box, graph, values, wide, [])
+    fields = _points(op, op.body, box, graph, values, wide, lets)
     flat = [np.broadcast_to(f, extents).reshape(*extents[:n], -1) for f in fields]
     zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
     state = [np.full(extents[:n], z.value, f.dtype) for z, f in zip(zero, flat, strict=True)]
@@ -114,9 +116,36 @@ def _fold(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide: 
     return state
 
 
+def _inner(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide: bool) -> list[Array]:
+    """Values of the inner reductions, merged one point after another; their own dimensions keep an extent of 1."""
+    out: list[Array] = []
+    first = len(op.dims) + len(op.reduce)
+    for s in op.inner:
+        (points,) = _points(op, (s.body,), box, graph, values, wide, [], whole=False)
+        mine = range(first, first + len(s.dims))
+        first += len(s.dims)
+        sizes = [d.size for d in s.dims]
+        full = [*points.shape]
+        for axis, size in zip(mine, sizes, strict=True):
+            full[axis] = size
+        flat = np.moveaxis(np.broadcast_to(points, full), mine, range(-len(s.dims), 0))
+        flat = flat.reshape(*flat.shape[: -len(s.dims)], -1)
+        total = np.full(flat.shape[:-1], MONOIDS[s.monoid].zero((s.body.dtype,))[0].value, flat.dtype)
+        for k in range(flat.shape[-1]):
+            total = _merge(s.monoid, (s.body.dtype,), [total], [flat[..., k]])[0]
+        for axis in mine:
+            total = np.expand_dims(total, axis)
+        out.append(total)
+    return out
+
+
 def _combine(op: Block, a: list[Array], b: list[Array]) -> list[Array]:
     assert op.monoid
-    exprs = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
+    return _merge(op.monoid, tuple(e.dtype for e in op.body), a, b)
+
+
+def _merge(monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) -> list[Array]:
+    exprs = MONOIDS[monoid].combiner(kinds)
     dtypes = [x.dtype for x in a]
     with np.errstate(all="ignore"):
         out = [value(e, [*a, *b], [], {}, any(d == np.float64 for d in dtypes)) for e in exprs]
@@ -124,9 +153,19 @@ def _combine(op: Block, a: list[Array], b: list[Array]) -> list[Array]:
 
 
 def _points(
-    op: Block, exprs: tuple[Expr, ...], box: Box, graph: Graph, values: Mapping[str, Array], wide: bool, state: list[Array]
+    op: Block,
+    exprs: tuple[Expr, ...],
+    box: Box,
+    graph: Graph,
+    values: Mapping[str, Array],
+    wide: bool,
+    state: list[Array],
+    whole: bool = True,
 ) -> list[Array]:
-    """Values of expressions over a box of the index space (of the map dimensions alone, when there is a state)."""
+    """Values of expressions over a box of the index space (of the map dimensions alone, when there is a state).
+
+    Not ``whole``: an axis keeps an extent of 1 where nothing depends on it.
+    """
     dims = op.space[: len(box)]
     env: dict[str, Array] = {}
     for i, (d, (lo, hi)) in enumerate(zip(dims, box, strict=True)):
@@ -135,7 +174,10 @@ def _points(
     needed = {x.pos for e in exprs for x in _leaves(e) if isinstance(x, Arg)}
     args = [_read(op, r, box, env, values[r.tensor]) if k in needed else np.zeros(()) for k, r in enumerate(op.reads)]
     with np.errstate(all="ignore"):
-        return [np.broadcast_to(value(e, args, state, env, wide), extents) for e in exprs]
+        found = [value(e, args, state, env, wide) for e in exprs]
+    if not whole:
+        return [np.reshape(v, (1,) * (len(extents) - v.ndim) + v.shape) for v in found]
+    return [np.broadcast_to(v, extents) for v in found]
 
 
 def _read(op: Block, r: Read, box: Box, env: Mapping[str, Array], source: Array) -> Array:
@@ -168,11 +210,11 @@ def _leaves(e: Expr) -> list[Expr]:
 
 
 def value(e: Expr, args: list[Array], state: list[Array], env: Mapping[str, Array], wide: bool) -> Array:
-    """Value of an expression; arrays broadcast against each other."""
+    """Value of an expression; arrays broadcast. ``state`` has the reduced fields in ``then``, the inner values in a body."""
     if isinstance(e, Arg):
         return args[e.pos]
-    if isinstance(e, Acc):
-        return state[e.field]
+    if isinstance(e, Acc | Let):
+        return state[e.field if isinstance(e, Acc) else e.pos]
     if isinstance(e, Index):
         return np.asarray(evaluate(e.aff, env), np.int64)
     if isinstance(e, Const):

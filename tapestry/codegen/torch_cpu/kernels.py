@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, scalars, scan
+from tapestry.codegen.torch_cpu import contract, layers, scalars, scan
 from tapestry.codegen.torch_cpu.local import localise
-from tapestry.codegen.torch_cpu.reads import Fetch, Frame, Tensor, index_values, reader
+from tapestry.codegen.torch_cpu.points import Expressions, Run, held, product
+from tapestry.codegen.torch_cpu.reads import Frame, Tensor
 from tapestry.ir import opaque
 from tapestry.ir.contraction import dims_read
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, walk
+from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph, Opaque
-from tapestry.ir.kernel import Kernel
+from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.scan import as_scan
-
-Run = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor]]
-"""From the buffers of the reads, and the merged states in ``finish`` mode, to new contiguous buffers."""
 
 
 def build(graph: Graph, kernel: Kernel) -> Run:
@@ -29,68 +27,42 @@ def build(graph: Graph, kernel: Kernel) -> Run:
     if kernel.mode == "finish":
         return _finish(op, graph, kernel)
     if op.monoid is None:
-        results = _Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
+        results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return lambda ins, _: results(ins, [])
     states = _states(op, graph, kernel)
     if kernel.mode == "partial":
-        return lambda ins, _: [s.contiguous() for s in states(ins)]
-    tail = _Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
+        shapes = [shape(b) for b in kernel.outs]
+        return lambda ins, _: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)]
+    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
     return lambda ins, _: tail(ins, states(ins))
 
 
-class _Expressions:
-    """Values of expressions over a frame, as new contiguous tensors of the frame's shape."""
-
-    def __init__(self, op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], frame: Frame) -> None:
-        self.exprs, self.frame = exprs, frame
-        self.fetch = _fetchers(op, graph, kernel, exprs, frame)
-        self.index = {x: index_values(x.aff, frame) for e in exprs for x in walk(e) if isinstance(x, Index)}
-
-    def values(self, ins: Sequence[Tensor | None], states: list[Tensor]) -> list[Tensor]:
-        """Values that broadcast to the frame."""
-        args = {k: f(_held(ins[k])) for k, f in self.fetch.items()}
-        return [scalars.value(e, args, states, lambda i: self.index[i]) for e in self.exprs]
-
-    def __call__(self, ins: Sequence[Tensor | None], states: list[Tensor]) -> list[Tensor]:
-        shape = self.frame.extents
-        given = {t.data_ptr() for t in (*ins, *states) if t is not None}
-        out = [v.expand(shape).contiguous() for v in self.values(ins, states)]
-        # a buffer of its own for every output: a view of an input must not outlive the input's
-        return [v.clone() if v.data_ptr() in given or v.untyped_storage().nbytes() != v.nbytes else v for v in out]
-
-
-def _held(buffer: Tensor | None) -> Tensor:
-    assert buffer is not None, "a read that the kernel uses has no buffer"
-    return buffer
-
-
-def _fetchers(op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], frame: Frame) -> dict[int, Fetch]:
-    out: dict[int, Fetch] = {}
-    for k in sorted({x.pos for e in exprs for x in walk(e) if isinstance(x, Arg)}):
-        box = kernel.ins[k]
-        assert box is not None
-        r = op.reads[k]
-        out[k] = reader(r, frame, box, graph.tensors[r.tensor].shape)
-    return out
+def _once(state: Tensor, wanted: tuple[int, ...]) -> Tensor:
+    """A state's first cell along the dimensions that it does not vary along, all others as they are."""
+    cut = tuple(slice(0, n) for n in wanted)
+    out = state[cut].expand(wanted).contiguous()
+    return out if out.untyped_storage().nbytes() == out.nbytes else out.clone()
 
 
 def _finish(op: Block, graph: Graph, kernel: Kernel) -> Run:
-    tail = _Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block))
+    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block))
     return lambda ins, states: tail(ins, list(states))
 
 
 def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
-    """Monoid states of each output point over the block."""
+    """Monoid states of each output point over the block, once along the dimensions that a field does not vary along."""
+    if layers.applies(op):
+        return layers.states(op, graph, kernel)
     frame = Frame(op.space, kernel.block)
     special = (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)
-        or _product(op, graph, kernel, frame)
+        or product(op, graph, kernel, frame)
         or _selection(op, graph, kernel, frame)
     )
     if special is not None:
         return special
-    body = _Expressions(op, graph, kernel, op.body, frame)
+    body = Expressions(op, graph, kernel, op.body, frame)
     keep, monoid = len(op.dims), op.monoid
     assert monoid is not None
     return lambda ins: scalars.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], keep)
@@ -101,7 +73,7 @@ def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor 
     if found is None or any(d.size == 0 for d in op.space):
         return None
     runs = scan.runs(op, found, kernel.block)
-    body = _Expressions(runs.op, graph, kernel, runs.op.body, runs.frame)
+    body = Expressions(runs.op, graph, kernel, runs.op.body, runs.frame)
     shape = runs.frame.extents
     return lambda ins: scan.states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
 
@@ -118,23 +90,7 @@ def _convolution(
     x, w = here.held[found.x], here.held[found.w]
     run = contract.conv(here.op, found, here.frame, x.box, w.box, x.shape)
     shape = frame.extents[: len(op.dims)]
-    return lambda ins: [run(_held(ins[found.x])[x.take], _held(ins[found.w])[w.take]).reshape(shape)]
-
-
-def _product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-    found = contract.sides(op)
-    if found is None or any(d.size == 0 for d in op.space):
-        return None
-    a, b, a_dims, b_dims = found
-    both = _Expressions(op, graph, kernel, (a, b), frame)
-    run = contract.matmul(op, frame, a_dims, b_dims)
-    dtype = op.body[0].dtype
-
-    def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
-        left, right = (scalars.cast(v, dtype) for v in both.values(ins, []))
-        return [run(left, right)]
-
-    return states
+    return lambda ins: [run(held(ins[found.x])[x.take], held(ins[found.w])[w.take]).reshape(shape)]
 
 
 def _selection(
@@ -147,8 +103,8 @@ def _selection(
     where_index, picked = parts
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     lo, hi = kernel.block[-1]
-    index = _Expressions(op, graph, kernel, (where_index,), base)
-    rows = _Expressions(op, graph, kernel, (picked,), frame)
+    index = Expressions(op, graph, kernel, (where_index,), base)
+    rows = Expressions(op, graph, kernel, (picked,), frame)
 
     def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
         at = index.values(ins, [])[0] - lo
@@ -191,7 +147,7 @@ def _opaque(op: Opaque, graph: Graph, kernel: Kernel) -> Run:
         takes.append(tuple(cut))
 
     def run(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Tensor]:
-        arrays = [None if c is None else to_numpy(_held(x)[c]) for x, c in zip(ins, takes, strict=True)]
+        arrays = [None if c is None else to_numpy(held(x)[c]) for x, c in zip(ins, takes, strict=True)]
         return [from_numpy(np.array(a)) for a in opaque.run(op, arrays)]
 
     return run

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tapestry.ir.expr import Acc, Arg, Const, Expr, Index
+from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.philox import philox
 
@@ -83,6 +83,8 @@ def value(e: Expr, args: dict[int, Tensor], state: list[Tensor], index: Callable
             return args[e.pos]
         case Acc():
             return state[e.field]
+        case Let():
+            return state[e.pos]
         case Const():
             return torch.tensor(e.value, dtype=TORCH_DTYPES[e.dtype])
         case Index():
@@ -120,11 +122,11 @@ def _moments(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
     return [total.flatten(dims[0])[..., 0], centre.flatten(dims[0])[..., 0], spread]
 
 
-def _logsumexp(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
-    m, s = fields
+def _rescaled(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+    m = fields[0]
     top = torch.amax(m, dim=dims, keepdim=True)
-    total = torch.sum(torch.where(m == top, s, s * torch.exp(m - top)), dim=dims)
-    return [top.flatten(dims[0])[..., 0], total]
+    scale = torch.where(m == top, torch.ones_like(m), torch.exp(m - top))
+    return [top.flatten(dims[0])[..., 0], *(torch.sum(x * scale, dim=dims) for x in fields[1:])]
 
 
 def _best(pick: Callable[..., Tensor]) -> Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]:
@@ -146,7 +148,8 @@ DENSE: dict[str, Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]] = {
     "any": lambda f, dims: [torch.any(f[0].flatten(dims[0]), dim=-1)],
     "all": lambda f, dims: [torch.all(f[0].flatten(dims[0]), dim=-1)],
     "moments": _moments,
-    "logsumexp": _logsumexp,
+    "logsumexp": _rescaled,
+    "softsum": _rescaled,
     "argmax": _best(torch.amax),
     "argmin": _best(torch.amin),
 }

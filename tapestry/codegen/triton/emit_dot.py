@@ -21,8 +21,8 @@ def emit_dot(frame: Frame, c: Contraction, knobs: Knobs) -> Written:
     acc = namer.take("acc")
     left = Scope(frame, View([(batch, ""), (taps, ""), (m, "[:, None]"), (k, "[None, :]")], task.ranges))
     right = Scope(frame, View([(batch, ""), (taps, ""), (k, "[:, None]"), (n, "[None, :]")], task.ranges))
-    a = _factor(left, c.a, k, c.operand, "a")
-    b = _factor(right, c.b, k, c.operand, "b")
+    a = factor(left, c.a, k, c.operand, "a")
+    b = factor(right, c.b, k, c.operand, "b")
     step = f'{acc} = tl.dot({a}, {b}, {acc}, input_precision="ieee")'
     last = Scope(frame, View([(batch, ""), (m, "[:, None]"), (n, "[None, :]")], task.ranges), (acc,))
     values = last.printer.all(task.then) if task.mode == "full" else [acc]
@@ -45,7 +45,7 @@ def emit_dot(frame: Frame, c: Contraction, knobs: Knobs) -> Written:
     return Written(constants=constants, lines=lines, programs=batch.tiles * m.tiles * n.tiles)
 
 
-def _factor(scope: Scope, e: Expr, k: Axis, operand: str, wish: str) -> str:
+def factor(scope: Scope, e: Expr, k: Axis, operand: str, wish: str) -> str:
     """One operand's tile, with zeros in the lanes past the end of k: 0 times garbage might be NaN."""
     task = scope.frame.task
     position = bare_read(e)

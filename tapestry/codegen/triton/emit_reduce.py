@@ -21,7 +21,7 @@ def emit_reduce(frame: Frame, knobs: Knobs) -> Written:
     cols = Axis(task.reduce, knobs.cols, "COLS", namer, "col")
     tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))
     accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
-    merge = _merge(frame, tile, cols, accs)
+    merge = merge_line(frame, tile, cols, accs)
     start = [
         f"{a} = tl.full((ROWS, COLS), {v}, {t})" for a, v, t in zip(accs, identity(frame), state_types(frame), strict=True)
     ]
@@ -31,7 +31,7 @@ def emit_reduce(frame: Frame, knobs: Knobs) -> Written:
         last.store(access, name, value)
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)", *rows.lines, *start)
     step = (*cols.lines, *tile.lines, merge)
-    lines = (*head, *loop(cols, step, namer.take(f"{cols.name}_0"), frame.wide), _fold(frame, accs), *last.lines)
+    lines = (*head, *loop(cols, step, namer.take(f"{cols.name}_0"), frame.wide), fold_line(frame, accs), *last.lines)
     return Written(constants=(("ROWS", knobs.rows), ("COLS", knobs.cols)), lines=lines, programs=rows.tiles)
 
 
@@ -45,7 +45,7 @@ def loop(axis: Axis, step: tuple[str, ...], start: str, wide: bool) -> list[str]
     return [f"for {start} in range(0, {axis.size}, {axis.tile}):", *("    " + s for s in steps)]
 
 
-def _merge(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> str:
+def merge_line(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> str:
     """The line that merges one tile into the states."""
     task = frame.task
     values = tile.printer.all(task.body)
@@ -60,7 +60,7 @@ def _merge(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> str:
     return f"{', '.join(accs)} = combine({', '.join((*accs, *values))})"
 
 
-def _fold(frame: Frame, accs: tuple[str, ...]) -> str:
+def fold_line(frame: Frame, accs: tuple[str, ...]) -> str:
     """The line that folds the lanes of each row."""
     if frame.task.monoid == "sum" and compute(frame.task.body[0].dtype) in ("f32", "f64", "i32", "i64"):
         return f"{accs[0]} = tl.sum({accs[0]}, axis=1)"

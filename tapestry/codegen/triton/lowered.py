@@ -8,13 +8,14 @@ device or corner of a tensor they come from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Expr, Index, arg_positions, rewrite
-from tapestry.ir.graph import Block, Dim, Graph, Opaque, Read
+from tapestry.ir.graph import Block, Dim, Graph, Inner, Opaque, Read
 from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, span, substitute
 from tapestry.ir.kernel import Box, Kernel, shape
+from tapestry.ir.state import state_box, varies
 from tapestry.ir.text import expr as expr_text
 
 
@@ -40,7 +41,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A block operation in block coordinates; ``reads`` by position in the operation, only those that are used."""
+    """A block operation in block coordinates; ``reads`` by position in the operation, only those that are used.
+
+    ``dims`` has the dimensions of inner reductions nowhere: they are those of ``inner``.
+    """
 
     mode: str
     dims: tuple[Dim, ...]
@@ -51,11 +55,22 @@ class Task:
     outs: tuple[Access, ...]
     body: tuple[Expr, ...]
     then: tuple[Expr, ...]
+    inner: tuple[Inner, ...] = ()
 
     @property
     def ranges(self) -> dict[str, int]:
         """Dimension name to extent of the block."""
-        return {d.name: d.size for d in self.dims + self.reduce}
+        return {d.name: d.size for d in self.dims + self.reduce + self.inner_dims}
+
+    @property
+    def inner_dims(self) -> tuple[Dim, ...]:
+        """Dimensions of the inner reductions."""
+        return tuple(d for s in self.inner for d in s.dims)
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """Every expression of the task."""
+        return tuple(s.body for s in self.inner) + self.body + self.then
 
 
 def points(dims: tuple[Dim, ...]) -> int:
@@ -107,41 +122,47 @@ def lower(graph: Graph, kernel: Kernel) -> Task:
         return Index(substitute(e.aff, shift, ranges), e.dtype) if isinstance(e, Index) else e
 
     body = () if kernel.mode == "finish" else tuple(rewrite(e, moved) for e in op.body)
+    inner = () if kernel.mode == "finish" else tuple(replace(s, body=rewrite(s.body, moved)) for s in op.inner)
     ends = op.then or tuple(Acc(f, e.dtype) for f, e in enumerate(op.body))
     then = tuple(rewrite(e, moved) for e in ends) if op.monoid and kernel.mode != "partial" else ()
     reads: dict[int, Access] = {}
-    for p in sorted(arg_positions(body + then)):
+    for p in sorted(arg_positions(tuple(s.body for s in inner) + body + then)):
         box = kernel.ins[p]
         assert box is not None, f"read {p} of {op.outs[0]} is used in mode {kernel.mode} but has no buffer"
         tensor = graph.tensors[op.reads[p].tensor]
         reads[p] = _access(op.reads[p], tensor.dtype, tensor.shape, box, shift, ranges)
     fields = tuple((f"state{f}", e.dtype) for f, e in enumerate(op.body))
     written = fields if kernel.mode == "partial" else tuple((t, graph.tensors[t].dtype) for t in op.outs)
-    outs = tuple(_whole(n, t, b, op.dims, shift) for (n, t), b in zip(written, kernel.outs, strict=True))
-    states = tuple(_whole(n, t, kernel.outs[0], op.dims, shift) for n, t in fields) if kernel.mode == "finish" else ()
+    along = varies(op) if kernel.mode == "partial" else ((True,) * len(op.dims),) * len(op.outs)
+    outs = tuple(_whole(n, t, b, op.dims, shift, v) for (n, t), b, v in zip(written, kernel.outs, along, strict=True))
+    states = tuple(
+        _whole(n, t, state_box(op, f, kernel.outs[0]), op.dims, shift, varies(op)[f])
+        for f, (n, t) in enumerate(fields if kernel.mode == "finish" else ())
+    )
+    first, last = len(op.dims), len(op.dims) + len(op.reduce)
     return Task(
-        mode=kernel.mode, dims=local[: len(op.dims)], reduce=local[len(op.dims) :], monoid=op.monoid,
-        reads=reads, states=states, outs=outs, body=body, then=then,
+        mode=kernel.mode, dims=local[:first], reduce=local[first:last], monoid=op.monoid, reads=reads, states=states,
+        outs=outs, body=body, then=then, inner=inner,
     )  # fmt: skip
 
 
 def task_text(task: Task) -> str:
     """Everything that the source depends on besides names."""
     names = [f"%{i}" for i in range(max(task.reads, default=-1) + 1)]
-    lines = [f"{task.mode} {task.dims} {task.reduce} {task.monoid}"]
+    lines = [f"{task.mode} {task.dims} {task.reduce} {task.monoid} {[(s.dims, s.monoid) for s in task.inner]}"]
     for group in (tuple(task.reads.items()), tuple(enumerate(task.states)), tuple(enumerate(task.outs))):
         for i, a in group:
             checks = [f"{c.aff} {c.op} {c.bound}" for c in a.checks]
             lines.append(f"{i} {a.dtype} {a.offset} {checks} {a.other!r}")
-    lines += [f"{e.dtype} {expr_text(e, names)}" for e in task.body + task.then]
+    lines += [f"{e.dtype} {expr_text(e, names)}" for e in task.exprs]
     return "\n".join(lines)
 
 
-def _whole(name: str, dtype: str, box: Box, dims: tuple[Dim, ...], shift: Mapping[str, Aff]) -> Access:
-    """Access to a buffer over the map dimensions: the identity projection."""
+def _whole(name: str, dtype: str, box: Box, dims: tuple[Dim, ...], shift: Mapping[str, Aff], along: tuple[bool, ...]) -> Access:
+    """Access to a buffer over the map dimensions: the identity projection, but for those that are kept once."""
     offset = const(0)
-    for d, (lo, _), step in zip(dims, box, strides(box), strict=True):
-        offset = offset + (shift[d.name] - lo) * step
+    for d, (lo, _), step, own in zip(dims, box, strides(box), along, strict=True):
+        offset = offset + (shift[d.name] - lo) * (step if own else 0)
     return Access(tensor=name, dtype=dtype, offset=offset)
 
 

@@ -8,7 +8,7 @@ from tapestry.codegen.triton.axes import Axis, Namer, View
 from tapestry.codegen.triton.lowered import Access, Check, Task, points
 from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES, literal, typed
 from tapestry.codegen.triton.printer import Printer
-from tapestry.ir.expr import Acc, Arg, Expr, Index, walk
+from tapestry.ir.expr import Acc, Arg, Expr, Index, Let, walk
 from tapestry.ir.index import Aff, Ranges, span
 
 
@@ -56,7 +56,7 @@ def frame(task: Task, name: str) -> tuple[Frame, str]:
     """Names for a task's kernel: the function's, then its dimensions' and tensors'."""
     function = Namer().take(name)  # a global: the variables inside may have the same name
     namer = Namer()
-    held = [namer.take(d.name) for d in task.dims + task.reduce]
+    held = [namer.take(d.name) for d in task.dims + task.reduce + task.inner_dims]
     reads = {p: namer.take(a.tensor) for p, a in task.reads.items()}
     states = [namer.take(a.tensor) for a in task.states]
     outs = [namer.take(a.tensor) for a in task.outs]
@@ -70,7 +70,7 @@ def needs_64_bits(task: Task) -> bool:
     ranges = task.ranges
     affs = [a.offset for a in (*task.reads.values(), *task.states, *task.outs)]
     affs += [c.aff for a in task.reads.values() for c in a.checks]
-    affs += [x.aff for e in task.body + task.then for x in walk(e) if isinstance(x, Index)]
+    affs += [x.aff for e in task.exprs for x in walk(e) if isinstance(x, Index)]
     sizes = [points(task.dims), points(task.reduce)]
     return max([_reach(e, ranges) for e in affs] + sizes) >= 1 << 30
 
@@ -88,7 +88,7 @@ class Scope:
     """One place in the kernel: a view of the axes, the lines written there, and the reduced state if there is one."""
 
     def __init__(self, frame: Frame, view: View, accs: tuple[str, ...] = ()) -> None:
-        self.frame, self.view, self.accs = frame, view, accs
+        self.frame, self.view, self.accs = frame, view, accs  # accs: the inner values, in a body
         self.lines: list[str] = []
         self.printer = Printer(self.leaf, self.lines, frame.namer, frame.helpers)
         self._loaded: dict[int, str] = {}
@@ -100,8 +100,8 @@ class Scope:
             if e.pos not in self._loaded:
                 self._loaded[e.pos] = self.load(self.frame.task.reads[e.pos], self.frame.reads[e.pos])
             return self._loaded[e.pos]
-        if isinstance(e, Acc):
-            return self.accs[e.field]
+        if isinstance(e, Acc | Let):
+            return self.accs[e.field if isinstance(e, Acc) else e.pos]
         assert isinstance(e, Index), e
         text = self.view.text(e.aff, "index")
         if text.lstrip("-").isdigit():
@@ -141,10 +141,14 @@ class Scope:
         view = self.view
         offset = view.text(access.offset, name)
         along = view.axes_of(access.offset)
-        missing = [view.laid(a, a.name) for a in view.tiled if a not in along]  # of extent one: lane 0 is the element
+        absent = [a for a in view.tiled if a not in along]
+        # of extent one: lane 0 is the element; of more: the value is the same along it, and kept once
+        missing = [view.laid(a, a.name) + (" * 0" if a.size > 1 else "") for a in absent]
         offset = " + ".join(([offset] if offset != "0" or not missing else []) + missing)
         text = self._pointer(name, offset)
-        masks = self._checks(access.checks, name)[0] + [view.laid(a, a.inside()) for a in view.axes if a.ragged]
+        masks = self._checks(access.checks, name)[0]
+        masks += [view.laid(a, a.inside()) for a in view.axes if a.ragged and not (a in absent and a.size > 1)]
+        masks += [view.laid(a, a.define(f"{a.name} == 0", f"{a.name}_first")) for a in absent if a.size > 1]
         self.lines.append(f"tl.store({text}, {value}" + (f", mask={' & '.join(masks)})" if masks else ")"))
 
     def _pointer(self, name: str, offset: str) -> str:

@@ -10,13 +10,24 @@ from tapestry.codegen.triton.axes import identifier
 from tapestry.codegen.triton.emit_dot import emit_dot
 from tapestry.codegen.triton.emit_map import emit_map
 from tapestry.codegen.triton.emit_reduce import emit_reduce
+from tapestry.codegen.triton.emit_rows import emit_rows, row_dims, row_knobs, without_columns
 from tapestry.codegen.triton.emit_scan import emit_scan, scan_knobs, scan_of, scan_task
+from tapestry.codegen.triton.emit_stream import emit_stream
 from tapestry.codegen.triton.helpers import sources
 from tapestry.codegen.triton.lowered import Task, lower, points, task_text
 from tapestry.codegen.triton.primitives import POINTERS
 from tapestry.codegen.triton.regroup import split_groups
 from tapestry.codegen.triton.scope import Frame, Written, frame
-from tapestry.codegen.triton.tiles import Contraction, Knobs, contraction, dot_knobs, map_knobs, reduce_knobs
+from tapestry.codegen.triton.tiles import (
+    Contraction,
+    Knobs,
+    contraction,
+    dot_knobs,
+    map_knobs,
+    reduce_knobs,
+    stream,
+    stream_knobs,
+)
 from tapestry.ir.expr import count_calls
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
@@ -58,14 +69,19 @@ def generate(graph: Graph, kernel: Kernel, knobs: Knobs | None = None) -> Triton
     """
     scan = scan_of(graph, kernel)
     task = scan_task(graph, kernel, scan) if scan else lower(graph, kernel)
-    product = None if scan else _product(task)
+    product, streamed = None if scan else _product(task), None if scan else stream(task)
     if not scan and product is None and _product(cut := split_groups(task)) is not None:
         task, product = cut, _product(cut)
+    if task.mode == "partial" and not streamed and not scan:
+        task = without_columns(task)
     op = graph.ops[kernel.op]
     suffix = "" if task.mode == "full" else f"_{task.mode}"
     held, name = frame(task, identifier(op.source[-1] if op.source else op.outs[0]) + suffix)
-    chosen = knobs or (scan_knobs(task) if scan else _default(task, product))
-    written = emit_scan(held, chosen, reverse=scan.sign < 0) if scan else _emit(held, product, chosen)
+    chosen = knobs or (stream_knobs(streamed) if streamed else scan_knobs(task) if scan else _default(task, product))
+    if scan:
+        written = emit_scan(held, chosen, reverse=scan.sign < 0)
+    else:
+        written = emit_stream(held, streamed, chosen) if streamed else _emit(held, product, chosen)
     accesses = (*task.reads.values(), *task.states, *task.outs)
     return TritonKernel(
         name=name,
@@ -91,6 +107,8 @@ def _product(task: Task) -> Contraction | None:
 def _default(task: Task, product: Contraction | None) -> Knobs:
     if product is not None:
         return dot_knobs(product)
+    if task.mode == "full" and row_dims(task):
+        return row_knobs(task)
     return reduce_knobs(task) if _reduces(task) else map_knobs(task)
 
 
@@ -101,6 +119,8 @@ def _reduces(task: Task) -> bool:
 def _emit(held: Frame, product: Contraction | None, knobs: Knobs) -> Written:
     if product is not None:
         return emit_dot(held, product, knobs)
+    if held.task.mode == "full" and row_dims(held.task):
+        return emit_rows(held, knobs)
     return emit_reduce(held, knobs) if _reduces(held.task) else emit_map(held, knobs)
 
 
@@ -160,6 +180,9 @@ def _flops(task: Task, product: Contraction | None) -> int:
     """Primitive applications over the block; a contraction's count two for each point."""
     after = points(task.dims) * count_calls(task.then)
     inner = points(task.dims + task.reduce)
+    if (s := stream(task)) is not None:
+        scores = points(s.batch) * points(s.rows) * s.key.size
+        return after + scores * (2 * points(s.depth) + 2 * points(s.columns) + count_calls(task.body[:1]) + 4)
     if product is not None or not _reduces(task):
         return after + inner * (count_calls(task.body) + (product is not None))
     assert task.monoid is not None

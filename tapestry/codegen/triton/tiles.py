@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.primitives import HALVES
-from tapestry.ir.expr import Arg, Call, Expr, Index, walk
+from tapestry.ir.expr import Arg, Call, Expr, Index, Let, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.state import counts_ones
 from tapestry.ir.types import FLOATS, itemsize
 
 _SMS = 128  # tiles shrink until there are about as many programs as a large GPU has multiprocessors
@@ -88,6 +89,64 @@ def contraction(task: Task) -> Contraction | None:
     return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=k, taps=taps, operand=operand, masked=masked)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """``sum over key of exp(score - max) * value`` with ``score`` made of ``sum over depth of query * keys``.
+
+    Rows are the map dimensions of the query alone, columns those of the values alone, batch the others.
+    """
+
+    query: Expr
+    keys: Expr
+    value: Expr
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    batch: tuple[Dim, ...]
+    key: Dim
+    depth: tuple[Dim, ...]
+    operand: str  # of the first product
+    weights: str  # of the second
+
+
+def stream(task: Task) -> Stream | None:
+    """The task as a streaming softmax-weighted sum of products, by its projections; ``None`` when it is none."""
+    if task.monoid != "softsum" or task.mode == "finish" or len(task.inner) != 1 or len(task.reduce) != 1:
+        return None
+    s, key, value = task.inner[0], task.reduce[0], task.body[2]
+    if s.monoid != "sum" or not (isinstance(s.body, Call) and s.body.fn == "mul") or not counts_ones(task.body):
+        return None
+    if value.dtype not in FLOATS - {"f64"} or s.body.dtype not in FLOATS - {"f64"} or points(s.dims) > 256:
+        return None
+    depth, keyed = {d.name for d in s.dims if d.size > 1}, {key.name} if key.size > 1 else set[str]()
+    of_v, of_s = _dims(value, task), _dims(task.body[0], task)
+    for q, k in (s.body.args, s.body.args[::-1]):
+        of_q, of_k = _dims(q, task), _dims(k, task)
+        if of_q & keyed or not keyed <= of_k or not depth <= of_q & of_k or of_v & depth:
+            continue
+        columns = tuple(d for d in task.dims if d.name in of_v - of_q - of_k - of_s)
+        rows = tuple(d for d in task.dims if d.name in (of_q | of_s) - of_k - of_v)
+        batch = tuple(d for d in task.dims if d not in rows + columns)
+        if points(columns) > 256:
+            continue
+        kinds = {exact_dtype(q), exact_dtype(k)}
+        first = kinds.pop() if len(kinds) == 1 else "f32"
+        second = exact_dtype(value)
+        return Stream(
+            query=q, keys=k, value=value, rows=rows, columns=columns, batch=batch, key=key, depth=s.dims,
+            operand=first if first in HALVES else "f32", weights=second if second in HALVES else "f32",
+        )  # fmt: skip
+    return None
+
+
+def stream_knobs(s: Stream) -> Knobs:
+    """Tiles of queries and keys: 128 x 64 for 16-bit operands, 32 x 32 for f32; the heads' widths are whole."""
+    half = s.operand in HALVES and s.weights in HALVES
+    wide = max(points(s.depth), points(s.columns))
+    bm = min(128 if half and wide <= 128 else 64 if half else 32, max(16, power_of_two(points(s.rows))))
+    bn = min(64 if half and wide <= 128 else 32, max(16, power_of_two(s.key.size)))
+    return Knobs(bm=bm, bn=bn, num_warps=8 if bm >= 128 or (wide > 64 and bm >= 32) else 4, num_stages=2)
+
+
 def _entangled(task: Task) -> tuple[Dim, ...]:
     """Reduced dimensions that stand beside map dimensions in one check, floor or mod."""
     mapped = {d.name for d in task.dims if d.size > 1}
@@ -122,6 +181,8 @@ def _dims(e: Expr, task: Task) -> frozenset[str]:
         elif isinstance(x, Arg):
             access = task.reads[x.pos]
             out |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
+        elif isinstance(x, Let):
+            out |= _dims(task.inner[x.pos].body, task) - {d.name for d in task.inner[x.pos].dims}
     return frozenset(d for d in out if task.ranges[d] > 1)
 
 

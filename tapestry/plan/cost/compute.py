@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.contraction import factors
+from tapestry.ir.contraction import dims_read, factors
 from tapestry.ir.expr import Call, Index, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.scan import as_scan
 from tapestry.ir.states import counted
+from tapestry.ir.state import layered, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
@@ -60,6 +61,45 @@ def flops(op: Op, block: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.
     return none, block * (count_calls(op.body) + merge) + tail
 
 
+def arithmetic(op: Op, block: Boxes, final: Boxes) -> tuple[np.ndarray, np.ndarray]:
+    """`flops` of boxes rather than of point counts, exact for operations whose state fields run over different dimensions."""
+    if isinstance(op, Block) and layered(op):
+        return layered_flops(op, block, final)
+    return flops(op, work(op, block), sizes(final))
+
+
+def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np.ndarray]:
+    """(contraction FLOPs, other FLOPs) per device where not everything is computed at every point of the index space.
+
+    An inner reduction is computed once for each point that it depends on, a state field along the map dimensions that it
+    varies along. The field that carries most is an exp-weighted sum, two FLOPs per point on matrix units, where its
+    lifted value and the weights run over different dimensions.
+    """
+    names = [d.name for d in op.space]
+
+    def points(dims: frozenset[str]) -> np.ndarray:
+        return sizes(block[:, [i for i, n in enumerate(names) if n in dims]])
+
+    heavy: np.ndarray = np.zeros(len(block), np.int64)
+    light = sizes(final) * count_calls(op.then)
+    for s in op.inner:
+        inside = dims_read(op, s.body) | {d.name for d in s.dims}
+        product = s.monoid == "sum" and isinstance(s.body, Call) and s.body.fn == "mul"
+        heavy, light = (heavy + 2 * points(inside), light) if product else (heavy, light + 2 * points(inside))
+    assert op.monoid
+    merge = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
+    reduced = frozenset(d.name for d in op.reduce)
+    lifted = [dims_read(op, e) for e in op.body]
+    for e, m, own, along in zip(op.body, merge, lifted, varies(op), strict=True):
+        light = light + points(own) * count_calls((e,))
+        field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v}
+        if field - own and own - lifted[0]:  # weights by rows times values by columns
+            heavy = heavy + 2 * points(field)
+        else:
+            light = light + points(field) * max(1, count_calls((m,)) // 2)
+    return heavy, light
+
+
 def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology) -> float:
     """Time of the slowest device."""
     return float(np.max(seconds_each(op, graph, block, final, reads, topo)))
@@ -69,7 +109,7 @@ def seconds_each(
     op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
-    heavy, light = flops(op, work(op, block), sizes(final))
+    heavy, light = arithmetic(op, block, final)
     moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
     for (tensor, _), boxes in reads.items():
         cells = sizes(boxes)
@@ -89,6 +129,8 @@ def state_bytes(op: Op, block: Boxes) -> int:
     """Bytes of one device's partial monoid states, as far as they are sent."""
     if not isinstance(op, Block) or op.monoid is None:
         return 0
-    n = int(np.max(sizes(block[:, : len(op.dims)])))
-    fixed = counted(op)
-    return n * sum(itemsize(e.dtype) for k, e in enumerate(op.body) if k not in fixed)
+    total, fixed = 0, counted(op)
+    for k, (e, along) in enumerate(zip(op.body, varies(op), strict=True)):
+        cells = int(np.max(sizes(block[:, : len(op.dims)][:, list(along)])))
+        total += 0 if k in fixed else cells * itemsize(e.dtype)
+    return total

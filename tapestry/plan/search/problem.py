@@ -27,6 +27,7 @@ from tapestry.plan.strategy import (
     footprints,
     op_boxes,
     out_layout,
+    scatters,
     tensor_boxes,
 )
 from tapestry.plan.topology import Device, Topology
@@ -112,7 +113,7 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
         cut = [a for a, d in enumerate(s.dims) if d in reduced]
         size = compute.state_bytes(op, block) if cut else 0
-        merge = transfer.reduce_seconds(size, [(a, s.out[a] is not None) for a in cut], topo)
+        merge = transfer.reduce_seconds(size, [(a, scatters(op, s, a)) for a in cut], topo)
         merges = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
         seconds.append(
             compute.seconds(op, graph, block, final, unique, topo) + merge + (merges * topo.device.launch if cut else 0.0)

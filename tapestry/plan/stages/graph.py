@@ -186,7 +186,7 @@ class _Builder:
     def _price(self, op: Op) -> tuple[int, int]:
         """(picoseconds, FLOPs), worked out once per signature."""
         types = tuple((self.lifted.tensors[t].dtype, self.lifted.tensors[t].shape) for t in (*op.inputs, *op.outs))
-        body = (op.reduce, op.monoid, op.body, op.then) if isinstance(op, Block) else (op.kind,)
+        body = (op.reduce, op.monoid, op.inner, op.body, op.then) if isinstance(op, Block) else (op.kind,)
         key = (op.dims, body, types)
         if key not in self.priced:
             self.priced[key] = _price(op, self.lifted, self.topo)
@@ -203,7 +203,7 @@ def _price(op: Op, graph: Graph, topo: Topology) -> tuple[int, int]:
     if not isinstance(op, Block):
         block = final  # its index space has only the dimensions that it commutes with
     reads = {(t, b""): _whole(graph.tensors[t].shape) for t in op.inputs}
-    heavy, light = compute.flops(op, compute.work(op, block), compute.sizes(final))
+    heavy, light = compute.arithmetic(op, block, final)
     seconds = compute.seconds(op, graph, block, final, reads, topo)
     return round(seconds * PICO), int(heavy[0] + light[0])
 

@@ -1,0 +1,128 @@
+"""Reductions of rows whose results are used at every element of the row: one program per few rows, read once.
+
+Where a row fits one tile, the elements that were reduced are still in registers when the results are written: a reduced
+dimension and the map dimension of the same size that reads the same cells are one axis. A longer row is read twice, the second
+time from the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tapestry.codegen.triton.axes import Axis, View
+from tapestry.codegen.triton.emit_reduce import fold_line, identity, loop, merge_line, state_types
+from tapestry.codegen.triton.lowered import Access, Task, points
+from tapestry.codegen.triton.scope import Frame, Scope, Written
+from tapestry.codegen.triton.tiles import Knobs, power_of_two
+from tapestry.ir.expr import Expr, Index, rewrite
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import dim, dims_of, substitute
+
+LONGEST = 8192  # elements of a row that are kept in registers
+
+
+def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
+    """(rows, columns): dimensions that the states vary along, and the others; ``None`` where there are no others."""
+    if not task.monoid or task.mode == "finish" or task.inner:
+        return None
+    used: frozenset[str] = frozenset()
+    for e in task.body:
+        for x in _leaves(e):
+            if isinstance(x, Index):
+                used |= dims_of(x.aff)
+            elif (pos := getattr(x, "pos", None)) is not None:
+                access = task.reads[pos]
+                used |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
+    rows = tuple(d for d in task.dims if d.name in used or d.size == 1)
+    columns = tuple(d for d in task.dims if d not in rows)
+    return (rows, columns) if columns else None
+
+
+def without_columns(task: Task) -> Task:
+    """States alone (``partial``): the columns do not take part."""
+    found = row_dims(task)
+    return replace(task, dims=found[0]) if found else task
+
+
+def row_knobs(task: Task) -> Knobs:
+    """A row to a program, or several short ones; eight elements to a thread at least."""
+    found = row_dims(task)
+    assert found is not None
+    width = min(LONGEST, max(power_of_two(points(task.reduce)), power_of_two(points(found[1]))))
+    height = max(1, min(power_of_two(points(found[0])), 1024 // width))
+    warps = 1 if width * height <= 512 else 4 if width * height <= 2048 else 8 if width * height <= 4096 else 16
+    return Knobs(rows=height, cols=width, num_warps=warps)
+
+
+def emit_rows(frame: Frame, knobs: Knobs) -> Written:
+    """Outputs of a row operation (mode ``full``)."""
+    task, namer = frame.task, frame.namer
+    found = row_dims(task)
+    assert found is not None
+    rows = Axis(found[0], knobs.rows, "ROWS", namer, "row")
+    joined = joint(task, found[1]) if max(points(task.reduce), points(found[1])) <= knobs.cols else None
+    accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
+    start = [
+        f"{a} = tl.full((ROWS, COLS), {v}, {t})" for a, v, t in zip(accs, identity(frame), state_types(frame), strict=True)
+    ]
+    head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
+    spread = tuple(f"{a}[:, None]" for a in accs)
+    constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
+    if joined is not None:
+        frame.task = joined
+        cols = Axis(found[1], knobs.cols, "COLS", namer, "col")
+        tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], joined.ranges))
+        merge = merge_line(frame, tile, cols, accs)
+        first = list(tile.lines)
+        last = _stores(frame, tile, spread, len(first))
+        index = f"{cols.name} = tl.arange(0, COLS)"
+        body = (index, *rows.lines, *cols.lines, *start, *first, merge, fold_line(frame, accs), *last)
+        return Written(constants=constants, lines=(*head, *body), programs=rows.tiles)
+    reduced = Axis(task.reduce, knobs.cols, "COLS", namer, "red")
+    cols = Axis(found[1], knobs.cols, "COLS", namer, "col")
+    tile = Scope(frame, View([(rows, "[:, None]"), (reduced, "[None, :]")], task.ranges))
+    merge = merge_line(frame, tile, reduced, accs)
+    over = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))
+    last = _stores(frame, over, spread, 0)
+    once = loop(reduced, (*reduced.lines, *tile.lines, merge), namer.take(f"{reduced.name}_0"), frame.wide)
+    again = loop(cols, (*cols.lines, *last), namer.take(f"{cols.name}_0"), frame.wide)
+    lines = (*head, *rows.lines, *start, *once, fold_line(frame, accs), *again)
+    return Written(constants=constants, lines=lines, programs=rows.tiles)
+
+
+def _stores(frame: Frame, scope: Scope, accs: tuple[str, ...], seen: int) -> list[str]:
+    """Lines that write the results; those of the scope before ``seen`` are elsewhere already."""
+    scope.accs = accs
+    values = scope.printer.all(frame.task.then)
+    for access, name, value in zip(frame.task.outs, frame.outs, values, strict=True):
+        scope.store(access, name, value)
+    return scope.lines[seen:]
+
+
+def joint(task: Task, columns: tuple[Dim, ...]) -> Task | None:
+    """The task with its reduced dimensions named as the columns, where they have the same sizes; equal reads become one."""
+    sizes = [d.size for d in task.reduce if d.size > 1]
+    if sizes != [d.size for d in columns]:
+        return None
+    places = iter(columns)
+    env = {d.name: dim(next(places).name) for d in task.reduce if d.size > 1}
+
+    def access(a: Access) -> Access:
+        checks = tuple(replace(c, aff=substitute(c.aff, env)) for c in a.checks)
+        return replace(a, offset=substitute(a.offset, env), checks=checks)
+
+    reads = {p: access(a) for p, a in task.reads.items()}
+    first = {p: next(q for q, b in reads.items() if b == a) for p, a in reads.items()}
+
+    def leaf(e: Expr) -> Expr:
+        if isinstance(e, Index):
+            return replace(e, aff=substitute(e.aff, env))
+        return replace(e, pos=first[e.pos]) if hasattr(e, "pos") else e  # type: ignore[union-attr,return-value]
+
+    body, then = (tuple(rewrite(e, leaf) for e in group) for group in (task.body, task.then))
+    return replace(task, reads=reads, body=body, then=then)
+
+
+def _leaves(e: Expr) -> list[Expr]:
+    args = getattr(e, "args", ())
+    return [x for a in args for x in _leaves(a)] if args else [e]

@@ -1,0 +1,53 @@
+"""Which map dimensions each field of a monoid state varies along.
+
+The maximum and the sum of a softmax are one number per row, while the values that attention accumulates beside them also
+run over features. A field that does not vary along a map dimension is kept once: its box there is ``[0, 1)``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tapestry.ir.contraction import dims_read
+from tapestry.ir.expr import Arg, Call, Expr, walk
+from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Box
+from tapestry.ir.monoid import MONOIDS, lowest, number
+
+
+@lru_cache(maxsize=1 << 12)
+def varies(op: Block) -> tuple[tuple[bool, ...], ...]:
+    """For each field, and for each map dimension, whether the field varies along it.
+
+    A field depends on what its lifted value reads, and on every field that ``combine`` mixes into it. Where the state is
+    the result itself, each field is an output and has all dimensions.
+    """
+    names = [d.name for d in op.dims]
+    if op.monoid is None or not op.lowers:
+        return tuple((True,) * len(names) for _ in op.body)
+    found = [dims_read(op, e) for e in op.body]
+    combined = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
+    mixes = [{x.pos % len(found) for x in walk(e) if isinstance(x, Arg)} for e in combined]
+    for _ in found:
+        found = [frozenset[str]().union(*(found[j] for j in mixes[k] | {k})) for k in range(len(found))]
+    return tuple(tuple(n in own for n in names) for own in found)
+
+
+def state_box(op: Block, field: int, box: Box) -> Box:
+    """The box of a field's buffer for a box over the map dimensions."""
+    return tuple(b if v else (0, min(1, b[1] - b[0])) for b, v in zip(box, varies(op)[field], strict=True))
+
+
+def layered(op: Block) -> bool:
+    """Whether some of an operation is computed on a part of its index space alone: inner reductions, states of rows."""
+    fields = {v for v in varies(op) if any(v)} if op.monoid else set[tuple[bool, ...]]()
+    return bool(op.inner) or len(fields) > 1 or any(not all(v) for v in fields)
+
+
+def counts_ones(body: tuple[Expr, ...]) -> bool:
+    """Whether the second lifted field is 1 wherever the first, a score, is not minus infinity."""
+    score, one = body[:2]
+    guarded = isinstance(score, Call) and isinstance(one, Call) and score.fn == one.fn == "where"
+    if guarded and isinstance(score, Call) and isinstance(one, Call) and score.args[2] == lowest(score.dtype):
+        return score.args[0] == one.args[0] and one.args[1] == number(1, one.dtype)
+    return one == number(1, one.dtype)

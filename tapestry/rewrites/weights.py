@@ -1,0 +1,145 @@
+"""Softmax weights inside a sum: which factor of its terms is ``exp(score - maximum)``, and what rows without one give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, call, cast, rewrite, walk
+from tapestry.ir.graph import Block
+from tapestry.ir.monoid import lowest, number
+from tapestry.ir.types import FLOATS
+from tapestry.verify.interp import value
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """``exp(score - top) / total * values / divisors``.
+
+    Attributes:
+        weight: the factors that are the softmax's, as written, guards included.
+        top, total: positions of the reads of the maximum and of the sum of weights.
+        divided: whether the weights are divided by their sum at all.
+    """
+
+    weight: Expr
+    score: Expr
+    top: int
+    total: int
+    divided: bool
+    values: tuple[Expr, ...]
+    divisors: tuple[Expr, ...]
+
+
+def as_weight(op: Block, softmax: tuple[str, ...]) -> Weight | None:
+    """The terms of a sum as weighted values, ``softmax`` being the tensors of maximum and sum; ``None`` if they are not."""
+    tops = {k for k, r in enumerate(op.reads) if r.tensor == softmax[0]}
+    totals = {k for k, r in enumerate(op.reads) if r.tensor == softmax[1]}
+
+    def inside(e: Expr) -> bool:
+        return any(isinstance(x, Arg) and x.pos in tops | totals for x in walk(e))
+
+    over, under = _factors(op.body[0], inside)
+    mine = [e for e in over if inside(e)]
+    below = [e for e in under if inside(e)]
+    if len(mine) != 1 or len(below) > 1:
+        return None
+    weight: Expr = call("div", mine[0], below[0]) if below else mine[0]
+    core, bottom = _unguarded(weight)
+    top_of = core.args[0] if isinstance(core, Call) and core.fn == "exp" else None
+    if not isinstance(top_of, Call) or top_of.fn != "sub" or not isinstance(top_of.args[1], Arg):
+        return None
+    score, top = top_of.args
+    if not isinstance(top, Arg) or top.pos not in tops or inside(score):
+        return None
+    if bottom is not None and not (isinstance(bottom, Arg) and bottom.pos in totals):
+        return None
+    total = bottom.pos if isinstance(bottom, Arg) else top.pos
+    values = tuple(e for e in over if not inside(e))
+    return Weight(weight, score, top.pos, total, bottom is not None, values, tuple(e for e in under if not inside(e)))
+
+
+def _factors(e: Expr, inside: Callable[[Expr], bool]) -> tuple[list[Expr], list[Expr]]:
+    """Numerators and denominators of a product; only what holds the weights is taken apart."""
+    if isinstance(e, Call) and inside(e):
+        if e.fn == "cast" and e.dtype in FLOATS and e.args[0].dtype in FLOATS:
+            return _factors(e.args[0], inside)  # a narrower type in between would only lose digits
+        if e.fn in ("mul", "div"):
+            (a, b), (c, d) = _factors(e.args[0], inside), _factors(e.args[1], inside)
+            return (a + c, b + d) if e.fn == "mul" else (a + d, b + c)
+    return [e], []
+
+
+def _unguarded(e: Expr) -> tuple[Expr, Expr | None]:
+    """(exponential, divisor) of a weight, with a guard against NaN around the whole taken off."""
+    if isinstance(e, Call) and e.fn == "where":
+        test, zero, kept = e.args
+        if test == call("isnan", kept) and isinstance(zero, Const) and zero.value == 0:
+            e = kept
+    if isinstance(e, Call) and e.fn == "div":
+        return e.args[0], e.args[1]
+    return e, None
+
+
+Centre = tuple[Callable[[Expr], Expr], float]
+"""A test of the maximum, and the value of a row that it holds for."""
+
+
+def centres(w: Weight, rows: Block) -> list[Centre] | None:
+    """What rows whose maximum is infinite or NaN give, in the order of application; ``None`` when it is no constant.
+
+    Found by evaluating the weight as it was written. A weight of zero makes the row 0, a NaN makes it NaN.
+    """
+    least, most, none = (_row_value(w, rows, top) for top in (-math.inf, math.inf, math.nan))
+    if least is None or most is None or none is None or not _same(most, none):
+        return None
+
+    def odd(m: Expr) -> Expr:
+        return call("isnan", call("sub", m, m))
+
+    def empty(m: Expr) -> Expr:
+        return call("eq", m, lowest(m.dtype))
+
+    return [(odd, none)] if _same(least, none) else [(odd, none), (empty, least)]
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def _row_value(w: Weight, rows: Block, top: float) -> float | None:
+    """0 or NaN: the weights of a row with this maximum, one and all; ``None`` when they are something else."""
+    total = number(1, w.score.dtype)
+    lowered = [
+        rewrite(e, lambda x: Const(top, x.dtype) if isinstance(x, Acc) and x.field == 0 else total if isinstance(x, Acc) else x)
+        for e in rows.then[:2]
+    ]
+    out = 0.0
+    for score in [top] if top == -math.inf else [top, 0.0, -math.inf]:
+        e = _replaced(w.weight, w.score, Const(score, w.score.dtype))
+        e = rewrite(e, lambda x: lowered[0 if x.pos == w.top else 1] if isinstance(x, Arg) else x)
+        with np.errstate(all="ignore"):
+            got = float(value(e, [], [], {}, False))
+        if got != 0 and not math.isnan(got):
+            return None
+        out += got
+    return out
+
+
+def _replaced(e: Expr, old: Expr, new: Expr) -> Expr:
+    if e == old:
+        return new
+    return Call(e.fn, tuple(_replaced(a, old, new) for a in e.args), e.dtype) if isinstance(e, Call) else e
+
+
+def product_of(over: tuple[Expr, ...], under: tuple[Expr, ...], dtype: str) -> Expr:
+    """The product of some factors, divided by others, in one type."""
+    out: Expr = number(1, dtype) if not over else cast(over[0], dtype)
+    for e in over[1:]:
+        out = call("mul", out, cast(e, dtype))
+    for e in under:
+        out = call("div", out, cast(e, dtype))
+    return out

@@ -1,0 +1,137 @@
+"""Statistics of rows and what is made of them as one operation: softmax and norms over any axes, on every target and mesh."""
+
+import numpy as np
+import pytest
+from small_models import Case, execute, peak
+from test_attention import close, run_cpu
+from triton_kernels import check, run_kernel
+
+from tapestry.codegen.triton import Knobs, generate
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.parse import parse
+from tapestry.ir.plan import MeshAxis, Plan
+from tapestry.ir.program import Launch
+from tapestry.ir.state import state_box
+from tapestry.ir.text import to_text
+from tapestry.plan.lower import lower
+from tapestry.plan.strategy import strategies
+from tapestry.rewrites.check import random_feeds, same
+from tapestry.rewrites.rule import RULES, Refusal
+from tapestry.rewrites.simplify import simplify
+from tapestry.verify import certificate, interp
+
+CASES = {
+    "layer norm": """graph g input x: f32[5, 37] input w: f32[37]
+        a: f32[5], r: f32[5] = op [i: 5 | n: 37 moments] reads x[i, n] body 1.0, x, 0.0
+          then acc1, 1.0 / sqrt((acc2 / acc0) + 0.00001)
+        y: f32[5, 37] = op [i: 5, j: 37] reads x[i, j], a[i], r[i], w[j] body ((x - a) * r) * w output y""",
+    "rms norm": """graph g input x: f32[3, 4, 20] input w: f32[20]
+        r: f32[3, 4] = op [b: 3, i: 4 | n: 20 sum] reads x[b, i, n] body x * x then 1.0 / sqrt((acc0 / 20.0) + 0.00001)
+        y: f32[3, 4, 20] = op [b: 3, i: 4, j: 20] reads x[b, i, j], r[b, i], w[j] body (x * r) * w output y""",
+    "softmax": """graph g input x: f32[5, 9, 7]
+        m: f32[5, 7], s: f32[5, 7] = op [i: 5, k: 7 | n: 9 logsumexp] reads x[i, n, k] body x, 1.0
+        y: f32[5, 9, 7] = op [i: 5, j: 9, k: 7] reads x[i, j, k], m[i, k], s[i, k] body exp(x - m) / s output y""",
+    "log-softmax": """graph g input x: f32[6, 33]
+        l: f32[6] = op [i: 6 | n: 33 logsumexp] reads x[i, n] body x, 1.0 then acc0 + log(acc1)
+        y: f32[6, 33] = op [i: 6, j: 33] reads x[i, j], l[i] body x - l output y""",
+    "instance norm": """graph g input x: f32[2, 3, 5, 6]
+        a: f32[2, 3], r: f32[2, 3] = op [b: 2, c: 3 | h: 5 moments, w: 6 moments] reads x[b, c, h, w] body 1.0, x, 0.0
+          then acc1, 1.0 / sqrt((acc2 / acc0) + 0.00001)
+        y: f32[2, 3, 5, 6] = op [b: 2, c: 3, h: 5, w: 6] reads x[b, c, h, w], a[b, c], r[b, c] body (x - a) * r output y""",
+}
+
+
+def fused(name: str) -> Graph:
+    graph = simplify(parse(CASES[name]))
+    assert len(graph.ops) == 1 and isinstance(graph.ops[0], Block) and graph.ops[0].monoid, to_text(graph)
+    return graph
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_operation_that_says_the_same(name: str) -> None:
+    before, after = parse(CASES[name]), fused(name)
+    feeds = random_feeds(before, np.random.default_rng(1))
+    same(before, after, feeds, name)
+    close(run_cpu(after, feeds), interp.run(before, feeds, wide=True)["y"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_triton(name: str) -> None:
+    text = to_text(fused(name))
+    check(text)
+    check(text, knobs=Knobs(rows=2, cols=16))  # rows longer than a tile
+    check(text, knobs=Knobs(rows=4, cols=64))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_partial_states_of_triton(name: str) -> None:
+    graph = fused(name)
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    feeds = random_feeds(graph, np.random.default_rng(2))
+    n, space = len(op.dims), whole(tuple(d.size for d in op.space))
+    half = op.reduce[0].size // 2
+    parts = [
+        run_kernel(graph, 0, feeds, mode="partial", block=(*space[:n], cut, *space[n + 1 :]))
+        for cut in ((0, half), (half, op.reduce[0].size))
+    ]
+    from tapestry.ir.monoid import MONOIDS
+
+    merged = MONOIDS[op.monoid or ""].combiner(tuple(e.dtype for e in op.body))
+    states = [interp.value(e, [*parts[0], *parts[1]], [], {}, False) for e in merged]
+    got = run_kernel(graph, 0, feeds, mode="finish", states=states)[0]
+    close(got, interp.run(graph, feeds, wide=True)["y"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_strategy(name: str) -> None:
+    graph = fused(name)
+    mesh, feeds = (MeshAxis("d0", 2), MeshAxis("d1", 2)), random_feeds(graph, np.random.default_rng(3))
+    want = interp.run(graph, feeds, wide=True)
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    for s in strategies(op, mesh):
+        plan = Plan(graph=graph, mesh=mesh, strategies=(s,))
+        program = lower(plan)
+        certificate.check(plan.annotated(), program, stated_peak=peak(program), mesh=mesh)
+        outs, measured = execute(graph, program, Case(None, graph, feeds, {}, want))  # type: ignore[arg-type]
+        close(outs["y"], want["y"])
+        assert measured.peak == peak(program)
+        for step in program.steps:
+            if isinstance(step, Launch) and step.mode == "partial":
+                for k, out in enumerate(step.outs):
+                    block = step.blocks[0]
+                    assert block is not None
+                    assert program.buffers[out].boxes[0] == state_box(op, k, block[: len(op.dims)])
+
+
+def test_a_row_is_loaded_once() -> None:
+    graph = fused("layer norm")
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    block = whole(tuple(d.size for d in op.space))
+    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+    source = generate(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(whole((5, 37)),))).source
+    assert (
+        source.count("tl.load(x_ptr") == 1 and "tl.load(x_1_ptr" not in source and "for " not in source.partition("def y(")[2]
+    )
+
+
+def test_refusals() -> None:
+    def why(text: str) -> str:
+        graph = parse(text)
+        found = list(RULES["fuse_rows"].find(graph))
+        assert len(found) == 1 and isinstance(found[0], Refusal)
+        assert len(simplify(graph).ops) == 2
+        return found[0].reason
+
+    assert why(CASES["log-softmax"].replace("output y", "output y, l")) == "a result of the reduction is needed elsewhere"
+    product = """graph g input x: f32[4, 6] input w: f32[6, 3]
+        r: f32[4, 3] = op [i: 4, k: 3 | n: 6 sum] reads x[i, n], w[n, k] body x * w
+        y: f32[4, 6, 3] = op [i: 4, j: 6, k: 3] reads x[i, j], r[i, k] body x - r output y"""
+    assert why(product) == "the reduction uses what it reads in several rows: it is a contraction"
+    groups = """graph g input x: f32[4, 6]
+        r: f32[2] = op [g: 2 | c: 2 sum, n: 6 sum] reads x[2*g + c, n] body x
+        y: f32[4, 6] = op [i: 4, j: 6] reads x[i, j], r[floor((i)/2)] body x - r output y"""
+    assert why(groups).startswith("rows are not plain dimensions")
