@@ -127,7 +127,7 @@ def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
         spatial = fitted.found if fitted else e
     if isinstance(spatial, Found) and task.rewritten and not fitted:  # (simplifying would undo recomputation)
         graph, spatial, moves = improve(graph, spatial, task.attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began)
-    choice = choose(graph, task.topo, spatial, task.request, budget, tight=fitted is not None)
+    choice = choose(graph, task.topo, spatial, task.request, budget, tight=fitted is not None, spent=time.monotonic() - began)
     if choice.staged:
         fitted = None
     more = fitted.moves if fitted else choice.moves

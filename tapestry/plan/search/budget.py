@@ -12,6 +12,10 @@ import time
 from dataclasses import dataclass, field
 
 
+class OutOfTime(Exception):
+    """A search that nobody insists on is given up; see `Budget.check`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A deadline on the monotonic clock (seconds), and an interrupt that any thread or signal handler may set."""
@@ -33,6 +37,15 @@ class Budget:
     def over(self) -> bool:
         """Whether the search must end."""
         return self.interrupt.is_set() or time.monotonic() >= self.deadline
+
+    def check(self) -> None:
+        """Give up a search that has nothing to show yet.
+
+        Raises:
+            OutOfTime: it must end.
+        """
+        if self.over():
+            raise OutOfTime
 
     def interrupted(self) -> bool:
         """Whether it ends because somebody asked for it."""

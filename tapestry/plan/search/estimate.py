@@ -47,6 +47,7 @@ class Estimates:
         graph = self.pieces.graph
         self.least = np.full(len(graph.ops), inf)
         for shape in self.pieces.shapes:
+            self.pieces.check()
             problem = build(graph, stage_topology(self.pieces.topo, Stage(shape.starts[0], shape.mesh)), {}, {}, {})
             self.tables.append(_table(problem, self.pieces))
             self.least = np.minimum(self.least, [float(m.seconds.min()) for m in problem.menus])

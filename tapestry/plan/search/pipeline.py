@@ -15,7 +15,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Arrival, Layout, Plan, Stage, Strategy, device_count, stages_refused
 from tapestry.ir.program import peak_bytes
 from tapestry.ir.text import signature
-from tapestry.plan.search.budget import Budget
+from tapestry.plan.search.budget import Budget, OutOfTime
 from tapestry.plan.search.chain import Chain, Piece, best_chain, submeshes
 from tapestry.plan.search.estimate import Estimates
 from tapestry.plan.search.planner import Found
@@ -51,7 +51,7 @@ class Staged:
 
 def search_stages(
     graph: Graph, topo: Topology, budget: Budget, *, stages: int | None = None, micro: Several[int] = MICRO_BATCHES,
-    upper: float = inf,
+    upper: float = inf, insist: bool = True,
 ) -> Staged | None:  # fmt: skip
     """The best plan with pipeline stages that fits, or ``None``.
 
@@ -59,6 +59,7 @@ def search_stages(
         stages: exactly that many; by default two or more.
         micro: numbers of micro-batches to try; those that do not divide the batch are left out.
         upper: plans that are not faster need not be found.
+        insist: whether to go on without time until there is a plan.
     """
     best: Staged | None = None
     bound, alone = inf, 0.0
@@ -66,11 +67,14 @@ def search_stages(
         if best is not None and budget.over():
             bound = min(bound, alone) if batch_cut(graph, m) else bound
             continue
-        seq = sequence(graph, m)
-        if seq is None:
-            continue
         limit = best.found.objective if best else upper
-        found, lower = _with_micro_batches(seq, topo, stages, limit, budget)
+        try:
+            seq = sequence(graph, m)
+            if seq is None:
+                continue
+            found, lower = _with_micro_batches(seq, topo, stages, limit, budget, insist=insist)
+        except OutOfTime:
+            return None if best is None else _bounded(best, 0.0)
         bound = min(bound, lower)
         if m == 1:  # parts of an operation take as long as the operation, and some stage does its share of all of them
             alone = lower / (stages or device_count(topo.mesh))
@@ -85,7 +89,7 @@ def _bounded(staged: Staged, bound: float) -> Staged:
 
 
 def _with_micro_batches(
-    seq: Sequence, topo: Topology, stages: int | None, upper: float, budget: Budget
+    seq: Sequence, topo: Topology, stages: int | None, upper: float, budget: Budget, *, insist: bool
 ) -> tuple[Staged | None, float]:
     """(the best plan with these micro-batches, a lower bound of all)."""
     graph, memory = seq.one(), topo.device.memory
@@ -93,7 +97,7 @@ def _with_micro_batches(
     bound = inf
     for _ in range(SHRINKS):
         within = replace(topo, device=replace(topo.device, memory=memory))
-        pieces = Pieces(graph, within, shapes, cut_points(graph, MOST_POINTS), budget)
+        pieces = Pieces(graph, within, shapes, cut_points(graph, MOST_POINTS), budget, insist)
         estimates = Estimates(pieces)
         devices = device_count(topo.mesh)
         most = min(stages or devices, devices)
@@ -122,6 +126,7 @@ def _chain(pieces: Pieces, estimates: Estimates, micro: int, stages: int | None,
 
     def cost(piece: Piece) -> float:
         nonlocal exact
+        pieces.check()
         late = tried and pieces.budget.over()
         if exact and late and piece not in pieces.known:
             exact = False

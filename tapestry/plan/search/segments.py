@@ -104,6 +104,7 @@ class Pieces:
     Attributes:
         graph: the operations in order; its inputs come from the host.
         points: positions where it may be cut, from 0 to the number of operations.
+        insist: whether to go on without time until there is a plan.
     """
 
     graph: Graph
@@ -111,6 +112,7 @@ class Pieces:
     shapes: list[Submesh]
     points: list[int]
     budget: Budget
+    insist: bool = True
     keys: list[str] = field(init=False)
     makers: dict[str, int] = field(init=False)
     readers: dict[str, list[int]] = field(init=False)
@@ -122,6 +124,11 @@ class Pieces:
     def __post_init__(self) -> None:
         self.keys = [signature(op, self.graph) for op in self.graph.ops]
         self.makers, self.readers = self.graph.producers(), self.graph.consumers()
+
+    def check(self) -> None:
+        """Raises `OutOfTime` when the time is over, unless somebody insists on a plan."""
+        if not self.insist:
+            self.budget.check()
 
     def stage(self, piece: Piece) -> Stage:
         """Where a piece is."""

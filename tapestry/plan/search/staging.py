@@ -17,8 +17,8 @@ from tapestry.plan.simulate import TRANSFER, simulate
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.rule import Move
 
-AUTO_SECONDS = 10.0  # for stages that nobody asked for
-AUTO_SHARE = 1 / 3  # of the time left, for the same
+AUTO_SHARE = 0.5  # of what the plan without stages took: seconds for stages that nobody asked for
+LEAST_SECONDS, MOST_SECONDS = 2.0, 10.0  # and the limits of that
 SLOW = 2.0  # a mesh axis is slow if a byte takes so many times longer than on the fastest
 WAITING = 0.05  # stages may pay if the spatial plan spends at least this share of its time on transfers
 
@@ -74,8 +74,9 @@ def _number(text: str, where: str) -> int | None:
 
 
 def choose(
-    graph: Graph, topo: Topology, spatial: Found | PlanError, request: Request, budget: Budget, *, tight: bool = False
-) -> Choice:
+    graph: Graph, topo: Topology, spatial: Found | PlanError, request: Request, budget: Budget, *, tight: bool = False,
+    spent: float = 0.0,
+) -> Choice:  # fmt: skip
     """The better of the spatial plan and the best one with stages; the latter if it is asked for.
 
     Without being asked, a plan with stages must be better in its objective and not worse on the simulated clock.
@@ -83,6 +84,7 @@ def choose(
     Args:
         spatial: the plan without stages, or why there is none.
         tight: whether the plan without stages fits only by splits in time or streamed weights.
+        spent: seconds that it took.
 
     Raises:
         PlanError: nothing fits, or there is no plan as asked for.
@@ -91,9 +93,11 @@ def choose(
     staged: Staged | None = None
     if request.explicit or (request.stages != 1 and _may_pay(spatial, topo, tight)):
         upper = float("inf") if unfit or request.explicit else spatial.objective
-        part = budget if request.explicit or unfit or tight else budget.share(AUTO_SHARE).part(AUTO_SECONDS)
+        extra = min(max(LEAST_SECONDS, AUTO_SHARE * spent), MOST_SECONDS)
+        part = budget if request.explicit or unfit or tight else budget.part(extra)
+        insist = request.explicit or unfit
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
-        staged = search_stages(graph, topo, stages=request.stages, micro=micro, upper=upper, budget=part)
+        staged = search_stages(graph, topo, stages=request.stages, micro=micro, upper=upper, budget=part, insist=insist)
         if staged is None and request.explicit:
             raise _impossible(graph, topo, request)
     if staged is None:
