@@ -51,11 +51,11 @@ class Compiled:
             self._session = open_session(self.build, b"".join(self._constants.values()))
         return self._session
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name, like an onnxruntime session."""
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Outputs by name, like an onnxruntime session: arrays, and lists for sequences."""
         return self.session.run(feeds).outputs
 
-    def random_feeds(self, seed: int = 0) -> dict[str, Array]:
+    def random_feeds(self, seed: int = 0) -> dict[str, Any]:
         """Random inputs that the model accepts."""
         return random_feeds(self.build.plan.graph, seed)
 
@@ -65,6 +65,7 @@ def compile(
     shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
     pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (), weights: bool = True,
     time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True,
+    exact: bool = False,
     resume: str | Path | None = None, interrupt: threading.Event | None = None, stages: int | str = "auto",
     micro_batches: int | str = "auto", progress: pipeline.Report = lambda stage, seconds: None,
 ) -> Compiled:  # fmt: skip
@@ -79,6 +80,7 @@ def compile(
         rules: files of the user's own rewrite rules.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         weights: False plans a model whose external data is absent.
+        exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
         sharding: False plans without the multi-device annotations of the model.
         time_limit: seconds for the search, 0 or more; the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
@@ -96,8 +98,8 @@ def compile(
     options = pipeline.Options(
         model=Path(model), shapes=shapes or {}, mesh=found, topology=topology, memory=memory, target=target, pins=pins,
         layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit, seed=seed,
-        pareto=pareto,
-        sharding=sharding, resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
+        pareto=pareto, exact=exact, sharding=sharding,
+        resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
         stages=str(stages), micro_batches=str(micro_batches),
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
@@ -129,12 +131,12 @@ def open_session(build: store.Build, constants: bytes) -> Session:
         from tapestry.codegen.triton.target import TritonTarget
 
         return Session(build, constants, TritonTarget(), (from_numpy, to_numpy))
-    return Session(build, constants, TorchCpu(), (from_numpy, to_numpy))
+    return Session(build, constants, TorchCpu(build.exact), (from_numpy, to_numpy))
 
 
 def run_checked(
     compiled: Compiled,
-    feeds: Mapping[str, Array],
+    feeds: Mapping[str, Any],
     *,
     check: bool,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -142,10 +144,7 @@ def run_checked(
     """Run once; the document is what ``tapestry run --json`` prints."""
     session = compiled.session
     result = session.run(feeds, progress)
-    outputs: dict[str, dict[str, Any]] = {
-        name: {"shape": list(a.shape), "dtype": a.dtype.name, "max_abs_err": None, "rel_err": None}
-        for name, a in result.outputs.items()
-    }
+    outputs = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in result.outputs.items()}
     document: dict[str, Any] = {
         "outputs": outputs, "reference": None, "passed": True, "peak_bytes": result.measured.peak,
         "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in result.measured.transfers.items()],
@@ -160,7 +159,14 @@ def run_checked(
     return result, document
 
 
-def _check(model: Path, feeds: Mapping[str, Array], outs: Mapping[str, Array], document: dict[str, Any]) -> None:
+def _described(a: Any) -> dict[str, Any]:
+    """Shape and dtype of an output; of a sequence, how many elements, and none of an empty optional."""
+    if not isinstance(a, np.ndarray):
+        return {"shape": None if a is None else [len(a)], "dtype": "none" if a is None else "sequence"}
+    return {"shape": list(a.shape), "dtype": "string" if a.dtype == object else a.dtype.name}
+
+
+def _check(model: Path, feeds: Mapping[str, Any], outs: Mapping[str, Any], document: dict[str, Any]) -> None:
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
     document["reference"], expected = reference.reference(model, feeds)
     spread: dict[str, float] | None = None

@@ -6,8 +6,10 @@ What Tapestry refuses raises ``unittest.SkipTest``, as onnx's own test-suite wan
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import unittest
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,29 +29,29 @@ class Prepared(BackendRep):
     """A model, compiled when its inputs' sizes are known: at once, or on the first run when they are symbolic."""
 
     def __init__(self, model: ModelProto, options: Mapping[str, Any]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tapestry-backend-")
-        self.path = Path(self._folder.name) / "model.onnx"
-        onnx.save(model, self.path)
+        self._folder = Path(tempfile.mkdtemp(prefix="tapestry-backend-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.model = model
         stored = {t.name for t in model.graph.initializer}
         self.inputs = [i for i in model.graph.input if i.name not in stored]
         self.outputs = [o.name for o in model.graph.output]
         self.options = dict(options)
         self._compiled: dict[tuple[tuple[int, ...], ...], api.Compiled] = {}
         if not any(_symbolic(i) for i in self.inputs):
-            self._compile({})
-
-    def _compile(self, shapes: Mapping[str, Any]) -> api.Compiled:
-        key = tuple(sorted(shapes.items()))
-        if key not in self._compiled:
-            try:
-                self._compiled[key] = api.compile(self.path, shapes=shapes, **self.options)
-            except ModelError as e:
-                raise unittest.SkipTest(str(e)) from None
-        return self._compiled[key]
+            self.compiled({})
 
     def compiled(self, feeds: Mapping[str, Any]) -> api.Compiled:
         """The plan for these inputs' sizes."""
-        return self._compile({i.name: np.shape(feeds[i.name]) for i in self.inputs if _symbolic(i) and i.name in feeds})
+        sizes = {i.name: np.shape(feeds[i.name]) for i in self.inputs if _symbolic(i) and i.name in feeds}
+        key = tuple(sizes.values())
+        if key not in self._compiled:
+            path = self._folder / f"model{len(self._compiled)}.onnx"
+            onnx.save(_sized(self.model, sizes), path)
+            try:
+                self._compiled[key] = api.compile(path, **self.options)
+            except ModelError as e:
+                raise unittest.SkipTest(str(e)) from None
+        return self._compiled[key]
 
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Outputs in the model's order.
@@ -111,6 +113,18 @@ class TapestryBackend(Backend):
 
 def _schemas(domain: str) -> list[Any]:
     return [s for s in onnx.defs.get_all_schemas_with_history() if s.domain == domain]
+
+
+def _sized(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:
+    """The model with the sizes of its inputs written in (some may be 0, which ``--shape`` does not take)."""
+    if not sizes:
+        return model
+    out = ModelProto()
+    out.CopyFrom(model)
+    for i in out.graph.input:
+        for d, size in zip(i.type.tensor_type.shape.dim, sizes.get(i.name, ()), strict=False):
+            d.dim_value = size
+    return out
 
 
 def _symbolic(value: onnx.ValueInfoProto) -> bool:

@@ -78,8 +78,8 @@ def _compile(args: argparse.Namespace) -> int:
             args.model, mesh=_mesh(args), topology=args.topology, shapes=_shapes(args.shape), memory=args.memory,
             target=args.target, pins=args.pin, layouts=args.layout, rules=args.rules, weights=not args.no_weights,
             time_limit=args.time_limit, seed=args.seed, pareto=args.pareto, progress=report,
-            sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked, stages=args.stages,
-            micro_batches=args.micro_batches,
+            exact=args.exact, sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked,
+            stages=args.stages, micro_batches=args.micro_batches,
         )  # fmt: skip
         report("write", 0.0)
         build.save(args.output)
@@ -297,6 +297,19 @@ def _check_sharding(args: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from tapestry.lift.examine import examine
+    from tapestry.viz import doctor
+
+    found = examine(args.model, _shapes(args.shape))
+    document = doctor.document(args.model, found)
+    if args.json:
+        _json(document)
+    else:
+        print(doctor.text(document, all_nodes=args.verbose), end="")
+    return 1 if document["unsupported"] else 0
+
+
 def _auto_shard(args: argparse.Namespace) -> int:
     from tapestry.plan.stages import sharding
     from tapestry.viz import progress, stages, tables
@@ -357,6 +370,7 @@ def _parser() -> argparse.ArgumentParser:
     p = add("calibrate", _calibrate, "measure this machine and write a topology file")
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json")
     p.add_argument("--threads", type=int, metavar="N", help="torch threads to measure with; all by default")
+    _doctor_arguments(add("doctor", _doctor, "what splits, what is opaque, unbound or unsupported; -v lists every node"))
     p = add("opt", _opt, "apply rules to IR text")
     p.add_argument("graph", type=Path, help="a file of IR text, or -")
     p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="split@y{dim=n,parts=8,to=mesh.d0}")
@@ -365,6 +379,11 @@ def _parser() -> argparse.ArgumentParser:
     _rules_arguments(add("rules", _rules, "the rules, with before and after"))
     _auto_shard_arguments(add("auto-shard", _auto_shard, "pipeline stages for the nodes of an ONNX file"))
     return parser
+
+
+def _doctor_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", type=Path)
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
 
 
 def _rules_arguments(p: argparse.ArgumentParser) -> None:
@@ -412,6 +431,7 @@ def _compile_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
     p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
+    p.add_argument("--exact", action="store_true", help="the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices")
     p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
     p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
     p.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search")

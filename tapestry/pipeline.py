@@ -20,6 +20,7 @@ from tapestry import flags
 from tapestry.codegen import emit
 from tapestry.errors import TapestryError
 from tapestry.ir import store
+from tapestry.ir.exact import PARTS
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, Plan, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
@@ -63,6 +64,7 @@ class Options:
     pareto: bool = False
     sharding: bool = True
     resume: Path | None = None
+    exact: bool = False
     interrupt: threading.Event = field(default_factory=threading.Event)
     stages: str = "auto"
     micro_batches: str = "auto"
@@ -111,6 +113,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     staged = marking.staged(marks) if marks else None
     if staged:
         options = _as_staged(options, *staged)
+    options = _as_exact(options, topo)
     with clock("lift"):
         sizes = options.shapes or (marking.shapes(marks) if marks else {})
         lifted = lift(options.model, sizes, weights=options.weights, seed=options.seed)
@@ -124,7 +127,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     with clock("verify"):
         laws = certificate.check(
             found.plan.annotated(), found.program, limit=topo.memories(), stated_peak=peak_bytes(found.program)[0],
-            places=found.plan.places, streamed=found.plan.streamed,
+            places=found.plan.places, streamed=found.plan.streamed, exact=options.exact,
         )  # fmt: skip
     with clock("codegen"):
         kernels = emit.triton_sources(found.plan.graph, found.program)
@@ -135,6 +138,24 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     document |= extra
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(build=replace(build, report=document), constants=constants, kernels=kernels, laws=laws)
+
+
+def _as_exact(options: Options, topo: Topology) -> Options:
+    """The options of an exact plan: one stage and no micro-batches.
+
+    Raises:
+        TapestryError: exact results are asked for where they cannot be had.
+    """
+    if not options.exact:
+        return options
+    if PARTS % device_count(topo.mesh):
+        what = f"exact plans are for numbers of devices that divide {PARTS}"
+        raise TapestryError(what, where="--exact", why=f"the mesh has {device_count(topo.mesh)}")
+    if options.target != "torch-cpu":
+        raise TapestryError("exact plans run on torch-cpu", where="--exact", why=f"the target is {options.target}")
+    if options.stages not in ("auto", "1") or options.micro_batches not in ("auto", "1"):
+        raise TapestryError("exact plans have one stage and one batch", where="--exact", hint="no --stages, no --micro-batches")
+    return replace(options, stages="1", micro_batches="1")
 
 
 def _annotations(options: Options) -> marking.Annotations | None:
@@ -161,7 +182,8 @@ def _plan(
         inputs, outputs = {**given.inputs, **inputs}, {**given.outputs, **outputs}
         for note in given.notes:
             log.warning("sharding: %s", note)
-    free = not options.pins and not given  # a pin names an operation of the graph as it is
+    # a pin names an operation of the graph as it is, and an exact plan computes that graph on any mesh
+    free = not options.pins and not given and not options.exact
     start, moves = Start(), list(given.moves) if given else []
     if earlier:
         graph, start, more = _resumed(graph, lifted, earlier, rewritten=free)
@@ -169,8 +191,9 @@ def _plan(
     request = parse_request(options.stages, options.micro_batches, topo)
     task = Task(
         topo=topo, pins=options.pins, inputs=inputs, outputs=outputs, start=start, rewritten=free,
-        ways=[topo] if options.layouts or given else shared(topo),  # a layout that is given has equal parts
-        folded=sorted({s for op in lifted.graph.ops for s in op.source}), fixed=given.fixed if given else Fixed(),
+        ways=[topo] if options.layouts or given or options.exact else shared(topo),  # a layout that is given has equal parts
+        folded=sorted({s for op in lifted.graph.ops for s in op.source}),
+        fixed=replace(given.fixed if given else Fixed(), exact=options.exact),
         request=staging(request, bound=bool(options.pins or options.layouts or given)),
         again=_fitted_before(earlier) if earlier else None,
     )  # fmt: skip
@@ -274,7 +297,7 @@ def _build(lifted: Lifted, found: Found, topo: Topology, options: Options, moves
         model=str(lifted.model), model_sha256=hashlib.sha256(lifted.model.read_bytes()).hexdigest(), plan=found.plan,
         program=found.program, target=options.target, memory=topo.device.memory, report={}, moves=tuple(map(str, moves)),
         peak_bytes=tuple(peak_bytes(found.program)[0]), constants=constants,
-        topology=to_data(topo),
+        topology=to_data(topo), exact=options.exact,
     )  # fmt: skip
 
 
@@ -299,6 +322,7 @@ def _report(
         "host_load_bytes": sum(int(device_bytes(b).sum()) for b in loads),
         "transfers": transfers(program), "kernels": len(kernels), "moves": list(map(str, moves)),
         "certificate": {"passed": True, "laws": dict(laws)},
+        "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
     }  # fmt: skip
 
 
@@ -330,7 +354,8 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
     plan = build.plan
     stated = list(build.peak_bytes)
     laws = certificate.check(
-        plan.annotated(), build.program, limit=_limits(build), stated_peak=stated, places=plan.places, streamed=plan.streamed
+        plan.annotated(), build.program, limit=_limits(build), stated_peak=stated, places=plan.places, streamed=plan.streamed,
+        exact=build.exact,
     )
     emitted = emit.triton_sources(plan.graph, build.program)
     written = {p.name: p.read_text() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}

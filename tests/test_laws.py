@@ -6,10 +6,11 @@ import pytest
 
 from tapestry.errors import LawError
 from tapestry.ir.constraints import GRAPH_LAWS, check, signatures
-from tapestry.ir.expr import Acc, Arg, Const, Index
+from tapestry.ir.expr import Acc, Arg, Call, Const, Index
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Opaque, Read, Split
 from tapestry.ir.index import dim
 from tapestry.ir.parse import parse
+from tapestry.ir.types import Weight
 
 GOOD = parse("""graph g
 input x: f32[4, 7]
@@ -33,9 +34,24 @@ def read(*index: object, **more: object) -> tuple[Read, ...]:
     return (Read(tensor="t", index=index, **more),)  # type: ignore[arg-type]
 
 
+def on_host(name: str, shape: tuple[int, ...] = (), op: object = None) -> Graph:
+    """The good graph with a tensor on the host, and another last operation."""
+    tensors = {**GOOD.tensors, name: replace(GOOD.tensors[name], dtype="host", shape=shape, about="string[4]")}
+    ops = GOOD.ops if op is None else (GOOD.ops[0], op)
+    return replace(GOOD, tensors=tensors, ops=ops)  # type: ignore[arg-type]
+
+
+def stored(fn: str) -> Graph:
+    """A map over an 8-bit float."""
+    tensors = {n: replace(GOOD.tensors[n], dtype="f8e5m2") for n in ("x", "t")}
+    body = Call(fn, (Arg(0, "f8e5m2"),), "f8e5m2")
+    return replace(GOOD, tensors=tensors, ops=(replace(GOOD.ops[0], body=(body,)),), outputs=("t",))  # type: ignore[type-var]
+
+
 OPAQUE = Opaque(
     outs=("y",), ins=("t",), kind="K", node=b"", opsets=(), dims=(Dim("b", 4),), in_axes=((0,),), out_axes=((None,),)
 )
+WHOLE = replace(OPAQUE, dims=(), in_axes=((),), out_axes=((),))
 BAD = {
     "read too early": (replace(GOOD, ops=GOOD.ops[::-1]), "ssa", "'t' is read before it is written"),
     "written twice": (replace(GOOD, ops=(*GOOD.ops, GOOD.ops[1])), "ssa", "'y' is written twice"),
@@ -55,6 +71,20 @@ BAD = {
     "no monoid": (with_last(monoid=None, body=GOOD.ops[0].body), "written_once", "reduced dimensions without a monoid"),  # type: ignore[union-attr]
     "opaque": (replace(GOOD, ops=(GOOD.ops[0], OPAQUE)), "written_once", "a dimension does not index 'y'"),
     "no dimension": (with_last(splits=(Split("q", 2, "time"),)), "split_partition", "no dimension 'q'"),
+    "host and block": (on_host("y"), "agreement", "'y' is host, its expression f32"),
+    "host and axes": (on_host("y", (4,), WHOLE), "host_values", "'y' stays on the host but has axes"),
+    "host and split": (on_host("y", op=replace(OPAQUE, out_axes=((),))), "host_values", "cannot be split"),
+    "host and weight": (
+        replace(
+            on_host("x"),
+            ops=(replace(WHOLE, ins=(), in_axes=()),),
+            inputs=(),
+            weights={"x": Weight(file="", offset=0, length=0)},
+        ),
+        "host_values",
+        "weight 'x' has no bytes",
+    ),
+    "stored": (stored("exp"), "host_values", "'exp' computes with a type that is only stored"),
     "empty part": (with_last(splits=(Split("m", 8, "time"),)), "split_partition", "7 points in 8 parts leave one empty"),
 }
 
@@ -75,7 +105,14 @@ def test_the_witness_is_a_point_and_the_place_an_operation() -> None:
 
 
 def test_a_good_graph_counts_what_was_looked_at() -> None:
-    assert check(GOOD) == {"ssa": 2, "agreement": 2, "reads_inside": 2, "written_once": 2, "split_partition": 0}
+    assert check(GOOD) == {
+        "ssa": 2,
+        "agreement": 2,
+        "reads_inside": 2,
+        "written_once": 2,
+        "split_partition": 0,
+        "host_values": 4,
+    }
     assert set(check(GOOD)) == set(GRAPH_LAWS)
     split = with_last(splits=(Split("m", 3, "mesh.d0"), Split("n", 2, "time"), Split("m", 2, "grid")))
     assert check(split)["split_partition"] == 3

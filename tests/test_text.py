@@ -124,7 +124,7 @@ def test_index_expressions_read_back(e: Aff) -> None:
     assert to_text(parse(text)) == text
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES) - {"host"}))
 def test_literals_of_every_dtype(dtype: str) -> None:
     text = f"graph g\ny: {dtype}[] = op []\n  body {dtype}({1 if dtype != 'bool' else 'true'})\noutput y\n"
     op = parse(text).ops[0]

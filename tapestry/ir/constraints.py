@@ -13,12 +13,14 @@ from functools import lru_cache
 from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.contraction import dims_read
-from tapestry.ir.expr import Acc, Index, Let, walk
+from tapestry.ir.exact import may_cut
+from tapestry.ir.expr import Acc, Call, Index, Let, walk
 from tapestry.ir.graph import Block, Dim, Graph, Op
 from tapestry.ir.index import dims_of, span
 from tapestry.ir.kernel import whole
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.text import signature
+from tapestry.ir.types import STORED
 
 Law = Callable[[Graph], int]
 
@@ -185,7 +187,40 @@ def _gap_or_overlap(dims: tuple[Dim, ...], cuts: tuple[tuple[str, int], ...]) ->
     return ("", "") if relation.injective() else ("a point is in two blocks", str(relation.collision()))
 
 
-GRAPH_LAWS: dict[str, Law] = {law.__name__: law for law in (ssa, agreement, reads_inside, written_once, split_partition)}
+def host_values(graph: Graph) -> int:
+    """Law 7: a value of the host is touched by whole, unsplit ONNX nodes alone; a stored type is moved, not computed with."""
+    count = 0
+    for op in graph.ops:
+        tensors = [graph.tensors[t] for t in (*op.inputs, *op.outs)]
+        mine = next((t for t in tensors if t.on_host), None)
+        count += len(tensors)
+        if mine is not None and mine.shape:
+            raise LawError("host_values", f"'{mine.name}' stays on the host but has axes", where=where(op))
+        if mine is not None and (isinstance(op, Block) or op.dims):
+            raise LawError("host_values", f"'{mine.name}' stays on the host and cannot be split", where=where(op))
+        for x in (x for e in ((*op.body, *op.then) if isinstance(op, Block) else ()) for x in walk(e)):
+            if isinstance(x, Call) and x.fn != "where" and any(y.dtype in STORED for y in (x, *x.args)):
+                raise LawError("host_values", f"'{x.fn}' computes with a type that is only stored", where=where(op))
+    for name, t in graph.tensors.items():
+        if t.on_host and name in graph.weights:
+            raise LawError("host_values", f"weight '{name}' has no bytes")
+    return count
+
+
+def exact_splits(graph: Graph) -> int:
+    """Law 8, of plans that claim it: no split changes a bit, on any number of devices that divides ``exact.PARTS``."""
+    for op in graph.ops:
+        parts: dict[str, int] = {}
+        for s in op.splits:
+            parts[s.dim] = parts.get(s.dim, 1) * s.parts
+        wrong = next((d for d, n in parts.items() if not may_cut(op, d, n)), None)
+        if wrong is not None:
+            raise LawError("exact", f"a cut of '{wrong}' changes results in the last bits", where=where(op))
+    return len(graph.ops)
+
+
+_LAWS: tuple[Law, ...] = (ssa, agreement, reads_inside, written_once, split_partition, host_values)
+GRAPH_LAWS: dict[str, Law] = {law.__name__: law for law in _LAWS}
 
 
 def check(graph: Graph) -> dict[str, int]:

@@ -13,7 +13,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read,
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.text import INFIX
-from tapestry.ir.types import DTYPES, FLOATS, Tensor, Weight
+from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight
 
 _TOKEN = re.compile(
     r"""\s+|(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>(?:\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+))"""
@@ -121,14 +121,16 @@ class _Parser:
         if dtype not in DTYPES:
             self.at -= 1
             raise self.fail("a dtype")
-        self.need("[")
         shape: list[int] = []
-        while not self.take("]"):
-            shape.append(self.integer())
-            self.take(",")
+        about = self.string() if dtype == HOST else ""
+        if dtype != HOST:
+            self.need("[")
+            while not self.take("]"):
+                shape.append(self.integer())
+                self.take(",")
         if name in self.tensors:
             raise TextError(f"tensor '{name}' is declared twice", where=f"line {self.tokens[self.at - 1][2]}")
-        self.tensors[name] = Tensor(name=name, dtype=dtype, shape=tuple(shape), kind=kind)
+        self.tensors[name] = Tensor(name=name, dtype=dtype, shape=tuple(shape), kind=kind, about=about)
         return self.tensors[name]
 
     def op(self) -> Op:

@@ -43,6 +43,7 @@ class Build:
         report: the document that ``compile`` printed.
         moves: the structural rewrites that were chosen, in order.
         constants: byte ranges (offset, length) of derived constants in ``constants.bin``.
+        exact: results are the same bits on any number of devices (`ir.exact`).
     """
 
     model: str
@@ -56,6 +57,7 @@ class Build:
     report: Mapping[str, Any]
     moves: tuple[str, ...]
     constants: Mapping[str, tuple[int, int]]
+    exact: bool = False
 
 
 def write(
@@ -131,7 +133,7 @@ def encode(build: Build) -> bytes:
         "stages": [(s.first, [(a.name, a.size) for a in s.mesh]) for s in p.stages], "stage_of": p.stage_of,
         "arrivals": [(a.tensor, a.stage, a.layout) for a in p.arrivals],
         "program": pack(build.program),
-        "constants": build.constants, "report": build.report,
+        "constants": build.constants, "report": build.report, "exact": build.exact,
     }  # fmt: skip
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
@@ -164,6 +166,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     stages: list[tuple[int, list[tuple[str, int]]]] = []
     stage_of: tuple[int, ...] = ()
     arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
+    exact: bool = False
 
 
 def decode(data: bytes, where: str = "plan.json") -> Build:
@@ -203,6 +206,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     return Build(
         model=d.model, model_sha256=d.model_sha256, plan=plan, program=program, topology=d.topology, target=d.target,
         memory=d.memory, peak_bytes=d.peak_bytes, report=d.report, moves=d.moves, constants=d.constants,
+        exact=d.exact,
     )  # fmt: skip
 
 

@@ -167,6 +167,8 @@ def _tensor(t: Tensor) -> str:
 
 
 def _type(t: Tensor) -> str:
+    if t.on_host:
+        return f"{t.dtype} {_quoted(t.about)}"
     return f"{t.dtype}[{', '.join(map(str, t.shape))}]"
 
 

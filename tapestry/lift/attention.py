@@ -71,10 +71,10 @@ def _with_past(n: Node, new: Heads, past: int, present: int) -> Heads:
         out = n.outs[present] if n.wants(present) and not n.has(past) else n.temp(f"heads{past}")
         flat = n.view(out, flat, dims, new.index(dim("b1"), dim("n"), dim("m")))
         if not n.has(past):
-            return Heads(n.b.tensor(flat, n.where), new.count)
+            return Heads(n.b.tensor(flat), new.count)
     name = n.outs[present] if n.wants(present) else n.temp(f"present{past}")
     names = [n.ins[past], flat] if n.has(past) else [flat]
-    return Heads(n.b.tensor(concat(n, name, names, 2), n.where), new.count)
+    return Heads(n.b.tensor(concat(n, name, names, 2)), new.count)
 
 
 def _mask_rules(n: Node, dims: Sequence[Dim], offset: int, first: int) -> tuple[list[Reading], Callable[[Expr], Expr], bool]:

@@ -14,7 +14,7 @@ from tapestry.ir.expr import Arg, Expr, call
 from tapestry.ir.graph import Block, Dim, Guard, Op, Read
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import number
-from tapestry.ir.types import FLOATS, Tensor
+from tapestry.ir.types import FLOATS, HOST, Tensor
 from tapestry.lift.external import dtype_name
 
 DTYPE_OF: dict[int, str] = {
@@ -22,6 +22,10 @@ DTYPE_OF: dict[int, str] = {
     TensorProto.INT64: "i64", TensorProto.INT32: "i32", TensorProto.INT16: "i16", TensorProto.INT8: "i8",
     TensorProto.UINT64: "u64", TensorProto.UINT32: "u32", TensorProto.UINT16: "u16", TensorProto.UINT8: "u8",
     TensorProto.BOOL: "bool",
+    TensorProto.FLOAT8E4M3FN: "f8e4m3fn", TensorProto.FLOAT8E4M3FNUZ: "f8e4m3fnuz", TensorProto.FLOAT8E5M2: "f8e5m2",
+    TensorProto.FLOAT8E5M2FNUZ: "f8e5m2fnuz", TensorProto.FLOAT8E8M0: "f8e8m0", TensorProto.FLOAT4E2M1: "f4e2m1",
+    TensorProto.INT4: "i4", TensorProto.UINT4: "u4", TensorProto.INT2: "i2", TensorProto.UINT2: "u2",
+    TensorProto.COMPLEX64: "c64", TensorProto.COMPLEX128: "c128",
 }  # fmt: skip
 
 Index = Sequence[Aff]
@@ -37,6 +41,32 @@ def literal(value: Any, dtype: str) -> Expr:
 def plain(value: Any, dtype: str) -> float | int | bool:
     """A Python number fit for ``Read.other``."""
     return number(value, dtype).value
+
+
+def tensor_of(name: str, type_: TypeProto | None) -> Tensor:
+    """The tensor of an ONNX type, or the value of the host where no device could hold one."""
+    if type_ is not None and type_.HasField("tensor_type"):
+        t = type_.tensor_type
+        if t.elem_type in DTYPE_OF and t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim):
+            return Tensor(name=name, dtype=DTYPE_OF[t.elem_type], shape=tuple(d.dim_value for d in t.shape.dim))
+    return Tensor(name=name, dtype=HOST, shape=(), about=about(type_))
+
+
+def about(type_: TypeProto | None) -> str:
+    """An ONNX type in words: ``int64[2, ?]``, ``seq(float[?])``, ``unknown``."""
+    if type_ is None or type_.WhichOneof("value") is None:
+        return "unknown"
+    if type_.HasField("sequence_type"):
+        return f"seq({about(type_.sequence_type.elem_type)})"
+    if type_.HasField("optional_type"):
+        return f"optional({about(type_.optional_type.elem_type)})"
+    if not type_.HasField("tensor_type"):
+        return str(type_.WhichOneof("value")).removesuffix("_type")
+    t = type_.tensor_type
+    if not t.HasField("shape"):
+        return f"{dtype_name(t.elem_type).lower()}[…]"
+    sizes = [str(d.dim_value) if d.HasField("dim_value") else "?" for d in t.shape.dim]
+    return f"{dtype_name(t.elem_type).lower()}[{', '.join(sizes)}]"
 
 
 class Builder:
@@ -70,35 +100,11 @@ class Builder:
             self.constants[name] = onnx.numpy_helper.to_array(self.known[name])
         return self.constants[name]
 
-    def tensor(self, name: str, where: str) -> Tensor:
-        """The tensor of an ONNX value.
-
-        Raises:
-            ModelError: its type is not a tensor of a supported dtype with a static shape.
-        """
-        if name in self.tensors:
-            return self.tensors[name]
-        type_ = self.types.get(name)
-        if type_ is None or not type_.HasField("tensor_type"):
-            kind = "unknown" if type_ is None else str(type_.WhichOneof("value")).removesuffix("_type")
-            raise ModelError(
-                f"values of type {kind} are not supported", where=where, why=f"'{name}' is one",
-                hint="only tensors of numbers and booleans lift; keep sequences, maps and optionals out of the model",
-            )  # fmt: skip
-        t = type_.tensor_type
-        if t.elem_type not in DTYPE_OF:
-            dtype = dtype_name(t.elem_type)
-            raise ModelError(f"{dtype} is not supported", where=where, why=f"'{name}' has that dtype")
-        dims = [d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim]
-        if not t.HasField("shape") or None in dims:
-            shape = dims if t.HasField("shape") else "unknown"
-            raise ModelError(
-                "the shape depends on the data", where=where, why=f"'{name}' has shape {shape}",
-                hint="every shape must follow from the inputs' shapes; cut the model before this node",
-            )  # fmt: skip
-        found = Tensor(name=name, dtype=DTYPE_OF[t.elem_type], shape=tuple(d for d in dims if d is not None))
-        self.tensors[name] = found
-        return found
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of an ONNX value; a value of the host where its type or shape is not known before the run."""
+        if name not in self.tensors:
+            self.tensors[name] = tensor_of(name, self.types.get(name))
+        return self.tensors[name]
 
     def fresh(self, base: str) -> str:
         """A tensor name not in use yet."""
@@ -111,7 +117,7 @@ class Builder:
     def emit(self, op: Op, outs: Sequence[Tensor]) -> None:
         """Append an operation and the tensors it writes."""
         for t in outs:
-            known = self.tensor(t.name, t.name) if t.name in self.types else self.tensors.setdefault(t.name, t)
+            known = self.tensor(t.name) if t.name in self.types else self.tensors.setdefault(t.name, t)
             assert (known.dtype, known.shape) == (t.dtype, t.shape), f"{t} is not {known} ({op.source})"
         self.ops.append(op)
         if isinstance(op, Block) and len(op.outs) == 1:
@@ -128,6 +134,16 @@ class Node:
         self.ins = list(proto.input)
         self.outs = list(proto.output)
         self._attrs = {a.name: a for a in proto.attribute}
+
+    def beyond_blocks(self) -> str:
+        """Why the node cannot become block operations, whatever it computes; "" when nothing speaks against it."""
+        from tapestry.lift.checks import captured
+
+        for name in (*self.ins, *captured(self.proto), *self.outs):
+            t = self.b.tensor(name) if name else None
+            if t is not None and t.on_host:
+                return f"'{name}' is {t.about}, known only at run time"
+        return ""
 
     # what the node is
     def attr(self, name: str, default: Any = None) -> Any:
@@ -147,7 +163,7 @@ class Node:
 
     def tensor(self, k: int) -> Tensor:
         """Input k."""
-        return self.b.tensor(self.ins[k], self.where)
+        return self.b.tensor(self.ins[k])
 
     def shape(self, k: int = 0) -> tuple[int, ...]:
         """Shape of input k."""
@@ -159,7 +175,7 @@ class Node:
 
     def out(self, k: int = 0) -> Tensor:
         """Output k."""
-        return self.b.tensor(self.outs[k], self.where)
+        return self.b.tensor(self.outs[k])
 
     def const(self, k: int) -> np.ndarray | None:
         """Value of input k if it is known at compile time."""
@@ -183,7 +199,7 @@ class Node:
     # reads
     def read(self, name: str, index: Index, other: Any = None, when: tuple[Guard, ...] = ()) -> tuple[Read, Tensor]:
         """A projection to a tensor by name, with its type."""
-        t = self.b.tensor(name, self.where)
+        t = self.b.tensor(name)
         assert len(index) == len(t.shape), f"{self.where}: {name} has rank {len(t.shape)}, index {index}"
         return Read(tensor=name, index=tuple(index), other=None if other is None else plain(other, t.dtype), when=when), t
 

@@ -82,11 +82,11 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
         raise ModelError("unknown opset", why=f"the model asks for {opsets['']}, this onnx knows 1 to {newest}")
     for f in model.functions:
         inner = {**opsets, **{("" if o.domain == "ai.onnx" else o.domain): o.version for o in f.opset_import}}
-        _check_operators(f.node, functions, inner)
+        check_operators(f.node, functions, inner)
     _check_recursion(model)
-    _check_operators(model.graph.node, functions, opsets)
+    check_operators(model.graph.node, functions, opsets)
     _check_names(model.graph, [])
-    for t in _tensors(model):
+    for t in tensors(model):
         check_tensor(t, folder, weights=weights)
     if model.graph.sparse_initializer:
         raise ModelError("sparse initializers are not supported", why=f"{len(model.graph.sparse_initializer)} of them")
@@ -123,7 +123,8 @@ def check_tensor(t: TensorProto, folder: Path, *, weights: bool) -> None:
         check_inline(t)
 
 
-def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+def tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """Every tensor with data in a model: initializers, attributes, and those of subgraphs."""
     yield from model.graph.initializer
     stack: list[NodeProto] = [*model.graph.node, *(n for f in model.functions for n in f.node)]
     while stack:
@@ -142,7 +143,8 @@ def _tensors(model: ModelProto) -> Iterator[TensorProto]:
             stack.extend(g.node)
 
 
-def _check_operators(nodes: object, functions: set[tuple[str, str]], opsets: dict[str, int]) -> None:
+def check_operators(nodes: object, functions: set[tuple[str, str]], opsets: dict[str, int]) -> None:
+    """Refuse the first node, here or in a subgraph, whose operator nobody knows."""
     stack: list[NodeProto] = list(nodes)  # type: ignore[call-overload]
     known = {s.domain for s in onnx.defs.get_all_schemas()}
     while stack:

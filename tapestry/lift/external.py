@@ -19,6 +19,9 @@ from tapestry.errors import ModelError
 
 KEYS = frozenset({"location", "offset", "length", "checksum"})
 TYPED_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+PACKED_BITS: dict[int, int] = {
+    TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.FLOAT4E2M1: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2,
+}  # fmt: skip
 LIMIT = 1 << 62  # bytes; a product of dims beyond it is a lie about some file, never a tensor
 
 
@@ -53,7 +56,7 @@ def tensor_bytes(t: TensorProto) -> int:
         raise ModelError("unknown element type", where=f"initializer '{t.name}'", why=f"data_type is {t.data_type}") from None
     if count * item > LIMIT:
         raise ModelError("tensor too large", where=f"initializer '{t.name}'", why=f"dims are {list(t.dims)}")
-    return count * item
+    return -(-count * PACKED_BITS[t.data_type] // 8) if t.data_type in PACKED_BITS else count * item
 
 
 def dtype_name(data_type: int) -> str:
@@ -169,9 +172,12 @@ def check_inline(t: TensorProto) -> None:
         raise ModelError("tensor data given twice", where=where, why=f"raw_data and {', '.join(filled)} are both filled")
     if t.external_data:
         raise ModelError("tensor data given twice", where=where, why="external_data is filled, data_location is not EXTERNAL")
-    if t.data_type in (TensorProto.UINT4, TensorProto.INT4) or t.data_type >= TensorProto.FLOAT4E2M1:
-        return  # several elements to a byte: refused later, as a type, where it is used
-    if filled:
+    if filled and t.data_type in PACKED_BITS:
+        have, count = len(t.int32_data), need  # one byte of packed elements in each
+        if have != count:
+            why = f"dims {list(t.dims)} need {need} packed bytes, data has {have}"
+            raise ModelError("tensor data of the wrong size", where=where, why=why)
+    elif filled:
         have = len(getattr(t, filled[0])) // (2 if t.data_type in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else 1)
         if have != count:
             why = f"dims {list(t.dims)} hold {count}, data has {have}"

@@ -43,7 +43,7 @@ def lift_gather(n: Node) -> bool | None:
 
 def select(n: Node, out: str, data: str, index: str, dims: Sequence[Dim], axis: int, places: int) -> str:
     """Emit a gather by data-dependent positions, as a sum over the axis: split over it, each part adds what it holds."""
-    spots, x = here(dims), n.b.tensor(data, n.where)
+    spots, x = here(dims), n.b.tensor(data)
     v = Dim("v", x.shape[axis])
     index_read = n.read(index, spots[axis : axis + places])
     reads = [n.read(x.name, [*spots[:axis], dim("v"), *spots[axis + places :]]), index_read]

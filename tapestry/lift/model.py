@@ -14,8 +14,24 @@ from onnx import ModelProto, TensorProto
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
-from tapestry.ir.types import Tensor, Weight
-from tapestry.lift import attention, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape
+from tapestry.ir.types import PACKED, Tensor, Weight
+from tapestry.lift import (
+    attention,
+    batched,
+    conv,
+    einsum,
+    elementwise,
+    gather,
+    linear,
+    norm,
+    opaque,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    resize,
+    shape,
+)  # fmt: skip
 from tapestry.lift.builder import DTYPE_OF, Builder, Node, here
 from tapestry.lift.checks import check_attributes, check_structure, load, node_name
 from tapestry.lift.external import dtype_name, parse_place
@@ -24,7 +40,9 @@ from tapestry.lift.registry import find
 from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.weights import read_weight
 
-FAMILIES = (attention, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, reduce, shape)  # all register
+FAMILIES = (  # they register lifters
+    attention, batched, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, reduce, resize, shape,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +89,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
     check_structure(model, path.parent, weights=weights)
     stored = take_out_weights(model)
     check_attributes(model)
-    inputs = _input_dims(model, set(stored))
+    inputs = input_dims(model, set(stored))
     env = bind(inputs, shapes)
     unified = {}
     if any(isinstance(d, str) and d not in env for dims in inputs.values() for d in dims):
@@ -85,15 +103,21 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
     return Lifted(graph=graph, model=path, constants=constants, nodes=nodes, shapes=env, unified=unified)
 
 
-def _input_dims(model: ModelProto, weights: set[str]) -> dict[str, list[int | str]]:
+def input_dims(model: ModelProto, weights: set[str]) -> dict[str, list[int | str]]:
+    """Declared dimensions of every input that lives on devices: sizes, and symbols for the rest."""
     out: dict[str, list[int | str]] = {}
     for i in model.graph.input:
         if i.name in weights:
             continue
         where = f"input '{i.name}'"
+        if i.type.WhichOneof("value") in ("sequence_type", "optional_type"):
+            continue  # values of the host need no size
         if not i.type.HasField("tensor_type"):
             kind = str(i.type.WhichOneof("value") or "none").removesuffix("_type")
-            raise ModelError(f"inputs of type {kind} are not supported", where=where, hint="only tensors lift")
+            what = f"inputs of type {kind} are not supported"
+            raise ModelError(what, where=where, hint="tensors, sequences and optionals are")
+        if i.type.tensor_type.elem_type == TensorProto.STRING:
+            continue
         if i.type.tensor_type.elem_type not in DTYPE_OF:
             dtype = dtype_name(i.type.tensor_type.elem_type)
             raise ModelError(f"{dtype} is not supported", where=where, why="it is the input's dtype")
@@ -116,27 +140,35 @@ def _consistent(model: ModelProto, env: Mapping[str, int]) -> bool:
 
 def _lift_nodes(prepared: Prepared, seed: int) -> Builder:
     graph = prepared.model.graph
-    known = {t.name: t for t in graph.initializer}
+    known = {t.name: t for t in graph.initializer if t.data_type != TensorProto.STRING}
     opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in prepared.model.opset_import}
+    nodes = [onnx.helper.make_node("Constant", [], [t.name], value=t) for t in graph.initializer if t.name not in known]
     for node in graph.node:
-        if node.op_type == "Constant":
-            known[node.output[0]] = _constant(node)
+        value = _constant(node) if node.op_type == "Constant" else None
+        if value is None:
+            nodes.append(node)
+        else:
+            known[node.output[0]] = value
     version = opsets.get("", 1)
     builder = Builder(prepared.types, known, opsets, seed)
-    for proto in graph.node:
-        if proto.op_type == "Constant":
-            continue
+    for proto in nodes:
         source = next((p.value for p in proto.metadata_props if p.key == SOURCE), node_name(proto))
         node = Node(builder, proto, version, source)
-        lifter = find(proto, version)
-        if lifter is None or lifter(node) is False:
-            node.opaque("no affine form is known")
+        why, lifter = node.beyond_blocks(), find(proto, version)
+        if proto.output and proto.output[0] in prepared.hinted and lifter is not None:
+            why = why or "its shape is declared, and depends on the data"
+        if not why and pointwise.touches_stored(node) and proto.op_type not in pointwise.MOVES:
+            pointwise.lift_stored(node)
+        elif why or lifter is None or lifter(node) is False:
+            node.opaque(why or "no affine form is known")
     return builder
 
 
-def _constant(node: onnx.NodeProto) -> TensorProto:
-    """The value of a Constant node, which its attributes may give in several ways."""
+def _constant(node: onnx.NodeProto) -> TensorProto | None:
+    """The value of a Constant node, which its attributes may give in several ways; None when it is text."""
     a = node.attribute[0]
+    if a.name in ("value_string", "value_strings") or (a.name == "value" and a.t.data_type == TensorProto.STRING):
+        return None
     if a.name == "value":
         return a.t
     value = onnx.helper.get_attribute_value(a)
@@ -159,7 +191,7 @@ def _assemble(
     refs: dict[str, Weight] = {}
     constants: dict[str, np.ndarray] = {}
     for name in used:
-        t = b.tensor(name, f"input '{name}'")
+        t = b.tensor(name)
         if name in inputs:
             table[name] = replace(t, kind="input")
         elif name in written:
@@ -187,7 +219,7 @@ def _pass_outputs_through(b: Builder, outputs: list[str], inputs: set[str]) -> N
     for k, name in enumerate(outputs):
         if name in written or name in inputs:
             continue
-        t = b.tensor(name, f"output '{name}'")
+        t = b.tensor(name)
         value = b.value(name)
         if value is None:
             continue  # a weight as it is in the file
@@ -204,8 +236,9 @@ def _reference(t: TensorProto, tensor: Tensor, path: Path, weights: bool) -> Wei
         place = parse_place(t)
         ref = Weight(file=place.file, offset=place.offset, length=place.length)
         return replace(ref, sha256=_sha256(read_weight(path, ref, tensor))) if weights else ref
-    # raw_data is little-endian and row-major already
-    digest = hashlib.sha256(t.raw_data).hexdigest() if t.HasField("raw_data") else _sha256(onnx.numpy_helper.to_array(t))
+    # raw_data is little-endian and row-major already, but packed where several elements share a byte
+    plain = t.HasField("raw_data") and tensor.dtype not in PACKED
+    digest = hashlib.sha256(t.raw_data).hexdigest() if plain else _sha256(onnx.numpy_helper.to_array(t))
     return Weight(file=path.name, offset=0, length=tensor.nbytes, name=tensor.name, sha256=digest)
 
 

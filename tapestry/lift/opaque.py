@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
-from onnx import GraphProto, NodeProto
+from onnx import GraphProto, NodeProto, helper
 
 from tapestry.ir.graph import Dim, Opaque
+from tapestry.ir.opaque import RANDOM
 from tapestry.lift.builder import Node
 from tapestry.lift.checks import captured, subgraphs
 from tapestry.lift.registry import lifts
@@ -23,6 +25,7 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim], in_axes: Axes, out_axes:
         if proto.attribute[k].name.startswith("tapestry."):  # notes of our own
             del proto.attribute[k]
     proto.name = ""
+    _seed(proto, n)
     ins = [*n.ins, *captured(n.proto)]
     rename = {name: f"in{k}" for k, name in reversed(list(enumerate(ins))) if name and k >= len(n.ins)}
     for g in subgraphs(proto):
@@ -31,10 +34,10 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim], in_axes: Axes, out_axes:
     proto.input.extend(f"in{k}" if i else "" for k, i in enumerate(n.ins))
     del proto.output[:]
     proto.output.extend(f"out{k}" if o else "" for k, o in enumerate(n.outs))
-    outs = [n.b.tensor(o, n.where) for o in n.outs if o]
+    outs = [n.b.tensor(o) for o in n.outs if o]
     for i in ins:
         if i:
-            n.b.tensor(i, n.where)
+            n.b.tensor(i)
     none = (None,) * len(dims)
     domain = "" if proto.domain == "ai.onnx" else proto.domain
     op = Opaque(
@@ -44,6 +47,18 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim], in_axes: Axes, out_axes:
         out_axes=tuple(tuple(out_axes.get(k, none)) for k, o in enumerate(n.outs) if o), source=(n.source,), why=why,
     )  # fmt: skip
     n.b.emit(op, outs)
+
+
+def _seed(node: NodeProto, n: Node) -> None:
+    """Give random operators without a seed one of the node's own, so that every device draws the same numbers."""
+    stack = [node]
+    while stack:
+        at = stack.pop()
+        if at.op_type in RANDOM and at.domain in ("", "ai.onnx") and not any(a.name == "seed" for a in at.attribute):
+            text = f"{n.b.seed}|{n.source}|{at.output[0]}"
+            value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "little")
+            at.attribute.append(helper.make_attribute("seed", value if at.op_type == "Dropout" else float(value)))
+        stack += [inner for g in subgraphs(at) for inner in g.node]
 
 
 def _rename(graph: GraphProto, names: Mapping[str, str]) -> None:
@@ -100,21 +115,10 @@ def lift_recurrent(n: Node) -> None:
     n.opaque("a recurrence over time", [Dim("b", batch)], ins, out)
 
 
-@lifts("Resize", "Upsample", "GridSample", "MaxRoiPool", "DeformConv")
-def lift_sampled(n: Node) -> bool | None:
-    """Sampling at computed places; batch commutes where the node leaves that axis alone."""
-    x, y = n.shape(0), n.out().shape
-    if n.kind not in ("Resize", "Upsample", "GridSample") or len(x) < 3 or x[0] != y[0]:
-        return False
-    if n.kind == "GridSample":
-        n.opaque("samples where the grid says", [Dim("b", x[0])], {0: [0], 1: [0]}, {0: [0]})
-        return None
-    if x[1] != y[1] or n.attr("axes") is not None or n.attr("coordinate_transformation_mode") == "tf_crop_and_resize":
-        return False
-    if n.has(3):  # `sizes` names the whole batch: it would be wrong for a block of it, where scales stay right
-        return False
-    n.opaque("interpolates", [Dim("b", x[0]), Dim("c", x[1])], {0: [0, 1]}, {0: [0, 1]})
-    return None
+@lifts("GridSample")
+def lift_grid_sample(n: Node) -> None:
+    """Sampling at computed places, image by image."""
+    n.opaque("samples where the grid says", [Dim("b", n.shape(0)[0])], {0: [0], 1: [0]}, {0: [0]})
 
 
 @lifts("GatherND", since=1)

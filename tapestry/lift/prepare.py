@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, TypeProto
@@ -19,8 +21,9 @@ from onnx_ir.passes import common as passes
 from onnxscript.optimizer import fold_constants
 
 from tapestry.errors import ModelError
+from tapestry.ir.opaque import RANDOM
 from tapestry.lift.ceil_mode import settle_ceil_mode
-from tapestry.lift.checks import node_name, subgraphs
+from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.registry import find
 from tapestry.lift.weights import stored_tensors
@@ -29,10 +32,9 @@ FOLD_BYTES = 1 << 20  # no folded value is larger
 FOLD_TOTAL = 1 << 28  # nor are all of them together
 SMALL_FLOATS, SMALL_INTS = 1 << 8, 1 << 16  # bytes of an initializer that still takes part in folding
 IOTA = 8  # a longer Range stays an operation: as an index expression it is worth more than as a table
-RANDOM = frozenset(
-    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
-)
 SOURCE = "tapestry.source"
+KEPT = "tapestry.kept"
+MISTREATED = frozenset({"SplitToSequence", "ConcatFromSequence", "SequenceAt", "CastLike"})
 SAME_SHAPE = frozenset({"GroupNormalization"})  # of its first input, which onnx has no inference for
 ROUNDS = 8  # of expansion of function bodies inside function bodies
 
@@ -45,6 +47,7 @@ class Prepared:
 
     model: ModelProto
     types: Types
+    hinted: frozenset[str] = frozenset()  # values whose shape the file declares and inference does not imply
 
 
 def take_out_weights(model: ModelProto) -> dict[str, TensorProto]:
@@ -272,6 +275,19 @@ def _tell_random_apart(graph: ir.Graph) -> None:
             node.attributes.add(ir.AttrString(SOURCE, tag))
 
 
+def _keep(graph: ir.Graph) -> None:
+    """Hide nodes from onnxscript's folding where its own rewrites fail, write another opset's nodes or drop ``saturate``."""
+    for node in graph:
+        if node.op_type in MISTREATED and node.domain in ("", "ai.onnx"):
+            node.domain = KEPT
+
+
+def _release(graph: ir.Graph) -> None:
+    for node in graph:
+        if node.domain == KEPT:
+            node.domain = ""
+
+
 def run_passes(model: ModelProto) -> ModelProto:
     """Inline functions, fold constants, merge common subexpressions, drop dead nodes, sort: onnx_ir's and onnxscript's own."""
     try:
@@ -279,11 +295,15 @@ def run_passes(model: ModelProto) -> ModelProto:
         if graph.functions:
             passes.InlinePass()(graph)
         _tell_random_apart(graph.graph)
-        limits = {"input_size_limit": FOLD_BYTES, "output_size_limit": FOLD_BYTES}
-        fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(), **limits)
+        _keep(graph.graph)
+        limits: dict[str, Any] = {"input_size_limit": FOLD_BYTES, "output_size_limit": FOLD_BYTES}
+        with warnings.catch_warnings(), np.errstate(all="ignore"):  # what a model computes with its constants is its own affair
+            warnings.simplefilter("ignore")
+            fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(), **limits)
         passes.CommonSubexpressionEliminationPass()(graph)
         passes.RemoveUnusedNodesPass()(graph)
         passes.TopologicalSortPass()(graph)
+        _release(graph.graph)
         return ir.serde.serialize_model(graph)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as e:
         cause = e.__cause__ or e
@@ -318,8 +338,27 @@ def prepare(model: ModelProto) -> Prepared:
             break
     check_declared(declared, types)
     hints = {v.name: v.type for v in (*declared.graph.value_info, *declared.graph.output) if _static(v.type)}
-    hints = {n: t for n, t in hints.items() if n in types and not _static(types[n])}
-    return Prepared(model, infer(model, hints) if hints else types)
+    return _with_hints(model, types, hints)
+
+
+def _with_hints(model: ModelProto, types: Types, hints: Types) -> Prepared:
+    """Types where the file's declarations fill what inference leaves open; only where it cannot go on without them."""
+    used: Types = {}
+    while True:
+        pending: set[str] = set()
+        found: Types = {}
+        for node in model.graph.node:
+            behind = pending.intersection((*node.input, *captured(node)))
+            for o in node.output:
+                if o not in types or not _static(types[o]):
+                    if o in hints and o not in used and not behind:
+                        found[o] = hints[o]
+                    if behind or (o in hints and o not in used):
+                        pending.add(o)
+        if not found:
+            return Prepared(model, types, frozenset(used))
+        used |= found
+        types = infer(model, used)
 
 
 def _static(type_: TypeProto) -> bool:

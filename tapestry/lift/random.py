@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, call, cast
 from tapestry.ir.graph import Dim, Read
@@ -164,39 +164,40 @@ def lift_bernoulli(n: Node) -> None:
 
 
 @lifts("Dropout")
-def lift_dropout(n: Node) -> bool | None:
+def lift_dropout(n: Node) -> None:
     """The identity, unless training: then elements are dropped with probability ``ratio`` and the rest scaled up."""
     x, dims = n.tensor(0), axes(n.shape(0))
-    training = n.version < 7 and not n.attr("is_test", 0)
+    flag = n.const(2) if n.version >= 12 and n.has(2) else None
+    asked = n.version >= 12 and n.has(2) and flag is None  # at run time
+    training = (n.version < 7 and not n.attr("is_test", 0)) or asked or (flag is not None and bool(flag.reshape(-1)[0]))
     ratio: Expr | None = literal(float(n.attr("ratio", 0.5)), x.dtype)
     reads = [n.read(x.name, here(dims))]
-    if n.version >= 12:
-        flag = n.const(2)
-        if n.has(2) and flag is None:
-            return False
-        training = flag is not None and bool(flag.reshape(-1)[0])
-        if n.has(1):
-            ratio, read = n.operand(1, dims)
-            if read is not None:
-                reads.append(read)
-                ratio = Arg(1, read[1].dtype)
+    if n.version >= 12 and n.has(1):
+        ratio, read = n.operand(1, dims)
+        if read is not None:
+            reads.append(read)
+            ratio = Arg(1, read[1].dtype)
     assert ratio is not None
     if not training or (isinstance(ratio, Const) and ratio.value == 0):
         n.view(n.out(), x.name, dims, here(dims))
         if n.wants(1):
             n.block(n.out(1), dims, [], lambda: number(1, n.out(1).dtype))
-        return None
-    keep = call("not", _below(n, dims, ratio))
-    chance = ratio
-    rest = call("sub", number(1, chance.dtype), chance)
-    scale = cast(call("div", number(1, chance.dtype), rest), x.dtype)
-    if isinstance(ratio, Const):
-        scale = literal(1 / (1 - float(ratio.value)), x.dtype)
-    body: Callable[..., Expr] = lambda v, *_: call("where", keep, call("mul", v, scale), number(0, x.dtype))  # noqa: E731
-    n.block(n.out(), dims, reads, body)
+        return
+    keep, scale = call("not", _below(n, dims, ratio)), _kept_scale(ratio, x.dtype)
+    if asked:
+        reads.append(n.read(n.ins[2], [const(0)] * len(n.shape(2))))
+        idle = call("not", Arg(len(reads) - 1, "bool"))
+        keep, scale = call("or", keep, idle), call("where", idle, number(1, x.dtype), scale)
+    n.block(n.out(), dims, reads, lambda v, *_: call("where", keep, call("mul", v, scale), number(0, x.dtype)))
     if n.wants(1):
         n.block(n.out(1), dims, reads, lambda *_: cast(keep, n.out(1).dtype))
-    return None
+
+
+def _kept_scale(ratio: Expr, dtype: str) -> Expr:
+    """1 / (1 - ratio)."""
+    if isinstance(ratio, Const):
+        return literal(1 / (1 - float(ratio.value)), dtype)
+    return cast(call("div", number(1, ratio.dtype), call("sub", number(1, ratio.dtype), ratio)), dtype)
 
 
 @lifts("Multinomial", since=7)

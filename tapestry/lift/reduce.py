@@ -146,7 +146,7 @@ def softmax(
 
     With ``masked``, rows that are wholly minus infinity give 0, not NaN: their m is taken to be 0.
     """
-    source = n.b.tensor(x, n.where)
+    source = n.b.tensor(x)
     wide = accumulator(source.dtype)
     kept = [d for k, d in enumerate(dims) if k not in reduced]
     gone = [dims[k] for k in reduced]

@@ -50,7 +50,7 @@ def regroup(source: Sequence[int], target: Sequence[int], place: Sequence[Aff], 
 
 def reshape(n: Node, out: str | Tensor, src: str, shape: Sequence[int], dims: Sequence[Dim] | None = None) -> str:
     """Emit a view of a tensor in another shape (row-major)."""
-    t = n.b.tensor(src, n.where)
+    t = n.b.tensor(src)
     dims = dims or axes(shape)
     if t.size == 0:
         return n.view(out, src, dims, [const(0)] * len(t.shape), 0)
@@ -133,7 +133,7 @@ def choose(place: Expr, starts: Sequence[int], values: Sequence[Expr]) -> Expr:
 
 def concat(n: Node, out: str | Tensor, names: Sequence[str], axis: int) -> str:
     """Emit a concatenation: a guarded read of each part, and a choice by position."""
-    parts = [t for t in (n.b.tensor(i, n.where) for i in names) if t.size] or [n.b.tensor(names[0], n.where)]
+    parts = [t for t in (n.b.tensor(i) for i in names) if t.size] or [n.b.tensor(names[0])]
     shape = list(parts[0].shape)
     shape[axis] = sum(t.shape[axis] for t in parts)
     dims = axes(shape)
@@ -201,7 +201,7 @@ def _pad_constant(n: Node, before: Sequence[int]) -> bool | None:
 
 
 def _pad_axis(n: Node, out: str | Tensor, src: str, axis: int, before: int, after: int, mode: str) -> str:
-    shape = n.b.tensor(src, n.where).shape
+    shape = n.b.tensor(src).shape
     size = shape[axis]
     dims = axes([s + before + after if a == axis else s for a, s in enumerate(shape)])
     x = dim(f"x{axis}")

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from tapestry.errors import ModelError
-from tapestry.ir.types import Tensor, Weight, numpy_dtype
+from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
 from tapestry.lift.external import check_inline, open_inside
 
 Box = tuple[tuple[int, int], ...]  # half-open interval per axis
@@ -54,15 +54,20 @@ def read_weight(
 
 def _mapped(folder: Path, weight: Weight, tensor: Tensor) -> np.ndarray:
     dtype = numpy_dtype(tensor.dtype)
+    packed = PACKED.get(tensor.dtype)
+    need = tensor.nbytes if packed is None else -(-tensor.size * packed // 8)
     if weight.length == 0:
         return np.empty(tensor.shape, dtype)
     fd = open_inside(folder, weight.file, tensor.name)
     with os.fdopen(fd, "rb") as f:
-        if weight.offset + weight.length > os.fstat(f.fileno()).st_size or weight.length != tensor.nbytes:
+        if weight.offset + weight.length > os.fstat(f.fileno()).st_size or weight.length != need:
             raise ModelError("the data file is too short", where=f"weight '{tensor.name}'", why=f"in '{weight.file}'")
         data = np.memmap(f, np.uint8, "r", weight.offset, (weight.length,))
     if weight.offset % dtype.itemsize:
         data = np.array(data)  # misaligned: copied, since not every reader of the mapping may assume x86
+    if packed is not None:
+        data_type = onnx.helper.np_dtype_to_tensor_dtype(dtype)
+        return numpy_helper.to_array(TensorProto(data_type=data_type, dims=tensor.shape, raw_data=data.tobytes()))
     return data.view(dtype).reshape(tensor.shape)
 
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tapestry.errors import PlanError
+from tapestry.ir.exact import may_cut
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of
 from tapestry.ir.plan import Layout, Mesh, Strategy
 from tapestry.plan.strategy import out_layout
 
 Dims = tuple[str | None, ...]
-Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims | None]
+Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims | None, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,24 +25,26 @@ class Fixed:
         reads: (ONNX node, tensor) to the layout in which the node reads it: a mesh axis that cuts a tensor's axis must
             cut a dimension that walks it.
         dims: first output of an operation to exactly what each mesh axis cuts.
+        exact: only cuts that leave every bit as it is on one device (`ir.exact`).
     """
 
     outs: Mapping[str, Layout] = field(default_factory=dict)
     reads: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
     dims: Mapping[str, Dims] = field(default_factory=dict)
+    exact: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.outs or self.reads or self.dims)
+        return bool(self.outs or self.reads or self.dims or self.exact)
 
     def key(self, op: Op) -> Key:
         """What concerns an operation, without names: equal for operations that are planned alike."""
         if not self:
-            return (), (), None
+            return (), (), None, False
         outs = tuple((n, self.outs[t]) for n, t in enumerate(op.outs) if t in self.outs)
         reads = tuple(
             (n, self.reads[(s, t)]) for n, t in enumerate(op.inputs) for s in dict.fromkeys(op.source) if (s, t) in self.reads
         )
-        return outs, reads, self.dims.get(op.outs[0])
+        return outs, reads, self.dims.get(op.outs[0]), self.exact
 
 
 def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -> list[Strategy]:
@@ -50,7 +53,12 @@ def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -
     Raises:
         PlanError: none does; names the tensor.
     """
-    outs, reads, dims = key
+    outs, reads, dims, exact = key
+    if exact:
+        found = [s for s in found if _same_bits(op, s, mesh)]
+        if not found:
+            raise PlanError("the split asked for would change results in the last bits", where=f"node '{', '.join(op.source)}'",
+                            hint="another --pin, or no --exact")  # fmt: skip
     for n, layout in outs:
         kept = [s for s in found if out_layout(op, s.out, n) == layout]
         found = _some(kept, op, op.outs[n], f"no split of the operation ends with it {_text(layout, mesh)}")
@@ -62,6 +70,14 @@ def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -
         kept = [s for s in found if all(_walked(op, s, tensor, a, k) for a, k in cuts)]
         found = _some(kept, op, tensor, f"no split of the operation (within its other specs) reads it {_text(layout, mesh)}")
     return found
+
+
+def _same_bits(op: Op, s: Strategy, mesh: Mesh) -> bool:
+    parts: dict[str, int] = {}
+    for d, a in zip(s.dims, mesh, strict=True):
+        if d is not None:
+            parts[d] = parts.get(d, 1) * a.size
+    return all(may_cut(op, d, n) for d, n in parts.items())
 
 
 def _some(kept: list[Strategy], op: Op, tensor: str, why: str) -> list[Strategy]:

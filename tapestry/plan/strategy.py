@@ -14,6 +14,7 @@ import numpy as np
 
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor, Mod, bounds
+from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, shares
 from tapestry.ir.state import varies
 from tapestry.rewrites.split import splittable
@@ -178,6 +179,17 @@ def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[
             other = _hull(r, end, graph.tensors[r.tensor].shape, len(block))
             hull = np.stack([np.minimum(hull[..., 0], other[..., 0]), np.maximum(hull[..., 1], other[..., 1])], -1)
         yield k, r.tensor, hull
+
+
+def read_box(op: Op, graph: Graph, k: int, block: Box) -> Box:
+    """The part of its tensor that read number k of a block needs, clipped to the tensor."""
+    points = np.array(block, np.int64).reshape(1, len(block), 2)
+    if not isinstance(op, Block):
+        found = next(boxes for n, _, boxes in _opaque_footprints(op, graph, points) if n == k)
+    else:
+        spans = {d.name: (points[:, i, 0], points[:, i, 1] - 1) for i, d in enumerate(op.space)}
+        found = _hull(op.reads[k], spans, graph.tensors[op.reads[k].tensor].shape, 1)
+    return tuple((int(lo), int(hi)) for lo, hi in found[0])
 
 
 def _hull(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...], n: int) -> Boxes:

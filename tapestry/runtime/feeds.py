@@ -6,23 +6,26 @@ from typing import Any
 
 import numpy as np
 
+from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Call, Index, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
+from tapestry.ir.types import FLOATS, STORED, Tensor, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 
 
-def random_feeds(graph: Graph, seed: int) -> dict[str, Array]:
+def random_feeds(graph: Graph, seed: int) -> dict[str, Any]:
     """An array for every graph input, the same for the same seed."""
     rng = np.random.default_rng(seed)
     tables = _tables(graph)
     return {t: _random(graph.tensors[t], tables.get(t), rng) for t in graph.inputs}
 
 
-def _random(t: Tensor, table: int | None, rng: np.random.Generator) -> Array:
+def _random(t: Tensor, table: int | None, rng: np.random.Generator) -> Any:
+    if t.on_host:
+        return _words(t, rng)
     dtype = numpy_dtype(t.dtype)
-    if t.dtype in FLOATS:
+    if t.dtype in FLOATS | STORED:
         return rng.standard_normal(t.shape).astype(dtype)
     if table is not None:
         return rng.integers(0, table, t.shape).astype(dtype)
@@ -32,6 +35,15 @@ def _random(t: Tensor, table: int | None, rng: np.random.Generator) -> Array:
     n = t.shape[-1]
     length = rng.integers((n + 1) // 2, n + 1, (*t.shape[:-1], 1))
     return np.broadcast_to(np.arange(n) < length, t.shape).astype(dtype)
+
+
+def _words(t: Tensor, rng: np.random.Generator) -> Array:
+    """Random text for an input of strings (an unknown size is 2); other values of the host cannot be made up."""
+    if not t.about.startswith("string[") or "…" in t.about:
+        raise TapestryError(f"no random value for input '{t.name}'", why=f"it is {t.about}", hint="give it from Python")
+    sizes = [2 if s == "?" else int(s) for s in t.about.removeprefix("string[").removesuffix("]").split(", ") if s]
+    letters = rng.integers(97, 123, (*sizes, 5)).astype(np.uint8)
+    return np.array([bytes(w).decode() for w in letters.reshape(-1, 5)], object).reshape(sizes)
 
 
 def _tables(graph: Graph) -> dict[str, int]:

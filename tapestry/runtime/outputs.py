@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 
-def write(folder: Path, outputs: Mapping[str, np.ndarray[Any, Any]]) -> list[Path]:
-    """One file per output; characters that a file name may not have become underscores."""
+def write(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
+    """One file per output; characters that a file name may not have become underscores.
+
+    Text is written as numpy's unicode strings, a sequence as one file per element (``name.0.npy``, …).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
-    for name, array in outputs.items():
+    for name, array in _arrays(outputs):
         path, k = folder / f"{file_name(name)}.npy", 1
         while path in paths:
             path, k = folder / f"{file_name(name)}_{k}.npy", k + 1
@@ -25,6 +28,15 @@ def write(folder: Path, outputs: Mapping[str, np.ndarray[Any, Any]]) -> list[Pat
         os.replace(f.name, path)
         paths.append(path)
     return paths
+
+
+def _arrays(outputs: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    for name, value in outputs.items():
+        if isinstance(value, list):
+            yield from _arrays({f"{name}.{k}": v for k, v in enumerate(value)})
+        elif value is not None:
+            a = np.asarray(value)
+            yield name, a.astype(str) if a.dtype == object else a
 
 
 def file_name(tensor: str) -> str:

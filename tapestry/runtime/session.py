@@ -13,6 +13,7 @@ import numpy as np
 
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.kernel import Box
+from tapestry.ir.opaque import HostValue
 from tapestry.ir.program import Load
 from tapestry.ir.store import Build
 from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
@@ -27,7 +28,7 @@ Progress = Callable[[int, int], None]
 class Result:
     """Outputs by name, and what the run used."""
 
-    outputs: dict[str, Array]
+    outputs: dict[str, Any]
     measured: Measured
     seconds: float
 
@@ -36,7 +37,7 @@ class Session:
     """Runs a build; weights are checked against their hashes, and read once (streamed ones at every use), in slices."""
 
     def __init__(
-        self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Array], Any], Callable[[Any], Array]]
+        self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Any], Any], Callable[[Any, str], Any]]
     ) -> None:
         self.build, self.constants = build, constants
         self.to_target, self.to_numpy = convert
@@ -62,7 +63,7 @@ class Session:
             self._honest.add(tensor)
         return self.to_target(np.array(read_weight(model, w, t, box)))
 
-    def run(self, feeds: Mapping[str, Array], progress: Progress = lambda done, total: None) -> Result:
+    def run(self, feeds: Mapping[str, Any], progress: Progress = lambda done, total: None) -> Result:
         """Run once.
 
         Raises:
@@ -71,9 +72,9 @@ class Session:
         graph = self.build.plan.graph
         checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
         start = time.perf_counter()
-        outs, measured = self.machine.run(lambda t, box: self.to_target(np.array(checked[t][_slices(box)])), progress)
+        outs, measured = self.machine.run(lambda t, box: self.to_target(_part(checked[t], box)), progress)
         seconds = time.perf_counter() - start
-        return Result({t: self.to_numpy(a) for t, a in outs.items()}, measured, seconds)
+        return Result({t: self.to_numpy(a, graph.tensors[t].dtype) for t, a in outs.items()}, measured, seconds)
 
 
 def host_load_bytes(build: Build) -> int:
@@ -83,15 +84,22 @@ def host_load_bytes(build: Build) -> int:
     return sum(b.nbytes(d) for b in loads for d in range(program.devices))
 
 
-def check_feeds(feeds: Mapping[str, Array], wanted: list[Tensor]) -> dict[str, Array]:
-    """The inputs, one per tensor wanted, of exactly its shape and dtype."""
+def _part(value: Any, box: Box) -> Any:
+    return value if isinstance(value, HostValue) else np.array(value[_slices(box)])
+
+
+def check_feeds(feeds: Mapping[str, Any], wanted: list[Tensor]) -> dict[str, Any]:
+    """The inputs, one per tensor wanted, of exactly its shape and dtype; values of the host are taken as they are."""
     extra = sorted(set(feeds) - {t.name for t in wanted})
     if extra:
         raise TapestryError(f"there is no input '{extra[0]}'", hint=f"the inputs are {', '.join(t.name for t in wanted)}")
-    out: dict[str, Array] = {}
+    out: dict[str, Any] = {}
     for t in wanted:
         if t.name not in feeds:
             raise TapestryError(f"input '{t.name}' is missing", hint=f"an array {t.dtype}{list(t.shape)}")
+        if t.on_host:
+            out[t.name] = HostValue(host_value(feeds[t.name], t))
+            continue
         try:
             a = np.asarray(feeds[t.name])
         except ValueError as e:
@@ -100,6 +108,26 @@ def check_feeds(feeds: Mapping[str, Array], wanted: list[Tensor]) -> dict[str, A
             raise TapestryError(f"input '{t.name}' is {a.dtype}{list(a.shape)}, not {DTYPES[t.dtype][1]}{list(t.shape)}")
         out[t.name] = a
     return out
+
+
+def host_value(value: Any, t: Tensor) -> Any:
+    """An input that stays on the host: strings as an array of objects, a sequence as a list of arrays.
+
+    Raises:
+        TapestryError: it is a sequence where a tensor is wanted, or the other way round.
+    """
+    sequence, optional = "seq(" in t.about, t.about.startswith("optional(")
+    if value is None and optional:
+        return None
+    if isinstance(value, list | tuple) != sequence or value is None:
+        raise TapestryError(f"input '{t.name}' is {type(value).__name__}, not {t.about}")
+    if sequence:
+        return [_strings(np.asarray(v)) for v in value]
+    return _strings(np.asarray(value))
+
+
+def _strings(a: Array) -> Array:
+    return a.astype(object) if a.dtype.kind in "US" else a
 
 
 def largest_constant(build: Build) -> int:

@@ -25,7 +25,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Mesh, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.text import signature
-from tapestry.ir.types import DTYPES, itemsize
+from tapestry.ir.types import DTYPES, HOST, itemsize
 from tapestry.verify import blocks, exchange
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
@@ -108,6 +108,7 @@ def check(
     mesh: Mesh | None = None,
     streamed: frozenset[str] = frozenset(),
     places: tuple[Stage, ...] | None = None,
+    exact: bool = False,
 ) -> dict[str, int]:
     """Check a graph and its program; returns how many times each law was checked.
 
@@ -117,6 +118,7 @@ def check(
         limit: bytes that each device has, or a list of what every one has.
         stated_peak: peak bytes per device that the plan claims.
         streamed: weights that the plan loads for every use; all others stay loaded from their load to the end.
+        exact: whether the plan claims the same bits as on one device.
 
     Raises:
         LawError: naming the law, the step, the device and a witness point.
@@ -124,6 +126,8 @@ def check(
     zeros = np.zeros(program.devices, np.int64)
     r = _Replay(graph, program, Lists(), zeros, zeros.copy(), streamed=streamed)
     r.lists.laws.update(constraints.check(graph))
+    if exact:
+        r.lists.laws["exact"] = constraints.exact_splits(graph)
     r.signatures = [signature(op, graph) for op in graph.ops]
     r.law("agreement", streamed <= set(graph.weights), f"{sorted(streamed - set(graph.weights))} are no weights")
     _declared(r)
@@ -313,6 +317,7 @@ def _written(op: Op, k: int, points: Spans, shape: tuple[int, ...], mode: str) -
 def _transfer(r: _Replay, step: Transfer, name: str) -> None:
     src, dst = r.buffer(step.src, name), r.buffer(step.dst, name)
     r.law("agreement", src.tensor == dst.tensor and src.dtype == dst.dtype and src.field == dst.field, "tensors differ", name)
+    r.law("host_values", src.dtype != HOST, f"'{src.tensor}' stays on the host and is never sent", name)
     r.value(step.src, src.tensor, name)
     held, wanted = r.spans(src), r.spans(dst)
     fact = ("transfer", *(r.lists.number(x) for x in (src.boxes, dst.boxes, step.messages)))

@@ -21,7 +21,7 @@ from tapestry.ir.index import bounds, evaluate
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.philox import philox
-from tapestry.ir.types import numpy_dtype
+from tapestry.ir.types import HOST, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -33,22 +33,41 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict
         feeds: an array for every graph input and weight.
         wide: compute floats in float64, whatever the graph says.
     """
-    values = {n: np.asarray(a).astype(numpy_dtype(graph.tensors[n].dtype, wide)) for n, a in feeds.items()}
+
+    def stored(name: str, a: Any) -> Any:
+        t = graph.tensors[name]
+        return opaque.HostValue(a) if t.on_host else np.asarray(a).astype(numpy_dtype(t.dtype, wide))
+
+    values = {n: stored(n, a) for n, a in feeds.items()}
     for op in graph.ops:
-        results = _opaque(op, values) if isinstance(op, Opaque) else _block(op, graph, values, wide)
-        for t, a in zip(op.outs, results, strict=True):
-            values[t] = np.asarray(a).astype(numpy_dtype(graph.tensors[t].dtype, wide))
-    return {t: values[t] for t in graph.outputs}
+        results = _opaque(op, graph, values, wide) if isinstance(op, Opaque) else _block(op, graph, values, wide)
+        values.update({t: stored(t, a) for t, a in zip(op.outs, results, strict=True)})
+    return {t: values[t].value if graph.tensors[t].on_host else values[t] for t in graph.outputs}
 
 
-def _opaque(op: Opaque, values: Mapping[str, Array]) -> list[Array]:
+def _opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool) -> list[Any]:
     arrays = [values[t] if t else None for t in op.ins]
+    if not op.dims:  # whole; values of the host are never taken apart
+        return opaque.run(op, arrays, _expected(op, graph, (), wide))
     cuts = _cuts(op.splits)
     pieces: list[tuple[tuple[tuple[int, int], ...], list[Array]]] = []
     for box in itertools.product(*([cut(d.size, cuts.get(d.name, 1), k) for k in range(cuts.get(d.name, 1))] for d in op.dims)):
         ins = [None if a is None else a[_slices(a.ndim, axes, box)] for a, axes in zip(arrays, op.in_axes, strict=True)]
-        pieces.append((box, opaque.run(op, ins)))
+        pieces.append((box, opaque.run(op, ins, _expected(op, graph, box, wide))))
     return [_assemble(op, i, pieces) for i in range(len(op.outs))]
+
+
+def _expected(op: Opaque, graph: Graph, box: Box, wide: bool) -> list[opaque.Expected]:
+    """Dtype and shape of each output over a block; with wide inputs some nodes give wide outputs, and some do not."""
+    out: list[opaque.Expected] = []
+    for t, axes in zip(op.outs, op.out_axes, strict=True):
+        shape = list(graph.tensors[t].shape)
+        for (lo, hi), axis in zip(box, axes, strict=True):
+            if axis is not None:
+                shape[axis] = hi - lo
+        dtype = graph.tensors[t].dtype
+        out.append(("" if wide and dtype != HOST else dtype, tuple(shape)))
+    return out
 
 
 def _assemble(op: Opaque, i: int, pieces: list[tuple[Box, list[Array]]]) -> Array:

@@ -80,8 +80,20 @@ def _evaluator(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
     return dict(zip([o.name for o in loaded.graph.output], found, strict=True))
 
 
-def compare(out: Array, ref: Array) -> Difference:
-    """Compare an output with its reference. A NaN never passes, an infinity only where both have the same one."""
+def compare(out: Any, ref: Any) -> Difference:
+    """Compare an output with its reference. A NaN never passes, an infinity only where both have the same one.
+
+    Of a sequence the worst element counts; text and absent optionals are equal or not.
+    """
+    if isinstance(out, list) and isinstance(ref, list) and len(out) == len(ref):
+        rows = [compare(a, b) for a, b in zip(out, ref, strict=True)]
+        return max(rows, key=lambda d: (not d.passed, d.rel_err), default=Difference(0.0, 0.0, True))
+    if not isinstance(out, np.ndarray) or not isinstance(ref, np.ndarray):
+        same = out is None and ref is None
+        return Difference(0.0, 0.0, True) if same else Difference(float("nan"), float("nan"), False)
+    if out.dtype == object or ref.dtype.kind in "OUS":
+        same = out.shape == ref.shape and bool(np.all(out == ref.astype(object)))
+        return Difference(0.0, 0.0, True) if same else Difference(float("nan"), float("nan"), False)
     if out.shape != ref.shape or out.dtype.name != ref.dtype.name:
         return Difference(float("nan"), float("nan"), False)
     if out.size == 0:

@@ -30,6 +30,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     share = f"{max(peaks) / alone:.0%} of {human(alone)} unsharded" if alone else ""
     facts.add_row("memory", f"peak {human(max(peaks))} per device, {share}")
     facts.add_row("host", f"{human(report['host_load_bytes'])} loaded by {report['devices']} device(s)")
+    if report.get("host_values"):
+        facts.add_row("on the host", f"{len(report['host_values'])} value(s) of a size known only at run time, in no peak")
     laws = report["certificate"]["laws"]
     facts.add_row("verified", f"{sum(laws.values()):,} checks of {len(laws)} laws, all hold")
     facts.add_row("kernels", f"{report['kernels']} distinct")

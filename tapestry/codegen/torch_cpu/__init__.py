@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from tapestry.codegen.torch_cpu import kernels, scalars
+from tapestry.codegen.torch_cpu import exact, kernels, scalars
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, shape
+from tapestry.ir.opaque import HostValue
+from tapestry.ir.types import HOST
 
 
 class TorchCpu:
-    """Implements `tapestry.runtime.local.Target` on torch tensors."""
+    """Implements `tapestry.runtime.local.Target` on torch tensors.
+
+    Args:
+        exact: compute in canonical blocks, so that results do not depend on the number of devices (`ir.exact`).
+    """
+
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
 
     def kernel(self, graph: Graph, kernel: Kernel) -> kernels.Run:
         """A function that computes one block."""
-        return kernels.build(graph, kernel)
+        return exact.build(graph, kernel) if self.exact else kernels.build(graph, kernel)
 
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""
         stacked = [torch.stack(list(fields), dim=-1) for fields in zip(*states, strict=True)]
         return scalars.reduce(monoid, stacked, stacked[0].dim() - 1)
 
-    def slice(self, array: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
+    def slice(self, array: Any, box: Box, origin: Box) -> Any:
         """A copy of a box of an array that holds ``origin``."""
         place = tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, origin, strict=True))
         return array[place].clone(memory_format=torch.contiguous_format)
 
-    def assemble(self, box: Box, dtype: str, pieces: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+    def assemble(self, box: Box, dtype: str, pieces: Sequence[tuple[Box, Any]]) -> Any:
         """A new array of a box, filled from pieces that cover it."""
+        if dtype == HOST:
+            return pieces[0][1]
         out = torch.empty(shape(box), dtype=scalars.TORCH_DTYPES[dtype])
         for part, values in pieces:
             out[tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(part, box, strict=True))] = values
@@ -39,8 +51,10 @@ class TorchCpu:
         """A new array of a box with one value everywhere."""
         return torch.full(shape(box), value, dtype=scalars.TORCH_DTYPES[dtype])
 
-    def nbytes(self, array: torch.Tensor) -> int:
-        """Bytes of the tensor's storage."""
+    def nbytes(self, array: Any) -> int:
+        """Bytes of the tensor's storage; a value of the host is on no device."""
+        if isinstance(array, HostValue):
+            return 0
         return array.untyped_storage().nbytes()
 
 

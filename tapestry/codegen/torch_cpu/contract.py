@@ -44,6 +44,7 @@ def matmul(op: Block, frame: Frame, a_dims: frozenset[str], b_dims: frozenset[st
         spare *= 1 if n in a_dims or n in b_dims else extent[n]
 
     def side(x: Tensor, outer: list[str], transpose: bool) -> Tensor:
+        x = x.reshape([1] * (len(names) - x.dim()) + list(x.shape))  # a literal has no axes
         alone = [i for i, n in enumerate(names) if n in reduced and n not in inner and x.shape[i] > 1]
         x = x.sum(dim=alone, keepdim=True) if alone else x
         wanted = batch + (inner + outer if transpose else outer + inner)

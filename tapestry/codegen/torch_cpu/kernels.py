@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.scan import as_scan
+from tapestry.ir.types import HOST, STORED, numpy_dtype
 
 
 def build(graph: Graph, kernel: Kernel) -> Run:
@@ -135,7 +137,9 @@ def _selected_parts(op: Block) -> tuple[Expr, Expr] | None:
 
 def _opaque(op: Opaque, graph: Graph, kernel: Kernel) -> Run:
     """Slices along the dimensions that the node commutes with, then the node itself."""
-    takes: list[tuple[slice, ...] | None] = []
+    takes: list[tuple[tuple[slice, ...], tuple[int, ...]] | None] = []
+    expected = [(graph.tensors[t].dtype, shape(box)) for t, box in zip(op.outs, kernel.outs, strict=True)]
+    dtypes = [graph.tensors[t].dtype if t else "" for t in op.ins]
     for t, axes, box in zip(op.ins, op.in_axes, kernel.ins, strict=True):
         if not t or box is None:
             takes.append(None)
@@ -144,27 +148,49 @@ def _opaque(op: Opaque, graph: Graph, kernel: Kernel) -> Run:
         for (lo, hi), axis in zip(kernel.block, axes, strict=True):
             if axis is not None:
                 cut[axis] = slice(lo - box[axis][0], hi - box[axis][0])
-        takes.append(tuple(cut))
+        sizes = list(graph.tensors[t].shape)
+        for (lo, hi), axis in zip(kernel.block, axes, strict=True):
+            if axis is not None:
+                sizes[axis] = hi - lo
+        takes.append((tuple(cut), tuple(sizes)))
 
-    def run(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Tensor]:
-        arrays = [None if c is None else to_numpy(held(x)[c]) for x, c in zip(ins, takes, strict=True)]
-        return [from_numpy(np.array(a)) for a in opaque.run(op, arrays)]
+    def run(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Any]:
+        arrays = [None if c is None else _argument(held(x), c, d) for x, c, d in zip(ins, takes, dtypes, strict=True)]
+        found = opaque.run(op, arrays, expected)
+        kept = [opaque.HostValue(a) if d == HOST else np.array(a) for a, (d, _) in zip(found, expected, strict=True)]
+        return [from_numpy(a) for a in kept]
 
     return run
 
 
-def to_numpy(x: Tensor) -> np.ndarray:
-    """A numpy array with the tensor's bits (bfloat16 as ml_dtypes')."""
-    if x.dtype == torch.bfloat16:
-        import ml_dtypes
+_BITS = frozenset(numpy_dtype(d).name for d in STORED)
 
-        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+def _argument(x: Any, part: tuple[tuple[slice, ...], tuple[int, ...]], dtype: str) -> Any:
+    """A block of a buffer; of no cells, any buffer holds it, whatever its own sizes are."""
+    if dtype == HOST:
+        return x
+    return np.empty(part[1], numpy_dtype(dtype)) if 0 in part[1] else to_numpy(x[part[0]], dtype)
+
+
+def to_numpy(x: Any, dtype: str = "") -> Any:
+    """A numpy array with the tensor's bits, as an element type of ours (ml_dtypes' where numpy has none)."""
+    if dtype == HOST:
+        return x.value
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(torch.int16).numpy().view(numpy_dtype("bf16"))
+    if x.dtype == torch.uint8 and dtype in STORED:
+        return x.contiguous().numpy().view(numpy_dtype(dtype))
     return x.numpy()
 
 
-def from_numpy(a: np.ndarray) -> Tensor:
-    """A tensor with the array's bits (it may share them)."""
+def from_numpy(a: Any) -> Any:
+    """A tensor with the array's bits (it may share them); values of the host stay as they are."""
+    if isinstance(a, opaque.HostValue):
+        return a
     a = np.ascontiguousarray(a).reshape(a.shape)  # numpy would make a scalar a vector
     if a.dtype.name == "bfloat16":
         return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+    if a.dtype.itemsize == 1 and a.dtype.name in _BITS:  # a type that torch does not have, or has otherwise: its bits
+        a = a.view(np.uint8)
     return torch.from_numpy(a if a.flags.writeable else a.copy())

@@ -10,13 +10,15 @@ import torch
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.philox import philox
+from tapestry.ir.types import STORED
 
 Tensor = torch.Tensor
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
-    "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
+    "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64, "c64": torch.complex64, "c128": torch.complex128,
 }  # fmt: skip
+TORCH_DTYPES |= {d: torch.uint8 for d in STORED if d not in TORCH_DTYPES}  # held as their bits
 
 
 def _div(a: Tensor, b: Tensor) -> Tensor:

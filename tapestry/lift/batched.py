@@ -1,0 +1,121 @@
+"""Opaque operators that commute with splitting along some axes: batches, channels, rows that know nothing of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tapestry.ir.graph import Dim
+from tapestry.lift.builder import Node
+from tapestry.lift.pointwise import emit_cells
+from tapestry.lift.registry import lifts
+
+Axes = dict[int, list[int | None]]
+
+
+def leading(n: Node, why: str, count: int, ins: Sequence[int], outs: Sequence[int] = (0,)) -> None:
+    """Opaque, splittable along the first ``count`` axes of input 0, which inputs ``ins`` and the outputs share."""
+    shape = n.shape(0)
+    dims = [Dim(f"x{a}", shape[a]) for a in range(count)]
+    alike: Axes = {k: list(range(count)) for k in ins if n.has(k)}
+    n.opaque(why, dims, alike, {k: list(range(count)) for k in outs})
+
+
+@lifts("Det")
+def lift_det(n: Node) -> None:
+    """One matrix at a time."""
+    leading(n, "a determinant mixes a whole matrix", len(n.shape(0)) - 2, (0,))
+
+
+@lifts("Col2Im")
+def lift_col2im(n: Node) -> None:
+    """Overlapping blocks are added within one image; batch by batch (channels are interleaved with the block's cells)."""
+    leading(n, "adds overlapping blocks", 1, (0,))
+
+
+@lifts("DeformConv")
+def lift_deform_conv(n: Node) -> None:
+    """Samples at offsets that depend on the data, image by image."""
+    n.opaque("samples at offsets that depend on the data", [Dim("b", n.shape(0)[0])], {0: [0], 2: [0], 4: [0]}, {0: [0]})
+
+
+@lifts("RoiAlign")
+def lift_roi_align(n: Node) -> None:
+    """Region by region, channel by channel; a region may lie in any image."""
+    dims = [Dim("r", n.shape(1)[0]), Dim("c", n.shape(0)[1])]
+    n.opaque("samples inside regions that depend on the data", dims, {0: [None, 1], 1: [0, None], 2: [0, None]}, {0: [0, 1]})
+
+
+@lifts("ReverseSequence")
+def lift_reverse_sequence(n: Node) -> None:
+    """Every batch entry has a length of its own; all axes but time commute."""
+    batch, time = int(n.attr("batch_axis", 1)), int(n.attr("time_axis", 0))
+    axes: list[int | None] = [a for a in range(len(n.shape(0))) if a != time]
+    dims = [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None]
+    n.opaque("lengths depend on the data", dims, {0: axes, 1: [0 if a == batch else None for a in axes]}, {0: axes})
+
+
+@lifts("DFT")
+def lift_dft(n: Node) -> bool | None:
+    """A Fourier transform along one axis: the others commute, but for the last one, which holds real and imaginary parts."""
+    rank = len(n.shape(0))
+    axis = n.const(2) if n.has(2) else None
+    if n.has(2) and axis is None:
+        return False
+    at = int(axis.reshape(-1)[0]) if axis is not None else int(n.attr("axis", 1 if n.version < 20 else -2))
+    axes: list[int | None] = [a for a in range(rank - 1) if a != at % rank]
+    n.opaque("a Fourier transform", [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None], {0: axes}, {0: axes})
+    return None
+
+
+@lifts("STFT")
+def lift_stft(n: Node) -> None:
+    """Signal by signal."""
+    leading(n, "Fourier transforms of overlapping frames", 1, (0,))
+
+
+@lifts("TensorScatter")
+def lift_tensor_scatter(n: Node) -> None:
+    """Batch by batch: every entry is written from an index of its own."""
+    leading(n, "positions depend on the data", 1, (0, 1, 2))
+
+
+@lifts("BitCast")
+def lift_bit_cast(n: Node) -> bool | None:
+    """Cell by cell, where both types are equally wide."""
+    if n.shape(0) != n.out().shape:
+        return False
+    emit_cells(n, "reads bits as another type")
+    return None
+
+
+@lifts("QLinearMatMul", "MatMulInteger")
+def lift_integer_matmul(n: Node) -> bool | None:
+    """Batch dimensions and rows, columns where their scales are shared by all; scales per row or column go with them."""
+    second = 3 if n.kind == "QLinearMatMul" else 1
+    a, b, y = n.shape(0), n.shape(second), n.out().shape
+    others = [k for k in range(len(n.ins)) if k not in (0, second) and n.has(k)]
+    if len(a) < 2 or len(b) < 2 or any(n.tensor(k).size != 1 for k in others):
+        return False
+    rank = len(y)
+    dims = [Dim(f"b{k}", y[k]) for k in range(rank - 2)] + [Dim("i", y[-2]), Dim("n", y[-1])]
+    ins: Axes = {}
+    for k, shape, own in ((0, a, rank - 2), (second, b, rank - 1)):
+        shift = rank - len(shape)
+        batch = [d - shift if d >= shift and shape[d - shift] == y[d] else None for d in range(rank - 2)]
+        ins[k] = [*batch, *(own - shift if d == own else None for d in (rank - 2, rank - 1))]
+    n.opaque("products of shifted integers, rescaled", dims, ins, {0: list(range(rank))})
+    return None
+
+
+@lifts("ConvInteger", "QLinearConv")
+def lift_integer_conv(n: Node) -> None:
+    """Image by image, and by output channel where there is one group."""
+    w = 1 if n.kind == "ConvInteger" else 3
+    dims, ins = [Dim("b", n.shape(0)[0])], {0: [0], w: [None]}
+    out: Axes = {0: [0]}
+    scalars = all(n.tensor(k).size == 1 for k in range(len(n.ins)) if k not in (0, w, 8) and n.has(k))
+    if int(n.attr("group", 1)) == 1 and scalars:
+        dims.append(Dim("o", n.shape(w)[0]))
+        ins = {0: [0, None], w: [None, 0], **({8: [None, 0]} if n.has(8) else {})}
+        out = {0: [0, 1]}
+    n.opaque("products of shifted integers", dims, ins, out)

@@ -1,0 +1,134 @@
+"""A look at a model before anything is compiled: every problem that can be found, not only the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx import ModelProto
+
+from tapestry.errors import ModelError
+from tapestry.ir import opaque
+from tapestry.ir.graph import Graph, Opaque
+from tapestry.ir.types import HOST, numpy_dtype
+from tapestry.lift.checks import check_operators, check_tensor, load, tensors
+from tapestry.lift.model import Lifted, input_dims, lift
+from tapestry.lift.symbols import Given, bind
+from tapestry.lift.weights import stored_tensors
+
+TRIAL = 8  # the size that an unbound symbol has in the report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What there is to say of a model.
+
+    Attributes:
+        nodes, opset: of the file.
+        inputs: dimensions of every tensor input as declared, symbols by name.
+        bound: symbols with the size that was given or follows from another one.
+        assumed: symbols that nobody gave a size, with the size they have in this report.
+        problems: what keeps the model from being compiled or run; each says where, why and what to do.
+        lifted: the model as a Graph (of the assumed sizes), if it lifts at all.
+    """
+
+    nodes: int
+    opset: int
+    inputs: Mapping[str, list[int | str]]
+    bound: Mapping[str, int]
+    assumed: Mapping[str, int]
+    problems: tuple[ModelError, ...]
+    lifted: Lifted | None
+
+
+def examine(path: Path, shapes: Given = {}) -> Examined:  # noqa: B006
+    """Look at a model file.
+
+    Raises:
+        ModelError: the file is no ONNX model at all, or ``shapes`` contradict it.
+    """
+    path = path.absolute()
+    model = load(path)
+    problems = [*_operators(model), *_data(model, path.parent)]
+    stored = set(stored_tensors(model))
+    inputs: Mapping[str, list[int | str]] = {}
+    bound: dict[str, int] = {}
+    lifted: Lifted | None = None
+    assumed: dict[str, int] = {}
+    try:
+        inputs = input_dims(model, stored)
+    except ModelError as e:
+        problems.append(e)
+    else:
+        bound = bind(inputs, shapes)
+        symbols = dict.fromkeys(d for dims in inputs.values() for d in dims if isinstance(d, str))
+        assumed = {s: TRIAL for s in symbols if s not in bound}
+        lifted = None if problems else _lifted(path, inputs, {**bound, **assumed}, problems)
+    if lifted is not None:
+        problems += _evaluators(lifted.graph)
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    return Examined(
+        nodes=len(model.graph.node),
+        opset=opset,
+        inputs=inputs,
+        bound=bound,
+        assumed=assumed,
+        problems=tuple(problems),
+        lifted=lifted,
+    )
+
+
+def _lifted(
+    path: Path, inputs: Mapping[str, list[int | str]], sizes: Mapping[str, int], problems: list[ModelError]
+) -> Lifted | None:
+    known = {n: [sizes.get(d, 0) if isinstance(d, str) else d for d in dims] for n, dims in inputs.items()}
+    given = {n: known[n] for n, dims in inputs.items() if any(isinstance(d, str) for d in dims)}
+    try:
+        return lift(path, given, weights=False)
+    except ModelError as e:
+        problems.append(e)
+        return None
+
+
+def _operators(model: ModelProto) -> list[ModelError]:
+    """Every node whose operator nobody knows."""
+    functions = {(f.domain, f.name) for f in model.functions}
+    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
+    out: list[ModelError] = []
+    for node in (*model.graph.node, *(n for f in model.functions for n in f.node)):
+        try:
+            check_operators([node], functions, opsets)
+        except ModelError as e:
+            out.append(e)
+    return out
+
+
+def _data(model: ModelProto, folder: Path) -> list[ModelError]:
+    """Every tensor whose data is missing, unsafe or of the wrong size."""
+    out: list[ModelError] = []
+    try:
+        found = list(tensors(model))
+    except ModelError as e:
+        return [e]
+    for t in found:
+        try:
+            check_tensor(t, folder, weights=True)
+        except ModelError as e:
+            out.append(e)
+    return out
+
+
+def _evaluators(graph: Graph) -> list[ModelError]:
+    """Every opaque node that no evaluator can be made for."""
+    out: list[ModelError] = []
+    for op in graph.ops:
+        if isinstance(op, Opaque):
+            types = [graph.tensors[t] if t else None for t in op.ins]
+            arrays = [None if t is None or t.dtype == HOST else (numpy_dtype(t.dtype), t.shape) for t in types]
+            why = opaque.unsupported(op, arrays)
+            if why:
+                where = f"node '{', '.join(op.source)}' ({op.kind})"
+                hint = "replace the node, or give the model a function for it"
+                out.append(ModelError("no evaluator has this operator", where=where, why=why, hint=hint))
+    return out

@@ -1,0 +1,145 @@
+"""Resize, exactly: the place that an output cell samples is a rational function of its index, so floor and mod express it.
+
+``x(o) = (a*o + b) / c`` for integers a, b, c (ONNX Resize-19, coordinate_transformation_mode). The nearest cell is a floor of
+that; linear interpolation reads ``floor(x)`` and the next one, weighted by ``mod(a*o + b, c) / c``, axis by axis. Splitting a
+spatial axis then needs a halo of a row or two, like a convolution.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from tapestry.ir.expr import Expr, Index, call, cast
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import Aff, const, dim, floordiv, modulo, span
+from tapestry.ir.monoid import number
+from tapestry.ir.types import FLOATS
+from tapestry.lift.builder import Node, accumulator, axes, here, literal
+from tapestry.lift.registry import lifts
+
+Place = tuple[Aff, int]  # numerator and denominator of the coordinate sampled
+
+
+@lifts("Resize", "Upsample")
+def lift_resize(n: Node) -> bool | None:
+    """Nearest and linear interpolation; what is left (cubic, antialiasing, crops) commutes with batch and channels."""
+    places = None if n.out().size == 0 or n.tensor(0).size == 0 else _places(n)
+    mode = n.attr("mode", "nearest")
+    done = False
+    if places is not None and mode == "nearest":
+        done = _nearest(n, places)
+    elif places is not None and mode == "linear" and n.dtype(0) in FLOATS:
+        done = _linear(n, places)
+    return None if done else _sampled(n)
+
+
+def _places(n: Node) -> dict[int, Place] | None:
+    """For every axis that changes, where an output cell samples; None where no rational says it."""
+    x, y = n.shape(0), n.out().shape
+    modern = n.kind == "Resize" and n.version >= 11
+    if n.attr("antialias", 0) or n.attr("exclude_outside", 0) or n.attr("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return None
+    which = [int(a) % len(x) for a in n.attr("axes", range(len(x)))]
+    given = n.const(2 if modern else 1) if n.version >= 9 or modern else np.array(n.attr("scales", []), np.float32)
+    if modern and n.has(3):
+        given = None if n.const(3) is None else np.array([])
+    if given is None:
+        return None
+    scales = dict(zip(which, given.reshape(-1), strict=False))
+    how = str(n.attr("coordinate_transformation_mode", "half_pixel")) if modern else "asymmetric"
+    out: dict[int, Place] = {}
+    for a, (size, wanted) in enumerate(zip(x, y, strict=True)):
+        scale = _rational(scales.get(a), size, wanted)
+        if size == wanted and scale == 1:
+            continue
+        place = None if scale is None else _place(how, dim(f"x{a}"), scale, size, wanted)
+        if place is None:
+            return None
+        out[a] = place
+    return out
+
+
+def _rational(scale: np.float32 | None, size: int, wanted: int) -> Fraction | None:
+    """The scale as it was meant: wanted/size where that is the number given, else the simplest fraction that rounds to it."""
+    whole = Fraction(wanted, size)
+    if scale is None or np.float32(float(whole)) == scale:
+        return whole
+    found = Fraction(float(scale)).limit_denominator(1 << 10)
+    return found if found > 0 and np.float32(float(found)) == scale else None
+
+
+def _place(how: str, o: Aff, scale: Fraction, size: int, wanted: int) -> Place | None:
+    p, q = scale.numerator, scale.denominator
+    if how == "half_pixel" or (how == "pytorch_half_pixel" and wanted > 1):
+        return o * (2 * q) + (q - p), 2 * p
+    if how == "asymmetric":
+        return o * q, p
+    if how == "align_corners":
+        ends = p * size - q  # (scale * size - 1) * q: the length before it is rounded down
+        return (o * ((size - 1) * q), ends) if ends > 0 else (const(0), 1)
+    return (const(0), 1) if how == "pytorch_half_pixel" else None
+
+
+def _nearest(n: Node, places: dict[int, Place]) -> bool:
+    """A view, where rounding never leaves the tensor."""
+    dims = n.out_dims()
+    ranges = {d.name: d.size for d in dims}
+    old = n.kind == "Upsample" or n.version < 11
+    rounding = "floor" if old else str(n.attr("nearest_mode", "round_prefer_floor"))
+    index = here(dims)
+    for a, (top, c) in places.items():
+        if rounding == "floor":
+            index[a] = floordiv(top, c, ranges)
+        elif rounding == "ceil":
+            index[a] = floordiv(top + (c - 1), c, ranges)
+        elif rounding == "round_prefer_ceil":
+            index[a] = floordiv(top * 2 + c, 2 * c, ranges)
+        else:
+            index[a] = floordiv(top * 2 + (c - 1), 2 * c, ranges)
+        lo, hi = span(index[a], ranges)
+        if lo < 0 or hi >= n.shape(0)[a]:
+            return False
+    n.view(n.out(), n.ins[0], dims, index)
+    return True
+
+
+def _linear(n: Node, places: dict[int, Place]) -> bool:
+    """One axis after another: two reads, weighted; beyond the border the last cell counts."""
+    src, shape = n.ins[0], list(n.shape(0))
+    for k, (a, place) in enumerate(places.items()):
+        size, shape[a] = shape[a], n.out().shape[a]
+        last = k == len(places) - 1
+        src = _linear_axis(n, n.outs[0] if last else n.temp(f"axis{a}"), src, axes(shape), a, size, place)
+    if not places:
+        n.view(n.out(), src, n.out_dims(), here(n.out_dims()))
+    return True
+
+
+def _linear_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, size: int, place: Place) -> str:
+    top, c = place
+    ranges = {d.name: d.size for d in dims}
+    first = floordiv(top, c, ranges)
+    wide = accumulator(n.dtype(0))
+    reads = [n.read(src, [first + k if a == axis else dim(d.name) for a, d in enumerate(dims)], 0.0) for k in (0, 1)]
+    weight = call("div", cast(Index(modulo(top, c, ranges)), wide), literal(float(c), wide))
+
+    def body(left: Expr, right: Expr) -> Expr:
+        low = call("where", call("lt", Index(first), number(0, "i64")), right, left)
+        high = call("where", call("ge", Index(first), number(size - 1, "i64")), left, right)
+        low, high = cast(low, wide), cast(high, wide)
+        whole = call("add", call("mul", low, call("sub", number(1, wide), weight)), call("mul", high, weight))
+        return cast(whole, n.dtype(0))
+
+    return n.block(out, dims, reads, body)
+
+
+def _sampled(n: Node) -> bool | None:
+    """Opaque; batch and channels commute where the node leaves those axes alone and does not name their sizes."""
+    x, y = n.shape(0), n.out().shape
+    crop = n.attr("coordinate_transformation_mode") == "tf_crop_and_resize"
+    if len(x) < 3 or x[:2] != y[:2] or n.attr("axes") is not None or crop or n.has(3):
+        return False  # `sizes` names the whole batch: it would be wrong for a block of it, where scales stay right
+    n.opaque("interpolates", [Dim("b", x[0]), Dim("c", x[1])], {0: [0, 1]}, {0: [0, 1]})
+    return None

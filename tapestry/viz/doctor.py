@@ -1,0 +1,109 @@
+"""``tapestry doctor``: what of a model can be split, what is opaque and why, what is unbound, what is unsupported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tapestry.ir.graph import Graph, Op, Opaque
+from tapestry.lift.examine import Examined
+from tapestry.rewrites.simplify import simplify
+from tapestry.rewrites.split import splittable
+
+Document = dict[str, Any]
+SHOWN = 12  # rows of a long list on a terminal
+
+
+def document(model: Path, found: Examined) -> Document:
+    """Everything as data."""
+    graph = simplify(found.lifted.graph) if found.lifted is not None else None
+    problems = [{"where": e.where, "what": e.what, "why": e.why, "hint": e.hint} for e in found.problems]
+    return {
+        "model": str(model), "nodes": found.nodes, "opset": found.opset, "inputs": dict(found.inputs),
+        "bound": dict(found.bound), "unbound": _unbound(found), "unsupported": problems,
+        "operations": [] if graph is None else [_operation(op) for op in graph.ops],
+        "host_values": {} if graph is None else {t.name: t.about for t in graph.tensors.values() if t.on_host},
+        "summary": {} if graph is None else _summary(graph),
+    }  # fmt: skip
+
+
+def _unbound(found: Examined) -> list[Document]:
+    """Symbols without a size: where they stand, and how to bind them."""
+    rows: list[Document] = []
+    for symbol, size in found.assumed.items():
+        places = [f"{n}[{a}]" for n, dims in found.inputs.items() for a, d in enumerate(dims) if d == symbol]
+        name = places[0].rpartition("[")[0]
+        shape = "x".join(str(size) if isinstance(d, str) else str(d) for d in found.inputs[name])
+        bind = f"--shape {name}={shape}" if "[" in symbol else f"--shape {symbol}={size}"
+        rows.append({"symbol": symbol, "where": places, "assumed": size, "bind": bind})
+    return rows
+
+
+def _operation(op: Op) -> Document:
+    reduced = set() if isinstance(op, Opaque) else {d.name for d in op.reduce}
+    dims = [{"name": d.name, "size": d.size, "kind": "monoid" if d.name in reduced else "map"} for d in splittable(op)]
+    row: Document = {"output": op.outs[0], "nodes": list(op.source), "class": _class(op), "dims": dims}
+    return {**row, "operator": op.kind, "why": op.why} if isinstance(op, Opaque) else row
+
+
+def _class(op: Op) -> str:
+    if not isinstance(op, Opaque):
+        return "affine"
+    return "partly" if op.dims else "opaque"
+
+
+def _summary(graph: Graph) -> dict[str, int]:
+    counts = Counter(_class(op) for op in graph.ops)
+    can = sum(bool(splittable(op)) for op in graph.ops)
+    return {"operations": len(graph.ops), **{k: counts[k] for k in ("affine", "partly", "opaque")}, "splittable": can}
+
+
+def text(found: Mapping[str, Any], *, all_nodes: bool = False) -> str:
+    """The document as a person reads it."""
+    return "\n".join(_lines(found, all_nodes)) + "\n"
+
+
+def _lines(found: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
+    yield f"{found['model']}: {found['nodes']} nodes, opset {found['opset']}"
+    for row in found["unbound"]:
+        places = ", ".join(row["where"])
+        yield f"  unbound: {row['symbol']} in {places}; bind it with {row['bind']} (taken as {row['assumed']} here)"
+    for row in found["unsupported"]:
+        yield f"  unsupported: {row['where']}: {row['what']}" if row["where"] else f"  unsupported: {row['what']}"
+        yield from (f"    {k}: {v}" for k, v in (("because", row["why"]), ("try", row["hint"])) if v)
+    if not found["summary"]:
+        yield "  nothing can be said of splitting before the above is mended"
+        return
+    s = found["summary"]
+    counts = ", ".join(f"{s[k]} {k}" for k in ("affine", "partly", "opaque"))
+    yield f"  {s['operations']} operations: {counts}; {s['splittable']} can be split"
+    opaque = [o for o in found["operations"] if o["class"] != "affine"]
+    if opaque:
+        yield "  not affine:"
+        yield from _cut([f"    {_node(o)} ({o['operator']}): {o['why']}; {_dims(o)}" for o in opaque], all_nodes)
+    if found["host_values"]:
+        yield "  on the host, of a size known only at run time:"
+        yield from _cut([f"    {name}: {about}" for name, about in found["host_values"].items()], all_nodes)
+    yield "  can be split (monoid: partial results are merged):"
+    alike: dict[str, list[str]] = {}
+    for o in found["operations"]:
+        if o["class"] == "affine" and o["dims"]:
+            alike.setdefault(_dims(o), []).append(_node(o))
+    rows = [f"    {dims} – {', '.join(n[:3])}{f' and {len(n) - 3} more' if len(n) > 3 else ''}" for dims, n in alike.items()]
+    yield from _cut(rows, all_nodes)
+
+
+def _node(o: Mapping[str, Any]) -> str:
+    return o["nodes"][0] if o["nodes"] else o["output"]
+
+
+def _dims(o: Mapping[str, Any]) -> str:
+    if not o["dims"]:
+        return "no dimension can be split"
+    return ", ".join(f"{d['name']}:{d['size']}{' (monoid)' if d['kind'] == 'monoid' else ''}" for d in o["dims"])
+
+
+def _cut(rows: list[str], everything: bool) -> list[str]:
+    return rows if everything or len(rows) <= SHOWN else [*rows[:SHOWN], f"    … and {len(rows) - SHOWN} more (-v)"]
