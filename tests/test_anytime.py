@@ -125,15 +125,16 @@ def test_outside_the_search_the_first_signal_aborts(stage):
 
 SIGNALS = """
 import os, signal, sys
-from tapestry import cli, pipeline
-real, times, calls = pipeline.search, int(sys.argv[1]), []
+from tapestry import cli
+from tapestry.plan import task
+real, times, calls = task.search, int(sys.argv[1]), []
 def search(*args, **kwargs):
     if not calls:
         calls.append(1)
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
     return real(*args, **kwargs)
-pipeline.search = search
+task.search = search
 sys.exit(cli.main(sys.argv[2:]))
 """
 

@@ -35,7 +35,7 @@ def test_opaque_keeps_what_commutes(tmp_path):
 
 
 def test_opaque_unknown_structure(tmp_path):
-    graph = agree(node("Det", "x"), {"x": data(2, 3, 3)}, ["y"], folder=tmp_path, native=False)
+    graph = agree(node("Det", "x"), {"x": data(3, 3)}, ["y"], folder=tmp_path, native=False)
     (op,) = graph.ops
     assert isinstance(op, Opaque) and op.dims == () and op.why
 

@@ -190,7 +190,7 @@ def test_megatron_for_a_transformer_block(tmp_path: Path) -> None:
     """Heads and hidden features cut, one all-reduce behind each half."""
     p = Planned(block(tmp_path / "b.onnx", 1, 64, 4096, 32), layouts=["x:replicated", "y:replicated"])
     assert [p.cut[n] for n in ("q_proj", "k_proj", "v_proj", "out_proj", "up", "down")] == ["n", "n", "n", "m", "n", "m"]
-    assert p.cut["scores"] == "b1" and p.cut["mix"] == "b1" and p.cut["softmax"] == "x1"  # heads
+    assert {p.cut["scores"], p.cut["softmax"], p.cut["mix"]} == {"b1"}  # heads, of one streaming operation
     assert p.transfers == {"all_reduce": 2}
 
 
