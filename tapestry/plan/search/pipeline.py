@@ -74,7 +74,7 @@ def search_stages(
                 continue
             found, lower = _with_micro_batches(seq, topo, stages, limit, budget, insist=insist)
         except OutOfTime:
-            return None if best is None else _bounded(best, 0.0)
+            return None if best is None else _bounded(best, min(bound, alone))
         bound = min(bound, lower)
         if m == 1:  # parts of an operation take as long as the operation, and some stage does its share of all of them
             alone = lower / (stages or device_count(topo.mesh))

@@ -18,7 +18,7 @@ from tapestry.plan.topology import Topology
 from tapestry.rewrites.rule import Move
 
 AUTO_SHARE = 0.5  # of what the plan without stages took: seconds for stages that nobody asked for
-LEAST_SECONDS, MOST_SECONDS = 2.0, 10.0  # and the limits of that
+LEAST_SECONDS, MOST_SECONDS = 2.0, 5.0  # and the limits of that; where it would be more, they are not looked for
 SLOW = 2.0  # a mesh axis is slow if a byte takes so many times longer than on the fastest
 WAITING = 0.05  # stages may pay if the spatial plan spends at least this share of its time on transfers
 
@@ -91,10 +91,10 @@ def choose(
     """
     unfit = isinstance(spatial, PlanError)
     staged: Staged | None = None
-    if request.explicit or (request.stages != 1 and _may_pay(spatial, topo, tight)):
+    quick = tight or unfit or AUTO_SHARE * spent <= MOST_SECONDS
+    if request.explicit or (request.stages != 1 and quick and _may_pay(spatial, topo, tight)):
         upper = float("inf") if unfit or request.explicit else spatial.objective
-        extra = min(max(LEAST_SECONDS, AUTO_SHARE * spent), MOST_SECONDS)
-        part = budget if request.explicit or unfit or tight else budget.part(extra)
+        part = budget if request.explicit or unfit or tight else budget.part(max(LEAST_SECONDS, AUTO_SHARE * spent))
         insist = request.explicit or unfit
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
         staged = search_stages(graph, topo, stages=request.stages, micro=micro, upper=upper, budget=part, insist=insist)
