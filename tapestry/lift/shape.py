@@ -84,7 +84,7 @@ def lift_tile(n: Node) -> None:
     """Repetition: positions modulo the input's size."""
     dims = n.out_dims()
     ranges = {d.name: d.size for d in dims}
-    n.view(n.out(), n.ins[0], dims, [modulo(dim(d.name), s, ranges) for d, s in zip(dims, n.shape(0), strict=True)])
+    n.view(n.out(), n.ins[0], dims, [modulo(dim(d.name), max(s, 1), ranges) for d, s in zip(dims, n.shape(0), strict=True)])
 
 
 @lifts("Slice")

@@ -1,0 +1,1 @@
+"""Random models, plans and meshes against independent evaluators: generator, trial, shrinker, campaign."""

@@ -1,0 +1,151 @@
+"""Values of single ONNX nodes: onnxruntime without optimisations, or the ONNX reference evaluator where that cannot."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+Array = np.ndarray[Any, Any]
+IR_VERSION = 10  # the newest that every opset used here goes with and onnxruntime reads
+
+
+class Unfit(Exception):
+    """A node that the generator had better leave out: no evaluator runs it, or its values are of no use to compare."""
+
+
+def onnx_type(dtype: np.dtype[Any]) -> int:
+    """ONNX's number for a numpy type."""
+    return int(helper.np_dtype_to_tensor_dtype(dtype))
+
+
+def model_of(
+    nodes: Sequence[NodeProto],
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, int],
+    opset: int,
+    weights: Sequence[TensorProto] = (),
+    symbols: Mapping[tuple[str, int], str] | None = None,
+) -> ModelProto:
+    """A model of some nodes.
+
+    Args:
+        inputs: values, whose shapes and dtypes are declared.
+        outputs: name to ONNX element type; their shapes are left to inference.
+        symbols: (input, axis) to the name of a symbolic size declared there.
+    """
+    names = symbols or {}
+    ins = [
+        helper.make_tensor_value_info(n, onnx_type(a.dtype), [names.get((n, k), s) for k, s in enumerate(a.shape)])
+        for n, a in inputs.items()
+    ]
+    outs = [helper.make_tensor_value_info(n, t, None) for n, t in outputs.items()]
+    graph = helper.make_graph(list(nodes), "fuzz", ins, outs, list(weights))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
+
+
+@cache
+def _options() -> Any:
+    import onnxruntime as ort
+
+    ort.set_default_logger_severity(4)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return options
+
+
+def node_values(node: NodeProto, inputs: Mapping[str, Array], opset: int) -> dict[str, Array]:
+    """What a node's outputs are.
+
+    Raises:
+        Unfit: neither evaluator runs it.
+    """
+    used = {n: np.asarray(inputs[n]) for n in dict.fromkeys(node.input) if n}
+    wanted = {o: TensorProto.UNDEFINED for o in node.output if o}
+    model = model_of([node], used, wanted, opset)
+    try:
+        return _onnxruntime(model, used)
+    except Exception as first:  # both libraries raise many kinds
+        try:
+            return _evaluator(model, used)
+        except Exception as second:
+            raise Unfit(f"{node.op_type}: {first}; {second}") from None
+
+
+def _onnxruntime(model: ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    import onnxruntime as ort
+
+    model = onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    session = ort.InferenceSession(model.SerializeToString(), _options(), providers=["CPUExecutionProvider"])
+    names = [o.name for o in session.get_outputs()]
+    return dict(zip(names, map(np.asarray, session.run(names, dict(inputs))), strict=True))
+
+
+def _evaluator(model: ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    from onnx.reference import ReferenceEvaluator
+
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        found = ReferenceEvaluator(model).run(None, dict(inputs))
+    return {o.name: np.asarray(a) for o, a in zip(model.graph.output, found, strict=True)}
+
+
+def replay(
+    nodes: Sequence[NodeProto],
+    given: Mapping[str, Array],
+    opset: int,
+    *,
+    wide: bool = False,
+    noise: np.random.Generator | None = None,
+) -> dict[str, Array]:
+    """Every value of a model, node by node.
+
+    Args:
+        wide: floats of 32 bits and less are computed in float64.
+        noise: every floating-point result is moved by up to two units in its last place (Monte Carlo arithmetic); how
+            far outputs move with it is what rounding may do to them.
+
+    Raises:
+        Unfit: a node does not run so.
+    """
+    values = {n: _widened(a) if wide else a for n, a in given.items()}
+    for node in nodes:
+        found = node_values(_wide_node(node) if wide else node, values, opset)
+        for name, a in found.items():
+            values[name] = a if noise is None else _shaken(a, noise)
+    return values
+
+
+def _widened(a: Array) -> Array:
+    return a.astype(np.float64) if is_float(a) else a
+
+
+def is_float(a: Array) -> bool:
+    """Whether an array is of a floating-point type (bfloat16 as well)."""
+    return a.dtype.kind == "f" or a.dtype.name == "bfloat16"
+
+
+def _shaken(a: Array, rng: np.random.Generator) -> Array:
+    if not is_float(a):
+        return a
+    unit = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11}.get(a.dtype.name, 2.0**-8)
+    return (a.astype(np.float64) * (1 + rng.uniform(-2, 2, a.shape) * unit)).astype(a.dtype)
+
+
+def _wide_node(node: NodeProto) -> NodeProto:
+    """The node with casts to a float type made casts to float64."""
+    if node.op_type not in ("Cast", "ConstantOfShape"):
+        return node
+    out = NodeProto()
+    out.CopyFrom(node)
+    for a in out.attribute:
+        if a.name == "to" and a.i in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16):
+            a.i = TensorProto.DOUBLE
+    return out

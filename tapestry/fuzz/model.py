@@ -1,0 +1,106 @@
+"""Random valid models: some families one after another on the values that are there, then outputs, symbols, a file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from tapestry.fuzz import contractions, elementwise, reductions, views
+from tapestry.fuzz.draw import Draw
+from tapestry.fuzz.evaluate import Array, Unfit, model_of, onnx_type
+
+FAMILIES = {**elementwise.FAMILIES, **views.FAMILIES, **reductions.FAMILIES, **contractions.FAMILIES}
+WEIGHT = {"matmul": 3, "conv": 3, "softmax": 2, "reduce": 2, "binary": 3, "layer_norm": 2, "reshape": 2, "pool": 2, "unary": 2}
+OPSETS = (18, 20, 21, 22, 23)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model and what its values are.
+
+    Attributes:
+        outputs: the values that independent evaluators found.
+        exact: outputs that no rounding is behind.
+        symbols: (input, axis) to the name of a symbolic size.
+        families: those that nodes came from.
+    """
+
+    nodes: tuple[NodeProto, ...]
+    inputs: Mapping[str, Array]
+    weights: Mapping[str, Array]
+    outputs: Mapping[str, Array]
+    exact: frozenset[str]
+    opset: int
+    symbols: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    families: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the symbols stand for."""
+        return {s: self.inputs[n].shape[k] for (n, k), s in self.symbols.items()}
+
+    @property
+    def given(self) -> dict[str, Array]:
+        """Inputs and weights."""
+        return {**self.inputs, **self.weights}
+
+    def save(self, path: Path) -> Path:
+        """Write the model as an .onnx file."""
+        inits = [_proto(n, a) for n, a in self.weights.items()]
+        outs = {n: onnx_type(a.dtype) for n, a in self.outputs.items()}
+        path.write_bytes(model_of(self.nodes, self.inputs, outs, self.opset, inits, self.symbols).SerializeToString())
+        return path
+
+
+def _proto(name: str, a: Array) -> TensorProto:
+    if a.dtype.name == "bfloat16":
+        return helper.make_tensor(name, TensorProto.BFLOAT16, a.shape, a.tobytes(), raw=True)
+    return numpy_helper.from_array(a, name)
+
+
+def random_model(seed: object, most: int = 7) -> Model:
+    """A model of up to ``most`` families, the same for the same seed."""
+    rng = random.Random(f"model {seed}")
+    names = list(FAMILIES)
+    weights = [WEIGHT.get(n, 1) for n in names]
+    while True:
+        d = Draw(rng, rng.choice(OPSETS), zeros=rng.random() < 0.04)
+        used: list[str] = []
+        for name in rng.choices(names, weights, k=rng.randint(1, most)):
+            if _attempt(d, name):
+                used.append(name)
+        if d.nodes:
+            return _finished(d, tuple(used))
+
+
+def _attempt(d: Draw, name: str) -> bool:
+    """Let a family add its nodes; what it began and could not finish is taken back."""
+    nodes, values, inputs, weights = len(d.nodes), dict(d.values), dict(d.inputs), dict(d.weights)
+    try:
+        FAMILIES[name](d)
+    except (Unfit, ValueError, IndexError):
+        del d.nodes[nodes:]
+        d.values, d.inputs, d.weights = values, inputs, weights
+        return False
+    return True
+
+
+def _finished(d: Draw, families: tuple[str, ...]) -> Model:
+    read = {i for n in d.nodes for i in n.input}
+    made = [o for n in d.nodes for o in n.output if o in d.values]
+    outputs = [t for t in made if t not in read or d.chance(0.1)]
+    outputs = outputs or made[-1:]
+    symbols: dict[tuple[str, int], str] = {}
+    if d.chance(0.25) and not d.zeros:
+        for name, a in d.inputs.items():
+            symbols |= {(name, k): f"n{n}" for k, n in enumerate(a.shape) if d.chance(0.4)}
+    return Model(
+        nodes=tuple(d.nodes), inputs={n: a for n, a in d.inputs.items() if n in read},
+        weights={n: a for n, a in d.weights.items() if n in read}, outputs={t: d.values[t].array for t in outputs},
+        exact=frozenset(t for t in outputs if d.values[t].exact), opset=d.opset, families=families,
+        symbols={k: s for k, s in symbols.items() if k[0] in read},
+    )  # fmt: skip

@@ -1,0 +1,169 @@
+"""What is done with a model: mesh, moves, strategies, layouts. It applies to a shrunken model as far as it still can."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tapestry.rewrites  # noqa: F401  (fills the table of rules)
+from tapestry.errors import LawError, TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Layout, Mesh, MeshAxis, Plan, Strategy, device_count
+from tapestry.plan.strategy import strategies, tensor_boxes
+from tapestry.rewrites.rule import RULES, Move, Sized, apply_moves, parse_move
+from tapestry.rewrites.simplify import simplify
+
+MESHES = ((1,), (2,), (2,), (3,), (3,), (4,), (5,), (8,), (2, 2), (2, 2), (2, 3), (3, 2), (4, 2), (1, 3), (2, 2, 2), (2, 3, 2))
+OFFERS = 40  # moves of one rule that are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a model is planned.
+
+    Attributes:
+        simplified: whether the graph is simplified before the moves, and after them.
+        moves: rewrites, as text.
+        strategies: by the first tensor that an operation writes; others are replicated.
+        inputs, outputs: fixed layouts.
+        streamed: weights loaded for every use.
+        via: "strategies" as they are here; "search" by the planner; "build" by the planner, through files.
+    """
+
+    mesh: Mesh
+    simplified: tuple[bool, bool] = (True, False)
+    moves: tuple[str, ...] = ()
+    strategies: Mapping[str, Strategy] = field(default_factory=dict)
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: Mapping[str, Layout] = field(default_factory=dict)
+    streamed: frozenset[str] = frozenset()
+    via: str = "strategies"
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "mesh": [[a.name, a.size, list(a.weights)] for a in self.mesh], "simplified": list(self.simplified),
+            "moves": list(self.moves), "via": self.via, "streamed": sorted(self.streamed),
+            "strategies": {t: {"dims": list(s.dims), "out": list(s.out)} for t, s in self.strategies.items()},
+            "inputs": {t: list(x) for t, x in self.inputs.items()}, "outputs": {t: list(x) for t, x in self.outputs.items()},
+        }  # fmt: skip
+
+
+def from_document(d: Mapping[str, Any]) -> Recipe:
+    """A recipe read from JSON again."""
+    return Recipe(
+        mesh=tuple(MeshAxis(n, s, tuple(w)) for n, s, w in d["mesh"]), simplified=tuple(d["simplified"]),
+        moves=tuple(d["moves"]), via=d["via"], streamed=frozenset(d["streamed"]),
+        strategies={t: Strategy(tuple(s["dims"]), tuple(s["out"])) for t, s in d["strategies"].items()},
+        inputs={t: tuple(x) for t, x in d["inputs"].items()}, outputs={t: tuple(x) for t, x in d["outputs"].items()},
+    )  # fmt: skip
+
+
+def rewritten(graph: Graph, recipe: Recipe, *, lenient: bool = False) -> Graph:
+    """The lifted graph after simplification and moves; ``lenient`` leaves out moves that do not apply."""
+    graph = simplify(graph) if recipe.simplified[0] else graph
+    for text in recipe.moves:
+        try:
+            graph = apply_moves(graph, [parse_move(text)])
+        except LawError:
+            raise
+        except TapestryError:
+            if not lenient:
+                raise
+    return simplify(graph) if recipe.simplified[1] else graph
+
+
+def planned(graph: Graph, recipe: Recipe) -> Plan:
+    """A plan of a rewritten graph; strategies and layouts that do not fit it are left out."""
+    mesh = recipe.mesh
+    chosen: list[Strategy] = []
+    for op in graph.ops:
+        wanted = recipe.strategies.get(op.outs[0])
+        offered = strategies(op, mesh)
+        chosen.append(wanted if wanted in offered else offered[0])
+    sources, inputs = {*graph.inputs, *graph.weights}, dict(recipe.inputs)
+    return Plan(
+        graph=graph, mesh=mesh, strategies=tuple(chosen), streamed=recipe.streamed & set(graph.weights),
+        inputs={t: x for t, x in inputs.items() if t in sources and _fits(graph, t, x, mesh)},
+        outputs={t: x for t, x in recipe.outputs.items() if t in graph.outputs and _fits(graph, t, x, mesh)},
+    )  # fmt: skip
+
+
+def _fits(graph: Graph, tensor: str, layout: Layout, mesh: Mesh) -> bool:
+    """Whether a layout leaves no device without cells (or the tensor has none at all)."""
+    shape = graph.tensors[tensor].shape
+    if any(a is not None and a >= len(shape) for a in layout):
+        return False
+    boxes = tensor_boxes(shape, layout, mesh)
+    return all((boxes[:, a, 1] > boxes[:, a, 0]).all() for a in layout if a is not None)
+
+
+def random_recipe(lifted: Graph, rng: random.Random) -> tuple[Recipe, Graph]:
+    """Any recipe for a lifted graph, and the graph that it makes."""
+    mesh = random_mesh(rng)
+    via = rng.choices(["strategies", "search", "build"], [30, 3, 1])[0]
+    if via == "build":
+        return Recipe(mesh=mesh, via=via), lifted
+    before = rng.random() < 0.8
+    graph = simplify(lifted) if before else lifted
+    moves: list[str] = []
+    for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
+        move = _any_move(graph, mesh, rng)
+        if move is not None:
+            moves.append(str(move))
+            graph = apply_moves(graph, [move])
+    after = bool(moves) and rng.random() < 0.3
+    graph = simplify(graph) if after else graph
+    chosen = {op.outs[0]: rng.choice(strategies(op, mesh)) for op in graph.ops} if via == "strategies" else {}
+    weights = sorted(graph.weights)
+    share = rng.choice([0.0, 0.0, 0.5])
+    recipe = Recipe(
+        mesh=mesh, simplified=(before, after), moves=tuple(moves), strategies=chosen, via=via,
+        inputs=_layouts(graph, [*graph.inputs, *weights], mesh, rng), outputs=_layouts(graph, graph.outputs, mesh, rng),
+        streamed=frozenset(w for w in weights if rng.random() < share) if via == "strategies" else frozenset(),
+    )  # fmt: skip
+    fixed = {t: x for t, x in recipe.inputs.items() if t not in recipe.streamed}
+    return Recipe(**{**{f: getattr(recipe, f) for f in Recipe.__slots__}, "inputs": fixed}), graph
+
+
+def random_mesh(rng: random.Random) -> Mesh:
+    """One to three axes, sometimes with uneven shares."""
+    sizes = rng.choice(MESHES)
+    uneven = rng.random() < 0.2
+    return tuple(
+        MeshAxis(f"d{k}", n, tuple(rng.randint(1, 3) for _ in range(n)) if uneven and n > 1 else ())
+        for k, n in enumerate(sizes)
+    )
+
+
+def _any_move(graph: Graph, mesh: Mesh, rng: random.Random) -> Move | None:
+    """A move of some rule (``split`` is what strategies are)."""
+    names = [n for n, r in RULES.items() if r.kind == "move" and n != "split"]
+    for name in rng.sample(names, len(names)):
+        rule = RULES[name]
+        found: Iterable[object] = rule.find(graph)
+        if isinstance(rule, Sized) and rng.random() < 0.5:
+            found = rule.sized(graph, rng.choice([a.size for a in mesh] + [2, 3]))
+        moves = [m for m in itertools.islice(found, OFFERS) if isinstance(m, Move)]
+        if moves:
+            return rng.choice(moves)
+    return None
+
+
+def _layouts(graph: Graph, names: Iterable[str], mesh: Mesh, rng: random.Random) -> dict[str, Layout]:
+    out: dict[str, Layout] = {}
+    share = rng.choice([0.0, 0.3])
+    for t in names:
+        if rng.random() < share:
+            layout = tuple(rng.choice([None, *range(len(graph.tensors[t].shape))]) for _ in mesh)
+            if _fits(graph, t, layout, mesh):
+                out[t] = layout
+    return out
+
+
+def devices(recipe: Recipe) -> int:
+    """Number of devices."""
+    return device_count(recipe.mesh)

@@ -1,0 +1,229 @@
+"""One case: a model under a recipe, through every stage, against the values that independent evaluators found."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapestry import api
+from tapestry.codegen.torch_cpu import TorchCpu
+from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+from tapestry.errors import LawError, TapestryError
+from tapestry.fuzz.evaluate import Array, Unfit, is_float, replay
+from tapestry.fuzz.model import Model
+from tapestry.fuzz.recipe import Recipe, planned, random_recipe, rewritten
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Plan
+from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
+from tapestry.lift import Lifted, lift, read_weight
+from tapestry.plan.lower import lower
+from tapestry.plan.search.planner import search
+from tapestry.plan.topology import topology
+from tapestry.runtime.local import Machine, Measured
+from tapestry.verify import certificate
+
+TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-2, "bfloat16": 4e-2}
+SHAKES = 4  # replays with noise
+SPREAD = 8.0  # a result may be this many times as far from the float64 one as noise moves it
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong: ``kind`` is "wrong", "law", "crash", "refused", "peak" or "bytes"; ``what`` stays the same while
+    the case is shrunk, ``detail`` need not."""
+
+    kind: str
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Exception):
+    """The model is refused by the loader with a message: no wrong answer, but counted."""
+
+    message: str
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A model on disk, lifted; shared by the recipes that are tried on it."""
+
+    model: Model
+    path: Path
+    lifted: Lifted
+    data: dict[str, Array]
+    referee: dict[str, tuple[Array, float]] = field(default_factory=dict)
+
+
+def prepare(model: Model, path: Path) -> Prepared | Failure:
+    """Write and lift a model.
+
+    Raises:
+        Refused: the loader says why it does not take it.
+    """
+    try:
+        lifted = lift(model.save(path), model.sizes)
+        weights = lifted.graph.weights.items()
+        data = {t: read_weight(lifted.model, w, lifted.graph.tensors[t], constants=lifted.constants) for t, w in weights}
+    except LawError as e:
+        return Failure("law", e.law, str(e))
+    except TapestryError as e:
+        raise Refused(f"{e.what} ({_operator(e.where)})") from None
+    except Exception as e:
+        return _crash(e)
+    return Prepared(model, path, lifted, data)
+
+
+def _operator(where: str) -> str:
+    return where[where.rfind("(") + 1 : -1] if where.endswith(")") else where.split("'")[0].strip()
+
+
+def _crash(e: Exception) -> Failure:
+    frames = traceback.extract_tb(e.__traceback__)
+    own = next((f for f in reversed(frames) if "tapestry" in f.filename and "/fuzz/" not in f.filename), frames[-1])
+    return Failure("crash", f"{type(e).__name__} in {Path(own.filename).name}:{own.name}", "".join(traceback.format_exception(e)))
+
+
+def draw_recipe(p: Prepared, seed: object) -> Recipe | Failure:
+    """Any recipe for a model; the rules that offer its moves are under test as well."""
+    try:
+        return random_recipe(p.lifted.graph, random.Random(f"recipe {seed}"))[0]
+    except LawError as e:
+        return Failure("law", e.law, str(e))
+    except Exception as e:
+        return _crash(e)
+
+
+def attempt(p: Prepared, recipe: Recipe, *, lenient: bool = False) -> Failure | None:
+    """Run one case through every stage; ``None`` when all is well."""
+    try:
+        if recipe.via == "build":
+            return _through_files(p, recipe)
+        graph = rewritten(p.lifted.graph, recipe, lenient=lenient)
+        plan, program = _plan(graph, recipe)
+        peak = peak_bytes(program)[0]
+        certificate.check(plan.annotated(), program, stated_peak=peak, mesh=plan.mesh, streamed=plan.streamed)
+        outs, measured = execute(plan, program, p.model.inputs, p.data)
+        return judge(p, outs) or _used(program, measured)
+    except LawError as e:
+        return Failure("law", e.law, str(e))
+    except TapestryError as e:
+        return Failure("refused", e.what, str(e))
+    except Exception as e:
+        return _crash(e)
+
+
+def _plan(graph: Graph, recipe: Recipe) -> tuple[Plan, Program]:
+    if recipe.via == "search":
+        plan = planned(graph, recipe)
+        found = search(graph, topology(recipe.mesh, "cpu"), inputs=plan.inputs, outputs=plan.outputs, time_limit=5.0)
+        return found.plan, found.program
+    plan = planned(graph, recipe)
+    return plan, lower(plan)
+
+
+def execute(
+    plan: Plan, program: Program, feeds: Mapping[str, Array], weights: Mapping[str, Array]
+) -> tuple[dict[str, Array], Measured]:
+    """Run a program on logical devices of the torch-cpu target."""
+
+    def source(arrays: Mapping[str, Array]) -> Callable[[str, Any], Any]:
+        return lambda t, box: from_numpy(np.array(arrays[t][tuple(slice(lo, hi) for lo, hi in box)]))
+
+    machine = Machine(plan.graph, program, TorchCpu(), source(weights), plan.streamed)
+    outs, measured = machine.run(source(feeds))
+    return {t: np.array(to_numpy(a)) for t, a in outs.items()}, measured
+
+
+def _through_files(p: Prepared, recipe: Recipe) -> Failure | None:
+    with tempfile.TemporaryDirectory(dir=p.path.parent) as folder:
+        api.compile(p.path, mesh=recipe.mesh, shapes=p.model.sizes, time_limit=5.0).save(Path(folder) / "b")
+        loaded = api.load(Path(folder) / "b")
+        feeds = {t: p.model.inputs[t] for t in loaded.build.plan.graph.inputs}
+        result, document = api.run_checked(loaded, feeds, check=False)
+        if not document["passed"]:
+            return Failure("peak", "measured bytes", str(document.get("reason")))
+    return judge(p, result.outputs)
+
+
+def _used(program: Program, measured: Measured) -> Failure | None:
+    """The peak and every transfer are what the program says, byte for byte."""
+    if measured.peak != peak_bytes(program)[0]:
+        return Failure("peak", "measured bytes", f"{measured.peak}, planned {peak_bytes(program)[0]}")
+    wanted: dict[str, tuple[int, int]] = {}
+    for s in program.steps:
+        if isinstance(s, Transfer | Reduce):
+            count, total = wanted.get(s.kind, (0, 0))
+            wanted[s.kind] = (count + 1, total + transfer_bytes(s, program))
+    if wanted != measured.transfers:
+        return Failure("bytes", "measured transfers", f"{measured.transfers}, planned {wanted}")
+    return None
+
+
+# comparison
+
+
+def judge(p: Prepared, outs: Mapping[str, Array]) -> Failure | None:
+    """Exact results exactly; floats to what their type can hold, or else to what rounding may do by a float64 replay."""
+    if set(outs) != set(p.model.outputs):
+        return Failure("wrong", "outputs", f"{sorted(outs)}, not {sorted(p.model.outputs)}")
+    coarse = max((TOLERANCE.get(a.dtype.name, 0.0) for a in p.model.given.values()), default=0.0)
+    coarse = max([coarse, *(TOLERANCE.get(a.dtype.name, 0.0) for a in p.model.outputs.values()), _narrowest(p.model)])
+    for name, want in p.model.outputs.items():
+        got = np.asarray(outs[name])
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return Failure("wrong", "type", f"'{name}' is {got.dtype}{got.shape}, not {want.dtype}{want.shape}")
+        a, b = got.astype(np.float64), want.astype(np.float64)
+        if name in p.model.exact or not is_float(want):
+            if not np.array_equal(got, want):
+                return Failure("wrong", "exact values", f"'{name}'{_first(got, want, got != want)}")
+            continue
+        limit = coarse * max(1.0, float(np.abs(b).max(initial=0.0)))
+        if not (np.abs(a - b) <= limit).all():
+            far = _far(p, name, a, limit)
+            if far:
+                return Failure("wrong", "values", f"'{name}'{_first(a, b, ~(np.abs(a - b) <= limit))}; {far}")
+    return None
+
+
+def _narrowest(model: Model) -> float:
+    """Tolerance of the narrowest float type that a cast inside the model goes through."""
+    kinds = [a.i for n in model.nodes if n.op_type == "Cast" for a in n.attribute if a.name == "to"]
+    return max((TOLERANCE[t] for k, t in ((10, "float16"), (16, "bfloat16")) if k in kinds), default=0.0)
+
+
+def _first(got: Array, want: Array, wrong: Array) -> str:
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return f"{list(at)} is {got[at]}, not {want[at]} ({int(wrong.sum())} of {wrong.size} differ)"
+
+
+def _far(p: Prepared, name: str, got: Array, limit: float) -> str:
+    """Why a result is farther from the float64 replay than noise in the last places explains; "" when it is not."""
+    if name not in p.referee:
+        p.referee |= _referee(p.model)
+    want, spread = p.referee[name]
+    worst = float(np.abs(got - want).max()) if np.isfinite(got).all() else float("inf")
+    allowed = limit + SPREAD * spread
+    return "" if worst <= allowed else f"{worst:.3g} from the float64 replay, where rounding explains {allowed:.3g}"
+
+
+def _referee(model: Model) -> dict[str, tuple[Array, float]]:
+    plain = replay(model.nodes, model.given, model.opset)
+    try:
+        wide = replay(model.nodes, model.given, model.opset, wide=True)
+    except Unfit:
+        wide = plain
+    noisy = [replay(model.nodes, model.given, model.opset, noise=np.random.default_rng(k)) for k in range(SHAKES)]
+    out: dict[str, tuple[Array, float]] = {}
+    for name in model.outputs:
+        base = plain[name].astype(np.float64)
+        shaken = max(float(np.abs(n[name].astype(np.float64) - base).max(initial=0.0)) for n in noisy)
+        out[name] = (wide[name].astype(np.float64), max(shaken, float(np.abs(wide[name] - base).max(initial=0.0))))
+    return out
