@@ -163,6 +163,9 @@ def conv(
         take, pad = _axis(v, at, x_box[k + 2], x_shape[k + 2])
         takes.append(take)
         pads.append(pad)
+    if any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
+        sizes = [hi - lo for lo, hi in (at[c.batch], at[c.feature], *(at[v.out] for v in c.windows))]
+        return lambda x, w: torch.zeros(sizes, dtype=x.dtype)  # nothing but padding: the buffer may be any part of x
     groups = _groups(op, c, at)
     b0, b1 = at[c.batch]
     rows = slice(b0 - x_box[0][0], b1 - x_box[0][0])
@@ -189,14 +192,23 @@ def conv(
 
 def _axis(v: Window, at: dict[str, tuple[int, int]], box: tuple[int, int], extent: int) -> tuple[slice, tuple[int, int]]:
     """(slice of the buffer, zeros to add before and after) along one spatial axis."""
+    low, high = _extent(v, at)
+    inner = (max(low, 0), min(high, extent))
+    return slice(inner[0] - box[0], inner[1] - box[0]), (inner[0] - low, high - inner[1])
+
+
+def _extent(v: Window, at: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    """The positions that a block's windows span along one axis, padding among them."""
     o0, o1 = at[v.out]
     r0, r1 = at[v.window] if v.window else (0, 1)
     low = v.stride * o0 + v.dilation * r0 + v.offset
-    high = v.stride * (o1 - 1) + v.dilation * (r1 - 1) + v.offset + 1
-    inner = (max(low, 0), min(high, extent))
-    if inner[0] >= inner[1]:
-        return slice(0, 0), (high - low, 0)
-    return slice(inner[0] - box[0], inner[1] - box[0]), (inner[0] - low, high - inner[1])
+    return low, v.stride * (o1 - 1) + v.dilation * (r1 - 1) + v.offset + 1
+
+
+def _inside(v: Window, at: dict[str, tuple[int, int]], extent: int) -> bool:
+    """Whether some position of the span is inside the input."""
+    low, high = _extent(v, at)
+    return max(low, 0) < min(high, extent)
 
 
 def _groups(op: Block, c: Conv, at: dict[str, tuple[int, int]]) -> list[tuple[int, int, int, int]]:
