@@ -328,6 +328,24 @@ def _auto_shard(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fuzz(args: argparse.Namespace) -> int:
+    from tapestry import flags
+
+    flags.sleep_when_idle()
+    from tapestry.fuzz import campaign
+    from tapestry.viz import progress
+
+    with progress.bar("fuzz", quiet=args.quiet or args.json) as report:
+        tally = campaign.fuzz(
+            args.seed, args.count, first=args.first, limit=args.time, output=args.output, progress=report, stop=args.stop
+        )
+    if args.json:
+        _json(tally.document())
+    elif not args.quiet:
+        print(campaign.text(tally), end="")
+    return 1 if tally.failures else 0
+
+
 # arguments
 
 
@@ -377,6 +395,13 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--print-between", action="store_true")
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
     _rules_arguments(add("rules", _rules, "the rules, with before and after"))
+    p = add("fuzz", _fuzz, "random models under random plans against onnxruntime and the ONNX reference evaluator")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--count", type=int, default=1000, metavar="N", help="cases: a model, a mesh, moves, strategies, layouts")
+    p.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
+    p.add_argument("--time", type=float, default=float("inf"), metavar="S", help="seconds after which no case is begun")
+    p.add_argument("--stop", type=int, default=20, metavar="N", help="different failures after which to end")
+    p.add_argument("--output", type=Path, metavar="DIR", help="a folder for what failed, shrunk: model.onnx, case.json, data")
     _auto_shard_arguments(add("auto-shard", _auto_shard, "pipeline stages for the nodes of an ONNX file"))
     return parser
 

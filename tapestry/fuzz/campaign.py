@@ -149,3 +149,17 @@ def write(case: tuple[Model, Recipe], place: Path, row: dict[str, Any]) -> Path:
     np.savez(place / "outputs.npz", **{k: v for k, v in case[0].outputs.items() if v.dtype.name != "bfloat16"})
     (place / "case.json").write_text(json.dumps(row, indent=1) + "\n")
     return place
+
+
+def text(tally: Tally) -> str:
+    """As a person reads it."""
+    lines = [f"{tally.cases:,} cases of {tally.models:,} models in {tally.seconds:.1f} s, {len(tally.families)} families"]
+    for message, n in tally.refused.most_common():
+        lines.append(f"  {n:6} models refused: {message}")
+    for row in tally.failures:
+        again = f", and {len(row['again'])} cases like it" if row["again"] else ""
+        lines.append(f"FAILED case {row['case']} of seed {row['seed']}: {row['kind']}, {row['what']}{again}")
+        lines.append(f"  {' → '.join(row['nodes'])} on {row['recipe']['mesh']} {' '.join(row['recipe']['moves'])}")
+        lines += [f"  {line}" for line in row["detail"].splitlines()[-3:]]
+    lines.append("no wrong answer" if not tally.failures else f"{len(tally.failures)} different failures")
+    return "\n".join(lines) + "\n"

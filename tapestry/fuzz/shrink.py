@@ -134,7 +134,8 @@ def _extents(case: Case) -> Iterator[Case]:
             values = replay(model.nodes, {**inputs, **weights}, model.opset)
         except (Unfit, ValueError):
             continue
-        yield replace(model, inputs=inputs, weights=weights, outputs={t: values[t] for t in model.outputs}), r
+        if all(np.isfinite(values[t].astype(np.float64)).all() for t in model.outputs):
+            yield replace(model, inputs=inputs, weights=weights, outputs={t: values[t] for t in model.outputs}), r
 
 
 def _shortened(a: Array, n: int, to: int) -> Array:

@@ -133,7 +133,8 @@ def choose(place: Expr, starts: Sequence[int], values: Sequence[Expr]) -> Expr:
 
 def concat(n: Node, out: str | Tensor, names: Sequence[str], axis: int) -> str:
     """Emit a concatenation: a guarded read of each part, and a choice by position."""
-    parts = [t for t in (n.b.tensor(i) for i in names) if t.size] or [n.b.tensor(names[0])]
+    whole = [n.b.tensor(i) for i in names]
+    parts = [t for t in whole if t.size] or whole
     shape = list(parts[0].shape)
     shape[axis] = sum(t.shape[axis] for t in parts)
     dims = axes(shape)
@@ -212,8 +213,9 @@ def _pad_axis(n: Node, out: str | Tensor, src: str, axis: int, before: int, afte
         index = here(dims)
         index[axis] = modulo(x - before, size, {f"x{axis}": dims[axis].size})
         return n.view(out, src, dims, index)
-    left = const(0) if mode == "edge" else x * -1 + before
-    right = const(size - 1) if mode == "edge" else x * -1 + (before + 2 * (size - 1))
+    flat = mode == "edge" or size == 1  # one cell is its own mirror image
+    left = const(0) if flat else x * -1 + before
+    right = const(size - 1) if flat else x * -1 + (before + 2 * (size - 1))
     pieces = [(0, left, before), (before, x - before, size), (before + size, right, after)]
     pieces = [p for p in pieces if p[2]]
     reads: list[tuple[Read, Tensor]] = []

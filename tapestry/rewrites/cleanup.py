@@ -141,6 +141,6 @@ def _key(op: Op, graph: Graph) -> str:
     """Everything of an operation but the names of its results and its nodes."""
     if isinstance(op, Block):
         types = [graph.tensors[t].dtype for t in op.outs]
-        return f"{types} {op.reads} {op.space} {op.monoid} {op.inner} {op.body} {op.then} {op.splits}"
+        return f"{types} {op.reads} {op.dims} {op.reduce} {op.monoid} {op.inner} {op.body} {op.then} {op.splits}"
     text = op_text(replace(op, source=(), why=""), graph)
     return text.partition(" = ")[2] if repeatable(op) else f"{op.outs}"

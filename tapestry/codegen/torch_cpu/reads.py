@@ -127,7 +127,7 @@ def _selected(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fet
             return None
         name = next(iter(names))
         values = np.ravel(evaluate(e, frame.grid()))
-        if values.min() < box[i][0] or values.max() >= box[i][1]:
+        if not values.size or values.min() < box[i][0] or values.max() >= box[i][1]:
             return None
         picks.append((i, torch.from_numpy(np.ascontiguousarray(values - box[i][0]))))
         index[i] = Aff(((name, 1),))

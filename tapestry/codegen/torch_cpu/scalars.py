@@ -103,6 +103,10 @@ def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
     dims = tuple(range(keep, fields[0].dim()))
     if not dims:
         return fields
+    if not fields[0].shape[keep:].numel():  # nothing to merge
+        names = {v: k for k, v in TORCH_DTYPES.items()}
+        zeros = MONOIDS[monoid].zero(tuple(names[f.dtype] for f in fields))
+        return [torch.full(f.shape[:keep], z.value, dtype=f.dtype) for f, z in zip(fields, zeros, strict=True)]
     dense = None if fields[0].dtype in _UNSIGNED else DENSE.get(monoid)
     return dense(fields, dims) if dense else fold(monoid, fields, keep)
 

@@ -1,0 +1,215 @@
+"""The fuzzer: the same for the same seed, its shrinker shrinks, seeded bugs are found; and what it once found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from command_line import document, run
+from onnx import helper
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+
+from seeded_bugs import BUGS, seeded  # noqa: E402
+
+from tapestry.fuzz.campaign import PLANS, fuzz  # noqa: E402
+from tapestry.fuzz.evaluate import replay  # noqa: E402
+from tapestry.fuzz.model import FAMILIES, Model, random_model  # noqa: E402
+from tapestry.fuzz.recipe import Recipe, from_document, random_recipe, rewritten  # noqa: E402
+from tapestry.fuzz.shrink import outcome, shrink  # noqa: E402
+from tapestry.fuzz.trial import Failure, Prepared, attempt, draw_recipe, prepare  # noqa: E402
+from tapestry.ir.plan import MeshAxis, Strategy  # noqa: E402
+
+
+def test_a_campaign_finds_nothing():
+    tally = fuzz(11, 60)
+    assert not tally.failures, json.dumps(tally.failures, indent=1)
+    assert tally.cases == 60 and tally.models == 60 // PLANS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 105))
+def test_long_campaigns_find_nothing(seed):
+    tally = fuzz(seed, 2000, shrinking=10)
+    assert not tally.failures, json.dumps(tally.failures, indent=1)
+    assert set(tally.families) == set(FAMILIES)
+    assert len(tally.operators) >= 110 and len(tally.rules) >= 7 and set(tally.via) == {"strategies", "search", "build"}
+
+
+def test_models_are_valid_and_the_same_for_the_same_seed():
+    for seed in range(25):
+        one, two = random_model(seed), random_model(seed)
+        assert [n.SerializeToString() for n in one.nodes] == [n.SerializeToString() for n in two.nodes]
+        values = replay(one.nodes, one.given, one.opset)
+        for name, a in one.outputs.items():
+            assert np.array_equal(values[name], a) and np.array_equal(two.outputs[name], a)
+
+
+def test_models_pass_the_checker(tmp_path):
+    for seed in range(25):
+        model = random_model(seed)
+        onnx.checker.check_model(str(model.save(tmp_path / "m.onnx")), full_check=False)
+
+
+def test_recipes_read_back_and_replay(tmp_path):
+    for seed in range(12):
+        model = random_model(seed)
+        p = prepare(model, tmp_path / "m.onnx")
+        assert isinstance(p, Prepared)
+        recipe, graph = random_recipe(p.lifted.graph, random.Random(seed))
+        assert recipe == draw_recipe(p, seed) or draw_recipe(p, seed) == draw_recipe(p, seed)
+        assert from_document(json.loads(json.dumps(recipe.document()))) == recipe
+        assert recipe.via == "build" or repr(rewritten(p.lifted.graph, recipe).ops) == repr(graph.ops)
+
+
+# the shrinker, and what it writes
+
+
+def long_model() -> Model:
+    """A chain in which one Sub matters, with other things before, behind and beside it."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal((6, 5)).astype(np.float32) for _ in range(2))
+    N = helper.make_node
+    nodes = [
+        N("Relu", ["x"], ["a"]), N("MatMul", ["a", "v"], ["b"]), N("Sub", ["b", "w"], ["c"]), N("Softmax", ["c"], ["d"]),
+        N("Transpose", ["d"], ["y"]), N("Exp", ["w"], ["z"]),
+    ]  # fmt: skip
+    given = {"x": x, "w": w, "v": rng.standard_normal((5, 5)).astype(np.float32)}
+    values = replay(nodes, given, 18)
+    outs = {t: values[t] for t in ("y", "z")}
+    return Model(nodes=tuple(nodes), inputs={"x": x, "w": w}, weights={"v": given["v"]}, outputs=outs, exact=frozenset(), opset=18)
+
+
+def test_a_failure_is_made_small(tmp_path):
+    model = long_model()
+    mesh = (MeshAxis("d0", 2), MeshAxis("d1", 3))
+    recipe = Recipe(mesh=mesh, simplified=(False, False), strategies={"b": Strategy(("i", "n"), (0, 1))}, moves=("recompute@a{keep=1}",))
+    with seeded("operands_swapped"):
+        failure = outcome((model, recipe), tmp_path)
+        assert isinstance(failure, Failure) and failure.kind == "wrong"
+        small, plan = shrink((model, recipe), failure, tmp_path)
+        assert [n.op_type for n in small.nodes] == ["Sub"]
+        assert len(plan.mesh) == 1 and not plan.moves and not plan.strategies
+        assert max(a.size for a in small.given.values()) <= 4
+        found = outcome((small, plan), tmp_path)
+        assert found and (found.kind, found.what) == (failure.kind, failure.what)
+    assert outcome((small, plan), tmp_path) is None
+
+
+def test_a_campaign_writes_what_failed(tmp_path):
+    with seeded("transposed_the_wrong_way"):
+        tally = fuzz(7, 200, output=tmp_path, stop=1, shrinking=5)
+    (row,) = tally.failures
+    folder = Path(row["files"])
+    assert {p.name for p in folder.iterdir()} == {"model.onnx", "inputs.npz", "outputs.npz", "case.json"}
+    onnx.checker.check_model(str(folder / "model.onnx"))
+    assert json.loads((folder / "case.json").read_text())["recipe"] == row["recipe"]
+    assert fuzz(7, 1, first=row["case"]).failures == []  # healthy again, the case passes
+
+
+def test_the_command(tmp_path):
+    d = document("fuzz", "--seed", "3", "--count", "8", "--output", tmp_path / "out")
+    assert d["passed"] and d["cases"] == 8 and d["models"] == 2 and not (tmp_path / "out").exists()
+    assert document("fuzz", "--seed", "3", "--count", "1000000", "--time", "0")["cases"] == 0
+    status, out, _ = run("fuzz", "--count", "4")
+    assert status == 0 and "no wrong answer" in out
+    assert run("fuzz", "--count", "0")[0] == 2
+    with seeded("operands_swapped"):
+        status, out, _ = run("fuzz", "--seed", "7", "--count", "60", "--stop", "1", "--output", tmp_path / "bad")
+    assert status == 1 and "FAILED case" in out and list((tmp_path / "bad").iterdir())
+
+
+# its power
+
+
+def _found(name: str, seed: int, most: int) -> str:
+    """What finds a bug, in a process of its own: no cache is filled before, none is poisoned behind."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with os.fdopen(writing, "w") as out, seeded(name):
+            out.write(" ".join(f["kind"] for f in fuzz(seed, most, stop=1, shrinking=0).failures))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        found = answer.read()
+    os.waitpid(child, 0)
+    return found
+
+
+SAMPLE = ("wrong_identity_of_sum", "operands_swapped", "halo_row_dropped", "freed_early", "guards_lost", "positions_from_the_block")
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_seeded_bug_is_found(name):
+    assert _found(name, 7, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_every_seeded_bug_is_found(name):
+    assert _found(name, 7, 3000)
+
+
+def test_there_are_thirty_bugs():
+    assert len(BUGS) >= 30
+    assert all((f.__doc__ or "").strip() for f in BUGS.values())
+
+
+# what it found
+
+
+def case(nodes, inputs, weights, opset=18, **recipe) -> tuple[Model, Recipe]:
+    """A case of nodes and arrays; every result of the last node is an output."""
+    values = replay(nodes, {**inputs, **weights}, opset)
+    outs = {t: values[t] for t in nodes[-1].output}
+    model = Model(nodes=tuple(nodes), inputs=inputs, weights=weights, outputs=outs, exact=frozenset(), opset=opset)
+    return model, Recipe(**{"mesh": (MeshAxis("d0", 2),), "simplified": (False, False), **recipe})
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+def i64(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+N = helper.make_node
+FOUND = {
+    "a tile of nothing": lambda: case([N("Tile", ["x", "n"], ["y"])], {"x": normal(0, 2)}, {"n": i64(2, 3)}),
+    "a backward slice of nothing": lambda: case(
+        [N("Slice", ["x", "s", "e", "a", "p"], ["y"])], {"x": normal(0, 2)}, {"s": i64(-1, -1), "e": i64(-9, -9), "a": i64(0, 1), "p": i64(-1, -1)}
+    ),
+    "a reflection of one cell": lambda: case([N("Pad", ["x", "p"], ["y"], mode="reflect")], {"x": normal(1, 3)}, {"p": i64(2, 1, 1, 2)}),
+    "a device whose windows lie in the padding": lambda: case(
+        [N("Conv", ["x", "v"], ["z"], auto_pad="SAME_LOWER", group=3, strides=[1, 2, 3]),
+         N("Conv", ["x", "w"], ["y"], dilations=[2, 1, 1], group=6, pads=[0, 2, 0, 0, 4, 0], strides=[1, 3, 1])],
+        {"x": normal(6, 6, 5, 1, 1)}, {"v": normal(3, 2, 3, 1, 1), "w": normal(6, 1, 1, 5, 1)},
+        strategies={"z": Strategy(("q",), (1,)), "y": Strategy(("r",), (1,))},
+    ),
+    "equal bodies over other dimensions": lambda: case(
+        [N("ReduceSumSquare", ["x", "one"], ["a"], keepdims=0), N("ReduceSumSquare", ["x", "all"], ["b"], keepdims=0), N("Sub", ["a", "b"], ["y"])],
+        {"x": normal(3, 4)}, {"one": i64(1), "all": i64(0, 1)}, simplified=(True, False),
+    ),
+    "an opaque operation on nothing, beside a part of it": lambda: case(
+        [N("Hardmax", ["x"], ["h"], axis=2), N("QuantizeLinear", ["x", "s", "z"], ["q"]), N("MatMulInteger", ["q", "w", "z"], ["y"])],
+        {"x": normal(2, 0, 2)}, {"s": np.float32(0.5), "z": np.uint8(3), "w": np.ones((2, 2), np.uint8)},
+        strategies={"h": Strategy(("x0",), (0,))},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_stays_mended(what, tmp_path):
+    model, recipe = FOUND[what]()
+    p = prepare(model, tmp_path / "m.onnx")
+    assert isinstance(p, Prepared), p
+    assert attempt(p, recipe) is None
