@@ -35,6 +35,8 @@ def gemm(d: Draw) -> None:
     x = d.pick(rank=2)
     ta, tb, n = d.rng.randrange(2), d.rng.randrange(2), d.size()
     m, k = x.shape[::-1] if ta else x.shape
+    if not k:
+        raise Unfit("onnxruntime forgets beta over nothing")
     w = d.mate(x, (n, k) if tb else (k, n))
     c = [d.fresh(d.rng.choice([(n,), (m, n), (m, 1), (1, n), (1,), ()]), x.dtype)] if d.chance(0.7) else []
     d.add("Gemm", [x, w, *c], transA=ta, transB=tb, alpha=d.rng.choice([None, 0.5]), beta=d.rng.choice([None, 2.0]))

@@ -76,6 +76,25 @@ def lift_rms_norm(n: Node) -> None:
     n.block(n.out(), dims, reads, body)
 
 
+@lifts("MeanVarianceNormalization")
+def lift_mean_variance(n: Node) -> None:
+    """(x - mean) / (deviation + 1e-9) over some axes. Its function in ONNX takes E[x²] - E[x]², which cancels badly (and gives
+    the root of a negative number)."""
+    x = n.tensor(0)
+    rank, dims, wide = len(x.shape), axes(x.shape), accumulator(x.dtype)
+    kept, gone = split_dims(x.shape, sorted({int(a) % rank for a in n.attr("axes", [0, 2, 3])}))
+    deviation = call("sqrt", call("div", Acc(2, wide), Acc(0, wide)))
+    mean, deviations = n.reduce(
+        [n.temp("mean"), n.temp("std")], kept, gone, "moments", [n.read(x.name, here(dims))],
+        [number(1, wide), cast(Arg(0, x.dtype), wide), number(0, wide)], [Acc(1, wide), deviation],
+    )  # fmt: skip
+
+    def body(v: Expr, mu: Expr, std: Expr) -> Expr:
+        return cast(call("div", call("sub", cast(v, wide), mu), call("add", std, literal(1e-9, wide))), x.dtype)
+
+    n.block(n.out(), dims, [n.read(x.name, here(dims)), n.read(mean, here(kept)), n.read(deviations, here(kept))], body)
+
+
 def _channelwise(
     n: Node, x: Tensor, mean: tuple[Read, Tensor], rstd: tuple[Read, Tensor], scale: Sequence[Aff], wide: str
 ) -> None:
