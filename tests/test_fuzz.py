@@ -158,10 +158,10 @@ def test_there_are_thirty_bugs():
 # what it found
 
 
-def case(nodes, inputs, weights, opset=18, **recipe) -> tuple[Model, Recipe]:
+def case(nodes, inputs, weights, opset=18, outputs_too=(), **recipe) -> tuple[Model, Recipe]:
     """A case of nodes and arrays; every result of the last node is an output."""
     values = replay(nodes, {**inputs, **weights}, opset)
-    outs = {t: values[t] for t in nodes[-1].output}
+    outs = {t: values[t] for t in (*outputs_too, *nodes[-1].output)}
     model = Model(nodes=tuple(nodes), inputs=inputs, weights=weights, outputs=outs, exact=frozenset(), opset=opset)
     return model, Recipe(**{"mesh": (MeshAxis("d0", 2),), "simplified": (False, False), **recipe})
 
@@ -193,7 +193,8 @@ FOUND = {
     ),
     "a softmax sum of nothing": lambda: case([N("ReduceLogSumExp", ["x", "a"], ["y"])], {"x": normal(2, 0)}, {"a": i64(1)}),
     "nothing joined with nothing": lambda: case([N("Concat", ["x", "x"], ["y"], axis=1)], {"x": normal(0, 2)}, {}),
-    "a variance far from zero": lambda: case([N("MeanVarianceNormalization", ["x"], ["y"], axes=[1])], {"x": normal(3, 4) + 3000}, {}),
+    "a variance far from zero": lambda: case([N("MeanVarianceNormalization", ["x"], ["y"], axes=[1])], {"x": normal(3, 4) + 30}, {}),
+    "a folded output that is read as well": lambda: case([N("Exp", ["w"], ["c"]), N("Add", ["c", "x"], ["y"])], {"x": normal(2, 3)}, {"w": normal(2, 3)}, outputs_too=["c"]),
     "an opaque operation on nothing, beside a part of it": lambda: case(
         [N("Hardmax", ["x"], ["h"], axis=2), N("QuantizeLinear", ["x", "s", "z"], ["q"]), N("MatMulInteger", ["q", "w", "z"], ["y"])],
         {"x": normal(2, 0, 2)}, {"s": np.float32(0.5), "z": np.uint8(3), "w": np.ones((2, 2), np.uint8)},

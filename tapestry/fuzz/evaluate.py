@@ -31,20 +31,22 @@ def model_of(
     opset: int,
     weights: Sequence[TensorProto] = (),
     symbols: Mapping[tuple[str, int], str] | None = None,
+    ranks: Mapping[str, int] | None = None,
 ) -> ModelProto:
     """A model of some nodes.
 
     Args:
         inputs: values, whose shapes and dtypes are declared.
-        outputs: name to ONNX element type; their shapes are left to inference.
+        outputs: name to ONNX element type; their sizes are left to inference.
         symbols: (input, axis) to the name of a symbolic size declared there.
+        ranks: of outputs, declared where known.
     """
-    names = symbols or {}
+    names, known = symbols or {}, ranks or {}
     ins = [
         helper.make_tensor_value_info(n, onnx_type(a.dtype), [names.get((n, k), s) for k, s in enumerate(a.shape)])
         for n, a in inputs.items()
     ]
-    outs = [helper.make_tensor_value_info(n, t, None) for n, t in outputs.items()]
+    outs = [helper.make_tensor_value_info(n, t, [None] * known[n] if n in known else None) for n, t in outputs.items()]
     graph = helper.make_graph(list(nodes), "fuzz", ins, outs, list(weights))
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
 

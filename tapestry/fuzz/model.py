@@ -52,7 +52,9 @@ class Model:
         """Write the model as an .onnx file."""
         inits = [_proto(n, a) for n, a in self.weights.items()]
         outs = {n: onnx_type(a.dtype) for n, a in self.outputs.items()}
-        path.write_bytes(model_of(self.nodes, self.inputs, outs, self.opset, inits, self.symbols).SerializeToString())
+        ranks = {n: a.ndim for n, a in self.outputs.items()}
+        model = model_of(self.nodes, self.inputs, outs, self.opset, inits, self.symbols, ranks)
+        path.write_bytes(model.SerializeToString())
         return path
 
 

@@ -109,7 +109,7 @@ def attempt(p: Prepared, recipe: Recipe, *, lenient: bool = False) -> Failure | 
         graph = rewritten(p.lifted.graph, recipe, lenient=lenient)
         plan, program = _plan(graph, recipe)
         peak = peak_bytes(program)[0]
-        certificate.check(plan.annotated(), program, stated_peak=peak, mesh=plan.mesh, streamed=plan.streamed)
+        certificate.check(plan.annotated(), program, stated_peak=peak, places=plan.places, streamed=plan.streamed)
         outs, measured = execute(plan, program, p.model.inputs, p.data)
         return judge(p, outs) or _used(program, measured)
     except LawError as e:
@@ -139,7 +139,7 @@ def execute(
 
     machine = Machine(plan.graph, program, TorchCpu(), source(weights), plan.streamed)
     outs, measured = machine.run(source(feeds))
-    return {t: np.array(to_numpy(a)) for t, a in outs.items()}, measured
+    return {t: np.array(to_numpy(a, plan.graph.tensors[t].dtype)) for t, a in outs.items()}, measured
 
 
 def _through_files(p: Prepared, recipe: Recipe) -> Failure | None:
@@ -186,10 +186,11 @@ def judge(p: Prepared, outs: Mapping[str, Array]) -> Failure | None:
                 return Failure("wrong", "exact values", f"'{name}'{_first(got, want, got != want)}")
             continue
         limit = coarse * max(1.0, float(np.abs(b).max(initial=0.0)))
-        if not (np.abs(a - b) <= limit).all():
-            far = _far(p, name, a, limit)
-            if far:
-                return Failure("wrong", "values", f"'{name}'{_first(a, b, ~(np.abs(a - b) <= limit))}; {far}")
+        with np.errstate(invalid="ignore"):
+            off = ~((a == b) | (np.abs(a - b) <= limit))
+        far = _far(p, name, a, limit) if off.any() else ""
+        if far:
+            return Failure("wrong", "values", f"'{name}'{_first(a, b, off)}; {far}")
     return None
 
 

@@ -229,6 +229,7 @@ def _pass_outputs_through(b: Builder, outputs: list[str], inputs: set[str]) -> N
         dims = tuple(Dim(f"x{a}", s) for a, s in enumerate(t.shape))
         read = Read(tensor=inner, index=tuple(here(dims)))
         b.emit(Block(outs=(name,), dims=dims, reads=(read,), body=(Arg(0, t.dtype),), source=(outputs[k],)), [t])
+        b.ops.insert(0, b.ops.pop())  # before its readers
 
 
 def _reference(t: TensorProto, tensor: Tensor, path: Path, weights: bool) -> Weight:

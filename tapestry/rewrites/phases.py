@@ -77,7 +77,7 @@ class Phases:
                         return None
             reads.append(new)
         n = len(op.dims)
-        return replace(moved, dims=space[:n], reduce=space[n:], reads=tuple(reads))
+        return replace(moved, dims=space[:n], reduce=space[n : n + len(op.reduce)], reads=tuple(reads))
 
     def _dense(self, read: Read, axis: int, step: int) -> Read | None:
         e = read.index[axis]

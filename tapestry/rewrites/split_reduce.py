@@ -199,7 +199,7 @@ def _last(op: Block, states: tuple[str, ...], count: int) -> Block:
     leaf = inline({}, {old: len(states) + new for new, old in enumerate(kept)})
     reads = tuple(Read(tensor=t, index=(dim(k.name), *plain_index(op.dims))) for t in states)
     return replace(
-        op, reduce=(k,), reads=reads + tuple(op.reads[i] for i in kept), body=_args(op.body),
+        op, reduce=(k,), inner=(), reads=reads + tuple(op.reads[i] for i in kept), body=_args(op.body),
         then=tuple(rewrite(e, leaf) for e in op.then), splits=splits_in(op, op.dims),
     )  # fmt: skip
 
