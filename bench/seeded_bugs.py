@@ -352,7 +352,7 @@ def wrong_sender(s: Swaps) -> None:
 @bug
 def freed_early(s: Swaps) -> None:
     """A buffer with two readers or more is freed after the first of them."""
-    old = lower._with_frees
+    old = lower.with_frees
 
     def wrong(steps: Any, kept: Any) -> Any:
         out = list(old(steps, kept))

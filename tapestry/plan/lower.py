@@ -228,7 +228,8 @@ def _state_boxes(op: Block, field: int, boxes: Boxes) -> Boxes:
     if not any(once):
         return boxes
     out = boxes.copy()
-    out[:, once] = (0, 1)
+    out[:, once, 1] = np.minimum(out[:, once, 1] - out[:, once, 0], 1)  # none along a dimension without points
+    out[:, once, 0] = 0
     return out
 
 
