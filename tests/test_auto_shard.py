@@ -219,6 +219,7 @@ def test_the_file_says_the_stages_and_runs_as_before(tmp_path, capsys, tied):
     model = onnx.load(out)
     assert 11 <= model.ir_version <= 13
     assert [(c.name, c.num_devices) for c in model.configuration] == [("tapestry.auto_shard", 3)]
+    assert main(["check-sharding", str(out), "-q"]) == 0
     stages = stages_of(model)
     assert stages == document["node_stages"] and set(stages) == {0, 1, 2}
     made = {o: s for n, s in zip(model.graph.node, stages) for o in n.output}
