@@ -123,8 +123,9 @@ def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
     except TooBig as e:
         if not task.rewritten:
             raise
-        fitted = _fitted(task, graph, e, budget)
-        spatial = fitted.found if fitted else e
+        attempt = _fitted(task, graph, e, budget)
+        fitted = attempt if isinstance(attempt, Fitted) else None
+        spatial = attempt.found if isinstance(attempt, Fitted) else attempt
     if isinstance(spatial, Found) and task.rewritten and not fitted:  # (simplifying would undo recomputation)
         graph, spatial, moves = improve(graph, spatial, task.attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began)
     choice = choose(graph, task.topo, spatial, task.request, budget, tight=fitted is not None, spent=time.monotonic() - began)
@@ -134,14 +135,10 @@ def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
     return Planned(graph=graph, moves=(*moves, *more), base=tuple(moves), choice=choice, fitted=fitted)
 
 
-def _fitted(task: Task, graph: Graph, first: TooBig, budget: Budget) -> Fitted | None:
-    """A plan that fits in time where none fits in space; none where pipeline stages are asked for, or may be what fits.
-
-    Raises:
-        TooBig: nothing fits, and stages are out of the question.
-    """
+def _fitted(task: Task, graph: Graph, first: TooBig, budget: Budget) -> Fitted | TooBig:
+    """A plan that fits in time where none fits in space; why there is none, where pipeline stages may still fit."""
     if task.request.explicit:
-        return None
+        return first
     staged = task.request.stages != 1 and device_count(task.topo.mesh) > 1
     part = budget.share(FIRST) if staged else budget
     known = None
@@ -151,10 +148,8 @@ def _fitted(task: Task, graph: Graph, first: TooBig, budget: Budget) -> Fitted |
         known = (found, moves) if found else None
     try:
         return fit(graph, task.topo, first.found, inputs=task.inputs, outputs=task.outputs, budget=part, known=known)
-    except TooBig:
-        if not staged:
-            raise
-        return None
+    except TooBig as e:
+        return e
 
 
 def staging(request: Request, *, bound: bool) -> Request:
