@@ -28,7 +28,7 @@ class Compiled:
         self, build: store.Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]
     ) -> None:
         self.build, self.kernels, self.laws = build, kernels, laws
-        self._constants = constants
+        self.constants = constants
         self._session: Session | None = None
 
     @property
@@ -42,13 +42,13 @@ class Compiled:
 
     def save(self, folder: str | Path) -> None:
         """Write a build directory, in one step."""
-        store.write(Path(folder), self.build, self._constants, self.kernels, self.laws)
+        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws)
 
     @property
     def session(self) -> Session:
         """The plan with its weights loaded."""
         if self._session is None:
-            self._session = open_session(self.build, b"".join(self._constants.values()))
+            self._session = open_session(self.build, b"".join(self.constants.values()))
         return self._session
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,8 +121,8 @@ def load(folder: str | Path) -> Compiled:
     return Compiled(build, constants, kernels, laws)
 
 
-def open_session(build: store.Build, constants: bytes) -> Session:
-    """A session of a build on its target."""
+def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
+    """A session of a build on its target; ``more`` is for `Session`."""
     flags.sleep_when_idle()
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
@@ -130,8 +130,8 @@ def open_session(build: store.Build, constants: bytes) -> Session:
     if build.target.startswith("triton"):
         from tapestry.codegen.triton.target import TritonTarget
 
-        return Session(build, constants, TritonTarget(), (from_numpy, to_numpy))
-    return Session(build, constants, TorchCpu(build.exact), (from_numpy, to_numpy))
+        return Session(build, constants, TritonTarget(), (from_numpy, to_numpy), **more)
+    return Session(build, constants, TorchCpu(build.exact), (from_numpy, to_numpy), **more)
 
 
 def run_checked(
@@ -142,8 +142,12 @@ def run_checked(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Result, dict[str, Any]]:
     """Run once; the document is what ``tapestry run --json`` prints."""
-    session = compiled.session
-    result = session.run(feeds, progress)
+    result = compiled.session.run(feeds, progress)
+    return result, judged(compiled, feeds, result, check=check)
+
+
+def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, check: bool) -> dict[str, Any]:
+    """What a run gave and used, held against the plan and, with ``check``, the reference."""
     outputs = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in result.outputs.items()}
     document: dict[str, Any] = {
         "outputs": outputs, "reference": None, "passed": True, "peak_bytes": result.measured.peak,
@@ -156,7 +160,7 @@ def run_checked(
         document["reason"] = f"peak bytes {result.measured.peak} are not the plan's {planned}"
     if check:
         _check(Path(compiled.build.model), feeds, result.outputs, document)
-    return result, document
+    return document
 
 
 def _described(a: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tapestry.errors import LawError, TapestryError
+from tapestry import arguments
+from tapestry.errors import LawError, RunError, TapestryError
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
         return int(args.command(args))
-    except LawError as e:
+    except (LawError, RunError) as e:
         return _failed(args, e, 1)
     except TapestryError as e:
         return _failed(args, e, 2)
@@ -116,6 +117,8 @@ def _run(args: argparse.Namespace) -> int:
     from tapestry import api
     from tapestry.viz import progress, tables
 
+    if args.processes or args.inputs or args.weights or args.trace:
+        return _run_processes(args)
     compiled = api.load(args.build)
     feeds = compiled.random_feeds(args.seed)
     for item in args.input:
@@ -139,10 +142,41 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if document["passed"] else 1
 
 
+def _run_processes(args: argparse.Namespace) -> int:
+    from tapestry import launch
+    from tapestry.viz import progress, tables
+
+    request = launch.request(args)
+    with progress.bar("run", quiet=args.quiet or args.json) as report:
+        how = launch.Launch(
+            processes=1 if args.processes is None else args.processes, restarts=args.max_restarts, port=args.port, check=args.check,
+            progress=report, tell=lambda text: print(f"tapestry run: {text}", file=sys.stderr),
+        )  # fmt: skip
+        document = launch.run(request, how)
+    if args.json:
+        _json(document)
+    elif not args.quiet:
+        tables.show(tables.ran_on_processes(document))
+    return 0 if document["passed"] else 1
+
+
+def _shard_weights(args: argparse.Namespace) -> int:
+    from tapestry import launch
+
+    done = launch.shard_weights(args.build, args.output)
+    if args.json:
+        _json(done)
+    elif not args.quiet:
+        print(f"{args.output}: {done['slices']} slices in {done['files']} files, {sum(done['bytes']):,} bytes")
+    return 0
+
+
 def _explain(args: argparse.Namespace) -> int:
     from tapestry.ir import store
     from tapestry.viz import diff, explain, trace
 
+    if args.analyze:
+        return _analyze(args)
     build, _ = store.read(args.build)
     other = store.read(args.diff)[0] if args.diff else None
     timed = explain.schedule(build)
@@ -159,6 +193,18 @@ def _explain(args: argparse.Namespace) -> int:
         _json({**build.report, **found, "text": text})
     else:
         print(text, end="")
+    return 0
+
+
+def _analyze(args: argparse.Namespace) -> int:
+    from tapestry import launch
+    from tapestry.viz import measured
+
+    build, found = launch.analyze(args.build, args.processes, args.trace)
+    if args.json:
+        _json({**build.report, "analysis": found})
+    else:
+        print(measured.text(found), end="")
     return 0
 
 
@@ -196,7 +242,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     flags.sleep_when_idle()
     from tapestry.runtime import calibrate
 
-    document = calibrate.calibrate(args.threads)
+    document = calibrate.from_trace(args.from_trace) if args.from_trace else calibrate.calibrate(args.threads)
     calibrate.write(args.output, document)
     if args.json:
         _json(document)
@@ -366,11 +412,12 @@ def _parser() -> argparse.ArgumentParser:
 
     _compile_arguments(add("compile", _compile, "find, verify and write a plan"))
     p = add("run", _run, "run a plan (random inputs when none are given)")
-    p.add_argument("build", type=Path)
-    p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
-    p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
+    arguments.run(p)
+    arguments.processes(p)
     p.add_argument("--check", action="store_true", help="compare with onnxruntime")
-    p.add_argument("--seed", type=int, default=0)
+    p = add("shard-weights", _shard_weights, "weights cut as the plan cuts them, a safetensors file per device")
+    p.add_argument("build", type=Path)
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     _explain_arguments(add("explain", _explain, "the plan as a person reads it"))
     add("verify", _verify, "re-check every law from the files alone").add_argument("build", type=Path)
     p = add("kernels", _kernels, "readable Triton source, compiled objects, a resource table")
@@ -388,6 +435,7 @@ def _parser() -> argparse.ArgumentParser:
     p = add("calibrate", _calibrate, "measure this machine and write a topology file")
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json")
     p.add_argument("--threads", type=int, metavar="N", help="torch threads to measure with; all by default")
+    p.add_argument("--from-trace", type=Path, metavar="FILE", help="fit to the trace of a real run (run --trace) instead")
     _doctor_arguments(add("doctor", _doctor, "what splits, what is opaque, unbound or unsupported; -v lists every node"))
     p = add("opt", _opt, "apply rules to IR text")
     p.add_argument("graph", type=Path, help="a file of IR text, or -")
@@ -439,6 +487,8 @@ def _explain_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--diff", type=Path, metavar="OTHER", help="what differs from another build, instead of the plan")
     p.add_argument("--critical-path", action="store_true", help="the steps that the simulated time hangs on")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the simulated schedule, for https://ui.perfetto.dev")
+    p.add_argument("--analyze", action="store_true", help="run it, and print estimated beside measured seconds per step")
+    p.add_argument("--processes", type=int, metavar="N", help="for --analyze: run on N processes (default: one per device)")
 
 
 def _compile_arguments(p: argparse.ArgumentParser) -> None:

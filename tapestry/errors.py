@@ -56,3 +56,7 @@ class LawError(TapestryError):
     def __init__(self, law: str, what: str, *, where: str = "", why: str = "") -> None:
         super().__init__(f"law '{law}' is broken: {what}", where=where, why=why)
         self.law = law
+
+
+class RunError(TapestryError):
+    """A run on several processes failed: which rank, at what step, why; the command line ends with exit status 1."""

@@ -17,3 +17,12 @@ def sleep_when_idle() -> None:
     Spinning threads on busy cores make small operators up to sixteen times slower.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def torchrun() -> dict[str, int]:
+    """Rank, world size and restart count that torchrun gives to a process; a world of one without it."""
+    names = {"rank": ("RANK", 0), "world": ("WORLD_SIZE", 1), "restart": ("TORCHELASTIC_RESTART_COUNT", 0)}
+    if "WORLD_SIZE" not in os.environ:
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+            os.environ.setdefault(name, value)
+    return {key: int(os.environ.get(name, default)) for key, (name, default) in names.items()}

@@ -231,6 +231,16 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
     return decode((folder / "plan.json").read_bytes(), str(folder / "plan.json")), laws
 
 
+def identity(folder: Path) -> str:
+    """The hash that holds a build together: two builds with the same one are the same, byte for byte.
+
+    Raises:
+        BuildError: it is not a build directory.
+    """
+    _read_certificate(folder)
+    return str(msgspec.json.decode((folder / "certificate.json").read_bytes())["sha256"])
+
+
 def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     path = folder / "certificate.json"
     if not folder.is_dir() or not path.is_file() or path.is_symlink():

@@ -5,7 +5,7 @@ Knows Programs, not plans. What computes a kernel, merges states and reads weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,20 +62,28 @@ class Measured:
 
 
 class Machine:
-    """Runs one Program any number of times; weights stay loaded between runs, but for those that are streamed."""
+    """Runs one Program any number of times; weights stay loaded between runs, but for those that are streamed.
+
+    ``devices`` are those that this process runs: all of them, but for `runtime.distributed`.
+    """
 
     def __init__(
-        self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset()
-    ) -> None:
+        self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
+        devices: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.graph, self.program, self.target = graph, program, target
         self.weights, self.streamed = weights, streamed
+        self.devices = tuple(range(program.devices)) if devices is None else tuple(devices)
         self.kernels: dict[tuple[int, int], Callable[..., list[Array]]] = {}
         self.resident: list[dict[str, Array]] = [{} for _ in range(program.devices)]
         for step in program.steps:
             if isinstance(step, Load) and program.buffers[step.buffer].tensor in set(graph.weights) - streamed:
-                for d, box in enumerate(program.buffers[step.buffer].boxes):
-                    if box is not None:
-                        self.resident[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
+                for d, box in self._mine(program.buffers[step.buffer].boxes):
+                    self.resident[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
+
+    def _mine(self, boxes: Sequence[Box | None]) -> Iterator[tuple[int, Box]]:
+        """The devices of this process that take part, each with its box."""
+        return ((d, box) for d in self.devices if (box := boxes[d]) is not None)
 
     def run(
         self, feeds: Source, progress: Callable[[int, int], None] = lambda done, total: None
@@ -107,16 +115,13 @@ class Machine:
 
     def _load(self, step: Load, memory: list[dict[str, Array]], feeds: Source) -> None:
         buffer = self.program.buffers[step.buffer]
-        for d, box in enumerate(buffer.boxes):
-            if box is not None:
-                kept = self.resident[d].get(step.buffer)
-                source = self.weights if buffer.tensor in self.streamed else feeds
-                memory[d][step.buffer] = source(buffer.tensor, box) if kept is None else kept
+        for d, box in self._mine(buffer.boxes):
+            kept = self.resident[d].get(step.buffer)
+            source = self.weights if buffer.tensor in self.streamed else feeds
+            memory[d][step.buffer] = source(buffer.tensor, box) if kept is None else kept
 
     def _launch(self, at: int, step: Launch, memory: list[dict[str, Array]]) -> None:
-        for d, block in enumerate(step.blocks):
-            if block is None:
-                continue
+        for d, _ in self._mine(step.blocks):
             run = self.kernels.get((at, d))
             if run is None:
                 run = self.kernels[at, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))

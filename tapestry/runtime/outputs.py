@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,24 @@ def write(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
     Text is written as numpy's unicode strings, a sequence as one file per element (``name.0.npy``, …).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths: list[Path] = []
-    for name, array in _arrays(outputs):
-        path, k = folder / f"{file_name(name)}.npy", 1
-        while path in paths:
-            path, k = folder / f"{file_name(name)}_{k}.npy", k + 1
+    arrays = list(_arrays(outputs))
+    found = paths(folder, [name for name, _ in arrays])
+    for path, (_, array) in zip(found, arrays, strict=True):
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
             np.save(f, array, allow_pickle=False)
         os.replace(f.name, path)
-        paths.append(path)
-    return paths
+    return found
+
+
+def paths(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Where `write` puts outputs, in the same order."""
+    found: list[Path] = []
+    for name in names:
+        path, k = folder / f"{file_name(name)}.npy", 1
+        while path in found:
+            path, k = folder / f"{file_name(name)}_{k}.npy", k + 1
+        found.append(path)
+    return found
 
 
 def _arrays(outputs: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:

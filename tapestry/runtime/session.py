@@ -33,27 +33,20 @@ class Result:
     seconds: float
 
 
-class Session:
-    """Runs a build; weights are checked against their hashes, and read once (streamed ones at every use), in slices."""
+class ModelFiles:
+    """Reads boxes of weights out of the model's files; each weight's hash is checked once."""
 
-    def __init__(
-        self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Any], Any], Callable[[Any, str], Any]]
-    ) -> None:
-        self.build, self.constants = build, constants
-        self.to_target, self.to_numpy = convert
-        missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]
-        if missing:
-            raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
+    def __init__(self, build: Build) -> None:
+        self.build = build
         self._honest: set[str] = set()
-        self.machine = Machine(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
 
-    def _weight(self, tensor: str, box: Box) -> Any:
-        """A box of a weight, copied out of the model's files."""
+    def __call__(self, tensor: str, box: Box) -> Array:
+        """A copy of a box.
+
+        Raises:
+            BuildError: the weight is not what the model held when it was compiled.
+        """
         t, w = self.build.plan.graph.tensors[tensor], self.build.plan.graph.weights[tensor]
-        if w.file == "":
-            offset, length = self.build.constants[tensor]
-            data = np.frombuffer(self.constants[offset : offset + length], numpy_dtype(t.dtype)).reshape(t.shape)
-            return self.to_target(np.array(data[_slices(box)]))
         model = Path(self.build.model)
         if tensor not in self._honest:
             whole = read_weight(model, w, t)
@@ -61,7 +54,35 @@ class Session:
                 what = f"weight '{tensor}' has changed since the model was compiled"
                 raise BuildError(what, where=str(model), hint="compile the model again")
             self._honest.add(tensor)
-        return self.to_target(np.array(read_weight(model, w, t, box)))
+        return np.array(read_weight(model, w, t, box))
+
+
+class Session:
+    """Runs a build; weights are checked against their hashes, and read once (streamed ones at every use), in slices.
+
+    ``machine`` makes what runs the program; ``weights`` gives slices from elsewhere than the model's files.
+    """
+
+    def __init__(
+        self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Any], Any], Callable[[Any, str], Any]],
+        machine: Callable[..., Machine] = Machine, weights: Callable[[str, Box], Array] | None = None,
+    ) -> None:  # fmt: skip
+        self.build, self.constants = build, constants
+        self.to_target, self.to_numpy = convert
+        self.slices = weights or ModelFiles(build)
+        missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]
+        if missing and weights is None:
+            raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
+        self.machine = machine(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
+
+    def _weight(self, tensor: str, box: Box) -> Any:
+        """A box of a weight, copied out of the model's files."""
+        t = self.build.plan.graph.tensors[tensor]
+        if self.build.plan.graph.weights[tensor].file == "":
+            offset, length = self.build.constants[tensor]
+            data = np.frombuffer(self.constants[offset : offset + length], numpy_dtype(t.dtype)).reshape(t.shape)
+            return self.to_target(np.array(data[_slices(box)]))
+        return self.to_target(self.slices(tensor, box))
 
     def run(self, feeds: Mapping[str, Any], progress: Progress = lambda done, total: None) -> Result:
         """Run once.

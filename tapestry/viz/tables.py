@@ -113,3 +113,18 @@ def ms(seconds: float) -> str:
 def show(thing: RenderableType, *, stderr: bool = False) -> None:
     """Print to the terminal (or as plain text into a file)."""
     Console(stderr=stderr, highlight=False, soft_wrap=False).print(thing)
+
+
+def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
+    """What ``tapestry run --processes`` did, per rank."""
+    table = Table(title="Processes", title_justify="left")
+    for c in ("rank", "devices", "weights, bytes", "peak of buffers", "resident", "sent, bytes", "messages"):
+        table.add_column(c, justify="right")
+    for r in document["ranks"]:
+        peak = sum(document["peak_bytes"][d] for d in r["devices"])
+        numbers = (r["weight_bytes"], peak, r["resident_bytes"], r["payload_bytes"], r["messages"])
+        table.add_row(str(r["rank"]), ", ".join(map(str, r["devices"])), *(f"{n:,}" for n in numbers))
+    again = f", started again {document['restarts']} times" if document["restarts"] else ""
+    skipped = f", {document['skipped']} done before" if document["skipped"] else ""
+    line = f"{document['batches']} batches{skipped}{again}; the last took {document['seconds']:.3f} s"
+    return Group(*([ran(document)] if "outputs" in document else []), table, line)

@@ -1,0 +1,253 @@
+"""Runs on several processes, as the command line asks for them: started here, or by torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapestry import api, arguments, flags
+from tapestry.errors import RunError, TapestryError
+from tapestry.ir import store
+from tapestry.ir.store import Build
+from tapestry.runtime import batches as streams
+from tapestry.runtime import shards
+from tapestry.runtime.batches import Batch
+from tapestry.runtime.local import Measured
+from tapestry.runtime.outputs import paths
+from tapestry.runtime.session import ModelFiles, Result
+from tapestry.viz import measured
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What ``tapestry run --processes`` and torchrun have in common."""
+
+    folder: Path
+    inputs: Sequence[str] = ()
+    stream: Sequence[Path] = ()
+    output: Path | None = None
+    seed: int = 0
+    weights: Path | None = None
+    timeout: float = 30.0
+    trace: Path | None = None
+    threads: int | None = None
+
+
+def request(args: argparse.Namespace) -> Request:
+    """The request of a command line."""
+    if not 1.0 <= args.timeout <= 1e6:
+        raise TapestryError(f"a timeout of {args.timeout:g} s", where="--timeout", hint="1 or more")
+    if args.inputs and args.input:
+        raise TapestryError("--input is one batch, --inputs are many", where="--inputs")
+    return Request(
+        folder=args.build, inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed, weights=args.weights,
+        timeout=args.timeout, trace=args.trace, threads=args.threads,
+    )  # fmt: skip
+
+
+def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 1) -> list[Batch]:
+    """Batches of single files and random inputs."""
+    found: list[tuple[str, Path]] = []
+    for item in r.inputs:
+        name, eq, file = item.rpartition("=")
+        if not eq or name not in names:
+            raise TapestryError(f"'{item}' is not name=file.npy", where="--input", hint=f"the inputs are {', '.join(names)}")
+        streams.load(Path(file))
+        found.append((name, Path(file)))
+    return [Batch(number=k, name=f"run {k}", output=output, inputs=tuple(found), seed=r.seed) for k in range(count)]
+
+
+def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled) -> Any:
+    """The job of a request; torch is imported here and not before."""
+    build, constants = compiled.build, b"".join(compiled.constants.values())
+    flags.sleep_when_idle()
+    import tapestry.codegen.torch_cpu.kernels  # noqa: F401  (forked ranks find it imported)
+    from tapestry.runtime.distributed import owners
+    from tapestry.runtime.worker import Job
+
+    owners(build.program.devices, world)
+    identity = store.identity(r.folder)
+    if r.weights is not None:
+        shards.reader(r.weights, build, identity)
+    return Job(
+        build=build, constants=constants, identity=identity, batches=tuple(batches), shards=r.weights, timeout=r.timeout,
+        trace=r.trace is not None, threads=r.threads or max(1, (os.cpu_count() or 1) // world),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How ranks are started on this host."""
+
+    processes: int
+    restarts: int = 0
+    port: int = 0
+    check: bool = False
+    progress: Callable[[int, int], None] = lambda done, total: None
+    tell: Callable[[str], None] = lambda text: None
+
+
+def run(r: Request, how: Launch) -> Document:
+    """Start the ranks here, and see them to the end; the document of ``tapestry run --json``.
+
+    Raises:
+        RunError: a rank failed. TapestryError: the input is at fault.
+    """
+    compiled = api.load(r.folder)
+    with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
+        place = r.output or Path(scratch) / "outputs"
+        if r.stream:
+            batches = streams.stream(r.stream, r.output, store.identity(r.folder))
+        else:
+            batches = _single(r, compiled.build.plan.graph.inputs, place)
+        found = _supervised(r, how, batches, compiled)
+        if r.stream:
+            document = {**found, "passed": True}
+        else:
+            document = _judged(compiled, batches[0], found, place, how.check)
+    return document
+
+
+def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api.Compiled) -> Document:
+    """Run, and write the trace if one is asked for."""
+    job = _job(r, how.processes, batches, compiled)
+    from tapestry.runtime.supervisor import supervise
+
+    done = {b.number for b in batches if b.done}
+
+    def advance(batch: int) -> None:
+        done.add(batch)
+        how.progress(len(done), len(batches))
+
+    found = supervise(
+        job, how.processes, api.open_session, restarts=how.restarts, port=how.port, advance=advance, tell=how.tell
+    )
+    slices = found.pop("slices")
+    if r.trace is not None:
+        found["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
+    return found
+
+
+def _judged(compiled: api.Compiled, batch: Batch, found: Document, place: Path, check: bool) -> Document:
+    graph = compiled.build.plan.graph
+    names = list(compiled.build.program.outputs)
+    outputs = {n: np.load(p, allow_pickle=False) for n, p in zip(names, paths(place, names), strict=True)}
+    for n, a in outputs.items():
+        outputs[n] = a.view(np.dtype("bfloat16")) if a.dtype.kind == "V" and graph.tensors[n].dtype == "bf16" else a
+    used = Measured(found["peak_bytes"], {t["kind"]: (t["count"], t["bytes"]) for t in found["transfers"]})
+    feeds = {t: np.asarray(a) for t, a in batch.feeds(graph).items()}
+    document = api.judged(compiled, feeds, Result(outputs, used, found["seconds"]), check=check)
+    return {**found, **document}
+
+
+def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int = 4) -> tuple[Build, Document]:
+    """Run a build some times with random inputs and hold every step's time against the cost model's."""
+    compiled = api.load(folder)
+    devices = compiled.build.program.devices
+    r = Request(folder=folder, trace=trace or Path(os.devnull))
+    how = Launch(processes=processes or min(devices, os.cpu_count() or 1))
+    job = _job(r, how.processes, _single(r, (), None, runs), compiled)
+    from tapestry.runtime.supervisor import supervise
+
+    found = supervise(job, how.processes, api.open_session)
+    analysis = measured.analysis(compiled.build, found["slices"], found["batch_seconds"])
+    if trace is not None:
+        measured.write(trace, compiled.build, found["slices"])
+    return compiled.build, {"processes": how.processes, "threads": job.threads, **analysis}
+
+
+def shard_weights(folder: Path, output: Path) -> Document:
+    """Write the slices of a build's weights; see `runtime.shards`."""
+    build, _ = store.read(folder)
+    return shards.write(output, build, store.identity(folder), ModelFiles(build))
+
+
+# under torchrun
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m tapestry.runtime``: one rank of a run that torchrun (or whoever sets its variables) has started."""
+    parser = argparse.ArgumentParser(prog="python -m tapestry.runtime", description=__doc__)
+    arguments.run(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON document on rank 0's standard output")
+    parser.add_argument("-q", "--quiet", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        document = _ranked(request(args))
+    except RunError as e:
+        print(f"tapestry.runtime: {e}", file=sys.stderr)
+        return 1
+    except TapestryError as e:
+        print(f"tapestry.runtime: {e}", file=sys.stderr)
+        return 2
+    if document and args.json:
+        print(json.dumps(document, indent=1))
+    elif document and not args.quiet:
+        ranks, total = len(document["ranks"]), sum(t["bytes"] for t in document["transfers"])
+        print(f"{document['batches']} batches on {ranks} processes, {document['seconds']:.4f} s, {total:,} bytes between devices")
+    return 0
+
+
+def _ranked(r: Request) -> Document:
+    """This process's share of the work; the document on rank 0."""
+    place = flags.torchrun()
+    compiled = api.load(r.folder)
+    if r.stream:
+        batches = streams.stream(r.stream, r.output, store.identity(r.folder))
+    else:
+        batches = _single(r, compiled.build.plan.graph.inputs, r.output)
+    job = _job(r, place["world"], batches, compiled)
+    from tapestry.runtime.pulse import Pulse, describe, shared
+    from tapestry.runtime.worker import Rank, cause, work
+
+    shared_store = _rendezvous(place, r.timeout)
+    slots = shared(place["world"])
+    me = Rank(rank=place["rank"], world=place["world"], store=shared_store, slots=slots, beats=True)
+    Pulse(slots, me.rank)
+    try:
+        found = work(me, job, api.open_session)
+    except Exception as e:
+        kind, text = cause(e, slots[me.rank])
+        if kind == "failed" and _first(shared_store, me.rank):
+            raise RunError(f"rank {me.rank}: {text}") from None
+        print(f"tapestry.runtime: rank {me.rank} ends, {describe(slots[me.rank])}: {text}", file=sys.stderr)
+        raise SystemExit(1) from None
+    slices = found.pop("slices", [])
+    if found and r.trace is not None:
+        found["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
+    return found
+
+
+def _rendezvous(place: Mapping[str, int], timeout: float) -> Any:
+    """The store of this attempt alone: the one that torchrun shares keeps what attempts before have written."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    try:
+        found, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    except (RuntimeError, ValueError, OSError) as e:
+        raise RunError(
+            f"no rendezvous: {str(e).splitlines()[0]}", where=f"rank {place['rank']}, before the first step",
+            hint="torchrun --nproc-per-node N -m tapestry.runtime BUILD",
+        ) from None  # fmt: skip
+    return dist.PrefixStore(f"tapestry/{place['restart']}", found)
+
+
+def _first(shared_store: Any, rank: int) -> bool:
+    """Whether this rank is the one that tells."""
+    try:
+        return shared_store.compare_set("failure", "", str(rank)) == str(rank).encode()
+    except RuntimeError:
+        return True

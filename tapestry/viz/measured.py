@@ -1,0 +1,138 @@
+"""A real run beside the model of it: a trace with a track per rank and stream, and every step's seconds against the estimate.
+
+What is measured of a kernel is its time on the device where it took longest, as in the estimate. A transfer's time on a rank contains
+what that rank waits for the others to come; the rank that comes last does not wait, so the least time of all is the
+transfer's own, and the rest is reported as waiting. Medians over the batches, without the first, which builds the kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapestry.ir.program import Launch, Reduce, Transfer, payload_bytes, transfer_bytes
+from tapestry.ir.store import Build
+from tapestry.viz import explain
+from tapestry.viz.words import step_text
+
+Slices = Sequence[np.ndarray[Any, Any]]  # per rank: rows of (batch, step, device, stream, start, end), nanoseconds
+Row = dict[str, Any]
+STREAMS = ("compute", "transfer")
+
+
+def write(path: Path, build: Build, slices: Slices) -> dict[str, int]:
+    """Write a Chrome trace, whole or not at all; returns how many ranks and slices it has."""
+    events, counts = list(_events(build, slices)), {"ranks": len(slices), "slices": sum(len(s) for s in slices)}
+    other = {"what": "a real run", **counts, "topology": build.topology, "steps": rows(build, slices)}
+    data = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
+        json.dump(data, f, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    os.chmod(f.name, 0o644)
+    os.replace(f.name, path)
+    return counts
+
+
+def _events(build: Build, slices: Slices) -> Iterator[Row]:
+    """Names of tracks, then slices; nanoseconds count from the first of all."""
+    begin = min((int(s[:, 4].min()) for s in slices if len(s)), default=0)
+    for rank, found in enumerate(slices):
+        devices = sorted({int(d) for d in found[:, 2]} - {-1})
+        name = {"name": f"rank {rank} (devices {', '.join(map(str, devices))})"}
+        yield {"name": "process_name", "ph": "M", "ts": 0, "pid": rank, "tid": 0, "args": name}
+        for tid, stream in enumerate(STREAMS):
+            yield {"name": "thread_name", "ph": "M", "ts": 0, "pid": rank, "tid": tid, "args": {"name": stream}}
+        for batch, step, device, stream, start, end in found.tolist():
+            s = build.program.steps[step]
+            args: Row = {"step": step, "batch": batch}
+            if isinstance(s, Transfer | Reduce):
+                args |= {"kind": s.kind, "bytes, all senders": transfer_bytes(s, build.program)}
+            else:
+                args |= {"kind": "compute", "device": device}
+            yield {
+                "name": step_text(s, build.program, build.plan.graph.ops), "cat": args["kind"], "ph": "X", "pid": rank,
+                "tid": stream, "ts": (start - begin) / 1e3, "dur": (end - start) / 1e3, "args": args,
+            }  # fmt: skip
+
+
+def rows(build: Build, slices: Slices) -> list[Row]:
+    """Every step that takes time: what was estimated, what was measured, and what was waited (seconds)."""
+    spent: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    batches: set[int] = set()
+    for rank, found in enumerate(slices):
+        for batch, step, device, _, start, end in found.tolist():
+            batches.add(batch)
+            who = device if isinstance(build.program.steps[step], Launch) else rank
+            spent[batch, step][who] += (end - start) / 1e9
+    counted = sorted(batches)[1:] or sorted(batches)
+    out: list[Row] = []
+    for t in explain.schedule(build).timed:
+        step = build.program.steps[t.step]
+        each = [list(spent[b, t.step].values()) for b in counted if spent[b, t.step]]
+        if not each:
+            continue
+        longest, least = statistics.median(map(max, each)), statistics.median(map(min, each))
+        compute = isinstance(step, Launch)
+        row: Row = {
+            "step": t.step, "kind": "compute" if compute else getattr(step, "kind", "load"), "estimated_s": t.seconds,
+            "measured_s": longest if compute else least, "waited_s": 0.0 if compute else longest - least,
+            "what": step_text(step, build.program, build.plan.graph.ops),
+        }  # fmt: skip
+        if isinstance(step, Transfer | Reduce):
+            row |= {"bytes": transfer_bytes(step, build.program), "payload_bytes": payload_bytes(step, build.program)}
+        out.append(row)
+    return out
+
+
+def analysis(build: Build, slices: Slices, seconds: Sequence[float]) -> Row:
+    """Rows, totals by kind, and how far the cost model is off."""
+    found = rows(build, slices)
+    kinds: dict[str, Row] = {}
+    for r in found:
+        k = kinds.setdefault(r["kind"], {"steps": 0, "estimated_s": 0.0, "measured_s": 0.0, "waited_s": 0.0})
+        k["steps"] += 1
+        for key in ("estimated_s", "measured_s", "waited_s"):
+            k[key] += r[key]
+    ratios = [abs(math.log(r["measured_s"] / r["estimated_s"])) for r in found if r["measured_s"] > 0 and r["estimated_s"] > 0]
+    total = statistics.median(list(seconds)[1:] or seconds)
+    simulated = explain.schedule(build).total
+    return {
+        "steps": found, "kinds": kinds, "measured_s": total, "simulated_s": simulated,
+        "error": total / simulated - 1 if simulated else 0.0,
+        "step_error": math.exp(statistics.fmean(ratios)) if ratios else 1.0,
+    }  # fmt: skip
+
+
+def text(found: Row) -> str:
+    """The analysis as a person reads it."""
+    out = [f"measured on {found['processes']} processes of {found['threads']} threads, beside what the plan estimates", ""]
+    out.append(f"{'step':>6}  {'estimated':>11}  {'measured':>11}  {'ratio':>7}  {'waited':>11}  what")
+    for r in found["steps"]:
+        ratio = r["measured_s"] / r["estimated_s"] if r["estimated_s"] else math.inf
+        times = f"{_ms(r['estimated_s'])}  {_ms(r['measured_s'])}  {ratio:7.2f}  {_ms(r['waited_s'])}"
+        out.append(f"{r['step']:>6}  {times}  {r['what']}")
+    out += ["", f"{'kind':16}  {'steps':>5}  {'estimated':>11}  {'measured':>11}  {'ratio':>7}  {'waited':>11}"]
+    for kind, k in found["kinds"].items():
+        ratio = k["measured_s"] / k["estimated_s"] if k["estimated_s"] else math.inf
+        times = f"{_ms(k['estimated_s'])}  {_ms(k['measured_s'])}  {ratio:7.2f}  {_ms(k['waited_s'])}"
+        out.append(f"{kind:16}  {k['steps']:5}  {times}")
+    out.append("")
+    out.append(
+        f"in all {_ms(found['measured_s']).strip()} measured, {_ms(found['simulated_s']).strip()} simulated: error of the cost model "
+        f"{found['error']:+.0%}; a step is off by a factor of {found['step_error']:.2f} on (geometric) average"
+    )
+    return "\n".join(out) + "\n"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:8.3f} ms"
