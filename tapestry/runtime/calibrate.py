@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tapestry.errors import TapestryError
 from tapestry.plan.topology import Topology, topology
 
 SIZE = 768  # side of the square matrices
@@ -94,3 +95,52 @@ def _median(run: Callable[[], object], times: int = 1) -> float:
             run()
         samples.append((time.perf_counter() - start) / times)
     return statistics.median(samples)
+
+
+def from_trace(path: Path) -> dict[str, Any]:
+    """A topology document from the trace of a real run (``run --trace``).
+
+    Kernels: launch time and a common factor on all rates are fitted to measured against estimated seconds; transfers: latency and
+    seconds per byte to the payload. Both by least squares of relative errors, none below zero.
+
+    Raises:
+        TapestryError: it is no such trace.
+    """
+    try:
+        other = json.loads(path.read_text())["otherData"]
+        before, steps = other["topology"], [s for s in other["steps"] if s["measured_s"] > 0]
+        device, first = dict(before["device"]), before["links"][0]
+    except (ValueError, KeyError, TypeError, IndexError) as e:
+        raise TapestryError(f"not the trace of a real run: {e!r}", where=str(path), hint="tapestry run BUILD --trace FILE") from None
+    kernels = [(max(s["estimated_s"] - device["launch"], 0.0), s["measured_s"]) for s in steps if s["kind"] == "compute"]
+    launch, factor = _line(kernels) if kernels else (device["launch"], 1.0)
+    moves = [(float(s["payload_bytes"]), s["measured_s"]) for s in steps if s.get("payload_bytes")]
+    alpha, beta = _line(moves) if moves else (first["alpha"], first["beta"])
+    factor = max(factor, 1e-6)
+    for rate in ("bandwidth", "vector"):
+        device[rate] = device[rate] / factor
+    return {
+        "device": {
+            "memory": device["memory"], "bandwidth": device["bandwidth"], "launch": launch, "vector": device["vector"],
+            "flops": {k: v / factor for k, v in dict(device["flops"]).items()},
+        },
+        "levels": [{"alpha": alpha, "beta": max(beta, 1e-15)}],
+        "measured": {"trace": str(path), "steps": len(steps), "compute_factor": factor},
+    }  # fmt: skip
+
+
+def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """(a, b) of y = a + b·x with the least relative errors, neither below zero."""
+    w = [1 / y**2 for _, y in points]
+    total = sum(w)
+    mx = sum(k * x for k, (x, _) in zip(w, points, strict=True)) / total
+    my = sum(k * y for k, (_, y) in zip(w, points, strict=True)) / total
+    spread = sum(k * (x - mx) ** 2 for k, (x, _) in zip(w, points, strict=True))
+    b = sum(k * (x - mx) * (y - my) for k, (x, y) in zip(w, points, strict=True)) / spread if spread else 0.0
+    a = my - b * mx
+    if b < 0:
+        return my, 0.0
+    if a < 0:
+        square = sum(k * x * x for k, (x, _) in zip(w, points, strict=True))
+        return 0.0, sum(k * x * y for k, (x, y) in zip(w, points, strict=True)) / square
+    return a, b

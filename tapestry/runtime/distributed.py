@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from tapestry.errors import TapestryError
 from tapestry.ir.kernel import Box, cut, intersect, shape
-from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.types import DTYPES
 from tapestry.runtime.local import Array, Machine, Measured, Source
 from tapestry.runtime.pulse import COMPUTE, WEIGHTS
@@ -178,9 +179,12 @@ class RankMachine(Machine):
     def _carry(self, i: int, step: Transfer, memory: Memory, measured: Measured) -> None:
         src, dst = self.program.buffers[step.src], self.program.buffers[step.dst]
         parcels = Parcels(self.wire, self.owner, i)
-        for m in step.messages:
-            name = f"{step.dst}@{m.dst} {m.box}"
-            parcels.carry(name, m.src, m.dst, shape(m.box), self.dtypes[step.src], lambda m=m: _part(memory[m.src][step.src], m.box, src.boxes[m.src]))
+        sent, received = _ends(step.messages)
+        mine = dict.fromkeys(n for d in self.devices for n in (*sent.get(d, ()), *received.get(d, ())))
+        for n in sorted(mine):
+            m = step.messages[n]
+            take = lambda m=m: _part(memory[m.src][step.src], m.box, src.boxes[m.src])  # noqa: E731
+            parcels.carry(f"{step.dst}@{m.dst} {m.box}", m.src, m.dst, shape(m.box), self.dtypes[step.src], take)
         wait = parcels.go()
         measured.sent(step.kind, parcels.sent)
         own = {d: self._copies(d, step, memory) for d, _ in self._mine(dst.boxes)}
@@ -188,7 +192,8 @@ class RankMachine(Machine):
         def finish() -> None:
             came = wait()
             for d, box in self._mine(dst.boxes):
-                pieces = [(m.box, came[f"{step.dst}@{d} {m.box}"]) for m in step.messages if m.dst == d]
+                boxes = [step.messages[n].box for n in received.get(d, ())]
+                pieces = [(b, came[f"{step.dst}@{d} {b}"]) for b in boxes]
                 memory[d][step.dst] = self.target.assemble(box, dst.dtype, [*pieces, *own[d]])
 
         if parcels.receives:
@@ -228,9 +233,11 @@ class RankMachine(Machine):
             buffer = self.program.buffers[name]
             holders = {box: d for d, box in reversed(list(enumerate(buffer.boxes))) if box is not None}
             blocks[t] = list(holders)
-            for box, d in holders.items():
+            for box, d in holders.items() if self.wire.rank == 0 else [(b, d) for b, d in holders.items() if d in self.devices]:
                 parcels.carry(f"{t} {box}", d, first, shape(box), self.dtypes[name], lambda d=d, n=name: memory[d][n])
+        before = self.wire.payload
         came = parcels.go()()
+        self.wire.payload, self.wire.gathered = before, self.wire.gathered + self.wire.payload - before
         if self.wire.rank:
             return {}
         out: dict[str, Array] = {}
@@ -349,6 +356,17 @@ class Share:
                 else:
                     rows = [self.merged[e][k] if e == d else came[f"{b.name}@{e}>{d}"] for e in self.group]
                     memory[d][b.name] = torch.cat(rows).reshape(shape(box))
+
+
+@lru_cache(maxsize=1 << 8)
+def _ends(messages: tuple[Message, ...]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Positions of the messages that each device sends, and of those that it receives."""
+    sent: dict[int, list[int]] = {}
+    received: dict[int, list[int]] = {}
+    for n, m in enumerate(messages):
+        sent.setdefault(m.src, []).append(n)
+        received.setdefault(m.dst, []).append(n)
+    return sent, received
 
 
 def _part(array: Array, box: Box, origin: Box | None) -> Array:

@@ -27,7 +27,7 @@ from tapestry.runtime.worker import Job, Open, Rank, cause, work
 
 GRACE = 0.1  # seconds in which ranks may still say what happened to them
 TICK = 0.05
-PATIENCE = 0.9  # of the timeout: a rank that stands still this long is to blame, before the others' own timeouts
+MARGIN = 1.5  # seconds before the timeout (at most half of it) at which standing still is enough, so that all is over in time
 PR_SET_PDEATHSIG = 1
 
 
@@ -125,7 +125,7 @@ class Attempt:
 
     def stalled(self, now: float) -> str:
         """Who stands still for too long, and how."""
-        limit = PATIENCE * self.job.timeout
+        limit = max(self.job.timeout / 2, self.job.timeout - MARGIN)
         moving = False
         for c in self.children:
             if state(c.process.pid) == "T":

@@ -44,7 +44,8 @@ class Mismatch(TapestryError):
 
 @dataclass(slots=True)
 class Wire:
-    """One process's end. ``plan`` is 16 bytes of the build's hash; ``payload`` counts bytes of tensors handed to the network."""
+    """One process's end. ``plan`` is 16 bytes of the build's hash; ``payload`` counts bytes of tensors handed to the network for
+    the program's steps, ``gathered`` those that brought outputs to rank 0."""
 
     rank: int
     world: int
@@ -52,8 +53,8 @@ class Wire:
     pulse: Pulse
     batch: int = 0
     payload: int = 0
+    gathered: int = 0
     messages: int = 0
-    moved: list[tuple[int, int, int]] = field(default_factory=list)
     flying: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
     flying_bytes: int = 0
 

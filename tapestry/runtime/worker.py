@@ -204,7 +204,8 @@ def _report(
     assert isinstance(machine, RankMachine)
     rows = np.array([(s.batch, s.step, s.device, s.stream, s.start, s.end) for s in machine.slices], np.int64).reshape(-1, 6)
     mine = {
-        "rank": me.rank, "devices": list(machine.devices), "runs": runs, "payload_bytes": wire.payload, "messages": wire.messages,
+        "rank": me.rank, "devices": list(machine.devices), "runs": runs, "payload_bytes": wire.payload,
+        "gathered_bytes": wire.gathered, "messages": wire.messages,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "slices": rows, "private_bytes": _private(),
         "weight_bytes": sum(machine.target.nbytes(a) for held in machine.resident for a in held.values()),
     }  # fmt: skip

@@ -26,7 +26,7 @@ from tapestry.ir.plan import Mesh, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.text import signature
 from tapestry.ir.types import DTYPES, HOST, itemsize
-from tapestry.verify import blocks, exchange
+from tapestry.verify import blocks, deadlock, exchange
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
 from tapestry.verify.lists import Array, Boxes, Breach, Lists, Spans, first
@@ -141,6 +141,7 @@ def check(
     for i, op in enumerate(graph.ops):
         blocks.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
+    r.lists.laws[deadlock.LAW] += deadlock.check(program)
     for d, peak in enumerate(r.peak.tolist()):
         has = None if limit is None else limit if isinstance(limit, int) else limit[d]
         r.law("memory", has is None or peak <= has, f"device {d} needs {peak:,} bytes of {has}")

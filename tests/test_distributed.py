@@ -1,0 +1,316 @@
+"""Runs on several processes: the same bits, bytes and peaks as planned; messages, shards and streams that are not right are refused;
+failures end the run, named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import attention_build, document, run
+from small_models import case, save
+
+from tapestry import api
+from tapestry.errors import BuildError, TapestryError
+from tapestry.ir import store
+from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+from tapestry.runtime import batches, shards
+from tapestry.runtime.distributed import owners
+from tapestry.runtime.pulse import COMPUTE, IDLE, PEER, PHASE, STEP, WAIT, Pulse, guilty, shared
+from tapestry.runtime.session import ModelFiles
+from tapestry.runtime.wire import Mismatch, Wire
+
+HERE = Path(__file__).parent
+ENV = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+
+
+def tapestry(*argv: object, **more) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tapestry.cli", *map(str, argv)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, **more)
+
+
+def finished(p: subprocess.Popen, seconds: float = 120) -> tuple[int, str, str]:
+    out, err = p.communicate(timeout=seconds)
+    assert "Traceback" not in err, err
+    return p.returncode, out, err
+
+
+# --- the same as in one process
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"models": ["mlp", "attention", "norms", "reductions", "branches"], "meshes": ["2", "3", "2x2"], "seeds": 2, "worlds": [2, 3, 4]},
+        {"models": ["halves", "integers", "bfloats", "selections", "scalars", "opaques", "noise"], "meshes": ["5", "3x2"], "seeds": 1, "worlds": [1, 2, 5]},
+    ],
+    ids=["floats", "others"],
+)
+def test_random_plans_give_the_same_bits_bytes_and_peaks(asked):
+    done = subprocess.run([sys.executable, HERE / "ranks.py", json.dumps(asked)], capture_output=True, text=True, env=ENV, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tried"] >= 28 and found["wrong"] == []
+
+
+def test_a_build_on_processes_is_the_build_in_one(tmp_path):
+    build = attention_build()
+    program = store.read(build)[0].program
+    planned = sum(transfer_bytes(s, program) for s in program.steps if isinstance(s, Transfer | Reduce))
+    trace = tmp_path / "t.json"
+    status, out, err = finished(tapestry("run", build, "--processes", 2, "--check", "--output", tmp_path / "two", "--trace", trace, "--json"))
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["passed"] and found["outputs"]["y"]["rel_err"] < 1e-5
+    assert found["peak_bytes"] == list(store.read(build)[0].peak_bytes)
+    assert sum(r["payload_bytes"] for r in found["ranks"]) == planned == sum(t["bytes"] for t in found["transfers"])
+    assert [r["devices"] for r in found["ranks"]] == [[0], [1]]
+    document("run", build, "--output", tmp_path / "one")
+    assert (tmp_path / "one" / "y.npy").read_bytes() == (tmp_path / "two" / "y.npy").read_bytes()
+    check_trace(json.loads(trace.read_text()), 2)
+    calibrated = document("calibrate", "-o", tmp_path / "topo.json", "--from-trace", trace)
+    assert calibrated["device"]["launch"] >= 0 and calibrated["measured"]["steps"] > 0
+    status, _, err = run("compile", save("attention"), "-o", tmp_path / "again", "--devices", "2", "--topology", tmp_path / "topo.json", "-q")
+    assert status == 0, err
+
+
+def check_trace(trace: dict, ranks: int) -> None:
+    """Every rank has its tracks, and slices on a track do not overlap."""
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in trace["traceEvents"]:
+        if e["ph"] == "X":
+            tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    assert {p for p, _ in tracks} == set(range(ranks)) and len(trace["otherData"]["steps"]) > 0
+    for spans in tracks.values():
+        for (_, end), (begin, _) in pairwise(sorted(spans)):
+            assert begin >= end - 1e-3
+
+
+def test_torchrun_runs_it(tmp_path):
+    build = attention_build()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tapestry.runtime"]
+    more = [build, "--output", tmp_path / "out", "--json"]
+    done = subprocess.run([*map(str, command), *map(str, more)], capture_output=True, text=True, env=ENV, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["ranks"]) == 2
+    expected = api.load(build).run(api.load(build).random_feeds(0))
+    assert np.array_equal(np.load(tmp_path / "out" / "y.npy"), expected["y"])
+
+
+def test_another_build_on_one_rank_is_found_before_the_first_step(tmp_path):
+    other = tmp_path / "other"
+    assert run("compile", save("attention"), "-o", other, "--devices", "2", "--seed", "7", "--memory", "1GiB", "-q")[0] == 0
+    with __import__("socket").socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = []
+    for r, build in enumerate((attention_build(), other)):
+        env = ENV | {"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "tapestry.runtime", str(build)]
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+    ended = [finished(p) for p in ranks]
+    assert [e[0] for e in ended] == [1, 1]
+    assert "rank 1 has another build than rank 0" in ended[0][2] + ended[1][2]
+
+
+def test_devices_are_shared_evenly():
+    assert owners(4, 2) == (0, 0, 1, 1) and owners(5, 3) == (0, 1, 1, 2, 2) and owners(3, 3) == (0, 1, 2)
+    with pytest.raises(TapestryError, match="5 processes for the 4 devices"):
+        owners(4, 5)
+    status, _, err = run("run", attention_build(), "--processes", "3")
+    assert status == 2 and "3 processes for the 2 devices of the plan" in err
+
+
+# --- messages
+
+
+def wire(**more) -> Wire:
+    return Wire(**({"rank": 0, "world": 2, "plan": bytes(range(16)), "pulse": Pulse(shared(2), 0)} | more))
+
+
+def test_a_message_says_what_it_is():
+    a, b = torch.arange(6, dtype=torch.int16).reshape(2, 3), torch.tensor([True, False, True])
+    pieces = [("a", (2, 3), torch.int16), ("b", (3,), torch.bool), ("none", (0, 4), torch.float64)]
+    message = wire()._pack(5, list(zip(pieces, (a, b, torch.empty(0, 4, dtype=torch.float64)), strict=True)))
+    got = wire(rank=1)._unpack(5, 0, message, pieces)
+    assert torch.equal(got[0], a) and torch.equal(got[1], b) and got[2].shape == (0, 4)
+    other = [("a", (3, 2), torch.int16), *pieces[1:]]
+    typed = [("a", (2, 3), torch.uint16), *pieces[1:]]
+    for bad in (
+        lambda: wire(rank=1)._unpack(6, 0, message, pieces), lambda: wire(rank=1, plan=bytes(16))._unpack(5, 0, message, pieces),
+        lambda: wire(rank=1, batch=2)._unpack(5, 0, message, pieces), lambda: wire(rank=0)._unpack(5, 1, message, pieces),
+        lambda: wire(rank=1)._unpack(5, 0, message, other), lambda: wire(rank=1)._unpack(5, 0, message, typed),
+    ):  # fmt: skip
+        with pytest.raises(Mismatch, match="sent a message that the plan has not"):
+            bad()
+
+
+def test_who_is_to_blame():
+    slots = shared(3)
+    slots[:, PHASE], slots[:, STEP], slots[:, PEER] = (WAIT, COMPUTE, WAIT), (7, 6, 6), (1, -1, 0)
+    assert guilty(slots, {2}) == [2]  # who is stopped
+    assert guilty(slots, set()) == [1]  # who waits for nobody
+    slots[:, PHASE] = (WAIT, WAIT, IDLE)
+    slots[:, PEER] = (1, 2, -1)
+    assert guilty(slots, set()) == [2]  # whom the least advanced one waits for
+
+
+# --- shards of weights
+
+
+def test_shards_hold_the_weights_once(tmp_path):
+    build, _ = store.read(attention_build())
+    done = document("shard-weights", attention_build(), "-o", tmp_path / "shards")
+    identity = store.identity(attention_build())
+    read, files = shards.reader(tmp_path / "shards", build, identity), ModelFiles(build)
+    found = list(shards.slices(build))
+    assert len(found) == done["slices"] > 0
+    for tensor, box, _ in found:
+        assert np.array_equal(read(tensor, box), files(tensor, box))
+    for p in (tmp_path / "shards").glob("*.safetensors"):
+        data = p.read_bytes()
+        n = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + n])
+        assert max(e["data_offsets"][1] for e in header.values()) == len(data) - 8 - n
+    status, out, err = finished(tapestry("run", attention_build(), "--processes", 2, "--weights", tmp_path / "shards", "--check", "--json"))
+    assert status == 0 and json.loads(out)["passed"], err
+    with pytest.raises(BuildError, match="shards of another build"):
+        shards.reader(tmp_path / "shards", build, "0" * 64)
+    for p in (tmp_path / "shards").glob("*.safetensors"):
+        p.write_bytes(p.read_bytes()[:-1] + b"\x7f")
+    broken = 0
+    for tensor, box, _ in found:
+        try:
+            read(tensor, box)
+        except BuildError:
+            broken += 1
+    assert broken == len(list((tmp_path / "shards").glob("*.safetensors")))
+    (tmp_path / "shards" / "index.json").write_text((tmp_path / "shards" / "index.json").read_text().replace("sha256", "sha", 1))
+    with pytest.raises(BuildError):
+        shards.reader(tmp_path / "shards", build, identity)
+
+
+# --- streams
+
+
+def requests(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    compiled = api.load(attention_build())
+    for k in range(count):
+        np.savez(folder / f"b{k:02}.npz", **compiled.random_feeds(k))
+    return folder
+
+
+def test_a_stream_goes_on_where_it_ended(tmp_path):
+    ins, out = requests(tmp_path / "in", 6), tmp_path / "out"
+    status, _, err = finished(tapestry("run", attention_build(), "--processes", 2, "--inputs", ins, "--output", out, "-q"))
+    assert status == 0, err
+    compiled = api.load(attention_build())
+    for k in range(6):
+        assert np.array_equal(np.load(out / f"b{k:02}" / "y.npy"), compiled.run(compiled.random_feeds(k))["y"])
+    times = {p.name: p.stat().st_mtime_ns for p in out.glob("b*")}
+    shutil.rmtree(out / "b03")
+    (out / ".b03.half").mkdir()
+    status, text, err = finished(tapestry("run", attention_build(), "--inputs", ins, "--output", out, "--json"))
+    found = json.loads(text)
+    assert status == 0 and (found["batches"], found["skipped"]) == (1, 5), err
+    assert {p.name: p.stat().st_mtime_ns for p in out.glob("b*") if p.name != "b03"} == {n: t for n, t in times.items() if n != "b03"}
+    assert not (out / ".b03.half").exists()
+    with pytest.raises(TapestryError, match="of another build"):
+        batches.stream([ins], out, "another")
+    with pytest.raises(TapestryError, match="other things"):
+        batches.stream([ins], ins, "another")
+    with pytest.raises(TapestryError, match="two batches are called"):
+        batches.stream([ins, ins], None, "x")
+    with pytest.raises(TapestryError, match="no batches"):
+        batches.stream([tmp_path / "nothing"], None, "x")
+
+
+def test_a_batch_folder_of_arrays(tmp_path):
+    graph = case("attention").graph
+    feeds = api.load(attention_build()).random_feeds(1)
+    (tmp_path / "one").mkdir()
+    for t, a in feeds.items():
+        np.save(tmp_path / "one" / f"{t}.npy", a)
+    (batch,) = batches.stream([tmp_path / "one"], None, "x")
+    assert all(np.array_equal(batch.feeds(graph)[t], a) for t, a in feeds.items())
+    (tmp_path / "bad.npz").write_bytes(b"PK nothing")
+    (bad,) = batches.stream([tmp_path / "bad.npz"], None, "x")
+    with pytest.raises(TapestryError, match="no arrays"):
+        bad.feeds(graph)
+
+
+# --- failures
+
+
+def ranks_of(launcher: subprocess.Popen, out: Path, count: int) -> list[int]:
+    """Process ids by rank, once the first batch is done."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end and launcher.poll() is None:
+        found = sorted(map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()))
+        if len(found) == count and any(out.glob("b*")):
+            return found
+        time.sleep(0.005)
+    raise AssertionError(f"no ranks: {launcher.communicate()}")
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "within"),
+    [(signal.SIGKILL, "rank 1 was killed by SIGKILL", 10), (signal.SIGSTOP, "rank 1 is stopped", 15), (signal.SIGTERM, "rank 1 was killed by SIGTERM", 10)],
+)
+def test_a_rank_that_fails_is_named_and_nothing_is_left(tmp_path, number, words, within):
+    ins, out = requests(tmp_path / "in", 400), tmp_path / "out"
+    p = tapestry("run", attention_build(), "--processes", 2, "--inputs", ins, "--output", out, "--timeout", 4, "-q")
+    pids = ranks_of(p, out, 2)
+    since = time.monotonic()
+    os.kill(pids[1], number)
+    status, _, err = finished(p)
+    assert (status, time.monotonic() - since < within) == (1, True), err
+    assert words in err and err.count("tapestry run:") == 1
+    assert not any(Path(f"/proc/{q}").exists() for q in pids)
+    assert all((b / "y.npy").is_file() for b in out.glob("b*"))
+
+
+def test_restarts_lose_and_repeat_nothing(tmp_path):
+    ins, out = requests(tmp_path / "in", 200), tmp_path / "out"
+    p = tapestry("run", attention_build(), "--processes", 2, "--inputs", ins, "--output", out, "--max-restarts", 2, "--json")
+    before: dict[str, int] = {}
+    for k in range(2):
+        pids = ranks_of(p, out, 2)
+        while len(list(out.glob("b*"))) < 30 * (k + 1):
+            time.sleep(0.002)
+        os.kill(pids[k], signal.SIGKILL)
+        before |= {b.name: b.stat().st_mtime_ns for b in out.glob("b*")}
+        while pids[k] in map(int, Path(f"/proc/{p.pid}/task/{p.pid}/children").read_text().split()):
+            time.sleep(0.002)
+    status, text, err = finished(p)
+    assert status == 0 and json.loads(text)["restarts"] == 2, err
+    assert len(list(out.glob("b*"))) == 200 and err.count("starting again") == 2
+    assert all((out / name).stat().st_mtime_ns == t for name, t in before.items())
+
+
+def test_a_taken_port_is_named():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        status, _, err = finished(tapestry("run", attention_build(), "--processes", 2, "--port", s.getsockname()[1]))
+    assert status == 1 and f"port {s.getsockname()[1] if s.fileno() >= 0 else ''}".strip() in err and "is taken" in err
+
+
+def test_what_was_measured_beside_what_was_estimated():
+    status, text, err = finished(tapestry("explain", attention_build(), "--analyze", "--json"))
+    assert status == 0, err
+    found = json.loads(text)["analysis"]
+    assert found["processes"] == 2 and found["measured_s"] > 0 and found["step_error"] >= 1
+    assert all(r["estimated_s"] >= 0 and r["measured_s"] > 0 for r in found["steps"]) and "compute" in found["kinds"]
