@@ -1,12 +1,13 @@
-"""Faults injected into runs on several processes: every one must end the run with the guilty rank named, and leave nothing behind.
+"""Faults injected into runs on several processes: every one must end the run with the guilty rank named, and leave nothing
+behind.
 
     .venv/bin/python bench/faults.py [--faults 200] [--processes 3] [--stop-timeout 4] [--seed 0] [--only KIND …]
 
-Kinds: kill (SIGKILL) and stop (SIGSTOP) of a random rank at a random moment; memory (an address-space limit on one rank), weights (a
-shard that only one rank reads is damaged), version (one rank holds another build), port (taken), interrupt (SIGINT or SIGTERM to the
-launcher), launcher (SIGKILL to the launcher), pause (a rank stopped for less than the timeout: the run must succeed), and torchrun
-kills. At the end a stream of 50 batches with 5 kills and --max-restarts must lose and repeat nothing. Writes bench/results/faults.json;
-exits 1 if a fault is not handled.
+Kinds: kill (SIGKILL) and stop (SIGSTOP) of a random rank at a random moment; memory (an address-space limit on one rank),
+weights (a shard that only one rank reads is damaged), version (one rank holds another build), port (taken), interrupt
+(SIGINT or SIGTERM to the launcher), launcher (SIGKILL to the launcher), pause (a rank stopped for less than the timeout:
+the run must succeed), and torchrun kills. At the end a stream of 50 batches with 5 kills and --max-restarts must lose and
+repeat nothing. Writes bench/results/faults.json; exits 1 if a fault is not handled.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def model() -> Path:
     for k in range(layers):
         w = (rng.standard_normal((n, n)) / n**0.5).astype(np.float32)
         weights.append(numpy_helper.from_array(w, f"w{k}"))
-        nodes += [helper.make_node("MatMul", [last, f"w{k}"], [f"m{k}"]), helper.make_node("Softmax", [f"m{k}"], [f"s{k}"], axis=0)]
+        nodes += [
+            helper.make_node("MatMul", [last, f"w{k}"], [f"m{k}"]),
+            helper.make_node("Softmax", [f"m{k}"], [f"s{k}"], axis=0),
+        ]
         last = f"s{k}"
     info = [helper.make_tensor_value_info(last if k else "x", TensorProto.FLOAT, [96, n]) for k in range(2)]
     graph = helper.make_graph(nodes, "faults", info[:1], info[1:], weights)
@@ -90,7 +94,13 @@ class Bench:
     def popen(self, command: list[object], **more: Any) -> subprocess.Popen[str]:
         limit = more.pop("limit", None)
         return subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit, **more
+            list(map(str, command)),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=limit,
+            **more,
         )
 
     def ranks(self, launcher: int) -> list[int]:
@@ -179,7 +189,16 @@ def pause(b: Bench) -> Row:
     os.kill(victim, signal.SIGCONT)
     seconds, status, err = finish(run, since)
     ok = status == 0 and b.batches() == 50
-    return {"kind": "pause", "seconds": seconds, "status": status, "named": True, "gone": gone(pids), "whole": b.whole(), "ok": ok, "said": err[:300]}
+    return {
+        "kind": "pause",
+        "seconds": seconds,
+        "status": status,
+        "named": True,
+        "gone": gone(pids),
+        "whole": b.whole(),
+        "ok": ok,
+        "said": err[:300],
+    }
 
 
 def memory(b: Bench) -> Row:
@@ -191,7 +210,16 @@ def memory(b: Bench) -> Row:
     resource.prlimit(pids[guilty], resource.RLIMIT_AS, (used // 2, used // 2))
     seconds, status, err = finish(run, since)
     named = f"rank {guilty}" in err and "memory" in err
-    return {"kind": "memory", "seconds": seconds, "status": status, "named": named, "gone": gone(pids), "whole": b.whole(), "ok": status == 1 and named, "said": err[:300]}
+    return {
+        "kind": "memory",
+        "seconds": seconds,
+        "status": status,
+        "named": named,
+        "gone": gone(pids),
+        "whole": b.whole(),
+        "ok": status == 1 and named,
+        "said": err[:300],
+    }
 
 
 def weights(b: Bench) -> Row:
@@ -208,14 +236,28 @@ def weights(b: Bench) -> Row:
     finally:
         path.write_bytes(data)
     named = bool(re.search(r"rank \d", err)) and path.name in err
-    return {"kind": "weights", "seconds": seconds, "status": status, "named": named, "gone": True, "whole": b.batches() == 0, "ok": status == 1 and named, "said": err[:300]}
+    return {
+        "kind": "weights",
+        "seconds": seconds,
+        "status": status,
+        "named": named,
+        "gone": True,
+        "whole": b.batches() == 0,
+        "ok": status == 1 and named,
+        "said": err[:300],
+    }
 
 
 def by_hand(b: Bench, builds: list[Path], port: int) -> list[subprocess.Popen[str]]:
     """Ranks as torchrun starts them."""
     out = []
     for r, folder in enumerate(builds):
-        env = os.environ | {"RANK": str(r), "WORLD_SIZE": str(len(builds)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = os.environ | {
+            "RANK": str(r),
+            "WORLD_SIZE": str(len(builds)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         command = [sys.executable, "-m", "tapestry.runtime", folder, "--timeout", b.timeout * 4, "-q"]
         out.append(b.popen(command, env=env))
     return out
@@ -238,7 +280,16 @@ def version(b: Bench) -> Row:
     named = f"rank {guilty} has another build than rank 0" in err
     status = max(s for _, s, _ in ended)
     ok = named and all(s == 1 for _, s, _ in ended)
-    return {"kind": "version", "seconds": max(t for t, _, _ in ended), "status": status, "named": named, "gone": True, "whole": True, "ok": ok, "said": err[:300]}
+    return {
+        "kind": "version",
+        "seconds": max(t for t, _, _ in ended),
+        "status": status,
+        "named": named,
+        "gone": True,
+        "whole": True,
+        "ok": ok,
+        "said": err[:300],
+    }
 
 
 def port(b: Bench) -> Row:
@@ -248,7 +299,16 @@ def port(b: Bench) -> Row:
         taken, since = int(s.getsockname()[1]), time.monotonic()
         seconds, status, err = finish(b.start("--port", taken), since)
     named = f"port {taken} is taken" in err
-    return {"kind": "port", "seconds": seconds, "status": status, "named": named, "gone": True, "whole": b.batches() == 0, "ok": status == 1 and named, "said": err[:300]}
+    return {
+        "kind": "port",
+        "seconds": seconds,
+        "status": status,
+        "named": named,
+        "gone": True,
+        "whole": b.batches() == 0,
+        "ok": status == 1 and named,
+        "said": err[:300],
+    }
 
 
 def interrupt(b: Bench) -> Row:
@@ -259,7 +319,16 @@ def interrupt(b: Bench) -> Row:
     run.send_signal(b.rng.choice([signal.SIGINT, signal.SIGTERM]))
     seconds, status, err = finish(run, since)
     named = "interrupted by SIG" in err
-    return {"kind": "interrupt", "seconds": seconds, "status": status, "named": named, "gone": gone(pids), "whole": b.whole(), "ok": status == 1 and named, "said": err[:300]}
+    return {
+        "kind": "interrupt",
+        "seconds": seconds,
+        "status": status,
+        "named": named,
+        "gone": gone(pids),
+        "whole": b.whole(),
+        "ok": status == 1 and named,
+        "said": err[:300],
+    }
 
 
 def launcher(b: Bench) -> Row:
@@ -270,7 +339,16 @@ def launcher(b: Bench) -> Row:
     run.kill()
     run.communicate()
     left = gone(pids)
-    return {"kind": "launcher", "seconds": time.monotonic() - since, "status": run.returncode, "named": True, "gone": left, "whole": b.whole(), "ok": left, "said": ""}
+    return {
+        "kind": "launcher",
+        "seconds": time.monotonic() - since,
+        "status": run.returncode,
+        "named": True,
+        "gone": left,
+        "whole": b.whole(),
+        "ok": left,
+        "said": "",
+    }
 
 
 def stream(b: Bench, kills: int = 5) -> Row:
@@ -290,11 +368,30 @@ def stream(b: Bench, kills: int = 5) -> Row:
     last = {p.name: p.stat().st_mtime_ns for p in (FOLDER / "out").glob("b*")}
     repeated = sum(last.get(n) != t for seen in times for n, t in seen.items())
     ok = status == 0 and b.batches() == 50 and b.whole() and repeated == 0 and err.count("starting again") == kills
-    return {"kind": "stream", "seconds": seconds, "status": status, "named": err.count("rank ") >= kills, "gone": True, "whole": b.whole(), "ok": ok, "said": err[:900]}
+    return {
+        "kind": "stream",
+        "seconds": seconds,
+        "status": status,
+        "named": err.count("rank ") >= kills,
+        "gone": True,
+        "whole": b.whole(),
+        "ok": ok,
+        "said": err[:900],
+    }
 
 
 KINDS = {f.__name__: f for f in (kill, stop, memory, weights, version, port, interrupt, launcher, pause)}
-SHARE = {"kill": 0.45, "stop": 0.15, "memory": 0.08, "weights": 0.08, "version": 0.04, "port": 0.04, "interrupt": 0.08, "launcher": 0.04, "pause": 0.04}
+SHARE = {
+    "kill": 0.45,
+    "stop": 0.15,
+    "memory": 0.08,
+    "weights": 0.08,
+    "version": 0.04,
+    "port": 0.04,
+    "interrupt": 0.08,
+    "launcher": 0.04,
+    "pause": 0.04,
+}
 
 
 def main() -> int:
@@ -322,7 +419,9 @@ def main() -> int:
         mine = [r for r in rows if r["kind"] == kind]
         times = sorted(r["seconds"] for r in mine)
         good = sum(bool(r["ok"] and r["gone"] and r["whole"]) for r in mine)
-        print(f"{kind:10} {len(mine):4} faults, {good:4} handled, median {times[len(times) // 2]:.2f} s, most {times[-1]:.2f} s")
+        print(
+            f"{kind:10} {len(mine):4} faults, {good:4} handled, median {times[len(times) // 2]:.2f} s, most {times[-1]:.2f} s"
+        )
     bad = [r for r in rows if not (r["ok"] and r["gone"] and r["whole"])]
     hangs = sum(r["status"] == 999 for r in rows)
     print(f"{len(rows)} in all, {hangs} hangs, {sum(not r['gone'] for r in rows)} with orphans, {len(bad)} not handled")

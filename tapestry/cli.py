@@ -23,7 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
         return int(args.command(args))
-    except (LawError, RunError) as e:
+    except RunError as e:
+        return _failed(args, e, 1) if argv is not None else _leave(_failed(args, e, 1))
+    except LawError as e:
         return _failed(args, e, 1)
     except TapestryError as e:
         return _failed(args, e, 2)
@@ -44,6 +46,13 @@ def _failed(args: argparse.Namespace, e: TapestryError, status: int) -> int:
     if args.json:
         _json({"error": str(e), "kind": type(e).__name__, "what": e.what, "where": e.where, "why": e.why, "hint": e.hint})
     return status
+
+
+def _leave(status: int) -> int:
+    """End at once: a failed run is over within two seconds, of which tearing down torch would take one or more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _json(document: Any) -> None:
@@ -149,8 +158,8 @@ def _run_processes(args: argparse.Namespace) -> int:
     request = launch.request(args)
     with progress.bar("run", quiet=args.quiet or args.json) as report:
         how = launch.Launch(
-            processes=1 if args.processes is None else args.processes, restarts=args.max_restarts, port=args.port, check=args.check,
-            progress=report, tell=lambda text: print(f"tapestry run: {text}", file=sys.stderr),
+            processes=1 if args.processes is None else args.processes, restarts=args.max_restarts, port=args.port,
+            check=args.check, progress=report, tell=lambda text: print(f"tapestry run: {text}", file=sys.stderr),
         )  # fmt: skip
         document = launch.run(request, how)
     if args.json:

@@ -195,7 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(document, indent=1))
     elif document and not args.quiet:
         ranks, total = len(document["ranks"]), sum(t["bytes"] for t in document["transfers"])
-        print(f"{document['batches']} batches on {ranks} processes, {document['seconds']:.4f} s, {total:,} bytes between devices")
+        print(
+            f"{document['batches']} batches on {ranks} processes, {document['seconds']:.4f} s, {total:,} bytes between devices"
+        )
     return 0
 
 

@@ -81,7 +81,7 @@ def ranks_of(world: int, trials: list[Trial]) -> list[list[dict]]:
 def differences(world: int, t: Trial, ranks: list[dict]) -> list[str]:
     """Bits of outputs, peaks, bytes counted by kind, and bytes handed to the network."""
     out = []
-    alone, measured = t.alone
+    alone, _ = t.alone
     for k, a in alone.items():
         b = ranks[0]["outs"][k]
         if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():

@@ -107,7 +107,9 @@ class Shapes:
     def kernel(self, graph: Graph, kernel):
         op = graph.ops[kernel.op]
         dtypes = [e.dtype for e in op.body] if kernel.mode == "partial" else [graph.tensors[t].dtype for t in op.outs]
-        return lambda ins, states: [torch.empty(shape(b), dtype=TORCH_DTYPES[d], device="meta") for b, d in zip(kernel.outs, dtypes)]
+        return lambda ins, states: [
+            torch.empty(shape(b), dtype=TORCH_DTYPES[d], device="meta") for b, d in zip(kernel.outs, dtypes)
+        ]
 
     def merge(self, monoid, states):
         return [torch.empty_like(x) for x in states[0]]
@@ -127,11 +129,10 @@ class Shapes:
 
 def posted(plan: Plan, program: Program, world: int) -> list[list[Exchange]]:
     """What every rank really posts, without the outputs' way to rank 0."""
-    slots, out = shared(world), []
+    slots, out, tensors = shared(world), [], plan.graph.tensors
+    source = lambda t, box: torch.empty(shape(box), dtype=TORCH_DTYPES[tensors[t].dtype], device="meta")  # noqa: E731
     for r in range(world):
         wire = Recorder(r, world, Pulse(slots, r))
-        tensors = plan.graph.tensors
-        source = lambda t, box: torch.empty(shape(box), dtype=TORCH_DTYPES[tensors[t].dtype], device="meta")  # noqa: E731
         machine = RankMachine(plan.graph, program, Shapes(), source, plan.streamed, wire=wire)  # type: ignore[arg-type]
         machine.run(source)
         out.append([e for e in wire.script if e.tag[0] < len(program.steps)])

@@ -50,13 +50,25 @@ def finished(p: subprocess.Popen, seconds: float = 120) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"models": ["mlp", "attention", "norms", "reductions", "branches"], "meshes": ["2", "3", "2x2"], "seeds": 2, "worlds": [2, 3, 4]},
-        {"models": ["halves", "integers", "bfloats", "selections", "scalars", "opaques", "noise"], "meshes": ["5", "3x2"], "seeds": 1, "worlds": [1, 2, 5]},
+        {
+            "models": ["mlp", "attention", "norms", "reductions", "branches"],
+            "meshes": ["2", "3", "2x2"],
+            "seeds": 2,
+            "worlds": [2, 3, 4],
+        },
+        {
+            "models": ["halves", "integers", "bfloats", "selections", "scalars", "opaques", "noise"],
+            "meshes": ["5", "3x2"],
+            "seeds": 1,
+            "worlds": [1, 2, 5],
+        },
     ],
     ids=["floats", "others"],
 )
 def test_random_plans_give_the_same_bits_bytes_and_peaks(asked):
-    done = subprocess.run([sys.executable, HERE / "ranks.py", json.dumps(asked)], capture_output=True, text=True, env=ENV, timeout=300)
+    done = subprocess.run(
+        [sys.executable, HERE / "ranks.py", json.dumps(asked)], capture_output=True, text=True, env=ENV, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tried"] >= 28 and found["wrong"] == []
@@ -67,7 +79,9 @@ def test_a_build_on_processes_is_the_build_in_one(tmp_path):
     program = store.read(build)[0].program
     planned = sum(transfer_bytes(s, program) for s in program.steps if isinstance(s, Transfer | Reduce))
     trace = tmp_path / "t.json"
-    status, out, err = finished(tapestry("run", build, "--processes", 2, "--check", "--output", tmp_path / "two", "--trace", trace, "--json"))
+    status, out, err = finished(
+        tapestry("run", build, "--processes", 2, "--check", "--output", tmp_path / "two", "--trace", trace, "--json")
+    )
     assert status == 0, err
     found = json.loads(out)
     assert found["passed"] and found["outputs"]["y"]["rel_err"] < 1e-5
@@ -79,7 +93,9 @@ def test_a_build_on_processes_is_the_build_in_one(tmp_path):
     check_trace(json.loads(trace.read_text()), 2)
     calibrated = document("calibrate", "-o", tmp_path / "topo.json", "--from-trace", trace)
     assert calibrated["device"]["launch"] >= 0 and calibrated["measured"]["steps"] > 0
-    status, _, err = run("compile", save("attention"), "-o", tmp_path / "again", "--devices", "2", "--topology", tmp_path / "topo.json", "-q")
+    status, _, err = run(
+        "compile", save("attention"), "-o", tmp_path / "again", "--devices", "2", "--topology", tmp_path / "topo.json", "-q"
+    )
     assert status == 0, err
 
 
@@ -181,7 +197,9 @@ def test_shards_hold_the_weights_once(tmp_path):
         n = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + n])
         assert max(e["data_offsets"][1] for e in header.values()) == len(data) - 8 - n
-    status, out, err = finished(tapestry("run", attention_build(), "--processes", 2, "--weights", tmp_path / "shards", "--check", "--json"))
+    status, out, err = finished(
+        tapestry("run", attention_build(), "--processes", 2, "--weights", tmp_path / "shards", "--check", "--json")
+    )
     assert status == 0 and json.loads(out)["passed"], err
     with pytest.raises(BuildError, match="shards of another build"):
         shards.reader(tmp_path / "shards", build, "0" * 64)
@@ -194,7 +212,9 @@ def test_shards_hold_the_weights_once(tmp_path):
         except BuildError:
             broken += 1
     assert broken == len(list((tmp_path / "shards").glob("*.safetensors")))
-    (tmp_path / "shards" / "index.json").write_text((tmp_path / "shards" / "index.json").read_text().replace("sha256", "sha", 1))
+    (tmp_path / "shards" / "index.json").write_text(
+        (tmp_path / "shards" / "index.json").read_text().replace("sha256", "sha", 1)
+    )
     with pytest.raises(BuildError):
         shards.reader(tmp_path / "shards", build, identity)
 
@@ -223,7 +243,9 @@ def test_a_stream_goes_on_where_it_ended(tmp_path):
     status, text, err = finished(tapestry("run", attention_build(), "--inputs", ins, "--output", out, "--json"))
     found = json.loads(text)
     assert status == 0 and (found["batches"], found["skipped"]) == (1, 5), err
-    assert {p.name: p.stat().st_mtime_ns for p in out.glob("b*") if p.name != "b03"} == {n: t for n, t in times.items() if n != "b03"}
+    assert {p.name: p.stat().st_mtime_ns for p in out.glob("b*") if p.name != "b03"} == {
+        n: t for n, t in times.items() if n != "b03"
+    }
     assert not (out / ".b03.half").exists()
     with pytest.raises(TapestryError, match="of another build"):
         batches.stream([ins], out, "another")
@@ -265,7 +287,11 @@ def ranks_of(launcher: subprocess.Popen, out: Path, count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("number", "words", "within"),
-    [(signal.SIGKILL, "rank 1 was killed by SIGKILL", 10), (signal.SIGSTOP, "rank 1 is stopped", 15), (signal.SIGTERM, "rank 1 was killed by SIGTERM", 10)],
+    [
+        (signal.SIGKILL, "rank 1 was killed by SIGKILL", 10),
+        (signal.SIGSTOP, "rank 1 is stopped", 15),
+        (signal.SIGTERM, "rank 1 was killed by SIGTERM", 10),
+    ],
 )
 def test_a_rank_that_fails_is_named_and_nothing_is_left(tmp_path, number, words, within):
     ins, out = requests(tmp_path / "in", 400), tmp_path / "out"

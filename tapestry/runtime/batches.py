@@ -100,7 +100,9 @@ def stream(sources: Sequence[Path], output: Path | None, identity: str) -> list[
     """
     found: list[Path] = []
     for p in sources:
-        inside = sorted(q for q in p.iterdir() if q.suffix == ".npz" or (q.is_dir() and any(q.glob("*.npy")))) if p.is_dir() else []
+        inside = (
+            sorted(q for q in p.iterdir() if q.suffix == ".npz" or (q.is_dir() and any(q.glob("*.npy")))) if p.is_dir() else []
+        )
         if not p.exists() or (p.is_dir() and not inside and not any(p.glob("*.npy"))):
             raise TapestryError("no batches", where=str(p), hint=".npz files, or folders of .npy files")
         found += inside or [p]

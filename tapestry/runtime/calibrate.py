@@ -100,8 +100,8 @@ def _median(run: Callable[[], object], times: int = 1) -> float:
 def from_trace(path: Path) -> dict[str, Any]:
     """A topology document from the trace of a real run (``run --trace``).
 
-    Kernels: launch time and a common factor on all rates are fitted to measured against estimated seconds; transfers: latency and
-    seconds per byte to the payload. Both by least squares of relative errors, none below zero.
+    Kernels: launch time and a common factor on all rates are fitted to measured against estimated seconds; transfers:
+    latency and seconds per byte to the payload. Both by least squares of relative errors, none below zero.
 
     Raises:
         TapestryError: it is no such trace.
@@ -111,7 +111,9 @@ def from_trace(path: Path) -> dict[str, Any]:
         before, steps = other["topology"], [s for s in other["steps"] if s["measured_s"] > 0]
         device, first = dict(before["device"]), before["links"][0]
     except (ValueError, KeyError, TypeError, IndexError) as e:
-        raise TapestryError(f"not the trace of a real run: {e!r}", where=str(path), hint="tapestry run BUILD --trace FILE") from None
+        raise TapestryError(
+            f"not the trace of a real run: {e!r}", where=str(path), hint="tapestry run BUILD --trace FILE"
+        ) from None
     kernels = [(max(s["estimated_s"] - device["launch"], 0.0), s["measured_s"]) for s in steps if s["kind"] == "compute"]
     launch, factor = _line(kernels) if kernels else (device["launch"], 1.0)
     moves = [(float(s["payload_bytes"]), s["measured_s"]) for s in steps if s.get("payload_bytes")]

@@ -69,7 +69,9 @@ class Parcels:
     here: dict[str, torch.Tensor] = field(default_factory=dict)
     sent: int = 0
 
-    def carry(self, name: str, src: int, dst: int, extents: tuple[int, ...], dtype: torch.dtype, take: Callable[[], Array]) -> None:
+    def carry(
+        self, name: str, src: int, dst: int, extents: tuple[int, ...], dtype: torch.dtype, take: Callable[[], Array]
+    ) -> None:
         """A piece from one device to another; ``take`` gives the data on the sender's side."""
         mine = self.wire.rank
         if self.owner[src] == mine:

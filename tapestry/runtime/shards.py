@@ -1,8 +1,8 @@
 """Weights cut as the plan cuts them: a safetensors file per device, of which a rank reads its own slices and nothing else.
 
-``index.json`` says which file holds which slice, the SHA-256 of each slice, of the build, and of itself. Equal slices of several
-devices are stored once, with the first of them. Files are `safetensors <https://github.com/huggingface/safetensors>`_: the
-length of a JSON header in 8 bytes, the header, the data.
+``index.json`` says which file holds which slice, the SHA-256 of each slice, of the build, and of itself. Equal slices of
+several devices are stored once, with the first of them. Files are `safetensors
+<https://github.com/huggingface/safetensors>`_: the length of a JSON header in 8 bytes, the header, the data.
 """
 
 from __future__ import annotations

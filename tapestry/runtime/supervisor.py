@@ -1,9 +1,9 @@
 """Starts the ranks of a run on this host, watches them, and ends all of them when one fails.
 
-Ranks are forked after torch is imported, which takes a tenth of a second where starting Python takes four. Each has a slot in shared
-memory that says what it is doing. A rank that ends is seen at once; one that stands still is seen by its slot. Others' errors
-are heard for a tenth of a second more, because who notices first is seldom who is to blame. The kernel kills the ranks when
-this process dies.
+Ranks are forked after torch is imported, which takes a tenth of a second where starting Python takes four. Each has a slot
+in shared memory that says what it is doing. A rank that ends is seen at once; one that stands still is seen by its slot.
+Others' errors are heard for a tenth of a second more, because who notices first is seldom who is to blame. The kernel kills
+the ranks when this process dies.
 """
 
 from __future__ import annotations
@@ -234,7 +234,9 @@ def _start(run: Attempt, world: int, port: int, attempt: int, open_session: Open
         run.children.append(Child(process, ours, rank))
 
 
-def _child(rank: int, world: int, port: int, attempt: int, run: Attempt, pipe: Connection, open_session: Open, parent: int) -> None:
+def _child(
+    rank: int, world: int, port: int, attempt: int, run: Attempt, pipe: Connection, open_session: Open, parent: int
+) -> None:
     """The whole life of a rank."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN if name == signal.SIGINT else signal.SIG_DFL)

@@ -1,9 +1,10 @@
 """Messages between the processes of a run: torch.distributed carries them, each with a header of ours.
 
-gloo accepts a message of another dtype or size without an error. So what one process has for another in one step travels as one
-packed message of bytes that says which plan, batch, step and exact pieces it holds, and nothing is unpacked before that is what the
-receiver expects. Sends and receives are point to point (`batch_isend_irecv`): on gloo that is faster than its collectives, on
-NCCL it is what all-to-all is made of, and merging stays with the plan's monoids, in the plan's order, NaNs included.
+gloo accepts a message of another dtype or size without an error. So what one process has for another in one step travels as
+one packed message of bytes that says which plan, batch, step and exact pieces it holds, and nothing is unpacked before that
+is what the receiver expects. Sends and receives are point to point (`batch_isend_irecv`): on gloo that is faster than its
+collectives, on NCCL it is what all-to-all is made of, and merging stays with the plan's monoids, in the plan's order, NaNs
+included.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Mismatch(TapestryError):
 
 @dataclass(slots=True)
 class Wire:
-    """One process's end. ``plan`` is 16 bytes of the build's hash; ``payload`` counts bytes of tensors handed to the network for
-    the program's steps, ``gathered`` those that brought outputs to rank 0."""
+    """One process's end. ``plan`` is 16 bytes of the build's hash; ``payload`` counts bytes of tensors handed to the
+    network for the program's steps, ``gathered`` those that brought outputs to rank 0."""
 
     rank: int
     world: int

@@ -9,6 +9,7 @@ import platform
 import resource
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -102,7 +103,9 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _machine(graph: Any, program: Any, target: Any, weights: Any, streamed: Any, *, wire: Wire, trace: bool, pulse: Pulse) -> Any:
+def _machine(
+    graph: Any, program: Any, target: Any, weights: Any, streamed: Any, *, wire: Wire, trace: bool, pulse: Pulse
+) -> Any:
     """A rank's machine, which says that it lives while it reads weights."""
 
     def read(tensor: str, box: Any) -> Any:
@@ -128,7 +131,7 @@ def _agree(me: Rank, job: Job, todo: list[int]) -> set[int]:
     """All ranks hold the same build, in the same version, and run the batches that rank 0 says."""
     mine = {
         "build": job.identity, "tapestry": importlib.metadata.version("tapestry"), "messages": VERSION,
-        "torch": importlib.metadata.version("torch"), "byte order": __import__("sys").byteorder,
+        "torch": importlib.metadata.version("torch"), "byte order": sys.byteorder,
         "devices": job.build.program.devices, "batches": [b.name for b in job.batches],
     }  # fmt: skip
     about = {"agree": mine, "host": socket.gethostname(), "pid": os.getpid(), "todo": todo, "machine": platform.machine()}
@@ -196,17 +199,16 @@ def _blamed(e: PeerLost, beats: Beats | None, me: Rank) -> Exception:
     return RunError(f"rank {found} {state} {describe(slots[found])}", where=who, why=str(e))
 
 
-def _report(
-    me: Rank, job: Job, session: Session, wire: Wire, runs: list[dict[str, Any]], todo: set[int]
-) -> dict[str, Any]:
+def _report(me: Rank, job: Job, session: Session, wire: Wire, runs: list[dict[str, Any]], todo: set[int]) -> dict[str, Any]:
     """Everything that was measured, put together on rank 0."""
     machine = session.machine
     assert isinstance(machine, RankMachine)
     rows = np.array([(s.batch, s.step, s.device, s.stream, s.start, s.end) for s in machine.slices], np.int64).reshape(-1, 6)
     mine = {
-        "rank": me.rank, "devices": list(machine.devices), "runs": runs, "payload_bytes": wire.payload,
-        "gathered_bytes": wire.gathered, "messages": wire.messages,
-        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "slices": rows, "private_bytes": _private(),
+        "rank": me.rank, "devices": list(machine.devices), "runs": runs,
+        "payload_bytes": wire.payload, "gathered_bytes": wire.gathered, "messages": wire.messages,
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "slices": rows,
+        "private_bytes": _private(),
         "weight_bytes": sum(machine.target.nbytes(a) for held in machine.resident for a in held.values()),
     }  # fmt: skip
     everybody: list[Any] | None = [None] * me.world if me.rank == 0 else None
@@ -237,7 +239,7 @@ def summary(job: Job, ranks: list[dict[str, Any]], todo: set[int]) -> dict[str, 
 
 
 def _private() -> int:
-    """Bytes of memory that only this process has (Linux: PSS without shared pages would need a scan; anonymous pages will do)."""
+    """Bytes of anonymous memory of this process: what it does not share with a file."""
     try:
         text = Path("/proc/self/status").read_text()
     except OSError:

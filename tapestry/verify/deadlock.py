@@ -1,9 +1,11 @@
-"""Whether the messages of a program can block: every rank's script of exchanges, and a simulation that is harsher than any network.
+"""Whether the messages of a program can block: every rank's script of exchanges, and a simulation that is harsher than any
+network.
 
-In an exchange a rank posts all its sends and receives for one step and does not go on before its partners have posted theirs: no
-message is buffered (MPI calls such programs *safe*), and messages between two ranks match in the order in which they are posted,
-tags or no tags. What gets through here gets through gloo and NCCL. The scripts are worked out from the program alone, by rules
-of their own; `tests/test_deadlock.py` records what the runtime really posts and holds it against them.
+In an exchange a rank posts all its sends and receives for one step and does not go on before its partners have posted
+theirs: no message is buffered (MPI calls such programs *safe*), and messages between two ranks match in the order in which
+they are posted, tags or no tags. What gets through here gets through gloo and NCCL. The scripts are worked out from the
+program alone, by rules of their own; `tests/test_deadlock.py` records what the runtime really posts and holds it against
+them.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ def flows(step: Transfer | Reduce, program: Program) -> Iterator[Flow]:
 def _merged(step: Reduce, program: Program, there: bool) -> Iterator[tuple[tuple[int, int], int]]:
     """States on their way to who merges them, or merged ones on their way back.
 
-    In an all-reduce of three and more, the k-th of n devices merges rows k·N/n to (k+1)·N/n of the N that all fields have in common.
+    In an all-reduce of three and more, the k-th of n devices merges rows k·N/n to (k+1)·N/n of the N that all fields have
+    in common.
     """
     sent = set(step.sent)
     for g in step.groups:

@@ -1,7 +1,7 @@
 """A real run beside the model of it: a trace with a track per rank and stream, and every step's seconds against the estimate.
 
-What is measured of a kernel is its time on the device where it took longest, as in the estimate. A transfer's time on a rank contains
-what that rank waits for the others to come; the rank that comes last does not wait, so the least time of all is the
+What is measured of a kernel is its time on the device where it took longest, as in the estimate. A transfer's time on a rank
+contains what that rank waits for the others to come; the rank that comes last does not wait, so the least time of all is the
 transfer's own, and the rest is reported as waiting. Medians over the batches, without the first, which builds the kernels.
 """
 
@@ -126,11 +126,9 @@ def text(found: Row) -> str:
         ratio = k["measured_s"] / k["estimated_s"] if k["estimated_s"] else math.inf
         times = f"{_ms(k['estimated_s'])}  {_ms(k['measured_s'])}  {ratio:7.2f}  {_ms(k['waited_s'])}"
         out.append(f"{kind:16}  {k['steps']:5}  {times}")
-    out.append("")
-    out.append(
-        f"in all {_ms(found['measured_s']).strip()} measured, {_ms(found['simulated_s']).strip()} simulated: error of the cost model "
-        f"{found['error']:+.0%}; a step is off by a factor of {found['step_error']:.2f} on (geometric) average"
-    )
+    both = f"{_ms(found['measured_s']).strip()} measured, {_ms(found['simulated_s']).strip()} simulated"
+    step = f"a step is off by a factor of {found['step_error']:.2f} on (geometric) average"
+    out += ["", f"in all {both}: error of the cost model {found['error']:+.0%}; {step}"]
     return "\n".join(out) + "\n"
 
 
