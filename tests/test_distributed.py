@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -13,16 +14,19 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from command_line import attention_build, document, run
-from small_models import case, save
+from small_models import case, mesh_of, random_plan, save
 
 from tapestry import api
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir import store
+from tapestry.ir.packed import Packed, pack, unpack
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+from tapestry.plan.lower import lower
 from tapestry.runtime import batches, shards
 from tapestry.runtime.distributed import owners
 from tapestry.runtime.pulse import COMPUTE, IDLE, PEER, PHASE, STEP, WAIT, Pulse, guilty, shared
@@ -144,6 +148,17 @@ def test_devices_are_shared_evenly():
         owners(4, 5)
     status, _, err = run("run", attention_build(), "--processes", "3")
     assert status == 2 and "3 processes for the 2 devices of the plan" in err
+
+
+def test_a_build_on_disk_keeps_the_counts_that_are_not_sent():
+    """What is read back is the program that was planned, fields that are known included."""
+    graph, found = case("norms").graph, 0
+    for seed in range(20):
+        plan = random_plan(graph, mesh_of("3"), random.Random(seed))
+        program = lower(plan)
+        found += any(isinstance(s, Reduce) and any(s.known) for s in program.steps)
+        assert unpack(msgspec.json.decode(msgspec.json.encode(pack(program)), type=Packed)) == program
+    assert found
 
 
 # --- messages

@@ -61,6 +61,7 @@ class PackedReduce(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_
     srcs: tuple[str, ...]
     dsts: tuple[str, ...]
     groups: int
+    known: tuple[tuple[float, ...], ...] = ()
 
 
 class PackedFree(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="free"):
@@ -112,7 +113,7 @@ def pack(program: Program) -> Packed:
             case Transfer():
                 steps.append(PackedTransfer(s.kind, s.src, s.dst, messages.number(s.messages)))
             case Reduce():
-                steps.append(PackedReduce(s.kind, s.op, s.srcs, s.dsts, groups.number(s.groups)))
+                steps.append(PackedReduce(s.kind, s.op, s.srcs, s.dsts, groups.number(s.groups), s.known))
             case Free():
                 steps.append(PackedFree(s.buffers))
     indices = [tuple(None if b is None else boxes.number(b) for b in x) for x in lists.numbers]
@@ -144,7 +145,8 @@ def unpack(data: Packed) -> Program:
             case PackedTransfer():
                 steps.append(Transfer(kind=s.kind, src=s.src, dst=s.dst, messages=_at(messages, s.messages)))
             case PackedReduce():
-                steps.append(Reduce(kind=s.kind, op=s.op, srcs=s.srcs, dsts=s.dsts, groups=_at(groups, s.groups)))
+                merged = _at(groups, s.groups)
+                steps.append(Reduce(kind=s.kind, op=s.op, srcs=s.srcs, dsts=s.dsts, groups=merged, known=s.known))
             case PackedFree():
                 steps.append(Free(buffers=s.buffers))
     buffers = {
