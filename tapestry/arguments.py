@@ -1,4 +1,5 @@
-"""Arguments that ``tapestry run`` and ``python -m tapestry.runtime`` share. Light: it is imported for every ``--help``."""
+"""Arguments of the commands that have many; those of ``run`` are those of ``python -m tapestry.runtime`` too. Light, because
+every ``--help`` imports it."""
 
 from __future__ import annotations
 
@@ -24,3 +25,85 @@ def processes(p: argparse.ArgumentParser) -> None:
     p.add_argument("--processes", type=int, metavar="N", help="run on N processes, devices shared evenly")
     p.add_argument("--max-restarts", type=int, default=0, metavar="R", help="start again after a failure")
     p.add_argument("--port", type=int, default=0, help="of the rendezvous; a free one by default")
+
+
+def calibrate(p: argparse.ArgumentParser) -> None:
+    """What is measured, or fitted."""
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json")
+    p.add_argument("--threads", type=int, metavar="N", help="torch threads to measure with; all by default")
+    p.add_argument("--from-trace", type=Path, metavar="FILE", help="fit to the trace of a real run (run --trace) instead")
+
+
+def fuzz(p: argparse.ArgumentParser) -> None:
+    """How many cases, and when to end."""
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--count", type=int, default=1000, metavar="N", help="cases: a model, a mesh, moves, strategies, layouts")
+    p.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
+    p.add_argument("--time", type=float, default=float("inf"), metavar="S", help="seconds after which no case is begun")
+    p.add_argument("--stop", type=int, default=20, metavar="N", help="different failures after which to end")
+    p.add_argument("--output", type=Path, metavar="DIR", help="a folder for what failed, shrunk: model.onnx, case.json, data")
+
+
+def doctor(p: argparse.ArgumentParser) -> None:
+    """What is looked at."""
+    p.add_argument("model", type=Path)
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+
+
+def rules(p: argparse.ArgumentParser) -> None:
+    """Which rules, and where they do not apply."""
+    p.add_argument("rule", nargs="?", metavar="NAME")
+    p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE")
+    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
+
+
+def auto_shard(p: argparse.ArgumentParser) -> None:
+    """The options of PopRT, and ours."""
+    p.add_argument("--input-model", type=Path, required=True, metavar="MODEL")
+    p.add_argument("--num-devices", type=int, required=True, metavar="N")
+    p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")
+    p.add_argument("--optimal-perf", action="store_true", help="the heuristic goes on after the first scheme that fits")
+    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="for evaluating schemes")
+    p.add_argument(
+        "--memory-proportion", type=float, nargs="+", metavar="SHARE",
+        help="of a device's memory, for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",
+    )  # fmt: skip
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+    p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
+    p.add_argument("--memory", metavar="16GiB", help="per device, instead of the topology's")
+
+
+def explain(p: argparse.ArgumentParser) -> None:
+    """What is shown."""
+    p.add_argument("build", type=Path)
+    p.add_argument("--why", action="store_true", help="the best alternative of every operation, and what it would cost")
+    p.add_argument("--diff", type=Path, metavar="OTHER", help="what differs from another build, instead of the plan")
+    p.add_argument("--critical-path", action="store_true", help="the steps that the simulated time hangs on")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="the simulated schedule, for https://ui.perfetto.dev")
+    p.add_argument("--analyze", action="store_true", help="run it, and print estimated beside measured seconds per step")
+    p.add_argument("--processes", type=int, metavar="N", help="for --analyze: run on N processes (default: one per device)")
+
+
+def compile(p: argparse.ArgumentParser) -> None:
+    """The model, the devices, and what the plan must keep to."""
+    p.add_argument("model", type=Path)
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD")
+    p.add_argument("--devices", type=int, metavar="N")
+    p.add_argument("--mesh", metavar="2x4", help="or named: dp=2,tp=4")
+    p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+    p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
+    p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
+    p.add_argument("--pin", action="extend", nargs="+", default=[], metavar="OP:dim=parts@axis")
+    p.add_argument("--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis")
+    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
+    p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
+    p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
+    p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
+    p.add_argument("--exact", action="store_true", help="the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices")
+    p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
+    p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
+    p.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search")
+    p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")
+    p.add_argument("--seed", type=int, default=0)

@@ -18,6 +18,7 @@ from tapestry import api, arguments, flags
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir import store
 from tapestry.ir.store import Build
+from tapestry.ir.types import numpy_dtype
 from tapestry.runtime import batches as streams
 from tapestry.runtime import shards
 from tapestry.runtime.batches import Batch
@@ -142,9 +143,12 @@ def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api
 def _judged(compiled: api.Compiled, batch: Batch, found: Document, place: Path, check: bool) -> Document:
     graph = compiled.build.plan.graph
     names = list(compiled.build.program.outputs)
+    odd = next((n for n in names if graph.tensors[n].on_host), None)
+    if odd is not None:
+        raise TapestryError(f"output '{odd}' is no array", where="--processes", hint="run it in one process, or with --inputs")
     outputs = {n: np.load(p, allow_pickle=False) for n, p in zip(names, paths(place, names), strict=True)}
     for n, a in outputs.items():
-        outputs[n] = a.view(np.dtype("bfloat16")) if a.dtype.kind == "V" and graph.tensors[n].dtype == "bf16" else a
+        outputs[n] = a.view(numpy_dtype(graph.tensors[n].dtype)) if a.dtype.kind == "V" else a
     used = Measured(found["peak_bytes"], {t["kind"]: (t["count"], t["bytes"]) for t in found["transfers"]})
     feeds = {t: np.asarray(a) for t, a in batch.feeds(graph).items()}
     document = api.judged(compiled, feeds, Result(outputs, used, found["seconds"]), check=check)

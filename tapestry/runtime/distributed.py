@@ -21,7 +21,7 @@ import torch
 from tapestry.errors import TapestryError
 from tapestry.ir.kernel import Box, cut, intersect, shape
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
-from tapestry.ir.types import DTYPES
+from tapestry.ir.types import DTYPES, HOST, STORED
 from tapestry.runtime.local import Array, Machine, Measured, Source
 from tapestry.runtime.pulse import COMPUTE, WEIGHTS
 from tapestry.runtime.wire import Piece, Wire, clock
@@ -235,6 +235,10 @@ class RankMachine(Machine):
             buffer = self.program.buffers[name]
             holders = {box: d for d, box in reversed(list(enumerate(buffer.boxes))) if box is not None}
             blocks[t] = list(holders)
+            if buffer.dtype == HOST and any(self.owner[d] for d in holders.values()):
+                raise TapestryError(f"output '{t}' is no array, and not on rank 0", hint="run it in one process")
+            if buffer.dtype == HOST:
+                continue
             for box, d in holders.items() if self.wire.rank == 0 else [(b, d) for b, d in holders.items() if d in self.devices]:
                 parcels.carry(f"{t} {box}", d, first, shape(box), self.dtypes[name], lambda d=d, n=name: memory[d][n])
         before = self.wire.payload
@@ -245,7 +249,11 @@ class RankMachine(Machine):
         out: dict[str, Array] = {}
         for t, name in self.program.outputs.items():
             whole = tuple((0, n) for n in self.graph.tensors[t].shape)
-            out[t] = self.target.assemble(whole, self.program.buffers[name].dtype, [(b, came[f"{t} {b}"]) for b in blocks[t]])
+            if self.program.buffers[name].dtype == HOST:
+                out[t] = memory[first][name]
+                continue
+            pieces = [(b, came[f"{t} {b}"]) for b in blocks[t]]
+            out[t] = self.target.assemble(whole, self.program.buffers[name].dtype, pieces)
         return out
 
 
@@ -392,7 +400,9 @@ def _touched(step: Step) -> tuple[str, ...]:
 
 
 def _torch_dtype(dtype: str) -> torch.dtype:
-    return getattr(torch, DTYPES[dtype][1])
+    """Types that are only stored travel as their bits; values of the host do not travel (the verifier sees to that)."""
+    bits = dtype == HOST or (dtype in STORED and not dtype.startswith("c"))
+    return torch.uint8 if bits else getattr(torch, DTYPES[dtype][1])
 
 
 def _box(box: Box | None) -> Box:

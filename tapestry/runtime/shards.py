@@ -2,7 +2,8 @@
 
 ``index.json`` says which file holds which slice, the SHA-256 of each slice, of the build, and of itself. Equal slices of
 several devices are stored once, with the first of them. Files are `safetensors
-<https://github.com/huggingface/safetensors>`_: the length of a JSON header in 8 bytes, the header, the data.
+<https://github.com/huggingface/safetensors>`_: the length of a JSON header in 8 bytes, the header, the
+data. Types that they have no name for are bytes there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tapestry.ir.types import itemsize, numpy_dtype
 DTYPES = {
     "f64": "F64", "f32": "F32", "f16": "F16", "bf16": "BF16", "i64": "I64", "i32": "I32", "i16": "I16", "i8": "I8",
     "u64": "U64", "u32": "U32", "u16": "U16", "u8": "U8", "bool": "BOOL",
+    "c64": "C64",
 }  # fmt: skip
 Array = np.ndarray[Any, Any]
 
@@ -95,7 +97,8 @@ def _write_file(
     for tensor, box in held:
         dtype = tensors[tensor].dtype
         n = int(np.prod(shape(box), dtype=np.int64)) * itemsize(dtype)
-        header[_key(tensor, box)] = {"dtype": DTYPES[dtype], "shape": shape(box), "data_offsets": [at, at + n]}
+        kind, extents = (DTYPES[dtype], shape(box)) if dtype in DTYPES else ("U8", (*shape(box), itemsize(dtype)))
+        header[_key(tensor, box)] = {"dtype": kind, "shape": extents, "data_offsets": [at, at + n]}
         at += n
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 64)
