@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from command_line import document
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from tapestry import api
 
@@ -65,17 +65,13 @@ def hosts() -> Iterator[float]:
 
 
 def model(path: Path) -> Path:
-    """Products whose rows a softmax mixes again: to cut it means to talk in every layer."""
-    rng, n, nodes, weights, last = np.random.default_rng(0), 1024, [], [], "x"
+    """Squares of a matrix: whoever computes some rows needs all of it, in every layer."""
+    n, nodes, last = 1024, [], "x"
     for k in range(4):
-        weights.append(numpy_helper.from_array((rng.standard_normal((n, n)) / n**0.5).astype(np.float32), f"w{k}"))
-        nodes += [
-            helper.make_node("MatMul", [last, f"w{k}"], [f"m{k}"]),
-            helper.make_node("Softmax", [f"m{k}"], [f"s{k}"], axis=0),
-        ]
+        nodes += [helper.make_node("MatMul", [last, last], [f"m{k}"]), helper.make_node("Tanh", [f"m{k}"], [f"s{k}"])]
         last = f"s{k}"
-    info = [helper.make_tensor_value_info(t, TensorProto.FLOAT, [256, n]) for t in ("x", last)]
-    graph = helper.make_graph(nodes, "hosts", info[:1], info[1:], weights)
+    info = [helper.make_tensor_value_info(t, TensorProto.FLOAT, [n, n]) for t in ("x", last)]
+    graph = helper.make_graph(nodes, "hosts", info[:1], info[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
     return path
 
@@ -121,4 +117,4 @@ def test_the_plan_for_a_slow_link_is_faster_there(hosts, tmp_path, record_proper
     assert found["slow"]["measured"] < found["fast"]["measured"]
     for k in range(4):
         a, b = (np.load(tmp_path / f"out-{n}" / f"b{k}" / "s3.npy") for n in ("fast", "slow"))
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(a)
