@@ -195,6 +195,20 @@ FOUND = {
     "nothing joined with nothing": lambda: case([N("Concat", ["x", "x"], ["y"], axis=1)], {"x": normal(0, 2)}, {}),
     "a variance far from zero": lambda: case([N("MeanVarianceNormalization", ["x"], ["y"], axes=[1])], {"x": normal(3, 4) + 30}, {}),
     "a folded output that is read as well": lambda: case([N("Exp", ["w"], ["c"]), N("Add", ["c", "x"], ["y"])], {"x": normal(2, 3)}, {"w": normal(2, 3)}, outputs_too=["c"]),
+    "an output pooled with a window in the padding": lambda: case(
+        [N("Relu", ["x"], ["a"]), N("MaxPool", ["a"], ["y"], ceil_mode=1, kernel_shape=[3, 1], pads=[1, 0, 2, 0], strides=[2, 3])],
+        {"x": normal(1, 1, 5, 1)}, {}, outputs_too=["a"],
+    ),
+    "a mean weighted by a softmax of masked constants": lambda: case(
+        [N("Where", ["m", "x", "low"], ["s"]), N("Softmax", ["s"], ["p"]), N("Einsum", ["p", "v"], ["y"], equation="ij,j->i")],
+        {"x": normal(7, 4), "v": normal(4)}, {"m": np.arange(28).reshape(7, 4) % 3 > 0, "low": np.float32(-1e4)}, simplified=(True, False),
+    ),
+    "attention in parts, and in phases": lambda: case(
+        [N("MatMul", ["q", "k"], ["s"]), N("Softmax", ["s"], ["p"], axis=-1), N("MatMul", ["p", "v"], ["y"])],
+        {"q": normal(2, 5, 3), "k": normal(2, 3, 6), "v": normal(2, 6, 4)}, {}, simplified=(True, False),
+        moves=("split_reduce@y{dim=m,parts=2,fanin=2}", "slice_strided@y.p.m{dim=k}"),
+    ),
+    "the variance of nothing": lambda: case([N("LayerNormalization", ["x", "g"], ["y"], axis=0)], {"x": normal(6, 0)}, {"g": normal(6, 0)}, simplified=(True, False)),
     "an opaque operation on nothing, beside a part of it": lambda: case(
         [N("Hardmax", ["x"], ["h"], axis=2), N("QuantizeLinear", ["x", "s", "z"], ["q"]), N("MatMulInteger", ["q", "w", "z"], ["y"])],
         {"x": normal(2, 0, 2)}, {"s": np.float32(0.5), "z": np.uint8(3), "w": np.ones((2, 2), np.uint8)},

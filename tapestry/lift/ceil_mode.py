@@ -30,7 +30,7 @@ def settle_ceil_mode(model: ModelProto) -> bool:
 def _spatial(model: ModelProto, name: str) -> list[int] | None:
     inferred = onnx.shape_inference.infer_shapes(model)
     graph = inferred.graph
-    types: dict[str, TypeProto] = {v.name: v.type for v in (*graph.value_info, *graph.input)}
+    types: dict[str, TypeProto] = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output)}
     t = types.get(name, TypeProto()).tensor_type
     known = t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
     return [d.dim_value for d in t.shape.dim][2:] if known else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from tapestry.errors import ModelError
 from tapestry.lift.external import check_file, check_inline, parse_place, tensor_bytes
 
+MAX_BYTES = (1 << 31) - 1  # of one protobuf message
+
 
 def load(path: Path) -> ModelProto:
     """Parse a model file without touching its external data.
@@ -19,9 +23,10 @@ def load(path: Path) -> ModelProto:
         ModelError: not there, not a protobuf, truncated, or without a graph.
     """
     try:
-        data = path.read_bytes()
-    except OSError as e:
-        raise ModelError("cannot read the model", where=str(path), why=str(e.strerror), hint="check the path") from None
+        data = _bytes(path)
+    except (OSError, ValueError) as e:  # a ValueError of a NUL in the path
+        why = str(e.strerror) if isinstance(e, OSError) else str(e)
+        raise ModelError("cannot read the model", where=str(path), why=why, hint="check the path") from None
     model = ModelProto()
     try:
         model.ParseFromString(data)
@@ -38,6 +43,19 @@ def load(path: Path) -> ModelProto:
     if not model.opset_import:
         raise ModelError("the model does not say its opset", where=str(path), why="opset_import is empty")
     return model
+
+
+def _bytes(path: Path) -> bytes:
+    """A model file's bytes: of a regular file (a pipe or a device has no end) of a size that a protobuf may have."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as f:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError("cannot read the model", where=str(path), why="it is not a regular file", hint="check the path")
+        if status.st_size > MAX_BYTES:
+            why = f"{status.st_size:,} bytes, where a protobuf has at most {MAX_BYTES:,}"
+            raise ModelError("not an ONNX model", where=str(path), why=why, hint="keep weights as external data")
+        return f.read()
 
 
 def node_name(node: NodeProto) -> str:

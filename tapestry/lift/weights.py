@@ -16,6 +16,7 @@ from onnx import TensorProto, numpy_helper
 
 from tapestry.errors import ModelError
 from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
+from tapestry.lift.checks import load
 from tapestry.lift.external import check_inline, open_inside
 
 Box = tuple[tuple[int, int], ...]  # half-open interval per axis
@@ -82,7 +83,7 @@ def _inline(model: Path, name: str) -> np.ndarray:
 @lru_cache(maxsize=2)
 def _tensors(path: str, _mtime: int, _size: int) -> dict[str, TensorProto]:
     """Tensors inside a model file, by name; cached by path, time and size, so that many weights parse it once."""
-    model = onnx.load(path, load_external_data=False)
+    model = load(Path(path))
     found = stored_tensors(model)
     for t in found.values():
         if t.data_location != TensorProto.EXTERNAL:

@@ -104,7 +104,7 @@ class _Index:
 def _replace(graph: Graph, found: list[tuple[int, Found]]) -> Graph:
     new = {i: f.op for i, f in found}
     gone = frozenset[int]().union(*(f.gone for _, f in found))
-    return with_ops(graph, tuple(new.get(i, op) for i, op in enumerate(graph.ops) if i not in gone))
+    return with_ops(graph, tuple(new.get(i, op) for i, op in enumerate(graph.ops) if i in new or i not in gone))
 
 
 def _match(graph: Graph, index: _Index, at: int) -> Found | str:
