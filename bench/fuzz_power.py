@@ -35,7 +35,16 @@ def hunt(name: str, seed: int, most: int) -> dict[str, Any]:
             tally = fuzz(seed, most, stop=1, shrinking=0)
             found = tally.failures[0] if tally.failures else {"kind": "", "what": ""}
             how = found["what"] if found["kind"] == "law" else found["kind"]
-            json.dump({"cases": tally.cases if how else 0, "kind": found["kind"], "found_by": how, "what": found["what"], "seconds": round(tally.seconds, 2)}, out)
+            json.dump(
+                {
+                    "cases": tally.cases if how else 0,
+                    "kind": found["kind"],
+                    "found_by": how,
+                    "what": found["what"],
+                    "seconds": round(tally.seconds, 2),
+                },
+                out,
+            )
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as answer:

@@ -143,7 +143,9 @@ def split_pieces_start_alike(s: Swaps) -> None:
         axis, start = n.axis(0, len(n.shape(0))), 0
         for k in range(len(n.outs)):
             dims = n.out_dims(k)
-            n.view(n.out(k), n.ins[0], dims, [dim(d.name) + (max(start - 1, 0) if a == axis else 0) for a, d in enumerate(dims)])
+            n.view(
+                n.out(k), n.ins[0], dims, [dim(d.name) + (max(start - 1, 0) if a == axis else 0) for a, d in enumerate(dims)]
+            )
             start += n.out(k).shape[axis]
 
     s.lifter("Split", wrong)
@@ -211,7 +213,10 @@ def last_of_a_tie(s: Swaps) -> None:
         v, i = fields
         top = torch.amax(v, dim=dims, keepdim=True)
         low = torch.iinfo(i.dtype).min
-        return [top.flatten(dims[0])[..., 0], torch.amax(torch.where(v == top, i, torch.full((), low, dtype=i.dtype)), dim=dims)]
+        return [
+            top.flatten(dims[0])[..., 0],
+            torch.amax(torch.where(v == top, i, torch.full((), low, dtype=i.dtype)), dim=dims),
+        ]
 
     s.item(scalars.DENSE, "argmax", wrong)
 
@@ -258,7 +263,11 @@ def stale_key_of_equal_operations(s: Swaps) -> None:
     old = cleanup._key
 
     def wrong(op: Any, graph: Any) -> str:
-        return f"{[graph.tensors[t].dtype for t in op.outs]} {op.reads} {op.space} {op.monoid}" if isinstance(op, Block) else old(op, graph)
+        return (
+            f"{[graph.tensors[t].dtype for t in op.outs]} {op.reads} {op.space} {op.monoid}"
+            if isinstance(op, Block)
+            else old(op, graph)
+        )
 
     s.function(old, wrong)
 
@@ -412,7 +421,9 @@ def stale_key_of_messages(s: Swaps) -> None:
     """A stale cache key: messages are remembered by what is wanted, not by what is held."""
     old = lower.exchange
     known: dict[Any, Any] = {}
-    s.function(old, lambda held, wanted, layout, mesh: known.setdefault((wanted.tobytes(), mesh), old(held, wanted, layout, mesh)))
+    s.function(
+        old, lambda held, wanted, layout, mesh: known.setdefault((wanted.tobytes(), mesh), old(held, wanted, layout, mesh))
+    )
 
 
 @bug
@@ -429,7 +440,11 @@ def opaque_axes_mixed_up(s: Swaps) -> None:
 
     def wrong(op: Any, layout: Any, output: int) -> Any:
         found = old(op, layout, output)
-        return tuple(None if a is None else max(x for x in op.out_axes[output] if x is not None) for a in found) if isinstance(op, Opaque) else found
+        return (
+            tuple(None if a is None else max(x for x in op.out_axes[output] if x is not None) for a in found)
+            if isinstance(op, Opaque)
+            else found
+        )
 
     s.function(old, wrong)
 
@@ -519,7 +534,9 @@ def positions_from_the_block(s: Swaps) -> None:
 @bug
 def division_rounds_down(s: Swaps) -> None:
     """Integers are divided with floor, not towards zero."""
-    s.item(scalars.TABLE, "div", lambda a, b: torch.div(a, b) if a.is_floating_point() else torch.div(a, b, rounding_mode="floor"))
+    s.item(
+        scalars.TABLE, "div", lambda a, b: torch.div(a, b) if a.is_floating_point() else torch.div(a, b, rounding_mode="floor")
+    )
 
 
 @bug
@@ -541,5 +558,3 @@ def input_slice_shifted(s: Swaps) -> None:
         old(m, step, memory, shifted)
 
     s.method(Machine, "_load", wrong)
-
-

@@ -38,7 +38,9 @@ def hostile(table: dict[str, Make]) -> Callable[[Make], Make]:
     return put
 
 
-def model(nodes, inputs=(("x", F, [2, 3]),), outputs=(("y", F, None),), inits=(), functions=(), domains=(), opset=18) -> onnx.ModelProto:
+def model(
+    nodes, inputs=(("x", F, [2, 3]),), outputs=(("y", F, None),), inits=(), functions=(), domains=(), opset=18
+) -> onnx.ModelProto:
     ins = [helper.make_tensor_value_info(*i) for i in inputs]
     outs = [helper.make_tensor_value_info(*o) for o in outputs]
     graph = helper.make_graph(list(nodes), "g", ins, outs, list(inits))
@@ -153,7 +155,10 @@ def invalid_utf8(folder: Path) -> Path:
 
 @hostile(MODELS)
 def constant_of_shape_of_10_to_the_18(folder: Path) -> Path:
-    return save(model([N("ConstantOfShape", ["s"], ["c"]), N("Add", ["c", "c"], ["y"])], inputs=[], inits=[ints("s", 10**9, 10**9)]), folder)
+    return save(
+        model([N("ConstantOfShape", ["s"], ["c"]), N("Add", ["c", "c"], ["y"])], inputs=[], inits=[ints("s", 10**9, 10**9)]),
+        folder,
+    )
 
 
 @hostile(MODELS)
@@ -173,7 +178,10 @@ def reshape_overflow(folder: Path) -> Path:
 
 @hostile(MODELS)
 def weight_of_huge_dims(folder: Path) -> Path:
-    return save(model([N("Add", ["x", "w"], ["y"])], inits=[TensorProto(name="w", data_type=F, dims=[2**40, 2**40], raw_data=b"1234")]), folder)
+    return save(
+        model([N("Add", ["x", "w"], ["y"])], inits=[TensorProto(name="w", data_type=F, dims=[2**40, 2**40], raw_data=b"1234")]),
+        folder,
+    )
 
 
 @hostile(MODELS)
@@ -201,7 +209,10 @@ def window_of_huge_stride(folder: Path) -> Path:
 
 @hostile(MODELS)
 def split_into_nothing(folder: Path) -> Path:
-    return save(model([N("Split", ["x", "s"], ["y", "z"], axis=1)], inits=[ints("s", -5, 8)], outputs=[("y", F, None), ("z", F, None)]), folder)
+    return save(
+        model([N("Split", ["x", "s"], ["y", "z"], axis=1)], inits=[ints("s", -5, 8)], outputs=[("y", F, None), ("z", F, None)]),
+        folder,
+    )
 
 
 # structure
@@ -211,7 +222,11 @@ def split_into_nothing(folder: Path) -> Path:
 def nested_subgraphs(folder: Path) -> Path:
     inner = helper.make_graph([N("Identity", ["x"], ["o"])], "deepest", [], [helper.make_tensor_value_info("o", F, None)])
     for k in range(24):  # each is four messages deep, and protobuf's limit is a hundred
-        node = N("If", ["c"], [f"o{k}"], then_branch=inner, else_branch=inner) if k < 6 else N("If", ["c"], [f"o{k}"], then_branch=inner)
+        node = (
+            N("If", ["c"], [f"o{k}"], then_branch=inner, else_branch=inner)
+            if k < 6
+            else N("If", ["c"], [f"o{k}"], then_branch=inner)
+        )
         inner = helper.make_graph([node], f"g{k}", [], [helper.make_tensor_value_info(f"o{k}", F, None)])
     node = N("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
     return save(model([node], inputs=[("x", F, [2, 3]), ("c", TensorProto.BOOL, [])]), folder)
@@ -220,7 +235,10 @@ def nested_subgraphs(folder: Path) -> Path:
 @hostile(MODELS)
 def mutually_recursive_functions(folder: Path) -> Path:
     own = [helper.make_opsetid("own", 1)]
-    functions = [helper.make_function("own", a, ["p"], ["q"], [N(b, ["p"], ["q"], domain="own")], own) for a, b in (("A", "B"), ("B", "A"))]
+    functions = [
+        helper.make_function("own", a, ["p"], ["q"], [N(b, ["p"], ["q"], domain="own")], own)
+        for a, b in (("A", "B"), ("B", "A"))
+    ]
     return save(model([N("A", ["x"], ["y"], domain="own")], functions=functions, domains=["own"]), folder)
 
 
@@ -246,7 +264,10 @@ def node_reads_itself(folder: Path) -> Path:
 
 @hostile(MODELS)
 def names_collide(folder: Path) -> Path:
-    return save(model([N("Relu", ["x"], ["w"]), N("Neg", ["w"], ["y"])], inits=[numpy_helper.from_array(np.ones(3, np.float32), "w")]), folder)
+    return save(
+        model([N("Relu", ["x"], ["w"]), N("Neg", ["w"], ["y"])], inits=[numpy_helper.from_array(np.ones(3, np.float32), "w")]),
+        folder,
+    )
 
 
 @hostile(MODELS)
@@ -360,9 +381,13 @@ def main(kind: str, folder: Path) -> None:
         place.mkdir()
         print(json.dumps({"begins": name}), flush=True)
         path, began = str(make(place)), time.monotonic()
-        before = {p for p in folder.rglob("*")}
+        before = set(folder.rglob("*"))
         out = place / "out"
-        commands = [["compile", path, "-o", str(out), "-q"]] if kind == "models" else [["verify", path], ["run", path], ["explain", path]]
+        commands = (
+            [["compile", path, "-o", str(out), "-q"]]
+            if kind == "models"
+            else [["verify", path], ["run", path], ["explain", path]]
+        )
         results = [attempt(argv) for argv in commands]
         fresh = [str(p) for p in folder.rglob("*") if p not in before and out not in (p, *p.parents)]
         print(json.dumps({"case": name, "results": results, "seconds": time.monotonic() - began, "fresh": fresh}), flush=True)

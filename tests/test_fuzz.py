@@ -85,13 +85,17 @@ def long_model() -> Model:
     given = {"x": x, "w": w, "v": rng.standard_normal((5, 5)).astype(np.float32)}
     values = replay(nodes, given, 18)
     outs = {t: values[t] for t in ("y", "z")}
-    return Model(nodes=tuple(nodes), inputs={"x": x, "w": w}, weights={"v": given["v"]}, outputs=outs, exact=frozenset(), opset=18)
+    return Model(
+        nodes=tuple(nodes), inputs={"x": x, "w": w}, weights={"v": given["v"]}, outputs=outs, exact=frozenset(), opset=18
+    )
 
 
 def test_a_failure_is_made_small(tmp_path):
     model = long_model()
     mesh = (MeshAxis("d0", 2), MeshAxis("d1", 3))
-    recipe = Recipe(mesh=mesh, simplified=(False, False), strategies={"b": Strategy(("i", "n"), (0, 1))}, moves=("recompute@a{keep=1}",))
+    recipe = Recipe(
+        mesh=mesh, simplified=(False, False), strategies={"b": Strategy(("i", "n"), (0, 1))}, moves=("recompute@a{keep=1}",)
+    )
     with seeded("operands_swapped"):
         failure = outcome((model, recipe), tmp_path)
         assert isinstance(failure, Failure) and failure.kind == "wrong"
@@ -139,7 +143,14 @@ def hunt(*names: str, most: int) -> str:
 
 
 def test_seeded_bugs_are_found():
-    names = ("wrong_identity_of_sum", "operands_swapped", "halo_row_dropped", "freed_early", "guards_lost", "stale_key_of_footprints")
+    names = (
+        "wrong_identity_of_sum",
+        "operands_swapped",
+        "halo_row_dropped",
+        "freed_early",
+        "guards_lost",
+        "stale_key_of_footprints",
+    )
     assert f"{len(names)} of {len(names)} bugs found; without a bug: nothing found" in hunt(*names, most=300)
 
 
@@ -202,6 +213,9 @@ FOUND = {
     "a mean weighted by a softmax of masked constants": lambda: case(
         [N("Where", ["m", "x", "low"], ["s"]), N("Softmax", ["s"], ["p"]), N("Einsum", ["p", "v"], ["y"], equation="ij,j->i")],
         {"x": normal(7, 4), "v": normal(4)}, {"m": np.arange(28).reshape(7, 4) % 3 > 0, "low": np.float32(-1e4)}, simplified=(True, False),
+    ),
+    "a log of a sum of exponentials that is averaged": lambda: case(
+        [N("ReduceLogSumExp", ["x", "last"], ["l"]), N("ReduceMean", ["l", "first"], ["y"])], {"x": normal(4, 5)}, {"last": i64(1), "first": i64(0)}, simplified=(True, False),
     ),
     "attention in parts, and in phases": lambda: case(
         [N("MatMul", ["q", "k"], ["s"]), N("Softmax", ["s"], ["p"], axis=-1), N("MatMul", ["p", "v"], ["y"])],

@@ -111,7 +111,9 @@ def pool(d: Draw) -> None:
     x = d.pick(rank=range(3, 5), dtypes=("float32",))
     if 0 in x.shape:
         raise Unfit("an empty image")
-    op = d.rng.choice(["MaxPool", "MaxPool", "AveragePool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"])
+    op = d.rng.choice(
+        ["MaxPool", "MaxPool", "AveragePool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"]
+    )
     if op.startswith("Global"):
         d.add(op, [x], exact=op == "GlobalMaxPool")
         return
@@ -183,7 +185,13 @@ def resize(d: Draw) -> None:
     x = d.pick(rank=4, dtypes=("float32",))
     scales = d.weight(np.array([1, 1, d.rng.choice([1, 2, 3]), d.rng.choice([1, 2])], np.float32))
     mode, coordinates = d.rng.choice([("nearest", "asymmetric"), ("linear", "half_pixel"), ("linear", "align_corners")])
-    d.add("Resize", [x, None, scales], mode=mode, coordinate_transformation_mode=coordinates, nearest_mode="floor" if mode == "nearest" else None)
+    d.add(
+        "Resize",
+        [x, None, scales],
+        mode=mode,
+        coordinate_transformation_mode=coordinates,
+        nearest_mode="floor" if mode == "nearest" else None,
+    )
 
 
 FAMILIES = {f.__name__: f for f in (matmul, gemm, einsum, conv, conv_transpose, pool, attention, recurrent, resize)}

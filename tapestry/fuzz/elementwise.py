@@ -107,7 +107,9 @@ def cast(d: Draw) -> None:
         kind = d.rng.choice(["float32", "int32", "int64", "int8", "bool", "float64"])
         if x.floating and kind != "bool":
             (x,) = d.add("Clip", [x, d.weight(np.asarray(-9, x.dtype)), d.weight(np.asarray(9, x.dtype))], exact=True)
-    d.add("Cast", [x], exact=not x.floating or kind in ("float64", "bool", "int32", "int64", "int8"), to=onnx_type(np.dtype(kind)))
+    d.add(
+        "Cast", [x], exact=not x.floating or kind in ("float64", "bool", "int32", "int64", "int8"), to=onnx_type(np.dtype(kind))
+    )
 
 
 def integers(d: Draw) -> None:

@@ -88,7 +88,9 @@ def _operator(where: str) -> str:
 def _crash(e: Exception) -> Failure:
     frames = traceback.extract_tb(e.__traceback__)
     own = next((f for f in reversed(frames) if "tapestry" in f.filename and "/fuzz/" not in f.filename), frames[-1])
-    return Failure("crash", f"{type(e).__name__} in {Path(own.filename).name}:{own.name}", "".join(traceback.format_exception(e)))
+    return Failure(
+        "crash", f"{type(e).__name__} in {Path(own.filename).name}:{own.name}", "".join(traceback.format_exception(e))
+    )
 
 
 def draw_recipe(p: Prepared, seed: object) -> Recipe | Failure:

@@ -29,6 +29,7 @@ from tapestry.ir.text import to_text
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 MAX_PLAN_BYTES = 1 << 30
+MAX_TENSOR = 1 << 50  # bytes: what can be counted in 64 bits, with room
 MAX_WEIGHT = 1 << 10
 
 
@@ -184,6 +185,9 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         graph = parse(d.graph)
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:
         raise BuildError(f"not a plan: {e}", where=where, hint="compile the model again") from None
+    odd = next((t for t in graph.tensors.values() if min(t.shape, default=0) < 0 or t.nbytes > MAX_TENSOR), None)
+    if odd is not None:
+        raise BuildError(f"not a plan: '{odd.name}' has shape {list(odd.shape)}", where=where, hint="compile the model again")
     weights = d.weights or [()] * len(d.mesh)
     shared = len(weights) == len(d.mesh) and all(
         not w or (len(w) == n and min(w) > 0 and max(w) <= MAX_WEIGHT) for (_, n), w in zip(d.mesh, weights, strict=True)

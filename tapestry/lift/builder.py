@@ -43,13 +43,27 @@ def plain(value: Any, dtype: str) -> float | int | bool:
     return number(value, dtype).value
 
 
+MAX_TENSOR = 1 << 50  # bytes
+
+
 def tensor_of(name: str, type_: TypeProto | None) -> Tensor:
     """The tensor of an ONNX type, or the value of the host where no device could hold one."""
     if type_ is not None and type_.HasField("tensor_type"):
         t = type_.tensor_type
         if t.elem_type in DTYPE_OF and t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim):
-            return Tensor(name=name, dtype=DTYPE_OF[t.elem_type], shape=tuple(d.dim_value for d in t.shape.dim))
+            return _sane(Tensor(name=name, dtype=DTYPE_OF[t.elem_type], shape=tuple(d.dim_value for d in t.shape.dim)))
     return Tensor(name=name, dtype=HOST, shape=(), about=about(type_))
+
+
+def _sane(t: Tensor) -> Tensor:
+    """A tensor whose bytes can be counted.
+
+    Raises:
+        ModelError: a size is negative, or the tensor larger than any memory (what follows computes in 64 bits).
+    """
+    if any(n < 0 for n in t.shape) or t.nbytes > MAX_TENSOR:
+        raise ModelError("a tensor of an impossible size", where=f"'{t.name}'", why=f"its shape is {list(t.shape)}")
+    return t
 
 
 def about(type_: TypeProto | None) -> str:

@@ -14,6 +14,7 @@ from tapestry.errors import ModelError
 from tapestry.lift.external import check_file, check_inline, parse_place, tensor_bytes
 
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
+MAX_NODES = 1_000_000  # of one function with all that it calls
 
 
 def load(path: Path) -> ModelProto:
@@ -186,20 +187,22 @@ def check_operators(nodes: object, functions: set[tuple[str, str]], opsets: dict
 
 
 def _check_recursion(model: ModelProto) -> None:
-    bodies = {(f.domain, f.name): {(n.domain, n.op_type) for n in f.node} for f in model.functions}
-    done: set[tuple[str, str]] = set()
+    """No function calls itself, and all calls written out are not too many nodes."""
+    bodies = {(f.domain, f.name): [(n.domain, n.op_type) for n in f.node] for f in model.functions}
+    nodes: dict[tuple[str, str], int] = {}
 
-    def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
+    def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> int:
         if key in path or len(path) > 100:
             loop = " -> ".join(k[1] for k in (*path, key))
             raise ModelError("a function calls itself", where=f"function '{key[1]}'", why=loop)
-        if key not in done:
-            for inner in sorted(bodies[key] & bodies.keys()):
-                visit(inner, (*path, key))
-            done.add(key)
+        if key not in nodes:
+            nodes[key] = sum(visit(k, (*path, key)) if k in bodies else 1 for k in bodies[key])
+        return nodes[key]
 
     for key in bodies:
-        visit(key, ())
+        if visit(key, ()) > MAX_NODES:
+            why = f"written out it is {nodes[key]:,} nodes"
+            raise ModelError("a function is too large", where=f"function '{key[1]}'", why=why, hint=f"at most {MAX_NODES:,}")
 
 
 def _check_names(graph: GraphProto, outer: list[set[str]]) -> None:

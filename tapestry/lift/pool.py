@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast
 from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import dim
@@ -70,6 +71,8 @@ def lift_lp_pool(n: Node) -> bool | None:
 
 def norm(p: int, x: Expr) -> tuple[Expr, Expr]:
     """Body and then of a p-norm under ``sum``: sum(|x|^p)^(1/p)."""
+    if p < 1:
+        raise ModelError("not a norm", why=f"p is {p}")
     size, acc = call("abs", x), Acc(0, x.dtype)
     if p == 1:
         return size, acc
@@ -111,6 +114,8 @@ def lift_lrn(n: Node) -> bool | None:
     if not _supported(n):
         return False
     x, size = n.tensor(0), int(n.attr("size"))
+    if size < 1:
+        raise ModelError("a window of no channels", where=n.where, why=f"size is {size}")
     names = ("b", "c", *SPATIAL[len(x.shape) - 2])
     dims = tuple(Dim(k, s) for k, s in zip(names, x.shape, strict=True))
     spots = [dim(d.name) for d in dims]

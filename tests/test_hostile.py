@@ -1,0 +1,112 @@
+"""Hostile models and build directories: an error with a message, in bounded time and memory, and no file elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import document, snapshot
+from small_models import save
+
+import tapestry
+
+HERE = Path(__file__).resolve().parent
+SECONDS = 20.0  # per case; they take tenths
+HARMLESS = {  # what verify, run and explain may accept: nothing that they read is changed
+    "certificate.json_hard_link": {0, 1, 2}, "constants.bin_empty": {0, 1, 2}, "resigned_model_elsewhere": {0, 2},
+    "resigned_model_endless": {0, 2}, "resigned_weights_above": {0, 1, 2},
+}  # fmt: skip
+
+
+def tried(kind: str, folder: Path) -> list[dict]:
+    """Every case of a kind, in a process of limited memory."""
+    argv = [sys.executable, str(HERE / "hostile_cases.py"), kind, str(folder)]
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=400, env=env)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, (rows[-1], done.stderr[-2000:])
+    return [r for r in rows if "case" in r]
+
+
+def test_hostile_models(tmp_path):
+    rows = tried("models", tmp_path)
+    assert len(rows) >= 60
+    for row in rows:
+        ((status, err),) = row["results"]
+        assert status == 2 and err.startswith("tapestry compile: ") and "Traceback" not in err, row
+        assert row["seconds"] < SECONDS and not row["fresh"], row
+
+
+def test_hostile_builds(tmp_path):
+    tapestry.compile(save("attention"), devices=2).save(tmp_path / "good")
+    rows = tried("builds", tmp_path)
+    assert len(rows) >= 35
+    for row in rows:
+        for status, err in row["results"]:
+            assert "Traceback" not in err and (status in (1, 2) or status in HARMLESS.get(row["case"], ())), row
+        assert row["case"] in HARMLESS or any(status for status, _ in row["results"])
+        assert row["seconds"] < 3 * SECONDS and not row["fresh"], row
+
+
+def killed_at_a_random_moment(seed: int, folder: Path, took: float) -> None:
+    """Kill a compile that replaces a build; what is there then is the old or the new one, whole."""
+    rng = random.Random(seed)
+    old = snapshot(folder / "b")
+    argv = [
+        sys.executable,
+        "-m",
+        "tapestry.cli",
+        "compile",
+        str(save("conv_chain")),
+        "-o",
+        str(folder / "b"),
+        "--mesh",
+        "2x2",
+        "-q",
+    ]
+    child = subprocess.Popen(argv, cwd=HERE.parent)
+    time.sleep(rng.uniform(0.5, 1.05) * took)
+    child.send_signal(signal.SIGKILL)
+    child.wait(timeout=60)
+    assert document("verify", folder / "b")["passed"]
+    now = snapshot(folder / "b")
+    assert now == old or json.loads(now["plan.json"])["model"].endswith("conv_chain.onnx")
+    assert {p.name for p in folder.iterdir() if not p.name.startswith(".")} == {"b"}
+
+
+def kills(count: int, folder: Path) -> None:
+    """Kill ``count`` compiles, each at a moment of its own, the old build being another model's each time."""
+    argv = [
+        sys.executable,
+        "-m",
+        "tapestry.cli",
+        "compile",
+        str(save("conv_chain")),
+        "-o",
+        str(folder / "b"),
+        "--mesh",
+        "2x2",
+        "-q",
+    ]
+    began = time.monotonic()
+    subprocess.run(argv, cwd=HERE.parent, check=True, timeout=300)
+    took = time.monotonic() - began
+    for seed in range(count):
+        tapestry.compile(save("mlp"), devices=2).save(folder / "b")
+        killed_at_a_random_moment(seed, folder, took)
+
+
+def test_a_killed_compiler_leaves_a_whole_build(tmp_path):
+    kills(4, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_compiler_killed_at_fifty_moments(tmp_path):
+    kills(50, tmp_path)
