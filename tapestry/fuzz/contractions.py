@@ -7,8 +7,10 @@ import numpy as np
 from tapestry.fuzz.draw import Draw, Value
 from tapestry.fuzz.evaluate import Unfit
 
-EQUATIONS = ("ij,jk->ik", "ij,kj->ik", "bij,bjk->bik", "bij,bjk->kib", "ij,j->i", "ij,ij->ij", "ij,ij->", "ij,ik->ijk", "ij->ji", "ij->j",
-             "bhid,bhjd->bhij", "ij,jk,kl->il")  # fmt: skip
+EQUATIONS = (
+    "ij,jk->ik", "ij,kj->ik", "bij,bjk->bik", "bij,bjk->kib", "ij,j->i", "ij,ij->ij", "ij,ij->",
+    "ij,ik->ijk", "ij->ji", "ij->j", "bhid,bhjd->bhij", "ij,jk,kl->il",
+)  # fmt: skip
 
 
 def matmul(d: Draw) -> None:

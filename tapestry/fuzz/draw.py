@@ -177,7 +177,7 @@ class Draw:
         made: list[Value] = []
         for name in names:
             a = found[name]
-            if a.size > LARGEST or not self.zeros and not a.size:
+            if a.size > LARGEST or (not self.zeros and not a.size):
                 raise Unfit(f"{op}: {a.shape}")
             if is_float(a) and not loud and not np.all(np.abs(a.astype(np.float64)) <= LOUDEST):  # NaN fails as well
                 raise Unfit(f"{op}: values of no use")

@@ -10,6 +10,10 @@ from tapestry.fuzz.evaluate import onnx_type
 SMOOTH = (
     "Sigmoid", "Tanh", "Erf", "Softplus", "Softsign", "Sin", "Cos", "Atan", "Asinh", "Gelu", "HardSwish", "Mish", "Exp",
 )  # fmt: skip
+SLOPED = (
+    ("LeakyRelu", "alpha"), ("Elu", "alpha"), ("Celu", "alpha"), ("Selu", "alpha", "gamma"), ("ThresholdedRelu", "alpha"),
+    ("HardSigmoid", "alpha", "beta"), ("Shrink", "lambd", "bias"),
+)  # fmt: skip
 SELECTING = ("Relu", "Neg", "Abs", "Identity")
 STEPS = ("Floor", "Ceil", "Round", "Sign", "IsNaN", "IsInf")
 INTEGERS = ("int32", "int64", "int8", "uint8", "int16", "uint16", "uint32")
@@ -22,8 +26,7 @@ def unary(d: Draw) -> None:
     if kind == 0:
         d.add(d.rng.choice(SELECTING), [x], exact=True)
     elif kind == 1:
-        op, *names = d.rng.choice([("LeakyRelu", "alpha"), ("Elu", "alpha"), ("Celu", "alpha"), ("Selu", "alpha", "gamma"),
-                                   ("ThresholdedRelu", "alpha"), ("HardSigmoid", "alpha", "beta"), ("Shrink", "lambd", "bias")])  # fmt: skip
+        op, *names = d.rng.choice(SLOPED)
         if op in ("ThresholdedRelu", "Shrink"):
             x = d.pick(exact=True)
         d.add(op, [x], **{n: d.rng.choice([0.25, 0.5, 1.5]) for n in names})

@@ -66,7 +66,7 @@ def _proto(name: str, a: Array) -> TensorProto:
 
 def random_model(seed: object, most: int = 7) -> Model:
     """A model of up to ``most`` families, the same for the same seed."""
-    rng = random.Random(f"model {seed}")
+    rng = random.Random(f"model {seed}")  # noqa: S311
     names = list(FAMILIES)
     weights = [WEIGHT.get(n, 1) for n in names]
     while True:

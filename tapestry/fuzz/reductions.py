@@ -8,7 +8,8 @@ from tapestry.fuzz.draw import Draw, Value
 from tapestry.fuzz.evaluate import Unfit
 
 REDUCTIONS = (
-    "ReduceSum", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceMean", "ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceSumSquare",
+    "ReduceSum", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceMean", "ReduceL1", "ReduceL2", "ReduceLogSumExp",
+    "ReduceSumSquare",
 )  # fmt: skip
 
 

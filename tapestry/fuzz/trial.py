@@ -82,7 +82,7 @@ def prepare(model: Model, path: Path) -> Prepared | Failure:
 
 
 def _operator(where: str) -> str:
-    return where[where.rfind("(") + 1 : -1] if where.endswith(")") else where.split("'")[0].strip()
+    return where[where.rfind("(") + 1 : -1] if where.endswith(")") else where.split("'", maxsplit=1)[0].strip()
 
 
 def _crash(e: Exception) -> Failure:
@@ -96,7 +96,7 @@ def _crash(e: Exception) -> Failure:
 def draw_recipe(p: Prepared, seed: object) -> Recipe | Failure:
     """Any recipe for a model; the rules that offer its moves are under test as well."""
     try:
-        return random_recipe(p.lifted.graph, random.Random(f"recipe {seed}"))[0]
+        return random_recipe(p.lifted.graph, random.Random(f"recipe {seed}"))[0]  # noqa: S311
     except LawError as e:
         return Failure("law", e.law, str(e))
     except Exception as e:

@@ -57,7 +57,7 @@ def _target(d: Draw, x: Value) -> list[int]:
 
 def expand(d: Draw) -> None:
     """Expand and Tile."""
-    x = _any(d, range(0, 4))
+    x = _any(d, range(4))
     if d.chance(0.5) and x.rank:
         d.add("Tile", [x, d.ints(*(d.rng.choice([1, 2, 3]) for _ in x.shape))], exact=True)
         return

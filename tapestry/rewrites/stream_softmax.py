@@ -152,7 +152,14 @@ def _opened(graph: Graph, index: _Index, op: Block, at: int) -> tuple[Block, int
 def _softmax_of(graph: Graph, index: _Index, tensor: str) -> int | None:
     at = index.makers.get(tensor, -1)
     op = graph.ops[at] if at >= 0 else None
-    plain = isinstance(op, Block) and op.monoid == "logsumexp" and len(op.outs) == 2 and len(op.reduce) == 1 and not op.inner and not op.splits
+    plain = (
+        isinstance(op, Block)
+        and op.monoid == "logsumexp"
+        and len(op.outs) == 2
+        and len(op.reduce) == 1
+        and not op.inner
+        and not op.splits
+    )
     return at if plain else None
 
 
