@@ -20,7 +20,7 @@ from typing import Any
 import record
 from rich.console import Console
 from rich.table import Table
-from seeded_bugs import BUGS, seeded
+from seeded_kernel_bugs import BUGS, seeded
 
 from tapestry.fuzz.campaign import fuzz
 

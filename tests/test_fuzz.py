@@ -18,7 +18,7 @@ from onnx import helper
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
-from seeded_bugs import BUGS, seeded  # noqa: E402
+from seeded_kernel_bugs import BUGS, seeded  # noqa: E402
 
 from tapestry.fuzz.campaign import PLANS, fuzz  # noqa: E402
 from tapestry.fuzz.evaluate import replay  # noqa: E402

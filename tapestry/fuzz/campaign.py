@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,10 +145,15 @@ def write(case: tuple[Model, Recipe], place: Path, row: dict[str, Any]) -> Path:
     """A failure as files: ``model.onnx``, the values of its inputs and outputs, and ``case.json`` with recipe and seeds."""
     place.mkdir(parents=True, exist_ok=True)
     case[0].save(place / "model.onnx")
-    np.savez(place / "inputs.npz", **{k: v for k, v in case[0].inputs.items() if v.dtype.name != "bfloat16"})
-    np.savez(place / "outputs.npz", **{k: v for k, v in case[0].outputs.items() if v.dtype.name != "bfloat16"})
+    np.savez(place / "inputs.npz", **_arrays(case[0].inputs))
+    np.savez(place / "outputs.npz", **_arrays(case[0].outputs))
     (place / "case.json").write_text(json.dumps(row, indent=1) + "\n")
     return place
+
+
+def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a .npz file can hold."""
+    return {k: v for k, v in values.items() if v.dtype.name != "bfloat16"}
 
 
 def text(tally: Tally) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tapestry.fuzz.draw import Draw, Value
@@ -121,7 +123,7 @@ def pool(d: Draw) -> None:
         return
     kernel, strides, dilations, pads = _window(d, x.shape[2:], dilate=op == "MaxPool")
     pads = [min(p, k - 1) for p, k in zip(pads, kernel * 2, strict=True)]
-    attrs: dict[str, object] = {"kernel_shape": kernel, "strides": strides, "pads": pads, "ceil_mode": int(d.chance(0.25))}
+    attrs: dict[str, Any] = {"kernel_shape": kernel, "strides": strides, "pads": pads, "ceil_mode": int(d.chance(0.25))}
     if op == "AveragePool":
         attrs["count_include_pad"] = d.rng.randrange(2)
     if op == "MaxPool":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tapestry.fuzz.draw import Draw, Value
@@ -29,7 +31,8 @@ def unary(d: Draw) -> None:
         op, *names = d.rng.choice(SLOPED)
         if op in ("ThresholdedRelu", "Shrink"):
             x = d.pick(exact=True)
-        d.add(op, [x], **{n: d.rng.choice([0.25, 0.5, 1.5]) for n in names})
+        slopes: dict[str, Any] = {n: d.rng.choice([0.25, 0.5, 1.5]) for n in names}
+        d.add(op, [x], **slopes)
     elif kind == 2:
         (a,) = d.add("Abs", [x], exact=True)
         (b,) = d.add("Add", [a, d.weight(np.asarray(0.75, a.dtype))])

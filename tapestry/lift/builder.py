@@ -43,7 +43,7 @@ def plain(value: Any, dtype: str) -> float | int | bool:
     return number(value, dtype).value
 
 
-MAX_TENSOR = 1 << 50  # bytes
+MAX_CELLS = 1 << 60
 
 
 def tensor_of(name: str, type_: TypeProto | None) -> Tensor:
@@ -61,7 +61,7 @@ def _sane(t: Tensor) -> Tensor:
     Raises:
         ModelError: a size is negative, or the tensor larger than any memory (what follows computes in 64 bits).
     """
-    if any(n < 0 for n in t.shape) or t.nbytes > MAX_TENSOR:
+    if any(n < 0 for n in t.shape) or t.size > MAX_CELLS:
         raise ModelError("a tensor of an impossible size", where=f"'{t.name}'", why=f"its shape is {list(t.shape)}")
     return t
 
