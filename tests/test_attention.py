@@ -131,6 +131,29 @@ def test_scores_needed_elsewhere_stay_where_they_are() -> None:
     assert [(op.monoid, len(op.inner)) for op in graph.ops if isinstance(op, Block)] == [("sum", 0), ("softsum", 0)]
 
 
+@pytest.mark.parametrize("other", ["s0", "w", "m0"])
+def test_chains_of_softmaxes_keep_what_is_read_twice(other: str) -> None:
+    """Weights that are values as well, scores made by another softmax's sum, scores that are values."""
+    layers = "".join(
+        f"""m{k}: f32[7, 7] = op [i: 7, n: 7 | m: 7 sum]
+  reads a = {"x" if k == 0 else f"s{k - 1}"}[i, m], b = {other.replace("0", str(k - 1)) if k else "w"}[m, n]
+  body a * b
+top{k}: f32[7], total{k}: f32[7] = op [i: 7 | n: 7 logsumexp]
+  reads m{k}[i, n]
+  body m{k}, 1.0
+s{k}: f32[7, 7] = op [i: 7, n: 7]
+  reads m{k}[i, n], top{k}[i], total{k}[i]
+  body exp((m{k} - top{k})) / total{k}
+"""
+        for k in range(4)
+    )
+    graph = parse(f"graph g\ninput x: f32[7, 7]\ninput w: f32[7, 7]\n{layers}output s3\n")
+    after = simplify(graph)
+    constraints.check(after)
+    feeds = feeds_of(graph)
+    close(interp.run(after, feeds)["s3"], interp.run(graph, feeds)["s3"])
+
+
 # --- one split of the keys, four bindings
 
 ODD = attention("where(ge(index(i - n + 3), 0), (acc0 * 0.3), f32(-inf))", s=23, n=37, d=8, e=8, b=1, kept=KEPT)

@@ -84,7 +84,13 @@ class StreamSoftmax:
     def sweep(self, graph: Graph) -> Graph:
         """Every one, in one pass: what one takes part in belongs to no other."""
         index = _Index(graph)
-        found = [(i, f) for i in range(len(graph.ops)) if isinstance(f := _match(graph, index, i), Found)]
+        found: list[tuple[int, Found]] = []
+        taken: set[int] = set()
+        for i in range(len(graph.ops)):
+            f = _match(graph, index, i)
+            if isinstance(f, Found) and not taken & {i, *f.gone}:
+                found.append((i, f))
+                taken |= {i, *f.gone}
         return _replace(graph, found) if found else graph
 
 
@@ -140,13 +146,18 @@ def _opened(graph: Graph, index: _Index, op: Block, at: int) -> tuple[Block, int
         maps = graph.ops[maker] if maker >= 0 else None
         if not isinstance(maps, Block) or maps.monoid or len(maps.outs) != 1 or maps.splits or r.other is not None:
             continue
-        if index.readers[r.tensor] != [at] or r.tensor in graph.outputs:
+        if index.readers[r.tensor] != [at] or r.tensor in graph.outputs or not _read_once(op, k):
             continue
         for t in maps.inputs:
             soft = _softmax_of(graph, index, t)
             if soft is not None:
                 return _inlined(op, k, maps), maker, soft
     return None
+
+
+def _read_once(op: Block, at: int) -> bool:
+    """Whether an operation reads a tensor through one projection only: its maker may then go into the reader."""
+    return all(r == op.reads[at] for r in op.reads if r.tensor == op.reads[at].tensor)
 
 
 def _softmax_of(graph: Graph, index: _Index, tensor: str) -> int | None:
@@ -234,7 +245,7 @@ def _with_scores(graph: Graph, index: _Index, op: Block, users: frozenset[int]) 
     for k, r in enumerate(op.reads):
         at = index.makers.get(r.tensor, -1)
         maker = graph.ops[at] if at >= 0 else None
-        alone = at >= 0 and set(index.readers[r.tensor]) <= users and r.tensor not in graph.outputs
+        alone = at >= 0 and set(index.readers[r.tensor]) <= users and r.tensor not in graph.outputs and _read_once(op, k)
         if not isinstance(maker, Block) or not alone or op.reduce[0].name not in dims_read(op, Arg(k, op.body[0].dtype)):
             continue
         new = with_inner(graph, op, k, maker)
