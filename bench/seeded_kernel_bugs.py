@@ -17,20 +17,19 @@ from tapestry.runtime.local import Machine
 @bug
 def stale_key_of_kernels(s: Swaps) -> None:
     """A stale cache key: the kernel of the first device is used on all whose block has the same shape."""
-    old = Machine._launch
+    old = Machine.bind
 
-    def wrong(m: Any, at: int, step: Any, memory: Any) -> None:
-        shape = {d: tuple(hi - lo for lo, hi in b) for d, b in enumerate(step.blocks) if b is not None}
-        for d, mine in shape.items():
-            first = next(e for e, other in shape.items() if other == mine)
-            ran = m.kernels.get((at, first)) or m.target.kernel(m.graph, kernel_of(step, first, m.program))
-            m.kernels.setdefault((at, first), ran)
-            m.kernels[at, d] = ran
-        old(m, at, step, memory)
+    def wrong(m: Any) -> None:
+        if m.packing:
+            return
+        old(m)
+        for at, bound in m.launches.items():
+            blocks = m.program.steps[at].blocks
+            first: dict[Any, Any] = {}
+            shapes = [tuple(hi - lo for lo, hi in blocks[b.device]) for b in bound]
+            m.launches[at] = [replace(b, run=first.setdefault(k, b.run)) for b, k in zip(bound, shapes, strict=True)]
 
-    from tapestry.runtime.local import kernel_of
-
-    s.method(Machine, "_launch", wrong)
+    s.method(Machine, "bind", wrong)
 
 
 @bug

@@ -151,6 +151,7 @@ def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, chec
     outputs = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in result.outputs.items()}
     document: dict[str, Any] = {
         "outputs": outputs, "reference": None, "passed": True, "peak_bytes": result.measured.peak,
+        "packed_bytes": result.measured.packed,
         "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in result.measured.transfers.items()],
         "seconds": result.seconds,
     }  # fmt: skip

@@ -108,7 +108,7 @@ def test_plans_that_no_search_would_choose():
         program = lower(plan)
         certificate.check(plan.annotated(), program, mesh=mesh, exact=True)
         other = replace(build.build, plan=plan, program=program, peak_bytes=tuple(peak_bytes(program)[0]))
-        assert {n: a.tobytes() for n, a in Compiled(other, build._constants, {}, {}).run(feeds).items()} == want
+        assert {n: a.tobytes() for n, a in Compiled(other, build.constants, {}, {}).run(feeds).items()} == want
 
 
 def test_what_cannot_be_exact_is_refused(tmp_path):

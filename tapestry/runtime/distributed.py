@@ -113,6 +113,7 @@ class RankMachine(Machine):
         self, feeds: Source, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name on rank 0, nothing on the others; and what this rank's devices used."""
+        self.bind()
         memory: Memory = [{} for _ in range(self.program.devices)]
         alive = [0] * self.program.devices
         measured = Measured([0] * self.program.devices)

@@ -5,21 +5,23 @@ Knows Programs, not plans. What computes a kernel, merges states and reads weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, intersect
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated, transfer_bytes
+from tapestry.runtime.packing import Packing, pack, renamed
 
 Array = Any  # the target's own array type
+Run = Callable[[Sequence[Array | None], Sequence[Array]], list[Array]]
 
 
 class Target(Protocol):
     """What a code generator gives to the runtime."""
 
-    def kernel(self, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Array | None], Sequence[Array]], list[Array]]:
+    def kernel(self, graph: Graph, kernel: Kernel) -> Run:
         """A function that computes one block."""
         ...
 
@@ -43,6 +45,14 @@ class Target(Protocol):
         """Bytes of memory that an array really occupies."""
         ...
 
+    def packs(self, run: Run) -> Mapping[int, tuple[Hashable, Callable[[Array], Array]]]:
+        """Reads of a kernel that may be weights packed beforehand: position to (key, function); equal keys, equal copies."""
+        ...
+
+    def packed(self, run: Run) -> Run:
+        """The kernel that takes all of `packs` packed."""
+        ...
+
 
 Source = Callable[[str, Box], Array]
 """Data of a weight or graph input: (tensor, box) to an array of the target."""
@@ -50,10 +60,14 @@ Source = Callable[[str, Box], Array]
 
 @dataclass(slots=True)
 class Measured:
-    """What a run really used: peak bytes of buffers per device, and (count, bytes) per kind of transfer."""
+    """What a run really used: peak bytes of buffers per device, and (count, bytes) per kind of transfer.
+
+    ``packed`` is what packed weights take beyond the plan's buffers, for as long as they stay loaded.
+    """
 
     peak: list[int]
     transfers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    packed: list[int] = field(default_factory=list)
 
     def sent(self, kind: str, nbytes: int) -> None:
         """Count one transfer."""
@@ -61,10 +75,45 @@ class Measured:
         self.transfers[kind] = (count + 1, total + nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A launch on one device."""
+
+    device: int
+    run: Run
+    ins: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What the devices hold in the course of a run, and how many bytes of it."""
+
+    arrays: list[dict[str, Array]]
+    sizes: list[dict[str, int]]
+    alive: list[int]
+    peak: list[int]
+
+    def count(self, device: int, name: str, size: int) -> None:
+        """A buffer has been allocated."""
+        self.sizes[device][name] = size
+        self.alive[device] += size
+
+    def drop(self, device: int, names: Sequence[str]) -> None:
+        """Buffers are freed, where they are."""
+        arrays, sizes, freed = self.arrays[device], self.sizes[device], 0
+        for name in names:
+            if name in arrays:
+                del arrays[name]
+                freed += sizes.pop(name)
+        self.alive[device] -= freed
+
+
 class Machine:
     """Runs one Program any number of times; weights stay loaded between runs, but for those that are streamed.
 
-    ``devices`` are those that this process runs: all of them, but for `runtime.distributed`.
+    Attributes:
+        devices: those that this process runs: all of them, but for `runtime.distributed`.
+        room: bytes that packed weights may take on each device beyond what the plan holds; to be set before the first run.
     """
 
     def __init__(
@@ -74,7 +123,12 @@ class Machine:
         self.graph, self.program, self.target = graph, program, target
         self.weights, self.streamed = weights, streamed
         self.devices = tuple(range(program.devices)) if devices is None else tuple(devices)
-        self.kernels: dict[tuple[int, int], Callable[..., list[Array]]] = {}
+        self.room = [0] * program.devices
+        self.launches: dict[int, list[_Bound]] = {}
+        self.packing: list[Packing] = []
+        self.kept: list[dict[str, tuple[Array, int]]] = []
+        self.steps = [(step, allocated(step)) for step in program.steps]
+        self._computed = {b for step in program.steps if not isinstance(step, Load) for b in allocated(step)}
         self.resident: list[dict[str, Array]] = [{} for _ in range(program.devices)]
         for step in program.steps:
             if isinstance(step, Load) and program.buffers[step.buffer].tensor in set(graph.weights) - streamed:
@@ -89,45 +143,73 @@ class Machine:
         self, feeds: Source, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name, gathered to the host, and what the run used."""
-        memory: list[dict[str, Array]] = [{} for _ in range(self.program.devices)]
-        alive = [0] * self.program.devices
-        measured = Measured([0] * self.program.devices)
-        for i, step in enumerate(self.program.steps):
+        self.bind()
+        n = self.program.devices
+        copies = [{b: p.arrays[b] for b in p.copies} for p in self.packing]
+        memory = _Memory(copies, [{} for _ in range(n)], [0] * n, [0] * n)
+        measured = Measured(memory.peak, packed=[p.extra for p in self.packing])
+        for i, (step, new) in enumerate(self.steps):
             match step:
-                case Load():
-                    self._load(step, memory, feeds)
                 case Launch():
-                    self._launch(i, step, memory)
-                case Transfer():
-                    self._transfer(step, memory, measured)
-                case Reduce():
-                    self._reduce(step, memory)
-                    measured.sent(step.kind, transfer_bytes(step, self.program))
+                    self._launch(i, step, memory.arrays)
+                case Load():
+                    self._load(step, memory.arrays, feeds)
                 case Free():
-                    for d, held in enumerate(memory):
-                        alive[d] -= sum(self.target.nbytes(held.pop(b)) for b in step.buffers if b in held)
+                    for d in range(n):
+                        memory.drop(d, step.buffers)
                     continue
-            for d, held in enumerate(memory):
-                alive[d] += sum(self.target.nbytes(held[b]) for b in allocated(step) if b in held)
-                measured.peak[d] = max(measured.peak[d], alive[d])
-            progress(i + 1, len(self.program.steps))
-        return {t: self._gather(t, b, memory) for t, b in self.program.outputs.items()}, measured
+                case Transfer():
+                    self._transfer(step, memory.arrays, measured)
+                case Reduce():
+                    self._reduce(step, memory.arrays)
+                    measured.sent(step.kind, transfer_bytes(step, self.program))
+            for d, held in enumerate(memory.arrays):
+                kept = self.kept[d]
+                for name in new:
+                    if name in held:
+                        memory.count(d, name, kept[name][1] if name in kept else self.target.nbytes(held[name]))
+                memory.peak[d] = max(memory.peak[d], memory.alive[d])
+            progress(i + 1, len(self.steps))
+        return {t: self._gather(t, b, memory.arrays) for t, b in self.program.outputs.items()}, measured
+
+    def bind(self) -> None:
+        """Make every kernel and pack the weights, once: all that later runs need not do."""
+        if self.packing:
+            return
+        kernels: dict[tuple[int, int], Run] = {}
+        for i, step in enumerate(self.program.steps):
+            for d, _ in self._mine(step.blocks) if isinstance(step, Launch) else ():
+                assert isinstance(step, Launch)
+                kernels[i, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))
+        for d in range(self.program.devices):
+            wanted = {i: self.target.packs(k) for (i, e), k in kernels.items() if e == d}
+            packing = pack(self.program, wanted, self.resident[d], self.target.nbytes, self.room[d])
+            self.packing.append(packing)
+        for (i, d), kernel in kernels.items():
+            step = self.program.steps[i]
+            assert isinstance(step, Launch)
+            names = self.packing[d].names.get(i)
+            kernel, ins = (self.target.packed(kernel), renamed(step.ins, names)) if names else (kernel, step.ins)
+            self.launches.setdefault(i, []).append(_Bound(d, kernel, ins))
+        for d, p in enumerate(self.packing):  # of a packed weight count the plan's bytes: the rest is in `Measured.packed`
+            sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
+            plain = {b: (a, self.target.nbytes(a)) for b, a in self.resident[d].items()}
+            self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
 
     def _load(self, step: Load, memory: list[dict[str, Array]], feeds: Source) -> None:
         buffer = self.program.buffers[step.buffer]
+        source = self.weights if buffer.tensor in self.streamed else feeds
         for d, box in self._mine(buffer.boxes):
-            kept = self.resident[d].get(step.buffer)
-            source = self.weights if buffer.tensor in self.streamed else feeds
-            memory[d][step.buffer] = source(buffer.tensor, box) if kept is None else kept
+            known = self.kept[d].get(step.buffer)
+            memory[d][step.buffer] = source(buffer.tensor, box) if known is None else known[0]
 
     def _launch(self, at: int, step: Launch, memory: list[dict[str, Array]]) -> None:
-        for d, _ in self._mine(step.blocks):
-            run = self.kernels.get((at, d))
-            if run is None:
-                run = self.kernels[at, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))
-            held = memory[d]
-            ins = [held[b] if b else None for b in step.ins]
-            held.update(zip(step.outs, run(ins, [held[s] for s in step.states]), strict=True))
+        for b in self.launches.get(at, ()):
+            if b.device not in self.devices:
+                continue
+            held = memory[b.device]
+            outs = b.run([held[n] if n else None for n in b.ins], [held[s] for s in step.states])
+            held.update(zip(step.outs, outs, strict=True))
 
     def _transfer(self, step: Transfer, memory: list[dict[str, Array]], measured: Measured) -> None:
         src, dst = self.program.buffers[step.src], self.program.buffers[step.dst]
@@ -178,6 +260,8 @@ class Machine:
         buffer = self.program.buffers[name]
         pieces = {box: memory[d][name] for d, box in enumerate(buffer.boxes) if box is not None}
         whole = tuple((0, n) for n in self.graph.tensors[tensor].shape)
+        if whole in pieces and name in self._computed:  # a new array at every run: it may be handed out as it is
+            return pieces[whole]
         return self.target.assemble(whole, buffer.dtype, list(pieces.items()))
 
 

@@ -18,6 +18,7 @@ from tapestry.ir.program import Load
 from tapestry.ir.store import Build
 from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
 from tapestry.lift import read_weight
+from tapestry.plan.topology import from_data
 from tapestry.runtime.local import Machine, Measured, Target
 
 Array = np.ndarray[Any, Any]
@@ -74,6 +75,8 @@ class Session:
         if missing and weights is None:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
         self.machine = machine(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
+        if machine is Machine:  # one process: a device may fill its memory
+            self.machine.room = [limit - peak for limit, peak in zip(_limits(build), build.peak_bytes, strict=True)]
 
     def _weight(self, tensor: str, box: Box) -> Any:
         """A box of a weight, copied out of the model's files."""
@@ -95,7 +98,17 @@ class Session:
         start = time.perf_counter()
         outs, measured = self.machine.run(lambda t, box: self.to_target(_part(checked[t], box)), progress)
         seconds = time.perf_counter() - start
-        return Result({t: self.to_numpy(a, graph.tensors[t].dtype) for t, a in outs.items()}, measured, seconds)
+        return Result({t: _row_major(self.to_numpy(a, graph.tensors[t].dtype)) for t, a in outs.items()}, measured, seconds)
+
+
+def _limits(build: Build) -> list[int]:
+    """Bytes that each device has."""
+    topo = from_data(build.topology)
+    return topo.memories() if topo.kinds else [build.memory] * build.plan.devices
+
+
+def _row_major(a: Array) -> Array:
+    return a if a.flags.c_contiguous else a.copy(order="C")
 
 
 def host_load_bytes(build: Build) -> int:

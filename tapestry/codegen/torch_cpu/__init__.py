@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tapestry.codegen.torch_cpu import exact, kernels, scalars
+from tapestry.codegen.torch_cpu.dense import Packable
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.opaque import HostValue
@@ -27,6 +28,15 @@ class TorchCpu:
     def kernel(self, graph: Graph, kernel: Kernel) -> kernels.Run:
         """A function that computes one block."""
         return exact.build(graph, kernel) if self.exact else kernels.build(graph, kernel)
+
+    def packs(self, run: kernels.Run) -> Mapping[int, tuple[Hashable, Callable[[torch.Tensor], torch.Tensor]]]:
+        """Reads of a kernel that may be weights packed beforehand."""
+        return {k: (p.key, p.run) for k, p in run.packs.items()} if isinstance(run, Packable) else {}
+
+    def packed(self, run: kernels.Run) -> kernels.Run:
+        """The kernel that takes these packed."""
+        assert isinstance(run, Packable)
+        return run.packed
 
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""
@@ -55,6 +65,8 @@ class TorchCpu:
         """Bytes of the tensor's storage; a value of the host is on no device."""
         if isinstance(array, HostValue):
             return 0
+        if array.is_mkldnn:
+            return torch.ops.mkldnn._nbytes(array)
         return array.untyped_storage().nbytes()
 
 

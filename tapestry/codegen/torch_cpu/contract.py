@@ -99,7 +99,7 @@ def as_conv(op: Block) -> Conv | None:
     both = factors(op)
     if both is None:
         return None
-    reads = [_plain_read(op, e) for e in both]
+    reads = [plain_read(op, e) for e in both]
     if None in reads:
         return None
     for x, w in (reads, reads[::-1]):
@@ -110,8 +110,9 @@ def as_conv(op: Block) -> Conv | None:
     return None
 
 
-def _plain_read(op: Block, e: Expr) -> int | None:
-    return e.pos if isinstance(e, Arg) and not op.reads[e.pos].when else None
+def plain_read(op: Block, e: Expr, *, guarded: bool = False) -> int | None:
+    """The read that a factor is."""
+    return e.pos if isinstance(e, Arg) and (guarded or not op.reads[e.pos].when) else None
 
 
 def _match(op: Block, x: int, w: int) -> Conv | None:
@@ -130,7 +131,7 @@ def _match(op: Block, x: int, w: int) -> Conv | None:
         return None
     if dims_of(rx.index[1]) - {feature, channel}:
         return None
-    windows = [_window(op, rx, axis + 2, plain[axis + 2], ranges) for axis in range(rank)]
+    windows = [window(op, rx, axis + 2, plain[axis + 2], ranges) for axis in range(rank)]
     if any(v is None for v in windows):
         return None
     outs = [batch, feature, *(v.out for v in windows if v)]
@@ -140,7 +141,8 @@ def _match(op: Block, x: int, w: int) -> Conv | None:
     return Conv(x, w, batch, channel, feature, tuple(v for v in windows if v))
 
 
-def _window(op: Block, rx: Read, axis: int, window: str, ranges: dict[str, int]) -> Window | None:
+def window(op: Block, rx: Read, axis: int, window: str, ranges: dict[str, int]) -> Window | None:
+    """What one spatial axis is, given its window's dimension."""
     e = rx.index[axis]
     out = op.dims[axis].name
     if not e.is_affine or dims_of(e) - {out, window}:
@@ -157,20 +159,11 @@ def conv(
     op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """A function of the two buffers that convolves the block."""
+    takes, pads, rows, w_take, groups = _cut(op, c, frame, x_box, w_box, x_shape)
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
-    pads, takes = [], []
-    for k, v in enumerate(c.windows):
-        take, pad = _axis(v, at, x_box[k + 2], x_shape[k + 2])
-        takes.append(take)
-        pads.append(pad)
     if any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
         sizes = [hi - lo for lo, hi in (at[c.batch], at[c.feature], *(at[v.out] for v in c.windows))]
         return lambda x, w: torch.zeros(sizes, dtype=x.dtype)  # nothing but padding: the buffer may be any part of x
-    groups = _groups(op, c, at)
-    b0, b1 = at[c.batch]
-    rows = slice(b0 - x_box[0][0], b1 - x_box[0][0])
-    w_axes = [at[n] if n else None for n in (c.feature, c.channel, *(v.window for v in c.windows))]
-    w_take = [slice(None) if a is None else slice(a[0] - w_box[k][0], a[1] - w_box[k][0]) for k, a in enumerate(w_axes)]
     even = all(lo == hi for lo, hi in pads)
     function = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(c.windows)]
     stride, dilation = [v.stride for v in c.windows], [v.dilation for v in c.windows]
@@ -178,7 +171,7 @@ def conv(
     flat_pads = [p for pair in reversed(pads) for p in pair]
 
     def run(x: Tensor, w: Tensor) -> Tensor:
-        w = w[tuple(w_take)]
+        w = w[w_take]
         parts = []
         for first, count, o0, o1 in groups:
             piece = x[(rows, slice(first - x_box[1][0], first - x_box[1][0] + w.shape[1] * count), *takes)]
@@ -188,6 +181,86 @@ def conv(
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A convolution that is one call on a weight buffer as it is.
+
+    Attributes:
+        take: the part of the input's buffer.
+        extra: zeros to add to it first (torch's order, last axis first), when ``padding`` cannot say them.
+        input: shape of what is convolved.
+    """
+
+    take: tuple[slice, ...]
+    extra: tuple[int, ...]
+    input: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def call(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]) -> Call | None:
+    """The one call that the block is; ``None`` when it is several, or reads a part of the weight's buffer."""
+    takes, pads, rows, w_take, groups = _cut(op, c, frame, x_box, w_box, x_shape)
+    whole = [hi - lo for lo, hi in w_box]
+    at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
+    if any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
+        return None
+    if len(groups) != 1 or any(s not in (slice(None), slice(0, n)) for s, n in zip(w_take, whole, strict=True)):
+        return None
+    takes, pads = _simple(c, frame, takes, pads, [hi - lo for lo, hi in x_box[2:]])
+    even = all(lo == hi for lo, hi in pads)
+    first, count, _, _ = groups[0]
+    channels = slice(first - x_box[1][0], first - x_box[1][0] + whole[1] * count)
+    add = [0 if even else lo + hi for lo, hi in pads]
+    return Call(
+        take=(rows, channels, *takes),
+        extra=() if even else tuple(p for pair in reversed(pads) for p in pair),
+        input=(rows.stop - rows.start, whole[1] * count, *(t.stop - t.start + a for t, a in zip(takes, add, strict=True))),
+        stride=tuple(v.stride for v in c.windows),
+        padding=tuple(lo if even else 0 for lo, _ in pads),
+        dilation=tuple(v.dilation for v in c.windows),
+        groups=count,
+    )
+
+
+def _simple(
+    c: Conv, frame: Frame, takes: list[slice], pads: list[tuple[int, int]], held: list[int]
+) -> tuple[list[slice], list[tuple[int, int]]]:
+    """The same convolution with as many zeros at both ends and, if it can be, all of the buffer to its end.
+
+    A stride leaves places at the end that no window reaches: there, data or zeros make no difference.
+    """
+    at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
+    new_takes, new_pads = list[slice](), list[tuple[int, int]]()
+    for v, take, (lo, hi), n in zip(c.windows, takes, pads, held, strict=True):
+        o0, o1 = at[v.out]
+        r0, r1 = at[v.window] if v.window else (0, 1)
+        reach = v.dilation * (r1 - r0 - 1) + 1
+        for stop in (n, take.stop) if hi == 0 and take.stop > take.start else (take.stop,):
+            if (stop - take.start + 2 * lo - reach) // v.stride + 1 == o1 - o0:
+                take, hi = slice(take.start, stop), lo
+                break
+        new_takes.append(take)
+        new_pads.append((lo, hi))
+    return new_takes, new_pads
+
+
+_Cut = tuple[list[slice], list[tuple[int, int]], slice, tuple[slice, ...], list[tuple[int, int, int, int]]]
+
+
+def _cut(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]) -> _Cut:
+    """(spatial slices of the input's buffer, zeros around them, its rows, the part of the weight, the calls) of a block."""
+    at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
+    both = [_axis(v, at, x_box[k + 2], x_shape[k + 2]) for k, v in enumerate(c.windows)]
+    b0, b1 = at[c.batch]
+    w_axes = [at[n] if n else None for n in (c.feature, c.channel, *(v.window for v in c.windows))]
+    w_take = tuple(slice(None) if a is None else slice(a[0] - w_box[k][0], a[1] - w_box[k][0]) for k, a in enumerate(w_axes))
+    rows = slice(b0 - x_box[0][0], b1 - x_box[0][0])
+    return [t for t, _ in both], [p for _, p in both], rows, w_take, _groups(op, c, at)
 
 
 def _axis(v: Window, at: dict[str, tuple[int, int]], box: tuple[int, int], extent: int) -> tuple[slice, tuple[int, int]]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, layers, scalars, scan
+from tapestry.codegen.torch_cpu import contract, dense, layers, norms, scalars, scan, windows
 from tapestry.codegen.torch_cpu.local import localise
+from tapestry.codegen.torch_cpu.pieces import pieces
 from tapestry.codegen.torch_cpu.points import Expressions, Run, held, product
 from tapestry.codegen.torch_cpu.reads import Frame, Tensor
 from tapestry.ir import opaque
@@ -30,13 +31,15 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         return _finish(op, graph, kernel)
     if op.monoid is None:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
-        return lambda ins, _: results(ins, [])
+        return pieces(op, graph, kernel) or (lambda ins, _: results(ins, []))
+    if kernel.mode == "full" and (whole := norms.layer_norm(op, graph, kernel)):
+        return whole
     states = _states(op, graph, kernel)
     if kernel.mode == "partial":
         shapes = [shape(b) for b in kernel.outs]
         return lambda ins, _: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)]
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
-    return lambda ins, _: tail(ins, states(ins))
+    return dense.packable(op, graph, kernel, lambda ins, _: tail(ins, states(ins)))
 
 
 def _once(state: Tensor, wanted: tuple[int, ...]) -> Tensor:
@@ -48,17 +51,19 @@ def _once(state: Tensor, wanted: tuple[int, ...]) -> Tensor:
 
 def _finish(op: Block, graph: Graph, kernel: Kernel) -> Run:
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block))
-    return lambda ins, states: tail(ins, list(states))
+    return lambda ins, states: tail(ins, list(states), kept=states)
 
 
 def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
     """Monoid states of each output point over the block, once along the dimensions that a field does not vary along."""
-    if layers.applies(op):
-        return layers.states(op, graph, kernel)
     frame = Frame(op.space, kernel.block)
+    if layers.applies(op):
+        return (None if op.inner else _selection(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
     special = (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)
+        or windows.transposed(op, graph, kernel)
+        or windows.max_pool(op, graph, kernel)
         or product(op, graph, kernel, frame)
         or _selection(op, graph, kernel, frame)
     )
@@ -107,15 +112,29 @@ def _selection(
     lo, hi = kernel.block[-1]
     index = Expressions(op, graph, kernel, (where_index,), base)
     rows = Expressions(op, graph, kernel, (picked,), frame)
+    of_index, of_rows = dims_read(op, where_index), dims_read(op, picked)
+    outer = [i for i, d in enumerate(op.dims) if d.name in of_index]
+    inner = [i for i, d in enumerate(op.dims) if d.name not in of_index]
+    back = [(*outer, *inner).index(i) for i in range(len(op.dims))]
+    apart = not of_index & of_rows
 
     def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
         at = index.values(ins, [])[0] - lo
         table = rows.values(ins, [])[0]
-        table = table.expand([*base.extents, hi - lo])
         inside = (at >= 0) & (at < hi - lo)
-        place = at.clamp(0, hi - lo - 1).expand(base.extents).unsqueeze(-1)
-        taken = torch.gather(table, -1, place).squeeze(-1)
-        return [torch.where(inside, taken, torch.zeros((), dtype=taken.dtype))]
+        place = at.clamp(0, hi - lo - 1)
+        if apart:  # whole rows of a table
+            order = [len(op.dims), *inner, *outer]
+            table = table.expand([*(n if i in inner else 1 for i, n in enumerate(base.extents)), hi - lo]).permute(order)
+            table = table.flatten(len(inner) + 1) if outer else table
+            table = table[..., 0] if outer else table
+            place = place.expand([n if i in outer else 1 for i, n in enumerate(base.extents)])
+            taken = table.index_select(0, place.reshape(-1))
+            taken = taken.reshape([base.extents[i] for i in (*outer, *inner)]).permute(back)
+        else:
+            table = table.expand([*base.extents, hi - lo])
+            taken = torch.gather(table, -1, place.expand(base.extents).unsqueeze(-1)).squeeze(-1)
+        return [taken if bool(inside.all()) else torch.where(inside, taken, torch.zeros((), dtype=taken.dtype))]
 
     return states
 

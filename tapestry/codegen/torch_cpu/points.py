@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from tapestry.codegen.torch_cpu import contract, scalars
-from tapestry.codegen.torch_cpu.reads import Fetch, Frame, Tensor, index_values, reader
+from tapestry.codegen.torch_cpu.compiled import compile_value
+from tapestry.codegen.torch_cpu.reads import Fetch, Frame, Remembered, Tensor, index_values, reader
 from tapestry.ir.expr import Arg, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -15,24 +18,49 @@ Run = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor]]
 
 
 class Expressions:
-    """Values of expressions over a frame, as new contiguous tensors of the frame's shape."""
+    """Values of expressions over a frame, as new dense tensors of the frame's shape, in whatever order of axes."""
 
-    def __init__(self, op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], frame: Frame) -> None:
-        self.exprs, self.frame = exprs, frame
+    def __init__(
+        self, op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], frame: Frame, *, owned: bool = False
+    ) -> None:
+        self.shape = frame.extents
         self.fetch = _fetchers(op, graph, kernel, exprs, frame)
-        self.index = {x: index_values(x.aff, frame) for e in exprs for x in walk(e) if isinstance(x, Index)}
+        index = {x: index_values(x.aff, frame) for e in exprs for x in walk(e) if isinstance(x, Index)}
+        self.owned = owned and len(exprs) == 1
+        self.compiled = [compile_value(e, index, owned=self.owned) for e in exprs]
+        self.fresh, self.size = all(c.fresh for c in self.compiled), torch.Size(frame.extents)
 
     def values(self, ins: Sequence[Tensor | None], states: list[Tensor]) -> list[Tensor]:
         """Values that broadcast to the frame."""
         args = {k: f(held(ins[k])) for k, f in self.fetch.items()}
-        return [scalars.value(e, args, states, lambda i: self.index[i]) for e in self.exprs]
+        return [c.run(args, states) for c in self.compiled]
 
-    def __call__(self, ins: Sequence[Tensor | None], states: list[Tensor]) -> list[Tensor]:
-        shape = self.frame.extents
-        given = {t.data_ptr() for t in (*ins, *states) if t is not None}
-        out = [v.expand(shape).contiguous() for v in self.values(ins, states)]
-        # a buffer of its own for every output: a view of an input must not outlive the input's
-        return [v.clone() if v.data_ptr() in given or v.untyped_storage().nbytes() != v.nbytes else v for v in out]
+    def __call__(self, ins: Sequence[Tensor | None], states: list[Tensor], kept: Sequence[Tensor] = ()) -> list[Tensor]:
+        """New tensors: a state may be one itself unless it is ``kept``."""
+        values = self.values(ins, states)
+        if self.fresh and not kept and all(v.shape == self.size for v in values):
+            return values
+        given = {t.data_ptr() for t in (*ins, *kept) if t is not None and not t.is_mkldnn}
+        return [_own(v.expand(self.shape), given) for v in values]
+
+
+def _own(v: Tensor, given: set[int]) -> Tensor:
+    """A buffer of its own for every output: a view of an input must not outlive the input's."""
+    if v.data_ptr() not in given and v.untyped_storage().nbytes() == v.nbytes and (v.is_contiguous() or _dense(v)):
+        return v
+    return v.clone(memory_format=torch.preserve_format if _dense(v) else torch.contiguous_format)
+
+
+def _dense(v: Tensor) -> bool:
+    """Whether no two places of a tensor are one cell, and no cell between them is left out."""
+    step = 1
+    for stride, n in sorted(zip(v.stride(), v.shape, strict=True)):
+        if n == 1:
+            continue
+        if stride != step:
+            return False
+        step *= n
+    return True
 
 
 def held(buffer: Tensor | None) -> Tensor:
@@ -47,7 +75,7 @@ def _fetchers(op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], 
         box = kernel.ins[k]
         assert box is not None
         r = op.reads[k]
-        out[k] = reader(r, frame, box, graph.tensors[r.tensor].shape)
+        out[k] = Remembered(reader(r, frame, box, graph.tensors[r.tensor].shape))
     return out
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tapestry.ir.graph import Dim, Guard, Read
-from tapestry.ir.index import Aff, bounds, dims_of, evaluate
+from tapestry.ir.index import Aff, Atom, Floor, bounds, dims_of, evaluate
 from tapestry.ir.kernel import Box
 
 Tensor = torch.Tensor
@@ -46,6 +46,29 @@ class Frame:
         }
 
 
+class Remembered:
+    """A function of a buffer that remembers, by the buffer's strides, which view it gives; a copy is made anew."""
+
+    def __init__(self, make: Fetch) -> None:
+        self.make = make
+        self.known: dict[tuple[int, ...], tuple[torch.Size, tuple[int, ...], int] | None] = {}
+
+    def __call__(self, buffer: Tensor) -> Tensor:
+        """The function's value: the buffer has one shape at every call."""
+        strides = buffer.stride()
+        view = self.known.get(strides, self)
+        if view is self:
+            out = self.make(buffer)
+            same = out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() and buffer.numel() > 0
+            offset = int(out.storage_offset() - buffer.storage_offset())
+            self.known[strides] = (out.shape, out.stride(), offset) if same else None
+            return out
+        if view is None:
+            return self.make(buffer)
+        assert isinstance(view, tuple)
+        return buffer.as_strided(view[0], view[1], view[2] + buffer.storage_offset())
+
+
 def index_values(e: Aff, frame: Frame) -> Tensor:
     """Values of an index expression over a block, in global coordinates."""
     value = np.asarray(evaluate(e, frame.grid()), np.int64)
@@ -64,10 +87,10 @@ def mask(guards: tuple[Guard, ...], frame: Frame) -> Tensor | None:
 
 def reader(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fetch:
     """A function from the buffer (which holds ``box`` of the tensor) to the read's values over a block."""
-    inner = _strided(read, frame, box, shape) if _is_strided(read.index) else _selected(read, frame, box, shape)
-    inner = inner or _gathered(read, frame, box, shape)
+    inner = _strided(read, frame, box, shape) if _is_strided(read.index) else _digits(read, frame, box, shape)
+    inner = inner or _selected(read, frame, box, shape) or _gathered(read, frame, box, shape)
     keep = mask(read.when, frame)
-    if keep is None:
+    if keep is None or bool(keep.all()):
         return inner
     assert read.other is not None
     fill = read.other
@@ -111,6 +134,44 @@ def _view(buffer: Tensor, start: list[int], index: tuple[Aff, ...], frame: Frame
     step = [sum(s * e.coef(d.name) for s, e in zip(strides, index, strict=True)) for d in frame.dims]
     offset = buffer.storage_offset() + sum(s * k for s, k in zip(strides, start, strict=True))
     return buffer.as_strided(sizes, step, offset)
+
+
+def _digits(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fetch | None:
+    """Axes ``floor(m / d)`` and ``m mod d`` of one dimension (heads merged into features): a view over both digits."""
+    atoms = {a for e in read.index for a, _ in e.terms if not isinstance(a, str)}
+    names = {str(a.arg) for a in atoms if a.arg.is_dim}
+    if len(names) != 1 or len({a.div for a in atoms}) != 1 or not all(a.arg.is_dim for a in atoms):
+        return None
+    name, div = names.pop(), atoms.pop().div
+    at = next(k for k, d in enumerate(frame.dims) if d.name == name)
+    lo, hi = frame.box[at]
+    if lo % div or hi % div or any(a == name for e in read.index for a, _ in e.terms):
+        return None
+    high, low = f"{name} high", f"{name} low"
+    index = tuple(Aff(tuple((_digit(a, high, low), c) for a, c in e.terms), e.const) for e in read.index)
+    dims = (*frame.dims[:at], Dim(high, -(-frame.dims[at].size // div)), Dim(low, div), *frame.dims[at + 1 :])
+    places = (*frame.box[:at], (lo // div, hi // div), (0, div), *frame.box[at + 1 :])
+    plain = Read(tensor=read.tensor, index=index, other=read.other)
+    if not _is_strided(index):
+        return None
+    inner = _strided(plain, Frame(dims, places), box, shape)
+    if inner is None:
+        return None
+    both = [any(n in dims_of(e) for e in index) for n in (high, low)]
+    extents = [(hi - lo) // div, div]
+
+    def fetch(buffer: Tensor) -> Tensor:
+        view = inner(buffer)
+        sizes = list(view.shape)
+        if any(both):
+            sizes[at : at + 2] = extents
+        return view.expand(sizes).flatten(at, at + 1)
+
+    return fetch
+
+
+def _digit(atom: Atom, high: str, low: str) -> Atom:
+    return atom if isinstance(atom, str) else high if isinstance(atom, Floor) else low
 
 
 def _selected(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fetch | None:

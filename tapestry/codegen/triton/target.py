@@ -26,7 +26,8 @@ class TritonTarget(TorchCpu):
         """A function that launches the generated kernel of one block."""
         op = graph.ops[kernel.op]
         if unavailable(graph, kernel.op) or not isinstance(op, Block):
-            return super().kernel(graph, kernel)
+            host = super().kernel(graph, kernel)
+            return lambda ins, states: [v.contiguous() for v in host(ins, states)]  # generated kernels take rows as they are
         made = generate(graph, kernel)
         dtypes = [e.dtype for e in op.body] if kernel.mode == "partial" else [graph.tensors[t].dtype for t in op.outs]
 

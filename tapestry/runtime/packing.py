@@ -1,0 +1,94 @@
+"""Weights in the layout that their kernels like best, made once when a machine is set up.
+
+A weight that all its readers want packed in one way is packed in place of its buffer. Any other gets a copy, where the device's
+memory has room for it beside everything that the plan holds; `Packing.extra` counts what packing takes beyond the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapestry.ir.program import Launch, Program, Reduce, Transfer
+
+Array = Any
+Packs = Mapping[int, tuple[Hashable, Callable[[Array], Array]]]
+
+
+@dataclass(slots=True)
+class Packing:
+    """What became of one device's weights.
+
+    Attributes:
+        arrays: packed weights by name: of the buffer that they stand for, or of a copy.
+        copies: names of ``arrays`` that stand beside their buffer.
+        names: for each launch (by step) that reads a packed weight, what it reads, by position.
+        extra: bytes beyond the plan's buffers.
+    """
+
+    arrays: dict[str, Array] = field(default_factory=dict[str, Any])
+    copies: set[str] = field(default_factory=set[str])
+    names: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
+    extra: int = 0
+
+
+def pack(
+    program: Program, wanted: Mapping[int, Packs], resident: dict[str, Array], nbytes: Callable[[Array], int], room: int
+) -> Packing:
+    """Pack one device's resident weights; those that nobody reads as they were are dropped from ``resident``.
+
+    Args:
+        wanted: for each launch (by step), the reads that it may take packed.
+        room: bytes that packing may take beyond the plan.
+    """
+    out = Packing()
+    uses, others = _readers(program, wanted, resident)
+    for buffer, by_key in uses.items():
+        alone = len(by_key) == 1 and buffer not in others
+        for n, places in enumerate(by_key.values()):
+            at, k = places[0]
+            array = wanted[at][k][1](resident[buffer])
+            more = nbytes(array) - (nbytes(resident[buffer]) if alone else 0)
+            if out.extra + max(more, 0) > room:
+                continue
+            out.extra += max(more, 0)
+            name = buffer if alone else f"{buffer} packed {n}"
+            out.arrays[name] = array
+            if alone:
+                del resident[buffer]
+            else:
+                out.copies.add(name)
+            for i, j in places:
+                out.names.setdefault(i, {})[j] = name
+    return out
+
+
+def _readers(
+    program: Program, wanted: Mapping[int, Packs], resident: Mapping[str, Array]
+) -> tuple[dict[str, dict[Hashable, list[tuple[int, int]]]], set[str]]:
+    """(places that want a weight packed, by buffer and key; buffers that somebody reads as they are)."""
+    uses: dict[str, dict[Hashable, list[tuple[int, int]]]] = {}
+    others = set(program.outputs.values())
+    for i, step in enumerate(program.steps):
+        plain: Iterable[str] = ()
+        match step:
+            case Launch():
+                packs = wanted.get(i, {})
+                plain = [b for k, b in enumerate(step.ins) if k not in packs]
+                for k, (key, _) in packs.items():
+                    if step.ins[k] in resident:
+                        uses.setdefault(step.ins[k], {}).setdefault(key, []).append((i, k))
+            case Transfer():
+                plain = (step.src,)
+            case Reduce():
+                plain = step.srcs
+            case _:
+                pass
+        others.update(plain)
+    return uses, others
+
+
+def renamed(ins: Sequence[str], names: Mapping[int, str]) -> tuple[str, ...]:
+    """The buffers that a launch reads, with packed weights in place of some."""
+    return tuple(names.get(k, b) for k, b in enumerate(ins))
