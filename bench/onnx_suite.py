@@ -241,7 +241,7 @@ class Sharded:
         certificate.check(plan.annotated(), program, mesh=plan.mesh)
         base = self.compiled
         build = replace(base.build, plan=plan, program=program, peak_bytes=tuple(peak_bytes(program)[0]))
-        found = Compiled(build, base._constants, {}, {}).run(self.feeds)
+        found = Compiled(build, base.constants, {}, {}).run(self.feeds)
         for name, a in found.items():
             self._same(name, a)
         return sum(any(d is not None for d in s.dims) for s in plan.strategies)

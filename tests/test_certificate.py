@@ -34,8 +34,7 @@ def test_any_strategies_pass_and_run_right(name, mesh):
         plan = random_plan(c.graph, mesh_of(mesh), random.Random(f"{name} {mesh} {seed}"))
         program = lower(plan)
         laws = certificate.check(plan.annotated(), program, stated_peak=peak(program), mesh=plan.mesh)
-        nothing = {law for law, count in laws.items() if not count}
-        assert nothing <= ({"no_deadlock"} if not planned_transfers(program) else set())
+        assert all(count > 0 for count in laws.values())
         outs, measured = execute(c.graph, program, c)
         assert_same(outs, c.expected, c.graph, plan.strategies)
         assert measured.peak == peak(program)

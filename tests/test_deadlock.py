@@ -126,6 +126,9 @@ class Shapes:
     def nbytes(self, array):
         return array.numel() * array.element_size()
 
+    def packs(self, run):
+        return {}
+
 
 def posted(plan: Plan, program: Program, world: int) -> list[list[Exchange]]:
     """What every rank really posts, without the outputs' way to rank 0."""

@@ -35,7 +35,8 @@ IOTA = 8  # a longer Range stays an operation: as an index expression it is wort
 SOURCE = "tapestry.source"
 KEPT = "tapestry.kept"
 MISTREATED = frozenset({"SplitToSequence", "ConcatFromSequence", "SequenceAt", "CastLike"})
-SAME_SHAPE = frozenset({"GroupNormalization"})  # of its first input, which onnx has no inference for
+# of the first input: onnx has no inference for these, or a faulty one
+SAME_SHAPE = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
 ROUNDS = 8  # of expansion of function bodies inside function bodies
 
 Types = dict[str, TypeProto]

@@ -107,8 +107,8 @@ def _limits(build: Build) -> list[int]:
     return topo.memories() if topo.kinds else [build.memory] * build.plan.devices
 
 
-def _row_major(a: Array) -> Array:
-    return a if a.flags.c_contiguous else a.copy(order="C")
+def _row_major(a: Any) -> Any:
+    return a if not isinstance(a, np.ndarray) or a.flags.c_contiguous else a.copy(order="C")
 
 
 def host_load_bytes(build: Build) -> int:

@@ -41,7 +41,8 @@ Flow = dict[tuple[int, int], int]  # (sender, receiver) -> bytes
 
 
 def simulate(scripts: Sequence[Script]) -> int:
-    """Run the scripts against each other; returns how many pairs of partners met.
+    """Run the scripts against each other; returns how many pairs of partners met, and one
+    for each device that comes to the end of its steps.
 
     Raises:
         LawError: ranks wait for each other, or two ranks mean different messages.
@@ -187,7 +188,7 @@ def check(program: Program) -> int:
         LawError: one does not.
     """
     seen: set[object] = set()
-    met = 0
+    met = program.devices
     for i, step in enumerate(program.steps):
         if isinstance(step, Transfer):
             key: object = (step.messages, program.buffers[step.dst].dtype)
