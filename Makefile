@@ -24,7 +24,7 @@ demo: setup
 	@$(BIN)/python examples/demo.py
 
 test: setup
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 $(TESTS)
 
 slow: setup
 	@$(BIN)/python -m pytest -m slow $(TESTS)
