@@ -144,6 +144,9 @@ class Attempt:
             return f"rank {rank} is slow: no progress for {limit:.1f} s while {self.doing(rank)}"
         if moving:
             return ""
+        halted = next((c for c in self.children if c.stopped), None)
+        if halted:
+            return f"rank {halted.rank} is stopped, for {now - halted.stopped:.1f} s, while {self.doing(halted.rank)}"
         rank = guilty(self.slots, set())[0]
         return f"rank {rank} holds up the others: all wait, for {limit:.1f} s; it is {self.doing(rank)}"
 
