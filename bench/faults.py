@@ -155,6 +155,15 @@ def finish(run: subprocess.Popen[str], since: float) -> tuple[float, int, str]:
     return time.monotonic() - since, run.returncode, err
 
 
+def row(kind: str, b: Bench, pids: list[int], ending: tuple[float, int, str], named: bool, ok: bool) -> Row:
+    """What came of one fault: how the launcher ended (seconds, exit status, what it said), and what it left behind."""
+    seconds, status, err = ending
+    return {
+        "kind": kind, "seconds": seconds, "status": status, "named": named, "gone": gone(pids), "whole": b.whole(), "ok": ok,
+        "said": err.strip()[:300],
+    }  # fmt: skip
+
+
 def signalled(b: Bench, kind: str, number: signal.Signals, within: float) -> Row:
     """A signal to a rank."""
     run = b.start()
@@ -165,10 +174,8 @@ def signalled(b: Bench, kind: str, number: signal.Signals, within: float) -> Row
     os.kill(pids[guilty], number)
     seconds, status, err = finish(run, since)
     named = f"rank {guilty} " in err and bool(re.search(r"at step|between|waiting|done", err)) and "Traceback" not in err
-    return {
-        "kind": kind, "seconds": seconds, "status": status, "named": named, "gone": gone(pids), "whole": b.whole(),
-        "ok": status == 1 and named and seconds <= within and err.count("tapestry run:") == 1, "said": err.strip()[:300],
-    }  # fmt: skip
+    ok = status == 1 and named and seconds <= within and err.count("tapestry run:") == 1
+    return row(kind, b, pids, (seconds, status, err), named, ok)
 
 
 def kill(b: Bench) -> Row:
@@ -189,16 +196,7 @@ def pause(b: Bench) -> Row:
     os.kill(victim, signal.SIGCONT)
     seconds, status, err = finish(run, since)
     ok = status == 0 and b.batches() == 50
-    return {
-        "kind": "pause",
-        "seconds": seconds,
-        "status": status,
-        "named": True,
-        "gone": gone(pids),
-        "whole": b.whole(),
-        "ok": ok,
-        "said": err[:300],
-    }
+    return row("pause", b, pids, (seconds, status, err), True, ok)
 
 
 def memory(b: Bench) -> Row:
@@ -210,16 +208,7 @@ def memory(b: Bench) -> Row:
     resource.prlimit(pids[guilty], resource.RLIMIT_AS, (used // 2, used // 2))
     seconds, status, err = finish(run, since)
     named = f"rank {guilty}" in err and "memory" in err
-    return {
-        "kind": "memory",
-        "seconds": seconds,
-        "status": status,
-        "named": named,
-        "gone": gone(pids),
-        "whole": b.whole(),
-        "ok": status == 1 and named,
-        "said": err[:300],
-    }
+    return row("memory", b, pids, (seconds, status, err), named, status == 1 and named)
 
 
 def weights(b: Bench) -> Row:
@@ -319,16 +308,7 @@ def interrupt(b: Bench) -> Row:
     run.send_signal(b.rng.choice([signal.SIGINT, signal.SIGTERM]))
     seconds, status, err = finish(run, since)
     named = "interrupted by SIG" in err
-    return {
-        "kind": "interrupt",
-        "seconds": seconds,
-        "status": status,
-        "named": named,
-        "gone": gone(pids),
-        "whole": b.whole(),
-        "ok": status == 1 and named,
-        "said": err[:300],
-    }
+    return row("interrupt", b, pids, (seconds, status, err), named, status == 1 and named)
 
 
 def launcher(b: Bench) -> Row:

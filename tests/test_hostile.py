@@ -55,23 +55,16 @@ def test_hostile_builds(tmp_path):
         assert row["seconds"] < 3 * SECONDS and not row["fresh"], row
 
 
+def replacing(folder: Path) -> list[str]:
+    """The command that replaces the build."""
+    return [sys.executable, "-m", "tapestry.cli", "compile", str(save("conv_chain")), "-o", str(folder / "b"), "--mesh", "2x2", "-q"]
+
+
 def killed_at_a_random_moment(seed: int, folder: Path, took: float) -> None:
     """Kill a compile that replaces a build; what is there then is the old or the new one, whole."""
     rng = random.Random(seed)
     old = snapshot(folder / "b")
-    argv = [
-        sys.executable,
-        "-m",
-        "tapestry.cli",
-        "compile",
-        str(save("conv_chain")),
-        "-o",
-        str(folder / "b"),
-        "--mesh",
-        "2x2",
-        "-q",
-    ]
-    child = subprocess.Popen(argv, cwd=HERE.parent)
+    child = subprocess.Popen(replacing(folder), cwd=HERE.parent)
     time.sleep(rng.uniform(0.5, 1.05) * took)
     child.send_signal(signal.SIGKILL)
     child.wait(timeout=60)
@@ -83,20 +76,8 @@ def killed_at_a_random_moment(seed: int, folder: Path, took: float) -> None:
 
 def kills(count: int, folder: Path) -> None:
     """Kill ``count`` compiles, each at a moment of its own, the old build being another model's each time."""
-    argv = [
-        sys.executable,
-        "-m",
-        "tapestry.cli",
-        "compile",
-        str(save("conv_chain")),
-        "-o",
-        str(folder / "b"),
-        "--mesh",
-        "2x2",
-        "-q",
-    ]
     began = time.monotonic()
-    subprocess.run(argv, cwd=HERE.parent, check=True, timeout=300)
+    subprocess.run(replacing(folder), cwd=HERE.parent, check=True, timeout=300)
     took = time.monotonic() - began
     for seed in range(count):
         tapestry.compile(save("mlp"), devices=2).save(folder / "b")

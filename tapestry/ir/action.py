@@ -48,15 +48,6 @@ def prove_driven(by: Monoid, acted: Monoid, act: Callable[[State, State], State]
     _same("act(a, s + t) = act(a, s) + act(a, t)", act(a, acted.combine(s, t)), acted.combine(act(a, s), act(a, t)))
 
 
-def prove_equal(what: str, left: State, right: State) -> None:
-    """Prove that two states, over ``Arg`` as free real numbers, are equal field by field.
-
-    Raises:
-        TapestryError: they are not.
-    """
-    _same(what, left, right)
-
-
 def _names(count: int) -> State:
     return tuple(Arg(i, "f64") for i in range(count))
 
