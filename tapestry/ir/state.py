@@ -1,7 +1,10 @@
-"""Which map dimensions each field of a monoid state varies along.
+"""The states of an operation: where each field of its monoid's state varies, and which fields are known without looking.
 
 The maximum and the sum of a softmax are one number per row, while the values that attention accumulates beside them also
 run over features. A field that does not vary along a map dimension is kept once: its box there is ``[0, 1)``.
+
+A field whose lifted value is a constant and whose merge is a sum is, over a part of the reduced dimensions, that constant times
+the number of points. The count of a variance's (n, mean, M2) is one. Whoever knows the blocks knows it, so it is not sent.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from tapestry.ir.contraction import dims_read
-from tapestry.ir.expr import Arg, Call, Expr, walk
+from tapestry.ir.expr import Arg, Call, Const, Expr, call, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS, lowest, number
@@ -51,3 +54,17 @@ def counts_ones(body: tuple[Expr, ...]) -> bool:
     if guarded and isinstance(score, Call) and isinstance(one, Call) and score.args[2] == lowest(score.dtype):
         return score.args[0] == one.args[0] and one.args[1] == number(1, one.dtype)
     return one == number(1, one.dtype)
+
+
+def counted(op: Block) -> dict[int, float]:
+    """Field number to what one point adds to it, for the fields of an operation's states that count."""
+    if op.monoid not in MONOIDS:
+        return {}
+    dtypes = tuple(e.dtype for e in op.body)
+    merged = MONOIDS[op.monoid].combiner(dtypes)
+    out: dict[int, float] = {}
+    for k, e in enumerate(op.body):
+        adds = merged[k] == call("add", Arg(k, e.dtype), Arg(len(dtypes) + k, e.dtype))
+        if isinstance(e, Const) and e.dtype != "bool" and adds:
+            out[k] = float(e.value)
+    return out

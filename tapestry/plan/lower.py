@@ -18,8 +18,7 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated
-from tapestry.ir.state import varies
-from tapestry.ir.states import counted
+from tapestry.ir.state import counted, varies
 from tapestry.ir.text import signature
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, scatters, tensor_boxes

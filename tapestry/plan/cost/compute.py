@@ -13,8 +13,7 @@ from tapestry.ir.expr import Call, Index, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.scan import as_scan
-from tapestry.ir.state import layered, varies
-from tapestry.ir.states import counted
+from tapestry.ir.state import counted, layered, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
