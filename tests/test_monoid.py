@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapestry.ir.monoid import MONOIDS, highest, lowest, register
+from tapestry.ir.monoid import MONOIDS, MOST_SUMS, highest, lowest, register, sums
 from tapestry.ir.types import numpy_dtype
 from tapestry.verify.interp import value
 
@@ -20,6 +20,7 @@ integers = st.integers(-(2**31), 2**31 - 1)
 # name -> (dtypes of the fields, states to try, whether merging is exact)
 DOMAINS = {
     "sum": (("i64",), st.tuples(integers), True),
+    **{sums(n): (("i64",) * n, st.tuples(*[integers] * n), True) for n in range(2, MOST_SUMS + 1)},
     "prod": (("f64",), st.tuples(st.sampled_from([math.inf, math.nan, 1e30, -2.0, 0.5, 1.0, 3.0])), False),
     "max": (("f32",), st.tuples(anything), True),
     "min": (("f32",), st.tuples(anything), True),

@@ -48,6 +48,9 @@ output y
 
 REDUCTIONS = {
     "sum": ("f32", ["x"], ["acc0"]),
+    "sums2": ("f32", ["x", "tanh(x)"], ["acc0 * acc1"]),
+    "sums3": ("f32", ["x", "tanh(x)", "2.0 * x"], ["(acc0 * acc1) + acc2"]),
+    "sums4": ("f32", ["x", "tanh(x)", "2.0 * x", "neg(x)"], ["(acc0 * acc1) + (acc2 * acc3)"]),
     "prod": ("f32", ["x"], ["acc0"]),
     "max": ("f32", ["x"], ["acc0"]),
     "min": ("i32", ["x"], ["acc0"]),

@@ -96,6 +96,14 @@ def test_maps(name: str) -> None:
 
 
 CONTRACTIONS = {
+    "two sums, gated": """graph g
+        input x: f32[33, 37]
+        input w: f32[37, 21]
+        input v: f32[37, 21]
+        input b: f32[21]
+        y: f32[33, 21], z: f32[33, 21] = op [i: 33, n: 21 | m: 37 sums2] reads x[i, m], w[m, n], v[m, n], b[n]
+          body x * w, x * v then (acc0 * sigmoid(acc0)) * acc1, acc1 + b
+        output y, z""",
     "matmul, bias, relu": """graph g
         input x: f32[33, 37]
         input w: f32[37, 21]
@@ -314,10 +322,10 @@ def test_partial_and_finish_equal_full(monoid: str) -> None:
     """Two parts of the reduced dimension, merged by the monoid outside, then ``then``."""
     dtype = "bool" if monoid in ("any", "all") else "f32"
     body = {"moments": "1.0, x, 0.0", "logsumexp": "x, 1.0", "affine": "tanh(x), x", "softsum": "x, 1.0, 0.5 * x"}
-    body = body.get(monoid, "x")
+    body = body.get(monoid, ", ".join(["x", "0.5 * x", "tanh(x)", "neg(x)"][: len(MONOIDS[monoid].fields)]))
     then = {
         "moments": "(acc2 / acc0) + b", "logsumexp": "(acc0 + log(acc1)) + b", "softsum": "(acc2 / acc1) + b",
-        "any": "or(acc0, b)", "all": "and(acc0, b)",
+        "any": "or(acc0, b)", "all": "and(acc0, b)", "sums2": "(acc0 * acc1) + b", "sums3": "(acc0 * acc1) + acc2",
     }  # fmt: skip
     text = f"""graph g input x: {dtype}[5, 7] input b: {dtype}[5]
         y: {dtype}[5] = op [i: 5 | j: 7 {monoid}] reads x[i, j], b[i] body {body} then {then.get(monoid, "acc0 + b")}
@@ -331,6 +339,11 @@ def test_partial_and_finish_equal_full(monoid: str) -> None:
     states = [interp.value(e, [*parts[0], *parts[1]], [], {}, False) for e in merge]
     got = run_kernel(graph, 0, values, mode="finish", states=states)
     compare(got[0], interp.run(graph, values, wide=True)["y"], dtype)
+
+
+def test_sums_side_by_side_are_products_of_tiles_that_share_a_load() -> None:
+    text = source_of(CONTRACTIONS["two sums, gated"])
+    assert (text.count("tl.dot("), text.count("tl.load(x_ptr")) == (2, 1)
 
 
 def test_partial_contraction_and_finish() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tapestry.ir.expr import Arg, Call, Expr, Index, Let, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.index import dims_of
+from tapestry.ir.monoid import SUMS
 
 
 def factors(op: Block) -> tuple[Expr, Expr] | None:
@@ -15,6 +18,19 @@ def factors(op: Block) -> tuple[Expr, Expr] | None:
     while isinstance(e, Call) and e.fn == "cast":
         e = e.args[0]
     return (e.args[0], e.args[1]) if isinstance(e, Call) and e.fn == "mul" else None
+
+
+def products(op: Block) -> tuple[tuple[Expr, Expr], ...] | None:
+    """The factors of every field of a sum of products, or of several side by side; ``None`` where some field is none."""
+    if op.monoid not in SUMS:
+        return None
+    found = [factors(part(op, k)) for k in range(len(op.body))]
+    return tuple(f for f in found if f) if all(found) else None
+
+
+def part(op: Block, field: int) -> Block:
+    """One of several sums side by side as an operation of its own, over the same index space and reads."""
+    return op if op.monoid == "sum" else replace(op, outs=op.outs[:1], monoid="sum", body=(op.body[field],), then=())
 
 
 def dims_read(op: Block, e: Expr) -> frozenset[str]:

@@ -166,6 +166,17 @@ _PROD = _single("prod", "mul", lambda d: number(1, d))
 _MAX = _single("max", "max", lowest)
 
 
+MOST_SUMS = 4  # sums side by side: an accumulator each, on chip at the same time
+
+
+def sums(fields: int) -> str:
+    """Name of the monoid of so many sums side by side: several contractions in one pass over what they share."""
+    return "sum" if fields == 1 else f"sums{fields}"
+
+
+SUMS = frozenset(sums(n) for n in range(1, MOST_SUMS + 1))
+
+
 def _scale(by: State, s: State) -> State:
     return (call("mul", by[0], s[0]),)
 
@@ -174,6 +185,7 @@ MONOIDS: dict[str, Monoid] = {
     m.name: m
     for m in (
         _SUM,
+        *(product(sums(n), *(_SUM,) * n) for n in range(2, MOST_SUMS + 1)),
         _PROD,
         _MAX,
         _single("min", "min", highest),

@@ -6,6 +6,7 @@ from tapestry.rewrites import compose_views as compose_views
 from tapestry.rewrites import fuse_epilogue as fuse_epilogue
 from tapestry.rewrites import fuse_maps as fuse_maps
 from tapestry.rewrites import fuse_rows as fuse_rows
+from tapestry.rewrites import fuse_sums as fuse_sums
 from tapestry.rewrites import micro_batch as micro_batch
 from tapestry.rewrites import overlap as overlap
 from tapestry.rewrites import recompute as recompute

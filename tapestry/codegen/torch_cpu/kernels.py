@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, dense, layers, norms, scalars, scan, windows
+from tapestry.codegen.torch_cpu import contract, layers, norms, scalars, scan, several, windows
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.pieces import pieces
 from tapestry.codegen.torch_cpu.points import Expressions, Run, held, product
 from tapestry.codegen.torch_cpu.reads import Frame, Tensor
 from tapestry.ir import opaque
-from tapestry.ir.contraction import dims_read
+from tapestry.ir.contraction import dims_read, part
 from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
+from tapestry.ir.monoid import SUMS
 from tapestry.ir.scan import as_scan
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 
@@ -39,7 +40,14 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         shapes = [shape(b) for b in kernel.outs]
         return lambda ins, _: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)]
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
-    return dense.packable(op, graph, kernel, lambda ins, _: tail(ins, states(ins)))
+    return several.packable(op, graph, kernel, lambda ins, _: tail(ins, states(ins)), _whole)
+
+
+def _whole(op: Block, graph: Graph, kernel: Kernel) -> Run:
+    """A reduction from buffers as they are to its results."""
+    states = _states(op, graph, kernel)
+    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
+    return lambda ins, _: tail(ins, states(ins))
 
 
 def _once(state: Tensor, wanted: tuple[int, ...]) -> Tensor:
@@ -56,6 +64,9 @@ def _finish(op: Block, graph: Graph, kernel: Kernel) -> Run:
 
 def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
     """Monoid states of each output point over the block, once along the dimensions that a field does not vary along."""
+    if len(op.body) > 1 and op.monoid in SUMS and not op.inner:  # each sum by itself
+        alone = [_states(part(op, k), graph, kernel) for k in range(len(op.body))]
+        return lambda ins: [states(ins)[0] for states in alone]
     frame = Frame(op.space, kernel.block)
     if layers.applies(op):
         return (None if op.inner else _selection(op, graph, kernel, frame)) or layers.states(op, graph, kernel)

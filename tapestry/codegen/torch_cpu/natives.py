@@ -80,18 +80,20 @@ def _near(a: float, b: float) -> bool:
     return abs(a - b) <= CLOSE * abs(b)
 
 
-def added_first(then: tuple[Expr, ...], may_add: Callable[[int], bool]) -> tuple[int, tuple[Expr, ...]] | None:
-    """(the read that every use of the state adds first, the expressions without it); ``None`` when there is none.
+def added_first(then: tuple[Expr, ...], may_add: Callable[[int], bool], field: int = 0) -> tuple[int, tuple[Expr, ...]] | None:
+    """(the read that every use of a state's field adds first, the expressions without it); ``None`` when there is none.
 
     A bias, then: the operation that makes the state may add it on its way.
     """
-    uses = [x for e in then for x in walk(e) if isinstance(x, Acc)]
-    sums = [
-        x for e in then for x in walk(e) if isinstance(x, Call) and x.fn == "add" and any(isinstance(a, Acc) for a in x.args)
-    ]
+
+    def state(x: Expr) -> bool:
+        return isinstance(x, Acc) and x.field == field
+
+    uses = [x for e in then for x in walk(e) if state(x)]
+    sums = [x for e in then for x in walk(e) if isinstance(x, Call) and x.fn == "add" and any(map(state, x.args))]
     if not sums or len(sums) != len(uses) or len({*sums}) != 1:
         return None
-    acc, arg = sums[0].args if isinstance(sums[0].args[0], Acc) else sums[0].args[::-1]
+    acc, arg = sums[0].args if state(sums[0].args[0]) else sums[0].args[::-1]
     if not isinstance(arg, Arg) or not may_add(arg.pos):
         return None
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let
-from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.monoid import MONOIDS, SUMS
 from tapestry.ir.philox import philox
 from tapestry.ir.types import STORED
 
@@ -112,7 +112,7 @@ def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
 
 
 def _sum(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
-    return [torch.sum(fields[0], dim=dims, dtype=fields[0].dtype)]
+    return [torch.sum(f, dim=dims, dtype=f.dtype) for f in fields]
 
 
 def _prod(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
@@ -147,7 +147,7 @@ def _best(pick: Callable[..., Tensor]) -> Callable[[list[Tensor], tuple[int, ...
 
 
 DENSE: dict[str, Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]] = {
-    "sum": _sum,
+    **dict.fromkeys(SUMS, _sum),
     "prod": _prod,
     "max": lambda f, dims: [torch.amax(f[0], dim=dims)],
     "min": lambda f, dims: [torch.amin(f[0], dim=dims)],

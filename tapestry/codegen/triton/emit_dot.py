@@ -18,17 +18,21 @@ def emit_dot(frame: Frame, c: Contraction, knobs: Knobs) -> Written:
     n = Axis(c.n, knobs.bn, "BN", namer, "n")
     k = Axis(c.k, knobs.bk, "BK", namer, "k")
     taps = Axis(c.taps, 0, "", namer, "tap")
-    acc = namer.take("acc")
+    accs = tuple(namer.take("acc") for _ in task.body)
     left = Scope(frame, View([(batch, ""), (taps, ""), (m, "[:, None]"), (k, "[None, :]")], task.ranges))
     right = Scope(frame, View([(batch, ""), (taps, ""), (k, "[:, None]"), (n, "[None, :]")], task.ranges))
-    a = factor(left, c.a, k, c.operand, "a")
-    b = factor(right, c.b, k, c.operand, "b")
-    step = f'{acc} = tl.dot({a}, {b}, {acc}, input_precision="ieee")'
-    last = Scope(frame, View([(batch, ""), (m, "[:, None]"), (n, "[None, :]")], task.ranges), (acc,))
-    values = last.printer.all(task.then) if task.mode == "full" else [acc]
+    pairs = ((c.a, c.b), *c.more)
+    rows = {e: factor(left, e, k, c.operand, "a") for e in dict.fromkeys(a for a, _ in pairs)}
+    columns = {e: factor(right, e, k, c.operand, "b") for e in dict.fromkeys(b for _, b in pairs)}
+    steps = [
+        f'{acc} = tl.dot({rows[a]}, {columns[b]}, {acc}, input_precision="ieee")'
+        for acc, (a, b) in zip(accs, pairs, strict=True)
+    ]
+    last = Scope(frame, View([(batch, ""), (m, "[:, None]"), (n, "[None, :]")], task.ranges), accs)
+    values = last.printer.all(task.then) if task.mode == "full" else accs
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
         last.store(access, name, value)
-    inner = _loop(frame, k, taps, (*k.lines, *left.lines, *right.lines, step))
+    inner = _loop(frame, k, taps, (*k.lines, *left.lines, *right.lines, *steps))
     grid, pid_m, pid_n = _tile_order(frame, batch, m, n, knobs.group)
     lines = (
         *grid,
@@ -37,7 +41,7 @@ def emit_dot(frame: Frame, c: Contraction, knobs: Knobs) -> Written:
         *m.lines,
         f"{n.name} = {pid_n} * BN + tl.arange(0, BN)",
         *n.lines,
-        f"{acc} = tl.zeros((BM, BN), tl.float32)",
+        *(f"{acc} = tl.zeros((BM, BN), tl.float32)" for acc in accs),
         *inner,
         *last.lines,
     )

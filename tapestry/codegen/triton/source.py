@@ -184,7 +184,7 @@ def _flops(task: Task, product: Contraction | None) -> int:
         scores = points(s.batch) * points(s.rows) * s.key.size
         return after + scores * (2 * points(s.depth) + 2 * points(s.columns) + count_calls(task.body[:1]) + 4)
     if product is not None or not _reduces(task):
-        return after + inner * (count_calls(task.body) + (product is not None))
+        return after + inner * (count_calls(task.body) + (len(task.body) if product is not None else 0))
     assert task.monoid is not None
     merge = MONOIDS[task.monoid].combiner(tuple(e.dtype for e in task.body))
     return after + inner * (count_calls(task.body) + count_calls(merge))

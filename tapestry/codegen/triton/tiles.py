@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.primitives import HALVES
 from tapestry.ir.expr import Arg, Call, Expr, Index, Let, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.monoid import MONOIDS, SUMS
 from tapestry.ir.state import counts_ones
 from tapestry.ir.types import FLOATS, itemsize
 
@@ -55,6 +55,7 @@ class Contraction:
     taps: tuple[Dim, ...]
     operand: str
     masked: bool  # whether masks are over whole tiles after all
+    more: tuple[tuple[Expr, Expr], ...] = ()  # factors of further sums side by side, with the same m and n
 
 
 def power_of_two(n: int) -> int:
@@ -64,9 +65,18 @@ def power_of_two(n: int) -> int:
 
 def contraction(task: Task) -> Contraction | None:
     """The task as a matrix product, or ``None`` where ``tl.dot`` does not apply or does not pay."""
-    if task.monoid != "sum" or len(task.body) != 1 or task.body[0].dtype not in FLOATS - {"f64"}:
+    if task.monoid not in SUMS or any(e.dtype not in FLOATS - {"f64"} for e in task.body):
         return None
-    body = task.body[0]
+    first, *others = [_sum_of_products(task, k) for k in range(len(task.body))]
+    shapes = [replace(c, a=first.a, b=first.b) if c and first else None for c in others]
+    if first is None or any(s != first for s in shapes):
+        return None
+    return replace(first, more=tuple((c.a, c.b) for c in others if c))
+
+
+def _sum_of_products(task: Task, field: int) -> Contraction | None:
+    """One field of the task as a matrix product."""
+    body = task.body[field]
     while isinstance(body, Call) and body.fn == "cast" and body.args[0].dtype in FLOATS:
         body = body.args[0]
     if not (isinstance(body, Call) and body.fn == "mul") or body.dtype == "f64":
@@ -218,6 +228,8 @@ def dot_knobs(c: Contraction) -> Knobs:
     top, deep = (128, 64) if c.operand in HALVES else (64, 16)
     bm = min(top, max(16, power_of_two(m)))
     bn = min(top, max(16, power_of_two(n)))
+    for _ in c.more:  # each has an accumulator of its own
+        bn = max(16, bn // 2) if bn * (1 + len(c.more)) > top * 2 else bn
     while bm * bn > 64 * 64 and -(-m // bm) * -(-n // bn) * points(c.batch) < _SMS:
         bm, bn = (bm // 2, bn) if bm >= bn else (bm, bn // 2)
     # what is gathered element by element takes registers for each: a mask over the tile most, a strided k less

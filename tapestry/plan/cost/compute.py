@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.contraction import dims_read, factors
+from tapestry.ir.contraction import dims_read, products
 from tapestry.ir.expr import Call, Index, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
@@ -50,8 +50,8 @@ def flops(op: Op, block: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.
     if not isinstance(op, Block):
         return none, block * 10
     tail = final * count_calls(op.then)
-    if factors(op) is not None:
-        return 2 * block, tail
+    if (fields := products(op)) is not None:
+        return 2 * len(fields) * block, tail
     if is_selection(op):
         return none, final + tail
     merge = 0
