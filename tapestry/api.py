@@ -128,10 +128,25 @@ def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
     from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 
     if build.target.startswith("triton"):
+        return _triton_session(build, constants, more)
+    return Session(build, constants, TorchCpu(build.exact), (from_numpy, to_numpy), **more)
+
+
+def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) -> Session:
+    """A session on a GPU, or in Triton's interpreter; a machine of its own (a rank's) gets arrays, not bound kernels."""
+    from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+
+    if "machine" in more:
         from tapestry.codegen.triton.target import TritonTarget
 
         return Session(build, constants, TritonTarget(), (from_numpy, to_numpy), **more)
-    return Session(build, constants, TorchCpu(build.exact), (from_numpy, to_numpy), **more)
+    from tapestry.codegen.triton.device import DeviceTarget, find_device
+    from tapestry.codegen.triton.tuned import local_cache
+    from tapestry.runtime.device import DeviceMachine
+
+    device = find_device()
+    target: Any = DeviceTarget(device, local_cache(flags.cache_folder(), device), libraries=bool(more.pop("libraries", False)))
+    return Session(build, constants, target, (from_numpy, to_numpy), machine=DeviceMachine, **more)
 
 
 def run_checked(
@@ -143,7 +158,9 @@ def run_checked(
 ) -> tuple[Result, dict[str, Any]]:
     """Run once; the document is what ``tapestry run --json`` prints."""
     result = compiled.session.run(feeds, progress)
-    return result, judged(compiled, feeds, result, check=check)
+    found = judged(compiled, feeds, result, check=check)
+    described = getattr(compiled.session.machine, "described", None)
+    return result, found | ({"gpu": described()} if described else {})
 
 
 def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, check: bool) -> dict[str, Any]:

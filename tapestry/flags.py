@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def debug_level() -> int:
@@ -26,3 +27,9 @@ def torchrun() -> dict[str, int]:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(name, value)
     return {key: int(os.environ.get(name, default)) for key, (name, default) in names.items()}
+
+
+def cache_folder() -> Path:
+    """Where what was measured on this machine is kept: ``TAPESTRY_CACHE``, else ``tapestry`` in the user's cache folder."""
+    own = os.environ.get("TAPESTRY_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tapestry"

@@ -102,7 +102,16 @@ def ran(document: Mapping[str, Any]) -> RenderableType:
     verdict = f"{'passed' if document['passed'] else 'FAILED'} in {document['seconds']:.2f} s"
     if document["reference"]:
         verdict += f", compared with {document['reference']}"
-    return Group(table, Panel(verdict, expand=False, style="green" if document["passed"] else "red"))
+    panel = Panel(verdict, expand=False, style="green" if document["passed"] else "red")
+    return Group(table, *([on_gpu(document["gpu"])] if "gpu" in document else []), panel)
+
+
+def on_gpu(gpu: Mapping[str, Any]) -> str:
+    """Where a run's kernels were, and why some of its work is not replayed from a CUDA graph."""
+    arenas = ", ".join(f"{n:,}" for n in gpu["arena_bytes"])
+    replayed = f"{gpu['captured']} of {gpu['calls']} calls in {gpu['graphs']} CUDA graphs"
+    reasons = (f"  not captured, {n} calls: {why}" for why, n in gpu["not_captured"].items())
+    return "\n".join([f"{gpu['device']}: arenas of {arenas} bytes; {replayed}", *reasons])
 
 
 def ms(seconds: float) -> str:

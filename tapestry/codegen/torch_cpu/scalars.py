@@ -78,6 +78,14 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     return x != 0 if dtype == "bool" else x.to(TORCH_DTYPES[dtype])
 
 
+def _literal(e: Const, args: dict[int, Tensor]) -> Tensor:
+    """A literal where the arguments are; on a GPU it is filled in, since a CUDA graph cannot capture copying it there."""
+    device = next((a.device for a in args.values()), None)
+    if device is None or device.type == "cpu":
+        return torch.tensor(e.value, dtype=TORCH_DTYPES[e.dtype])
+    return torch.full((), e.value, dtype=TORCH_DTYPES[e.dtype], device=device)
+
+
 def value(e: Expr, args: dict[int, Tensor], state: list[Tensor], index: Callable[[Index], Tensor]) -> Tensor:
     """Value of an expression from the values of its reads; tensors broadcast against each other."""
     match e:
@@ -88,7 +96,7 @@ def value(e: Expr, args: dict[int, Tensor], state: list[Tensor], index: Callable
         case Let():
             return state[e.pos]
         case Const():
-            return torch.tensor(e.value, dtype=TORCH_DTYPES[e.dtype])
+            return _literal(e, args)
         case Index():
             return index(e)
     operands = [value(a, args, state, index) for a in e.args]
@@ -140,7 +148,7 @@ def _best(pick: Callable[..., Tensor]) -> Callable[[list[Tensor], tuple[int, ...
         v, i = fields
         top = pick(v, dim=dims, keepdim=True)
         hit = (v == top) | (torch.isnan(v) & torch.isnan(top)) if v.is_floating_point() else v == top
-        last = torch.full((), torch.iinfo(i.dtype).max, dtype=i.dtype)
+        last = torch.full((), torch.iinfo(i.dtype).max, dtype=i.dtype, device=i.device)
         return [top.flatten(dims[0])[..., 0], torch.amin(torch.where(hit, i, last), dim=dims)]
 
     return reduce_arg

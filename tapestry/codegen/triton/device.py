@@ -1,0 +1,90 @@
+"""The ``triton`` target on a GPU: kernels bound to buffers whose addresses never change (`runtime.device.DeviceMachine`).
+
+On the CPU it stands for itself with Triton's interpreter, by the same code path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tapestry.codegen.torch_cpu import TorchCpu, scalars
+from tapestry.codegen.torch_cpu.kernels import Run
+from tapestry.codegen.triton import library
+from tapestry.codegen.triton.launch import Call, bind, interpreted
+from tapestry.codegen.triton.lowered import unavailable
+from tapestry.codegen.triton.source import generate
+from tapestry.codegen.triton.tuned import Choice, Tuned
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Kernel
+
+Tensor = torch.Tensor
+_WIDE = (torch.uint16, torch.uint32, torch.uint64)
+
+
+class DeviceTarget:
+    """What `runtime.device.DeviceMachine` asks of a code generator.
+
+    Args:
+        device: where the buffers are.
+        tuned: gives the knobs measured for a kernel, if any.
+        libraries: whether a product may run in the vendor's library where that was measured to be faster.
+    """
+
+    def __init__(self, device: torch.device, tuned: Tuned | None = None, *, libraries: bool = False) -> None:
+        self.device, self.tuned, self.libraries = device, tuned, libraries
+
+    def host(self, graph: Graph, op: int) -> str:
+        """Why an operation runs on the host; "" where it has a kernel."""
+        return unavailable(graph, op)
+
+    def host_kernel(self, graph: Graph, kernel: Kernel) -> Run:
+        """A function on the host's arrays."""
+        return TorchCpu().kernel(graph, kernel)
+
+    def bind(
+        self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> Call:
+        """A function that computes one block from these buffers into ``outs``."""
+        choice = self.tuned(graph, kernel) if self.tuned else Choice()
+        if self.libraries and choice.library and (call := library.bind(graph, kernel, ins, outs)) is not None:
+            return call
+        made = generate(graph, kernel, choice.knobs)
+        given = [x for k in made.reads if (x := ins[k]) is not None]
+        return bind(made, [*given, *states, *outs])
+
+    def merge(self, monoid: str, states: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Merge the states of several devices, in their order."""
+        if self.merges_on_host(states[0]):
+            merged = self.merge(monoid, [[f.cpu() for f in fields] for fields in states])
+            return [f.to(self.device) for f in merged]
+        stacked = [torch.stack(list(fields), dim=-1) for fields in zip(*states, strict=True)]
+        return scalars.reduce(monoid, stacked, stacked[0].dim() - 1)
+
+    def merges_on_host(self, fields: Sequence[Tensor]) -> str:
+        """Why states are merged on the host; "" where they are not."""
+        wide = any(f.dtype in _WIDE and f.device.type != "cpu" for f in fields)
+        return "torch merges no wide unsigned integers on a GPU" if wide else ""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that holds a tensor's elements."""
+        return scalars.TORCH_DTYPES[name]
+
+
+def find_device(*, ask: Callable[[], bool] = torch.cuda.is_available) -> torch.device:
+    """Where generated kernels can run: the current GPU, or the CPU where Triton's interpreter is asked for.
+
+    Raises:
+        TapestryError: there is neither.
+    """
+    if interpreted():
+        return torch.device("cpu")
+    if not ask():
+        raise TapestryError(
+            "this build is for a GPU, and there is none that torch can use",
+            why=f"torch {torch.__version__} sees no CUDA or HIP device",
+            hint="TRITON_INTERPRET=1 runs the kernels on the CPU (slowly); or compile with --target torch-cpu",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
