@@ -20,7 +20,7 @@ from onnx.backend.test.runner import Runner, _normalize_tensor
 
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Graph, Opaque
-from tapestry.ir.plan import MeshAxis
+from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.types import FLOATS
 
 Result = tuple[str, str]  # pass, fail or skip; and why
@@ -218,31 +218,36 @@ class Sharded:
 
     def __init__(self, model: ModelProto, inputs: Sequence[Any]) -> None:
         from tapestry.backend import TapestryBackend
+        from tapestry.plan.arbitrary import random_plan
 
-        self.prepared = TapestryBackend.prepare(model)
+        # for several devices, so that recurrences are lifted step by step; the plan itself is not used
+        self.prepared = TapestryBackend.prepare(model, devices=2, time_limit=0.0, stages=1)
         values = [_normalize_tensor(v) for v in inputs]
         names = [i.name for i in self.prepared.inputs]
         self.feeds = {n: v if v is None or isinstance(v, list) else np.asarray(v) for n, v in zip(names, values, strict=False)}
         self.compiled = self.prepared.compiled(self.feeds)
         self.graph = self.compiled.build.plan.graph
-        self.alone = self.compiled.run(self.feeds)
+        self.alone = self._run(random_plan(self.graph, (MeshAxis("d0", 1),), 0))
         self.exact = moves_only(self.graph)
 
-    def split(self, devices: int, seed: int) -> int:
-        """Run under a random plan, checked by the verifier, and compare; returns how many operations were really cut."""
+    def _run(self, plan: Plan) -> dict[str, Any]:
         from tapestry.api import Compiled
         from tapestry.ir.program import peak_bytes
-        from tapestry.plan.arbitrary import random_plan
         from tapestry.plan.lower import lower
         from tapestry.verify import certificate
 
-        plan = random_plan(self.graph, (MeshAxis("d0", devices),), seed)
         program = lower(plan)
         certificate.check(plan.annotated(), program, mesh=plan.mesh)
         base = self.compiled
         build = replace(base.build, plan=plan, program=program, peak_bytes=tuple(peak_bytes(program)[0]))
-        found = Compiled(build, base.constants, {}, {}).run(self.feeds)
-        for name, a in found.items():
+        return Compiled(build, base.constants, {}, {}).run(self.feeds)
+
+    def split(self, devices: int, seed: int) -> int:
+        """Run under a random plan, checked by the verifier, and compare; returns how many operations were really cut."""
+        from tapestry.plan.arbitrary import random_plan
+
+        plan = random_plan(self.graph, (MeshAxis("d0", devices),), seed)
+        for name, a in self._run(plan).items():
             self._same(name, a)
         return sum(any(d is not None for d in s.dims) for s in plan.strategies)
 

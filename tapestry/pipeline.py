@@ -116,7 +116,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     options = _as_exact(options, topo)
     with clock("lift"):
         sizes = options.shapes or (marking.shapes(marks) if marks else {})
-        lifted = lift(options.model, sizes, weights=options.weights, seed=options.seed)
+        lifted = lift(options.model, sizes, weights=options.weights, seed=options.seed, steps=_steps(options, topo))
     with clock("simplify"):
         given = marking.constraints(marks, lifted.graph, topo.mesh) if marks and not staged else None
         graph = given.graph if given else simplify(lifted.graph)
@@ -138,6 +138,12 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
     document |= extra
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(build=replace(build, report=document), constants=constants, kernels=kernels, laws=laws)
+
+
+def _steps(options: Options, topo: Topology) -> bool:
+    """Whether recurrences are to be lifted step by step: not where one CPU runs them whole, which is faster there."""
+    whole = device_count(topo.mesh) == 1 and options.target == "torch-cpu" and not options.memory
+    return not whole or options.exact or bool(options.pins)
 
 
 def _as_exact(options: Options, topo: Topology) -> Options:
@@ -354,7 +360,12 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
     plan = build.plan
     stated = list(build.peak_bytes)
     laws = certificate.check(
-        plan.annotated(), build.program, limit=_limits(build), stated_peak=stated, places=plan.places, streamed=plan.streamed,
+        plan.annotated(),
+        build.program,
+        limit=_limits(build),
+        stated_peak=stated,
+        places=plan.places,
+        streamed=plan.streamed,
         exact=build.exact,
     )
     emitted = emit.triton_sources(plan.graph, build.program)

@@ -89,13 +89,15 @@ class Builder:
     Attributes:
         types: ONNX type of every value of the prepared model.
         known: values known at compile time (initializers and Constant nodes), decoded when asked for.
+        steps: whether recurrences are lifted step by step.
         tensors, ops: what has been emitted; ``used`` are the weights and constants that some operation reads.
     """
 
     def __init__(
-        self, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int], seed: int
-    ) -> None:
-        self.types, self.known, self.opsets, self.seed = types, known, opsets, seed
+        self, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int], seed: int,
+        steps: bool = True,
+    ) -> None:  # fmt: skip
+        self.types, self.known, self.opsets, self.seed, self.steps = types, known, opsets, seed, steps
         self.tensors: dict[str, Tensor] = {}
         self.ops: list[Op] = []
         self.maker: dict[str, Block] = {}

@@ -28,6 +28,7 @@ from tapestry.lift import (
     pointwise,
     pool,
     random,
+    recurrent,
     reduce,
     resize,
     shape,
@@ -41,7 +42,7 @@ from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.weights import read_weight
 
 FAMILIES = (  # they register lifters
-    attention, batched, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, reduce, resize, shape,
+    attention, batched, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, recurrent, reduce, resize, shape,
 )  # fmt: skip
 
 
@@ -65,13 +66,15 @@ class Lifted:
     unified: dict[str, str] = field(default_factory=dict)
 
 
-def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0) -> Lifted:  # noqa: B006
+def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0, steps: bool = True) -> Lifted:  # noqa: B006
     """Read an ONNX file into a Graph.
 
     Args:
         shapes: sizes of symbolic dimensions, by symbol (``{"batch": 8}``) or by input (``{"x": "8x3x224x224"}``).
         weights: whether external data must be there; without it, a model can be planned but not run.
         seed: session seed of the random operators.
+        steps: whether recurrences over a short sequence are lifted step by step, which makes their hidden dimension
+            splittable; else they are one operation.
 
     Raises:
         ModelError: the file is malformed, unsafe or not supported; each says where, why and what to try.
@@ -79,12 +82,12 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
     path = Path(path).absolute()
     model = load(path)
     try:
-        return _lift(model, path, shapes, weights, seed)
+        return _lift(model, path, shapes, weights, seed, steps)
     except UnicodeDecodeError as e:
         raise ModelError("a name in the model is not text", where=str(path), why=str(e), hint="the file is damaged") from None
 
 
-def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int) -> Lifted:
+def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int, steps: bool) -> Lifted:
     nodes = len(model.graph.node)
     check_structure(model, path.parent, weights=weights)
     stored = take_out_weights(model)
@@ -98,7 +101,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
     rewrite(model, env)
     names = [i.name for i in model.graph.input if i.name not in stored]
     prepared = prepare(model)
-    builder = _lift_nodes(prepared, seed)
+    builder = _lift_nodes(prepared, seed, steps)
     graph, constants = _assemble(builder, prepared, names, stored, path, weights)
     return Lifted(graph=graph, model=path, constants=constants, nodes=nodes, shapes=env, unified=unified)
 
@@ -138,7 +141,7 @@ def _consistent(model: ModelProto, env: Mapping[str, int]) -> bool:
     return True
 
 
-def _lift_nodes(prepared: Prepared, seed: int) -> Builder:
+def _lift_nodes(prepared: Prepared, seed: int, steps: bool) -> Builder:
     graph = prepared.model.graph
     known = {t.name: t for t in graph.initializer if t.data_type != TensorProto.STRING}
     opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in prepared.model.opset_import}
@@ -150,7 +153,7 @@ def _lift_nodes(prepared: Prepared, seed: int) -> Builder:
         else:
             known[node.output[0]] = value
     version = opsets.get("", 1)
-    builder = Builder(prepared.types, known, opsets, seed)
+    builder = Builder(prepared.types, known, opsets, seed, steps)
     for proto in nodes:
         source = next((p.value for p in proto.metadata_props if p.key == SOURCE), node_name(proto))
         node = Node(builder, proto, version, source)

@@ -102,19 +102,6 @@ def lift_elements(n: Node) -> None:
     _along(n, "positions depend on the data", same, (0, 1) if n.kind == "GatherElements" else (0, 1, 2))
 
 
-@lifts("LSTM", "GRU", "RNN")
-def lift_recurrent(n: Node) -> None:
-    """A loop over time, batch by batch. Layout 0: X [seq, batch, in], Y [seq, dirs, batch, hidden]; 1: batch first."""
-    first = n.attr("layout", 0) == 1
-    batch = n.shape(0)[0 if first else 1]
-    ins: dict[int, list[int | None]] = {0: [0 if first else 1]}
-    for k, axis in ((4, 0), (5, 0 if first else 1), (6, 0 if first else 1)):
-        if n.has(k):
-            ins[k] = [axis]
-    out: dict[int, list[int | None]] = {0: [0 if first else 2], 1: [0 if first else 1], 2: [0 if first else 1]}
-    n.opaque("a recurrence over time", [Dim("b", batch)], ins, out)
-
-
 @lifts("GridSample")
 def lift_grid_sample(n: Node) -> None:
     """Sampling at computed places, image by image."""
