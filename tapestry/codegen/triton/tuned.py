@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import tapestry
 from tapestry.codegen.triton.source import kernel_key
 from tapestry.codegen.triton.tiles import Knobs
 from tapestry.ir.graph import Graph
@@ -56,7 +55,7 @@ class Cache:
 
     def path(self, key: str) -> Path:
         """The file of an entry."""
-        text = f"{FORMAT}|{tapestry.__version__}|{key}|{self.device}|{self.version}"
+        text = f"{FORMAT}|{key}|{self.device}|{self.version}"
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
 
     def read(self, key: str) -> Choice | None:
