@@ -17,7 +17,7 @@ Value = Callable[[Args, Sequence[Tensor]], Tensor]
 
 _PLACE: dict[str, Callable[..., Tensor]] = {
     "add": torch.Tensor.add_, "sub": torch.Tensor.sub_, "mul": torch.Tensor.mul_, "div": torch.Tensor.div_,
-    "exp": torch.Tensor.exp_, "sqrt": torch.Tensor.sqrt_, "tanh": torch.Tensor.tanh_, "erf": torch.Tensor.erf_,
+    "exp": torch.Tensor.exp_, "sqrt": lambda x: scalars.root(x, x), "tanh": torch.Tensor.tanh_, "erf": torch.Tensor.erf_,
     "sigmoid": torch.Tensor.sigmoid_, "neg": torch.Tensor.neg_, "abs": torch.Tensor.abs_,
 }  # fmt: skip
 _BOUND = {"max": (torch.clamp_min, torch.Tensor.clamp_min_), "min": (torch.clamp_max, torch.Tensor.clamp_max_)}
