@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lifting import agree, build, data, node
+from lifting import agree, build, data, evaluate, lift_model, node
 
 import tapestry
+from tapestry.errors import ModelError
 from tapestry.ir.graph import Block, Opaque
 
 RESIZE = [
@@ -115,3 +116,36 @@ def test_dropout_told_at_run_time_to_train_or_not(tmp_path):
     np.testing.assert_allclose(found["y"], np.where(found["mask"], feeds["x"] / 0.75, 0), rtol=1e-6)
     idle = cut.run({**feeds, "t": np.array(False)})
     assert np.array_equal(idle["y"], feeds["x"]) and idle["mask"].all()
+
+
+@pytest.mark.parametrize("mode", ["reflect", "edge", "wrap"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_padding_may_be_wider_than_the_tensor(tmp_path, mode, size):
+    """As numpy does it: a reflection goes back and forth."""
+    x, pads = data(size, 3), (2 * size + 1, 1, size + 2, 0)
+    model = build([node("Pad", "x pads", mode=mode)], {"x": x}, ["y"], {"pads": np.array(pads, np.int64)}, opset=19)
+    lifted = lift_model(model, tmp_path)
+    assert all(isinstance(op, Block) for op in lifted.graph.ops)
+    want = np.pad(x, ((pads[0], pads[2]), (pads[1], pads[3])), mode=mode)
+    assert np.array_equal(evaluate(lifted, {"x": x})["y"], want)
+
+
+def test_padding_that_reflects_the_tensor_without_end_is_refused(tmp_path):
+    model = build([node("Pad", "x pads", mode="reflect")], {"x": data(2)}, ["y"], {"pads": np.array([1 << 20, 0], np.int64)})
+    with pytest.raises(ModelError, match="too often"):
+        lift_model(model, tmp_path)
+
+
+def test_a_constant_may_be_an_output_and_be_read(tmp_path):
+    """Folding makes it an initializer; onnx's inference must not lose its type."""
+    nodes = [node("Abs", "w", "a"), node("Pow", "a x", "p"), node("Clip", "p low", "y")]
+    consts = {"w": data(3) - 1, "low": np.float32(0.5)}
+    agree(nodes, {"x": data(3, seed=1)}, ["a", "y"], consts, folder=tmp_path, native=False)
+
+
+@pytest.mark.parametrize("onesided", [None, 0, 1])
+def test_stft_has_one_side_unless_it_says_otherwise(tmp_path, onesided):
+    consts = {"step": np.int64(4), "window": np.hanning(8).astype(np.float32)}
+    model = node("STFT", "x step window", **({} if onesided is None else {"onesided": onesided}))
+    out = split(tmp_path, model, {"x": data(3, 32, 1)}, consts=consts)
+    assert out.build.plan.graph.tensors["y"].shape == (3, 7, 8 if onesided == 0 else 5, 2)

@@ -31,6 +31,8 @@ def unary(d: Draw) -> None:
         op, *names = d.rng.choice(SLOPED)
         if op in ("ThresholdedRelu", "Shrink"):
             x = d.pick(exact=True)
+        if op == "Celu" and x.dtype != "float32":  # the only type it has
+            (x,) = d.add("Cast", [x], to=onnx_type(np.dtype("float32")))
         slopes: dict[str, Any] = {n: d.rng.choice([0.25, 0.5, 1.5]) for n in names}
         d.add(op, [x], **slopes)
     elif kind == 2:
@@ -63,7 +65,8 @@ def binary(d: Draw) -> None:
     elif op == "PRelu":
         d.add(op, [x, d.fresh(x.shape[1:], x.dtype)])
     elif op == "Mod":
-        d.add(op, [d.pick(exact=True), d.weight(np.asarray(d.rng.choice([0.75, -1.25]), "float32"))], fmod=1)
+        a = d.pick(exact=True)
+        d.add(op, [a, d.weight(np.asarray(d.rng.choice([0.75, -1.25]), a.dtype))], fmod=1)
     else:
         d.add(op, ins, exact=op in ("Max", "Min"))
 

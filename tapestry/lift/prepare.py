@@ -22,10 +22,10 @@ from onnxscript.optimizer import fold_constants
 
 from tapestry.errors import ModelError
 from tapestry.ir.opaque import RANDOM
-from tapestry.lift.ceil_mode import settle_ceil_mode
 from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.registry import find
+from tapestry.lift.settle import settle
 from tapestry.lift.weights import stored_tensors
 
 FOLD_BYTES = 1 << 20  # no folded value is larger
@@ -94,9 +94,12 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
     for node in bare.graph.node:
         if node.op_type in SAME_SHAPE and node.domain in ("", "ai.onnx"):
             node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output, name=node.name))
+    folded = {t.name: onnx.helper.make_tensor_type_proto(t.data_type, list(t.dims)) for t in bare.graph.initializer}
     for o in bare.graph.output:
         o.type.Clear()
-        if o.name in hints:
+        if o.name in folded:
+            o.type.CopyFrom(folded[o.name])  # an output without a type would hide the constant's from its readers
+        elif o.name in hints:
             o.type.CopyFrom(hints[o.name])
     try:
         done = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=False)
@@ -104,7 +107,7 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
         raise _contradiction(str(e)) from None
     graph = done.graph
     found = {v.name: v.type for group in (graph.input, graph.output, graph.value_info) for v in group}
-    found.update({t.name: onnx.helper.make_tensor_type_proto(t.data_type, list(t.dims)) for t in graph.initializer})
+    found.update(folded)
     return found
 
 
@@ -318,7 +321,7 @@ def prepare(model: ModelProto) -> Prepared:
     tag_sources(model)
     declared = ModelProto()
     declared.CopyFrom(model)
-    if settle_ceil_mode(model):  # what the file declares may then be what onnx wrongly inferred
+    if settle(model):  # what the file declares may then be what onnx wrongly inferred
         del declared.graph.value_info[:]
         for o in declared.graph.output:
             if o.type.HasField("tensor_type"):

@@ -17,6 +17,8 @@ from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node, axes, broadcast, here, literal
 from tapestry.lift.registry import lifts
 
+WIDEST = 16  # tensors side by side in a padding that repeats them
+
 
 def regroup(source: Sequence[int], target: Sequence[int], place: Sequence[Aff], ranges: dict[str, int]) -> list[Aff]:
     """Index into a tensor of shape ``source`` for a position in shape ``target``, both row-major of equal size.
@@ -206,23 +208,38 @@ def _pad_axis(n: Node, out: str | Tensor, src: str, axis: int, before: int, afte
     size = shape[axis]
     dims = axes([s + before + after if a == axis else s for a, s in enumerate(shape)])
     x = dim(f"x{axis}")
-    if mode == "reflect" and (before >= size or after >= size) and size > 1:
-        why = f"axis {axis} has {size}, pads {before}, {after}"
-        raise ModelError("reflection is wider than the tensor", where=n.where, why=why)
+    if not before and not after:
+        return n.view(out, src, dims, here(dims))
+    if mode == "reflect" and before + after > WIDEST * size:
+        why = f"axis {axis} has {size} cells, the pads are {before} and {after}"
+        raise ModelError("the padding reflects the tensor too often", where=n.where, why=why)
     if mode == "wrap":
         index = here(dims)
         index[axis] = modulo(x - before, size, {f"x{axis}": dims[axis].size})
         return n.view(out, src, dims, index)
-    flat = mode == "edge" or size == 1  # one cell is its own mirror image
-    left = const(0) if flat else x * -1 + before
-    right = const(size - 1) if flat else x * -1 + (before + 2 * (size - 1))
-    pieces = [(0, left, before), (before, x - before, size), (before + size, right, after)]
-    pieces = [p for p in pieces if p[2]]
+    pieces = _mirrored(x, before, size, after) if mode == "reflect" and size > 1 else _clamped(x, before, size, after)
     reads: list[tuple[Read, Tensor]] = []
-    for _, e, _ in pieces:
+    for _, e in pieces:
         index = [e if a == axis else dim(d.name) for a, d in enumerate(dims)]
         reads.append(n.read(src, index, None if e.is_affine and not e.terms else 0))
-    return n.block(out, dims, reads, lambda *xs: choose(Index(x), [p[0] for p in pieces], xs))
+    return n.block(out, dims, reads, lambda *xs: choose(Index(x), [start for start, _ in pieces], xs))
+
+
+def _clamped(x: Aff, before: int, size: int, after: int) -> list[tuple[int, Aff]]:
+    """First place and position read of each piece, where the ends repeat."""
+    pieces = [(0, const(0), before), (before, x - before, size), (before + size, const(size - 1), after)]
+    return [(start, e) for start, e, length in pieces if length]
+
+
+def _mirrored(x: Aff, before: int, size: int, after: int) -> list[tuple[int, Aff]]:
+    """First place and position read of each piece, where the tensor (of two cells or more) is reflected at its ends."""
+    out: list[tuple[int, Aff]] = []
+    last = size - 1
+    for k in range(-before // last, (last + after - 1) // last + 1):
+        start = max(k * last + (k > 0), -before) + before
+        position = x - (before + k * last) if k % 2 == 0 else x * -1 + (before + (k + 1) * last)
+        out.append((start, position))
+    return out
 
 
 @lifts("DepthToSpace", "SpaceToDepth")

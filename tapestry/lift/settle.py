@@ -1,7 +1,8 @@
-"""Pooling with ``ceil_mode``: onnx's shape inference counts a last window that begins in the padding, nobody else does.
+"""Where onnx's shape inference is wrong, the node is written so that there is nothing to be wrong about.
 
-onnxruntime, torch and the specification's text leave such a window out; where onnx 1.23 infers another size than they
-compute, the node is written with explicit padding instead, which leaves nothing to infer.
+Pooling with ``ceil_mode``: inference counts a last window that begins in the padding. onnxruntime, torch and the
+specification's text leave it out; the node gets explicit padding. STFT: inference takes an absent ``onesided`` for 0,
+the specification's default is 1.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ POOLS = ("MaxPool", "AveragePool", "LpPool")
 AFTER = "tapestry.after"  # the padding that was written in the file: what count_include_pad counts
 
 
-def settle_ceil_mode(model: ModelProto) -> bool:
-    """Rewrite the pooling nodes whose output size onnx would get wrong, and tell whether any was; sizes must be bound."""
+def settle(model: ModelProto) -> bool:
+    """Rewrite the nodes whose output size onnx would get wrong, and tell whether any was; sizes must be bound."""
+    sides = [n for n in model.graph.node if n.op_type == "STFT" and not any(a.name == "onesided" for a in n.attribute)]
+    for node in sides:
+        node.attribute.append(onnx.helper.make_attribute("onesided", 1))
+    return _settle_pools(model) or bool(sides)
+
+
+def _settle_pools(model: ModelProto) -> bool:
     changed = False
     pools = [n for n in model.graph.node if n.op_type in POOLS and n.domain in ("", "ai.onnx")]
     for node in pools:
