@@ -1,16 +1,21 @@
-"""Gather: a view where the positions are known index expressions, else a sum over the axis of ``where(index = v, x, 0)``."""
+"""Gather, GatherElements, GatherND: a view of known positions, else a sum over the axis of ``where(index = v, x, 0)``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tapestry.ir.expr import Arg, Expr, Index, call, cast
-from tapestry.ir.graph import Dim
-from tapestry.ir.index import Aff, dim, span
+from tapestry.ir.graph import Dim, Read
+from tapestry.ir.index import Aff, const, dim, span
 from tapestry.ir.monoid import number
+from tapestry.ir.types import Tensor
 from tapestry.lift.affine import affine_value
 from tapestry.lift.builder import Node, axes, here
 from tapestry.lift.registry import lifts
+from tapestry.lift.shape import reshape
+
+Operand = tuple[Read, Tensor]
 
 
 def wrap(value: Aff, size: int, ranges: dict[str, int]) -> Aff | None:
@@ -43,15 +48,72 @@ def lift_gather(n: Node) -> bool | None:
 
 def select(n: Node, out: str, data: str, index: str, dims: Sequence[Dim], axis: int, places: int) -> str:
     """Emit a gather by data-dependent positions, as a sum over the axis: split over it, each part adds what it holds."""
-    spots, x = here(dims), n.b.tensor(data)
-    v = Dim("v", x.shape[axis])
+    spots = here(dims)
     index_read = n.read(index, spots[axis : axis + places])
-    reads = [n.read(x.name, [*spots[:axis], dim("v"), *spots[axis + places :]]), index_read]
-    i = cast(Arg(1, index_read[1].dtype), "i64")
-    wrapped = call("where", call("lt", i, number(0, "i64")), call("add", i, number(v.size, "i64")), i)
-    hit = call("eq", wrapped, Index(dim("v")))
-    body: Expr = call("where", hit, Arg(0, x.dtype), number(0, x.dtype))
-    return n.reduce([out], dims, [v], "any" if x.dtype == "bool" else "sum", reads, [body])[0]
+    data_read = n.read(data, [*spots[:axis], dim("v"), *spots[axis + places :]])
+    return _pick(n, out, dims, data_read, index_read, data_read[1].shape[axis])
+
+
+def _pick(n: Node, out: str, dims: Sequence[Dim], data: Operand, index: Operand, size: int) -> str:
+    """``sum_v where(index = v, data, 0)``, where ``data`` is read at ``v`` and a negative index counts from the back."""
+    dtype = data[1].dtype
+    hit = call("eq", _from_front(cast(Arg(1, index[1].dtype), "i64"), size), Index(dim("v")))
+    body: Expr = call("where", hit, Arg(0, dtype), number(0, dtype))
+    return n.reduce([out], dims, [Dim("v", size)], "any" if dtype == "bool" else "sum", [data, index], [body])[0]
+
+
+def _from_front(i: Expr, size: int) -> Expr:
+    return call("where", call("lt", i, number(0, "i64")), call("add", i, number(size, "i64")), i)
+
+
+@lifts("GatherElements")
+def lift_gather_elements(n: Node) -> bool | None:
+    """y[.., i, ..] = x[.., index[.., i, ..], ..], whose other axes may be shorter than those of x."""
+    x, at = n.tensor(0), n.axis(0, len(n.shape(0)))
+    if n.out().size == 0 or x.size == 0:
+        return False
+    dims = n.out_dims()
+    spots = here(dims)
+    data = n.read(x.name, [*spots[:at], dim("v"), *spots[at + 1 :]])
+    _pick(n, n.outs[0], dims, data, n.read(n.ins[1], spots), x.shape[at])
+    return None
+
+
+@lifts("GatherND")
+def lift_gather_nd(n: Node) -> bool | None:
+    """y[b.., i.., r..] = x[b.., index[b.., i.., 0], index[b.., i.., 1], .., r..], by the row-major index of what is picked."""
+    if n.out().size == 0 or n.tensor(0).size == 0:
+        return False
+    if lift_affine_gather_nd(n):
+        return None
+    x, index = n.tensor(0), n.tensor(1)
+    batch, count = int(n.attr("batch_dims", 0)), index.shape[-1]
+    picked, outer = x.shape[batch : batch + count], len(index.shape) - 1
+    size = math.prod(picked)
+    rows = axes((*x.shape[:batch], size, *x.shape[batch + count :]), "r")
+    table = reshape(n, n.temp("rows"), x.name, [d.size for d in rows], rows)
+    dims = n.out_dims()
+    spots = here(dims)
+    data = n.read(table, [*spots[:batch], dim("v"), *spots[outer:]])
+    _pick(n, n.outs[0], dims, data, n.read(_flat(n, dims[:outer], picked), spots[:outer]), size)
+    return None
+
+
+def _flat(n: Node, dims: Sequence[Dim], picked: Sequence[int]) -> str:
+    """Row-major positions in a tensor of shape ``picked``; -size - 1, which is nowhere, where a coordinate is outside."""
+    reads = [n.read(n.ins[1], [*here(dims), const(k)]) for k in range(len(picked))]
+
+    def body(*coordinates: Expr) -> Expr:
+        flat: Expr = number(0, "i64")
+        inside: Expr = number(1, "bool")
+        for c, size in zip(coordinates, picked, strict=True):
+            i = _from_front(cast(c, "i64"), size)
+            fits = call("and", call("ge", i, number(0, "i64")), call("lt", i, number(size, "i64")))
+            inside = call("and", inside, fits)
+            flat = call("add", call("mul", flat, number(size, "i64")), i)
+        return call("where", inside, flat, number(-math.prod(picked) - 1, "i64"))
+
+    return n.block(n.temp("flat"), dims, reads, body)
 
 
 def lift_affine_gather_nd(n: Node) -> bool:
