@@ -7,11 +7,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from tapestry import arguments
-from tapestry.errors import LawError, RunError, TapestryError
+from tapestry.errors import BuildError, LawError, RunError, TapestryError, refusing
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -22,7 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
-        return int(args.command(args))
+        with _reading(args):
+            return int(args.command(args))
     except RunError as e:
         return _failed(args, e, 1) if argv is not None else _leave(_failed(args, e, 1))
     except LawError as e:
@@ -39,6 +41,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """The net under commands that read a build: its plan may be one that nobody verified."""
+    if not hasattr(args, "build"):
+        return nullcontext()
+    what, hint = "the build cannot be used", "tapestry verify, and compile the model again; if that does not help, it is a bug"
+    return refusing(BuildError, what, str(args.build), hint)
 
 
 def _failed(args: argparse.Namespace, e: TapestryError, status: int) -> int:

@@ -6,6 +6,9 @@ directory can cause is a `TapestryError`, which the command line prints without 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class TapestryError(Exception):
     """What went wrong, where, why (a witness), and what to try.
@@ -60,3 +63,20 @@ class LawError(TapestryError):
 
 class RunError(TapestryError):
     """A run on several processes failed: which rank, at what step, why; the command line ends with exit status 1."""
+
+
+@contextmanager
+def refusing(kind: type[TapestryError], what: str, where: str, hint: str) -> Iterator[None]:
+    """The last net under what reads files: whatever they make a library or an assertion say becomes an error of the user's,
+    which says where and why and keeps the first exception as its cause.
+
+    Onnx's checker and its inference let through what lifters then stumble over (a scale of the wrong length, an axis that is
+    none); so an assertion does not tell a bug of ours from a fault of the file.
+    """
+    try:
+        yield
+    except (TapestryError, MemoryError, OSError):
+        raise
+    except Exception as e:
+        why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise kind(what, where=where, why=why, hint=hint) from e

@@ -369,9 +369,9 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
         exact=build.exact,
     )
     emitted = emit.triton_sources(plan.graph, build.program)
-    written = {p.name: p.read_text() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
+    written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
     for name, source in emitted.items():
-        if written.get(name) != source:
+        if written.get(name) != source.encode():
             raise TapestryError(f"kernel '{name}' is not what the plan generates", where=str(folder))
     laws["kernels"] = len(emitted)
     return build, laws

@@ -72,9 +72,12 @@ def prepare(model: Model, path: Path) -> Prepared | Failure:
         lifted = lift(model.save(path), model.sizes)
         weights = lifted.graph.weights.items()
         data = {t: read_weight(lifted.model, w, lifted.graph.tensors[t], constants=lifted.constants) for t, w in weights}
-    except LawError as e:
-        return Failure("law", e.law, str(e))
     except TapestryError as e:
+        cause = e.__cause__ or e
+        if isinstance(cause, LawError):
+            return Failure("law", cause.law, str(e))
+        if not isinstance(cause, TapestryError):  # (these models are valid)
+            return _crash(cause)
         raise Refused(f"{e.what} ({_operator(e.where)})") from None
     except Exception as e:
         return _crash(e)
@@ -85,7 +88,7 @@ def _operator(where: str) -> str:
     return where[where.rfind("(") + 1 : -1] if where.endswith(")") else where.split("'", maxsplit=1)[0].strip()
 
 
-def _crash(e: Exception) -> Failure:
+def _crash(e: BaseException) -> Failure:
     frames = traceback.extract_tb(e.__traceback__)
     own = next((f for f in reversed(frames) if "tapestry" in f.filename and "/fuzz/" not in f.filename), frames[-1])
     return Failure(

@@ -167,7 +167,10 @@ class Node:
         if name not in self._attrs:
             return default
         value = onnx.helper.get_attribute_value(self._attrs[name])
-        return value.decode() if isinstance(value, bytes) else value
+        try:
+            return value.decode() if isinstance(value, bytes) else value
+        except UnicodeDecodeError as e:
+            raise ModelError("an attribute is not text", where=self.where, why=f"{name}: {e}") from None
 
     def has(self, k: int) -> bool:
         """Whether input k is given."""

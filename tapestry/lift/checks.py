@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from tapestry.errors import ModelError
 from tapestry.lift.external import check_file, check_inline, parse_place, tensor_bytes
 
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
+MAX_VERSION = (1 << 31) - 1
 MAX_NODES = 1_000_000  # of one function with all that it calls
 
 
@@ -95,20 +96,50 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
         ModelError: naming the node or tensor, the reason, and what to try.
     """
     functions = {(f.domain, f.name) for f in model.functions}
-    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
-    newest = onnx.defs.onnx_opset_version()
-    if not 1 <= opsets.get("", 1) <= newest:
-        raise ModelError("unknown opset", why=f"the model asks for {opsets['']}, this onnx knows 1 to {newest}")
+    if len({(f.domain, f.name, f.overload) for f in model.functions}) < len(model.functions):
+        raise ModelError("duplicate function", why="two functions have the same domain, name and overload")
+    opsets = opsets_of(model)
     for f in model.functions:
-        inner = {**opsets, **{("" if o.domain == "ai.onnx" else o.domain): o.version for o in f.opset_import}}
-        check_operators(f.node, functions, inner)
+        check_operators(f.node, functions, {**opsets, **opsets_of(f)})
     _check_recursion(model)
     check_operators(model.graph.node, functions, opsets)
+    _check_references(model.graph.node)
     _check_names(model.graph, [])
     for t in tensors(model):
         check_tensor(t, folder, weights=weights)
     if model.graph.sparse_initializer:
         raise ModelError("sparse initializers are not supported", why=f"{len(model.graph.sparse_initializer)} of them")
+
+
+def opsets_of(owner: ModelProto | FunctionProto) -> dict[str, int]:
+    """The version of every operator domain that a model or a function imports ("" is ONNX's own).
+
+    Raises:
+        ModelError: a version that is none, or two for one domain.
+    """
+    out: dict[str, int] = {}
+    newest = onnx.defs.onnx_opset_version()
+    for o in owner.opset_import:
+        domain = "" if o.domain == "ai.onnx" else o.domain
+        known = newest if not domain else MAX_VERSION
+        if not 1 <= o.version <= known:
+            where = f"domain '{domain or 'ai.onnx'}'"
+            raise ModelError("unknown opset", where=where, why=f"the model asks for {o.version}, this onnx knows 1 to {known}")
+        if out.setdefault(domain, o.version) != o.version:
+            raise ModelError("two opsets of one domain", where=f"domain '{domain}'", why=f"{out[domain]} and {o.version}")
+    return out
+
+
+def _check_references(nodes: Iterable[NodeProto]) -> None:
+    """Refuse attributes that refer to a function's, outside any function."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        stack.extend(n for g in subgraphs(node) for n in g.node)
+        for a in node.attribute:
+            if a.ref_attr_name:
+                why = f"'{a.name}' refers to '{a.ref_attr_name}', and the node is in no function"
+                raise ModelError("an attribute without a value", where=f"node '{node_name(node)}'", why=why)
 
 
 def check_attributes(model: ModelProto) -> None:
@@ -133,6 +164,8 @@ def check_attributes(model: ModelProto) -> None:
 
 def check_tensor(t: TensorProto, folder: Path, *, weights: bool) -> None:
     """Check one tensor's sizes and, when external, its path and (with ``weights``) its file."""
+    if t.HasField("segment"):
+        raise ModelError("tensors in segments are not supported", where=f"initializer '{t.name}'")
     if t.data_location == TensorProto.EXTERNAL:
         place = parse_place(t)
         if weights:
@@ -168,6 +201,8 @@ def check_operators(nodes: object, functions: set[tuple[str, str]], opsets: dict
     known = {s.domain for s in onnx.defs.get_all_schemas()}
     while stack:
         node = stack.pop()
+        if isinstance(node.op_type, bytes):  # what protobuf makes of text that is none
+            raise ModelError("a name in the model is not text", where="a node's operator", why=repr(node.op_type))
         domain = "" if node.domain == "ai.onnx" else node.domain
         stack.extend(n for g in subgraphs(node) for n in g.node)
         if (node.domain, node.op_type) in functions:

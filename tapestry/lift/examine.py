@@ -8,12 +8,12 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from tapestry.errors import ModelError
+from tapestry.errors import ModelError, refusing
 from tapestry.ir import opaque
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import HOST, numpy_dtype
-from tapestry.lift.checks import check_operators, check_tensor, load, tensors
-from tapestry.lift.model import Lifted, input_dims, lift
+from tapestry.lift.checks import check_operators, check_tensor, load, opsets_of, tensors
+from tapestry.lift.model import SUSPECT, Lifted, input_dims, lift
 from tapestry.lift.symbols import Given, bind
 from tapestry.lift.weights import stored_tensors
 
@@ -49,7 +49,11 @@ def examine(path: Path, shapes: Given = {}) -> Examined:  # noqa: B006
         ModelError: the file is no ONNX model at all, or ``shapes`` contradict it.
     """
     path = path.absolute()
-    model = load(path)
+    with refusing(ModelError, "the model cannot be read", str(path), SUSPECT):
+        return _examine(path, load(path), shapes)
+
+
+def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
     problems = [*_operators(model), *_data(model, path.parent)]
     stored = set(stored_tensors(model))
     inputs: Mapping[str, list[int | str]] = {}
@@ -94,7 +98,7 @@ def _lifted(
 def _operators(model: ModelProto) -> list[ModelError]:
     """Every node whose operator nobody knows."""
     functions = {(f.domain, f.name) for f in model.functions}
-    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
+    opsets = opsets_of(model)
     out: list[ModelError] = []
     for node in (*model.graph.node, *(n for f in model.functions for n in f.node)):
         try:

@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto
 
-from tapestry.errors import ModelError
+from tapestry.errors import LawError, ModelError, refusing
+from tapestry.ir import constraints
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.types import PACKED, Tensor, Weight
@@ -44,6 +45,7 @@ from tapestry.lift.weights import read_weight
 FAMILIES = (  # they register lifters
     attention, batched, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, recurrent, reduce, resize, shape,
 )  # fmt: skip
+SUSPECT = "check the model with onnx.checker and onnxruntime; if they take it, this is a bug of Tapestry's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +83,18 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
     """
     path = Path(path).absolute()
     model = load(path)
-    try:
-        return _lift(model, path, shapes, weights, seed, steps)
-    except UnicodeDecodeError as e:
-        raise ModelError("a name in the model is not text", where=str(path), why=str(e), hint="the file is damaged") from None
+    with refusing(ModelError, "the model cannot be read", str(path), SUSPECT):
+        try:
+            lifted = _lift(model, path, shapes, weights, seed, steps)
+        except UnicodeDecodeError as e:
+            what = "a name in the model is not text"
+            raise ModelError(what, where=str(path), why=str(e), hint="the file is damaged") from None
+        try:
+            constraints.check(lifted.graph)
+        except LawError as e:
+            where = f"{path}, {e.where}" if e.where else str(path)
+            raise ModelError("the model contradicts itself", where=where, why=f"{e.what} {e.why}".strip(), hint=SUSPECT) from e
+        return lifted
 
 
 def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int, steps: bool) -> Lifted:
@@ -160,10 +170,11 @@ def _lift_nodes(prepared: Prepared, seed: int, steps: bool) -> Builder:
         why, lifter = node.beyond_blocks(), find(proto, version)
         if proto.output and proto.output[0] in prepared.hinted and lifter is not None:
             why = why or "its shape is declared, and depends on the data"
-        if not why and pointwise.touches_stored(node) and proto.op_type not in pointwise.MOVES:
-            pointwise.lift_stored(node)
-        elif why or lifter is None or lifter(node) is False:
-            node.opaque(why or "no affine form is known")
+        with refusing(ModelError, "the node does not fit its operator", node.where, SUSPECT):
+            if not why and pointwise.touches_stored(node) and proto.op_type not in pointwise.MOVES:
+                pointwise.lift_stored(node)
+            elif why or lifter is None or lifter(node) is False:
+                node.opaque(why or "no affine form is known")
     return builder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast
 from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import Aff, const, dim, floordiv
@@ -123,6 +124,9 @@ def lift_instance_norm(n: Node) -> None:
 def lift_group_norm(n: Node) -> None:
     """Per sample and group of channels; ``x0, g | c, x2, …``."""
     x, groups = n.tensor(0), int(n.attr("num_groups"))
+    if groups < 1 or len(x.shape) < 2 or x.shape[1] % groups:
+        why = f"num_groups is {groups}, the input {list(x.shape)}"
+        raise ModelError("channels do not divide into groups", where=n.where, why=why)
     wide, size = accumulator(x.dtype), x.shape[1] // groups
     dims = axes(x.shape)
     kept, gone = [dims[0], Dim("g", groups)], [Dim("c", size), *dims[2:]]

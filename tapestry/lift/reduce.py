@@ -85,7 +85,7 @@ def lift_reduce(n: Node) -> bool | None:
     state = [body, number(1, body.dtype)] if monoid == "logsumexp" else [body]
     if then is None and value.dtype != x.dtype:
         then = Acc(0, value.dtype)
-    keep = bool(n.attr("keepdims", 1)) and bool(gone)
+    keep = n.attr("keepdims", 1) == 1 and bool(gone)
     lowered = [] if then is None else [cast(then, x.dtype)]
     if not gone:  # a scalar: nothing to reduce
         gone = [Dim("x", 1)]
@@ -108,7 +108,7 @@ def lift_arg(n: Node) -> bool | None:
     place = Index(dim(f"x{axis}"))
     state = [Arg(0, x.dtype), call("neg", place) if last else place]
     lowered: Expr = call("neg", Acc(1, "i64")) if last else Acc(1, "i64")
-    keep = bool(n.attr("keepdims", 1))
+    keep = n.attr("keepdims", 1) == 1
     name = n.temp("r") if keep else n.outs[0]
     n.reduce([name], kept, gone, n.kind.lower(), [n.read(x.name, here(axes(x.shape)))], state, [lowered])
     if keep:

@@ -70,6 +70,8 @@ def lift_transpose(n: Node) -> None:
     """Axes permuted."""
     rank = len(n.shape(0))
     perm = [int(p) for p in n.attr("perm", list(reversed(range(rank))))]
+    if sorted(perm) != list(range(rank)):
+        raise ModelError("not a permutation of the axes", where=n.where, why=f"perm is {perm}, the rank {rank}")
     dims = n.out_dims()
     n.view(n.out(), n.ins[0], dims, [dim(f"x{perm.index(a)}") for a in range(rank)])
 
