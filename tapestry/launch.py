@@ -74,7 +74,7 @@ def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compile
     build, constants = compiled.build, b"".join(compiled.constants.values())
     flags.sleep_when_idle()
     import tapestry.codegen.torch_cpu.kernels  # noqa: F401  (forked ranks find it imported)
-    from tapestry.runtime.distributed import owners
+    from tapestry.runtime.parcels import owners
     from tapestry.runtime.worker import Job
 
     owners(build.program.devices, world)
@@ -149,7 +149,8 @@ def _judged(compiled: api.Compiled, batch: Batch, found: Document, place: Path, 
     outputs = {n: np.load(p, allow_pickle=False) for n, p in zip(names, paths(place, names), strict=True)}
     for n, a in outputs.items():
         outputs[n] = a.view(numpy_dtype(graph.tensors[n].dtype)) if a.dtype.kind == "V" else a
-    used = Measured(found["peak_bytes"], {t["kind"]: (t["count"], t["bytes"]) for t in found["transfers"]})
+    moved = {t["kind"]: (t["count"], t["bytes"]) for t in found["transfers"]}
+    used = Measured(found["peak_bytes"], moved, found["packed_bytes"])
     feeds = {t: np.asarray(a) for t, a in batch.feeds(graph).items()}
     document = api.judged(compiled, feeds, Result(outputs, used, found["seconds"]), check=check)
     return {**found, **document}

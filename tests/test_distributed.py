@@ -28,7 +28,7 @@ from tapestry.ir.packed import Packed, pack, unpack
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
 from tapestry.runtime import batches, shards
-from tapestry.runtime.distributed import owners
+from tapestry.runtime.parcels import owners
 from tapestry.runtime.pulse import COMPUTE, IDLE, PEER, PHASE, STEP, WAIT, Pulse, guilty, shared
 from tapestry.runtime.session import ModelFiles
 from tapestry.runtime.wire import Mismatch, Wire

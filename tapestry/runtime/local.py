@@ -85,13 +85,23 @@ class _Bound:
 
 
 @dataclass(slots=True)
-class _Memory:
+class Held:
     """What the devices hold in the course of a run, and how many bytes of it."""
 
     arrays: list[dict[str, Array]]
     sizes: list[dict[str, int]]
     alive: list[int]
     peak: list[int]
+
+    @classmethod
+    def of(cls, machine: Machine) -> Held:
+        """Before the first step: nothing but copies of weights, which count as packed."""
+        n = machine.program.devices
+        return cls([{b: p.arrays[b] for b in p.copies} for p in machine.packing], [{} for _ in range(n)], [0] * n, [0] * n)
+
+    def reach(self, device: int) -> None:
+        """A step has been done."""
+        self.peak[device] = max(self.peak[device], self.alive[device])
 
     def count(self, device: int, name: str, size: int) -> None:
         """A buffer has been allocated."""
@@ -144,9 +154,7 @@ class Machine:
     ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name, gathered to the host, and what the run used."""
         self.bind()
-        n = self.program.devices
-        copies = [{b: p.arrays[b] for b in p.copies} for p in self.packing]
-        memory = _Memory(copies, [{} for _ in range(n)], [0] * n, [0] * n)
+        memory = Held.of(self)
         measured = Measured(memory.peak, packed=[p.extra for p in self.packing])
         for i, (step, new) in enumerate(self.steps):
             match step:
@@ -155,7 +163,7 @@ class Machine:
                 case Load():
                     self._load(step, memory.arrays, feeds)
                 case Free():
-                    for d in range(n):
+                    for d in range(self.program.devices):
                         memory.drop(d, step.buffers)
                     continue
                 case Transfer():
@@ -168,7 +176,7 @@ class Machine:
                 for name in new:
                     if name in held:
                         memory.count(d, name, kept[name][1] if name in kept else self.target.nbytes(held[name]))
-                memory.peak[d] = max(memory.peak[d], memory.alive[d])
+                memory.reach(d)
             progress(i + 1, len(self.steps))
         return {t: self._gather(t, b, memory.arrays) for t, b in self.program.outputs.items()}, measured
 
@@ -183,7 +191,7 @@ class Machine:
                 kernels[i, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))
         for d in range(self.program.devices):
             wanted = {i: self.target.packs(k) for (i, e), k in kernels.items() if e == d}
-            packing = pack(self.program, wanted, self.resident[d], self.target.nbytes, self.room[d])
+            packing = pack(self.program, wanted, self.resident[d], self._weigh, self.room[d])
             self.packing.append(packing)
         for (i, d), kernel in kernels.items():
             step = self.program.steps[i]
@@ -195,6 +203,15 @@ class Machine:
             sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
             plain = {b: (a, self.target.nbytes(a)) for b, a in self.resident[d].items()}
             self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
+
+    def _weigh(self, array: Array) -> int:
+        """Bytes of a weight that is being packed."""
+        return self.target.nbytes(array)
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that stay loaded, packed ones included."""
+        packed = (a for p in self.packing for a in p.arrays.values())
+        return sum(self.target.nbytes(a) for a in (*packed, *(a for held in self.resident for a in held.values())))
 
     def _load(self, step: Load, memory: list[dict[str, Array]], feeds: Source) -> None:
         buffer = self.program.buffers[step.buffer]

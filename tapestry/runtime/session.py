@@ -75,8 +75,7 @@ class Session:
         if missing and weights is None:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
         self.machine = machine(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
-        if machine is Machine:  # one process: a device may fill its memory
-            self.machine.room = [limit - peak for limit, peak in zip(_limits(build), build.peak_bytes, strict=True)]
+        self.machine.room = [limit - peak for limit, peak in zip(_limits(build), build.peak_bytes, strict=True)]
 
     def _weight(self, tensor: str, box: Box) -> Any:
         """A box of a weight, copied out of the model's files."""

@@ -46,7 +46,8 @@ class Mismatch(TapestryError):
 @dataclass(slots=True)
 class Wire:
     """One process's end. ``plan`` is 16 bytes of the build's hash; ``payload`` counts bytes of tensors handed to the
-    network for the program's steps, ``gathered`` those that brought outputs to rank 0."""
+    network for the program's steps, ``gathered`` those that brought outputs to rank 0; ``staged`` is the most that messages on
+    their way, in and out, have taken at once."""
 
     rank: int
     world: int
@@ -58,6 +59,8 @@ class Wire:
     messages: int = 0
     flying: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
     flying_bytes: int = 0
+    coming_bytes: int = 0
+    staged: int = 0
 
     def post(
         self, step: int, sends: Mapping[int, Sequence[tuple[Piece, torch.Tensor]]], receives: Mapping[int, Sequence[Piece]]
@@ -84,6 +87,9 @@ class Wire:
         for work, buffer in zip(works[len(incoming) :], outgoing.values(), strict=True):
             self.flying.append((work, buffer))
             self.flying_bytes += buffer.nbytes
+        expected = sum(b.nbytes for b in incoming.values())
+        self.coming_bytes += expected
+        self.staged = max(self.staged, self.coming_bytes + self.flying_bytes)
         self.drain(IN_FLIGHT, step)
 
         def wait() -> dict[int, list[torch.Tensor]]:
@@ -91,6 +97,7 @@ class Wire:
             for p, work in arriving.items():
                 self._wait(work, p, step)
                 out[p] = self._unpack(step, p, incoming[p], receives[p])
+            self.coming_bytes -= expected
             return out
 
         return wait

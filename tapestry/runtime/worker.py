@@ -26,7 +26,8 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.ir.store import Build
 from tapestry.runtime import shards
 from tapestry.runtime.batches import Batch
-from tapestry.runtime.distributed import RankMachine, owners
+from tapestry.runtime.distributed import RankMachine
+from tapestry.runtime.parcels import owners
 from tapestry.runtime.pulse import IDLE, WAIT, WEIGHTS, Beats, Pulse, Slots, describe, guilty
 from tapestry.runtime.session import Session
 from tapestry.runtime.wire import VERSION, PeerLost, Wire
@@ -91,6 +92,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
         session = open_session(
             job.build, job.constants, weights=source, machine=partial(_machine, wire=wire, trace=job.trace, pulse=pulse)
         )
+        session.machine.bind()
         _barrier(me, job, pulse)
         seconds = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
         return _report(me, job, session, wire, seconds, todo)
@@ -120,11 +122,16 @@ def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> dict[str, Any]
     wire.batch = batch.number
     wire.pulse.batch(batch.number)
     wire.pulse.at(-1, IDLE)
-    result = session.run(batch.feeds(session.build.plan.graph))
+    feeds, before = batch.feeds(session.build.plan.graph), time.process_time()
+    result = session.run(feeds)
+    spent = time.process_time() - before
     if me.rank == 0:
         batch.keep(result.outputs)
     me.advance(batch.number, len(session.build.program.steps))
-    return {"batch": batch.number, "seconds": result.seconds, "peak": result.measured.peak, "sent": result.measured.transfers}
+    return {
+        "batch": batch.number, "seconds": result.seconds, "cpu": spent, "peak": result.measured.peak,
+        "sent": result.measured.transfers, "packed": result.measured.packed,
+    }  # fmt: skip
 
 
 def _agree(me: Rank, job: Job, todo: list[int]) -> set[int]:
@@ -166,7 +173,7 @@ def _collect(me: Rank, key: str, timeout: float) -> list[dict[str, Any]]:
 
 
 def _barrier(me: Rank, job: Job, pulse: Pulse) -> None:
-    """Wait until all have loaded their weights, however long that takes, as long as each says that it lives."""
+    """Wait until all have loaded and packed their weights, however long that takes, as long as each says that it lives."""
     me.store.set(f"ready/{me.rank}", b"1")
     for r in range(me.world):
         pulse.at(-1, WAIT, r)
@@ -207,9 +214,10 @@ def _report(me: Rank, job: Job, session: Session, wire: Wire, runs: list[dict[st
     mine = {
         "rank": me.rank, "devices": list(machine.devices), "runs": runs,
         "payload_bytes": wire.payload, "gathered_bytes": wire.gathered, "messages": wire.messages,
+        "staged_bytes": wire.staged,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "slices": rows,
-        "private_bytes": _private(),
-        "weight_bytes": sum(machine.target.nbytes(a) for held in machine.resident for a in held.values()),
+        "private_bytes": _private(), "cpu_seconds": [r["cpu"] for r in runs],
+        "weight_bytes": machine.weight_bytes(),
     }  # fmt: skip
     everybody: list[Any] | None = [None] * me.world if me.rank == 0 else None
     wire.pulse.at(-1, WAIT, 0 if me.rank else -1)
@@ -219,18 +227,19 @@ def _report(me: Rank, job: Job, session: Session, wire: Wire, runs: list[dict[st
 
 def summary(job: Job, ranks: list[dict[str, Any]], todo: set[int]) -> dict[str, Any]:
     """One document from what all ranks measured."""
-    peak = [0] * job.build.program.devices
+    peak, packed = ([0] * job.build.program.devices for _ in range(2))
     transfers: dict[str, list[int]] = {}
     for r in ranks:
         for run in r["runs"]:
             for d in r["devices"]:
-                peak[d] = max(peak[d], run["peak"][d])
+                peak[d], packed[d] = max(peak[d], run["peak"][d]), run["packed"][d]
         for kind, (count, total) in (r["runs"][-1]["sent"] if r["runs"] else {}).items():
             found = transfers.setdefault(kind, [count, 0])
             found[1] += total
     each = [max(r["runs"][k]["seconds"] for r in ranks) for k in range(len(todo))]
     return {
-        "peak_bytes": peak, "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in transfers.items()],
+        "peak_bytes": peak, "packed_bytes": packed,
+        "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in transfers.items()],
         "batches": len(todo), "skipped": len(job.batches) - len(todo), "batch_seconds": each,
         "seconds": each[-1] if each else 0.0,
         "ranks": [{k: v for k, v in r.items() if k not in ("runs", "slices")} for r in ranks],

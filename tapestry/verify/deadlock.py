@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tapestry.errors import LawError
 from tapestry.ir.kernel import Box, size
-from tapestry.ir.program import Program, Reduce, Transfer
+from tapestry.ir.program import Free, Launch, Program, Reduce, Step, Transfer
 from tapestry.ir.types import itemsize
 
 LAW = "no_deadlock"
@@ -103,15 +103,49 @@ def _chain(stuck: int, scripts: Sequence[Script], at: list[int], waiting: dict[t
 
 
 def scripts(program: Program, world: int | None = None) -> list[list[Exchange]]:
-    """What every rank posts, step after step; consecutive devices share a rank, as evenly as can be."""
+    """What every rank posts, one exchange after another; consecutive devices share a rank, as evenly as can be."""
     n = world or program.devices
     owner = [r for r in range(n) for _ in range((r + 1) * program.devices // n - r * program.devices // n)]
     out: list[list[Exchange]] = [[] for _ in range(n)]
-    for i, step in enumerate(program.steps):
-        if isinstance(step, Transfer | Reduce):
-            for part, flow in enumerate(flows(step, program)):
-                _post(out, (i, part), flow, owner)
+    for tag, flow in exchanges(program):
+        _post(out, tag, flow, owner)
     return out
+
+
+def exchanges(program: Program) -> Iterator[tuple[tuple[int, int], Flow]]:
+    """((step, part), bytes between devices) of everything that is sent, in the order of all ranks.
+
+    States are merged, and sent back where each device merges a part, when a step first names the result (at the end, where it
+    is an output and no step does).
+    """
+    open_: dict[str, tuple[int, Reduce]] = {}
+    for i, step in enumerate((*program.steps, None)):
+        for name in program.outputs.values() if step is None else named(step):
+            if name in open_:
+                at, reduce = open_[name]
+                open_ = {b: x for b, x in open_.items() if x[0] != at}
+                yield (at, 1), dict(_merged(reduce, program, there=False))
+        if isinstance(step, Transfer):
+            yield (i, 0), next(flows(step, program))
+        elif isinstance(step, Reduce):
+            yield (i, 0), next(flows(step, program))
+            if step.kind == "all_reduce":
+                open_ |= dict.fromkeys(step.dsts, (i, step))
+
+
+def named(step: Step) -> tuple[str, ...]:
+    """The buffers that a step reads or frees."""
+    match step:
+        case Launch():
+            return (*step.ins, *step.states)
+        case Transfer():
+            return (step.src,)
+        case Reduce():
+            return step.srcs
+        case Free():
+            return step.buffers
+        case _:
+            return ()
 
 
 def _post(out: list[list[Exchange]], tag: tuple[int, int], flow: Flow, owner: list[int]) -> None:
@@ -181,8 +215,9 @@ def _there(box: Box | None) -> Box:
 def check(program: Program) -> int:
     """Simulate every distinct exchange of a program on all its devices; returns how many pairs of partners met.
 
-    All ranks take the steps of one list in its order, each those that concern it. So when all exchanges before are through, the
-    first one left can begin on all its ranks, and it is enough that each kind of exchange, alone, gets through.
+    All ranks post the exchanges of one list (`exchanges`) in its order, each those that concern it, and wait only for what they
+    have posted. So when all exchanges before are through, the first one left can begin on all its ranks, and it is enough that
+    each kind of exchange, alone, gets through.
 
     Raises:
         LawError: one does not.

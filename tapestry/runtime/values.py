@@ -1,0 +1,53 @@
+"""Values of the host (text, sequences, optionals, arrays of unknown shape) as bytes, to travel between processes.
+
+JSON, with the data of arrays as base64: reading it executes nothing.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tapestry.errors import TapestryError
+
+
+def encode(value: Any) -> bytes:
+    """An array, text, a sequence of arrays, or ``None``, as bytes."""
+    return msgspec.json.encode(_plain(value))
+
+
+def decode(data: bytes) -> Any:
+    """What was encoded.
+
+    Raises:
+        TapestryError: these bytes are no value.
+    """
+    try:
+        return _value(msgspec.json.decode(data))
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as e:
+        raise TapestryError(f"a value of the host does not read: {e}") from None
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    a = np.asarray(value)
+    if a.dtype.kind in "OUS":
+        items = [v.decode() if isinstance(v, bytes) else str(v) for v in a.ravel().tolist()]
+        return {"shape": a.shape, "text": items}
+    return {"shape": a.shape, "dtype": a.dtype.name, "data": b64encode(np.ascontiguousarray(a).tobytes()).decode()}
+
+
+def _value(plain: Any) -> Any:
+    if plain is None:
+        return None
+    if isinstance(plain, list):
+        return [_value(v) for v in plain]
+    if "text" in plain:
+        return np.array(plain["text"], object).reshape(plain["shape"])
+    return np.frombuffer(b64decode(plain["data"]), np.dtype(plain["dtype"])).reshape(plain["shape"]).copy()
