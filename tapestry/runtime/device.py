@@ -39,6 +39,10 @@ class DeviceCode(Protocol):
         """A function on the host's arrays."""
         ...
 
+    def prepare(self, graph: Graph, kernels: Sequence[Kernel]) -> None:
+        """All that is going to be bound."""
+        ...
+
     def bind(
         self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> Call:
@@ -93,17 +97,23 @@ class _Feed:
 class DeviceMachine:
     """Runs one Program any number of times on one GPU (or on the CPU, in the interpreter).
 
+    Args:
+        keep_inputs: graph inputs have buffers of their own for as long as the machine lives, beyond the plan's peak, so that
+            `replay` works on what is there without copying it from the host.
+
     Attributes:
         arenas: where each logical device's buffers lie.
         reasons: why some steps are not captured: by reason, how many.
     """
 
     def __init__(
-        self, graph: Graph, program: Program, target: DeviceCode, weights: Source, streamed: frozenset[str] = frozenset()
-    ) -> None:
+        self, graph: Graph, program: Program, target: DeviceCode, weights: Source, streamed: frozenset[str] = frozenset(),
+        keep_inputs: bool = False,
+    ) -> None:  # fmt: skip
         self.graph, self.program, self.target = graph, program, target
-        self.weights, self.streamed = weights, streamed
-        resident = frozenset(graph.weights) - streamed
+        self.weights, self.streamed, self.keep_inputs = weights, streamed, keep_inputs
+        fixed = frozenset(graph.weights) - streamed
+        resident = fixed | (frozenset(graph.inputs) if keep_inputs else frozenset())
         self.arenas: list[Arena] = [place(slots(program, d, resident)) for d in range(program.devices)]
         self.memory = [torch.empty(max(a.size, 1), dtype=torch.uint8, device=target.device) for a in self.arenas]
         self.values: list[dict[str, Any]] = [{} for _ in range(program.devices)]
@@ -112,7 +122,7 @@ class DeviceMachine:
         self.measured = Measured([0] * program.devices, packed=[0] * program.devices)
         self.runs = 0
         for step in program.steps:
-            if isinstance(step, Load) and program.buffers[step.buffer].tensor in resident:
+            if isinstance(step, Load) and program.buffers[step.buffer].tensor in fixed:
                 for d, box in self._boxes(step.buffer):
                     self.view(d, step.buffer).copy_(weights(program.buffers[step.buffer].tensor, box))
         self._bind()
@@ -177,6 +187,9 @@ class DeviceMachine:
     # binding
 
     def _bind(self) -> None:
+        launches = [s for s in self.program.steps if isinstance(s, Launch) and not self.target.host(self.graph, s.op)]
+        blocks = [(s, d) for s in launches for d, block in enumerate(s.blocks) if block is not None]
+        self.target.prepare(self.graph, [kernel_of(s, d, self.program) for s, d in blocks])
         for i, step in enumerate(self.program.steps):
             match step:
                 case Launch():
@@ -213,9 +226,13 @@ class DeviceMachine:
             elif b.dtype == HOST:
                 self.feeds.append(_Feed(d, step.buffer, b.tensor, box, None))
             else:
+                view = self.view(d, step.buffer)
+                if self.keep_inputs:
+                    self.feeds.append(_Feed(d, step.buffer, b.tensor, box, view))
+                    continue
                 stage = torch.empty(shape(box), dtype=self.target.dtype(b.dtype), pin_memory=self.target.device.type == "cuda")
                 self.feeds.append(_Feed(d, step.buffer, b.tensor, box, stage))
-                self._add(partial(_copy, stage, self.view(d, step.buffer)))
+                self._add(partial(_copy, stage, view))
 
     def _launch(self, step: Launch, d: int) -> None:
         kernel = kernel_of(step, d, self.program)

@@ -5,6 +5,7 @@ On the CPU it stands for itself with Triton's interpreter, by the same code path
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,9 +13,9 @@ import torch
 from tapestry.codegen.torch_cpu import TorchCpu, scalars
 from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton import library
-from tapestry.codegen.triton.launch import Call, bind, interpreted
+from tapestry.codegen.triton.launch import Call, bind, compile_all, here, interpreted
 from tapestry.codegen.triton.lowered import unavailable
-from tapestry.codegen.triton.source import generate
+from tapestry.codegen.triton.source import TritonKernel, generate
 from tapestry.codegen.triton.tuned import Choice, Tuned
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
@@ -44,14 +45,26 @@ class DeviceTarget:
         """A function on the host's arrays."""
         return TorchCpu().kernel(graph, kernel)
 
+    def prepare(self, graph: Graph, kernels: Sequence[Kernel]) -> None:
+        """Compile what is going to be bound, several kernels at a time."""
+        if self.device.type != "cpu":
+            made = [self._made(graph, k, self._choice(graph, k)) for k in kernels]
+            compile_all(made, here(), os.cpu_count() or 1)
+
+    def _choice(self, graph: Graph, kernel: Kernel) -> Choice:
+        return self.tuned(graph, kernel) if self.tuned else Choice()
+
+    def _made(self, graph: Graph, kernel: Kernel, choice: Choice) -> TritonKernel:
+        return generate(graph, kernel, choice.knobs)
+
     def bind(
         self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> Call:
         """A function that computes one block from these buffers into ``outs``."""
-        choice = self.tuned(graph, kernel) if self.tuned else Choice()
+        choice = self._choice(graph, kernel)
         if self.libraries and choice.library and (call := library.bind(graph, kernel, ins, outs)) is not None:
             return call
-        made = generate(graph, kernel, choice.knobs)
+        made = self._made(graph, kernel, choice)
         given = [x for k in made.reads if (x := ins[k]) is not None]
         return bind(made, [*given, *states, *outs])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from tapestry.codegen.triton.execute import launch, launch_options, load
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Call = Callable[[], None]
+Architecture = tuple[str, int | str, int]  # Triton's backend, architecture and threads per warp
 _COMPILED: dict[tuple[object, ...], Any] = {}
 _ALIGNED = 16  # bytes: of pointers that 128-bit accesses may start at
 
@@ -49,7 +51,7 @@ def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> Call:
 
     aligned = tuple(i for i, a in enumerate(held) if a.data_ptr() % _ALIGNED == 0)
     device = held[0].device.index
-    compiled = _compiled(tk, aligned, device)
+    compiled = _loaded(tk, aligned, device)
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     x, y, z = (*tk.grid, 1, 1)[:3]
     stream = driver.active.get_current_stream
@@ -61,19 +63,46 @@ def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> Call:
     return call
 
 
-def _compiled(tk: TritonKernel, aligned: tuple[int, ...], device: int) -> Any:
-    """The kernel as compiled for a device and loaded there; equal ones are compiled once."""
+def compile_all(made: Sequence[TritonKernel], architecture: Architecture, threads: int) -> None:
+    """Fill Triton's own cache with kernels on aligned buffers, several at a time: its passes and ptxas run beside each other.
+
+    A kernel that does not compile is left to `bind`, which says so.
+    """
+    left = list({tk.source: tk for tk in made if 0 not in tk.grid}.values())
+    for tk in left:
+        load(tk)  # modules are imported one after another
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        wait([pool.submit(compile_one, tk, architecture) for tk in left])
+
+
+def compile_one(tk: TritonKernel, architecture: Architecture, aligned: tuple[int, ...] | None = None) -> Any:
+    """A kernel compiled, not loaded; ``aligned`` lists the arguments that begin at multiples of 16 bytes (all by default)."""
     import triton
+    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    which = range(len(tk.args)) if aligned is None else aligned
+    attributes: Any = {(i,): [["tt.divisibility", _ALIGNED]] for i in which}
+    source = ASTSource(fn=load(tk), signature=dict(tk.signature), constexprs={}, attrs=attributes)
+    return triton.compile(source, target=GPUTarget(*architecture), options=launch_options(tk))
+
+
+def here() -> Architecture:
+    """The architecture of the current GPU."""
     from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
+def _loaded(tk: TritonKernel, aligned: tuple[int, ...], device: int) -> Any:
+    """The kernel as compiled for a device and loaded there; equal ones are compiled once."""
     from triton.runtime.errors import OutOfResources
 
-    options = launch_options(tk)
-    key = (hashlib.sha256(tk.source.encode()).hexdigest(), tuple(sorted(options.items())), aligned, device)
+    options = tuple(sorted(launch_options(tk).items()))
+    key = (hashlib.sha256(tk.source.encode()).hexdigest(), options, aligned, device)
     if key not in _COMPILED:
-        attributes: Any = {(i,): [["tt.divisibility", _ALIGNED]] for i in aligned}
-        source = ASTSource(fn=load(tk), signature=dict(tk.signature), constexprs={}, attrs=attributes)
-        built: Any = triton.compile(source, target=driver.active.get_current_target(), options=options)
+        built = compile_one(tk, here(), aligned)
         try:
             assert built.run is not None  # loads the machine code
         except OutOfResources as e:

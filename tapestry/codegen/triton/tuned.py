@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,8 @@ def local_cache(folder: Path, device: Any) -> Cache | None:
     if device.type == "cpu":
         return None
     import torch
-    import triton
 
-    return Cache(folder / "tune", torch.cuda.get_device_name(device), triton.__version__)
+    return Cache(folder / "tune", torch.cuda.get_device_name(device), version("triton"))
 
 
 def _digest(body: Mapping[str, Any]) -> str:
