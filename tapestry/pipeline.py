@@ -26,6 +26,7 @@ from tapestry.ir.plan import Mesh, MeshAxis, Plan, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
+from tapestry.plan.early import early
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.requests import parse_layouts
 from tapestry.plan.search.budget import Budget
@@ -122,7 +123,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         graph = given.graph if given else simplify(lifted.graph)
     with clock("search"):
         graph, found, moves, extra = _plan(graph, lifted, topo, options, given, earlier)
-        topo = replace(topo, mesh=found.plan.mesh)
+        topo, found = replace(topo, mesh=found.plan.mesh), replace(found, program=early(found.program))
         alone = _unsharded_peak(graph, topo)
     with clock("verify"):
         laws = certificate.check(

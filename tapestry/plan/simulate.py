@@ -345,12 +345,18 @@ def layouts(plan: Plan) -> dict[str, Layout]:
 
 
 def _operations(program: Program) -> list[int | None]:
-    """The operation that each step serves: transfers come before the launch that needs them."""
+    """The operation that each step serves: a transfer the one that first reads what it brings, a load the next one."""
     out: list[int | None] = []
     serves: int | None = None
+    reader: dict[str, int | None] = {}
     for step in reversed(program.steps):
-        serves = step.op if isinstance(step, Launch | Reduce) else serves
-        out.append(serves)
+        if isinstance(step, Launch | Reduce):
+            serves = step.op
+            reader.update(dict.fromkeys((*step.ins, *step.states) if isinstance(step, Launch) else step.srcs, serves))
+        served = serves
+        if isinstance(step, Transfer):
+            served = reader[step.src] = reader.get(step.dst)
+        out.append(served)
     return out[::-1]
 
 
