@@ -23,7 +23,7 @@ from tapestry.runtime import batches as streams
 from tapestry.runtime import shards
 from tapestry.runtime.batches import Batch
 from tapestry.runtime.local import Measured
-from tapestry.runtime.outputs import paths
+from tapestry.runtime.outputs import places
 from tapestry.runtime.session import ModelFiles, Result
 from tapestry.viz import measured
 
@@ -114,7 +114,7 @@ def run(r: Request, how: Launch) -> Document:
             batches = _single(r, compiled.build.plan.graph.inputs, place)
         found = _supervised(r, how, batches, compiled)
         if r.stream:
-            document = {**found, "passed": True}
+            document = {**{k: v for k, v in found.items() if k != "hosted"}, "passed": True}
         else:
             document = _judged(compiled, batches[0], found, place, how.check)
     return document
@@ -141,14 +141,12 @@ def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api
 
 
 def _judged(compiled: api.Compiled, batch: Batch, found: Document, place: Path, check: bool) -> Document:
-    graph = compiled.build.plan.graph
+    graph, hosted = compiled.build.plan.graph, found.pop("hosted")
     names = list(compiled.build.program.outputs)
-    odd = next((n for n in names if graph.tensors[n].on_host), None)
-    if odd is not None:
-        raise TapestryError(f"output '{odd}' is no array", where="--processes", hint="run it in one process, or with --inputs")
-    outputs = {n: np.load(p, allow_pickle=False) for n, p in zip(names, paths(place, names), strict=True)}
+    placed = places(place, {n: hosted.get(n, np.empty(0)) for n in names})
+    outputs = {n: hosted[n] if n in hosted else np.load(placed[n][0], allow_pickle=False) for n in names}
     for n, a in outputs.items():
-        outputs[n] = a.view(numpy_dtype(graph.tensors[n].dtype)) if a.dtype.kind == "V" else a
+        outputs[n] = a.view(numpy_dtype(graph.tensors[n].dtype)) if isinstance(a, np.ndarray) and a.dtype.kind == "V" else a
     moved = {t["kind"]: (t["count"], t["bytes"]) for t in found["transfers"]}
     used = Measured(found["peak_bytes"], moved, found["packed_bytes"])
     feeds = {t: np.asarray(a) for t, a in batch.feeds(graph).items()}
@@ -230,7 +228,7 @@ def _ranked(r: Request) -> Document:
             raise RunError(f"rank {me.rank}: {text}") from None
         print(f"tapestry.runtime: rank {me.rank} ends, {describe(slots[me.rank])}: {text}", file=sys.stderr)
         raise SystemExit(1) from None
-    slices = found.pop("slices", [])
+    slices, _ = found.pop("slices", []), found.pop("hosted", {})
     if found and r.trace is not None:
         found["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
     return found

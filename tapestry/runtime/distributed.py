@@ -47,7 +47,7 @@ class RankMachine(Machine):
         program: Program = args[1]
         self.owner = owners(program.devices, wire.world)
         self.slices: list[Slice] = []
-        self.late: dict[str, Callable[[], None]] = {}
+        self.late: dict[str, tuple[int, Callable[[], None]]] = {}
         self.dtypes = {b.name: _torch_dtype(b.dtype) for b in program.buffers.values()}
         super().__init__(*args, devices=[d for d, r in enumerate(self.owner) if r == wire.rank], **more)
 
@@ -59,7 +59,7 @@ class RankMachine(Machine):
         held = Held.of(self)
         memory, measured = held.arrays, Measured(held.peak, packed=[p.extra for p in self.packing])
         for i, (step, new) in enumerate(self.steps):
-            self._settle(i, _touched(step))
+            self._settle(_touched(step))
             self.wire.pulse.at(i, COMPUTE)
             start = clock()
             self._do(i, step, memory, feeds, measured)
@@ -75,7 +75,7 @@ class RankMachine(Machine):
                         held.count(d, name, self._nbytes(name, d, memory))
                 held.reach(d)
             progress(i + 1, len(self.steps))
-        self._settle(len(self.program.steps), tuple(self.program.outputs.values()))
+        self._settle(tuple(self.program.outputs.values()))
         outputs = gather.outputs(self, memory)
         self.wire.drain(0, len(self.steps))
         return outputs, measured
@@ -106,15 +106,15 @@ class RankMachine(Machine):
             return self.kept[device][name][1]
         return self.target.nbytes(memory[device][name]) if name in memory[device] else self.program.buffers[name].nbytes(device)
 
-    def _settle(self, i: int, names: Sequence[str]) -> None:
+    def _settle(self, names: Sequence[str]) -> None:
         """Wait for buffers that are still on their way."""
         for name in names:
-            finish = self.late.get(name)
-            if finish is not None:
+            if name in self.late:
+                at, finish = self.late[name]
+                self.late = {n: x for n, x in self.late.items() if x[0] != at}
                 start = clock()
                 finish()
-                self.late = {n: f for n, f in self.late.items() if f is not finish}
-                self._trace(i, -1, MOVED, start)
+                self._trace(at, -1, MOVED, start)
 
     def _trace(self, step: int, device: int, stream: int, start: int) -> None:
         if self.tracing:
@@ -150,7 +150,7 @@ class RankMachine(Machine):
                 pieces = [(b, came[f"{step.dst}@{d} {b}"]) for b in boxes]
                 memory[d][step.dst] = self.target.assemble(box, dst.dtype, [*pieces, *own[d]])
 
-        self._later((step.dst,), finish, bool(parcels.receives))
+        self._later(i, (step.dst,), finish, bool(parcels.receives))
 
     def _copies(self, device: int, step: Transfer, memory: Memory) -> list[tuple[Box, Array]]:
         """What a device holds already of what it shall have."""
@@ -177,7 +177,7 @@ class RankMachine(Machine):
                 s.finish(came, memory)
             measured.sent(step.kind, parcels.sent + back.sent)
 
-        self._later(step.dsts, finish, bool(parcels.receives))
+        self._later(i, step.dsts, finish, bool(parcels.receives))
 
     def _fly(self, parcels: Parcels) -> Callable[[], dict[str, torch.Tensor]]:
         """Post, and note how long what comes is on its way."""
@@ -191,10 +191,10 @@ class RankMachine(Machine):
 
         return arrive
 
-    def _later(self, names: Sequence[str], finish: Callable[[], None], late: bool) -> None:
-        """Fill buffers where one of them is first used, or now if nothing is on its way."""
+    def _later(self, i: int, names: Sequence[str], finish: Callable[[], None], late: bool) -> None:
+        """Fill a step's buffers where one of them is first used, or now if nothing is on its way."""
         if late:
-            self.late.update(dict.fromkeys(names, finish))
+            self.late.update(dict.fromkeys(names, (i, finish)))
         else:
             finish()
 

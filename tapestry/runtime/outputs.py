@@ -18,17 +18,22 @@ def write(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
     Text is written as numpy's unicode strings, a sequence as one file per element (``name.0.npy``, …).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = list(_arrays(outputs))
-    found = paths(folder, [name for name, _ in arrays])
-    for path, (_, array) in zip(found, arrays, strict=True):
+    placed = places(folder, outputs)
+    for path, array in placed.values():
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
             np.save(f, array, allow_pickle=False)
         os.replace(f.name, path)
-    return found
+    return [path for path, _ in placed.values()]
+
+
+def places(folder: Path, outputs: Mapping[str, Any]) -> dict[str, tuple[Path, np.ndarray[Any, Any]]]:
+    """Where `write` puts each array, by its name; a sequence has several."""
+    arrays = dict(_arrays(outputs))
+    return {n: (path, arrays[n]) for n, path in zip(arrays, paths(folder, arrays), strict=True)}
 
 
 def paths(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Where `write` puts outputs, in the same order."""
+    """One file per name, in the same order."""
     found: list[Path] = []
     for name in names:
         path, k = folder / f"{file_name(name)}.npy", 1

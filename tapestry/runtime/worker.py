@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import signal
 import socket
 import sys
@@ -29,6 +28,7 @@ from tapestry.runtime.batches import Batch
 from tapestry.runtime.distributed import RankMachine
 from tapestry.runtime.parcels import owners
 from tapestry.runtime.pulse import IDLE, WAIT, WEIGHTS, Beats, Pulse, Slots, describe, guilty
+from tapestry.runtime.resident import settle, kernel_count
 from tapestry.runtime.session import Session
 from tapestry.runtime.wire import VERSION, PeerLost, Wire
 
@@ -78,6 +78,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(job.threads)
+    memory = {"before": kernel_count("VmRSS")}
     pulse = Pulse(me.slots, me.rank)
     beats = Beats(me.store, pulse, me.world) if me.beats else None
     owners(job.build.program.devices, me.world)
@@ -93,9 +94,11 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
             job.build, job.constants, weights=source, machine=partial(_machine, wire=wire, trace=job.trace, pulse=pulse)
         )
         session.machine.bind()
+        memory["loading"] = kernel_count("VmHWM")
+        settle()
         _barrier(me, job, pulse)
         seconds = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
-        return _report(me, job, session, wire, seconds, todo)
+        return _report(me, job, session, wire, seconds, todo, memory)
     except PeerLost as e:
         raise _blamed(e, beats, me) from None
     finally:
@@ -122,6 +125,7 @@ def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> dict[str, Any]
     wire.batch = batch.number
     wire.pulse.batch(batch.number)
     wire.pulse.at(-1, IDLE)
+    tensors = session.build.plan.graph.tensors
     feeds, before = batch.feeds(session.build.plan.graph), time.process_time()
     result = session.run(feeds)
     spent = time.process_time() - before
@@ -131,6 +135,7 @@ def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> dict[str, Any]
     return {
         "batch": batch.number, "seconds": result.seconds, "cpu": spent, "peak": result.measured.peak,
         "sent": result.measured.transfers, "packed": result.measured.packed,
+        "hosted": {} if batch.source else {n: v for n, v in result.outputs.items() if tensors[n].on_host},
     }  # fmt: skip
 
 
@@ -206,7 +211,9 @@ def _blamed(e: PeerLost, beats: Beats | None, me: Rank) -> Exception:
     return RunError(f"rank {found} {state} {describe(slots[found])}", where=who, why=str(e))
 
 
-def _report(me: Rank, job: Job, session: Session, wire: Wire, runs: list[dict[str, Any]], todo: set[int]) -> dict[str, Any]:
+def _report(
+    me: Rank, job: Job, session: Session, wire: Wire, runs: list[dict[str, Any]], todo: set[int], memory: dict[str, int]
+) -> dict[str, Any]:
     """Everything that was measured, put together on rank 0."""
     machine = session.machine
     assert isinstance(machine, RankMachine)
@@ -215,8 +222,8 @@ def _report(me: Rank, job: Job, session: Session, wire: Wire, runs: list[dict[st
         "rank": me.rank, "devices": list(machine.devices), "runs": runs,
         "payload_bytes": wire.payload, "gathered_bytes": wire.gathered, "messages": wire.messages,
         "staged_bytes": wire.staged,
-        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "slices": rows,
-        "private_bytes": _private(), "cpu_seconds": [r["cpu"] for r in runs],
+        "resident_bytes": {**memory, "running": kernel_count("VmHWM")}, "slices": rows,
+        "private_bytes": kernel_count("RssAnon"), "cpu_seconds": [r["cpu"] for r in runs],
         "weight_bytes": machine.weight_bytes(),
     }  # fmt: skip
     everybody: list[Any] | None = [None] * me.world if me.rank == 0 else None
@@ -243,17 +250,8 @@ def summary(job: Job, ranks: list[dict[str, Any]], todo: set[int]) -> dict[str, 
         "batches": len(todo), "skipped": len(job.batches) - len(todo), "batch_seconds": each,
         "seconds": each[-1] if each else 0.0,
         "ranks": [{k: v for k, v in r.items() if k not in ("runs", "slices")} for r in ranks],
-        "slices": [r["slices"] for r in ranks],
+        "slices": [r["slices"] for r in ranks], "hosted": ranks[0]["runs"][-1]["hosted"] if todo else {},
     }  # fmt: skip
-
-
-def _private() -> int:
-    """Bytes of anonymous memory of this process: what it does not share with a file."""
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssAnon:")), 0)
 
 
 def cause(e: BaseException, slot: Slots) -> tuple[str, str]:

@@ -26,7 +26,8 @@ from tapestry.viz.words import step_text
 
 Slices = Sequence[np.ndarray[Any, Any]]  # per rank: rows of (batch, step, device, stream, start, end), nanoseconds
 Row = dict[str, Any]
-STREAMS = ("compute", "transfer")
+STREAMS = ("compute", "transfer")  # of a rank; messages on their way (2) overlap, and are async events
+FLOWN = 2
 
 
 def write(path: Path, build: Build, slices: Slices) -> dict[str, int]:
@@ -52,16 +53,23 @@ def _events(build: Build, slices: Slices) -> Iterator[Row]:
         yield {"name": "process_name", "ph": "M", "ts": 0, "pid": rank, "tid": 0, "args": name}
         for tid, stream in enumerate(STREAMS):
             yield {"name": "thread_name", "ph": "M", "ts": 0, "pid": rank, "tid": tid, "args": {"name": stream}}
-        for batch, step, device, stream, start, end in found.tolist():
+        for n, (batch, step, device, stream, start, end) in enumerate(found.tolist()):
+            if step == len(build.program.steps):  # outputs on their way to rank 0
+                continue
             s = build.program.steps[step]
+            name, span = step_text(s, build.program, build.plan.graph.ops), ((start - begin) / 1e3, (end - begin) / 1e3)
             args: Row = {"step": step, "batch": batch}
+            if stream == FLOWN:
+                common = {"name": name, "cat": "on its way", "pid": rank, "id": f"{rank}.{n}", "args": args}
+                yield from ({**common, "ph": phase, "ts": ts} for phase, ts in zip("be", span, strict=True))
+                continue
             if isinstance(s, Transfer | Reduce):
                 args |= {"kind": s.kind, "bytes, all senders": transfer_bytes(s, build.program)}
             else:
                 args |= {"kind": "compute", "device": device}
             yield {
-                "name": step_text(s, build.program, build.plan.graph.ops), "cat": args["kind"], "ph": "X", "pid": rank,
-                "tid": stream, "ts": (start - begin) / 1e3, "dur": (end - start) / 1e3, "args": args,
+                "name": name, "cat": args["kind"], "ph": "X", "pid": rank, "tid": stream, "ts": span[0],
+                "dur": (end - start) / 1e3, "args": args,
             }  # fmt: skip
 
 
@@ -70,7 +78,9 @@ def rows(build: Build, slices: Slices) -> list[Row]:
     spent: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     batches: set[int] = set()
     for rank, found in enumerate(slices):
-        for batch, step, device, _, start, end in found.tolist():
+        for batch, step, device, stream, start, end in found.tolist():
+            if stream == FLOWN or step == len(build.program.steps):
+                continue
             batches.add(batch)
             who = device if isinstance(build.program.steps[step], Launch) else rank
             spent[batch, step][who] += (end - start) / 1e9
@@ -94,6 +104,21 @@ def rows(build: Build, slices: Slices) -> list[Row]:
     return out
 
 
+def overlap(slices: Slices) -> Row:
+    """How long messages were on their way, summed over ranks, how much of that kernels ran beside, and how much was waited.
+
+    A message is on its way from when it was expected until it was taken; ``hidden_s`` is what of it lies under kernels.
+    """
+    flown = hidden = 0.0
+    for found in slices:
+        kernels = found[found[:, 3] == 0][:, 4:6]
+        for _, _, _, _, start, end in found[found[:, 3] == FLOWN].tolist():
+            flown += (end - start) / 1e9
+            under = np.minimum(kernels[:, 1], end) - np.maximum(kernels[:, 0], start)
+            hidden += float(under[under > 0].sum()) / 1e9
+    return {"on_the_way_s": flown, "hidden_s": hidden}
+
+
 def analysis(build: Build, slices: Slices, seconds: Sequence[float]) -> Row:
     """Rows, totals by kind, and how far the cost model is off."""
     found = rows(build, slices)
@@ -107,7 +132,7 @@ def analysis(build: Build, slices: Slices, seconds: Sequence[float]) -> Row:
     total = statistics.median(list(seconds)[1:] or seconds)
     simulated = explain.schedule(build).total
     return {
-        "steps": found, "kinds": kinds, "measured_s": total, "simulated_s": simulated,
+        "steps": found, "kinds": kinds, "overlap": overlap(slices), "measured_s": total, "simulated_s": simulated,
         "error": total / simulated - 1 if simulated else 0.0,
         "step_error": math.exp(statistics.fmean(ratios)) if ratios else 1.0,
     }  # fmt: skip
@@ -126,6 +151,13 @@ def text(found: Row) -> str:
         ratio = k["measured_s"] / k["estimated_s"] if k["estimated_s"] else math.inf
         times = f"{_ms(k['estimated_s'])}  {_ms(k['measured_s'])}  {ratio:7.2f}  {_ms(k['waited_s'])}"
         out.append(f"{kind:16}  {k['steps']:5}  {times}")
+    way = found["overlap"]
+    if way["on_the_way_s"]:
+        share = way["hidden_s"] / way["on_the_way_s"]
+        out += [
+            "",
+            f"messages were on their way for {_ms(way['on_the_way_s']).strip()} (all ranks), {share:.0%} of it beside kernels",
+        ]
     both = f"{_ms(found['measured_s']).strip()} measured, {_ms(found['simulated_s']).strip()} simulated"
     step = f"a step is off by a factor of {found['step_error']:.2f} on (geometric) average"
     out += ["", f"in all {both}: error of the cost model {found['error']:+.0%}; {step}"]

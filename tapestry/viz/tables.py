@@ -131,7 +131,7 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
         table.add_column(c, justify="right")
     for r in document["ranks"]:
         peak = sum(document["peak_bytes"][d] for d in r["devices"])
-        numbers = (r["weight_bytes"], peak, r["resident_bytes"], r["payload_bytes"], r["messages"])
+        numbers = (r["weight_bytes"], peak, r["resident_bytes"]["running"], r["payload_bytes"], r["messages"])
         table.add_row(str(r["rank"]), ", ".join(map(str, r["devices"])), *(f"{n:,}" for n in numbers))
     again = f", started again {document['restarts']} times" if document["restarts"] else ""
     skipped = f", {document['skipped']} done before" if document["skipped"] else ""
