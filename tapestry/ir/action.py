@@ -48,6 +48,33 @@ def prove_driven(by: Monoid, acted: Monoid, act: Callable[[State, State], State]
     _same("act(a, s + t) = act(a, s) + act(a, t)", act(a, acted.combine(s, t)), acted.combine(act(a, s), act(a, t)))
 
 
+def prove_moments(combine: Callable[[State, State], State]) -> None:
+    """Prove that a merge of (n, mean, M2) is that of mean and squared deviations of two sets of numbers, neither empty.
+
+    Over the power sums of a set, ``mean = S1 / n`` and ``M2 = S2 - S1² / n`` (squared deviations, multiplied out); sums of
+    two sets add, and so the merge of two sets' moments must be the moments of the added sums (Chan, Golub, LeVeque 1979).
+
+    Raises:
+        TapestryError: naming the field that is another one, with what is left of it.
+    """
+    sympy = _sympy()
+    n, s1, s2 = (tuple(sympy.Symbol(f"{f}{k}", real=True, positive=f == "n") for k in range(2)) for f in ("n", "s", "q"))
+
+    def moments(n: Any, s1: Any, s2: Any) -> tuple[Any, ...]:
+        return n, s1 / n, s2 - s1**2 / n
+
+    names = _names(6)
+    parts = (*moments(n[0], s1[0], s2[0]), *moments(n[1], s1[1], s2[1]))
+    env = {_real(name): part for name, part in zip(names, parts, strict=True)}
+    counts = frozenset({_real(names[0]) + _real(names[3])})
+    merged = combine(names[:3], names[3:])
+    wanted = moments(n[0] + n[1], s1[0] + s1[1], s2[0] + s2[1])
+    for field, e, want in zip(("n", "mean", "M2"), merged, wanted, strict=True):
+        rest = sympy.simplify(_real(e, counts).subs(env) - want)
+        if rest != 0:
+            raise TapestryError(f"not the moments of two sets: {field} is another", why=f"left over: {rest}")
+
+
 def _names(count: int) -> State:
     return tuple(Arg(i, "f64") for i in range(count))
 
@@ -65,8 +92,8 @@ def _sympy() -> Any:
     return importlib.import_module("sympy")
 
 
-def _real(e: Expr) -> Any:
-    """An expression as a sympy expression over real symbols."""
+def _real(e: Expr, positive: frozenset[Any] = frozenset()) -> Any:
+    """An expression as a sympy expression over real symbols; those in ``positive`` are not 0."""
     sympy = _sympy()
     if isinstance(e, Arg):
         return sympy.Symbol(f"x{e.pos}", real=True)
@@ -74,22 +101,24 @@ def _real(e: Expr) -> Any:
         return sympy.nsimplify(e.value)
     assert isinstance(e, Call), e
     if e.fn == "where":
-        return _guarded(e)
-    args = [_real(a) for a in e.args]
+        return _guarded(e, positive)
+    args = [_real(a, positive) for a in e.args]
     return sympy.exp(args[0]) if e.fn == "exp" else _OPERATORS[e.fn](*args)
 
 
-def _guarded(e: Call) -> Any:
-    """``where(a == b, x, y)`` as y, after showing that it agrees with x where a = b."""
+def _guarded(e: Call, positive: frozenset[Any]) -> Any:
+    """``where(a == b, x, y)`` as y, after showing that it agrees with x where a = b (or that a is never b)."""
     sympy = _sympy()
     test, x, y = e.args
     if not (isinstance(test, Call) and test.fn == "eq"):
         raise TapestryError("a guard of an action must be an equation", why=str(test))
-    (a, b), other = (_real(v) for v in test.args), _real(y)
+    (a, b), other = (_real(v, positive) for v in test.args), _real(y, positive)
     if a == b:
-        return _real(x)
+        return _real(x, positive)
+    if a - b in positive:
+        return other
     solved = sympy.solve(sympy.Eq(a, b), next(iter((a - b).free_symbols)), dict=True)
-    gaps = [sympy.simplify((_real(x) - other).subs(s)) for s in solved]
+    gaps = [sympy.simplify((_real(x, positive) - other).subs(s)) for s in solved]
     if any(g != 0 for g in gaps):
         raise TapestryError("not an action: its guard changes the value", why=str(gaps))
     return other

@@ -19,6 +19,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Op
 from tapestry.ir.index import dims_of, span
 from tapestry.ir.kernel import whole
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.state import reads_behind
 from tapestry.ir.text import signature
 from tapestry.ir.types import STORED
 
@@ -257,7 +258,8 @@ def dependences(graph: Graph, output: str) -> dict[str, space.Relation]:
         op = graph.ops[producers[tensor]]
         assert isinstance(op, Block), "dependences through an opaque operation are not affine"
         out: dict[str, space.Relation] = {}
-        for r in op.reads:
+        used = reads_behind(op, op.outs.index(tensor))
+        for r in (r for k, r in enumerate(op.reads) if k in used):
             step = space.reads_of_outputs(op, r, graph.tensors[r.tensor].shape)
             for source, relation in of(r.tensor).items():
                 whole_path = step.then(relation)

@@ -4,9 +4,9 @@ A monoid has a tuple of state fields, an identity (``zero``) and an associative 
 and evaluated by every target. Lifting a value into the state is the ``body`` of an operation, lowering the state to a
 result is its ``then``. Associativity, identity and (where claimed) commutativity are property-tested for every entry.
 
-Monoids compose. A `product` makes two reductions one pass. A `rebased` pair is a reduction whose lifted values refer to the
-result of another one, the *centre*: states are moved to a common centre by an action and then merged. ``max`` with the action
-``exp(old - new)`` on sums gives log-sum-exp, the softmax, and, with a sum of vectors, flash attention. A `driven` pair is
+Monoids compose. A `product` makes two reductions one pass; products need no registration: `max.argmax` is one. A `rebased`
+pair is a reduction whose lifted values refer to the result of another one, the *centre*: states are moved to a common centre by
+an action and then merged. ``max`` with the action ``exp(old - new)`` on sums gives log-sum-exp, the softmax, and, with a sum of vectors, flash attention. A `driven` pair is
 the other semidirect product, in which a state acts on all that came before: ``prod`` acting on ``sum`` is a linear
 recurrence. That an action is one is proved (`ir.action`) when the monoid is made.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tapestry.ir.expr import Arg, Const, Expr, call
 from tapestry.ir.types import FLOATS
@@ -181,8 +182,41 @@ def _scale(by: State, s: State) -> State:
     return (call("mul", by[0], s[0]),)
 
 
-MONOIDS: dict[str, Monoid] = {
-    m.name: m
+def _proved_moments() -> None:
+    from tapestry.ir.action import prove_moments
+
+    prove_moments(_moments)
+
+
+class _Table(dict[str, Monoid]):
+    """Monoids by name, with products of them by the names of their parts, ``a.b``; iteration shows what is registered."""
+
+    def __missing__(self, name: str) -> Monoid:
+        if name not in self:
+            raise KeyError(name)
+        return _product_of(name)
+
+    def __contains__(self, name: object) -> bool:
+        known = super().__contains__
+        return known(name) or (isinstance(name, str) and "." in name and all(map(known, name.split("."))))
+
+
+@lru_cache(maxsize=1 << 8)
+def _product_of(name: str) -> Monoid:
+    return product(name, *(MONOIDS[n] for n in name.split(".")))
+
+
+def parts_of(name: str) -> tuple[tuple[str, int, int], ...]:
+    """The monoids of a product (or the one monoid itself), each with where its fields begin and end in the state."""
+    out: list[tuple[str, int, int]] = []
+    for n in name.split("."):
+        at = out[-1][2] if out else 0
+        out.append((n, at, at + len(MONOIDS[n].fields)))
+    return tuple(out)
+
+
+MONOIDS: dict[str, Monoid] = _Table(
+    (m.name, m)
     for m in (
         _SUM,
         *(product(sums(n), *(_SUM,) * n) for n in range(2, MOST_SUMS + 1)),
@@ -191,7 +225,10 @@ MONOIDS: dict[str, Monoid] = {
         _single("min", "min", highest),
         _single("any", "or", lambda d: number(0, d)),
         _single("all", "and", lambda d: number(1, d)),
-        Monoid(name="moments", fields=("n", "mean", "m2"), zero=lambda d: tuple(number(0, x) for x in d), combine=_moments),
+        Monoid(
+            name="moments", fields=("n", "mean", "m2"), zero=lambda d: tuple(number(0, x) for x in d), combine=_moments,
+            proof=_proved_moments,
+        ),
         rebased("logsumexp", _MAX, _SUM, rescale, ("m", "s")),
         rebased("softsum", _MAX, product("", _SUM, _SUM), rescale, ("m", "s", "o")),
         # (a, b) for the map h -> a*h + b, the earlier one applied first: a scan of it is the recurrence h = a*h + b
@@ -199,7 +236,7 @@ MONOIDS: dict[str, Monoid] = {
         Monoid(name="argmax", fields=("value", "index"), zero=lambda d: (lowest(d[0]), highest(d[1])), combine=_arg("gt")),
         Monoid(name="argmin", fields=("value", "index"), zero=lambda d: (highest(d[0]), highest(d[1])), combine=_arg("lt")),
     )
-}  # fmt: skip
+)  # fmt: skip
 
 
 def register(monoid: Monoid) -> Monoid:
@@ -208,7 +245,7 @@ def register(monoid: Monoid) -> Monoid:
     Raises:
         TapestryError: it is composed by an action that is not one.
     """
-    assert monoid.name not in MONOIDS, monoid.name
+    assert monoid.name not in MONOIDS and "." not in monoid.name, monoid.name
     monoid.proof()
     MONOIDS[monoid.name] = monoid
     return monoid

@@ -160,7 +160,7 @@ class _Parser:
         reduce: tuple[tuple[Dim, str], ...] = ()
         if self.take("|"):
             reduce = self.dims(("]",))
-            if {m for _, m in reduce} - set(MONOIDS) or len({m for _, m in reduce}) > 1:
+            if any(m not in MONOIDS for _, m in reduce) or len({m for _, m in reduce}) > 1:
                 raise self.fail("one known monoid for all reduced dimensions")
         self.need("]")
         names: dict[str, Arg] = {}

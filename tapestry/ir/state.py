@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from tapestry.ir.contraction import dims_read
-from tapestry.ir.expr import Arg, Call, Const, Expr, call, walk
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, call, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS, lowest, number
@@ -29,11 +29,30 @@ def varies(op: Block) -> tuple[tuple[bool, ...], ...]:
     if op.monoid is None or not op.lowers:
         return tuple((True,) * len(names) for _ in op.body)
     found = [dims_read(op, e) for e in op.body]
+    along = [frozenset[str]().union(*(found[j] for j in behind)) for behind in mixed(op)]
+    return tuple(tuple(n in own for n in names) for own in along)
+
+
+def mixed(op: Block) -> list[frozenset[int]]:
+    """For each field of an operation's states, the fields that ``combine`` makes it of, itself among them."""
+    assert op.monoid is not None
     combined = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
-    mixes = [{x.pos % len(found) for x in walk(e) if isinstance(x, Arg)} for e in combined]
-    for _ in found:
-        found = [frozenset[str]().union(*(found[j] for j in mixes[k] | {k})) for k in range(len(found))]
-    return tuple(tuple(n in own for n in names) for own in found)
+    count = len(op.body)
+    found = [frozenset({k, *(x.pos % count for x in walk(e) if isinstance(x, Arg))}) for k, e in enumerate(combined)]
+    for _ in range(count):
+        found = [frozenset[int]().union(*(found[j] for j in own)) for own in found]
+    return found
+
+
+def reads_behind(op: Block, output: int) -> frozenset[int]:
+    """Positions of the reads that one result of an operation depends on."""
+    if op.monoid is None:
+        return arg_positions((op.body[output],))
+    then = op.then[output]
+    fields = frozenset[int]().union(*(mixed(op)[x.field] for x in walk(then) if isinstance(x, Acc)))
+    body = tuple(op.body[k] for k in fields)
+    inner = tuple(op.inner[x.pos].body for e in body for x in walk(e) if isinstance(x, Let))
+    return arg_positions((then, *body, *inner))
 
 
 def state_box(op: Block, field: int, box: Box) -> Box:

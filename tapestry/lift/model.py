@@ -24,6 +24,7 @@ from tapestry.lift import (
     elementwise,
     gather,
     linear,
+    loss,
     norm,
     opaque,
     pointwise,
@@ -43,7 +44,8 @@ from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.weights import read_weight
 
 FAMILIES = (  # they register lifters
-    attention, batched, conv, einsum, elementwise, gather, linear, norm, opaque, pool, random, recurrent, reduce, resize, shape,
+    attention, batched, conv, einsum, elementwise, gather, linear, loss, norm, opaque, pool, random, recurrent, reduce, resize,
+    shape,
 )  # fmt: skip
 SUSPECT = "check the model with onnx.checker and onnxruntime; if they take it, this is a bug of Tapestry's"
 

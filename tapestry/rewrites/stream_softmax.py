@@ -15,7 +15,7 @@ from tapestry.ir.monoid import number
 from tapestry.rewrites.inner import with_inner
 from tapestry.rewrites.pattern import merge_reads, shift_args, substitute_expr, substitute_read
 from tapestry.rewrites.rule import Move, Refusal, register
-from tapestry.rewrites.weights import Weight, as_weight, centres, product_of
+from tapestry.rewrites.weights import Weight, as_weight, centres, is_state, product_of
 
 
 @register
@@ -170,6 +170,8 @@ def _softmax_of(graph: Graph, index: _Index, tensor: str) -> int | None:
         and len(op.reduce) == 1
         and not op.inner
         and not op.splits
+        and is_state(op.then[0], 0)
+        and is_state(op.then[1], 1)
     )
     return at if plain else None
 
@@ -231,9 +233,18 @@ def _streamed(graph: Graph, index: _Index, wide: Block, w: Weight, rows: Block, 
         out = call("where", test(top), call("sub", top, top) if math.isnan(value) else number(value, dtype), out)
     if wide.body[0].dtype != dtype:
         return "weights and values are summed in another type than the scores"
+    rest = [r.index == wide.reads[w.top].index and r.other is None for r in wide.reads if r.tensor in rows.outs]
+    if not all(rest):
+        return "the maximum or the sum of weights of another row is read after the sum"
+
+    def after(x: Expr) -> Expr:
+        if isinstance(x, Arg) and wide.reads[x.pos].tensor in rows.outs:
+            return rows.then[rows.outs.index(wide.reads[x.pos].tensor)]
+        return out if isinstance(x, Acc) else x
+
     op = replace(
         wide, monoid="softsum", body=(w.score, number(1, dtype), product_of(w.values, w.divisors, dtype)),
-        then=tuple(rewrite(e, lambda x: out if isinstance(x, Acc) else x) for e in wide.then),
+        then=tuple(rewrite(e, after) for e in wide.then),
         source=tuple(dict.fromkeys(rows.source + wide.source)),
     )  # fmt: skip
     op, taken = _with_scores(graph, index, op, gone)

@@ -84,6 +84,25 @@ def _unguarded(e: Expr) -> tuple[Expr, Expr | None]:
     return e, None
 
 
+def is_state(e: Expr, field: int) -> bool:
+    """Whether an expression over a softmax's state is one of its fields, but where the maximum (field 0) is not finite."""
+    while isinstance(e, Call) and e.fn == "where" and _never_finite(e.args[0]):
+        e = e.args[2]
+    return isinstance(e, Acc) and e.field == field
+
+
+def _never_finite(test: Expr) -> bool:
+    """Whether a test holds for no finite maximum: it is infinite, or less itself it is not a number."""
+    if not isinstance(test, Call):
+        return False
+    inner, m = test.args[0], Acc(0, test.args[0].dtype)
+    if test.fn == "isnan":
+        return inner in (m, call("sub", m, m))
+    if test.fn == "eq":
+        return inner == m and isinstance(test.args[1], Const) and math.isinf(float(test.args[1].value))
+    return test.fn == "isinf" and inner == m
+
+
 Centre = tuple[Callable[[Expr], Expr], float]
 """A test of the maximum, and the value of a row that it holds for."""
 

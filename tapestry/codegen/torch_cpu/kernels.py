@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tapestry.ir.contraction import dims_read, part
 from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
-from tapestry.ir.monoid import SUMS
+from tapestry.ir.monoid import SUMS, parts_of
 from tapestry.ir.scan import as_scan
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 
@@ -70,6 +71,9 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     frame = Frame(op.space, kernel.block)
     if layers.applies(op):
         return (None if op.inner else _selection(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
+    if len(parts := parts_of(op.monoid or "")) > 1:  # each in its own way
+        runs = [_states(replace(op, monoid=name, body=op.body[a:b], then=()), graph, kernel) for name, a, b in parts]
+        return lambda ins: [x for run in runs for x in run(ins)]
     special = (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let
-from tapestry.ir.monoid import MONOIDS, SUMS
+from tapestry.ir.monoid import MONOIDS, SUMS, parts_of
 from tapestry.ir.philox import philox
 from tapestry.ir.types import STORED
 
@@ -120,8 +120,11 @@ def value(e: Expr, args: dict[int, Tensor], state: list[Tensor], index: Callable
 def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
     """Merge states along all axes after the first ``keep``, in one pass of dense torch operators where one is known.
 
-    A NaN is never dropped: ``amax`` and ``amin`` propagate it.
+    A NaN is never dropped: ``amax`` and ``amin`` propagate it. The parts of a product are merged each in its own way.
     """
+    parts = parts_of(monoid)
+    if len(parts) > 1:
+        return [x for name, a, b in parts for x in reduce(name, fields[a:b], keep)]
     dims = tuple(range(keep, fields[0].dim()))
     if not dims:
         return fields
