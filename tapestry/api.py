@@ -145,8 +145,9 @@ def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) 
     from tapestry.runtime.device import DeviceMachine
 
     device = find_device()
+    machine: Any = DeviceMachine  # arrays are torch's, as for every target
     target: Any = DeviceTarget(device, local_cache(flags.cache_folder(), device), libraries=bool(more.pop("libraries", False)))
-    return Session(build, constants, target, (from_numpy, to_numpy), machine=DeviceMachine, **more)
+    return Session(build, constants, target, (from_numpy, to_numpy), machine=machine, **more)
 
 
 def run_checked(

@@ -387,17 +387,18 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
     from tapestry.codegen.triton import compile_ahead
 
     build, _ = store.read(folder)
-    made = emit.triton_kernels(build.plan.graph, build.program)
+    made = emit.triton_kernels(build.plan.graph, build.program, target)
     files: dict[str, bytes] = {}
     rows: list[dict[str, Any]] = []
     for done, (name, kernel) in enumerate(made.items()):
         report(done, len(made))
-        compiled = compile_ahead(kernel, target)
         stem = name.removesuffix(".py")
         files[name] = kernel.source.encode()
-        for kind, text in compiled.asm.items():
-            files[f"{stem}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
-        rows.append({"kernel": stem, "grid": list(kernel.grid), "num_warps": kernel.num_warps, **asdict(compiled.resources)})
+        for one, compiled in zip(kernel.passes, compile_ahead(kernel, target), strict=True):
+            part = stem if one is kernel.passes[-1] else f"{stem}.parts"
+            for kind, text in compiled.asm.items():
+                files[f"{part}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
+            rows.append({"kernel": part, "grid": list(one.grid), "num_warps": one.num_warps, **asdict(compiled.resources)})
     files["resources.json"] = json.dumps({"target": target, "kernels": rows}, indent=1).encode()
     store.write_files(output, files, "resources.json")
     return rows

@@ -41,13 +41,13 @@ def poisoned_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain = interpreter.InterpreterBuilder.create_masked_load
 
-    def load_with_garbage(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> Any:
+    def load_with_garbage(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any, **named: Any) -> Any:
         if other is None:
             dtype = ptrs.get_element_ty()
             kind = interpreter._get_np_dtype(dtype)
             garbage = np.nan if kind.kind == "f" else 0x7FFF if str(dtype) == "bf16" else 0x55
             other = interpreter.TensorHandle(np.full(ptrs.data.shape, garbage, kind), dtype)
-        return plain(self, ptrs, mask, other, *hints)
+        return plain(self, ptrs, mask, other, *hints, **named)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", load_with_garbage)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tapestry.codegen.triton import generate, kernel_key, unavailable
+from tapestry.codegen.triton.chips import DEFAULT
 from tapestry.codegen.triton.source import TritonKernel
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel
@@ -41,11 +42,11 @@ def kernels(graph: Graph, program: Program) -> list[Kernel]:
     return out
 
 
-def triton_kernels(graph: Graph, program: Program) -> dict[str, TritonKernel]:
-    """Generated kernels by file name."""
+def triton_kernels(graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee") -> dict[str, TritonKernel]:
+    """Generated kernels by file name, with the knobs that the model chooses for a target."""
     out: dict[str, TritonKernel] = {}
     for kernel in kernels(graph, program):
-        made = generate(graph, kernel)
+        made = generate(graph, kernel, target=target, precision=precision)
         name, k = made.name, 1
         while f"{name}.py" in out:
             name, k = f"{made.name}_{k}", k + 1
@@ -53,9 +54,9 @@ def triton_kernels(graph: Graph, program: Program) -> dict[str, TritonKernel]:
     return out
 
 
-def triton_sources(graph: Graph, program: Program) -> dict[str, str]:
+def triton_sources(graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee") -> dict[str, str]:
     """File name to Triton source."""
-    return {name: k.source for name, k in triton_kernels(graph, program).items()}
+    return {name: k.source for name, k in triton_kernels(graph, program, target, precision).items()}
 
 
 def _box(box: Box | None) -> Box:

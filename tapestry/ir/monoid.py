@@ -6,9 +6,9 @@ result is its ``then``. Associativity, identity and (where claimed) commutativit
 
 Monoids compose. A `product` makes two reductions one pass; products need no registration: `max.argmax` is one. A `rebased`
 pair is a reduction whose lifted values refer to the result of another one, the *centre*: states are moved to a common centre by
-an action and then merged. ``max`` with the action ``exp(old - new)`` on sums gives log-sum-exp, the softmax, and, with a sum of vectors, flash attention. A `driven` pair is
-the other semidirect product, in which a state acts on all that came before: ``prod`` acting on ``sum`` is a linear
-recurrence. That an action is one is proved (`ir.action`) when the monoid is made.
+an action and then merged. ``max`` with the action ``exp(old - new)`` on sums gives log-sum-exp, the softmax, and, with a sum
+of vectors, flash attention. A `driven` pair is the other semidirect product, in which a state acts on all that came before:
+``prod`` acting on ``sum`` is a linear recurrence. That an action is one is proved (`ir.action`) when the monoid is made.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tapestry.runtime.batches import Batch
 from tapestry.runtime.distributed import RankMachine
 from tapestry.runtime.parcels import owners
 from tapestry.runtime.pulse import IDLE, WAIT, WEIGHTS, Beats, Pulse, Slots, describe, guilty
-from tapestry.runtime.resident import settle, kernel_count
+from tapestry.runtime.resident import kernel_count, settle
 from tapestry.runtime.session import Session
 from tapestry.runtime.wire import VERSION, PeerLost, Wire
 

@@ -15,7 +15,8 @@ from tapestry.codegen.triton.helpers import HELPERS
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Atom, Floor, dims_of, span
 
-_OWN = {"tl", "triton", "combine", "pid", "pid_m", "pid_n", "tile", "first", "high", "step"}
+_OWN = {"tl", "triton", "combine", "pid", "pid_m", "pid_n", "tile", "first", "high", "step", "first_tile", "tile_index"}
+_OWN |= {"pid_row", "DEPTH", "WIDTH"}
 _OWN |= {"BLOCK", "ROWS", "COLS", "BM", "BN", "BK"}
 _RESERVED = frozenset(_OWN) | set(keyword.kwlist) | set(dir(builtins)) | set(HELPERS)
 

@@ -11,17 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tapestry.codegen.triton.chips import CHIPS, plain
 from tapestry.codegen.triton.execute import launch_options, load
-from tapestry.codegen.triton.source import TritonKernel
+from tapestry.codegen.triton.source import Pass, TritonKernel
 from tapestry.errors import TapestryError
 
-# target -> (backend, architecture, threads per warp, bytes of shared memory that one program may use)
-TARGETS: dict[str, tuple[str, int | str, int, int]] = {
-    "sm80": ("cuda", 80, 32, 166912),
-    "sm90": ("cuda", 90, 32, 232448),
-    "sm100": ("cuda", 100, 32, 232448),
-    "gfx942": ("hip", "gfx942", 64, 65536),
-}
+_GLOBAL = re.compile(r"^(LDG|STG|LDGSTS|global_(?:load|store)|buffer_(?:load|store))")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +29,8 @@ class Resources:
         shared: bytes of shared memory per program.
         instructions: count by opcode, such as ``HGMMA``, ``LDG.128``, ``v_mfma``.
         total: number of instructions.
+        global_bytes, wide_bytes: bytes per thread that the listing's accesses of global memory move (not those by descriptors),
+            and how many of these in accesses of 16 bytes.
     """
 
     registers: int
@@ -41,6 +38,8 @@ class Resources:
     shared: int
     instructions: Mapping[str, int]
     total: int
+    global_bytes: int = 0
+    wide_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,32 +52,41 @@ class Compiled:
     resources: Resources
 
 
-def compile_ahead(tk: TritonKernel, target: str) -> Compiled:
-    """Compile for ``sm80``, ``sm90``, ``sm100`` or ``gfx942`` (``triton:`` in front is fine); pointers are 16-byte aligned.
+def compile_ahead(tk: TritonKernel, target: str) -> tuple[Compiled, ...]:
+    """Compile every pass for ``sm80``, ``sm90``, ``sm100`` or ``gfx942`` (``triton:`` in front is fine).
+
+    Buffers begin at multiples of 16 bytes.
 
     Raises:
-        TapestryError: unknown target, or this process has Triton in interpreter mode.
+        TapestryError: unknown target, a kernel with descriptors for a target without, or Triton is in interpreter mode.
     """
-    import triton
     from triton import knobs
+
+    name = plain(target)
+    if knobs.runtime.interpret:
+        raise TapestryError("Triton cannot compile in interpreter mode", where=tk.name, hint="unset TRITON_INTERPRET")
+    if not CHIPS[name].descriptors and any(p.descriptors for p in tk.passes):
+        raise TapestryError(
+            f"{name} has no tensor descriptors", where=tk.name, why=f"generated for {tk.target}", hint="generate for the target"
+        )
+    return tuple(_compiled(tk, one, name) for one in tk.passes)
+
+
+def _compiled(tk: TritonKernel, one: Pass, name: str) -> Compiled:
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    plain = target.removeprefix("triton:")
-    if plain not in TARGETS:
-        raise TapestryError(f"unknown Triton target '{target}'", hint=f"one of {', '.join(TARGETS)}")
-    if knobs.runtime.interpret:
-        raise TapestryError("Triton cannot compile in interpreter mode", where=tk.name, hint="unset TRITON_INTERPRET")
-    backend, arch, warp, _ = TARGETS[plain]
-    aligned: Any = {(i,): [["tt.divisibility", 16]] for i in range(len(tk.args))}
-    source = ASTSource(fn=load(tk), signature=dict(tk.signature), constexprs={}, attrs=aligned)
-    options = launch_options(tk)
-    if backend == "hip":  # 64 KiB of shared memory and no asynchronous copies worth three stages
-        options["num_stages"] = min(2, tk.num_stages)
-    built: Any = triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
+    chip = CHIPS[name]
+    aligned: Any = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(one.params) if p not in one.descriptors}
+    source = ASTSource(fn=load(tk, one=one), signature=dict(one.signature), constexprs={}, attrs=aligned)
+    options = launch_options(one)
+    if chip.backend == "hip":  # 64 KiB of shared memory and no asynchronous copies worth three stages
+        options["num_stages"] = min(2, one.num_stages)
+    built: Any = triton.compile(source, target=GPUTarget(chip.backend, chip.arch, chip.warp), options=options)
     shared = int(built.metadata.shared)
-    resources = _cuda(built.asm["cubin"], shared) if backend == "cuda" else _amd(built.asm["amdgcn"], shared)
-    return Compiled(name=tk.name, target=plain, asm=dict(built.asm), resources=resources)
+    resources = _cuda(built.asm["cubin"], shared) if chip.backend == "cuda" else _amd(built.asm["amdgcn"], shared)
+    return Compiled(name=one.function, target=name, asm=dict(built.asm), resources=resources)
 
 
 def _cuda(cubin: bytes, shared: int) -> Resources:
@@ -92,10 +100,12 @@ def _cuda(cubin: bytes, shared: int) -> Resources:
     opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*[\w.]*)", listing, re.MULTILINE)
     counts = Counter(op.split(".")[0] for op in opcodes)
     counts += Counter(f"{op.split('.')[0]}.128" for op in opcodes if ".128" in op)
+    moved = [(op, _width(op)) for op in opcodes if _GLOBAL.match(op)]
     stack = _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage)
     return Resources(
-        registers=_number(r"REG:(\d+)", usage), spills=stack, shared=shared, instructions=dict(counts), total=len(opcodes)
-    )
+        registers=_number(r"REG:(\d+)", usage), spills=stack, shared=shared, instructions=dict(counts), total=len(opcodes),
+        global_bytes=sum(n for _, n in moved), wide_bytes=sum(n for _, n in moved if n == 16),
+    )  # fmt: skip
 
 
 def _amd(listing: str, shared: int) -> Resources:
@@ -105,7 +115,20 @@ def _amd(listing: str, shared: int) -> Resources:
     counts["v_mfma"] = sum(n for op, n in counts.items() if op.startswith("v_mfma"))
     spills = _number(r"\.vgpr_spill_count:\s*(\d+)", listing) + _number(r"\.sgpr_spill_count:\s*(\d+)", listing)
     registers = _number(r"\.vgpr_count:\s*(\d+)", listing)
-    return Resources(registers=registers, spills=spills, shared=shared, instructions=dict(counts), total=len(opcodes))
+    moved = [_width(op) for op in opcodes if _GLOBAL.match(op)]
+    return Resources(
+        registers=registers, spills=spills, shared=shared, instructions=dict(counts), total=len(opcodes),
+        global_bytes=sum(moved), wide_bytes=sum(n for n in moved if n == 16),
+    )  # fmt: skip
+
+
+def _width(opcode: str) -> int:
+    """Bytes per thread of an access: ``LDG.E.128``, ``STG.E.U16``, ``global_load_dwordx4``; 4 where nothing is said."""
+    if found := re.search(r"\.(?:[US])?(8|16|64|128|256)(?:\.|$)", opcode):
+        return min(16, int(found.group(1)) // 8)
+    if found := re.search(r"dwordx(\d)", opcode):
+        return 4 * int(found.group(1))
+    return 1 if re.search(r"(byte|_[us]?b8)", opcode) else 2 if re.search(r"(short|_[us]?b16|d16)", opcode) else 4
 
 
 def _number(pattern: str, text: str) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tapestry.codegen.triton.axes import Axis, View
+from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.scope import Frame, Scope, Written
-from tapestry.codegen.triton.tiles import Knobs
 
 
 def emit_map(frame: Frame, knobs: Knobs) -> Written:

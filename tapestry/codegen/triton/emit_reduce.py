@@ -7,10 +7,10 @@ are folded at the end by the same function. Lanes past the end hold the identity
 from __future__ import annotations
 
 from tapestry.codegen.triton.axes import Axis, View
+from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.primitives import TRITON_TYPES, compute, literal
 from tapestry.codegen.triton.printer import combine_source
 from tapestry.codegen.triton.scope import Frame, Scope, Written
-from tapestry.codegen.triton.tiles import Knobs
 from tapestry.ir.monoid import MONOIDS
 
 

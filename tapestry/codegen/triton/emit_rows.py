@@ -11,47 +11,13 @@ from dataclasses import replace
 
 from tapestry.codegen.triton.axes import Axis, View
 from tapestry.codegen.triton.emit_reduce import fold_line, identity, loop, merge_line, state_types
+from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.scope import Frame, Scope, Written
-from tapestry.codegen.triton.tiles import Knobs, power_of_two
+from tapestry.codegen.triton.tiles import row_dims
 from tapestry.ir.expr import Expr, Index, rewrite
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import dim, dims_of, substitute
-
-LONGEST = 8192  # elements of a row that are kept in registers
-
-
-def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
-    """(rows, columns): dimensions that the states vary along, and the others; ``None`` where there are no others."""
-    if not task.monoid or task.mode == "finish" or task.inner:
-        return None
-    used: frozenset[str] = frozenset()
-    for e in task.body:
-        for x in _leaves(e):
-            if isinstance(x, Index):
-                used |= dims_of(x.aff)
-            elif (pos := getattr(x, "pos", None)) is not None:
-                access = task.reads[pos]
-                used |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
-    rows = tuple(d for d in task.dims if d.name in used or d.size == 1)
-    columns = tuple(d for d in task.dims if d not in rows)
-    return (rows, columns) if columns else None
-
-
-def without_columns(task: Task) -> Task:
-    """States alone (``partial``): the columns do not take part."""
-    found = row_dims(task)
-    return replace(task, dims=found[0]) if found else task
-
-
-def row_knobs(task: Task) -> Knobs:
-    """A row to a program, or several short ones; eight elements to a thread at least."""
-    found = row_dims(task)
-    assert found is not None
-    width = min(LONGEST, max(power_of_two(points(task.reduce)), power_of_two(points(found[1]))))
-    height = max(1, min(power_of_two(points(found[0])), 1024 // width))
-    warps = 1 if width * height <= 512 else 4 if width * height <= 2048 else 8 if width * height <= 4096 else 16
-    return Knobs(rows=height, cols=width, num_warps=warps)
+from tapestry.ir.index import dim, substitute
 
 
 def emit_rows(frame: Frame, knobs: Knobs) -> Written:
@@ -121,8 +87,3 @@ def joint(task: Task, columns: tuple[Dim, ...]) -> Task | None:
 
     body, then = (tuple(rewrite(e, leaf) for e in group) for group in (task.body, task.then))
     return replace(task, reads=reads, body=body, then=then)
-
-
-def _leaves(e: Expr) -> list[Expr]:
-    args = getattr(e, "args", ())
-    return [x for a in args for x in _leaves(a)] if args else [e]

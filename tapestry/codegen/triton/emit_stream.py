@@ -1,20 +1,28 @@
 """Sums weighted by a softmax, in one pass over the keys: two products per tile, and states moved to each new maximum.
 
 The centre of the states is the running maximum; the action of the monoid, ``exp(old - new)``, moves sums to it. A row whose
-maximum is still minus infinity keeps the centre 0: nothing has any weight there, whatever the centre is.
+maximum is still minus infinity keeps the centre 0: nothing has any weight there, whatever the centre is. Maxima are kept in the
+units of the product, before a positive factor that all scores have; that factor and log2(e) meet in one constant.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tapestry.codegen.triton.axes import Axis, View
-from tapestry.codegen.triton.emit_dot import factor
-from tapestry.codegen.triton.primitives import TRITON_TYPES
-from tapestry.codegen.triton.ranges import key_range
+from tapestry.codegen.triton.chips import Chip
+from tapestry.codegen.triton.descriptors import TileBox, stream_boxes
+from tapestry.codegen.triton.emit_dot import described, factor
+from tapestry.codegen.triton.knobs import Knobs
+from tapestry.codegen.triton.operation import Operation
+from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES
+from tapestry.codegen.triton.ranges import KeyRange, key_range, unguarded
 from tapestry.codegen.triton.scope import Frame, Scope, Written
-from tapestry.codegen.triton.tiles import Knobs, Stream, power_of_two
+from tapestry.codegen.triton.tiles import Stream, power_of_two
+from tapestry.ir.expr import Call, Const, Expr, Let
 from tapestry.ir.graph import Dim
+from tapestry.ir.monoid import lowest
 
 _NONE = 'float("-inf")'
 
@@ -26,11 +34,28 @@ class _Axes:
     key: Axis
     depth: Axis
     columns: Axis
+    start: str  # where the tile of keys begins
 
 
-def emit_stream(frame: Frame, s: Stream, knobs: Knobs) -> Written:
+@dataclass(slots=True)
+class _Plan:
+    """What the steps of one kernel share."""
+
+    s: Stream
+    ax: _Axes
+    knobs: Knobs
+    boxes: tuple[TileBox | None, TileBox | None, TileBox | None]
+    precision: tuple[str, str]  # of the two products
+    state: tuple[str, str, str]
+    query: str
+    score: Expr  # over Let(0), in units of the product
+    scale: float  # by which the score is to be multiplied
+
+
+def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
     """Outputs (``full``) or the states (``partial``): maximum and sum of weights by rows, weighted sums by rows and columns."""
-    namer = frame.namer
+    namer, s = frame.namer, op.streamed
+    assert s is not None
     widths = [max(16, power_of_two(_points(dims))) for dims in (s.depth, s.columns)]
     ax = _Axes(
         Axis(s.batch, 0, "", namer, "batch"),
@@ -38,17 +63,22 @@ def emit_stream(frame: Frame, s: Stream, knobs: Knobs) -> Written:
         Axis((s.key,), knobs.bn, "BN", namer, "key"),
         Axis(s.depth, widths[0], "DEPTH", namer, "depth"),
         Axis(s.columns, widths[1], "WIDTH", namer, "column"),
+        "",
     )
-    once, query = _query(frame, s, ax)
-    top, total, acc = (namer.take(n) for n in ("top", "total", "acc"))
-    step = _step(frame, s, ax, query, (top, total, acc))
-    last = _results(frame, ax, (top, total, acc))
-    start = namer.take(f"{ax.key.name}_0")
-    setup, bounds = key_range(frame, ax.rows, ax.key, "BM")
-    body = [f"{ax.key.name} = {_index(frame, f'{start} + tl.arange(0, BN)')}", *ax.key.lines, *step]
+    boxes = stream_boxes(frame.task, s) if knobs.descriptors and chip.descriptors else (None, None, None)
+    once, query = _query(frame, s, ax, boxes[0], knobs)
+    state = (namer.take("top"), namer.take("total"), namer.take("acc"))
+    precision = tuple("ieee" if d in HALVES else op.precision for d in (s.operand, s.weights))
+    score, scale = _scaled(frame.task.body[0])
+    plan = _Plan(s, ax, knobs, boxes, (precision[0], precision[1]), state, query, score, scale)
+    ax.start = namer.take(f"{ax.key.name}_0")
+    keys = key_range(frame, ax.batch, ax.rows, ax.key, "BM")
+    steps = _loops(frame, plan, keys)
+    last = _results(frame, plan)
+    top, total, acc = state
     lines = (
         frame.program(),
-        *_program(ax),
+        *_program(ax, keys.grows),
         *ax.batch.lines,
         f"{ax.rows.name} = {_index(frame, 'pid_row * BM + tl.arange(0, BM)')}",
         *ax.rows.lines,
@@ -60,10 +90,10 @@ def emit_stream(frame: Frame, s: Stream, knobs: Knobs) -> Written:
         f"{top} = tl.full((BM,), {_NONE}, tl.float32)",
         f"{total} = tl.zeros((BM,), tl.float32)",
         f"{acc} = tl.zeros((BM, WIDTH), tl.float32)",
-        *setup,
-        f"for {start} in range({bounds}, BN):",
-        *("    " + line for line in body),
-        f"{top} = tl.where({total} == {total}, {top}, {total})  # a NaN among the scores is a NaN of the row",
+        *keys.lines,
+        *steps,
+        *([f"{top} = {top} * {scale!r}"] if scale != 1.0 else []),
+        f"{top} = tl.where({total} == {total}, {top}, {total})  # a NaN among the scores is one of the row",
         *last,
     )
     constants = (("BM", knobs.bm), ("BN", knobs.bn), ("DEPTH", widths[0]), ("WIDTH", widths[1]))
@@ -81,54 +111,108 @@ def _index(frame: Frame, text: str) -> str:
     return f"({text}).to(tl.int64)" if frame.wide else text
 
 
-def _program(ax: _Axes) -> list[str]:
-    """Tiles of rows of one batch point follow each other: they read the same keys and values."""
-    if ax.batch.size == 1:
-        return ["pid_row = pid"]
-    return [f"{ax.batch.name} = pid // {ax.rows.tiles}", f"pid_row = pid % {ax.rows.tiles}"]
+def _program(ax: _Axes, grows: bool) -> list[str]:
+    """Tiles of rows of one batch point follow each other: they read the same keys and values. Most keys first."""
+    lines, row = [], "pid"
+    if ax.batch.size > 1:
+        lines, row = [f"{ax.batch.name} = pid // {ax.rows.tiles}"], f"pid % {ax.rows.tiles}"
+    return [*lines, f"pid_row = {ax.rows.tiles - 1} - {row}" if grows and ax.rows.tiles > 1 else f"pid_row = {row}"]
 
 
-def _query(frame: Frame, s: Stream, ax: _Axes) -> tuple[list[str], str]:
+def _scaled(e: Expr) -> tuple[Expr, float]:
+    """A score as (masked product, positive factor): ``where(c, let0 * s, -inf)`` is that of ``where(c, let0, -inf)`` and s."""
+    if isinstance(e, Call) and e.fn == "where" and e.args[2] == lowest(e.dtype):
+        inner, scale = _scaled(e.args[1])
+        return Call(fn=e.fn, args=(e.args[0], inner, e.args[2]), dtype=e.dtype), scale
+    if isinstance(e, Call) and e.fn in ("mul", "div"):
+        a, b = e.args if not isinstance(e.args[0], Const) or e.fn == "div" else e.args[::-1]
+        if isinstance(a, Let) and isinstance(b, Const) and 1e-6 < float(b.value) < 1e6:
+            return a, float(b.value) if e.fn == "mul" else 1.0 / float(b.value)
+    return e, 1.0
+
+
+def _query(frame: Frame, s: Stream, ax: _Axes, box: TileBox | None, knobs: Knobs) -> tuple[list[str], str]:
     """Lines that load the queries' tile, which stays, and its name."""
+    if box is not None:
+        scalars = View([(ax.batch, "")], frame.task.ranges)
+        sizes = (knobs.bm, ax.depth.block)
+        name, lines = described(frame, s.query, box, scalars, ("pid_row * BM", "0"), ("BM", "DEPTH"), sizes)
+        return lines, name
     scope = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.depth, "[None, :]")], frame.task.ranges))
     name = factor(scope, s.query, ax.depth, s.operand, "q")
     return scope.lines, name
 
 
-def _step(frame: Frame, s: Stream, ax: _Axes, query: str, state: tuple[str, str, str]) -> list[str]:
+def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
+    """The loop over tiles that need no mask, if there are any, and the loop over the others."""
+    special = ", warp_specialize=True" if plan.knobs.warp_specialize else ""
+    lines: list[str] = []
+    spans = [(keys.first, keys.clear, False), (keys.clear, keys.end, True)] if keys.clear else [(keys.first, keys.end, True)]
+    for first, end, masked in spans:
+        body = _step(frame, plan, masked)
+        lines.append(f"for {plan.ax.start} in tl.range({first}, {end}, BN{special}):")
+        lines += [f"    {line}" for line in body if line]
+    return lines
+
+
+def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
     """One tile of keys: scores, the new centre, weights, and the states moved to it and added to."""
-    task, namer = frame.task, frame.namer
-    top, total, acc = state
+    task, namer, ax = frame.task, frame.namer, plan.ax
+    top, total, acc = plan.state
     score = namer.take("score")
-    left = Scope(frame, View([(ax.batch, ""), (ax.depth, "[:, None]"), (ax.key, "[None, :]")], task.ranges))
-    keys = factor(left, s.keys, ax.depth, s.operand, "k")
-    tile = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.key, "[None, :]")], task.ranges), (score,))
-    (masked,) = tile.printer.all(task.body[:1])
-    if ax.key.ragged:
-        masked = f"tl.where({tile.view.laid(ax.key, ax.key.inside())}, {masked}, {_NONE})"
-    right = Scope(frame, View([(ax.batch, ""), (ax.key, "[:, None]"), (ax.columns, "[None, :]")], task.ranges))
-    values = factor(right, s.value, ax.key, s.weights, "v")
+    key = Axis(ax.key.dims, ax.key.block, ax.key.tile, namer, "key") if not masked else ax.key
+    if not masked:
+        key.size = key.size // key.block * key.block  # whole tiles only: no lane is past the end
+    copies, keys, values, later = _copies(frame, plan, key)
+    tile = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (key, "[None, :]")], task.ranges), (score,))
+    (shown,) = tile.printer.all((plan.score if masked else unguarded(plan.score),))
+    if masked and key.ragged:
+        shown = f"tl.where({tile.view.laid(key, key.inside())}, {shown}, {_NONE})"
     high, centre, scale, weights = (namer.take(n) for n in ("high", "centre", "scale", "weights"))
-    half = "" if s.weights == "f32" else f".to({TRITON_TYPES[s.weights]})"
-    return [
-        *left.lines,
-        f'{score} = tl.dot({query}, {keys}, tl.zeros((BM, BN), tl.float32), input_precision="ieee")',
+    half = "" if plan.s.weights == "f32" else f".to({TRITON_TYPES[plan.s.weights]})"
+    by = repr(plan.scale * math.log2(math.e))
+    own = [
+        *copies,
+        f'{score} = tl.dot({plan.query}, {keys}, tl.zeros((BM, BN), tl.float32), input_precision="{plan.precision[0]}")',
         *tile.lines,
-        f"{score} = {masked}" if masked != score else "",
+        f"{score} = {shown}" if shown != score else "",
         f"{high} = tl.maximum({top}, tl.max({score}, 1))",
         f"{centre} = tl.where({high} == {_NONE}, 0.0, {high})",
-        f"{scale} = tl.exp({top} - {centre})",
-        f"{weights} = tl.exp({score} - {centre}[:, None])",
-        *right.lines,
+        f"{scale} = tl.exp2(({top} - {centre}) * {by})",
+        f"{weights} = tl.exp2(({score} - {centre}[:, None]) * {by})",
+        *later,
         f"{total} = {total} * {scale} + tl.sum({weights}, 1)",
-        f'{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], input_precision="ieee")',
+        f'{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], input_precision="{plan.precision[1]}")',
         f"{top} = {high}",
     ]
+    used = key.lines or any(key.name in line for line in own)
+    index = [f"{key.name} = {_index(frame, f'{ax.start} + tl.arange(0, BN)')}"] if used else []
+    return [*index, *key.lines, *own]
 
 
-def _results(frame: Frame, ax: _Axes, state: tuple[str, str, str]) -> list[str]:
+def _copies(frame: Frame, plan: _Plan, key: Axis) -> tuple[list[str], str, str, list[str]]:
+    """Lines that load keys (depth by keys), their name, that of the values (keys by columns), and the lines that load those."""
+    s, ax, ranges = plan.s, plan.ax, frame.task.ranges
+    scalars = View([(ax.batch, "")], ranges)
+    if (box := plan.boxes[1]) is not None:
+        sizes = (ax.key.block, ax.depth.block)
+        name, first = described(frame, s.keys, box, scalars, (ax.start, "0"), ("BN", "DEPTH"), sizes)
+        keys = f"tl.trans({name})"
+    else:
+        left = Scope(frame, View([(ax.batch, ""), (ax.depth, "[:, None]"), (key, "[None, :]")], ranges))
+        keys, first = factor(left, s.keys, ax.depth, s.operand, "k"), left.lines
+    if (box := plan.boxes[2]) is not None:
+        sizes = (ax.key.block, ax.columns.block)
+        values, second = described(frame, s.value, box, scalars, (ax.start, "0"), ("BN", "WIDTH"), sizes)
+    else:
+        right = Scope(frame, View([(ax.batch, ""), (key, "[:, None]"), (ax.columns, "[None, :]")], ranges))
+        values, second = factor(right, s.value, key, s.weights, "v"), right.lines
+    return first, keys, values, second
+
+
+def _results(frame: Frame, plan: _Plan) -> list[str]:
     """Stores of what ``then`` makes of the states, or of the states themselves."""
-    task = frame.task
+    task, ax, state = frame.task, plan.ax, plan.state
     over = View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.columns, "[None, :]")], task.ranges)
     if task.mode == "full":
         last = Scope(frame, over, (f"{state[0]}[:, None]", f"{state[1]}[:, None]", state[2]))

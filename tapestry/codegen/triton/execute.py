@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tapestry.codegen.triton.interpreter import corrected
-from tapestry.codegen.triton.source import TritonKernel
+from tapestry.codegen.triton.source import Pass, TritonKernel
 from tapestry.errors import BuildError, TapestryError
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ _FUNCTIONS: dict[str, Any] = {}
 _FOLDER: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def load(tk: TritonKernel, folder: Path | None = None) -> Any:
-    """The jitted function of a kernel, imported from a file named by the hash of its source.
+def load(tk: TritonKernel, folder: Path | None = None, one: Pass | None = None) -> Any:
+    """The jitted function of one of a kernel's passes (the last by default), from a file named by the hash of its source.
 
     Triton reads the source of what it compiles, so there must be a file; it is written to ``folder`` (by default one of
     this process's own), and one that is there already must hold exactly these bytes.
@@ -32,8 +32,9 @@ def load(tk: TritonKernel, folder: Path | None = None) -> Any:
     """
     data = tk.source.encode()
     digest = hashlib.sha256(data).hexdigest()
+    function = one.function if one is not None else tk.name
     if digest in _FUNCTIONS:
-        return _FUNCTIONS[digest]
+        return getattr(_FUNCTIONS[digest], function)
     path = (folder or _own_folder()) / f"{tk.name}_{digest[:16]}.py"
     if not path.exists():
         partial = path.with_suffix(f".{os.getpid()}.tmp")
@@ -45,8 +46,8 @@ def load(tk: TritonKernel, folder: Path | None = None) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    _FUNCTIONS[digest] = getattr(module, tk.name)
-    return _FUNCTIONS[digest]
+    _FUNCTIONS[digest] = module
+    return getattr(module, function)
 
 
 def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
@@ -68,16 +69,49 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
         )
     if 0 in tk.grid:
         return
-    if interpreted:
-        with corrected():
-            load(tk)[tk.grid](*arrays)
-    else:
-        load(tk)[tk.grid](*arrays, **launch_options(tk))
+    buffers = [*(aligned(a) for a in arrays), *scratch(tk, arrays[-1].device)]
+    for one in tk.passes:
+        function = load(tk, one=one)[one.grid]
+        if interpreted:
+            with corrected():
+                function(*arguments(one, buffers))
+        else:
+            function(*arguments(one, buffers), **launch_options(one))
+    for given, used in zip(arrays, buffers, strict=False):
+        if given is not used:
+            given.copy_(used)  # an output that did not begin at a multiple of 16 bytes
 
 
-def launch_options(tk: TritonKernel) -> dict[str, Any]:
+def aligned(a: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one that does not begin at a multiple of 16 bytes, as kernels and descriptors expect."""
+    return a if a.data_ptr() % 16 == 0 else a.clone()
+
+
+def scratch(tk: TritonKernel, device: torch.device) -> list[torch.Tensor]:
+    """New buffers for what lives between the passes."""
+    import torch
+
+    kinds = {"f32": torch.float32, "f64": torch.float64, "bool": torch.bool}
+    kinds |= {f"{s}{n}": getattr(torch, f"{'u' if s == 'u' else ''}int{n}") for s in "iu" for n in (8, 16, 32, 64)}
+    return [torch.empty(n, dtype=kinds[d], device=device) for d, n in tk.scratch]
+
+
+def arguments(one: Pass, buffers: Sequence[torch.Tensor]) -> list[Any]:
+    """The arguments of a pass: buffers as they are, or as host tensor descriptors."""
+    out: list[Any] = []
+    for param, at in zip(one.params, one.takes, strict=True):
+        if (d := one.descriptors.get(param)) is None:
+            out.append(buffers[at])
+            continue
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        out.append(TensorDescriptor(buffers[at], list(d.shape), list(d.strides), list(d.block)))
+    return out
+
+
+def launch_options(one: Pass) -> dict[str, Any]:
     """Compiler options: no contraction into fused multiply-adds, so that every device gives the same bits."""
-    return {"num_warps": tk.num_warps, "num_stages": tk.num_stages, "enable_fp_fusion": False}
+    return {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": False}
 
 
 def _own_folder() -> Path:

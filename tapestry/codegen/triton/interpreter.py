@@ -7,6 +7,7 @@ over a tile.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,8 @@ def corrected() -> Iterator[None]:
 
     builder.create_dot, builder.create_splat = create_dot, create_splat
     try:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
             yield
     finally:
         builder.create_dot, builder.create_splat = dot, splat

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
-from tapestry.codegen.triton.execute import launch, launch_options, load
-from tapestry.codegen.triton.source import TritonKernel
+from tapestry.codegen.triton.execute import arguments, launch, launch_options, load, scratch
+from tapestry.codegen.triton.source import Pass, TritonKernel
 from tapestry.errors import TapestryError
 
 if TYPE_CHECKING:
@@ -47,18 +47,33 @@ def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> Call:
     held = tuple(arrays)
     if interpreted() or held[0].device.type == "cpu":
         return lambda: launch(tk, held)
+    buffers = (*held, *scratch(tk, held[0].device))
+    calls = tuple(_bound(tk, one, buffers) for one in tk.passes)
+
+    def call(keep: tuple[torch.Tensor, ...] = buffers) -> None:
+        for each in calls:
+            each()
+
+    return calls[0] if len(calls) == 1 else call
+
+
+def _bound(tk: TritonKernel, one: Pass, buffers: tuple[torch.Tensor, ...]) -> Call:
+    """One launch on these buffers."""
     from triton.runtime import driver
 
-    aligned = tuple(i for i, a in enumerate(held) if a.data_ptr() % _ALIGNED == 0)
-    device = held[0].device.index
-    compiled = _loaded(tk, aligned, device)
+    taken = tuple(buffers[k] for k in one.takes)
+    aligned = tuple(i for i, (p, a) in enumerate(zip(one.params, taken, strict=True)) if p not in one.descriptors and _even(a))
+    device = taken[0].device.index
+    compiled = _loaded(tk, one, aligned, device)
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    x, y, z = (*tk.grid, 1, 1)[:3]
-    stream = driver.active.get_current_stream
-    pointers = tuple(a.data_ptr() for a in held)  # as numbers: the launcher asks the driver about anything else
+    x, y, z = (*one.grid, 1, 1)[:3]
+    active: Any = driver.active
+    stream = active.get_current_stream
+    values = arguments(one, buffers)  # pointers as numbers: the launcher asks the driver about anything else
+    values = [v if p in one.descriptors else v.data_ptr() for p, v in zip(one.params, values, strict=True)]
 
-    def call(keep: tuple[torch.Tensor, ...] = held) -> None:
-        run(x, y, z, stream(device), function, packed, None, None, None, *pointers)
+    def call(keep: tuple[torch.Tensor, ...] = taken) -> None:
+        run(x, y, z, stream(device), function, packed, None, None, None, *values)
 
     return call
 
@@ -68,41 +83,45 @@ def compile_all(made: Sequence[TritonKernel], architecture: Architecture, thread
 
     A kernel that does not compile is left to `bind`, which says so.
     """
-    left = list({tk.source: tk for tk in made if 0 not in tk.grid}.values())
-    for tk in left:
-        load(tk)  # modules are imported one after another
+    left = [(tk, one) for tk in {tk.source: tk for tk in made if 0 not in tk.grid}.values() for one in tk.passes]
+    for tk, one in left:
+        load(tk, one=one)  # modules are imported one after another
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        wait([pool.submit(compile_one, tk, architecture) for tk in left])
+        wait([pool.submit(compile_pass, tk, one, architecture) for tk, one in left])
 
 
-def compile_one(tk: TritonKernel, architecture: Architecture, aligned: tuple[int, ...] | None = None) -> Any:
-    """A kernel compiled, not loaded; ``aligned`` lists the arguments that begin at multiples of 16 bytes (all by default)."""
+def compile_pass(tk: TritonKernel, one: Pass, architecture: Architecture, aligned: tuple[int, ...] | None = None) -> Any:
+    """A pass compiled, not loaded; ``aligned`` lists the arguments that begin at multiples of 16 bytes (default: all)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    which = range(len(tk.args)) if aligned is None else aligned
+    which = [i for i, p in enumerate(one.params) if p not in one.descriptors] if aligned is None else aligned
     attributes: Any = {(i,): [["tt.divisibility", _ALIGNED]] for i in which}
-    source = ASTSource(fn=load(tk), signature=dict(tk.signature), constexprs={}, attrs=attributes)
-    return triton.compile(source, target=GPUTarget(*architecture), options=launch_options(tk))
+    source = ASTSource(fn=load(tk, one=one), signature=dict(one.signature), constexprs={}, attrs=attributes)
+    return triton.compile(source, target=GPUTarget(*architecture), options=launch_options(one))
 
 
 def here() -> Architecture:
     """The architecture of the current GPU."""
     from triton.runtime import driver
 
-    target = driver.active.get_current_target()
+    target: Any = driver.active.get_current_target()
     return target.backend, target.arch, target.warp_size
 
 
-def _loaded(tk: TritonKernel, aligned: tuple[int, ...], device: int) -> Any:
-    """The kernel as compiled for a device and loaded there; equal ones are compiled once."""
+def _even(a: torch.Tensor) -> bool:
+    return a.data_ptr() % _ALIGNED == 0
+
+
+def _loaded(tk: TritonKernel, one: Pass, aligned: tuple[int, ...], device: int) -> Any:
+    """A pass as compiled for a device and loaded there; equal ones are compiled once."""
     from triton.runtime.errors import OutOfResources
 
-    options = tuple(sorted(launch_options(tk).items()))
-    key = (hashlib.sha256(tk.source.encode()).hexdigest(), options, aligned, device)
+    options = tuple(sorted(launch_options(one).items()))
+    key = (hashlib.sha256(tk.source.encode()).hexdigest(), one.function, options, aligned, device)
     if key not in _COMPILED:
-        built = compile_one(tk, here(), aligned)
+        built = compile_pass(tk, one, here(), aligned)
         try:
             assert built.run is not None  # loads the machine code
         except OutOfResources as e:

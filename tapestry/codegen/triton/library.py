@@ -29,7 +29,7 @@ def bind(graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], outs: Seque
         return None
     task = lower(graph, kernel)
     c = contraction(task)
-    if c is None:
+    if c is None or c.more:
         return None
     where = [bare_read(c.a), bare_read(c.b)]
     if None in where or any(task.reads[p].checks for p in where if p is not None):

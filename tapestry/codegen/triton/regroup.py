@@ -35,7 +35,7 @@ def _group_sizes(task: Task, d: Dim) -> list[int]:
 
 
 def _cut(task: Task, d: Dim, k: int) -> Task:
-    taken = {x.name for x in task.dims + task.reduce}
+    taken = set(task.ranges)
     outer, inner = (next(n for n in (f"{d.name}_{s}", f"{d.name}_{s}_") if n not in taken) for s in ("group", "in"))
     ranges = {n: s for n, s in task.ranges.items() if n != d.name} | {outer: d.size // k, inner: k}
     both = {d.name: dim(outer) * k + dim(inner)}
@@ -62,4 +62,5 @@ def _cut(task: Task, d: Dim, k: int) -> Task:
         outs=tuple(access(a) for a in task.outs),
         body=tuple(rewrite(e, leaf) for e in task.body),
         then=tuple(rewrite(e, leaf) for e in task.then),
+        inner=tuple(replace(s, body=rewrite(s.body, leaf)) for s in task.inner),
     )

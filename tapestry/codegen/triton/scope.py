@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tapestry.codegen.triton.axes import Axis, Namer, View
+from tapestry.codegen.triton.descriptors import Descriptor
 from tapestry.codegen.triton.lowered import Access, Check, Task, points
 from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES, literal, typed
 from tapestry.codegen.triton.printer import Printer
@@ -21,6 +22,8 @@ class Frame:
         wide: whether indices need 64 bits.
         helpers, functions: names of library functions used, and source of the kernel's own.
         assigned: variables that have a value already.
+        pointers: names of the buffers that are accessed by pointer.
+        descriptors: parameter to the name of its buffer and its descriptor.
     """
 
     task: Task
@@ -32,11 +35,17 @@ class Frame:
     helpers: set[str] = field(default_factory=set)
     functions: list[str] = field(default_factory=list)
     assigned: set[str] = field(default_factory=set)
+    pointers: set[str] = field(default_factory=set)
+    descriptors: dict[str, tuple[str, Descriptor]] = field(default_factory=dict)
 
-    @property
-    def args(self) -> tuple[str, ...]:
-        """Pointer arguments in the order of the launch."""
-        return tuple(f"{n}_ptr" for n in (*self.reads.values(), *self.states, *self.outs))
+    def descriptor(self, name: str, d: Descriptor) -> str:
+        """The parameter that is a descriptor of a buffer; the same one for equal descriptors."""
+        for param, held in self.descriptors.items():
+            if held == (name, d):
+                return param
+        param = self.namer.take(f"{name}_desc")
+        self.descriptors[param] = (name, d)
+        return param
 
     def program(self) -> str:
         """The program's number along the grid."""
@@ -152,6 +161,7 @@ class Scope:
         self.lines.append(f"tl.store({text}, {value}" + (f", mask={' & '.join(masks)})" if masks else ")"))
 
     def _pointer(self, name: str, offset: str) -> str:
+        self.frame.pointers.add(name)
         return f"{name}_ptr" if offset == "0" else f"{name}_ptr + {offset}"
 
     def _checks(self, checks: tuple[Check, ...], name: str) -> tuple[list[str], list[Axis]]:

@@ -4,95 +4,131 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tapestry.codegen.triton.axes import identifier
+from tapestry.codegen.triton.chips import DEFAULT, Chip, chip_of, plain
+from tapestry.codegen.triton.descriptors import Descriptor, descriptor_type
 from tapestry.codegen.triton.emit_dot import emit_dot
+from tapestry.codegen.triton.emit_gather import emit_gather
 from tapestry.codegen.triton.emit_map import emit_map
+from tapestry.codegen.triton.emit_nest import emit_nest
 from tapestry.codegen.triton.emit_reduce import emit_reduce
-from tapestry.codegen.triton.emit_rows import emit_rows, row_dims, row_knobs, without_columns
-from tapestry.codegen.triton.emit_scan import emit_scan, scan_knobs, scan_of, scan_task
+from tapestry.codegen.triton.emit_rows import emit_rows
+from tapestry.codegen.triton.emit_scan import emit_scan
 from tapestry.codegen.triton.emit_stream import emit_stream
+from tapestry.codegen.triton.header import header
 from tapestry.codegen.triton.helpers import sources
-from tapestry.codegen.triton.lowered import Task, lower, points, task_text
+from tapestry.codegen.triton.knobs import Knobs, default_knobs, splits
+from tapestry.codegen.triton.lowered import lower, task_text
+from tapestry.codegen.triton.operation import Operation, operation
+from tapestry.codegen.triton.passes import Parts, in_parts
 from tapestry.codegen.triton.primitives import POINTERS
-from tapestry.codegen.triton.regroup import split_groups
 from tapestry.codegen.triton.scope import Frame, Written, frame
-from tapestry.codegen.triton.tiles import (
-    Contraction,
-    Knobs,
-    contraction,
-    dot_knobs,
-    map_knobs,
-    reduce_knobs,
-    stream,
-    stream_knobs,
-)
-from tapestry.ir.expr import count_calls
-from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Box, Kernel, size
-from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.text import op_text
-from tapestry.ir.types import itemsize
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Kernel
 
+PRECISIONS = ("ieee", "tf32x3", "tf32")
 _WIDTH = 112
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TritonKernel:
-    """A generated kernel.
+class Pass:
+    """One launch of a kernel.
 
     Attributes:
-        name: of the function in ``source``.
-        source: a whole Python file that imports only ``triton`` and ``triton.language``.
+        function: its name in the source.
         grid: number of programs.
-        args: pointer arguments in order: the reads (one for each position in ``reads``), states, then outputs.
-        signature: argument to Triton type, for ahead-of-time compilation.
+        params: parameters in order; ``signature`` has their Triton types.
+        takes: for each parameter the buffer it is about: a number below ``len(args)`` is one of the caller's arrays, the
+            others are scratch buffers in order.
+        descriptors: parameters that are tensor descriptors of their buffer.
+    """
+
+    function: str
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    params: tuple[str, ...]
+    takes: tuple[int, ...]
+    signature: Mapping[str, str]
+    descriptors: Mapping[str, Descriptor] = field(default_factory=dict[str, Descriptor])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonKernel:
+    """A generated kernel: one launch, or two where a reduced dimension is in parts over the grid.
+
+    Attributes:
+        name: of the kernel, and of the first function in ``source``.
+        source: a whole Python file that imports only ``triton`` and ``triton.language``.
+        args: the caller's arrays in order: the reads (one for each position in ``reads``), states, then outputs.
         reads: positions, in the operation, of the reads that are arguments.
+        scratch: (dtype, elements) of buffers that live between the passes; 16-byte aligned, contents undefined.
+        passes: the launches in order.
     """
 
     name: str
     source: str
-    grid: tuple[int, ...]
-    num_warps: int
-    num_stages: int
     args: tuple[str, ...]
-    signature: dict[str, str]
     reads: tuple[int, ...]
+    passes: tuple[Pass, ...]
+    scratch: tuple[tuple[str, int], ...] = ()
+    kind: str = ""
+    knobs: Knobs = Knobs()  # noqa: RUF009  (frozen)
+    target: str = DEFAULT
+    precision: str = "ieee"
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Programs of the first pass."""
+        return self.passes[0].grid
+
+    @property
+    def num_warps(self) -> int:
+        """Warps per program of the first pass."""
+        return self.passes[0].num_warps
 
 
-def generate(graph: Graph, kernel: Kernel, knobs: Knobs | None = None) -> TritonKernel:
-    """Triton source for one kernel; ``knobs`` replace the tile sizes chosen from the extents.
+def generate(
+    graph: Graph, kernel: Kernel, knobs: Knobs | None = None, *, target: str = DEFAULT, precision: str = "ieee"
+) -> TritonKernel:
+    """Triton source for one kernel; ``knobs`` replace those that the model chooses for the target.
 
     Raises:
-        TapestryError: the operation is opaque.
+        TapestryError: the operation is opaque, or target or precision unknown.
     """
-    scan = scan_of(graph, kernel)
-    task = scan_task(graph, kernel, scan) if scan else lower(graph, kernel)
-    product, streamed = None if scan else _product(task), None if scan else stream(task)
-    if not scan and product is None and _product(cut := split_groups(task)) is not None:
-        task, product = cut, _product(cut)
-    if task.mode == "partial" and not streamed and not scan:
-        task = without_columns(task)
+    if precision not in PRECISIONS:
+        raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
+    target = plain(target)
+    found = operation(graph, kernel, precision)
+    chosen = knobs or default_knobs(found, target)
     op = graph.ops[kernel.op]
-    suffix = "" if task.mode == "full" else f"_{task.mode}"
-    held, name = frame(task, identifier(op.source[-1] if op.source else op.outs[0]) + suffix)
-    chosen = knobs or (stream_knobs(streamed) if streamed else scan_knobs(task) if scan else _default(task, product))
-    if scan:
-        written = emit_scan(held, chosen, reverse=scan.sign < 0)
-    else:
-        written = emit_stream(held, streamed, chosen) if streamed else _emit(held, product, chosen)
-    accesses = (*task.reads.values(), *task.states, *task.outs)
+    name = identifier(op.source[-1] if op.source else op.outs[0]) + ("" if kernel.mode == "full" else f"_{kernel.mode}")
+    parts: Parts | None = None
+    if chosen.split_k > 1 and (cut := splits(found, chosen.split_k)):
+        parts = in_parts(found, cut, chosen.split_k)
+    stages = [(found, chosen, name)]
+    if parts is not None:
+        stages = [(parts.first, chosen, f"{name}_parts"), (parts.second, default_knobs(parts.second, target), name)]
+    positions = tuple(found.task.reads)
+    total = len(positions) + len(found.task.states) + len(found.task.outs)
+    made: list[tuple[Frame, Written, Pass]] = []
+    for k, (stage, turned, wish) in enumerate(stages):
+        held, function = frame(stage.task, wish)
+        written = _emit(held, stage, turned, chip_of(target))
+        outs = total if k < len(stages) - 1 else total - len(stage.task.outs)
+        made.append((held, written, _pass(held, function, written, turned, _numbers(held, positions, outs, total, parts))))
+    names = {p: n for held, _, _ in made for p, n in held.reads.items()}
+    last = made[-1][0]
+    lines = [*header(graph, kernel, found, made[-1][2].function, chosen, target), *_module(made)]
     return TritonKernel(
-        name=name,
-        source="\n".join([*_header(graph, kernel, task, name, product), *_module(held, name, written)]) + "\n",
-        grid=(written.programs,),
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        args=held.args,
-        signature={arg: POINTERS[a.dtype] for arg, a in zip(held.args, accesses, strict=True)},
-        reads=tuple(task.reads),
-    )
+        name=made[-1][2].function, source="\n".join(lines) + "\n", reads=positions, passes=tuple(p for _, _, p in made),
+        args=tuple(f"{n}_ptr" for n in (*(names[p] for p in positions), *last.states, *last.outs)),
+        scratch=parts.scratch if parts else (), kind=found.kind, knobs=chosen, target=target, precision=precision,
+    )  # fmt: skip
 
 
 def kernel_key(graph: Graph, kernel: Kernel) -> str:
@@ -100,37 +136,52 @@ def kernel_key(graph: Graph, kernel: Kernel) -> str:
     return hashlib.sha256(task_text(lower(graph, kernel)).encode()).hexdigest()
 
 
-def _product(task: Task) -> Contraction | None:
-    return contraction(task) if _reduces(task) else None
+def _pass(held: Frame, function: str, written: Written, knobs: Knobs, buffers: Mapping[str, int]) -> Pass:
+    """One launch; ``buffers`` gives the number of the buffer behind each variable name."""
+    accesses = (*held.task.reads.values(), *held.task.states, *held.task.outs)
+    names = (*held.reads.values(), *held.states, *held.outs)
+    params = [(f"{n}_ptr", POINTERS[a.dtype], n) for n, a in zip(names, accesses, strict=True) if n in held.pointers]
+    params += [(p, descriptor_type(d), n) for p, (n, d) in held.descriptors.items()]
+    return Pass(
+        function=function, grid=(written.programs,), num_warps=knobs.num_warps, num_stages=knobs.num_stages,
+        params=tuple(p for p, _, _ in params), takes=tuple(buffers[n] for _, _, n in params),
+        signature={p: t for p, t, _ in params}, descriptors={p: d for p, (_, d) in held.descriptors.items()},
+    )  # fmt: skip
 
 
-def _default(task: Task, product: Contraction | None) -> Knobs:
-    if product is not None:
-        return dot_knobs(product)
-    if task.mode == "full" and row_dims(task):
-        return row_knobs(task)
-    return reduce_knobs(task) if _reduces(task) else map_knobs(task)
+def _numbers(held: Frame, positions: tuple[int, ...], outs: int, total: int, parts: Parts | None) -> dict[str, int]:
+    """Which buffer is behind each variable: reads, states and outputs of the caller, then scratch (from ``total`` on)."""
+    found: dict[str, int] = {}
+    for p, n in held.reads.items():
+        found[n] = total + p - parts.base if parts is not None and p >= parts.base else positions.index(p)
+    found |= {n: len(positions) + k for k, n in enumerate(held.states)}
+    return found | {n: outs + k for k, n in enumerate(held.outs)}
 
 
-def _reduces(task: Task) -> bool:
-    return task.monoid is not None and task.mode != "finish"
+def _emit(held: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
+    if op.kind == "dot" and op.product is not None:
+        return emit_dot(held, op, knobs, chip)
+    if op.kind == "stream" and op.streamed is not None:
+        return emit_stream(held, op, knobs, chip)
+    if op.kind == "gather" and op.picked is not None:
+        return emit_gather(held, op.picked, knobs)
+    if op.kind == "scan":
+        return emit_scan(held, knobs, reverse=op.reverse)
+    plain_forms = {"map": emit_map, "rows": emit_rows, "reduce": emit_reduce, "nest": emit_nest}
+    return plain_forms[op.kind](held, knobs)
 
 
-def _emit(held: Frame, product: Contraction | None, knobs: Knobs) -> Written:
-    if product is not None:
-        return emit_dot(held, product, knobs)
-    if held.task.mode == "full" and row_dims(held.task):
-        return emit_rows(held, knobs)
-    return emit_reduce(held, knobs) if _reduces(held.task) else emit_map(held, knobs)
-
-
-def _module(held: Frame, name: str, written: Written) -> list[str]:
+def _module(made: list[tuple[Frame, Written, Pass]]) -> list[str]:
     lines = ["", "import triton", "import triton.language as tl", ""]
-    for function in (*sources(held.helpers), *held.functions):
+    helpers = {h for held, _, _ in made for h in held.helpers}
+    for function in (*sources(helpers), *dict.fromkeys(f for held, _, _ in made for f in held.functions)):
         lines += ["", function, ""]
-    lines += ["", "@triton.jit", f"def {name}({', '.join(held.args)}):"]
-    lines += [f"    {c}: tl.constexpr = {v}" for c, v in written.constants]
-    return lines + [w for line in written.lines for w in _wrapped(f"    {line}")]
+    for _, written, launch in made:
+        lines += ["", "@triton.jit", f"def {launch.function}({', '.join(launch.params)}):"]
+        lines += [f"    {c}: tl.constexpr = {v}" for c, v in written.constants]
+        lines += [w for line in written.lines for w in _wrapped(f"    {line}")]
+        lines += [""]
+    return lines[:-1]
 
 
 def _wrapped(line: str) -> list[str]:
@@ -147,44 +198,3 @@ def _wrapped(line: str) -> list[str]:
         else:
             parts[-1] += c
     return [indent + head, *(f"{indent}    {p.strip()}," for p in parts), f"{indent}){cast or ''}"]
-
-
-def _header(graph: Graph, kernel: Kernel, task: Task, name: str, product: Contraction | None) -> list[str]:
-    """Comments that say what the kernel is: nodes, operation, block, and each buffer with its bytes."""
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
-    space = op.dims if task.mode == "finish" else op.space
-    block = ", ".join(f"{d.name} {lo}:{hi}" for d, (lo, hi) in zip(space, kernel.block, strict=True))
-    lines = [f"{name}: {task.mode}" + (f" of {', '.join(op.source)}" if op.source else ""), ""]
-    lines += [*op_text(op, graph).splitlines(), "", f"block  [{block}] of {points(task.dims + task.reduce):,} points"]
-    for p in task.reads:
-        read, box = op.reads[p], kernel.ins[p]
-        assert box is not None
-        index = ", ".join(map(str, read.index))
-        lines.append(f"reads  {read.tensor}[{index}] from {_buffer(box, task.reads[p].dtype)}")
-    for a in task.states:
-        lines.append(f"reads  {a.tensor} from {_buffer(kernel.outs[0], a.dtype)}")
-    for a, box in zip(task.outs, kernel.outs, strict=True):
-        lines.append(f"writes {a.tensor} to {_buffer(box, a.dtype)}")
-    unit = ", on matrix units" if product is not None and product.operand != "f32" else ""
-    lines.append(f"about {_flops(task, product):,} FLOPs{unit}")
-    return [f"# {line}".rstrip() for line in lines]
-
-
-def _buffer(box: Box, dtype: str) -> str:
-    inside = ", ".join(f"{lo}:{hi}" for lo, hi in box)
-    return f"[{inside}], {size(box) * itemsize(dtype):,} bytes of {dtype}"
-
-
-def _flops(task: Task, product: Contraction | None) -> int:
-    """Primitive applications over the block; a contraction's count two for each point."""
-    after = points(task.dims) * count_calls(task.then)
-    inner = points(task.dims + task.reduce)
-    if (s := stream(task)) is not None:
-        scores = points(s.batch) * points(s.rows) * s.key.size
-        return after + scores * (2 * points(s.depth) + 2 * points(s.columns) + count_calls(task.body[:1]) + 4)
-    if product is not None or not _reduces(task):
-        return after + inner * (count_calls(task.body) + (len(task.body) if product is not None else 0))
-    assert task.monoid is not None
-    merge = MONOIDS[task.monoid].combiner(tuple(e.dtype for e in task.body))
-    return after + inner * (count_calls(task.body) + count_calls(merge))

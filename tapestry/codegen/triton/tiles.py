@@ -1,41 +1,17 @@
-"""Which dimensions form which tile axis, and how big the tiles are."""
+"""Which dimensions form which tile axis: contractions, streaming sums, rows, gathers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tapestry.codegen.triton.lowered import Access, Task, points
+from tapestry.codegen.triton.lowered import Task, points
 from tapestry.codegen.triton.primitives import HALVES
-from tapestry.ir.expr import Arg, Call, Expr, Index, Let, walk
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.monoid import MONOIDS, SUMS
+from tapestry.ir.index import Aff, dim, dims_of
+from tapestry.ir.monoid import SUMS
 from tapestry.ir.state import counts_ones
-from tapestry.ir.types import FLOATS, itemsize
-
-_SMS = 128  # tiles shrink until there are about as many programs as a large GPU has multiprocessors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
-    """What a tuner may turn; the defaults come from the sizes.
-
-    Attributes:
-        block: elements per program of a map.
-        rows, cols: tile of a reduction, over map and reduced points.
-        bm, bn, bk: tile of a contraction.
-        group: rows of tiles that neighbouring programs share, for the L2 cache.
-    """
-
-    block: int = 1024
-    rows: int = 1
-    cols: int = 1024
-    bm: int = 64
-    bn: int = 64
-    bk: int = 32
-    group: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
+from tapestry.ir.types import FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +32,11 @@ class Contraction:
     operand: str
     masked: bool  # whether masks are over whole tiles after all
     more: tuple[tuple[Expr, Expr], ...] = ()  # factors of further sums side by side, with the same m and n
+
+    @property
+    def pairs(self) -> tuple[tuple[Expr, Expr], ...]:
+        """The factors of every sum."""
+        return ((self.a, self.b), *self.more)
 
 
 def power_of_two(n: int) -> int:
@@ -87,6 +68,8 @@ def _sum_of_products(task: Task, field: int) -> Contraction | None:
     n = tuple(d for d in task.dims if d.name in of_b - of_a)
     if points(m) < 2 or points(n) < 2 or points(task.reduce) < 2:
         return None
+    if points(m) < 64 <= points(n):  # matrix units take 64 rows at a time, but as few columns as 8
+        a, b, m, n = b, a, n, m
     batch = tuple(d for d in task.dims if d not in m + n)
     kinds = {exact_dtype(a), exact_dtype(b)}
     operand = kinds.pop() if len(kinds) == 1 else "f32"
@@ -148,15 +131,6 @@ def stream(task: Task) -> Stream | None:
     return None
 
 
-def stream_knobs(s: Stream) -> Knobs:
-    """Tiles of queries and keys: 128 x 64 for 16-bit operands, 32 x 32 for f32; the heads' widths are whole."""
-    half = s.operand in HALVES and s.weights in HALVES
-    wide = max(points(s.depth), points(s.columns))
-    bm = min(128 if half and wide <= 128 else 64 if half else 32, max(16, power_of_two(points(s.rows))))
-    bn = min(64 if half and wide <= 128 else 32, max(16, power_of_two(s.key.size)))
-    return Knobs(bm=bm, bn=bn, num_warps=8 if bm >= 128 or (wide > 64 and bm >= 32) else 4, num_stages=2)
-
-
 def _entangled(task: Task) -> tuple[Dim, ...]:
     """Reduced dimensions that stand beside map dimensions in one check, floor or mod."""
     mapped = {d.name for d in task.dims if d.size > 1}
@@ -196,43 +170,77 @@ def _dims(e: Expr, task: Task) -> frozenset[str]:
     return frozenset(d for d in out if task.ranges[d] > 1)
 
 
-def map_knobs(task: Task) -> Knobs:
-    """Tiles of a map: 4 KiB of output (16 bytes per thread and access), fewer for a small block."""
-    width = max(itemsize(a.dtype) for a in task.outs)
-    return Knobs(block=min(max(1024, 4096 // width), power_of_two(points(task.dims))))
+def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
+    """(rows, columns): dimensions that the states vary along, and the others; ``None`` where there are no others."""
+    if not task.monoid or task.mode == "finish" or task.inner:
+        return None
+    used: frozenset[str] = frozenset()
+    for e in task.body:
+        for x in _leaves(e):
+            if isinstance(x, Index):
+                used |= dims_of(x.aff)
+            elif (pos := getattr(x, "pos", None)) is not None:
+                access = task.reads[pos]
+                used |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
+    rows = tuple(d for d in task.dims if d.name in used or d.size == 1)
+    columns = tuple(d for d in task.dims if d not in rows)
+    return (rows, columns) if columns else None
 
 
-def reduce_knobs(task: Task) -> Knobs:
-    """Tiles of a reduction: about 2048 elements (1024 with several fields), long along what lies contiguous in memory."""
-    rows, cols = points(task.dims), points(task.reduce)
-    lanes = 2048 if len(task.body) == 1 else 1024
-    if task.monoid and not MONOIDS[task.monoid].commutative:
-        return Knobs(rows=min(128, power_of_two(rows)), cols=1)  # lanes would merge out of order
-    along_rows = any(_contiguous(a, task.dims) and not _contiguous(a, task.reduce) for a in task.reads.values())
-    width = min(power_of_two(cols), 32 if along_rows else lanes)
-    height = min(power_of_two(rows), max(1, lanes // max(1, width)))
-    while height > 8 and -(-rows // height) < _SMS:
-        height //= 2
-    width = min(power_of_two(cols), max(width, lanes // height if not along_rows else width))
-    return Knobs(rows=height, cols=max(1, width), num_warps=4 if height * width >= 512 else 1)
+def without_columns(task: Task) -> Task:
+    """States alone (``partial``): the columns do not take part."""
+    found = row_dims(task)
+    return replace(task, dims=found[0]) if found else task
 
 
-def _contiguous(access: Access, dims: tuple[Dim, ...]) -> bool:
-    """Whether neighbours along one of the dimensions are neighbours in memory."""
-    return any(access.offset.coef(d.name) in (1, -1) and d.size > 1 for d in dims)
+def _leaves(e: Expr) -> list[Expr]:
+    args = getattr(e, "args", ())
+    return [x for a in args for x in _leaves(a)] if args else [e]
 
 
-def dot_knobs(c: Contraction) -> Knobs:
-    """Tiles of a contraction: 128 x 128 x 64 for 16-bit operands, 64 x 64 x 16 for f32, fewer for small extents."""
-    m, n, k = points(c.m), points(c.n), points(c.k)
-    top, deep = (128, 64) if c.operand in HALVES else (64, 16)
-    bm = min(top, max(16, power_of_two(m)))
-    bn = min(top, max(16, power_of_two(n)))
-    for _ in c.more:  # each has an accumulator of its own
-        bn = max(16, bn // 2) if bn * (1 + len(c.more)) > top * 2 else bn
-    while bm * bn > 64 * 64 and -(-m // bm) * -(-n // bn) * points(c.batch) < _SMS:
-        bm, bn = (bm // 2, bn) if bm >= bn else (bm, bn // 2)
-    # what is gathered element by element takes registers for each: a mask over the tile most, a strided k less
-    deep = 16 if c.masked else min(deep, 32) if c.taps else deep
-    bk = min(deep, max(16, power_of_two(k)))
-    return Knobs(bm=bm, bn=bn, bk=bk, num_warps=8 if bm * bn >= 128 * 128 else 4)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """``sum_v where(wanted == v, picked, 0)``: the element at one place, or none.
+
+    Rows are the map dimensions that the place depends on, columns the others; ``shift`` is the first v of the block.
+    """
+
+    wanted: Expr
+    picked: Expr
+    over: Dim
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    shift: int
+
+
+def selection(task: Task) -> Selection | None:
+    """The task as a gather; ``None`` when it is none."""
+    e = task.body[0] if len(task.body) == 1 else None
+    if task.monoid not in ("sum", "any") or task.inner or len(task.reduce) != 1 or not isinstance(e, Call) or e.fn != "where":
+        return None
+    test, picked, zero = e.args
+    if not isinstance(test, Call) or test.fn != "eq" or not isinstance(zero, Const) or zero.value != 0:
+        return None
+    over = task.reduce[0]
+    for wanted, v in (test.args, test.args[::-1]):
+        if not isinstance(v, Index) or v.aff - v.aff.const != dim(over.name):
+            continue
+        used = _names(wanted, task)
+        if over.name not in used:
+            return Selection(
+                wanted=wanted, picked=picked, over=over, shift=v.aff.const, rows=tuple(d for d in task.dims if d.name in used),
+                columns=tuple(d for d in task.dims if d.name not in used),
+            )  # fmt: skip
+    return None
+
+
+def _names(e: Expr, task: Task) -> frozenset[str]:
+    """Dimensions that an expression mentions."""
+    out: frozenset[str] = frozenset()
+    for x in walk(e):
+        if isinstance(x, Index):
+            out |= dims_of(x.aff)
+        elif isinstance(x, Arg):
+            access = task.reads[x.pos]
+            out |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
+    return out

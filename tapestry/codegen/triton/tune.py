@@ -20,10 +20,10 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.torch_cpu.scalars import TORCH_DTYPES
 from tapestry.codegen.triton import library
+from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.launch import Call, bind
 from tapestry.codegen.triton.lowered import unavailable
 from tapestry.codegen.triton.source import generate, kernel_key
-from tapestry.codegen.triton.tiles import Knobs
 from tapestry.codegen.triton.tuned import Cache, Choice
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Call as Applied
@@ -259,8 +259,10 @@ def _launches(graph: Graph, program: Program) -> dict[str, int]:
     out: dict[str, int] = {}
     boxes = {n: b.boxes for n, b in program.buffers.items()}
     for step in program.steps:
-        for d, block in enumerate(step.blocks) if isinstance(step, Launch) else ():
-            if block is None or unavailable(graph, step.op):
+        if not isinstance(step, Launch) or unavailable(graph, step.op):
+            continue
+        for d, block in enumerate(step.blocks):
+            if block is None:
                 continue
             ins, outs = tuple(boxes[b][d] if b else None for b in step.ins), tuple(boxes[b][d] or () for b in step.outs)
             key = kernel_key(graph, Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs))

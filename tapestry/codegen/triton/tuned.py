@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.source import kernel_key
-from tapestry.codegen.triton.tiles import Knobs
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 

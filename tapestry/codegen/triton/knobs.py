@@ -1,0 +1,330 @@
+"""What a tuner may turn in each kernel, and the values that a model of the chip chooses without measuring.
+
+`default_knobs` is the best of `candidates` by the model; a tuner measures `candidates` and passes the winner to
+`source.generate`. All candidates give the same result up to the order of rounding; ``split_k`` and tile sizes change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tapestry.codegen.triton.chips import Chip, chip_of
+from tapestry.codegen.triton.descriptors import operand_boxes
+from tapestry.codegen.triton.lowered import Access, Task, points
+from tapestry.codegen.triton.operation import Operation
+from tapestry.codegen.triton.primitives import HALVES
+from tapestry.codegen.triton.tiles import Contraction, Selection, Stream, power_of_two, row_dims
+from tapestry.ir.expr import arg_positions
+from tapestry.ir.graph import Dim
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.types import itemsize
+
+LONGEST = 16384  # elements of a row that are kept in registers, by up to 16 warps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What a tuner may turn; tile sizes are powers of two.
+
+    Attributes:
+        block: elements per program of a map.
+        rows, cols: tile of a reduction, row operation or scan, over map and reduced points.
+        bm, bn, bk: tile of a contraction; of a streaming sum, queries (bm) and keys (bn).
+        group: rows of tiles that neighbouring programs share, for the L2 cache.
+        persistent: as many programs as multiprocessors, each going through several tiles of a contraction.
+        split_k: parts of the reduced dimension that become programs of their own; a second pass merges their states.
+        descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
+        warp_specialize: producer and consumer warps of their own (on sm90 with ``num_warps=4`` only).
+    """
+
+    block: int = 1024
+    rows: int = 1
+    cols: int = 1024
+    bm: int = 64
+    bn: int = 64
+    bk: int = 32
+    group: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+    persistent: bool = False
+    split_k: int = 1
+    descriptors: bool = False
+    warp_specialize: bool = False
+
+
+def default_knobs(operation: Operation, target: str = "sm90") -> Knobs:
+    """The candidate that the model takes for the fastest on a target (``sm80``, ``sm90``, ``sm100``, ``gfx942``).
+
+    Raises:
+        TapestryError: unknown target.
+    """
+    return next(candidates(operation, target))
+
+
+def candidates(operation: Operation, target: str = "sm90") -> Iterator[Knobs]:
+    """Knobs worth measuring, each once, the model's choice first; every one of them fits the target.
+
+    Raises:
+        TapestryError: unknown target.
+    """
+    chip = chip_of(target)
+    if operation.kind == "dot" and operation.product is not None:
+        found = _dot(operation, operation.product, chip)
+    elif operation.kind == "stream" and operation.streamed is not None:
+        found = _stream(operation, operation.streamed, chip)
+    else:
+        found = _around(_simple(operation, chip), operation, chip)
+    seen: set[Knobs] = set()
+    for k in found:
+        if k not in seen:
+            seen.add(k)
+            yield k
+
+
+# contractions -----------------------------------------------------------------------------------------------------------
+
+# (bm, bn, bk, stages, warps) for 16-bit operands; bk counts elements of 2 bytes. The large ones are those that Inductor seeds
+# its persistent TMA template with on Hopper, the others halve them down to what small extents fill.
+_HALF = (
+    (128, 256, 64, 3, 8), (256, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4),
+    (64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 32, 64, 4, 4), (64, 32, 64, 4, 4), (64, 16, 128, 4, 4),
+    (32, 64, 64, 4, 4), (32, 32, 64, 4, 2), (16, 64, 64, 4, 4), (16, 32, 128, 4, 2), (16, 16, 128, 4, 1),
+)  # fmt: skip
+_TF32 = (
+    (128, 128, 32, 3, 8), (128, 64, 32, 4, 4), (64, 128, 32, 4, 4), (64, 64, 32, 4, 4), (64, 32, 32, 4, 4), (32, 32, 32, 3, 4),
+    (16, 16, 32, 3, 4),
+)  # fmt: skip
+_IEEE = (
+    (64, 64, 16, 3, 4), (64, 32, 16, 3, 4), (32, 64, 16, 3, 4), (32, 32, 16, 3, 4), (32, 32, 32, 3, 4), (16, 32, 32, 3, 2),
+    (32, 16, 32, 3, 2), (16, 16, 32, 3, 1),
+)  # fmt: skip
+_PARTS = (1, 2, 4, 8, 16)
+_LAUNCH = 3e-6  # seconds that a second pass takes besides its bytes
+_FILL = 1.2e-6  # seconds from a program's start to its first product, and for its epilogue
+
+
+def _dot(operation: Operation, c: Contraction, chip: Chip) -> Iterator[Knobs]:
+    """Candidates of a contraction by predicted time."""
+    m, n, k = points(c.m), points(c.n), points(c.k) * points(c.taps)
+    half, ready = c.operand in HALVES, chip.descriptors and operand_boxes(operation.task, c) is not None
+    table = _HALF if half else _IEEE if operation.precision == "ieee" else _TF32
+    size, smooth = 2 if half else 4, _smooth(operation, c)
+    tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
+    found: list[tuple[float, int, Knobs]] = []
+    for bm, bn, bk, stages, warps in table:
+        bk = min(16 if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(16, power_of_two(points(c.k))))
+        if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
+            continue
+        if bm * bn * len(c.pairs) > 128 * 256 or (not half and bm * bn * len(c.pairs) > 64 * 64 and len(c.pairs) > 1):
+            continue  # each sum has an accumulator of its own
+        stages = min(stages, 2) if chip.backend == "hip" else stages
+        while stages > 2 and stages * (bm * tall + bn * wide) * bk * size > chip.shared:
+            stages -= 1
+        if stages * (bm * tall + bn * wide) * bk * size > chip.shared and chip.backend != "hip":
+            continue
+        for parts in _PARTS:
+            if parts > 1 and not splits(operation, parts, bk):
+                continue
+            knobs = Knobs(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
+            for each in _forms(knobs, ready, c, chip):
+                found.append(
+                    (_dot_seconds(each, (points(c.batch), m, n, k), c.operand, operation.precision, chip), len(found), each)
+                )
+    return (k for _, _, k in sorted(found)[:24])
+
+
+def splits(operation: Operation, parts: int, depth: int = 1) -> str:
+    """The reduced dimension that ``parts`` programs may share, each with ``depth`` points at least; ``""`` for none."""
+    task = operation.task
+    if operation.kind not in ("dot", "stream", "reduce") or task.mode != "full":
+        return ""
+    if task.monoid is None or not MONOIDS[task.monoid].commutative:
+        return ""
+    dims = (operation.streamed.key,) if operation.streamed else task.reduce
+    whole = [d for d in dims if d.size % parts == 0 and d.size // parts >= max(2, depth)]
+    return max(whole, key=lambda d: d.size).name if whole else ""
+
+
+def _forms(knobs: Knobs, ready: bool, c: Contraction, chip: Chip) -> Iterator[Knobs]:
+    """The same tiles with plain loads, and with descriptors on a persistent grid where the chip has them."""
+    if ready and knobs.bm >= 64 and knobs.bn >= 16:
+        tiles = -(-points(c.m) // knobs.bm) * -(-points(c.n) // knobs.bn) * points(c.batch) * knobs.split_k
+        yield replace(knobs, descriptors=True, persistent=tiles > chip.units)
+        if knobs.num_warps == 4 and chip.arch == 90 and tiles > chip.units:
+            yield replace(knobs, descriptors=True, persistent=True, warp_specialize=True)
+    yield knobs
+
+
+def _dot_seconds(k: Knobs, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip) -> float:
+    """Predicted time: whole waves of tiles at the rate that a tile of this shape reaches, against memory's time.
+
+    A tile's rate grows with its products per element staged, bm*bn/(bm+bn), up to 128 x 256; descriptors and persistence take
+    the addresses and the start of each tile out of the way.
+    """
+    batch, m, n, depth = extents
+    size = 2 if operand in HALVES else 4
+    peak = chip.flops[operand] if operand in HALVES else chip.flops["vector" if precision == "ieee" else "tf32"]
+    peak /= 3 if precision == "tf32x3" and size == 4 else 1
+    rate = peak / chip.units * min(1.0, (k.bm * k.bn / (k.bm + k.bn) / 85) ** 0.5) * (1.0 if k.descriptors else 0.8)
+    rate *= 0.97 if k.num_warps == 4 and k.bm * k.bn >= 128 * 128 and not k.warp_specialize else 1.0
+    tiles = batch * -(-m // k.bm) * -(-n // k.bn) * k.split_k
+    share = -(-depth // k.split_k)
+    waves = -(-tiles // chip.units)
+    fill = _FILL if k.persistent else _FILL * min(waves, 4)
+    compute = waves * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate + fill
+    moved = batch * (m * depth + depth * n + m * n) * size
+    staged = tiles * (k.bm + k.bn) * share * size / (2.5 * chip.bandwidth)  # from the L2 cache
+    memory = max(moved / chip.bandwidth / min(1.0, 0.25 + 0.75 * tiles / chip.units), staged)
+    second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * n * 4 / chip.bandwidth
+    return max(compute, memory) + second
+
+
+def _smooth(operation: Operation, c: Contraction) -> bool:
+    """Whether every operand lies contiguous along k, so that a tile's rows are copied 16 bytes at a time."""
+    return all(
+        _contiguous(a, c.k)
+        for p, a in operation.task.reads.items()
+        if p in arg_positions(tuple(e for pair in c.pairs for e in pair))
+    )
+
+
+# streaming sums ---------------------------------------------------------------------------------------------------------
+
+
+# (bm, bn, warps, stages) by the wider of the heads' widths, for 16-bit operands and for f32
+_STREAMS = {
+    "wide": ((64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (16, 32, 4, 2)),
+    "128": (
+        (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 3),
+        (16, 32, 4, 3),
+    ),
+    "64": (
+        (128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3),
+    ),
+}  # fmt: skip
+_PLAIN = {"wide": ((32, 32, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)), "64": ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))}
+
+
+def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
+    """Candidates of a streaming sum, by rows (bm) and keys (bn) of a tile; the heads' widths are whole."""
+    half = s.operand in HALVES and s.weights in HALVES
+    wide = max(points(s.depth), points(s.columns))
+    rows, keys = max(16, power_of_two(points(s.rows))), max(16, power_of_two(s.key.size))
+    table = _STREAMS["wide" if wide > 128 else "128" if wide > 64 else "64"] if half else _PLAIN["wide" if wide > 64 else "64"]
+    tall = points(s.batch) * -(-points(s.rows) // table[0][0])
+    for bm, bn, warps, stages in table:
+        if bm > rows and bm > 16:
+            continue
+        bn = min(bn, keys)
+        stages = 1 if chip.backend == "hip" else min(stages, 2) if chip.shared < 200_000 and wide > 64 else stages
+        parts = _key_parts(operation, points(s.batch) * -(-points(s.rows) // bm), s.key.size, bn, chip)
+        base = Knobs(bm=bm, bn=bn, num_warps=warps if bm * bn >= 32 * 32 or not half else 4, num_stages=stages)
+        ready = chip.descriptors and half
+        for split in sorted({1, *parts}, reverse=tall < chip.units):
+            yield replace(base, split_k=split, descriptors=ready)
+            if ready:
+                yield replace(base, split_k=split)
+
+
+def _key_parts(operation: Operation, programs: int, keys: int, bn: int, chip: Chip) -> list[int]:
+    """Numbers of parts of the keys that fill the chip (flash-decoding), when the other dimensions do not."""
+    if programs >= chip.units // 2 or keys < 8 * bn:
+        return []
+    wanted = min(chip.units * 2 // max(1, programs), keys // (2 * bn))
+    return [p for p in (1 << i for i in range(wanted.bit_length() - 1, 0, -1)) if splits(operation, p, bn)][:2]
+
+
+# everything that memory decides -----------------------------------------------------------------------------------------
+
+
+def _simple(operation: Operation, chip: Chip) -> Knobs:
+    task = operation.task
+    if operation.kind == "map":
+        return _map(task)
+    if operation.kind == "rows":
+        return _rows(task)
+    if operation.kind == "scan":
+        return _scan(task)
+    if operation.kind == "gather" and operation.picked is not None:
+        return _gather(operation.picked)
+    return _reduce(operation, chip)
+
+
+def _around(first: Knobs, operation: Operation, chip: Chip) -> Iterator[Knobs]:
+    """The model's choice, then its neighbours in every knob that the kind has."""
+    yield first
+    for warps in (first.num_warps * 2, first.num_warps // 2):
+        if 1 <= warps <= (16 if chip.warp == 64 else 32):
+            yield replace(first, num_warps=warps)
+    if operation.kind == "map":
+        for block in (first.block * 2, first.block // 2, first.block * 4):
+            if 64 <= block <= 8192:
+                yield replace(first, block=block, num_warps=max(1, min(16, first.num_warps * block // first.block)))
+        return
+    for rows in (first.rows * 2, first.rows // 2):
+        if 1 <= rows <= 64:
+            yield replace(first, rows=rows)
+    if operation.kind == "reduce":
+        for cols in (first.cols * 2, first.cols // 2):
+            if 1 <= cols <= 8192 and first.cols > 1:
+                yield replace(first, cols=cols)
+
+
+def _map(task: Task) -> Knobs:
+    """Tiles of a map: 4 KiB of output (16 bytes per thread and access), fewer for a small block."""
+    width = max(itemsize(a.dtype) for a in task.outs)
+    return Knobs(block=min(max(1024, 4096 // width), power_of_two(points(task.dims))))
+
+
+def _rows(task: Task) -> Knobs:
+    """A row to a program, or several short ones; warps by the length of what is kept in registers."""
+    found = row_dims(task)
+    assert found is not None
+    longest = LONGEST if len(task.body) == 1 or task.monoid in ("moments", "logsumexp") else LONGEST // 2
+    width = min(longest, max(power_of_two(points(task.reduce)), power_of_two(points(found[1]))))
+    height = max(1, min(power_of_two(points(found[0])), 1024 // width))
+    held = width * height
+    warps = 1 if held <= 512 else 2 if held <= 1024 else 4 if held <= 4096 else 8 if held <= 8192 else 16
+    return Knobs(rows=height, cols=width, num_warps=warps)
+
+
+def _reduce(operation: Operation, chip: Chip) -> Knobs:
+    """Tiles of a reduction: about 2048 elements (1024 with several fields), long along what lies contiguous in memory."""
+    task = operation.task
+    rows, cols = points(task.dims), points(task.reduce)
+    lanes = 2048 if len(task.body) == 1 else 1024
+    if task.monoid and not MONOIDS[task.monoid].commutative:
+        return Knobs(rows=min(128, power_of_two(rows)), cols=1)  # lanes would merge out of order
+    along_rows = any(_contiguous(a, task.dims) and not _contiguous(a, task.reduce) for a in task.reads.values())
+    width = min(power_of_two(cols), 32 if along_rows else lanes)
+    height = min(power_of_two(rows), max(1, lanes // max(1, width)))
+    while height > 8 and -(-rows // height) < chip.units:
+        height //= 2
+    width = min(power_of_two(cols), max(width, lanes // height if not along_rows else width))
+    parts = 1
+    programs = -(-rows // height)
+    while programs * parts < chip.units and points(task.reduce) // parts >= 8192 and splits(operation, parts * 2, 1024):
+        parts *= 2
+    return Knobs(rows=height, cols=max(1, width), num_warps=4 if height * width >= 512 else 1, split_k=parts)
+
+
+def _gather(s: Selection) -> Knobs:
+    """Tiles of 2048 elements, long along the columns."""
+    width = min(1024, power_of_two(points(s.columns)))
+    height = max(1, min(power_of_two(points(s.rows)), 2048 // width))
+    return Knobs(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
+
+
+def _scan(task: Task) -> Knobs:
+    """Tiles of 2048 elements, long along what lies contiguous in memory."""
+    rows, steps = points(task.dims), points(task.reduce)
+    along = any(a.offset.coef(task.reduce[0].name) in (1, -1) for a in task.reads.values())
+    width = min(power_of_two(steps), 1024 if along else 64)
+    height = min(power_of_two(rows), max(1, 2048 // width))
+    return Knobs(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
+
+
+def _contiguous(access: Access, dims: tuple[Dim, ...]) -> bool:
+    """Whether neighbours along one of the dimensions are neighbours in memory."""
+    return any(access.offset.coef(d.name) in (1, -1) and d.size > 1 for d in dims)

@@ -1,0 +1,76 @@
+"""What kind of kernel a block operation becomes, from its index space, projections and monoid alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tapestry.codegen.triton.lowered import Task, lower, points
+from tapestry.codegen.triton.regroup import split_groups
+from tapestry.codegen.triton.scans import scan_of, scan_task
+from tapestry.codegen.triton.tiles import (
+    Contraction,
+    Selection,
+    Stream,
+    contraction,
+    row_dims,
+    selection,
+    stream,
+    without_columns,
+)
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A kernel's task and the form in which it is emitted.
+
+    Attributes:
+        kind: ``map``; ``dot``, a contraction; ``stream``, a softmax-weighted sum of values in one pass; ``scan``; ``rows``, a
+            reduction whose results are used along the row; ``gather``; ``nest``, with inner reductions of any
+            other kind; ``reduce``.
+        product, streamed, picked: what was recognised for ``dot``, ``stream`` and ``gather``.
+        reverse: for ``scan``, whether elements come last first.
+        precision: of f32 operands on matrix units: ``ieee``, ``tf32x3`` or ``tf32``.
+    """
+
+    kind: str
+    task: Task
+    product: Contraction | None = None
+    streamed: Stream | None = None
+    picked: Selection | None = None
+    reverse: bool = False
+    precision: str = "ieee"
+
+
+def operation(graph: Graph, kernel: Kernel, precision: str = "ieee") -> Operation:
+    """The operation that a kernel of the Program runs.
+
+    Raises:
+        TapestryError: the operation is opaque.
+    """
+    if (scan := scan_of(graph, kernel)) is not None:
+        return Operation(kind="scan", task=scan_task(graph, kernel, scan), reverse=scan.sign < 0)
+    return classified(lower(graph, kernel), precision)
+
+
+def classified(task: Task, precision: str = "ieee") -> Operation:
+    """The operation of a task that is no scan."""
+    if task.monoid is None or task.mode == "finish":
+        return Operation(kind="map" if not task.inner else "nest", task=task)
+    for cut in (task, split_groups(task)):
+        if (product := contraction(cut)) is not None:
+            return Operation(kind="dot", task=cut, product=product, precision=precision)
+    if (streamed := stream(task)) is not None:
+        if points(streamed.rows) < 64:  # few queries: those of all heads that share keys and values make one tile
+            shared = split_groups(task)
+            if (wider := stream(shared)) is not None and points(wider.rows) > points(streamed.rows):
+                task, streamed = shared, wider
+        return Operation(kind="stream", task=task, streamed=streamed, precision=precision)
+    if task.inner:
+        return Operation(kind="nest", task=task)
+    if (picked := selection(task)) is not None:
+        return Operation(kind="gather", task=task, picked=picked)
+    if task.mode == "partial":
+        task = without_columns(task)
+    return Operation(kind="rows" if task.mode == "full" and row_dims(task) else "reduce", task=task)
