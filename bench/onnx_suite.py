@@ -34,6 +34,7 @@ PARAMETERS = frozenset(
     | {"w_zero_point", "min", "max", "ratio", "training_mode", "start", "delta", "num_mel_bins", "sample_rate", "values"}
     | {"lower_edge_hertz", "upper_edge_hertz"}
 )
+OF_OPERATOR = {"Loop": {"M", "cond"}, "ConstantOfShape": {"input"}}  # further ones whose names say less
 BOUND = {"f32": 1e-5, "f64": 1e-11, "f16": 2e-3, "bf16": 2e-2}  # of the largest value: sums in another order
 
 
@@ -140,7 +141,11 @@ def fixed_parameters(model: ModelProto, inputs: Sequence[Any]) -> ModelProto:
     schema = onnx.defs.get_schema(node.op_type, _version(model, node.domain), node.domain)
     formal = {i: schema.inputs[min(k, len(schema.inputs) - 1)].name for k, i in enumerate(node.input) if i}
     for value, i in zip(inputs, list(out.graph.input), strict=False):
-        if formal.get(i.name) in PARAMETERS and i.type.HasField("tensor_type") and value is not None:
+        if (
+            formal.get(i.name) in PARAMETERS | OF_OPERATOR.get(node.op_type, set())
+            and i.type.HasField("tensor_type")
+            and value is not None
+        ):
             array = np.asarray(_normalize_tensor(value))
             if array.dtype != object:
                 out.graph.initializer.append(numpy_helper.from_array(array, i.name))

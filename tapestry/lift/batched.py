@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tapestry.ir.graph import Dim
-from tapestry.lift.builder import Node
+from tapestry.lift.builder import Node, axes
 from tapestry.lift.pointwise import emit_cells
 from tapestry.lift.registry import lifts
 
@@ -107,15 +107,43 @@ def lift_integer_matmul(n: Node) -> bool | None:
     return None
 
 
+@lifts("LinearAttention")
+def lift_linear_attention(n: Node) -> None:
+    """Batch by batch: a state runs over the positions, and heads are packed into the last axis."""
+    every: Axes = {k: [0] for k in range(len(n.ins)) if n.has(k)}
+    n.opaque("a state that runs over the positions", [Dim("b", n.shape(0)[0])], every, {0: [0], 1: [0]})
+
+
+@lifts("TfIdfVectorizer")
+def lift_tf_idf(n: Node) -> None:
+    """Row by row, where there are rows."""
+    leading(n, "counts sequences of a row's values", len(n.shape(0)) - 1, (0,))
+
+
+@lifts("Adagrad", "Adam", "Momentum", domain="ai.onnx.preview.training")
+def lift_optimizer(n: Node) -> bool | None:
+    """Cell by cell, where all tensors to be optimised are of one shape; the first two inputs are a rate and a count."""
+    shape = n.shape(2)
+    if any(n.shape(k) != shape for k in range(2, len(n.ins))):
+        return False
+    every: list[int | None] = list(range(len(shape)))
+    ins: Axes = dict.fromkeys(range(2, len(n.ins)), every)
+    n.opaque("a step of an optimiser", axes(shape), ins, dict.fromkeys(range(len(n.outs)), every))
+    return None
+
+
 @lifts("ConvInteger", "QLinearConv")
 def lift_integer_conv(n: Node) -> None:
     """Image by image, and by output channel where there is one group."""
     w = 1 if n.kind == "ConvInteger" else 3
     dims, ins = [Dim("b", n.shape(0)[0])], {0: [0], w: [None]}
     out: Axes = {0: [0]}
-    scalars = all(n.tensor(k).size == 1 for k in range(len(n.ins)) if k not in (0, w, 8) and n.has(k))
-    if int(n.attr("group", 1)) == 1 and scalars:
-        dims.append(Dim("o", n.shape(w)[0]))
-        ins = {0: [0, None], w: [None, 0], **({8: [None, 0]} if n.has(8) else {})}
+    filters = n.shape(w)[0]
+    own = [w + 1, w + 2] if n.kind == "QLinearConv" else [w + 2]  # scales and zero points that each filter may have its own of
+    shared = all(n.tensor(k).size == 1 for k in range(len(n.ins)) if k not in (0, w, 8, *own) and n.has(k))
+    each = [k for k in own if n.has(k) and n.shape(k) == (filters,) and filters > 1]
+    if int(n.attr("group", 1)) == 1 and shared and all(n.tensor(k).size == 1 for k in own if n.has(k) and k not in each):
+        dims.append(Dim("o", filters))
+        ins = {0: [0, None], w: [None, 0], **({8: [None, 0]} if n.has(8) else {}), **{k: [None, 0] for k in each}}
         out = {0: [0, 1]}
     n.opaque("products of shifted integers", dims, ins, out)

@@ -25,10 +25,12 @@ from tapestry.lift import (
     gather,
     linear,
     loss,
+    ml,
     norm,
     opaque,
     pointwise,
     pool,
+    quantize,
     random,
     recurrent,
     reduce,
@@ -44,8 +46,8 @@ from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.weights import read_weight
 
 FAMILIES = (  # they register lifters
-    attention, batched, conv, einsum, elementwise, gather, linear, loss, norm, opaque, pool, random, recurrent, reduce, resize,
-    shape,
+    attention, batched, conv, einsum, elementwise, gather, linear, loss, ml, norm, opaque, pool, quantize, random,
+    recurrent, reduce, resize, shape,
 )  # fmt: skip
 SUSPECT = "check the model with onnx.checker and onnxruntime; if they take it, this is a bug of Tapestry's"
 
@@ -77,8 +79,8 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
         shapes: sizes of symbolic dimensions, by symbol (``{"batch": 8}``) or by input (``{"x": "8x3x224x224"}``).
         weights: whether external data must be there; without it, a model can be planned but not run.
         seed: session seed of the random operators.
-        steps: whether recurrences over a short sequence are lifted step by step, which makes their hidden dimension
-            splittable; else they are one operation.
+        steps: whether recurrences and loops of few steps are lifted step by step, so that what they do in a step can be
+            split; else they are one operation.
 
     Raises:
         ModelError: the file is malformed, unsafe or not supported; each says where, why and what to try.
@@ -112,7 +114,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
         unbound(inputs, env)
     rewrite(model, env)
     names = [i.name for i in model.graph.input if i.name not in stored]
-    prepared = prepare(model)
+    prepared = prepare(model, steps=steps)
     builder = _lift_nodes(prepared, seed, steps)
     graph, constants = _assemble(builder, prepared, names, stored, path, weights)
     return Lifted(graph=graph, model=path, constants=constants, nodes=nodes, shapes=env, unified=unified)
@@ -176,7 +178,7 @@ def _lift_nodes(prepared: Prepared, seed: int, steps: bool) -> Builder:
             if not why and pointwise.touches_stored(node) and proto.op_type not in pointwise.MOVES:
                 pointwise.lift_stored(node)
             elif why or lifter is None or lifter(node) is False:
-                node.opaque(why or "no affine form is known")
+                node.opaque(opaque.reason(node, why))
     return builder
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from onnx import GraphProto, NodeProto, helper
+from onnx import NodeProto, helper
 
 from tapestry.ir.graph import Dim, Opaque
 from tapestry.ir.opaque import RANDOM
 from tapestry.lift.builder import Node
 from tapestry.lift.checks import captured, subgraphs
 from tapestry.lift.registry import lifts
+from tapestry.lift.unroll import rename_captured
 
 Axes = Mapping[int, Sequence[int | None]]
 
@@ -29,7 +30,7 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim], in_axes: Axes, out_axes:
     ins = [*n.ins, *captured(n.proto)]
     rename = {name: f"in{k}" for k, name in reversed(list(enumerate(ins))) if name and k >= len(n.ins)}
     for g in subgraphs(proto):
-        _rename(g, rename)
+        rename_captured(g, rename)
     del proto.input[:]
     proto.input.extend(f"in{k}" if i else "" for k, i in enumerate(n.ins))
     del proto.output[:]
@@ -49,6 +50,23 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim], in_axes: Axes, out_axes:
     n.b.emit(op, outs)
 
 
+WHY = {
+    "Loop": "how often it runs depends on the data, or is more than the steps that are written out",
+    "Scan": "it has more steps, or more weights inside, than are written out",
+    "If": "which branch is taken depends on the data",
+    **dict.fromkeys(("NonZero", "Compress", "Unique", "NonMaxSuppression"), "how many results there are depends on the data"),
+    "MaxUnpool": "its indices count positions through the whole tensor",
+    "ImageDecoder": "it decodes a file",
+    "Range": "its length depends on the data",
+}
+
+
+def reason(n: Node, why: str) -> str:
+    """Why a node without a lifter that takes it is opaque: what the operator is, then what this one reads or writes."""
+    own = WHY.get(n.kind, "")
+    return f"{own}: {why}" if own and why else own or why or "no affine form is known"
+
+
 def _seed(node: NodeProto, n: Node) -> None:
     """Give random operators without a seed one of the node's own, so that every device draws the same numbers."""
     stack = [node]
@@ -61,21 +79,6 @@ def _seed(node: NodeProto, n: Node) -> None:
         stack += [inner for g in subgraphs(at) for inner in g.node]
 
 
-def _rename(graph: GraphProto, names: Mapping[str, str]) -> None:
-    """Rename outer values inside a subgraph, except where the subgraph defines the name itself."""
-    own = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {o for n in graph.node for o in n.output}
-    names = {a: b for a, b in names.items() if a not in own}
-    for node in graph.node:
-        for k, i in enumerate(node.input):
-            if i in names:
-                node.input[k] = names[i]
-        for g in subgraphs(node):
-            _rename(g, names)
-    for o in graph.output:
-        if o.name in names:
-            o.name = names[o.name]
-
-
 def _along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,)) -> None:
     """Opaque, splittable along the given axes of the first input, which some inputs and all outputs share."""
     shape = n.shape(0)
@@ -84,13 +87,12 @@ def _along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,)) ->
     n.opaque(why, dims, in_axes, {k: list(axes) for k in range(len(n.outs))})
 
 
-@lifts("TopK", "Hardmax")
+@lifts("TopK")
 def lift_sorted(n: Node) -> None:
-    """Selection by value along one axis: independent along the others (Hardmax before opset 13 flattens from its axis)."""
+    """Selection by value along one axis: independent along the others."""
     rank = len(n.shape(0))
-    old = n.kind == "Hardmax" and n.version < 13
-    at = n.axis(1 if old else -1, rank)
-    _along(n, f"selects by value along axis {at}", [a for a in range(rank) if (a < at if old else a != at)])
+    at = n.axis(-1, rank)
+    _along(n, f"selects by value along axis {at}", [a for a in range(rank) if a != at])
 
 
 @lifts("ScatterElements", "Scatter")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,13 @@ from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.registry import find
 from tapestry.lift.settle import settle
+from tapestry.lift.unroll import SOURCE, STEPS, unroll
 from tapestry.lift.weights import stored_tensors
 
 FOLD_BYTES = 1 << 20  # no folded value is larger
 FOLD_TOTAL = 1 << 28  # nor are all of them together
 SMALL_FLOATS, SMALL_INTS = 1 << 8, 1 << 16  # bytes of an initializer that still takes part in folding
 IOTA = 8  # a longer Range stays an operation: as an index expression it is worth more than as a table
-SOURCE = "tapestry.source"
 KEPT = "tapestry.kept"
 MISTREATED = frozenset({"SplitToSequence", "ConcatFromSequence", "SequenceAt", "CastLike"})
 # of the first input: onnx has no inference for these, or a faulty one
@@ -165,13 +165,18 @@ def add_defaults(model: ModelProto, version: int) -> None:
             node.attribute.extend(d.default_value for a, d in defaults.items() if a not in given and d.default_value.type)
 
 
-def expand_functions(model: ModelProto, types: Types, version: int) -> bool:
-    """Replace operators that have no lifter by calls of their schema's function body; whether any was."""
+def expand_functions(model: ModelProto, types: Types, version: int, *, steps: bool = True) -> bool:
+    """Replace operators that have no lifter by calls of their schema's function body; whether any was.
+
+    Args:
+        steps: whether bodies that are loops of few steps are taken as well.
+    """
     taken = len(model.functions)
     for node in model.graph.node:
-        if node.domain not in ("", "ai.onnx") or find(node, version) is not None:
+        loop = steps and _few_steps(node, types)
+        if node.domain not in ("", "ai.onnx") or (find(node, version) is not None and not loop):
             continue
-        body = _function_body(node, types, version)
+        body = _function_body(node, types, version, loop=loop)
         if body is None:
             continue
         name = f"{node.op_type}_{len(model.functions)}"
@@ -191,8 +196,15 @@ def expand_functions(model: ModelProto, types: Types, version: int) -> bool:
     return True
 
 
-def _function_body(node: NodeProto, types: Types, version: int) -> FunctionProto | None:
-    """The body of an operator's function at an opset, if it means the same there and has no control flow or sequences."""
+def _few_steps(node: NodeProto, types: Types) -> bool:
+    """Whether an operator is a loop over its second axis, of few enough steps to be written out."""
+    if node.op_type != "LinearAttention" or node.input[0] not in types or not _static(types[node.input[0]]):
+        return False
+    return types[node.input[0]].tensor_type.shape.dim[1].dim_value <= STEPS
+
+
+def _function_body(node: NodeProto, types: Types, version: int, *, loop: bool) -> FunctionProto | None:
+    """The body of an operator's function at an opset, if it means the same there and has no sequences; loops if asked for."""
     schema: Any = onnx.defs.get_schema(node.op_type, version, "")  # (the stubs lack its function methods)
     body = FunctionProto()
     given = [types.get(i, TypeProto()) for i in node.input]
@@ -211,12 +223,14 @@ def _function_body(node: NodeProto, types: Types, version: int) -> FunctionProto
         body.ParseFromString(text)
     else:
         return None
-    return body if _means_the_same(body, max(usable), version) else None
+    return body if _means_the_same(body.node, max(usable), version, loop=loop) else None
 
 
-def _means_the_same(body: FunctionProto, written: int, version: int) -> bool:
-    for inner in body.node:
-        if inner.domain not in ("", "ai.onnx") or list(subgraphs(inner)) or "Sequence" in inner.op_type:
+def _means_the_same(nodes: Iterable[NodeProto], written: int, version: int, *, loop: bool) -> bool:
+    for inner in nodes:
+        if inner.domain not in ("", "ai.onnx") or "Sequence" in inner.op_type:
+            return False
+        if not all(loop and _means_the_same(g.node, written, version, loop=loop) for g in subgraphs(inner)):
             return False
         if not onnx.defs.has(inner.op_type, version, ""):
             return False
@@ -314,8 +328,12 @@ def run_passes(model: ModelProto) -> ModelProto:
         raise ModelError("the graph cannot be simplified", where="constant folding", why=f"{e}: {cause}"[:300]) from None
 
 
-def prepare(model: ModelProto) -> Prepared:
-    """The static model to lift; ``model`` has its sizes bound and its weights taken out."""
+def prepare(model: ModelProto, *, steps: bool = True) -> Prepared:
+    """The static model to lift; ``model`` has its sizes bound and its weights taken out.
+
+    Args:
+        steps: whether loops of few steps are written out.
+    """
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     tag_sources(model)
@@ -338,7 +356,11 @@ def prepare(model: ModelProto) -> Prepared:
         del model.graph.value_info[:]
         add_defaults(model, version)
         types = infer(model)
-        if not expand_functions(model, types, version):
+        written = unroll(model, types, loops=steps)
+        open_shapes = any(
+            n.op_type in ("Shape", "Size") and _static(types.get(n.input[0], TypeProto())) for n in model.graph.node
+        )
+        if not expand_functions(model, types, version, steps=steps) and not written and not open_shapes:
             break
     check_declared(declared, types)
     hints = {v.name: v.type for v in (*declared.graph.value_info, *declared.graph.output) if _static(v.type)}

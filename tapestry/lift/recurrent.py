@@ -20,8 +20,8 @@ from tapestry.lift.builder import Node, here, literal
 from tapestry.lift.linear import contract
 from tapestry.lift.registry import lifts
 from tapestry.lift.shape import concat
+from tapestry.lift.unroll import STEPS
 
-STEPS = 64  # times directions: longer sequences stay one operation
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 DEFAULTS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
 ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import Aff, dim
+from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS, lowest, number
 from tapestry.ir.scan import running
 from tapestry.ir.types import Tensor
@@ -113,6 +113,26 @@ def lift_arg(n: Node) -> bool | None:
     n.reduce([name], kept, gone, n.kind.lower(), [n.read(x.name, here(axes(x.shape)))], state, [lowered])
     if keep:
         keep_dims(n, n.out(), name, [axis], x.shape)
+    return None
+
+
+@lifts("Hardmax")
+def lift_hardmax(n: Node) -> bool | None:
+    """1 at the first greatest value along an axis (before opset 13 along all from it on), else 0."""
+    x, rank = n.tensor(0), len(n.shape(0))
+    axis = n.axis(1 if n.version < 13 else -1, rank)
+    gone = list(range(axis, rank)) if n.version < 13 else [axis]
+    if not rank or x.size == 0:
+        return False
+    dims = axes(x.shape)
+    flat: Aff = const(0)
+    for a in gone:
+        flat = flat * x.shape[a] + dim(f"x{a}")
+    kept, over = split_dims(x.shape, gone)
+    state = [Arg(0, x.dtype), Index(flat)]
+    (first,) = n.reduce([n.temp("first")], kept, over, "argmax", [n.read(x.name, here(dims))], state, [Acc(1, "i64")])
+    here_is = lambda k: call("where", call("eq", k, Index(flat)), number(1, x.dtype), number(0, x.dtype))  # noqa: E731
+    n.block(n.out(), dims, [n.read(first, here(kept))], here_is)
     return None
 
 

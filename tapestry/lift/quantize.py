@@ -1,0 +1,79 @@
+"""QuantizeLinear and DequantizeLinear on integers of 8 to 32 bits: cell by cell, scales read where their axis or block says."""
+
+from __future__ import annotations
+
+from tapestry.ir.expr import Expr, call, cast
+from tapestry.ir.graph import Dim, Read
+from tapestry.ir.index import Aff, const, dim, floordiv
+from tapestry.ir.monoid import number
+from tapestry.ir.types import Tensor
+from tapestry.lift.builder import Node, here, literal
+from tapestry.lift.registry import lifts
+
+RANGE = {"u8": (0, 255), "i8": (-128, 127), "u16": (0, 65535), "i16": (-32768, 32767)}
+REAL = ("f32", "f16", "bf16")
+
+
+@lifts("DequantizeLinear")
+def lift_dequantize(n: Node) -> bool | None:
+    """(x - zero point) * scale, in the dtype of the scale, or in f32 if that is shorter."""
+    x, y = n.tensor(0), n.out()
+    if x.dtype not in (*RANGE, "i32") or n.dtype(1) not in REAL or y.dtype not in REAL:
+        return False
+    dims = n.out_dims()
+    spot = _place(n, dims)
+    if spot is None:
+        return False
+    reads = [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *_zero(n, spot)]
+    wide = "i64" if x.dtype == "i32" else "i32"  # differences of 32 bits may need one more
+
+    def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
+        shifted = call("sub", cast(v, wide), cast(zero[0], wide)) if zero else v
+        return cast(call("mul", cast(shifted, "f32"), cast(scale, "f32")), y.dtype)
+
+    n.block(y, dims, reads, body)
+    return None
+
+
+@lifts("QuantizeLinear")
+def lift_quantize(n: Node) -> bool | None:
+    """saturate(round(x / scale) + zero point), in f32, half to even."""
+    x, y = n.tensor(0), n.out()
+    if x.dtype not in (*REAL, "i32") or y.dtype not in RANGE or n.dtype(1) not in REAL or n.attr("precision", 0) not in (0, 1):
+        return False
+    dims = n.out_dims()
+    spot = _place(n, dims)
+    if spot is None:
+        return False
+    low, high = (literal(v, "f32") for v in RANGE[y.dtype])
+
+    def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
+        whole: Expr = call("round", call("div", cast(v, "f32"), cast(scale, "f32")))
+        whole = call("add", whole, cast(zero[0], "f32")) if zero else whole
+        kept = call("min", call("max", whole, low), high)
+        # nothing says what a NaN becomes; a cast of it would differ between processors
+        return cast(cast(call("where", call("isnan", whole), number(0, "f32"), kept), "i32"), y.dtype)
+
+    n.block(y, dims, [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *_zero(n, spot)], body)
+    return None
+
+
+def _zero(n: Node, spot: list[Aff]) -> list[tuple[Read, Tensor]]:
+    return [n.read(n.ins[2], spot)] if n.has(2) else []
+
+
+def _place(n: Node, dims: tuple[Dim, ...]) -> list[Aff] | None:
+    """Where a cell's scale is: the only one, one per position of an axis, or one per block of positions."""
+    scale = n.shape(1)
+    if n.has(2) and n.shape(2) != scale:
+        return None
+    if len(scale) == 0 or (scale == (1,) and len(dims) != 1):
+        return [const(0)] * len(scale)
+    axis = n.axis(1, len(dims)) if len(dims) > 1 else 0
+    block = int(n.attr("block_size", 0))
+    if block:
+        blocked = [floordiv(dim(d.name), block, {d.name: d.size}) if a == axis else dim(d.name) for a, d in enumerate(dims)]
+        return blocked if len(scale) == len(dims) else None
+    if len(scale) != 1 or scale[0] not in (1, dims[axis].size):
+        return None
+    return [dim(dims[axis].name) if scale[0] == dims[axis].size else const(0)]
