@@ -57,5 +57,6 @@ CASES = {
     "scaled after the bias": attention("(acc0 + c) * 0.25", reads=", c[i, n]", inputs="input c: f32[{s}, {n}]\n"),
     "decode": attention(s=1, n=33),
     "cross": attention(s=3, n=17, e=6),
+    "shifted by a number": attention("(acc0 * 0.25) + 0.5", d=8, e=8),
     "same widths": attention(CAUSAL, d=8, e=8, s=11, n=13),
 }

@@ -50,13 +50,18 @@ def streaming(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Ten
         v, *added = others.values(ins, [])
         q, k = lay.matrix(q, roles.rows, roles.depth), lay.matrix(k, (roles.key,), roles.depth)
         v = lay.matrix(v.reshape(*v.shape, *(1 for _ in op.inner_dims)), (roles.key,), roles.columns)
-        mask = lay.mask(added[0].reshape(*added[0].shape, *(1 for _ in op.inner_dims))) if added else None
+        mask = lay.mask(_ranked(added[0], len(op.space), len(op.inner_dims))) if added else None
         out, lse = _FLASH(q, k, v, attn_mask=mask, scale=scale)
         if bool((lse == 0).any()):  # so it marks a row without keys, and rarely a row that is fine
             return None
         return [lay.rows(lse.to(out.dtype)), torch.ones((1,) * len(op.dims), dtype=out.dtype), lay.out(out)]
 
     return run
+
+
+def _ranked(x: Tensor, rank: int, inner: int) -> Tensor:
+    """A bias over the whole index space; one that is a number everywhere has no axes yet."""
+    return x.reshape(*(x.shape or (1,) * (rank - inner)), *(1,) * inner)
 
 
 def match(op: Block) -> tuple[Roles, Expr, Expr, float, Expr | None] | None:
