@@ -400,7 +400,7 @@ def kernel_given_another_tensor(plan, p):
 @fault("agreement")
 def kernel_with_another_number_of_reads(plan, p):
     return [
-        (plan, put(p, i, replace(s, ins=ins)), {}) for i in positions(p, Launch) for s in [p.steps[i]] for ins in (s.ins[:-1], (*s.ins, s.ins[0]))
+        (plan, put(p, i, replace(s, ins=ins)), {}) for i in positions(p, Launch) for s in [p.steps[i]] for ins in ([s.ins[:-1]] if s.ins else []) + [(*s.ins, "one more")]
     ]
 
 

@@ -129,7 +129,8 @@ def check(
     if exact:
         r.lists.laws["exact"] = constraints.exact_splits(graph)
     r.signatures = [signature(op, graph) for op in graph.ops]
-    r.law("agreement", streamed <= set(graph.weights), f"{sorted(streamed - set(graph.weights))} are no weights")
+    loose = sorted(streamed - set(graph.weights))
+    r.law("agreement", not loose, "what is streamed are no weights", "the plan", loose)
     _declared(r)
     for i, step in enumerate(program.steps):
         _step(r, step, f"step {i} ({type(step).__name__.lower()})")
