@@ -123,7 +123,7 @@ def load(folder: str | Path) -> Compiled:
 
 def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
     """A session of a build on its target; ``more`` is for `Session`."""
-    flags.sleep_when_idle()
+    flags.before_torch()
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 

@@ -258,7 +258,7 @@ def _kernels(args: argparse.Namespace) -> int:
 def _calibrate(args: argparse.Namespace) -> int:
     from tapestry import flags
 
-    flags.sleep_when_idle()
+    flags.before_torch()
     from tapestry.runtime import calibrate
 
     document = calibrate.from_trace(args.from_trace) if args.from_trace else calibrate.calibrate(args.threads)
@@ -396,7 +396,7 @@ def _auto_shard(args: argparse.Namespace) -> int:
 def _fuzz(args: argparse.Namespace) -> int:
     from tapestry import flags
 
-    flags.sleep_when_idle()
+    flags.before_torch()
     from tapestry.fuzz import campaign
     from tapestry.viz import progress
 

@@ -12,12 +12,14 @@ def debug_level() -> int:
     return int(value) if value.isdigit() else 0
 
 
-def sleep_when_idle() -> None:
-    """Let idle OpenMP threads sleep, unless the user said otherwise; it must come before torch is imported.
+def before_torch() -> None:
+    """What torch reads when it is imported, unless the user said otherwise.
 
-    Spinning threads on busy cores make small operators up to sixteen times slower.
+    Idle OpenMP threads sleep: spinning ones on busy cores make small operators up to sixteen times slower. torch's network code
+    does not warn of peers that are gone: we say who and why, once.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def torchrun() -> dict[str, int]:

@@ -72,7 +72,7 @@ def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 
 def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled) -> Any:
     """The job of a request; torch is imported here and not before."""
     build, constants = compiled.build, b"".join(compiled.constants.values())
-    flags.sleep_when_idle()
+    flags.before_torch()
     import tapestry.codegen.torch_cpu.kernels  # noqa: F401  (forked ranks find it imported)
     from tapestry.runtime.parcels import owners
     from tapestry.runtime.worker import Job

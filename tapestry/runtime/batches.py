@@ -11,10 +11,12 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -59,7 +61,7 @@ class Batch:
         try:
             with np.load(self.source, allow_pickle=False) as found:
                 return {name: found[name] for name in found.files}
-        except (OSError, ValueError, EOFError, AttributeError) as e:
+        except (OSError, ValueError, EOFError, AttributeError, BadZipFile, zlib.error) as e:
             raise TapestryError(f"no arrays: {e}", where=str(self.source), hint="a .npz file of numpy.savez") from None
 
     def keep(self, outputs: Mapping[str, Array]) -> None:

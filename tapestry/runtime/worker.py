@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from tapestry import flags
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.store import Build
 from tapestry.runtime import shards
@@ -266,4 +267,7 @@ def cause(e: BaseException, slot: Slots) -> tuple[str, str]:
         return "failed", f"out of memory while {where}"
     if isinstance(e, OSError):
         return "failed", f"{e.filename or ''}: {e.strerror or e} ({where})"
-    return "failed", f"{type(e).__name__}: {text} ({where})\n{''.join(traceback.format_exception(e))}"
+    if flags.debug_level():
+        return "failed", f"{type(e).__name__}: {text} ({where})\n{''.join(traceback.format_exception(e))}"
+    at = traceback.extract_tb(e.__traceback__)[-1]
+    return "failed", f"{type(e).__name__}: {text} ({where}; {at.filename}:{at.lineno}; TAPESTRY_DEBUG=1 says more)"
