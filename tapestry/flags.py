@@ -12,6 +12,16 @@ def debug_level() -> int:
     return int(value) if value.isdigit() else 0
 
 
+def native_kernels() -> bool:
+    """``TAPESTRY_NATIVE=0``: no kernels compiled from C; the CPU target uses torch's operators only."""
+    return os.environ.get("TAPESTRY_NATIVE", "1") != "0"
+
+
+def c_compiler() -> str:
+    """``CC``: the command of the C compiler, with its first arguments."""
+    return os.environ.get("CC") or "cc"
+
+
 def before_torch() -> None:
     """What torch reads when it is imported, unless the user said otherwise.
 

@@ -1,7 +1,7 @@
-"""Linear layers and convolutions on weights packed once, when they are loaded (oneDNN's own blocked layouts).
+"""Linear layers and convolutions on weights packed once, when they are loaded.
 
-What is packed is a whole weight buffer. oneDNN's fused clamps drop a NaN, so only the bias is fused; the rest of the epilogue
-runs in place on the result while it is in cache.
+What is packed is a whole weight buffer, for our own kernels (`images`) where there are some, else in oneDNN's blocked layouts.
+oneDNN's fused clamps drop a NaN, so only the bias is fused there; the rest of the epilogue runs in place on the result.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tapestry.codegen.torch_cpu import contract
+from tapestry.codegen.torch_cpu import contract, images
+from tapestry.codegen.torch_cpu.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.local import localise
-from tapestry.codegen.torch_cpu.natives import added_first
 from tapestry.codegen.torch_cpu.points import Expressions, Run, held
 from tapestry.codegen.torch_cpu.reads import Frame, Remembered, Tensor
 from tapestry.codegen.torch_cpu.windows import transposed
@@ -21,8 +21,8 @@ from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel
 
-States = Callable[[Sequence[Tensor | None], Tensor | None], Tensor]
-"""From the buffers (the weight packed) and the bias to the sum over the block, as a new tensor of the map dimensions."""
+States = Callable[[Sequence[Tensor | None], Tensor | None, Tensor | None], Tensor]
+"""From the buffers (the weight packed), the bias and the residual to the result of the epilogue, over the map dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Packable:
 class _Dense:
     weight: int
     pack: Pack
-    columns: str  # the dimension along which a bias may vary
     run: States
+    then: Epilogue
 
 
 def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
@@ -63,35 +63,33 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
         return plain
     if transposed(op, graph, kernel):
         return plain
-    found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)  # of one point it is linear: less to set up
+    found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)
     if found is None or found.weight in op.then_reads():
         return plain
+    then, states = found.then, found.run
     base = Frame(op.dims, kernel.block[: len(op.dims)])
-
-    def is_bias(k: int) -> bool:
-        r = op.reads[k]
-        return len(r.index) == 1 and r.index[0].is_dim and str(r.index[0]) == found.columns and not r.when and r.other is None
-
-    bias = added_first(op.then, is_bias)
-    then = bias[1] if bias else op.then
-    tail = Expressions(op, graph, kernel, then, base, owned=True)
-    at = _bias_slice(op, kernel, bias[0]) if bias else None
-    states = found.run
-
-    take = Remembered(lambda buffer: buffer[at[1]] if at else buffer)
+    tail = None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True)
+    bias, residual = _part(op, kernel, then.bias), _part(op, kernel, then.residual)
 
     def packed(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Tensor]:
-        return tail(ins, [states(ins, take(held(ins[at[0]])) if at else None)])
+        out = states(ins, bias(ins) if bias else None, residual(ins) if residual else None)
+        return tail(ins, [out]) if tail else [out]
 
     return Packable(plain, {found.weight: found.pack}, packed)
 
 
-def _bias_slice(op: Block, kernel: Kernel, k: int) -> tuple[int, slice]:
+def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Sequence[Tensor | None]], Tensor] | None:
+    """What the block reads of a buffer whose axes are dimensions."""
+    if k is None:
+        return None
     block = dict(zip((d.name for d in op.dims), kernel.block, strict=False))
-    lo, hi = block[str(op.reads[k].index[0])]
     box = kernel.ins[k]
     assert box is not None
-    return k, slice(lo - box[0][0], hi - box[0][0])
+    at = tuple(slice(block[str(e)][0] - o, block[str(e)][1] - o) for e, (o, _) in zip(op.reads[k].index, box, strict=True))
+    if all(s == slice(0, hi - lo) for s, (lo, hi) in zip(at, box, strict=True)):
+        return lambda ins: held(ins[k])
+    take = Remembered(lambda buffer: buffer[at])
+    return lambda ins: take(held(ins[k]))
 
 
 def _linear(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Dense | None:
@@ -135,11 +133,15 @@ def _product(
     sizes = [extent[d] for d in (*rows, *columns)]
     shape_of_w = [extent[d] for d in order]
 
+    then = epilogue(op, kernel, columns[0], whole=True)
+    ours = images.multiply(m, n, k, then)
+    then = then if ours else epilogue(op, kernel, columns[0], whole=False)
+
     def pack(buffer: Tensor) -> Tensor:
         plain = buffer.reshape(shape_of_w).permute(turn).reshape(n, k).contiguous()
-        return torch.ops.mkldnn._reorder_linear_weight(plain, m)
+        return images.pack_panels(plain) if ours else torch.ops.mkldnn._reorder_linear_weight(plain, m)
 
-    multiply = torch.ops.mkldnn._linear_pointwise.default
+    multiply = ours or _one_dnn_linear
 
     def matrix(value: Tensor) -> Tensor:
         return value.permute(axes).expand(full).reshape(m, k).contiguous()
@@ -147,12 +149,19 @@ def _product(
     at = x.pos if isinstance(x, Arg) else None
     fetch = Remembered(lambda buffer: matrix(values.fetch[at](buffer))) if at is not None else None
     result = Remembered(lambda out: out.reshape(sizes).permute(back).reshape(wanted))
+    forth = [back.index(i) for i in range(len(back))]
+    added = Remembered(lambda r: r.reshape([extent[d] for d in wide]).permute(forth).reshape(m, n).contiguous())
 
-    def run(ins: Sequence[Tensor | None], bias: Tensor | None) -> Tensor:
+    def run(ins: Sequence[Tensor | None], bias: Tensor | None, residual: Tensor | None) -> Tensor:
         left = fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
-        return result(multiply(left, ins[w], bias, "none", [], ""))
+        return result(multiply(left, held(ins[w]), bias, None if residual is None else added(residual)))
 
-    return _Dense(w, Pack(("linear", m, n, k, *turn), pack), columns[0], run)
+    key = ("panels", *turn) if ours else ("linear", m, n, k, *turn)
+    return _Dense(w, Pack(key, pack), run, then)
+
+
+def _one_dnn_linear(x: Tensor, w: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "none", [], "")
 
 
 def _plain_axes(op: Block, w: int, box: Box | None, block: dict[str, tuple[int, int]]) -> list[str] | None:
@@ -185,8 +194,9 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
     """A convolution over two axes whose weight buffer is read whole, as one call."""
     here = localise(op, graph, kernel)
     found = contract.as_conv(here.op)
-    if sum(hi - lo > 1 for lo, hi in kernel.block[len(op.dims) :]) <= 1 and found and op.ranges.get(found.channel, 1) > 1:
-        return None
+    point = sum(hi - lo > 1 for lo, hi in kernel.block[len(op.dims) :]) <= 1 and found and op.ranges.get(found.channel, 1) > 1
+    if point and not images.available():
+        return None  # linear: less to set up
     if found is None or len(found.windows) != 2 or len(here.op.dims) != len(op.dims):
         return None
     x, w = here.held[found.x], here.held[found.w]
@@ -195,26 +205,44 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
     whole = all(isinstance(t, slice) for t in w.take) and box is not None
     if parts is None or not whole or any(s != slice(0, hi - lo) for s, (lo, hi) in zip(w.take, box or (), strict=True)):
         return None
+    read, cut = x.take, parts
+
+    def image(buffer: Tensor) -> Tensor:
+        piece = buffer[read][cut.take]
+        return images.last(torch.nn.functional.pad(piece, cut.extra) if cut.extra else piece)
+
+    fetch, at = Remembered(image), found.x
     shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
+    pack, key, convolve, then = _kernel(op, kernel, found, parts, shape)
+
+    def run(ins: Sequence[Tensor | None], bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        return convolve(fetch(held(ins[at])), held(ins[found.w]), bias, residual)
+
+    return _Dense(found.w, Pack(key, pack), run, then)
+
+
+def _kernel(
+    op: Block, kernel: Kernel, found: contract.Conv, parts: contract.Call, shape: list[int]
+) -> tuple[Callable[[Tensor], Tensor], tuple[object, ...], images.Convolve, Epilogue]:
+    """(how the weight is packed, the key of that, the convolution, its epilogue): ours, or oneDNN's with a bias."""
+    box = kernel.ins[found.w]
+    assert box is not None
+    then = epilogue(op, kernel, found.feature, whole=True)
+    ours = images.convolve(parts, [hi - lo for lo, hi in box], shape, then)
+    if ours:
+        return ours.pack, (ours.key,), ours.run, then
     stride, dilation, pads, count = list(parts.stride), list(parts.dilation), list(parts.padding), parts.groups
-    convolve, layout = torch.ops.mkldnn._convolution_pointwise.default, torch.channels_last
+    call = torch.ops.mkldnn._convolution_pointwise.default
 
     def pack(buffer: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_convolution_weight(buffer, pads, stride, dilation, count, list(parts.input))
 
-    def image(buffer: Tensor) -> Tensor:
-        piece = buffer[x.take][parts.take]
-        piece = torch.nn.functional.pad(piece, parts.extra) if parts.extra else piece
-        return piece.contiguous(memory_format=layout)
-
-    fetch = Remembered(image)
-
-    def run(ins: Sequence[Tensor | None], bias: Tensor | None) -> Tensor:
-        out = convolve(fetch(held(ins[found.x])), ins[found.w], bias, pads, stride, dilation, count, "none", [], "")
-        return out.reshape(shape)
+    def convolve(x: Tensor, w: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        return call(x, w, bias, pads, stride, dilation, count, "none", [], "").reshape(shape)
 
     key = ("conv", *pads, *stride, *dilation, count, *parts.input)
-    return _Dense(found.w, Pack(key, pack), found.feature, run)
+    return pack, key, convolve, epilogue(op, kernel, found.feature, whole=False)
 
 
 __all__ = ["Pack", "Packable", "packable"]

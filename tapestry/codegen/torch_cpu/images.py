@@ -1,0 +1,158 @@
+"""Convolutions by our own kernels (`native`): images with adjacent channels, the whole epilogue in the same pass."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tapestry.codegen.torch_cpu import contract, native
+from tapestry.codegen.torch_cpu.epilogue import Epilogue
+
+Tensor = torch.Tensor
+Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""From the image, the packed weight, the bias and the residual to a new image."""
+MOST_LINEAR = 1 << 20  # cells of a weight; oneDNN is as fast on more, and faster on much more
+
+
+@functools.cache
+def zeros(n: int) -> Tensor:
+    """What taps outside the image read."""
+    return torch.zeros(n)
+
+
+def pack_panels(matrix: Tensor) -> Tensor:
+    """A (features, depth) matrix as panels of features for `tile.h`."""
+    lib = native.library()
+    assert lib is not None
+    rows, depth = matrix.shape
+    plain = matrix.contiguous()
+    out = torch.empty(lib.tapestry_packed_size(rows, depth))
+    lib.tapestry_pack(plain.data_ptr(), out.data_ptr(), rows, depth)
+    return out
+
+
+def pack_convolution(weight: Tensor) -> Tensor:
+    """A convolution's weight (features, channels, height, width) with the channels of a tap together."""
+    return pack_panels(weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1))
+
+
+def pack_depthwise(weight: Tensor) -> Tensor:
+    """A depthwise convolution's weight (channels, 1, height, width), by tap."""
+    return weight.permute(1, 2, 3, 0).contiguous().reshape(-1)
+
+
+def last(x: Tensor) -> Tensor:
+    """The image with adjacent channels, as it is if it has them."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous(memory_format=torch.channels_last)
+
+
+def pack_winograd(weight: Tensor) -> Tensor:
+    """A 3 x 3 convolution's weight as 16 matrices, G g G' of Lavin and Gray (2015), each in panels."""
+    g = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
+    matrices = torch.einsum("ar,kcrs,bs->abkc", g, weight.double(), g).float().flatten(0, 1)
+    return torch.cat([pack_panels(m) for m in matrices])
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A convolution with its epilogue, and how its weight is packed; equal keys make equal copies."""
+
+    run: Convolve
+    pack: Callable[[Tensor], Tensor]
+    key: str
+
+
+def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> Kernel | None:
+    """A convolution; ``None`` where there is no kernel for it.
+
+    Args:
+        weight: the weight's shape (features, channels of a group, height, width).
+        shape: the output's shape (images, features, height, width).
+    """
+    lib = available()
+    if lib is None:
+        return None
+    call: Any
+    if parts.groups > 1:
+        if weight[1] != 1 or parts.groups != weight[0]:
+            return None
+        call, pack, key = lib.tapestry_depthwise, pack_depthwise, "taps"
+    elif _in_tiles(parts, weight, lib.tapestry_lanes()):
+        call, pack, key = lib.tapestry_winograd, pack_winograd, "winograd"
+    else:
+        call, pack, key = lib.tapestry_conv, pack_convolution, "panels"
+    return Kernel(_caller(lib, call, parts, weight, shape, then), pack, key)
+
+
+def available() -> Any:
+    """The library, where torch is to use one thread: our kernels know no more."""
+    return native.library() if torch.get_num_threads() == 1 else None
+
+
+def _in_tiles(parts: contract.Call, weight: Sequence[int], lanes: int) -> bool:
+    """Whether tiles of transformed images pay: few channels are done with before they are transformed."""
+    features, channels = weight[:2]
+    near = tuple(weight[2:]) == (3, 3) and parts.stride == parts.dilation == (1, 1)
+    return near and channels % lanes == 0 and features % lanes == 0 and min(channels, features) >= 32 and channels + features > 64
+
+
+def _caller(
+    lib: Any, call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue
+) -> Convolve:
+    images, features, out_h, out_w = shape
+    _, channels, in_h, in_w = parts.input
+    nothing = zeros(weight[3] * max(channels, 64))
+    sizes = (images, channels, features, in_h, in_w, out_h, out_w, weight[2], weight[3], *parts.stride, *parts.padding,
+             *parts.dilation)  # fmt: skip
+    y_strides = (out_h * out_w * features, 1, out_w * features, features)
+    clamp = (int(then.clamped), then.low, then.high)
+    known: dict[tuple[int, ...], tuple[Any, int]] = {}
+    winograd = call is lib.tapestry_winograd
+
+    def layout(x: tuple[int, ...], r: tuple[int, ...]) -> tuple[Any, int]:
+        conv = ctypes.byref(native.Conv(*sizes, x[0], x[2], x[3], *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp))
+        return conv, lib.tapestry_winograd_scratch(conv) if winograd else 0
+
+    def run(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        r = None if residual is None else last(residual)
+        out = torch.empty_strided(shape, y_strides)
+        strides = x.stride() + (y_strides if r is None else r.stride())
+        if strides not in known:
+            known[strides] = layout(strides[:4], strides[4:])
+        conv, more = known[strides]
+        scratch = torch.empty(more) if more else None
+        call(conv, native.Buffers(x.data_ptr(), w.data_ptr(), _at(bias), _at(r), nothing.data_ptr(), out.data_ptr(), _at(scratch)))
+        return out
+
+    return run
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
+    """Rows times packed weights: (m, k) and (m, n) residuals to (m, n); ``None`` where there is no kernel for it."""
+    lib = available()
+    if lib is None or n * k > MOST_LINEAR:
+        return None
+    rows = (m * n, m * n, n)
+    sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)
+    conv = ctypes.byref(native.Conv(*sizes, int(then.clamped), then.low, then.high))
+    kernel: Any = lib.tapestry_conv
+    empty, wanted, of = torch.empty, (m, n), native.Buffers
+
+    def run(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        out = empty(wanted)
+        kernel(conv, of(x.data_ptr(), w.data_ptr(), _at(bias), _at(residual), None, out.data_ptr(), None))
+        return out
+
+    return run
+
+
+__all__ = ["Convolve", "Kernel", "available", "convolve", "last", "multiply", "pack_panels"]

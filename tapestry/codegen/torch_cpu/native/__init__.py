@@ -1,0 +1,99 @@
+"""Kernels in C for one thread: compiled once per machine with the compiler that is there, and kept in the user's cache.
+
+They do what torch's operators do not: clamps that keep a NaN in the epilogue of a convolution, no set-up per call. Without a
+compiler (or with ``TAPESTRY_NATIVE=0``) everything runs on torch's operators instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tapestry import flags
+
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
+TIMEOUT = 120  # seconds for the compiler
+_SOURCES = Path(__file__).parent
+_PLACE, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class Conv(ctypes.Structure):
+    """``Conv`` of conv.h: sizes, and strides in elements."""
+
+    _fields_ = [
+        *((name, _PLACE) for name in (
+            "images", "channels", "features", "in_h", "in_w", "out_h", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w",
+            "pad_h", "pad_w", "dilation_h", "dilation_w", "x_image", "x_row", "x_pixel", "y_image", "y_row", "y_pixel",
+            "r_image", "r_row", "r_pixel", "clamped",
+        )), ("low", ctypes.c_float), ("high", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class Buffers(ctypes.Structure):
+    """``Buffers`` of conv.h: addresses."""
+
+    _fields_ = [(name, _POINTER) for name in ("x", "w", "bias", "residual", "zeros", "y", "scratch")]
+
+
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "tapestry_lanes": (_PLACE, ()),
+    "tapestry_packed_size": (_PLACE, (_PLACE, _PLACE)),
+    "tapestry_pack": (None, (_POINTER, _POINTER, _PLACE, _PLACE)),
+    "tapestry_conv": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+    "tapestry_depthwise": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+    "tapestry_winograd": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+    "tapestry_winograd_scratch": (_PLACE, (ctypes.POINTER(Conv),)),
+    "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels; ``None`` where they cannot be had, and torch's operators do."""
+    if not flags.native_kernels():
+        return None
+    try:
+        out = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(out, name)
+        function.restype, function.argtypes = result, arguments
+    return out
+
+
+def _compiled() -> Path:
+    """The shared library for this machine, compiled unless it is there."""
+    command = [*shlex.split(flags.c_compiler()), *FLAGS]
+    sources = sorted(p for p in _SOURCES.iterdir() if p.suffix in (".c", ".h"))
+    digest = hashlib.sha256("\0".join([*command, platform.machine(), _processor()]).encode())
+    for p in sources:
+        digest.update(p.read_bytes())
+    folder = flags.cache_folder() / "native"
+    path = folder / f"{digest.hexdigest()[:32]}.so"
+    if path.is_file() and path.stat().st_uid == os.getuid():
+        return path
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # appears whole: another process may compile the same
+        new = Path(scratch) / path.name
+        files = [str(p) for p in sources if p.suffix == ".c"]
+        subprocess.run([*command, "-o", str(new), *files], check=True, capture_output=True, timeout=TIMEOUT)
+        new.replace(path)
+    return path
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: the processor's features, as the system lists them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else [platform.processor()]
+    return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
+
+
+__all__ = ["Buffers", "Conv", "library"]

@@ -1,0 +1,33 @@
+/* A convolution over two axes, and what it works on. */
+#ifndef TAPESTRY_CONV_H
+#define TAPESTRY_CONV_H
+
+#include "tile.h"
+
+typedef struct {
+    int64_t images, channels, features;
+    int64_t in_h, in_w, out_h, out_w;
+    int64_t kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int64_t x_image, x_row, x_pixel; /* strides in floats */
+    int64_t y_image, y_row, y_pixel;
+    int64_t r_image, r_row, r_pixel;
+    int64_t clamped;
+    float low, high;
+} Conv;
+
+typedef struct {
+    const float *x, *w, *bias, *residual, *zeros;
+    float *y, *scratch;
+} Buffers;
+
+void tapestry_conv(const Conv *c, const Buffers *b);
+
+/* The taps [t0, t1) along one axis that read the image, for the output place `at`. */
+INLINE void valid(int64_t at, int64_t stride, int64_t pad, int64_t dilation, int64_t kernel, int64_t size, int64_t *t0, int64_t *t1) {
+    int64_t first = at * stride - pad;
+    *t0 = first < 0 ? (-first + dilation - 1) / dilation : 0;
+    *t1 = first >= size ? 0 : (size - first + dilation - 1) / dilation;
+    if (*t1 > kernel) *t1 = kernel;
+}
+
+#endif

@@ -1,0 +1,121 @@
+/* 3 x 3 convolutions in 2 x 2 tiles of the output, F(2x2, 3x3) of Lavin and Gray (2015): 16 products where 36 would be.
+ *
+ * An output is made of the inputs of its own window alone, so that a NaN stays where it belongs; an infinity would become one.
+ * Where anything is not finite the whole is computed again, plainly.
+ */
+#include <stdlib.h>
+
+#include "conv.h"
+
+enum { POINTS = 16 };
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* How many tiles are transformed at once, of all that there are: what they take should stay in the second level of cache. */
+static int64_t at_once(const Conv *c, int64_t tiles) {
+    int64_t most = 12288 / (c->channels + c->features), parts;
+    most = most < 64 ? 64 : most > 128 ? 128 : most;
+    parts = (tiles + most - 1) / most;
+    return (tiles + parts - 1) / parts;
+}
+
+static int64_t tiles_of(const Conv *c) { return c->images * ((c->out_h + 1) / 2) * ((c->out_w + 1) / 2); }
+
+/* Floats of scratch memory. */
+int64_t tapestry_winograd_scratch(const Conv *c) { return POINTS * at_once(c, tiles_of(c)) * (c->channels + c->features); }
+
+INLINE void one_way(const vec d0, const vec d1, const vec d2, const vec d3, vec *t, int step) {
+    t[0] = d0 - d2, t[step] = d1 + d2, t[2 * step] = d2 - d1, t[3 * step] = d1 - d3;
+}
+
+/* Image n, tile (ty, tx): B'dB of its 4 x 4 inputs, to 16 places `apart`. */
+static void forward(const Conv *c, const Buffers *b, int64_t n, int64_t ty, int64_t tx, float *to, int64_t apart) {
+    const float *from[POINTS];
+    for (int i = 0; i < POINTS; i++) {
+        int64_t y = 2 * ty - c->pad_h + i / 4, x = 2 * tx - c->pad_w + i % 4;
+        int inside = (uint64_t)y < (uint64_t)c->in_h && (uint64_t)x < (uint64_t)c->in_w;
+        from[i] = inside ? b->x + n * c->x_image + y * c->x_row + x * c->x_pixel : b->zeros;
+    }
+    for (int64_t k = 0; k < c->channels; k += VL) {
+        vec t[POINTS], v[POINTS];
+        UNROLL for (int j = 0; j < 4; j++)
+            one_way(load(from[j] + k), load(from[4 + j] + k), load(from[8 + j] + k), load(from[12 + j] + k), t + j, 4);
+        UNROLL for (int i = 0; i < 4; i++) one_way(t[4 * i], t[4 * i + 1], t[4 * i + 2], t[4 * i + 3], v + 4 * i, 1);
+        UNROLL for (int i = 0; i < POINTS; i++) store(to + i * apart + k, v[i]);
+    }
+}
+
+/* A'mA of 16 places `apart`, to the up to 2 x 2 outputs of a tile; a NaN in what is returned if any is not finite. */
+static vec backward(const Conv *c, const Buffers *b, int64_t n, int64_t ty, int64_t tx, const float *from, int64_t apart) {
+    vec finite = {}, low = all(c->low), high = all(c->high);
+    int64_t down = c->out_h - 2 * ty < 2 ? 0 : 1, right = c->out_w - 2 * tx < 2 ? 0 : 1;
+    float *y = b->y + n * c->y_image + 2 * ty * c->y_row + 2 * tx * c->y_pixel;
+    const float *r = b->residual ? b->residual + n * c->r_image + 2 * ty * c->r_row + 2 * tx * c->r_pixel : 0;
+    for (int64_t k = 0; k < c->features; k += VL) {
+        vec t[8], out[4], bias = b->bias ? load(b->bias + k) : (vec){};
+        UNROLL for (int j = 0; j < 4; j++) {
+            const float *m = from + j * apart + k;
+            vec m1 = load(m + 4 * apart), m2 = load(m + 8 * apart);
+            t[j] = load(m) + m1 + m2, t[4 + j] = m1 - m2 - load(m + 12 * apart);
+        }
+        UNROLL for (int i = 0; i < 2; i++)
+            out[2 * i] = t[4 * i] + t[4 * i + 1] + t[4 * i + 2], out[2 * i + 1] = t[4 * i + 1] - t[4 * i + 2] - t[4 * i + 3];
+        UNROLL for (int i = 0; i < 4; i++) {
+            if (i / 2 > down || i % 2 > right) continue;
+            vec v = out[i] + bias;
+            finite += v - v;
+            if (r) v += load(r + i / 2 * c->r_row + i % 2 * c->r_pixel + k);
+            if (c->clamped) v = clamp(v, low, high);
+            store(y + i / 2 * c->y_row + i % 2 * c->y_pixel + k, v);
+        }
+    }
+    return finite;
+}
+
+/* The convolution by its definition, with weights as they were before they were transformed: U = GgG' of columns of [1 0 0],
+ * [1 1 1] / 2, [1 -1 1] / 2, [0 0 1]. */
+static void plainly(const Conv *c, const Buffers *b) {
+    int64_t size = (c->features + VL - 1) / VL * VL * c->channels;
+    static const float back[3][4] = {{1, 0, 0, 0}, {0, 1, -1, 0}, {0, 0, 0, 1}};
+    float *taps = malloc(9 * size * sizeof(float));
+    if (!taps) abort();
+    int64_t vectors = c->features / VL, steps = c->channels;
+    for (int64_t p = 0; p < panels(vectors); p++) {
+        int64_t v0 = panel_start(vectors, p), width = (panel_start(vectors, p + 1) - v0) * VL;
+        for (int tap = 0; tap < 9; tap++)
+            for (int64_t k = 0; k < steps * width; k++) {
+                float w = 0;
+                for (int e = 0; e < POINTS; e++) w += back[tap / 3][e / 4] * back[tap % 3][e % 4] * b->w[e * size + v0 * VL * steps + k];
+                taps[9 * v0 * VL * steps + tap * steps * width + k] = w;
+            }
+    }
+    Buffers plain = *b;
+    plain.w = taps;
+    tapestry_conv(c, &plain);
+    free(taps);
+}
+
+/* w: 16 matrices features x channels, packed one after another. Channels and features are multiples of VL. */
+void tapestry_winograd(const Conv *c, const Buffers *b) {
+    int64_t across = (c->out_w + 1) / 2, down = (c->out_h + 1) / 2, tiles = tiles_of(c), most = at_once(c, tiles);
+    int64_t size = c->features * c->channels, wide = most * c->channels, out = most * c->features;
+    float *v = b->scratch, *m = v + POINTS * wide;
+    vec finite = {};
+    for (int64_t t0 = 0; t0 < tiles; t0 += most) {
+        int64_t count = smaller(most, tiles - t0);
+        Conv product = {.images = 1, .channels = c->channels, .features = c->features, .in_h = 1, .in_w = count, .out_h = 1,
+                        .out_w = count, .kernel_h = 1, .kernel_w = 1, .stride_h = 1, .stride_w = 1, .dilation_h = 1,
+                        .dilation_w = 1, .x_pixel = c->channels, .y_pixel = c->features};
+        for (int64_t i = 0, t = t0; i < count; i++, t++)
+            forward(c, b, t / (across * down), t / across % down, t % across, v + i * c->channels, wide);
+        for (int e = 0; e < POINTS; e++)
+            tapestry_conv(&product, &(Buffers){.x = v + e * wide, .w = b->w + e * size, .y = m + e * out});
+        for (int64_t i = 0, t = t0; i < count; i++, t++)
+            finite += backward(c, b, t / (across * down), t / across % down, t % across, m + i * c->features, out);
+    }
+    for (int i = 0; i < VL; i++)
+        if (finite[i] != finite[i]) {
+            plainly(c, b);
+            return;
+        }
+}
