@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tapestry import flags, pipeline
+from tapestry.codegen.triton.chips import PRECISIONS, chip_of
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir import store
 from tapestry.ir.plan import Mesh
@@ -63,6 +64,7 @@ class Compiled:
 def compile(
     model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "cpu",
     shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
+    precision: str = "ieee",
     pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (), weights: bool = True,
     time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True,
     exact: bool = False,
@@ -76,6 +78,7 @@ def compile(
         topology: a preset or a topology file.
         shapes: sizes of symbolic dimensions, by symbol or by input.
         memory: per device, as ``"16GiB"``; the plan keeps to it.
+        precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line.
         rules: files of the user's own rewrite rules.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
@@ -94,9 +97,13 @@ def compile(
     known = "torch-cpu"
     if target != known and not target.startswith("triton"):
         raise TapestryError(f"there is no target '{target}'", hint=f"{known} or triton:sm90")
+    chip_of(target)  # an unknown one is refused before anything is done
+    if precision not in PRECISIONS:
+        raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
     found = mesh if isinstance(mesh, tuple) else pipeline.mesh_of(devices, mesh)
     options = pipeline.Options(
         model=Path(model), shapes=shapes or {}, mesh=found, topology=topology, memory=memory, target=target, pins=pins,
+        precision=precision,
         layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit, seed=seed,
         pareto=pareto, exact=exact, sharding=sharding,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
@@ -139,14 +146,19 @@ def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) 
     if "machine" in more:
         from tapestry.codegen.triton.target import TritonTarget
 
-        return Session(build, constants, TritonTarget(), (from_numpy, to_numpy), **more)
+        return Session(build, constants, TritonTarget(build.target, build.precision), (from_numpy, to_numpy), **more)
     from tapestry.codegen.triton.device import DeviceTarget, find_device
     from tapestry.codegen.triton.tuned import local_cache
     from tapestry.runtime.device import DeviceMachine
 
     device = find_device()
     machine: Any = DeviceMachine  # arrays are torch's, as for every target
-    target: Any = DeviceTarget(device, local_cache(flags.cache_folder(), device), libraries=bool(more.pop("libraries", False)))
+    target: Any = DeviceTarget(
+        device,
+        local_cache(flags.cache_folder(), device),
+        libraries=bool(more.pop("libraries", False)),
+        precision=build.precision,
+    )
     return Session(build, constants, target, (from_numpy, to_numpy), machine=machine, **more)
 
 

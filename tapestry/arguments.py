@@ -95,6 +95,9 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
     p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
     p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
+    p.add_argument(
+        "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
+    )
     p.add_argument("--pin", action="extend", nargs="+", default=[], metavar="OP:dim=parts@axis")
     p.add_argument("--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis")
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")

@@ -96,7 +96,8 @@ def _compile(args: argparse.Namespace) -> int:
 
         build = api.compile(
             args.model, mesh=_mesh(args), topology=args.topology, shapes=_shapes(args.shape), memory=args.memory,
-            target=args.target, pins=args.pin, layouts=args.layout, rules=args.rules, weights=not args.no_weights,
+            target=args.target, precision=args.precision, pins=args.pin, layouts=args.layout, rules=args.rules,
+            weights=not args.no_weights,
             time_limit=args.time_limit, seed=args.seed, pareto=args.pareto, progress=report,
             exact=args.exact, sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked,
             stages=args.stages, micro_batches=args.micro_batches,
@@ -245,13 +246,13 @@ def _kernels(args: argparse.Namespace) -> int:
     from tapestry.viz import progress
 
     with progress.bar("kernels", quiet=args.quiet or args.json) as report:
-        rows = emit_kernels(args.build, args.output, args.target, report)
+        document = emit_kernels(args.build, args.output, args.target, report)
     if args.json:
-        _json({"target": args.target, "kernels": rows})
+        _json(document)
     elif not args.quiet:
-        from tapestry.viz import tables
+        from tapestry.viz import kernels
 
-        tables.show(tables.kernels(rows))
+        kernels.show(document)
     return 0
 
 

@@ -18,6 +18,7 @@ import tapestry.plan.annotations as marking
 import tapestry.rewrites  # noqa: F401  (fills the table of rules)
 from tapestry import flags
 from tapestry.codegen import emit
+from tapestry.codegen.unfused import unfused
 from tapestry.errors import TapestryError
 from tapestry.ir import store
 from tapestry.ir.exact import PARTS
@@ -56,6 +57,7 @@ class Options:
     topology: str = "cpu"
     memory: str | None = None
     target: str = "torch-cpu"
+    precision: str = "ieee"
     pins: Sequence[str] = ()
     layouts: Sequence[str] = ()
     rules: Sequence[Path] = ()
@@ -131,11 +133,11 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
             places=found.plan.places, streamed=found.plan.streamed, exact=options.exact,
         )  # fmt: skip
     with clock("codegen"):
-        kernels = emit.triton_sources(found.plan.graph, found.program)
+        kernels = emit.triton_sources(found.plan.graph, found.program, options.target, options.precision)
     build = _build(lifted, found, topo, options, moves)
     document = _report(lifted, found, topo, alone, kernels, laws, moves)
     document["seconds"] = {**clock.seconds, "total": round(time.perf_counter() - start, 4)}
-    document["unified"] = lifted.unified
+    document["unified"], document["unfused"] = lifted.unified, unfused(lifted.graph)
     document |= extra
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(build=replace(build, report=document), constants=constants, kernels=kernels, laws=laws)
@@ -304,7 +306,7 @@ def _build(lifted: Lifted, found: Found, topo: Topology, options: Options, moves
         model=str(lifted.model), model_sha256=hashlib.sha256(lifted.model.read_bytes()).hexdigest(), plan=found.plan,
         program=found.program, target=options.target, memory=topo.device.memory, report={}, moves=tuple(map(str, moves)),
         peak_bytes=tuple(peak_bytes(found.program)[0]), constants=constants,
-        topology=to_data(topo), exact=options.exact,
+        topology=to_data(topo), exact=options.exact, precision=options.precision,
     )  # fmt: skip
 
 
@@ -369,7 +371,7 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
         streamed=plan.streamed,
         exact=build.exact,
     )
-    emitted = emit.triton_sources(plan.graph, build.program)
+    emitted = emit.triton_sources(plan.graph, build.program, build.target, build.precision)
     written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
     for name, source in emitted.items():
         if written.get(name) != source.encode():
@@ -378,30 +380,37 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
     return build, laws
 
 
-def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    """Sources, compiled objects and a resource table of a build's kernels, written in one step; returns the table.
+def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int, int], None]) -> dict[str, Any]:
+    """Sources, compiled objects and a resource table of a build's kernels, written in one step; returns the document.
 
     Raises:
         TapestryError: the target is unknown, or the output is a folder with other things in it.
     """
     from tapestry.codegen.triton import compile_ahead
+    from tapestry.codegen.triton.report import rows_of, summary
 
     build, _ = store.read(folder)
-    made = emit.triton_kernels(build.plan.graph, build.program, target)
+    graph = build.plan.graph
+    counts = emit.launches(graph, build.program)
+    made = emit.named_kernels(graph, build.program, target, build.precision)
     files: dict[str, bytes] = {}
     rows: list[dict[str, Any]] = []
-    for done, (name, kernel) in enumerate(made.items()):
+    for done, (name, (kernel, source)) in enumerate(made.items()):
         report(done, len(made))
         stem = name.removesuffix(".py")
-        files[name] = kernel.source.encode()
-        for one, compiled in zip(kernel.passes, compile_ahead(kernel, target), strict=True):
-            part = stem if one is kernel.passes[-1] else f"{stem}.parts"
-            for kind, text in compiled.asm.items():
-                files[f"{part}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
-            rows.append({"kernel": part, "grid": list(one.grid), "num_warps": one.num_warps, **asdict(compiled.resources)})
-    files["resources.json"] = json.dumps({"target": target, "kernels": rows}, indent=1).encode()
+        files[name] = source.source.encode()
+        compiled = compile_ahead(source, target)
+        found = rows_of(graph, kernel, source, stem, compiled, counts.get(emit.key_of(graph, kernel), 0))
+        for each, row in zip(compiled, found, strict=True):
+            for kind, text in each.asm.items():
+                files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
+        rows += found
+    opaque = emit.without_kernel(graph)
+    model = summary(rows, list(opaque), build.report.get("unfused", {}))
+    document = {"target": target, "precision": build.precision, "kernels": rows, "model": model, "opaque": opaque}
+    files["resources.json"] = json.dumps(document, indent=1).encode()
     store.write_files(output, files, "resources.json")
-    return rows
+    return document
 
 
 def mesh_of(devices: int | None, mesh: str | None) -> Mesh | None:

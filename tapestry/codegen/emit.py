@@ -42,16 +42,55 @@ def kernels(graph: Graph, program: Program) -> list[Kernel]:
     return out
 
 
-def triton_kernels(graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee") -> dict[str, TritonKernel]:
-    """Generated kernels by file name, with the knobs that the model chooses for a target."""
-    out: dict[str, TritonKernel] = {}
+def named_kernels(
+    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee"
+) -> dict[str, tuple[Kernel, TritonKernel]]:
+    """Kernels and what is generated for them, with the knobs that the model chooses for a target, by file name."""
+    out: dict[str, tuple[Kernel, TritonKernel]] = {}
     for kernel in kernels(graph, program):
         made = generate(graph, kernel, target=target, precision=precision)
         name, k = made.name, 1
         while f"{name}.py" in out:
             name, k = f"{made.name}_{k}", k + 1
-        out[f"{name}.py"] = made
+        out[f"{name}.py"] = (kernel, made)
     return out
+
+
+def triton_kernels(graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee") -> dict[str, TritonKernel]:
+    """Generated kernels by file name."""
+    return {name: made for name, (_, made) in named_kernels(graph, program, target, precision).items()}
+
+
+def launches(graph: Graph, program: Program) -> dict[str, int]:
+    """How often the first device that has any launches each kernel in one run, by `key_of`."""
+    kinds = [signature(op, graph) for op in graph.ops]
+    keys: dict[tuple[object, ...], str] = {}
+    out: dict[str, int] = {}
+    for step in program.steps:
+        if not isinstance(step, Launch) or unavailable(graph, step.op):
+            continue
+        found = next(((d, b) for d, b in enumerate(step.blocks) if b is not None), None)
+        if found is None:
+            continue
+        d, block = found
+        ins = tuple(program.buffers[b].boxes[d] if b else None for b in step.ins)
+        outs = tuple(_box(program.buffers[b].boxes[d]) for b in step.outs)
+        same = (kinds[step.op], step.mode, block, ins, outs)
+        if same not in keys:
+            keys[same] = kernel_key(graph, Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs))
+        out[keys[same]] = out.get(keys[same], 0) + 1
+    return out
+
+
+def key_of(graph: Graph, kernel: Kernel) -> str:
+    """Equal for kernels that are launched from one source."""
+    return kernel_key(graph, kernel)
+
+
+def without_kernel(graph: Graph) -> dict[str, str]:
+    """Operations that no generated kernel computes: ONNX node (or first output) to the reason."""
+    found = ((op, unavailable(graph, i)) for i, op in enumerate(graph.ops))
+    return {op.source[-1] if op.source else op.outs[0]: why for op, why in found if why}
 
 
 def triton_sources(graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee") -> dict[str, str]:

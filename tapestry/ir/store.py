@@ -45,6 +45,7 @@ class Build:
         moves: the structural rewrites that were chosen, in order.
         constants: byte ranges (offset, length) of derived constants in ``constants.bin``.
         exact: results are the same bits on any number of devices (`ir.exact`).
+        precision: of products of f32 in generated kernels: ``ieee``, ``tf32x3`` or ``tf32``.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Build:
     moves: tuple[str, ...]
     constants: Mapping[str, tuple[int, int]]
     exact: bool = False
+    precision: str = "ieee"
 
 
 def write(
@@ -135,6 +137,7 @@ def encode(build: Build) -> bytes:
         "arrivals": [(a.tensor, a.stage, a.layout) for a in p.arrivals],
         "program": pack(build.program),
         "constants": build.constants, "report": build.report, "exact": build.exact,
+        "precision": build.precision,
     }  # fmt: skip
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
@@ -168,6 +171,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     stage_of: tuple[int, ...] = ()
     arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
     exact: bool = False
+    precision: str = "ieee"
 
 
 def decode(data: bytes, where: str = "plan.json") -> Build:
@@ -210,7 +214,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     return Build(
         model=d.model, model_sha256=d.model_sha256, plan=plan, program=program, topology=d.topology, target=d.target,
         memory=d.memory, peak_bytes=d.peak_bytes, report=d.report, moves=d.moves, constants=d.constants,
-        exact=d.exact,
+        exact=d.exact, precision=d.precision,
     )  # fmt: skip
 
 

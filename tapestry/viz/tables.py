@@ -77,17 +77,6 @@ def memory(peaks: Sequence[int]) -> RenderableType:
     return table
 
 
-def kernels(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Resources of compiled kernels, one row each."""
-    table = Table(title="Kernels", title_justify="left")
-    columns = [c for c in (rows[0] if rows else {}) if not isinstance(rows[0][c], dict)]
-    for c in columns:
-        table.add_column(c, justify="left" if c == "kernel" else "right")
-    for r in rows:
-        table.add_row(*(str(r[c]) for c in columns))
-    return table
-
-
 def ran(document: Mapping[str, Any]) -> RenderableType:
     """What ``tapestry run`` did."""
     table = Table(title="Outputs", title_justify="left")

@@ -67,6 +67,7 @@ CHIPS: dict[str, Chip] = {
     ),
 }  # fmt: skip
 DEFAULT = "sm90"
+PRECISIONS = ("ieee", "tf32x3", "tf32")  # of products of f32
 
 
 def chip_of(target: str) -> Chip:

@@ -13,6 +13,7 @@ import torch
 from tapestry.codegen.torch_cpu import TorchCpu, scalars
 from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton import library
+from tapestry.codegen.triton.chips import CHIPS, DEFAULT
 from tapestry.codegen.triton.launch import Call, bind, compile_all, here, interpreted
 from tapestry.codegen.triton.lowered import unavailable
 from tapestry.codegen.triton.source import TritonKernel, generate
@@ -32,9 +33,13 @@ class DeviceTarget:
         device: where the buffers are.
         tuned: gives the knobs measured for a kernel, if any.
         libraries: whether a product may run in the vendor's library where that was measured to be faster.
+        precision: of products of f32.
     """
 
-    def __init__(self, device: torch.device, tuned: Tuned | None = None, *, libraries: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, tuned: Tuned | None = None, *, libraries: bool = False, precision: str = "ieee"
+    ) -> None:
+        self.target, self.precision = DEFAULT if device.type == "cpu" else chip_here(device), precision
         self.device, self.tuned, self.libraries = device, tuned, libraries
 
     def host(self, graph: Graph, op: int) -> str:
@@ -55,7 +60,7 @@ class DeviceTarget:
         return self.tuned(graph, kernel) if self.tuned else Choice()
 
     def _made(self, graph: Graph, kernel: Kernel, choice: Choice) -> TritonKernel:
-        return generate(graph, kernel, choice.knobs)
+        return generate(graph, kernel, choice.knobs, target=self.target, precision=self.precision)
 
     def bind(
         self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor]
@@ -101,3 +106,12 @@ def find_device(*, ask: Callable[[], bool] = torch.cuda.is_available) -> torch.d
             hint="TRITON_INTERPRET=1 runs the kernels on the CPU (slowly); or compile with --target torch-cpu",
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def chip_here(device: torch.device) -> str:
+    """The target whose limits and instructions a GPU has: the latest one that is not newer than it."""
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    older = [n for n, c in CHIPS.items() if isinstance(c.arch, int) and c.arch <= 10 * major + minor]
+    return "sm80" if not older or major == 12 else older[-1]  # sm120 has neither wgmma nor tensor memory

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tapestry.codegen.triton.axes import identifier
-from tapestry.codegen.triton.chips import DEFAULT, Chip, chip_of, plain
+from tapestry.codegen.triton.chips import DEFAULT, PRECISIONS, Chip, chip_of, plain
 from tapestry.codegen.triton.descriptors import Descriptor, descriptor_type
 from tapestry.codegen.triton.emit_dot import emit_dot
 from tapestry.codegen.triton.emit_gather import emit_gather
@@ -30,7 +30,6 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 
-PRECISIONS = ("ieee", "tf32x3", "tf32")
 _WIDTH = 112
 
 

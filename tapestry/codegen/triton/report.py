@@ -1,0 +1,87 @@
+"""Rows of ``tapestry kernels``: what a compiled kernel takes and must do, from machine code, limits and exact footprints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from tapestry.codegen.triton.chips import CHIPS, Chip
+from tapestry.codegen.triton.compile import Compiled, Resources
+from tapestry.codegen.triton.operation import operation
+from tapestry.codegen.triton.source import Pass, TritonKernel
+from tapestry.codegen.triton.work import roofline, work_of
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel
+
+# the matrix instructions of any chip, fastest first, as opcodes begin
+MATRIX = ("UTCHMMA", "UTCQMMA", "HGMMA", "QGMMA", "HMMA", "v_mfma")
+
+
+def occupancy(found: Resources, warps: int, chip: Chip) -> float:
+    """Resident warps of a multiprocessor over the most that it holds: what registers, shared memory and programs leave.
+
+    Source: CUDA Occupancy Calculator; registers are allocated per warp in units of ``chip.grain``.
+    """
+    each = -(-max(1, found.registers) * chip.warp // chip.grain) * chip.grain
+    by_registers = chip.registers // each // warps
+    by_shared = chip.shared_unit // (found.shared + 1024) if found.shared else chip.programs
+    programs = min(chip.programs, chip.warps // warps, by_registers, by_shared)
+    return programs * warps / chip.warps
+
+
+def matrix_instruction(found: Resources) -> str:
+    """The opcode that products run on; ``""`` for none."""
+    return next((m for m in MATRIX if found.instructions.get(m)), "")
+
+
+def rows_of(
+    graph: Graph, kernel: Kernel, made: TritonKernel, stem: str, compiled: Sequence[Compiled], launches: int
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each pass of a kernel; work and roofline are those of the whole kernel and stand in its last row."""
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    found = operation(graph, kernel, made.precision)
+    work, chip = work_of(graph, kernel, found), CHIPS[compiled[0].target]
+    knobs = {f.name: getattr(made.knobs, f.name) for f in fields(made.knobs)}
+    out: list[dict[str, Any]] = []
+    for one, each in zip(made.passes, compiled, strict=True):
+        last = one is made.passes[-1]
+        row = {"kernel": stem if last else f"{stem}.parts", **_machine(one, each.resources, chip)}
+        row |= {"kind": made.kind if last or len(made.passes) == 1 else f"{made.kind} in parts", "mode": kernel.mode}
+        row |= {"nodes": list(op.source), "launches": launches, "precision": made.precision, "knobs": knobs}
+        row |= {"flops": work.flops, "matrix_flops": work.matrix_flops, "bytes": work.bytes} if last else {}
+        row |= {"scratch_bytes": scratch_bytes(made), "roofline_s": roofline(work, found, chip)} if last else {}
+        out.append(row)
+    return out
+
+
+def _machine(one: Pass, found: Resources, chip: Chip) -> dict[str, Any]:
+    """What the machine code says."""
+    wide = found.wide_bytes / found.global_bytes if found.global_bytes else 1.0
+    return {
+        "grid": list(one.grid), "num_warps": one.num_warps, **asdict(found), "shared_limit": chip.shared,
+        "occupancy": round(occupancy(found, one.num_warps, chip), 4), "matrix": matrix_instruction(found),
+        "wide_share": round(wide, 4), "descriptors": len(one.descriptors),
+    }  # fmt: skip
+
+
+def scratch_bytes(made: TritonKernel) -> int:
+    """Bytes written and read again between two passes."""
+    widths = {"f64": 8, "i64": 8, "u64": 8, "f32": 4, "i32": 4, "u32": 4, "i16": 2, "u16": 2}
+    return 2 * sum(n * widths.get(d, 1) for d, n in made.scratch)
+
+
+def summary(rows: Sequence[Mapping[str, Any]], opaque: Sequence[str], unfused: Mapping[str, Any]) -> dict[str, Any]:
+    """Over one run of the model on one device: launches, bytes and roofline time, against a kernel for each ONNX node."""
+    ends = [r for r in rows if "bytes" in r]
+    out: dict[str, Any] = {
+        "kernels": len(rows), "launches": sum(r["launches"] for r in rows),
+        "bytes": sum(r["launches"] * (r["bytes"] + r["scratch_bytes"]) for r in ends),
+        "flops": sum(r["launches"] * r["flops"] for r in ends),
+        "roofline_s": sum(r["launches"] * r["roofline_s"] for r in ends),
+        "spilling": [r["kernel"] for r in rows if r["spills"]], "opaque": list(opaque),
+    }  # fmt: skip
+    if unfused:
+        out |= {"unfused_kernels": unfused["kernels"], "unfused_bytes": unfused["bytes"]}
+    return out
