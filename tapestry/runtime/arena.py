@@ -50,9 +50,7 @@ def slots(program: Program, device: int, resident: frozenset[str]) -> list[Slot]
             first[name] = -1 if fixed else i
             last[name] = end
         if isinstance(step, Free):
-            for name in step.buffers:
-                assert program.buffers[name].tensor not in resident or first[name] >= 0, f"resident {name} is freed"
-                last[name] = i
+            last.update((name, i) for name in step.buffers if first[name] >= 0)
     buffers = program.buffers
     held = (n for n in first if buffers[n].boxes[device] is not None and buffers[n].dtype != HOST)
     return [Slot(n, first[n], last[n], buffers[n].nbytes(device)) for n in held]
