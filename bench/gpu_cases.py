@@ -200,6 +200,11 @@ def _row(
 
 def rows(tiny: bool) -> Iterator[Case]:
     """Softmax, norms, losses and scans over rows, against torch.compile and the copy's bandwidth."""
+    yield from _norms(tiny)
+    yield from _sums(tiny)
+
+
+def _norms(tiny: bool) -> Iterator[Case]:
     sizes = [(7, 37)] if tiny else [(16384, 1024), (8192, 4096), (4096, 16384), (4095, 8191)]
     half = torch.bfloat16
     for shape in sizes:
@@ -220,6 +225,9 @@ def rows(tiny: bool) -> Iterator[Case]:
             lambda x, g, n=n: F.rms_norm(x, (n,), g, 1e-6),
             more={"g": vector["g"]},
         )
+
+
+def _sums(tiny: bool) -> Iterator[Case]:
     for shape in [(5, 41)] if tiny else [(8192, 32768), (4096, 50257)]:
         yield _row(
             "cross entropy",

@@ -30,6 +30,7 @@ class Compiled:
     ) -> None:
         self.build, self.kernels, self.laws = build, kernels, laws
         self.constants = constants
+        self.libraries = False  # on a GPU, whether products may run in the vendor's library; before the session is opened
         self._session: Session | None = None
 
     @property
@@ -49,7 +50,8 @@ class Compiled:
     def session(self) -> Session:
         """The plan with its weights loaded."""
         if self._session is None:
-            self._session = open_session(self.build, b"".join(self.constants.values()))
+            more = {"libraries": True} if self.libraries else {}
+            self._session = open_session(self.build, b"".join(self.constants.values()), **more)
         return self._session
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,6 +138,8 @@ def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
 
     if build.target.startswith("triton"):
         return _triton_session(build, constants, more)
+    if more.pop("libraries", False):
+        raise TapestryError("there is no library to choose", where="--library", hint="compile with --target triton:sm90")
     return Session(build, constants, TorchCpu(build.exact), (from_numpy, to_numpy), **more)
 
 
@@ -160,6 +164,37 @@ def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) 
         precision=build.precision,
     )
     return Session(build, constants, target, (from_numpy, to_numpy), machine=machine, **more)
+
+
+def tune(
+    folder: str | Path, *, libraries: bool = False, again: bool = False, time_limit: float = 600.0, seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the kernels of a saved plan on this machine's GPU; what wins is used by every later run of such a kernel here.
+
+    Args:
+        libraries: also measure the vendor's library for products; it is used by runs that ask for it.
+        again: also kernels that the cache has.
+        time_limit: seconds; kernels beyond it keep the model's choice.
+
+    Raises:
+        TapestryError: there is no GPU, or the interpreter is on.
+    """
+    from tapestry.codegen.triton import tune as tuner
+    from tapestry.codegen.triton.device import find_device
+    from tapestry.codegen.triton.tuned import local_cache
+
+    build, _ = store.read(Path(folder))
+    device = find_device()
+    cache = local_cache(flags.cache_folder(), device)
+    if cache is None:
+        raise TapestryError("tuning needs a GPU: the interpreter's times say nothing", hint="unset TRITON_INTERPRET")
+    how = tuner.How(
+        device=device, timer=tuner.cuda_timer(device), candidates=tuner.local_candidates(device), libraries=libraries,
+        limit=time_limit, again=again, seed=seed,
+    )  # fmt: skip
+    rows = tuner.tune(build.plan.graph, build.program, cache, how, progress)
+    return {"device": cache.device, "triton": cache.version, "cache": str(cache.folder), "kernels": rows}
 
 
 def run_checked(

@@ -20,6 +20,12 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--threads", type=int, metavar="T", help="of each process (default: the cores, shared evenly)")
 
 
+def checked(p: argparse.ArgumentParser) -> None:
+    """What a run on this host may do besides."""
+    p.add_argument("--check", action="store_true", help="compare with onnxruntime")
+    p.add_argument("--library", action="store_true", help="on a GPU: the vendor's library where tune found it faster")
+
+
 def processes(p: argparse.ArgumentParser) -> None:
     """How ranks are started on this host."""
     p.add_argument("--processes", type=int, metavar="N", help="run on N processes, devices shared evenly")
@@ -42,6 +48,15 @@ def fuzz(p: argparse.ArgumentParser) -> None:
     p.add_argument("--time", type=float, default=float("inf"), metavar="S", help="seconds after which no case is begun")
     p.add_argument("--stop", type=int, default=20, metavar="N", help="different failures after which to end")
     p.add_argument("--output", type=Path, metavar="DIR", help="a folder for what failed, shrunk: model.onnx, case.json, data")
+
+
+def tune(p: argparse.ArgumentParser) -> None:
+    """What is measured, and for how long."""
+    p.add_argument("build", type=Path)
+    p.add_argument("--library", action="store_true", help="also the vendor's library, for run --library")
+    p.add_argument("--again", action="store_true", help="also what was measured before")
+    p.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="seconds for everything")
+    p.add_argument("--seed", type=int, default=0, help="of the random data")
 
 
 def doctor(p: argparse.ArgumentParser) -> None:

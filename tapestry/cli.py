@@ -140,6 +140,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.processes or args.inputs or args.weights or args.trace:
         return _run_processes(args)
     compiled = api.load(args.build)
+    compiled.libraries = args.library
     feeds = compiled.random_feeds(args.seed)
     for item in args.input:
         name, eq, file = item.rpartition("=")
@@ -253,6 +254,21 @@ def _kernels(args: argparse.Namespace) -> int:
         from tapestry.viz import kernels
 
         kernels.show(document)
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from tapestry import api
+    from tapestry.viz import progress, tables
+
+    with progress.bar("tune", quiet=args.quiet or args.json) as report:
+        done = api.tune(
+            args.build, libraries=args.library, again=args.again, time_limit=args.time_limit, seed=args.seed, progress=report
+        )
+    if args.json:
+        _json(done)
+    elif not args.quiet:
+        tables.show(tables.tuned(done))
     return 0
 
 
@@ -434,7 +450,7 @@ def _parser() -> argparse.ArgumentParser:
     p = add("run", _run, "run a plan (random inputs when none are given)")
     arguments.run(p)
     arguments.processes(p)
-    p.add_argument("--check", action="store_true", help="compare with onnxruntime")
+    arguments.checked(p)
     p = add("shard-weights", _shard_weights, "weights cut as the plan cuts them, a safetensors file per device")
     p.add_argument("build", type=Path)
     p.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
@@ -444,6 +460,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("build", type=Path)
     p.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     p.add_argument("--target", default="triton:sm90", help="triton:sm80, triton:sm90, triton:sm100 or triton:gfx942")
+    arguments.tune(add("tune", _tune, "measure the kernels' knobs on this machine's GPU, for every later run"))
     p = add("export", _export, "the plan as multi-device annotations of the ONNX model")
     p.add_argument("build", type=Path)
     p.add_argument("-o", "--output", type=Path, required=True, metavar="SHARDED.onnx")

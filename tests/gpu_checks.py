@@ -146,17 +146,11 @@ def check_tune() -> None:
     """The tuner with a timer of our own: the fastest right candidate wins, wrong and broken ones are refused, all is cached."""
     graph = parse(PRODUCT.format("f32"))
     kernel = kernel_of(graph)
-    tried: list[Knobs] = []
-
-    def timer(call: object) -> float:
-        return 3.0 - len(tried)
-
-    def candidates(g: Graph, k: Kernel):
-        for knobs in (Knobs(), Knobs(bm=32, bn=32), Knobs(bm=33), Knobs(bm=16, bn=16)):
-            tried.append(knobs)
-            yield knobs
-
-    trials = measure(graph, kernel, How(device=HERE, timer=timer, candidates=candidates, libraries=True))
+    times = iter([2.0, 1.5, 1.0, 0.5])
+    wanted = (Knobs(), Knobs(bm=32, bn=32), Knobs(bm=33), Knobs(bm=16, bn=16))
+    trials = measure(
+        graph, kernel, How(device=HERE, timer=lambda call: next(times), candidates=lambda g, k: wanted, libraries=True)
+    )
     assert [bool(t.refused) for t in trials] == [False, False, True, False, False] and trials[-1].knobs is None
     choice, numbers = choose(trials)
     assert choice.knobs == Knobs(bm=16, bn=16) and numbers["default_seconds"] == 2.0 and len(numbers["refused"]) == 1

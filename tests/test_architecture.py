@@ -120,7 +120,7 @@ def tapestry_lines() -> list[str]:
 
 def test_readme_shows_every_command():
     shown = {shlex.split(x)[1] for x in tapestry_lines()}
-    assert shown == {"compile", "run", "explain", "verify", "kernels", "opt", "rules", "export", "check-sharding", "auto-shard", "calibrate", "doctor", "shard-weights"}
+    assert shown == {"compile", "run", "explain", "verify", "kernels", "opt", "rules", "export", "check-sharding", "auto-shard", "calibrate", "doctor", "shard-weights", "tune"}
 
 
 @pytest.mark.parametrize("line", tapestry_lines())

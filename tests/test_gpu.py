@@ -58,3 +58,10 @@ def test_run_says_where_and_what_is_not_captured(build: Path) -> None:
     assert gpu["calls"] > sum(gpu["not_captured"].values()) > 0 and all("no affine structure" in r for r in gpu["not_captured"])
     text = process("-m", "tapestry.cli", "run", build, interpret=True).stdout
     assert "not captured" in text
+
+
+def test_tuning_without_a_gpu_is_refused(build: Path) -> None:
+    done = process("-m", "tapestry.cli", "tune", build, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "there is none that torch can use" in done.stderr and "Traceback" not in done.stderr
+    done = process("-m", "tapestry.cli", "tune", build, interpret=True)
+    assert done.returncode == 2 and "the interpreter's times say nothing" in done.stderr

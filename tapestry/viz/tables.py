@@ -103,6 +103,20 @@ def on_gpu(gpu: Mapping[str, Any]) -> str:
     return "\n".join([f"{gpu['device']}: arenas of {arenas} bytes; {replayed}", *reasons])
 
 
+def tuned(document: Mapping[str, Any]) -> RenderableType:
+    """What ``tapestry tune`` measured."""
+    table = Table(title=f"Kernels on {document['device']}, triton {document['triton']}", title_justify="left")
+    for c in ("kernel", "launches", "model's choice", "tuned", "library", "tried", "refused"):
+        table.add_column(c, justify="left" if c == "kernel" else "right")
+    for row in document["kernels"]:
+        if "skipped" in row:
+            table.add_row(row["kernel"], str(row["launches"]), "", "", "", "", row["skipped"])
+            continue
+        times = ("" if row[k] is None else ms(row[k]) for k in ("default_seconds", "seconds", "library_seconds"))
+        table.add_row(row["kernel"], str(row["launches"]), *times, str(row["tried"]), str(len(row["refused"])))
+    return table
+
+
 def ms(seconds: float) -> str:
     """Milliseconds with four digits."""
     return f"{seconds * 1e3:.4g} ms"

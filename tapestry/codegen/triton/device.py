@@ -14,7 +14,7 @@ from tapestry.codegen.torch_cpu import TorchCpu, scalars
 from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton import library
 from tapestry.codegen.triton.chips import CHIPS, DEFAULT
-from tapestry.codegen.triton.launch import Call, bind, compile_all, here, interpreted
+from tapestry.codegen.triton.launch import Call, Shared, bind, compile_all, here, interpreted
 from tapestry.codegen.triton.lowered import unavailable
 from tapestry.codegen.triton.source import TritonKernel, generate
 from tapestry.codegen.triton.tuned import Choice, Tuned
@@ -39,8 +39,9 @@ class DeviceTarget:
     def __init__(
         self, device: torch.device, tuned: Tuned | None = None, *, libraries: bool = False, precision: str = "ieee"
     ) -> None:
-        self.target, self.precision = DEFAULT if device.type == "cpu" else chip_here(device), precision
+        self.target, self.precision = chip_name(device), precision
         self.device, self.tuned, self.libraries = device, tuned, libraries
+        self.shared: Shared = {}
 
     def host(self, graph: Graph, op: int) -> str:
         """Why an operation runs on the host; "" where it has a kernel."""
@@ -71,7 +72,7 @@ class DeviceTarget:
             return call
         made = self._made(graph, kernel, choice)
         given = [x for k in made.reads if (x := ins[k]) is not None]
-        return bind(made, [*given, *states, *outs])
+        return bind(made, [*given, *states, *outs], self.shared)
 
     def merge(self, monoid: str, states: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Merge the states of several devices, in their order."""
@@ -108,8 +109,10 @@ def find_device(*, ask: Callable[[], bool] = torch.cuda.is_available) -> torch.d
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def chip_here(device: torch.device) -> str:
+def chip_name(device: torch.device) -> str:
     """The target whose limits and instructions a GPU has: the latest one that is not newer than it."""
+    if device.type == "cpu":
+        return DEFAULT
     if torch.version.hip:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability(device)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Call = Callable[[], None]
+Shared = dict[tuple[int, str], "list[torch.Tensor]"]
 Architecture = tuple[str, int | str, int]  # Triton's backend, architecture and threads per warp
 _COMPILED: dict[tuple[object, ...], Any] = {}
 _ALIGNED = 16  # bytes: of pointers that 128-bit accesses may start at
@@ -31,10 +32,11 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> Call:
+def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor], shared: Shared | None = None) -> Call:
     """A function that launches a kernel on these buffers (in the order of ``tk.args``), on the stream that is current then.
 
-    Compiling and loading happen here, so that the function may be called while a CUDA graph is captured.
+    Compiling and loading happen here, so that the function may be called while a CUDA graph is captured. ``shared`` keeps what
+    lives between a kernel's passes, for all functions that are bound with it and so must not run at the same time.
 
     Raises:
         TapestryError: the kernel needs more than the GPU has. Called with arrays on the CPU, the function raises one without
@@ -47,7 +49,7 @@ def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> Call:
     held = tuple(arrays)
     if interpreted() or held[0].device.type == "cpu":
         return lambda: launch(tk, held)
-    buffers = (*held, *scratch(tk, held[0].device))
+    buffers = (*held, *_between(tk, held[0].device, {} if shared is None else shared))
     calls = tuple(_bound(tk, one, buffers) for one in tk.passes)
 
     def call(keep: tuple[torch.Tensor, ...] = buffers) -> None:
@@ -55,6 +57,18 @@ def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> Call:
             each()
 
     return calls[0] if len(calls) == 1 else call
+
+
+def _between(tk: TritonKernel, device: torch.device, shared: Shared) -> list[torch.Tensor]:
+    """Buffers between the passes: those of kernels bound before, where they are large enough."""
+    out: list[torch.Tensor] = []
+    for k, (dtype, n) in enumerate(tk.scratch):
+        found = next((a for a in shared.get((k, dtype), []) if a.numel() >= n), None)
+        if found is None:
+            found = scratch(tk, device)[k]
+            shared.setdefault((k, dtype), []).append(found)
+        out.append(found[:n])
+    return out
 
 
 def _bound(tk: TritonKernel, one: Pass, buffers: tuple[torch.Tensor, ...]) -> Call:

@@ -7,8 +7,10 @@ time counts. Times are medians, with the L2 cache flushed before each call.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,10 +22,12 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.torch_cpu.scalars import TORCH_DTYPES
 from tapestry.codegen.triton import library
-from tapestry.codegen.triton.knobs import Knobs
-from tapestry.codegen.triton.launch import Call, bind
+from tapestry.codegen.triton.device import chip_name
+from tapestry.codegen.triton.knobs import Knobs, candidates
+from tapestry.codegen.triton.launch import Call, bind, compile_all, here
 from tapestry.codegen.triton.lowered import unavailable
-from tapestry.codegen.triton.source import generate, kernel_key
+from tapestry.codegen.triton.operation import operation
+from tapestry.codegen.triton.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.tuned import Cache, Choice
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Call as Applied
@@ -110,6 +114,12 @@ def cuda_timer(device: torch.device, budget: float = 0.05, most: int = 50) -> Ti
     return timer
 
 
+def local_candidates(device: torch.device) -> Candidates:
+    """The generator's own candidates for a device, the model's choice first."""
+    name = chip_name(device)
+    return lambda graph, kernel: candidates(operation(graph, kernel), name)
+
+
 def tune(
     graph: Graph, program: Program, cache: Cache, how: How, report: Callable[[int, int], None] = lambda done, total: None
 ) -> list[dict[str, Any]]:
@@ -121,7 +131,7 @@ def tune(
     for done, kernel in enumerate(found):
         report(done, len(found))
         key = kernel_key(graph, kernel)
-        row: dict[str, Any] = {"kernel": generate(graph, kernel).name, "launches": counts.get(key, 0)}
+        row: dict[str, Any] = {"kernel": generate(graph, kernel, target=chip_name(how.device)).name, "launches": counts.get(key, 0)}
         known = None if how.again else cache.read(key)
         left = how.limit - (time.monotonic() - start)
         if known is not None or left <= 0:
@@ -162,7 +172,10 @@ def measure(graph: Graph, kernel: Kernel, how: How, until: float = float("inf"))
     """
     data = random_data(graph, kernel, how.device, how.seed)
     trials: list[Trial] = []
-    for knobs in how.candidates(graph, kernel):
+    wanted = list(how.candidates(graph, kernel))
+    if how.device.type != "cpu":
+        compile_all(_generated(graph, kernel, wanted, how), here(), os.cpu_count() or 1)
+    for knobs in wanted:
         if trials and time.monotonic() > until:
             break
         trials.append(_try(graph, kernel, data, how, knobs))
@@ -171,9 +184,18 @@ def measure(graph: Graph, kernel: Kernel, how: How, until: float = float("inf"))
     return trials
 
 
+def _generated(graph: Graph, kernel: Kernel, wanted: Sequence[Knobs], how: How) -> list[TritonKernel]:
+    """What the generator makes of knobs; it may refuse some."""
+    out: list[TritonKernel] = []
+    for knobs in wanted:
+        with suppress(Exception):
+            out.append(generate(graph, kernel, knobs, target=chip_name(how.device)))
+    return out
+
+
 def _try(graph: Graph, kernel: Kernel, data: Data, how: How, knobs: Knobs) -> Trial:
     try:
-        made = generate(graph, kernel, knobs)
+        made = generate(graph, kernel, knobs, target=chip_name(how.device))
         given = [x for k in made.reads if (x := data.ins[k]) is not None]
         call = bind(made, [*given, *data.states, *data.outs])
     except Exception as e:
