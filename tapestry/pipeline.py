@@ -29,6 +29,7 @@ from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
 from tapestry.plan.early import early
 from tapestry.plan.fixed import Fixed
+from tapestry.plan.fusion import Machine
 from tapestry.plan.requests import parse_layouts
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.pareto import fronts, undominated
@@ -194,6 +195,7 @@ def _plan(
     # a pin names an operation of the graph as it is, and an exact plan computes that graph on any mesh
     free = not options.pins and not given and not options.exact
     start, moves = Start(), list(given.moves) if given else []
+    again = earlier is not None and _sha256(lifted) == earlier.model_sha256
     if earlier:
         graph, start, more = _resumed(graph, lifted, earlier, rewritten=free)
         moves += more
@@ -205,6 +207,7 @@ def _plan(
         fixed=replace(given.fixed if given else Fixed(), exact=options.exact),
         request=staging(request, bound=bool(options.pins or options.layouts or given)),
         again=_fitted_before(earlier) if earlier else None,
+        machine=Machine(device=topo.device, eager=options.target == "torch-cpu") if free and not again else None,
     )  # fmt: skip
     done = solve(task, graph, budget)
     _debug(done.found)
@@ -220,9 +223,13 @@ def _plan(
     return done.graph, done.found, [*moves, *done.moves], extra | done.choice.report
 
 
+def _sha256(lifted: Lifted) -> str:
+    return hashlib.sha256(lifted.model.read_bytes()).hexdigest()
+
+
 def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: bool) -> tuple[Graph, Start, list[Move]]:
     """The graph that an earlier search ended with, made again from the model; its strategies, its bound and its moves."""
-    if hashlib.sha256(lifted.model.read_bytes()).hexdigest() != earlier.model_sha256:
+    if _sha256(lifted) != earlier.model_sha256:
         log.warning("--resume: the build is of another model: its strategies are tried where they apply, its bound is not used")
     record, bound = earlier.report.get("search"), earlier.report.get("lower_bound_s")
     key = record.get("problem") if isinstance(record, Mapping) else None
@@ -303,7 +310,7 @@ def _build(lifted: Lifted, found: Found, topo: Topology, options: Options, moves
             constants[t] = (offset, lifted.constants[t].nbytes)
             offset += lifted.constants[t].nbytes
     return store.Build(
-        model=str(lifted.model), model_sha256=hashlib.sha256(lifted.model.read_bytes()).hexdigest(), plan=found.plan,
+        model=str(lifted.model), model_sha256=_sha256(lifted), plan=found.plan,
         program=found.program, target=options.target, memory=topo.device.memory, report={}, moves=tuple(map(str, moves)),
         peak_bytes=tuple(peak_bytes(found.program)[0]), constants=constants,
         topology=to_data(topo), exact=options.exact, precision=options.precision,

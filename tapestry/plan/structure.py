@@ -20,7 +20,8 @@ from tapestry.rewrites.simplify import simplify
 
 WORTH = 0.999  # a rewrite must bring the objective under this share of what it was
 MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not worth planning
-_ELSEWHERE = {"split", "split_reduce"} | {"split_time", "micro_batch", "recompute"}  # searched by strategies, or to fit memory
+_ELSEWHERE = {"split", "split_reduce"} | {"split_time", "micro_batch", "recompute"} | {"inline_map", "fuse_sums"}
+# searched by strategies, to fit memory, or chosen before the search (`plan/fusion.py`)
 
 
 def improve(

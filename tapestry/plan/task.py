@@ -15,6 +15,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Plan, device_count
 from tapestry.plan.fixed import Fixed
+from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.fit import Fitted, fit
@@ -30,6 +31,7 @@ from tapestry.rewrites.rule import Move
 
 STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
 FIRST = 0.7  # of the time, for the model as it is
+QUICK = 2.0  # seconds in which a graph is planned for which the one without fusions is planned as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class Task:
         rewritten: whether structural rewrites may be tried: a pin names an operation of the graph as it is.
         request: what is asked of pipeline stages.
         again: an earlier plan that fits in time only, with the moves to its graph.
+        machine: for which fusions are chosen before the search; none: the graph stays as it is.
     """
 
     topo: Topology
@@ -55,6 +58,7 @@ class Task:
     rewritten: bool
     request: Request
     again: tuple[Plan, Sequence[Move]] | None = None
+    machine: Machine | None = None
 
     def plan(self, graph: Graph, budget: Budget) -> Found:
         """The best plan of a graph in space; raises `TooBig` where none fits."""
@@ -116,23 +120,45 @@ def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
         TapestryError: nothing fits, or there is no plan as asked for.
     """
     began = time.monotonic()
-    moves: list[Move] = []
     fitted: Fitted | None = None
-    try:
-        spatial: Found | TooBig = task.plan(graph, budget.share(FIRST))
-    except TooBig as e:
+    graph, moves, spatial = _first(task, graph, budget)
+    if isinstance(spatial, TooBig):
         if not task.rewritten:
-            raise
-        attempt = _fitted(task, graph, e, budget)
+            raise spatial
+        attempt = _fitted(task, graph, spatial, budget)
         fitted = attempt if isinstance(attempt, Fitted) else None
         spatial = attempt.found if isinstance(attempt, Fitted) else attempt
     if isinstance(spatial, Found) and task.rewritten and not fitted:  # (simplifying would undo recomputation)
-        graph, spatial, moves = improve(graph, spatial, task.attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began)
+        graph, spatial, better = improve(graph, spatial, task.attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began)
+        moves += better
     choice = choose(graph, task.topo, spatial, task.request, budget, tight=fitted is not None, spent=time.monotonic() - began)
     if choice.staged:
         fitted = None
     more = fitted.moves if fitted else choice.moves
     return Planned(graph=graph, moves=(*moves, *more), base=tuple(moves), choice=choice, fitted=fitted)
+
+
+def _first(task: Task, graph: Graph, budget: Budget) -> tuple[Graph, list[Move], Found | TooBig]:
+    """The best plan in space of the fused graph, and of the graph as it is where that is worth a look: where fused nothing
+    fits (two weights at once take more room), or, on several devices, where planning is quick (fused operations are cut alike).
+    """
+    began = time.monotonic()
+    other, moves = fused(graph, task.machine) if task.machine else (graph, list[Move]())
+    found = _plan(task, other, budget.share(FIRST))
+    quick = device_count(task.topo.mesh) > 1 and time.monotonic() - began < QUICK and not budget.over()
+    if not moves or (isinstance(found, Found) and not quick):
+        return other, moves, found
+    plain = _plan(task, graph, budget.share(FIRST))
+    if isinstance(plain, Found) and (isinstance(found, TooBig) or plain.objective < found.objective):
+        return graph, [], plain
+    return (other, moves, found) if isinstance(found, Found) else (graph, [], plain)
+
+
+def _plan(task: Task, graph: Graph, budget: Budget) -> Found | TooBig:
+    try:
+        return task.plan(graph, budget)
+    except TooBig as e:
+        return e
 
 
 def _fitted(task: Task, graph: Graph, first: TooBig, budget: Budget) -> Fitted | TooBig:

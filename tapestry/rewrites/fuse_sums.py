@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tapestry.errors import TapestryError
 from tapestry.ir.contraction import dims_read, products
 from tapestry.ir.expr import Acc, Arg, Call, Expr, rewrite
-from tapestry.ir.graph import Block, Graph, map_exprs, with_ops
+from tapestry.ir.graph import Block, Graph, Op, map_exprs, with_ops
 from tapestry.ir.index import Aff, dim
 from tapestry.ir.monoid import MOST_SUMS, sums
 from tapestry.rewrites.pattern import block_at, merge_reads, plain_index, shift_args, substitute_expr, substitute_read
@@ -77,29 +77,65 @@ class FuseSums:
         found = _merge(_Index(graph), first, second) if first is not second else "it is one operation already"
         if not isinstance(found, _Merged):
             raise TapestryError(found, where=str(move))
-        ops = [o for o in graph.ops if o is not first and o is not second]
-        return with_ops(graph, (*ops[: found.at], found.op, *ops[found.at :]))
+        kept, gone = (first, second) if found.early else (second, first)
+        return with_ops(graph, tuple(found.op if o is kept else o for o in graph.ops if o is not gone))
+
+    def choose(self, graph: Graph) -> tuple[Graph, list[Move]]:
+        """All of them, in one pass: each saves a kernel, and what it would read of the common factor."""
+        index, moves = _Index(graph), list[Move]()
+        last: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+        for j in range(len(index.ops)):
+            op = index.ops[j]
+            if not isinstance(op, Block) or products(op) is None or op.inner:
+                continue
+            sizes = tuple(d.size for d in op.dims), tuple(d.size for d in op.reduce)
+            reads = sorted({op.reads[k].tensor for k in op.body_reads()})
+            at = j
+            for i in dict.fromkeys(last[t, *sizes] for t in reads if (t, *sizes) in last):
+                first = index.ops[i]
+                if not isinstance(first, Block) or at != j:
+                    continue
+                found = _merge(index, first, op)
+                if isinstance(found, _Merged):
+                    moves.append(Move(self.name, op.outs[-1], (("with", first.outs[-1]),)))
+                    at = index.put(i, j, found)
+            last |= {(t, *sizes): at for t in reads}
+        return with_ops(graph, tuple(o for o in index.ops if o is not None)), moves
 
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
-    """The one operation, and its position among the others."""
+    """The one operation, and which of the two it stands for: the first, or the second."""
 
     op: Block
-    at: int
+    early: bool
 
 
 class _Index:
+    """Operations by their first position, which two that become one keep one of."""
+
     def __init__(self, graph: Graph) -> None:
         self.graph, self.makers, self.readers = graph, graph.producers(), graph.consumers()
+        self.ops: list[Op | None] = list(graph.ops)
+
+    def put(self, i: int, j: int, found: _Merged) -> int:
+        """One operation in place of those at i and j; returns where it is."""
+        at, gone = (i, j) if found.early else (j, i)
+        self.ops[at], self.ops[gone] = found.op, None
+        for t in found.op.outs:
+            self.makers[t] = at
+        for t, where in self.readers.items():
+            if gone in where:
+                self.readers[t] = sorted({at if k == gone else k for k in where})
+        return at
 
 
 def _merge(index: _Index, first: Block, second: Block) -> _Merged | str:
     """Both as one operation; why they cannot be."""
     if why := _differ(first, second):
         return why
-    place = _position(index, first, second)
-    if place is None:
+    early = _early(index, first, second)
+    if early is None:
         return "what is between the two needs the first, and the second needs it"
     theirs = _over(first, second)
     shared = _shared(first, theirs)
@@ -126,7 +162,7 @@ def _merge(index: _Index, first: Block, second: Block) -> _Merged | str:
         then=tuple(results[t] for t in kept) + tuple(rewrite(e, put) for e in theirs.then),
         source=tuple(dict.fromkeys(first.source + second.source)),
     )  # fmt: skip
-    return _Merged(merge_reads(both), place)
+    return _Merged(merge_reads(both), early)
 
 
 def _differ(first: Block, second: Block) -> str:
@@ -141,14 +177,14 @@ def _differ(first: Block, second: Block) -> str:
     return ""
 
 
-def _position(index: _Index, first: Block, second: Block) -> int | None:
-    """Where, among the other operations, all that the two read is there and nobody has needed them yet."""
+def _early(index: _Index, first: Block, second: Block) -> bool | None:
+    """Whether both can be where the first is (all that they read is there), or where the second is (nobody has needed them)."""
     i, j = index.makers[first.outs[0]], index.makers[second.outs[0]]
     if i > j:
         return None
     if all(index.makers.get(t, -1) < i for t in second.inputs if t not in first.outs):
-        return i
-    return None if any(k < j for t in first.outs for k in index.readers.get(t, ())) else j - 1
+        return True
+    return None if any(k < j for t in first.outs for k in index.readers.get(t, ())) else False
 
 
 def _over(first: Block, second: Block) -> Block:

@@ -30,7 +30,7 @@ from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import ASSUMPTION, COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
 from tapestry.viz import chart
-from tapestry.viz.words import duration, human, kind_text, shape_text, split_text, split_words, step_text
+from tapestry.viz.words import duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
 
 Document = dict[str, Any]
 
@@ -201,7 +201,7 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     yield f"  assumed: {ASSUMPTION}"
     yield from _fit_text(r.get("fit"))
     yield from _stages_text(r)
-    for m in build.moves:
+    for m in moves_text(build.moves):
         yield f"rewritten by {m}"
     for pin in r.get("requests", {}).get("pins", []):
         yield f"pinned {pin}"

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
-from tapestry.viz.words import human
+from tapestry.viz.words import human, moves_text
 
 
 def compiled(report: Mapping[str, Any]) -> RenderableType:
@@ -24,7 +24,7 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
         each = " per micro-batch" if report["micro_batches"] > 1 else ""
         devices = f"{len(s['devices'])} device(s) from {s['devices'][0]}"
         facts.add_row(f"stage {k}", f"{devices}, {s['ops']} operations, {ms(s['seconds'])}{each}")
-    for move in report["moves"]:
+    for move in moves_text(report["moves"]):
         facts.add_row("rewrite", move)
     peaks, alone = report["peak_bytes"], report["unsharded_peak_bytes"]
     share = f"{max(peaks) / alone:.0%} of {human(alone)} unsharded" if alone else ""

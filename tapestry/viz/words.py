@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.plan import Mesh, Strategy
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer
+
+
+def moves_text(moves: Sequence[str], most: int = 3) -> Iterator[str]:
+    """Rewrites in order; of more than ``most`` by one rule in a row, those and how many follow."""
+    for rule, group in itertools.groupby(moves, lambda m: m.partition("@")[0]):
+        several = list(group)
+        yield from several[: most if len(several) > most + 1 else None]
+        if len(several) > most + 1:
+            yield f"{rule}@… {len(several) - most} more"
 
 
 def human(n: float) -> str:
