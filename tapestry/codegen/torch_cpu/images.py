@@ -98,7 +98,8 @@ def _in_tiles(parts: contract.Call, weight: Sequence[int], lanes: int) -> bool:
     """Whether tiles of transformed images pay: few channels are done with before they are transformed."""
     features, channels = weight[:2]
     near = tuple(weight[2:]) == (3, 3) and parts.stride == parts.dilation == (1, 1)
-    return near and channels % lanes == 0 and features % lanes == 0 and min(channels, features) >= 32 and channels + features > 64
+    whole = channels % lanes == 0 and features % lanes == 0
+    return near and whole and min(channels, features) >= 32 and channels + features > 64
 
 
 def _caller(
@@ -126,7 +127,8 @@ def _caller(
             known[strides] = layout(strides[:4], strides[4:])
         conv, more = known[strides]
         scratch = torch.empty(more) if more else None
-        call(conv, native.Buffers(x.data_ptr(), w.data_ptr(), _at(bias), _at(r), nothing.data_ptr(), out.data_ptr(), _at(scratch)))
+        at = x.data_ptr(), w.data_ptr(), _at(bias), _at(r), nothing.data_ptr(), out.data_ptr(), _at(scratch)
+        call(conv, native.Buffers(*at))
         return out
 
     return run

@@ -131,7 +131,8 @@ def tune(
     for done, kernel in enumerate(found):
         report(done, len(found))
         key = kernel_key(graph, kernel)
-        row: dict[str, Any] = {"kernel": generate(graph, kernel, target=chip_name(how.device)).name, "launches": counts.get(key, 0)}
+        name = generate(graph, kernel, target=chip_name(how.device)).name
+        row: dict[str, Any] = {"kernel": name, "launches": counts.get(key, 0)}
         known = None if how.again else cache.read(key)
         left = how.limit - (time.monotonic() - start)
         if known is not None or left <= 0:
