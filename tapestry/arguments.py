@@ -48,6 +48,8 @@ def fuzz(p: argparse.ArgumentParser) -> None:
     p.add_argument("--time", type=float, default=float("inf"), metavar="S", help="seconds after which no case is begun")
     p.add_argument("--stop", type=int, default=20, metavar="N", help="different failures after which to end")
     p.add_argument("--output", type=Path, metavar="DIR", help="a folder for what failed, shrunk: model.onnx, case.json, data")
+    p.add_argument("--jobs", type=int, metavar="J", help="in so many processes at a time, some cases on Triton's interpreter")
+    p.add_argument("--log", type=Path, metavar="FILE", help="a line per 250 cases; with the same file a series goes on")
 
 
 def tune(p: argparse.ArgumentParser) -> None:

@@ -417,6 +417,17 @@ def _fuzz(args: argparse.Namespace) -> int:
     from tapestry.fuzz import campaign
     from tapestry.viz import progress
 
+    if args.jobs is not None or args.log:
+        from tapestry.fuzz import series
+
+        what = series.Series(
+            seed=args.seed, first=args.first, count=args.count, jobs=args.jobs or 1, log=args.log, limit=args.time,
+            output=args.output,
+        )  # fmt: skip
+        with progress.bar("fuzz", quiet=args.quiet or args.json) as report:
+            document = series.run(what, report)
+        _json(document) if args.json else print(series.summary(document))
+        return 0 if document["passed"] else 1
     with progress.bar("fuzz", quiet=args.quiet or args.json) as report:
         tally = campaign.fuzz(
             args.seed, args.count, first=args.first, limit=args.time, output=args.output, progress=report, stop=args.stop

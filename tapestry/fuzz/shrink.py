@@ -33,7 +33,7 @@ def shrink(case: Case, failure: Failure, folder: Path, seconds: float = 30.0) ->
     smaller = True
     while smaller and time.monotonic() < until:
         smaller = False
-        for step in (_recipes, _models, _extents):
+        for step in (_recipes,) if case[0].text else (_recipes, _models, _extents):
             found = next((c for c in step(case) if fails(c)), None)
             while found is not None:
                 case, smaller = found, True
@@ -54,7 +54,7 @@ def _recipes(case: Case) -> Iterator[Case]:
     model, r = case
     for k in range(len(r.moves)):
         yield model, replace(r, moves=r.moves[:k] + r.moves[k + 1 :])
-    for k in range(len(r.mesh)):
+    for k in range(len(r.mesh) if not r.stages else 0):
         if len(r.mesh) > 1:
             yield model, _without_axis(r, k)
         elif r.mesh[k].size > 2:
@@ -72,6 +72,10 @@ def _recipes(case: Case) -> Iterator[Case]:
             yield model, replace(r, **{name: {k: x for k, x in getattr(r, name).items() if k != t}})
     for t in sorted(r.streamed):
         yield model, replace(r, streamed=r.streamed - {t})
+    for t in r.arrivals:
+        yield model, replace(r, arrivals={k: x for k, x in r.arrivals.items() if k != t})
+    if r.via in ("triton", "processes", "exact") and not r.stages:
+        yield model, replace(r, via="strategies")
 
 
 def _without_axis(r: Recipe, k: int) -> Recipe:

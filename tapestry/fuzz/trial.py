@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tapestry import api
+from tapestry import api, flags
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.errors import LawError, TapestryError
 from tapestry.fuzz.evaluate import Array, Unfit, is_float, replay
 from tapestry.fuzz.model import Model
-from tapestry.fuzz.recipe import Recipe, planned, random_recipe, rewritten
+from tapestry.fuzz.recipe import Recipe, devices, planned, random_recipe, rewritten
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Plan
+from tapestry.ir.parse import parse
+from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
 from tapestry.lift import Lifted, lift, read_weight
-from tapestry.plan.lower import lower
+from tapestry.plan.fixed import Fixed
 from tapestry.plan.search.planner import search
+from tapestry.plan.staged import lower_plan
 from tapestry.plan.topology import topology
+from tapestry.rewrites.simplify import simplify
 from tapestry.runtime.local import Machine, Measured
+from tapestry.runtime.outputs import paths
 from tapestry.verify import certificate
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-2, "bfloat16": 4e-2}
@@ -69,7 +75,8 @@ def prepare(model: Model, path: Path) -> Prepared | Failure:
         Refused: the loader says why it does not take it.
     """
     try:
-        lifted = lift(model.save(path), model.sizes)
+        model.save(path)
+        lifted = Lifted(graph=parse(model.text), model=path, constants={}, nodes=0) if model.text else lift(path, model.sizes)
         weights = lifted.graph.weights.items()
         data = {t: read_weight(lifted.model, w, lifted.graph.tensors[t], constants=lifted.constants) for t, w in weights}
     except TapestryError as e:
@@ -99,7 +106,8 @@ def _crash(e: BaseException) -> Failure:
 def draw_recipe(p: Prepared, seed: object) -> Recipe | Failure:
     """Any recipe for a model; the rules that offer its moves are under test as well."""
     try:
-        return random_recipe(p.lifted.graph, random.Random(f"recipe {seed}"))[0]  # noqa: S311
+        recipe = random_recipe(p.lifted.graph, random.Random(f"recipe {seed}"))[0]  # noqa: S311
+        return replace(recipe, via="search") if p.model.text and recipe.via in ("build", "processes") else recipe
     except LawError as e:
         return Failure("law", e.law, str(e))
     except Exception as e:
@@ -109,13 +117,16 @@ def draw_recipe(p: Prepared, seed: object) -> Recipe | Failure:
 def attempt(p: Prepared, recipe: Recipe, *, lenient: bool = False) -> Failure | None:
     """Run one case through every stage; ``None`` when all is well."""
     try:
-        if recipe.via == "build":
+        if recipe.via in ("build", "processes"):
             return _through_files(p, recipe)
+        if recipe.via == "exact":
+            return _exactly(p, recipe)
         graph = rewritten(p.lifted.graph, recipe, lenient=lenient)
         plan, program = _plan(graph, recipe)
         peak = peak_bytes(program)[0]
         certificate.check(plan.annotated(), program, stated_peak=peak, places=plan.places, streamed=plan.streamed)
-        outs, measured = execute(plan, program, p.model.inputs, p.data)
+        target = _generated() if recipe.via == "triton" and flags.interprets() else TorchCpu()
+        outs, measured = execute(plan, program, p.model.inputs, p.data, target)
         return judge(p, outs) or _used(program, measured)
     except LawError as e:
         return Failure("law", e.law, str(e))
@@ -131,31 +142,85 @@ def _plan(graph: Graph, recipe: Recipe) -> tuple[Plan, Program]:
         found = search(graph, topology(recipe.mesh, "cpu"), inputs=plan.inputs, outputs=plan.outputs, time_limit=5.0)
         return found.plan, found.program
     plan = planned(graph, recipe)
-    return plan, lower(plan)
+    return plan, lower_plan(plan)
+
+
+def _generated() -> TorchCpu:
+    """Generated kernels, in Triton's interpreter."""
+    from tapestry.codegen.triton.target import TritonTarget
+
+    return TritonTarget()
 
 
 def execute(
-    plan: Plan, program: Program, feeds: Mapping[str, Array], weights: Mapping[str, Array]
+    plan: Plan, program: Program, feeds: Mapping[str, Array], weights: Mapping[str, Array], target: TorchCpu
 ) -> tuple[dict[str, Array], Measured]:
-    """Run a program on logical devices of the torch-cpu target."""
+    """Run a program on logical devices."""
 
     def source(arrays: Mapping[str, Array]) -> Callable[[str, Any], Any]:
         return lambda t, box: from_numpy(np.array(arrays[t][tuple(slice(lo, hi) for lo, hi in box)]))
 
-    machine = Machine(plan.graph, program, TorchCpu(), source(weights), plan.streamed)
+    machine = Machine(plan.graph, program, target, source(weights), plan.streamed)
     outs, measured = machine.run(source(feeds))
     return {t: np.array(to_numpy(a, plan.graph.tensors[t].dtype)) for t, a in outs.items()}, measured
+
+
+def _exactly(p: Prepared, recipe: Recipe) -> Failure | None:
+    """An exact plan gives the bits of one device on any mesh."""
+    graph, found = simplify(p.lifted.graph), list[dict[str, Array]]()
+    for mesh in ((MeshAxis("d0", 1),), recipe.mesh):
+        plan = search(graph, topology(mesh, "cpu"), time_limit=5.0, fixed=Fixed(exact=True))
+        peak = peak_bytes(plan.program)[0]
+        certificate.check(plan.plan.annotated(), plan.program, stated_peak=peak, places=plan.plan.places, exact=True)
+        outs, measured = execute(plan.plan, plan.program, p.model.inputs, p.data, TorchCpu(True))
+        found.append(outs)
+        failed = judge(p, outs) or _used(plan.program, measured)
+        if failed:
+            return failed
+    for name, one in found[0].items():
+        if one.tobytes() != found[1][name].tobytes():
+            return Failure("wrong", "exact bits", f"'{name}' differs from that of one device")
+    return None
 
 
 def _through_files(p: Prepared, recipe: Recipe) -> Failure | None:
     with tempfile.TemporaryDirectory(dir=p.path.parent) as folder:
         api.compile(p.path, mesh=recipe.mesh, shapes=p.model.sizes, time_limit=5.0).save(Path(folder) / "b")
+        if recipe.via == "processes":
+            return _on_processes(p, Path(folder), devices(recipe))
         loaded = api.load(Path(folder) / "b")
         feeds = {t: p.model.inputs[t] for t in loaded.build.plan.graph.inputs}
         result, document = api.run_checked(loaded, feeds, check=False)
         if not document["passed"]:
             return Failure("peak", "measured bytes", str(document.get("reason")))
     return judge(p, result.outputs)
+
+
+def _on_processes(p: Prepared, folder: Path, count: int) -> Failure | None:
+    """The command that runs a build on several processes, and what it writes."""
+    argv = [
+        sys.executable,
+        "-m",
+        "tapestry.cli",
+        "run",
+        str(folder / "b"),
+        "--processes",
+        str(count),
+        "--output",
+        str(folder / "o"),
+    ]
+    argv += ["--threads", "1", "--timeout", "120", "-q"]
+    for name, a in p.model.inputs.items():
+        np.save(folder / f"{name}.npy", a)
+        argv += ["--input", f"{name}={folder / name}.npy"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)  # noqa: S603
+    if done.returncode:
+        return Failure("crash", "processes", done.stderr[-3000:])
+    outs: dict[str, Array] = {}
+    for (name, want), path in zip(p.model.outputs.items(), paths(folder / "o", p.model.outputs), strict=True):
+        a = np.load(path)
+        outs[name] = a.view(want.dtype) if a.dtype.kind == "V" else a  # (a .npy file knows no bfloat16)
+    return judge(p, outs)
 
 
 def _used(program: Program, measured: Measured) -> Failure | None:
@@ -221,6 +286,8 @@ def _far(p: Prepared, name: str, got: Array, limit: float) -> str:
 
 
 def _referee(model: Model) -> dict[str, tuple[Array, float]]:
+    if model.text:
+        return {name: (a.astype(np.float64), 0.0) for name, a in model.outputs.items()}
     plain = replay(model.nodes, model.given, model.opset)
     try:
         wide = replay(model.nodes, model.given, model.opset, wide=True)
