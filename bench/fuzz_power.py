@@ -1,6 +1,6 @@
 """How well bugs are found: each of `seeded_bugs` is put in alone, and cases are tried until one fails.
 
-    .venv/bin/python bench/fuzz_power.py [--seed S] [--most N] [--only NAME …]
+    .venv/bin/python bench/fuzz_power.py [--seed S] [--most N] [--only NAME …] [--resume]
 
 Prints for each bug after how many cases it was found and by what: a law of the verifier, values that differ from the reference,
 bytes that were not planned, an assertion. Without any bug the same cases pass. Writes bench/results/fuzz_power.json; exits 1
@@ -65,17 +65,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--most", type=int, default=3000, help="cases per bug")
     parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--resume", action="store_true", help="keep the rows of a run that was ended")
     args = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     import torch
 
     torch.set_num_threads(1)
     names = args.only or list(BUGS)
     table = Table("bug", "says", "found by", "cases", "seconds")
-    rows: list[dict[str, Any]] = []
-    for row in hunts(names, args.seed, args.most):
+    rows = [r for r in record.read("fuzz_power") if r["bug"] in names] if args.resume else []
+    for row in hunts([n for n in names if n not in {r["bug"] for r in rows}], args.seed, args.most):
         rows.append(row)
-        table.add_row(row["bug"], row["says"], row["found_by"] or "NOT FOUND", str(row["cases"]), f"{row['seconds']:.1f}")
         print(row["bug"], row["found_by"] or "NOT FOUND", row["cases"], file=sys.stderr, flush=True)
+        if not args.only:
+            record.write("fuzz_power", rows, seed=args.seed, most=args.most, without_a_bug="not asked yet")
+    for row in rows:
+        table.add_row(row["bug"], row["says"], row["found_by"] or "NOT FOUND", str(row["cases"]), f"{row['seconds']:.1f}")
     healthy = hunt("", args.seed, max(200, max(r["cases"] for r in rows)))
     Console(width=150).print(table)
     missed = [r["bug"] for r in rows if not r["found_by"]]
