@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -109,6 +110,31 @@ def external_fifo(folder: Path) -> Path:
     path = external(folder, location="fifo.bin")
     os.mkfifo(folder / "fifo.bin")
     return path
+
+
+@hostile(MODELS)
+def external_socket(folder: Path) -> Path:
+    path = external(folder, location="socket.bin")
+    os.mknod(folder / "socket.bin", 0o600 | stat.S_IFSOCK)
+    return path
+
+
+@hostile(MODELS)
+def external_overlap(folder: Path) -> Path:
+    """Two weights that share some of their bytes."""
+    (folder / "w.bin").write_bytes(np.ones(12, np.float32).tobytes())
+    found = [TensorProto(name=n, data_type=F, dims=[2, 3], data_location=TensorProto.EXTERNAL) for n in "vw"]
+    for t, offset in zip(found, (0, 16), strict=True):
+        for key, value in {"location": "w.bin", "offset": str(offset), "length": "24"}.items():
+            t.external_data.add(key=key, value=value)
+    return save(model([N("Add", ["x", "v"], ["z"]), N("Add", ["z", "w"], ["y"])], inits=found), folder)
+
+
+@hostile(MODELS)
+def data_in_segments(folder: Path) -> Path:
+    t = numpy_helper.from_array(np.ones((2, 3), np.float32), "w")
+    t.segment.begin, t.segment.end = 0, 6
+    return save(model([N("Add", ["x", "w"], ["y"])], inits=[t]), folder)
 
 
 # the file itself
@@ -243,6 +269,48 @@ def mutually_recursive_functions(folder: Path) -> Path:
 
 
 @hostile(MODELS)
+def recursive_function(folder: Path) -> Path:
+    own = [helper.make_opsetid("own", 1)]
+    f = helper.make_function(
+        "own", "A", ["p"], ["q"], [N("A", ["p"], ["r"], domain="own"), N("A", ["r"], ["q"], domain="own")], own
+    )
+    return save(model([N("A", ["x"], ["y"], domain="own")], functions=[f], domains=["own"]), folder)
+
+
+@hostile(MODELS)
+def a_million_nodes(folder: Path) -> Path:
+    one = model([N("Relu", ["x"], ["y"])])
+    body = one.graph.node[0].SerializeToString()
+    graph = one.graph.SerializeToString()
+    graph += (b"\x0a" + bytes([len(body)]) + body) * 1_000_000  # field 1 of the graph, again and again
+    del one.graph.node[:]
+    one.ClearField("graph")
+    head, n = one.SerializeToString(), len(graph)
+    size = bytes([(n >> 7 * k & 127) | 128 for k in range(4)]) + bytes([n >> 28])
+    (folder / "m.onnx").write_bytes(head + b"\x3a" + size + graph)
+    return folder / "m.onnx"
+
+
+@hostile(MODELS)
+def opset_of_zero(folder: Path) -> Path:
+    return save(model([N("Relu", ["x"], ["y"])], opset=0), folder)
+
+
+@hostile(MODELS)
+def two_opsets(folder: Path) -> Path:
+    m = model([N("Relu", ["x"], ["y"])])
+    m.opset_import.append(helper.make_opsetid("ai.onnx", 7))
+    return save(m, folder)
+
+
+@hostile(MODELS)
+def reference_outside_a_function(folder: Path) -> Path:
+    node = N("LeakyRelu", ["x"], ["y"], alpha=0.5)
+    node.attribute[0].ref_attr_name = "slope"
+    return save(model([node]), folder)
+
+
+@hostile(MODELS)
 def functions_that_double(folder: Path) -> Path:
     """Forty functions, each of which calls the one before twice: 2^40 nodes when written out."""
     functions = [helper.make_function("own", "F0", ["p"], ["q"], [N("Relu", ["p"], ["q"])], [helper.make_opsetid("", 18)])]
@@ -295,6 +363,35 @@ for _op, _attr, _value, _more in [
 ]:  # fmt: skip
     _key = f"attribute_{_op}_{_attr}_{_value}".replace(" ", "")
     MODELS[_key] = lambda folder, a=(_op, _attr, _value), m=_more: with_attribute(*a, folder, **m)
+
+
+for _op, _attr, _value, _more in [
+    (op, attr, value, more) for value in (float("nan"), float("inf"), float("-inf"))
+    for op, attr, more in [
+        ("LeakyRelu", "alpha", {}), ("Elu", "alpha", {}), ("HardSigmoid", "beta", {}), ("LRN", "alpha", {"size": 3}), ("Shrink", "bias", {}), ("RandomNormalLike", "mean", {}),
+        ("RandomUniformLike", "high", {}), ("Bernoulli", "seed", {}), ("LpNormalization", "axis", {}), ("MeanVarianceNormalization", "axes", {}),
+    ]
+]:  # fmt: skip
+    MODELS[f"nonfinite_{_op}_{_attr}_{_value}"] = lambda folder, a=(_op, _attr, _value), m=_more: with_attribute(
+        *a, folder, **m
+    )
+for _value in (float("nan"), float("inf"), float("-inf")):
+    for _op, _ins in {"Range": "ozu", "Resize": "i#s", "Clip": "xz", "Dropout": "xzt", "Tile": "xn"}.items():
+
+        def _make(folder: Path, op=_op, ins=_ins, value=_value) -> Path:
+            known = {
+                "z": np.float32(value),
+                "o": np.float32(0),
+                "u": np.float32(1),
+                "s": np.array([1, 1, value, 2], np.float32),
+                "t": np.array(True),
+                "v": np.array([value, 1], np.float32),
+            }
+            inits = [numpy_helper.from_array(np.asarray(a), n) for n, a in known.items()]
+            nodes = [N("Cast", ["v"], ["n"], to=TensorProto.INT64), N(op, [n.replace("#", "") for n in ins], ["y"])]
+            return save(model(nodes, inputs=[("x", F, [2, 3]), ("i", F, [1, 2, 8, 8])], inits=inits), folder)
+
+        MODELS[f"nonfinite_input_{_op}_{_value}"] = _make
 
 
 # build directories: `folder / "good"` is a good one, copied to `folder / "b"`

@@ -11,11 +11,11 @@ import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from tapestry.errors import ModelError
-from tapestry.lift.external import check_file, check_inline, parse_place, tensor_bytes
+from tapestry.lift.external import check_file, check_inline, check_overlaps, parse_place, tensor_bytes
 
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
 MAX_VERSION = (1 << 31) - 1
-MAX_NODES = 1_000_000  # of one function with all that it calls
+MAX_NODES = 250_000  # of a model, and of one function with all that it calls (Llama-70B: 19,186)
 
 
 def load(path: Path) -> ModelProto:
@@ -96,6 +96,11 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
         ModelError: naming the node or tensor, the reason, and what to try.
     """
     functions = {(f.domain, f.name) for f in model.functions}
+    if len(model.graph.node) > MAX_NODES:
+        why = f"{len(model.graph.node):,} nodes, and at most {MAX_NODES:,} are read"
+        raise ModelError(
+            "the model is too large", where="the graph", why=why, hint="export repeated layers as functions or loops"
+        )
     if len({(f.domain, f.name, f.overload) for f in model.functions}) < len(model.functions):
         raise ModelError("duplicate function", why="two functions have the same domain, name and overload")
     opsets = opsets_of(model)
@@ -107,6 +112,7 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
     _check_names(model.graph, [])
     for t in tensors(model):
         check_tensor(t, folder, weights=weights)
+    check_overlaps(model.graph.initializer)
     if model.graph.sparse_initializer:
         raise ModelError("sparse initializers are not supported", why=f"{len(model.graph.sparse_initializer)} of them")
 

@@ -7,8 +7,10 @@ in the path is refused and the check and the use are of one and the same file (n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,6 +157,19 @@ def check_file(folder: Path, place: Place, tensor: str) -> None:
         part = hashlib.sha1(f.read(place.length), usedforsecurity=False).hexdigest()
     if place.checksum.lower() not in (whole, part):  # the specification says of the file, some writers say of the tensor
         raise _refuse(tensor, f"the checksum is {place.checksum}, the data's sha1 is {part}")
+
+
+def check_overlaps(found: Iterable[TensorProto]) -> None:
+    """Check that tensors outside the model are the same bytes or have none in common.
+
+    Raises:
+        ModelError: two ranges of one file overlap in part.
+    """
+    places = [(parse_place(t), t.name) for t in found if t.data_location == TensorProto.EXTERNAL]
+    ranges = sorted((p.file, p.offset, p.offset + p.length, name) for p, name in places if p.length)
+    for (file, lo, hi, name), (other, low, high, second) in itertools.pairwise(ranges):
+        if file == other and low < hi and (lo, hi) != (low, high):
+            raise _refuse(second, f"its bytes {low}..{high} of '{file}' overlap '{name}' at {lo}..{hi}")
 
 
 def check_inline(t: TensorProto) -> None:
