@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tapestry.ir.expr import Expr, Index, call, cast
 from tapestry.ir.graph import Dim
-from tapestry.lift.builder import Node, axes
+from tapestry.ir.index import const, dim
+from tapestry.lift.builder import Node, axes, literal
 from tapestry.lift.pointwise import emit_cells
 from tapestry.lift.registry import lifts
 
@@ -104,6 +106,34 @@ def lift_integer_matmul(n: Node) -> bool | None:
         batch = [d - shift if d >= shift and shape[d - shift] == y[d] else None for d in range(rank - 2)]
         ins[k] = [*batch, *(own - shift if d == own else None for d in (rank - 2, rank - 1))]
     n.opaque("products of shifted integers, rescaled", dims, ins, {0: list(range(rank))})
+    return None
+
+
+@lifts("AffineGrid")
+def lift_affine_grid(n: Node) -> bool | None:
+    """theta applied to every place of an image or volume, whose coordinates run from -1 to 1, the innermost first."""
+    theta, y = n.tensor(0), n.out()
+    if n.const(1) is None or theta.dtype not in ("f32", "f64"):
+        return False
+    dims = n.out_dims()
+    rank, row = len(dims) - 2, dims[-1].name
+    corners = bool(n.attr("align_corners", 0))
+
+    def coordinate(a: int) -> Expr:
+        size, place = dims[a].size, Index(dim(dims[a].name) * 2)
+        step = place if corners else Index(dim(dims[a].name) * 2 + 1)
+        cells = literal(max(size - 1, 1) if corners else size, theta.dtype)
+        return call("sub", call("div", cast(step, theta.dtype), cells), literal(1, theta.dtype))
+
+    reads = [n.read(theta.name, [dim("x0"), dim(row), const(k)]) for k in range(rank + 1)]
+
+    def body(*t: Expr) -> Expr:
+        total: Expr = t[rank]
+        for k in range(rank):
+            total = call("add", total, call("mul", t[k], coordinate(rank - k)))
+        return total
+
+    n.block(y, dims, reads, body)
     return None
 
 

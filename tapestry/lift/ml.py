@@ -32,7 +32,11 @@ def _floats(n: Node, name: str) -> np.ndarray:
 def lift_scaler(n: Node) -> bool | None:
     """(x - offset) * scale, one of each or one per feature (the last axis)."""
     x, offset, scale = n.tensor(0), _floats(n, "offset"), _floats(n, "scale")
-    if not x.shape or n.out().dtype != "f32" or any(v.size not in (1, x.shape[-1]) for v in (offset, scale)):
+    if (
+        not x.shape
+        or (n.out().dtype, n.out().shape) != ("f32", x.shape)
+        or any(v.size not in (1, x.shape[-1]) for v in (offset, scale))
+    ):
         return False
     dims = n.out_dims()
 
@@ -46,8 +50,10 @@ def lift_scaler(n: Node) -> bool | None:
 
 
 @lifts("Binarizer", domain=ML)
-def lift_binarizer(n: Node) -> None:
+def lift_binarizer(n: Node) -> bool | None:
     """1 above the threshold, else 0."""
+    if (n.out().dtype, n.out().shape) != (n.dtype(0), n.shape(0)):
+        return False
     dims, dtype = n.out_dims(), n.dtype(0)
     edge = float(n.attr("threshold", 0.0))
     limit = literal(edge if dtype in FLOATS else int(np.floor(edge)), dtype)
@@ -56,6 +62,7 @@ def lift_binarizer(n: Node) -> None:
         return call("where", call("gt", v, limit), literal(1, dtype), literal(0, dtype))
 
     n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], body)
+    return None
 
 
 @lifts("LinearRegressor", domain=ML)
@@ -96,8 +103,7 @@ def lift_array_feature_extractor(n: Node) -> bool | None:
 @lifts("LabelEncoder", domain=ML)
 def lift_label_encoder(n: Node) -> None:
     """A table's value for every cell."""
-    whole = list(range(len(n.shape(0))))
-    n.opaque("looks values up in a table", n.out_dims(), {0: whole}, {0: whole})
+    _rows(n, "looks values up in a table", len(n.shape(0)))
 
 
 @lifts("Imputer", domain=ML)

@@ -172,7 +172,8 @@ def _lift_nodes(prepared: Prepared, seed: int, steps: bool) -> Builder:
         source = next((p.value for p in proto.metadata_props if p.key == SOURCE), node_name(proto))
         node = Node(builder, proto, version, source)
         why, lifter = node.beyond_blocks(), find(proto, version)
-        if proto.output and proto.output[0] in prepared.hinted and lifter is not None:
+        declared = bool(proto.output) and proto.output[0] in prepared.hinted
+        if declared and lifter is not None and proto.domain != ml.ML:  # (onnx infers no shapes of that domain)
             why = why or "its shape is declared, and depends on the data"
         with refusing(ModelError, "the node does not fit its operator", node.where, SUSPECT):
             if not why and pointwise.touches_stored(node) and proto.op_type not in pointwise.MOVES:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Acc, Arg, Expr, call, cast
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Dim, Read
-from tapestry.ir.index import dim
-from tapestry.ir.monoid import lowest
+from tapestry.ir.index import Aff, dim
+from tapestry.ir.monoid import highest, lowest, number
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node, accumulator, literal
 from tapestry.lift.registry import lifts
@@ -30,17 +30,32 @@ def _supported(n: Node) -> bool:
 
 @lifts("MaxPool")
 def lift_max_pool(n: Node) -> bool | None:
-    """The greatest value of each window; the Indices output stays with ONNX."""
+    """The greatest value of each window, and with Indices its row-major position in the whole tensor, the first of several."""
     if not _supported(n):
         return False
-    if n.wants(1):
-        n.opaque("its Indices output counts positions in the whole tensor")
-        return None
     win = _window(n)
     other = lowest(n.dtype(0)).value if win.leaves else None
     x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], other)
+    if n.wants(1):
+        if n.attr("storage_order", 0):
+            n.opaque("its Indices output counts positions in the whole tensor, column by column")
+            return None
+        state, then = [Arg(0, x[1].dtype), _position(n, win)], [Acc(0, x[1].dtype), Acc(1, "i64")]
+        n.reduce(n.outs[:2], _dims(n, win), win.taps, "argmax", [x], state, then)
+        return None
     n.reduce([n.outs[0]], _dims(n, win), win.taps, "max", [x], [Arg(0, x[1].dtype)])
     return None
+
+
+def _position(n: Node, win: Window) -> Expr:
+    """Row-major position of a window's cell; behind all others where it lies in the padding, which never counts."""
+    flat: Aff = dim("b") * n.shape(0)[1] + dim("c")
+    inside: Expr = number(1, "bool")
+    for e, size in zip(win.index(), n.shape(0)[2:], strict=True):
+        flat = flat * size + e
+        fits = call("and", call("ge", Index(e), number(0, "i64")), call("lt", Index(e), number(size, "i64")))
+        inside = call("and", inside, fits)
+    return call("where", inside, Index(flat), highest("i64")) if win.leaves else Index(flat)
 
 
 @lifts("AveragePool")

@@ -7,31 +7,34 @@ spatial axis then needs a halo of a row or two, like a convolution.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
+from onnx import helper
 
 from tapestry.ir.expr import Expr, Index, call, cast
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo, span
 from tapestry.ir.monoid import number
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOATS, Tensor
 from tapestry.lift.builder import Node, accumulator, axes, here, literal
 from tapestry.lift.registry import lifts
 
 Place = tuple[Aff, int]  # numerator and denominator of the coordinate sampled
+Along = Callable[[Node, str, str, tuple[Dim, ...], int, int, Place], str]  # interpolation along one axis
 
 
 @lifts("Resize", "Upsample")
 def lift_resize(n: Node) -> bool | None:
-    """Nearest and linear interpolation; what is left (cubic, antialiasing, crops) commutes with batch and channels."""
+    """Nearest, linear and cubic interpolation; what is left (antialiasing, crops) commutes with batch and channels."""
     places = None if n.out().size == 0 or n.tensor(0).size == 0 else _places(n)
     mode = n.attr("mode", "nearest")
     done = False
     if places is not None and mode == "nearest":
         done = _nearest(n, places)
-    elif places is not None and mode == "linear" and n.dtype(0) in FLOATS:
-        done = _linear(n, places)
+    elif places is not None and mode in ("linear", "cubic") and n.dtype(0) in FLOATS:
+        done = _between(n, places, _linear_axis if mode == "linear" else _cubic_axis)
     return None if done else _sampled(n)
 
 
@@ -105,13 +108,13 @@ def _nearest(n: Node, places: dict[int, Place]) -> bool:
     return True
 
 
-def _linear(n: Node, places: dict[int, Place]) -> bool:
-    """One axis after another: two reads, weighted; beyond the border the last cell counts."""
+def _between(n: Node, places: dict[int, Place], along: Along) -> bool:
+    """One axis after another: some reads, weighted; beyond the border the last cell counts."""
     src, shape = n.ins[0], list(n.shape(0))
     for k, (a, place) in enumerate(places.items()):
         size, shape[a] = shape[a], n.out().shape[a]
         last = k == len(places) - 1
-        src = _linear_axis(n, n.outs[0] if last else n.temp(f"axis{a}"), src, axes(shape), a, size, place)
+        src = along(n, n.outs[0] if last else n.temp(f"axis{a}"), src, axes(shape), a, size, place)
     if not places:
         n.view(n.out(), src, n.out_dims(), here(n.out_dims()))
     return True
@@ -135,11 +138,66 @@ def _linear_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, 
     return n.block(out, dims, reads, body)
 
 
+def _cubic_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, size: int, place: Place) -> str:
+    """Four reads, weighted by Keys' kernel with parameter ``cubic_coeff_a`` (-0.75 by default)."""
+    top, c = place
+    ranges = {d.name: d.size for d in dims}
+    first, wide = floordiv(top, c, ranges), accumulator(n.dtype(0))
+
+    def cell(e: Aff) -> tuple[Read, Tensor]:
+        return n.read(src, [e if a == axis else dim(d.name) for a, d in enumerate(dims)], 0.0 if e.terms else None)
+
+    reads = [*(cell(first + k) for k in (-1, 0, 1, 2)), cell(const(0)), cell(const(size - 1))]
+    t = call("div", cast(Index(modulo(top, c, ranges)), wide), literal(float(c), wide))
+
+    def body(*cells: Expr) -> Expr:
+        total: Expr | None = None
+        for k, weight in zip((-1, 0, 1, 2), _keys(t, float(n.attr("cubic_coeff_a", -0.75)), wide), strict=True):
+            low = call("where", call("lt", Index(first + k), number(0, "i64")), cells[4], cells[k + 1])
+            whole = call("where", call("ge", Index(first + k), number(size, "i64")), cells[5], low)
+            part = call("mul", cast(whole, wide), weight)
+            total = part if total is None else call("add", total, part)
+        assert total is not None
+        return cast(total, n.dtype(0))
+
+    return n.block(out, dims, reads, body)
+
+
+def _keys(t: Expr, a: float, dtype: str) -> list[Expr]:
+    """Weights of the cells at -1, 0, 1 and 2 around a place t beyond cell 0 (R. Keys, 1981)."""
+
+    def poly(x: Expr, *coefficients: float) -> Expr:
+        out: Expr = literal(coefficients[0], dtype)
+        for c in coefficients[1:]:
+            out = call("add", call("mul", out, x), literal(c, dtype))
+        return out
+
+    one = literal(1.0, dtype)
+    back, near, far = call("sub", one, t), call("add", t, one), call("sub", literal(2.0, dtype), t)
+    outer, inner = (a, -5 * a, 8 * a, -4 * a), (a + 2, -(a + 3), 0.0, 1.0)
+    return [poly(near, *outer), poly(t, *inner), poly(back, *inner), poly(far, *outer)]
+
+
 def _sampled(n: Node) -> bool | None:
     """Opaque; batch and channels commute where the node leaves those axes alone and does not name their sizes."""
     x, y = n.shape(0), n.out().shape
     crop = n.attr("coordinate_transformation_mode") == "tf_crop_and_resize"
-    if len(x) < 3 or x[:2] != y[:2] or n.attr("axes") is not None or crop or n.has(3):
+    if len(x) < 3 or x[:2] != y[:2] or n.attr("axes") is not None or crop:
+        return False
+    if n.has(3) and not _name_space_alone(n):
         return False  # `sizes` names the whole batch: it would be wrong for a block of it, where scales stay right
     n.opaque("interpolates", [Dim("b", x[0]), Dim("c", x[1])], {0: [0, 1]}, {0: [0, 1]})
     return None
+
+
+def _name_space_alone(n: Node) -> bool:
+    """Write the sizes of the spatial axes alone, which opset 18 allows; whether that could be done."""
+    if n.version < 18:
+        return False
+    rank = len(n.shape(0))
+    name = n.temp("sizes")
+    n.b.made[name] = np.array(n.out().shape[2:], np.int64)
+    n.b.tensors[name] = Tensor(name=name, dtype="i64", shape=(rank - 2,))
+    n.ins[3] = n.proto.input[3] = name
+    n.proto.attribute.append(helper.make_attribute("axes", list(range(2, rank))))
+    return True

@@ -62,6 +62,7 @@ def _onnxruntime(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.add_session_config_entry("session.disable_quant_qdq", "1")  # else it computes quantised models in integers instead
     session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
