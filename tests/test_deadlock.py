@@ -82,13 +82,23 @@ class Recorder:
     world: int
     pulse: Pulse
     script: list[Exchange] = field(default_factory=list)
-    parts: dict[int, int] = field(default_factory=dict)
+    steps: int = 0
+    left: int = 0
+    agenda: list = field(default_factory=list)
     payload: int = 0
     gathered: int = 0
     batch: int = 0
 
-    def post(self, step, sends, receives):
-        part = self.parts[step] = self.parts.get(step, -1) + 1
+    def expect(self, agenda):
+        self.agenda = [(tag, {p: list(x) for p, x in receives.items()}) for tag, receives in agenda]
+
+    def check_all(self):
+        assert not self.agenda
+
+    def post(self, tag, sends, receives):
+        step, part = tag
+        if receives and step < self.steps:
+            assert self.agenda.pop(0) == (tag, dict(receives))
         nbytes = lambda pieces: sum(int(np.prod(s)) * d.itemsize for _, s, d in pieces)  # noqa: E731
         for pieces in sends.values():
             assert all(tuple(a.shape) == p[1] and a.dtype == p[2] for p, a in pieces)
@@ -135,7 +145,7 @@ def posted(plan: Plan, program: Program, world: int) -> list[list[Exchange]]:
     slots, out, tensors = shared(world), [], plan.graph.tensors
     source = lambda t, box: torch.empty(shape(box), dtype=TORCH_DTYPES[tensors[t].dtype], device="meta")  # noqa: E731
     for r in range(world):
-        wire = Recorder(r, world, Pulse(slots, r))
+        wire = Recorder(r, world, Pulse(slots, r), steps=len(program.steps))
         machine = RankMachine(plan.graph, program, Shapes(), source, plan.streamed, wire=wire)  # type: ignore[arg-type]
         machine.run(source)
         out.append([e for e in wire.script if e.tag[0] < len(program.steps)])

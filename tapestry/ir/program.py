@@ -139,7 +139,8 @@ def transfer_bytes(step: Transfer | Reduce, program: Program) -> int:
     """Bytes that all devices together put on the wire in one step.
 
     Messages count as they are. A group of n devices reducing B bytes of state sends ``2 (n - 1) B`` in all for an
-    all-reduce and ``(n - 1) B`` for a reduce-scatter (ring algorithms, Patarasuk and Yuan 2009; any chunking).
+    all-reduce and ``(n - 1) B`` for a reduce-scatter (ring algorithms, Patarasuk and Yuan 2009; any chunking). A field
+    that does not vary along what is scattered goes whole from each to each, because all merge with it: ``n (n - 1) B``.
     """
     if isinstance(step, Transfer):
         return int(_received(step.messages, program.devices).sum()) * itemsize(program.buffers[step.dst].dtype)
@@ -149,8 +150,9 @@ def transfer_bytes(step: Transfer | Reduce, program: Program) -> int:
             continue
         src, dst = program.buffers[s], program.buffers[d]
         held = device_bytes(src)
-        for g in step.groups:  # a field that does not vary along the scattered dimension is all-reduced
-            factor = 2 if g and src.boxes[g[0]] == dst.boxes[g[0]] else 1
+        for g in step.groups:
+            same = g and src.boxes[g[0]] == dst.boxes[g[0]]
+            factor = 1 if not same else 2 if step.kind == "all_reduce" else len(g)
             total += factor * (len(g) - 1) * int(held[g[0]]) if g else 0
     return total
 

@@ -20,9 +20,9 @@ from tapestry.ir.types import DTYPES, HOST, STORED
 from tapestry.runtime import gather
 from tapestry.runtime.local import Array, Held, Machine, Measured, Source
 from tapestry.runtime.merging import Share
-from tapestry.runtime.parcels import Memory, Parcels, owners, part
+from tapestry.runtime.parcels import Memory, Parcels, Receives, owners, part
 from tapestry.runtime.pulse import COMPUTE, WEIGHTS
-from tapestry.runtime.wire import Wire, clock
+from tapestry.runtime.wire import Tag, Wire, clock
 
 COMPUTED, MOVED, FLOWN = 0, 1, 2  # streams of a trace: kernels, work and waiting for messages, messages on their way
 
@@ -47,6 +47,7 @@ class RankMachine(Machine):
         program: Program = args[1]
         self.owner = owners(program.devices, wire.world)
         self.slices: list[Slice] = []
+        self._agenda: list[tuple[Tag, Receives]] | None = None
         self.late: dict[str, tuple[int, Callable[[], None]]] = {}
         self.dtypes = {b.name: _torch_dtype(b.dtype) for b in program.buffers.values()}
         super().__init__(*args, devices=[d for d, r in enumerate(self.owner) if r == wire.rank], **more)
@@ -58,6 +59,9 @@ class RankMachine(Machine):
         self.bind()
         held = Held.of(self)
         memory, measured = held.arrays, Measured(held.peak, packed=[p.extra for p in self.packing])
+        if self._agenda is None:
+            self._agenda = self.agenda()
+        self.wire.expect(self._agenda)
         for i, (step, new) in enumerate(self.steps):
             self._settle(_touched(step))
             self.wire.pulse.at(i, COMPUTE)
@@ -130,15 +134,45 @@ class RankMachine(Machine):
                 self.devices = mine
             self._trace(at, d, COMPUTED, start)
 
-    def _carry(self, i: int, step: Transfer, memory: Memory, measured: Measured) -> None:
-        src, dst = self.program.buffers[step.src], self.program.buffers[step.dst]
-        parcels = Parcels(self.wire, self.owner, i)
+    def _moved(self, i: int, step: Transfer, memory: Memory, dry: bool = False) -> Parcels:
+        """What a transfer sends and expects."""
+        src = self.program.buffers[step.src]
+        parcels = Parcels(self.wire, self.owner, i, dry=dry)
         sent, received = _ends(step.messages)
         mine = dict.fromkeys(n for d in self.devices for n in (*sent.get(d, ()), *received.get(d, ())))
         for n in sorted(mine):
             m = step.messages[n]
             take = lambda m=m: part(memory[m.src][step.src], m.box, src.boxes[m.src])  # noqa: E731
             parcels.carry(f"{step.dst}@{m.dst} {m.box}", m.src, m.dst, shape(m.box), self.dtypes[step.src], take)
+        return parcels
+
+    def _shares(self, step: Reduce) -> list[Share]:
+        return [Share(self, step, g) for g in step.groups if any(self.owner[d] == self.wire.rank for d in g)]
+
+    def agenda(self) -> list[tuple[Tag, Receives]]:
+        """All that comes to this rank in a run, in the order in which all ranks send."""
+        found: list[Parcels] = []
+        merging: dict[str, tuple[int, Reduce]] = {}
+        for i, step in enumerate((*self.program.steps, None)):
+            for name in tuple(self.program.outputs.values()) if step is None else _touched(step):
+                if name in merging:
+                    at, reduce = merging[name]
+                    merging = {n: x for n, x in merging.items() if x[0] != at}
+                    found.append(Parcels(self.wire, self.owner, at, 1, dry=True))
+                    for s in self._shares(reduce):
+                        s.give_back(found[-1])
+            if isinstance(step, Transfer):
+                found.append(self._moved(i, step, [], dry=True))
+            elif isinstance(step, Reduce):
+                found.append(Parcels(self.wire, self.owner, i, dry=True))
+                for s in self._shares(step):
+                    s.give(found[-1], [])
+                merging.update(dict.fromkeys(step.dsts, (i, step)))
+        return [((p.step, p.part), p.receives) for p in found if p.receives]
+
+    def _carry(self, i: int, step: Transfer, memory: Memory, measured: Measured) -> None:
+        dst, received = self.program.buffers[step.dst], _ends(step.messages)[1]
+        parcels = self._moved(i, step, memory)
         wait = self._fly(parcels)
         measured.sent(step.kind, parcels.sent)
         own = {d: self._copies(d, step, memory) for d, _ in self._mine(dst.boxes)}
@@ -159,8 +193,7 @@ class RankMachine(Machine):
         return [] if common is None else [(common, self.target.slice(memory[device][step.src], common, own))]  # type: ignore[arg-type]
 
     def _merge(self, i: int, step: Reduce, memory: Memory, measured: Measured) -> None:
-        groups = [g for g in step.groups if any(self.owner[d] == self.wire.rank for d in g)]
-        shares = [Share(self, step, g) for g in groups]
+        shares = self._shares(step)
         parcels = Parcels(self.wire, self.owner, i)
         for s in shares:
             s.give(parcels, memory)
@@ -168,7 +201,7 @@ class RankMachine(Machine):
 
         def finish() -> None:
             came = wait()
-            back = Parcels(self.wire, self.owner, i)
+            back = Parcels(self.wire, self.owner, i, 1)
             for s in shares:
                 s.merge(came)
                 s.give_back(back)
@@ -180,13 +213,13 @@ class RankMachine(Machine):
         self._later(i, step.dsts, finish, bool(parcels.receives))
 
     def _fly(self, parcels: Parcels) -> Callable[[], dict[str, torch.Tensor]]:
-        """Post, and note how long what comes is on its way."""
-        begin, wait = clock(), parcels.go()
+        """Post, and note how long what comes is on its way: since the last of it left its sender."""
+        wait = parcels.go()
 
         def arrive() -> dict[str, torch.Tensor]:
             came = wait()
             if parcels.receives:
-                self._trace(parcels.step, -1, FLOWN, begin)
+                self._trace(parcels.step, -1, FLOWN, self.wire.left)
             return came
 
         return arrive

@@ -34,11 +34,16 @@ def owners(devices: int, world: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Parcels:
-    """What one step sends and expects, per rank, and what stays in the process, by the name of the piece."""
+    """What one step, or a part of it, sends and expects, per rank, and what stays in the process, by the name of the piece.
+
+    A ``dry`` one takes no data: it says what is expected.
+    """
 
     wire: Wire
     owner: tuple[int, ...]
     step: int
+    part: int = 0
+    dry: bool = False
     sends: Sends = field(default_factory=lambda: defaultdict(list))
     receives: Receives = field(default_factory=lambda: defaultdict(list))
     here: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -50,6 +55,8 @@ class Parcels:
         """A piece from one device to another; ``take`` gives the data on the sender's side."""
         mine = self.wire.rank
         if self.owner[src] == mine:
+            if self.dry:
+                return
             data = take()
             assert isinstance(data, torch.Tensor), f"'{name}' is no array and cannot travel between processes"
             self.sent += data.numel() * data.element_size()
@@ -62,7 +69,7 @@ class Parcels:
 
     def go(self) -> Callable[[], dict[str, torch.Tensor]]:
         """Post everything; the function returned waits, and gives every piece for this process by name."""
-        wait = self.wire.post(self.step, self.sends, self.receives)
+        wait = self.wire.post((self.step, self.part), self.sends, self.receives)
         here, expected = self.here, dict(self.receives)
 
         def arrive() -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ GRACE = 0.1  # seconds in which ranks may still say what happened to them
 TICK = 0.05
 MARGIN = 1.5  # seconds before the timeout (at most half of it) at which standing still is enough, so that all is over in time
 PR_SET_PDEATHSIG = 1
+LOADER = 127  # how glibc's loader ends a process that has no memory for a thread's data
 
 
 class Interrupted(Exception):
@@ -105,7 +106,7 @@ class Attempt:
             self.hear()
 
     def verdict(self) -> str:
-        """Who is to blame: a signal outranks an error, an error what it did to others."""
+        """Who is to blame: a rank that ended without a word outranks an error, an error what it did to others."""
         for c in self.children:
             code = c.process.exitcode
             if code is not None and code < 0:
@@ -113,11 +114,12 @@ class Attempt:
                 more = " (out of memory, perhaps)" if name == "SIGKILL" else ""
                 return f"rank {c.rank} was killed by {name}{more} while {self.doing(c.rank)}"
         for c in self.children:
+            if c.said is None and c.process.exitcode is not None:
+                more = " (out of memory, perhaps)" if c.process.exitcode == LOADER else ""
+                return f"rank {c.rank} ended with exit status {c.process.exitcode}{more} while {self.doing(c.rank)}"
+        for c in self.children:
             if c.said and c.said[0] == "failed":
                 return f"rank {c.rank}: {c.said[1]}"
-        for c in self.children:
-            if c.said is None and c.process.exitcode is not None:
-                return f"rank {c.rank} ended with exit status {c.process.exitcode} while {self.doing(c.rank)}"
         stopped = {c.rank for c in self.children if state(c.process.pid) == "T"}
         rank = guilty(self.slots, stopped)[0]
         said = next(str(c.said[1]) for c in self.children if c.said)

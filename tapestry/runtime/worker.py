@@ -263,6 +263,8 @@ def cause(e: BaseException, slot: Slots) -> tuple[str, str]:
     if isinstance(e, TapestryError):
         return "failed", f"{e} ({where})"
     text = str(e)
+    if isinstance(e, RuntimeError) and ("gloo/" in text or "NCCL" in text):  # outside of the program's messages
+        return "lost", f"{text.splitlines()[0]} ({where})"
     if isinstance(e, MemoryError) or "can't allocate memory" in text or "out of memory" in text or "Cannot allocate" in text:
         return "failed", f"out of memory while {where}"
     if isinstance(e, OSError):
