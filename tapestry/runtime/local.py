@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Protocol
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, intersect
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated, transfer_bytes
+from tapestry.runtime.fixed import Recorder, Schedule, schedule
 from tapestry.runtime.packing import Packing, pack, renamed
 
 Array = Any  # the target's own array type
@@ -51,6 +53,18 @@ class Target(Protocol):
 
     def packed(self, run: Run) -> Run:
         """The kernel that takes all of `packs` packed."""
+        ...
+
+    def recorder(self, run: Run) -> Recorder | None:
+        """The kernel as one that writes where it is told, if it can."""
+        ...
+
+    def memory(self, nbytes: int) -> Callable[[int, int], Array]:
+        """New memory: a function that gives a part of it, by offset and bytes."""
+        ...
+
+    def batch(self, calls: Sequence[Any]) -> Callable[[], None]:
+        """Calls of recorders one after another, as one."""
         ...
 
 
@@ -134,9 +148,12 @@ class Machine:
         self.weights, self.streamed = weights, streamed
         self.devices = tuple(range(program.devices)) if devices is None else tuple(devices)
         self.room = [0] * program.devices
+        self.alone = devices is None
         self.launches: dict[int, list[_Bound]] = {}
         self.packing: list[Packing] = []
         self.kept: list[dict[str, tuple[Array, int]]] = []
+        self.schedule: Schedule | None = None  # of a machine that runs all devices
+        self.busy = Lock()  # places of buffers are the machine's, not the run's
         self.steps = [(step, allocated(step)) for step in program.steps]
         self._computed = {b for step in program.steps if not isinstance(step, Load) for b in allocated(step)}
         self.resident: list[dict[str, Array]] = [{} for _ in range(program.devices)]
@@ -154,31 +171,47 @@ class Machine:
     ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name, gathered to the host, and what the run used."""
         self.bind()
-        memory = Held.of(self)
-        measured = Measured(memory.peak, packed=[p.extra for p in self.packing])
-        for i, (step, new) in enumerate(self.steps):
-            match step:
-                case Launch():
-                    self._launch(i, step, memory.arrays)
-                case Load():
-                    self._load(step, memory.arrays, feeds)
-                case Free():
-                    for d in range(self.program.devices):
-                        memory.drop(d, step.buffers)
-                    continue
-                case Transfer():
-                    self._transfer(step, memory.arrays, measured)
-                case Reduce():
-                    self._reduce(step, memory.arrays)
-                    measured.sent(step.kind, transfer_bytes(step, self.program))
-            for d, held in enumerate(memory.arrays):
-                kept = self.kept[d]
-                for name in new:
-                    if name in held:
-                        memory.count(d, name, kept[name][1] if name in kept else self.target.nbytes(held[name]))
-                memory.reach(d)
-            progress(i + 1, len(self.steps))
-        return {t: self._gather(t, b, memory.arrays) for t, b in self.program.outputs.items()}, measured
+        with self.busy:
+            memory = Held.of(self)
+            measured = Measured(memory.peak, packed=[p.extra for p in self.packing])
+            total = len(self.steps)
+            if self.schedule is None:
+                for i in range(total):
+                    self._step(i, memory, feeds, measured)
+                    progress(i + 1, total)
+            else:
+                measured.packed[0] += self.schedule.extra
+                for action in self.schedule.actions:
+                    if isinstance(action, int):
+                        self._step(action, memory, feeds, measured)
+                    else:
+                        action(memory)
+                    progress((action if isinstance(action, int) else action.last) + 1, total)
+            return {t: self._gather(t, b, memory.arrays) for t, b in self.program.outputs.items()}, measured
+
+    def _step(self, i: int, memory: Held, feeds: Source, measured: Measured) -> None:
+        """One step on all devices."""
+        step, new = self.steps[i]
+        match step:
+            case Launch():
+                self._launch(i, step, memory.arrays)
+            case Load():
+                self._load(step, memory.arrays, feeds)
+            case Free():
+                for d in range(self.program.devices):
+                    memory.drop(d, step.buffers)
+                return
+            case Transfer():
+                self._transfer(step, memory.arrays, measured)
+            case Reduce():
+                self._reduce(step, memory.arrays)
+                measured.sent(step.kind, transfer_bytes(step, self.program))
+        for d, held in enumerate(memory.arrays):
+            kept = self.kept[d]
+            for name in new:
+                if name in held:
+                    memory.count(d, name, kept[name][1] if name in kept else self.target.nbytes(held[name]))
+            memory.reach(d)
 
     def bind(self) -> None:
         """Make every kernel and pack the weights, once: all that later runs need not do."""
@@ -203,6 +236,7 @@ class Machine:
             sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
             plain = {b: (a, self.target.nbytes(a)) for b, a in self.resident[d].items()}
             self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
+        self.schedule = schedule(self) if self.alone else None
 
     def _weigh(self, array: Array) -> int:
         """Bytes of a weight that is being packed."""

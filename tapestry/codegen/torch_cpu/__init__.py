@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu import exact, kernels, scalars
+from tapestry.codegen.torch_cpu.calls import Call, Recorded, batch
 from tapestry.codegen.torch_cpu.dense import Packable
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, shape
@@ -37,6 +39,19 @@ class TorchCpu:
         """The kernel that takes these packed."""
         assert isinstance(run, Packable)
         return run.packed
+
+    def recorder(self, run: kernels.Run) -> Recorded | None:
+        """The kernel as one that writes where it is told, if it is one of ours."""
+        return run if isinstance(run, Recorded) else None
+
+    def memory(self, nbytes: int) -> Callable[[int, int], torch.Tensor]:
+        """New memory; its parts are tensors of f32 with a storage of their own."""
+        whole = torch.empty(nbytes, dtype=torch.uint8).numpy()
+        return lambda offset, n: torch.from_numpy(whole[offset : offset + n].view(np.float32))
+
+    def batch(self, calls: Sequence[Call]) -> Callable[[], None]:
+        """Calls of recorders one after another, as one."""
+        return batch(calls)
 
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""

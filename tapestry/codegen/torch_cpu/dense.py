@@ -6,22 +6,24 @@ oneDNN's fused clamps drop a NaN, so only the bias is fused there; the rest of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tapestry.codegen.torch_cpu import contract, images
+from tapestry.codegen.torch_cpu.calls import Call, Ins, Recorded, shares
 from tapestry.codegen.torch_cpu.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.points import Expressions, Run, held
 from tapestry.codegen.torch_cpu.reads import Frame, Remembered, Tensor
 from tapestry.codegen.torch_cpu.windows import transposed
-from tapestry.ir.expr import Arg, Expr
+from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel
 
-States = Callable[[Sequence[Tensor | None], Tensor | None, Tensor | None], Tensor]
+States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]
 """From the buffers (the weight packed), the bias and the residual to the result of the epilogue, over the map dimensions."""
 
 
@@ -41,17 +43,30 @@ class Packable:
     packs: dict[int, Pack]
     packed: Run
 
-    def __call__(self, ins: Sequence[Tensor | None], states: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute on buffers as they are."""
         return self.plain(ins, states)
 
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
+    """``run`` is torch's operator; or ``record`` our kernel, on flat memory that ``array`` makes the result of."""
+
     weight: int
     pack: Pack
-    run: States
     then: Epilogue
+    run: States | None = None
+    record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], Call] | None = None
+    array: Callable[[Tensor], Tensor] = lambda memory: memory
+
+    def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
+        """The result, in new memory."""
+        if self.run:
+            return self.run(ins, bias, residual)
+        assert self.record
+        memory = torch.empty(size)
+        self.record(ins, bias, residual, memory).run()
+        return self.array(memory)
 
 
 def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
@@ -66,19 +81,24 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)
     if found is None or found.weight in op.then_reads():
         return plain
-    then, states = found.then, found.run
+    then, size = found.then, _size([d.name for d in op.dims], dict(zip((d.name for d in op.dims), frame.extents, strict=False)))
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     tail = None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True)
     bias, residual = _part(op, kernel, then.bias), _part(op, kernel, then.residual)
 
-    def packed(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Tensor]:
-        out = states(ins, bias(ins) if bias else None, residual(ins) if residual else None)
+    def packed(ins: Ins, _: Sequence[Tensor]) -> list[Tensor]:
+        out = found(ins, bias(ins) if bias else None, residual(ins) if residual else None, size)
         return tail(ins, [out]) if tail else [out]
 
-    return Packable(plain, {found.weight: found.pack}, packed)
+    def record(ins: Ins, memory: Tensor) -> Call:
+        assert found.record
+        return found.record(ins, bias(ins) if bias else None, residual(ins) if residual else None, memory)
+
+    whole = found.record and (tail is None or then.rest == (Acc(0, "f32"),))
+    return Packable(plain, {found.weight: found.pack}, Recorded(found.array, record, size) if whole else packed)
 
 
-def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Sequence[Tensor | None]], Tensor] | None:
+def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] | None:
     """What the block reads of a buffer whose axes are dimensions."""
     if k is None:
         return None
@@ -131,17 +151,9 @@ def _product(
     wanted = [extent[d.name] for d in op.dims]
     back = [(*rows, *columns).index(d) for d in wide]
     sizes = [extent[d] for d in (*rows, *columns)]
-    shape_of_w = [extent[d] for d in order]
-
     then = epilogue(op, kernel, columns[0], whole=True)
     ours = images.multiply(m, n, k, then)
     then = then if ours else epilogue(op, kernel, columns[0], whole=False)
-
-    def pack(buffer: Tensor) -> Tensor:
-        plain = buffer.reshape(shape_of_w).permute(turn).reshape(n, k).contiguous()
-        return images.pack_panels(plain) if ours else torch.ops.mkldnn._reorder_linear_weight(plain, m)
-
-    multiply = ours or _one_dnn_linear
 
     def matrix(value: Tensor) -> Tensor:
         return value.permute(axes).expand(full).reshape(m, k).contiguous()
@@ -152,16 +164,45 @@ def _product(
     forth = [back.index(i) for i in range(len(back))]
     added = Remembered(lambda r: r.reshape([extent[d] for d in wide]).permute(forth).reshape(m, n).contiguous())
 
-    def run(ins: Sequence[Tensor | None], bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        left = fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
-        return result(multiply(left, held(ins[w]), bias, None if residual is None else added(residual)))
+    def rows_of(ins: Ins) -> Tensor:
+        return fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
 
-    key = ("panels", *turn) if ours else ("linear", m, n, k, *turn)
-    return _Dense(w, Pack(key, pack), run, then)
+    lay = _Rows(w, at, rows_of, added, result)
+    pack = functools.partial(_pack_linear, [extent[d] for d in order], turn, 0 if ours else m)
+    if not ours:
+        return _Dense(w, Pack(("linear", m, n, k, *turn), pack), then, lay.by_one_dnn)
+    record = functools.partial(lay.record, ours)
+    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result)
 
 
-def _one_dnn_linear(x: Tensor, w: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "none", [], "")
+def _pack_linear(shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:
+    """A weight for our kernel, or for oneDNN's on so many rows."""
+    plain = buffer.reshape(shape).permute(turn).flatten(1).contiguous()
+    return torch.ops.mkldnn._reorder_linear_weight(plain, rows) if rows else images.pack_panels(plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A linear layer as matrices: ``rows`` gives the left one, ``added`` a residual as one, ``result`` undoes that."""
+
+    weight: int
+    at: int | None
+    rows: Callable[[Ins], Tensor]
+    added: Callable[[Tensor], Tensor]
+    result: Callable[[Tensor], Tensor]
+
+    def by_one_dnn(self, ins: Ins, bias: Tensor | None, _: Tensor | None) -> Tensor:
+        """The result by oneDNN, with a bias."""
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        return self.result(multiply(self.rows(ins), held(ins[self.weight]), bias, "none", [], ""))
+
+    def record(self, ours: images.Convolve, ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call:
+        """The call of our kernel."""
+        left, more = self.rows(ins), None if residual is None else self.added(residual)
+        call = ours(left, held(ins[self.weight]), bias, more, memory)
+        moved = more is not None and residual is not None and not shares(more, residual)
+        call.fixed &= self.at is not None and shares(left, held(ins[self.at])) and not moved
+        return call
 
 
 def _plain_axes(op: Block, w: int, box: Box | None, block: dict[str, tuple[int, int]]) -> list[str] | None:
@@ -213,36 +254,41 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
 
     fetch, at = Remembered(image), found.x
     shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
-    pack, key, convolve, then = _kernel(op, kernel, found, parts, shape)
-
-    def run(ins: Sequence[Tensor | None], bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        return convolve(fetch(held(ins[at])), held(ins[found.w]), bias, residual)
-
-    return _Dense(found.w, Pack(key, pack), run, then)
-
-
-def _kernel(
-    op: Block, kernel: Kernel, found: contract.Conv, parts: contract.Call, shape: list[int]
-) -> tuple[Callable[[Tensor], Tensor], tuple[object, ...], images.Convolve, Epilogue]:
-    """(how the weight is packed, the key of that, the convolution, its epilogue): ours, or oneDNN's with a bias."""
-    box = kernel.ins[found.w]
-    assert box is not None
+    weight = [hi - lo for lo, hi in box or ()]
     then = epilogue(op, kernel, found.feature, whole=True)
-    ours = images.convolve(parts, [hi - lo for lo, hi in box], shape, then)
-    if ours:
-        return ours.pack, (ours.key,), ours.run, then
+    ours = images.convolve(parts, weight, shape, then)
+    if not ours:
+        pack, convolve = _one_dnn(parts)
+        key = ("conv", *parts.padding, *parts.stride, *parts.dilation, parts.groups, *parts.input)
+
+        def run(ins: Ins, bias: Tensor | None, _: Tensor | None) -> Tensor:
+            return convolve(fetch(held(ins[at])), held(ins[found.w]), bias).reshape(shape)
+
+        return _Dense(found.w, Pack(key, pack), epilogue(op, kernel, found.feature, whole=False), run)
+    strides = (shape[1] * shape[2] * shape[3], 1, shape[1] * shape[3], shape[1])
+
+    def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call:
+        x = fetch(held(ins[at]))
+        call = ours.call(x, held(ins[found.w]), bias, residual, memory)
+        call.fixed &= shares(x, held(ins[at]))
+        return call
+
+    array = lambda memory: memory.as_strided(shape, strides)  # noqa: E731
+    return _Dense(found.w, Pack((ours.key,), ours.pack), then, record=record, array=array)
+
+
+def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor | None], Tensor]]:
+    """(how oneDNN packs a convolution's weight, its convolution with a bias)."""
     stride, dilation, pads, count = list(parts.stride), list(parts.dilation), list(parts.padding), parts.groups
     call = torch.ops.mkldnn._convolution_pointwise.default
 
     def pack(buffer: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_convolution_weight(buffer, pads, stride, dilation, count, list(parts.input))
 
-    def convolve(x: Tensor, w: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
-        return call(x, w, bias, pads, stride, dilation, count, "none", [], "").reshape(shape)
+    def convolve(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return call(x.contiguous(memory_format=torch.channels_last), w, bias, pads, stride, dilation, count, "none", [], "")
 
-    key = ("conv", *pads, *stride, *dilation, count, *parts.input)
-    return pack, key, convolve, epilogue(op, kernel, found.feature, whole=False)
+    return pack, convolve
 
 
 __all__ = ["Pack", "Packable", "packable"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +10,12 @@ from typing import Any
 import torch
 
 from tapestry.codegen.torch_cpu import contract, native
+from tapestry.codegen.torch_cpu.calls import Call, shares
 from tapestry.codegen.torch_cpu.epilogue import Epilogue
 
 Tensor = torch.Tensor
-Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""From the image, the packed weight, the bias and the residual to a new image."""
+Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call]
+"""From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 MOST_LINEAR = 1 << 20  # cells of a weight; oneDNN is as fast on more, and faster on much more
 
 
@@ -62,7 +62,7 @@ def pack_winograd(weight: Tensor) -> Tensor:
 class Kernel:
     """A convolution with its epilogue, and how its weight is packed; equal keys make equal copies."""
 
-    run: Convolve
+    call: Convolve
     pack: Callable[[Tensor], Tensor]
     key: str
 
@@ -86,7 +86,7 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
         call, pack, key = lib.tapestry_winograd, pack_winograd, "winograd"
     else:
         call, pack, key = lib.tapestry_conv, pack_convolution, "panels"
-    return Kernel(_caller(lib, call, parts, weight, shape, then), pack, key)
+    return Kernel(_caller(call, parts, weight, shape, then), pack, key)
 
 
 def available() -> Any:
@@ -102,9 +102,7 @@ def _in_tiles(parts: contract.Call, weight: Sequence[int], lanes: int) -> bool:
     return near and whole and min(channels, features) >= 32 and channels + features > 64
 
 
-def _caller(
-    lib: Any, call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue
-) -> Convolve:
+def _caller(call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> Convolve:
     images, features, out_h, out_w = shape
     _, channels, in_h, in_w = parts.input
     nothing = zeros(weight[3] * max(channels, 64))
@@ -112,26 +110,21 @@ def _caller(
              *parts.dilation)  # fmt: skip
     y_strides = (out_h * out_w * features, 1, out_w * features, features)
     clamp = (int(then.clamped), then.low, then.high)
-    known: dict[tuple[int, ...], tuple[Any, int]] = {}
-    winograd = call is lib.tapestry_winograd
+    known: dict[tuple[int, ...], Any] = {}
 
-    def layout(x: tuple[int, ...], r: tuple[int, ...]) -> tuple[Any, int]:
-        conv = ctypes.byref(native.Conv(*sizes, x[0], x[2], x[3], *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp))
-        return conv, lib.tapestry_winograd_scratch(conv) if winograd else 0
+    def layout(x: tuple[int, ...], r: tuple[int, ...]) -> Any:
+        return native.Conv(*sizes, x[0], x[2], x[3], *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp)
 
-    def run(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def record(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
         r = None if residual is None else last(residual)
-        out = torch.empty_strided(shape, y_strides)
         strides = x.stride() + (y_strides if r is None else r.stride())
         if strides not in known:
             known[strides] = layout(strides[:4], strides[4:])
-        conv, more = known[strides]
-        scratch = torch.empty(more) if more else None
-        at = x.data_ptr(), w.data_ptr(), _at(bias), _at(r), nothing.data_ptr(), out.data_ptr(), _at(scratch)
-        call(conv, native.Buffers(*at))
-        return out
+        given = (x, w, bias, r, nothing, out)
+        fixed = r is None or residual is None or shares(r, residual)
+        return Call(call, known[strides], native.Buffers(*map(_at, given)), given, fixed)
 
-    return run
+    return record
 
 
 def _at(x: Tensor | None) -> int | None:
@@ -145,16 +138,13 @@ def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
         return None
     rows = (m * n, m * n, n)
     sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)
-    conv = ctypes.byref(native.Conv(*sizes, int(then.clamped), then.low, then.high))
+    conv = native.Conv(*sizes, int(then.clamped), then.low, then.high)
     kernel: Any = lib.tapestry_conv
-    empty, wanted, of = torch.empty, (m, n), native.Buffers
 
-    def run(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        out = empty(wanted)
-        kernel(conv, of(x.data_ptr(), w.data_ptr(), _at(bias), _at(residual), None, out.data_ptr(), None))
-        return out
+    def record(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
+        return Call(kernel, conv, native.Buffers(*map(_at, (x, w, bias, residual, None, out))), (x, w, bias, residual, out))
 
-    return run
+    return record
 
 
 __all__ = ["Convolve", "Kernel", "available", "convolve", "last", "multiply", "pack_panels"]

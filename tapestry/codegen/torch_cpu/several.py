@@ -47,4 +47,5 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callabl
 
 
 def _is_packed(run: dense.Packable, ins: Sequence[Tensor | None]) -> bool:
-    return all((x := ins[k]) is not None and x.is_mkldnn for k in run.packs)
+    """oneDNN's layouts say so; ours are flat."""
+    return all((x := ins[k]) is not None and (x.is_mkldnn or x.dim() == 1) for k in run.packs)

@@ -39,7 +39,13 @@ class Conv(ctypes.Structure):
 class Buffers(ctypes.Structure):
     """``Buffers`` of conv.h: addresses."""
 
-    _fields_ = [(name, _POINTER) for name in ("x", "w", "bias", "residual", "zeros", "y", "scratch")]
+    _fields_ = [(name, _POINTER) for name in ("x", "w", "bias", "residual", "zeros", "y")]
+
+
+class Step(ctypes.Structure):
+    """``Step`` of run.c: a kernel, and the addresses of its sizes and buffers."""
+
+    _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER)]
 
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -48,8 +54,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_pack": (None, (_POINTER, _POINTER, _PLACE, _PLACE)),
     "tapestry_conv": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_depthwise": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+    "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),
     "tapestry_winograd": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
-    "tapestry_winograd_scratch": (_PLACE, (ctypes.POINTER(Conv),)),
     "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
 }
 
@@ -97,4 +103,4 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
 
 
-__all__ = ["Buffers", "Conv", "library"]
+__all__ = ["Buffers", "Conv", "Step", "library"]

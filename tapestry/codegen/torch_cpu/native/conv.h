@@ -17,7 +17,7 @@ typedef struct {
 
 typedef struct {
     const float *x, *w, *bias, *residual, *zeros;
-    float *y, *scratch;
+    float *y;
 } Buffers;
 
 void tapestry_conv(const Conv *c, const Buffers *b);

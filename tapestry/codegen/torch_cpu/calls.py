@@ -1,0 +1,80 @@
+"""Calls of kernels in C: all that one takes is worked out once where nothing that it points to ever moves."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tapestry.codegen.torch_cpu import native
+
+Tensor = torch.Tensor
+Ins = Sequence[Tensor | None]
+
+
+@dataclass(slots=True)
+class Call:
+    """A kernel with sizes and addresses, and what has to stay for as long as it may be called.
+
+    Attributes:
+        fixed: whether every address is that of an input or of the output, so that it may be called again on new data in them.
+    """
+
+    function: Any
+    sizes: Any
+    buffers: Any
+    kept: tuple[Tensor | None, ...]
+    fixed: bool = True
+
+    def run(self) -> None:
+        """Compute."""
+        self.function(ctypes.byref(self.sizes), ctypes.byref(self.buffers))
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A kernel with one output that can write into memory that it is given.
+
+    Attributes:
+        array: the output over flat memory of as many elements.
+        record: the call for some inputs and flat memory.
+    """
+
+    array: Callable[[Tensor], Tensor]
+    record: Callable[[Ins, Tensor], Call]
+    size: int
+
+    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
+        """Compute into new memory."""
+        memory = torch.empty(self.size)
+        self.record(ins, memory).run()
+        return [self.array(memory)]
+
+
+def shares(a: Tensor, b: Tensor) -> bool:
+    """Whether a tensor is a view of another one's memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def batch(calls: Sequence[Call]) -> Callable[[], None]:
+    """All calls, one after another, as one."""
+    if len(calls) == 1:
+        return calls[0].run
+    lib = native.library()
+    assert lib is not None
+    table = (native.Step * len(calls))(*(_step(c) for c in calls))
+    run, n = lib.tapestry_run, len(calls)
+    kept = tuple(calls)
+
+    def together(_: Any = kept) -> None:  # the default keeps what the table points to
+        run(table, n)
+
+    return together
+
+
+def _step(c: Call) -> native.Step:
+    function = ctypes.cast(c.function, ctypes.c_void_p).value
+    return native.Step(function, ctypes.addressof(c.sizes), ctypes.addressof(c.buffers))
