@@ -6,7 +6,8 @@ A tile of rows (map points) by columns (reduced points); at each of its points t
 from __future__ import annotations
 
 from tapestry.codegen.triton.axes import Axis, View
-from tapestry.codegen.triton.emit_reduce import fold_line, identity, loop, merge_line, state_types
+from tapestry.codegen.triton.emit_reduce import loop
+from tapestry.codegen.triton.folds import reduction
 from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.primitives import TRITON_TYPES, compute, literal
 from tapestry.codegen.triton.printer import Printer
@@ -34,17 +35,14 @@ def emit_nest(frame: Frame, knobs: Knobs) -> Written:
             constants=constants, lines=(*head, index, *rows.lines, *cols.lines, *inner, *tile.lines), programs=rows.tiles
         )
     accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
-    merge = merge_line(frame, tile, cols, accs)
-    start = [
-        f"{a} = tl.full((ROWS, COLS), {v}, {t})" for a, v, t in zip(accs, identity(frame), state_types(frame), strict=True)
-    ]
+    start, merge, end = reduction(frame, tile, cols, accs)
     last = Scope(frame, View([(rows, "")], task.ranges), accs)
     values = last.printer.all(task.then) if task.mode == "full" else list(accs)
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
         last.store(access, name, value)
-    step = (*cols.lines, *inner, *tile.lines, merge)
+    step = (*cols.lines, *inner, *tile.lines, *merge)
     steps = loop(cols, step, namer.take(f"{cols.name}_0"), frame.wide)
-    lines = (*head, *rows.lines, *start, *steps, fold_line(frame, accs), *last.lines)
+    lines = (*head, *rows.lines, *start, *steps, *end, *last.lines)
     return Written(constants=constants, lines=lines, programs=rows.tiles)
 
 

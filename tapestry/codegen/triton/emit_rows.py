@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tapestry.codegen.triton.axes import Axis, View
-from tapestry.codegen.triton.emit_reduce import fold_line, identity, loop, merge_line, state_types
+from tapestry.codegen.triton.emit_reduce import loop
+from tapestry.codegen.triton.folds import reduction
 from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.scope import Frame, Scope, Written
@@ -28,9 +29,6 @@ def emit_rows(frame: Frame, knobs: Knobs) -> Written:
     rows = Axis(found[0], knobs.rows, "ROWS", namer, "row")
     joined = joint(task, found[1]) if max(points(task.reduce), points(found[1])) <= knobs.cols else None
     accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
-    start = [
-        f"{a} = tl.full((ROWS, COLS), {v}, {t})" for a, v, t in zip(accs, identity(frame), state_types(frame), strict=True)
-    ]
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
     spread = tuple(f"{a}[:, None]" for a in accs)
     constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
@@ -38,21 +36,21 @@ def emit_rows(frame: Frame, knobs: Knobs) -> Written:
         frame.task = joined
         cols = Axis(found[1], knobs.cols, "COLS", namer, "col")
         tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], joined.ranges))
-        merge = merge_line(frame, tile, cols, accs)
+        start, merge, end = reduction(frame, tile, cols, accs)
         first = list(tile.lines)
         last = _stores(frame, tile, spread, len(first))
         index = f"{cols.name} = tl.arange(0, COLS)"
-        body = (index, *rows.lines, *cols.lines, *start, *first, merge, fold_line(frame, accs), *last)
+        body = (index, *rows.lines, *cols.lines, *start, *first, *merge, *end, *last)
         return Written(constants=constants, lines=(*head, *body), programs=rows.tiles)
     reduced = Axis(task.reduce, knobs.cols, "COLS", namer, "red")
     cols = Axis(found[1], knobs.cols, "COLS", namer, "col")
     tile = Scope(frame, View([(rows, "[:, None]"), (reduced, "[None, :]")], task.ranges))
-    merge = merge_line(frame, tile, reduced, accs)
+    start, merge, end = reduction(frame, tile, reduced, accs)
     over = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))
     last = _stores(frame, over, spread, 0)
-    once = loop(reduced, (*reduced.lines, *tile.lines, merge), namer.take(f"{reduced.name}_0"), frame.wide)
+    once = loop(reduced, (*reduced.lines, *tile.lines, *merge), namer.take(f"{reduced.name}_0"), frame.wide)
     again = loop(cols, (*cols.lines, *last), namer.take(f"{cols.name}_0"), frame.wide)
-    lines = (*head, *rows.lines, *start, *once, fold_line(frame, accs), *again)
+    lines = (*head, *rows.lines, *start, *once, *end, *again)
     return Written(constants=constants, lines=lines, programs=rows.tiles)
 
 

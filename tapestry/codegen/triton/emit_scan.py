@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tapestry.codegen.triton.axes import Axis, View
-from tapestry.codegen.triton.emit_reduce import identity, loop, state_types
+from tapestry.codegen.triton.emit_reduce import loop
+from tapestry.codegen.triton.folds import identity, state_types
 from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.printer import combine_source
 from tapestry.codegen.triton.scope import Frame, Scope, Written

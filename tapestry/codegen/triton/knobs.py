@@ -113,6 +113,8 @@ def _dot(operation: Operation, c: Contraction, chip: Chip) -> Iterator[Knobs]:
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
     found: list[tuple[float, int, Knobs]] = []
     for bm, bn, bk, stages, warps in table:
+        if half and chip.arch in (90, 100) and bm < 64 <= m and n >= 64:
+            continue  # wgmma and tcgen05 take 64 rows at least
         bk = min(16 if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(16, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue
