@@ -16,7 +16,7 @@ from math import gcd
 from tapestry.codegen.triton.lowered import Access, Task
 from tapestry.codegen.triton.primitives import POINTERS
 from tapestry.codegen.triton.tiles import Contraction, Stream, bare_read
-from tapestry.ir.expr import Expr
+from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Ranges, dims_of, span
 from tapestry.ir.types import itemsize
@@ -96,6 +96,16 @@ def operand_boxes(task: Task, c: Contraction) -> dict[Expr, TileBox] | None:
     }
     boxes = {e: box for e, box in found.items() if box is not None}
     return boxes if len(boxes) == len(found) and not c.masked else None
+
+
+def aligned(task: Task, c: Contraction) -> bool:
+    """Whether every row of every factor begins at a multiple of 16 bytes, so that tiles can be loaded in units of that."""
+    for p in arg_positions(tuple(e for pair in c.pairs for e in pair)):
+        access = task.reads[p]
+        step = max(1, _ALIGN // itemsize(access.dtype))
+        if any(abs(k) != 1 and k % step for _, k in access.offset.terms):
+            return False
+    return True
 
 
 def stream_boxes(task: Task, s: Stream) -> tuple[TileBox | None, TileBox | None, TileBox | None]:

@@ -196,10 +196,10 @@ def _grid(frame: Frame, ax: _Axes, knobs: Knobs, once: list[str], tiles: int, pr
     if programs == tiles:
         return [frame.program(), *_tile_order(ax, "pid", knobs.group), *once]
     wide = ".to(tl.int64)" if frame.wide else ""
-    special = ", warp_specialize=True" if knobs.warp_specialize else ""
+    how = "warp_specialize=True" if knobs.warp_specialize else "flatten=True"  # on Hopper one excludes the other
     return [
         "first_tile = tl.program_id(0)",
-        f"for tile_index in tl.range(first_tile, {tiles}, {programs}, flatten=True{special}):",
+        f"for tile_index in tl.range(first_tile, {tiles}, {programs}, {how}):",
         *(f"    {line}" for line in (f"pid = tile_index{wide}", *_tile_order(ax, "pid", knobs.group), *once)),
     ]
 

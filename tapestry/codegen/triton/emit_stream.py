@@ -145,11 +145,12 @@ def _query(frame: Frame, s: Stream, ax: _Axes, box: TileBox | None, knobs: Knobs
 
 def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
     """The loop over tiles that need no mask, if there are any, and the loop over the others."""
-    special = ", warp_specialize=True" if plan.knobs.warp_specialize else ""
     lines: list[str] = []
     spans = [(keys.first, keys.clear, False), (keys.clear, keys.end, True)] if keys.clear else [(keys.first, keys.end, True)]
     for first, end, masked in spans:
         body = _step(frame, plan, masked)
+        # one loop of a kernel at most: two are more than Triton 3.9's pass takes
+        special = ", warp_specialize=True" if plan.knobs.warp_specialize and (not masked or len(spans) == 1) else ""
         lines.append(f"for {plan.ax.start} in tl.range({first}, {end}, BN{special}):")
         lines += [f"    {line}" for line in body if line]
     return lines

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.chips import Chip, chip_of
-from tapestry.codegen.triton.descriptors import operand_boxes
+from tapestry.codegen.triton.descriptors import aligned, operand_boxes
 from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.operation import Operation
 from tapestry.codegen.triton.primitives import HALVES
@@ -35,7 +35,8 @@ class Knobs:
         persistent: as many programs as multiprocessors, each going through several tiles of a contraction.
         split_k: parts of the reduced dimension that become programs of their own; a second pass merges their states.
         descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
-        warp_specialize: producer and consumer warps of their own (on sm90 with ``num_warps=4`` only).
+        warp_specialize: producer and consumer warps of their own (on sm90 with ``num_warps=4`` only). Not among the
+            candidates: with host descriptors, Triton 3.9 compiles neither contractions nor streaming sums so.
     """
 
     block: int = 1024
@@ -110,14 +111,17 @@ def _dot(operation: Operation, c: Contraction, chip: Chip) -> Iterator[Knobs]:
     half, ready = c.operand in HALVES, chip.descriptors and operand_boxes(operation.task, c) is not None
     table = _HALF if half else _IEEE if operation.precision == "ieee" else _TF32
     size, smooth = 2 if half else 4, _smooth(operation, c)
+    rough = half and not c.masked and not (ready or aligned(operation.task, c))
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
     found: list[tuple[float, int, Knobs]] = []
     for bm, bn, bk, stages, warps in table:
-        if half and chip.arch in (90, 100) and bm < 64 <= m and n >= 64:
+        if (half or operation.precision != "ieee") and chip.arch in (90, 100) and bm < 64 <= m and n >= 64:
             continue  # wgmma and tcgen05 take 64 rows at least
         bk = min(16 if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(16, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue
+        if rough and bm * bn > 64 * 32 * warps:
+            continue  # a load for each element, with its address and mask in registers
         if bm * bn * len(c.pairs) > 128 * 256 or (not half and bm * bn * len(c.pairs) > 64 * 64 and len(c.pairs) > 1):
             continue  # each sum has an accumulator of its own
         stages = min(stages, 2) if chip.backend == "hip" else stages
@@ -153,8 +157,6 @@ def _forms(knobs: Knobs, ready: bool, c: Contraction, chip: Chip) -> Iterator[Kn
     if ready and knobs.bm >= 64 and knobs.bn >= 16:
         tiles = -(-points(c.m) // knobs.bm) * -(-points(c.n) // knobs.bn) * points(c.batch) * knobs.split_k
         yield replace(knobs, descriptors=True, persistent=tiles > chip.units)
-        if knobs.num_warps == 4 and chip.arch == 90 and tiles > chip.units:
-            yield replace(knobs, descriptors=True, persistent=True, warp_specialize=True)
     yield knobs
 
 
@@ -219,6 +221,7 @@ def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
         if bm > rows and bm > 16:
             continue
         bn = min(bn, keys)
+        warps = 8 if chip.arch == 80 and bm >= 128 else warps  # its products take operands from registers
         stages = 1 if chip.backend == "hip" else min(stages, 2) if chip.shared < 200_000 and wide > 64 else stages
         parts = _key_parts(operation, points(s.batch) * -(-points(s.rows) // bm), s.key.size, bn, chip)
         base = Knobs(bm=bm, bn=bn, num_warps=warps if bm * bn >= 32 * 32 or not half else 4, num_stages=stages)
