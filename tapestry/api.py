@@ -146,21 +146,21 @@ def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
 def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) -> Session:
     """A session on a GPU, or in Triton's interpreter; a machine of its own (a rank's) gets arrays, not bound kernels."""
     from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-
-    if "machine" in more:
-        from tapestry.codegen.triton.target import TritonTarget
-
-        return Session(build, constants, TritonTarget(build.target, build.precision), (from_numpy, to_numpy), **more)
     from tapestry.codegen.triton.device import DeviceTarget, find_device
+    from tapestry.codegen.triton.target import TritonTarget
     from tapestry.codegen.triton.tuned import local_cache
     from tapestry.runtime.device import DeviceMachine
 
     device = find_device()
+    if "machine" in more:
+        own = TritonTarget(device, build.target, build.precision)
+        return Session(build, constants, own, (own.from_numpy, own.to_numpy), **more)
     machine: Any = DeviceMachine  # arrays are torch's, as for every target
     target: Any = DeviceTarget(
         device,
-        local_cache(flags.cache_folder(), device),
+        local_cache(flags.cache_folder(), device, build.precision),
         libraries=bool(more.pop("libraries", False)),
+        target=build.target,
         precision=build.precision,
     )
     return Session(build, constants, target, (from_numpy, to_numpy), machine=machine, **more)
@@ -186,12 +186,12 @@ def tune(
 
     build, _ = store.read(Path(folder))
     device = find_device()
-    cache = local_cache(flags.cache_folder(), device)
+    cache = local_cache(flags.cache_folder(), device, build.precision)
     if cache is None:
         raise TapestryError("tuning needs a GPU: the interpreter's times say nothing", hint="unset TRITON_INTERPRET")
     how = tuner.How(
-        device=device, timer=tuner.cuda_timer(device), candidates=tuner.local_candidates(device), libraries=libraries,
-        limit=time_limit, again=again, seed=seed,
+        device=device, timer=tuner.cuda_timer(device), candidates=tuner.local_candidates(device, build.precision),
+        precision=build.precision, libraries=libraries, limit=time_limit, again=again, seed=seed,
     )  # fmt: skip
     rows = tuner.tune(build.plan.graph, build.program, cache, how, progress)
     return {"device": cache.device, "triton": cache.version, "cache": str(cache.folder), "kernels": rows}

@@ -13,7 +13,7 @@ import torch
 from tapestry.codegen.torch_cpu import TorchCpu, scalars
 from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton import library
-from tapestry.codegen.triton.chips import CHIPS, DEFAULT
+from tapestry.codegen.triton.chips import CHIPS, DEFAULT, plain
 from tapestry.codegen.triton.launch import Call, Shared, bind, compile_all, here, interpreted
 from tapestry.codegen.triton.lowered import unavailable
 from tapestry.codegen.triton.source import TritonKernel, generate
@@ -33,13 +33,15 @@ class DeviceTarget:
         device: where the buffers are.
         tuned: gives the knobs measured for a kernel, if any.
         libraries: whether a product may run in the vendor's library where that was measured to be faster.
+        target: what the interpreter stands for; a GPU is its own.
         precision: of products of f32.
     """
 
     def __init__(
-        self, device: torch.device, tuned: Tuned | None = None, *, libraries: bool = False, precision: str = "ieee"
-    ) -> None:
-        self.target, self.precision = chip_name(device), precision
+        self, device: torch.device, tuned: Tuned | None = None, *, libraries: bool = False, target: str = DEFAULT,
+        precision: str = "ieee",
+    ) -> None:  # fmt: skip
+        self.target, self.precision = chip_name(device, target), precision
         self.device, self.tuned, self.libraries = device, tuned, libraries
         self.shared: Shared = {}
 
@@ -109,10 +111,10 @@ def find_device(*, ask: Callable[[], bool] = torch.cuda.is_available) -> torch.d
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def chip_name(device: torch.device) -> str:
+def chip_name(device: torch.device, interpreted_as: str = DEFAULT) -> str:
     """The target whose limits and instructions a GPU has: the latest one that is not newer than it."""
     if device.type == "cpu":
-        return DEFAULT
+        return plain(interpreted_as)
     if torch.version.hip:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability(device)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.emit import kernels
+from tapestry.codegen.emit import kernels, launches
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.torch_cpu.scalars import TORCH_DTYPES
@@ -25,7 +25,6 @@ from tapestry.codegen.triton import library
 from tapestry.codegen.triton.device import chip_name
 from tapestry.codegen.triton.knobs import Knobs, candidates
 from tapestry.codegen.triton.launch import Call, bind, compile_all, here
-from tapestry.codegen.triton.lowered import unavailable
 from tapestry.codegen.triton.operation import operation
 from tapestry.codegen.triton.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.tuned import Cache, Choice
@@ -34,7 +33,7 @@ from tapestry.ir.expr import Call as Applied
 from tapestry.ir.expr import Index, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape
-from tapestry.ir.program import Launch, Program
+from tapestry.ir.program import Program
 from tapestry.ir.types import numpy_dtype
 
 log = logging.getLogger("tapestry")
@@ -43,6 +42,7 @@ Timer = Callable[[Call], float]
 Candidates = Callable[[Graph, Kernel], Iterable[Knobs]]
 
 TOLERANCE = {"f64": 1e-11, "f32": 2e-5, "f16": 5e-3, "bf16": 4e-2}  # of the largest value; sums of some thousand terms
+COARSE = 100  # times that for products rounded to tf32
 MARGIN = 0.99  # of the default's time: what a candidate must stay under to replace it
 _FATAL = ("CUDA error", "HIP error", "illegal memory", "misaligned address", "launch failure", "device-side assert")
 FLUSH = 256 << 20  # bytes: more than any L2 cache
@@ -66,6 +66,7 @@ class How:
         candidates: knobs to try for a kernel, the default first.
         libraries: also measure the vendor's library.
         limit: seconds for everything.
+        precision: of products of f32.
         again: measure what the cache has, too.
     """
 
@@ -75,6 +76,7 @@ class How:
     libraries: bool = False
     limit: float = 600.0
     again: bool = False
+    precision: str = "ieee"
     seed: int = 0
 
 
@@ -114,10 +116,10 @@ def cuda_timer(device: torch.device, budget: float = 0.05, most: int = 50) -> Ti
     return timer
 
 
-def local_candidates(device: torch.device) -> Candidates:
+def local_candidates(device: torch.device, precision: str = "ieee") -> Candidates:
     """The generator's own candidates for a device, the model's choice first."""
     name = chip_name(device)
-    return lambda graph, kernel: candidates(operation(graph, kernel), name)
+    return lambda graph, kernel: candidates(operation(graph, kernel, precision), name)
 
 
 def tune(
@@ -125,14 +127,14 @@ def tune(
 ) -> list[dict[str, Any]]:
     """Measure every distinct kernel of a program; one row per kernel. Winners are in the cache as soon as they are known."""
     found = kernels(graph, program)
-    counts = _launches(graph, program)
+    counts = launches(graph, program)
     start = time.monotonic()
     rows: list[dict[str, Any]] = []
     for done, kernel in enumerate(found):
         report(done, len(found))
-        key = kernel_key(graph, kernel)
-        name = generate(graph, kernel, target=chip_name(how.device)).name
-        row: dict[str, Any] = {"kernel": name, "launches": counts.get(key, 0)}
+        key = cache.key(graph, kernel)
+        name = generate(graph, kernel, target=chip_name(how.device), precision=how.precision).name
+        row: dict[str, Any] = {"kernel": name, "launches": counts.get(kernel_key(graph, kernel), 0)}
         known = None if how.again else cache.read(key)
         left = how.limit - (time.monotonic() - start)
         if known is not None or left <= 0:
@@ -190,13 +192,13 @@ def _generated(graph: Graph, kernel: Kernel, wanted: Sequence[Knobs], how: How) 
     out: list[TritonKernel] = []
     for knobs in wanted:
         with suppress(Exception):
-            out.append(generate(graph, kernel, knobs, target=chip_name(how.device)))
+            out.append(generate(graph, kernel, knobs, target=chip_name(how.device), precision=how.precision))
     return out
 
 
 def _try(graph: Graph, kernel: Kernel, data: Data, how: How, knobs: Knobs) -> Trial:
     try:
-        made = generate(graph, kernel, knobs, target=chip_name(how.device))
+        made = generate(graph, kernel, knobs, target=chip_name(how.device), precision=how.precision)
         given = [x for k in made.reads if (x := data.ins[k]) is not None]
         call = bind(made, [*given, *data.states, *data.outs])
     except Exception as e:
@@ -210,7 +212,7 @@ def _timed(call: Call, data: Data, how: How, knobs: Knobs | None) -> Trial:
         out.fill_(float("nan") if out.is_floating_point() else 1)
     try:
         call()
-        why = wrong(data)
+        why = wrong(data, 1 if how.precision != "tf32" else COARSE)
         seconds = None if why else how.timer(call)
     except Exception as e:
         if any(text in str(e) for text in _FATAL):
@@ -222,8 +224,8 @@ def _timed(call: Call, data: Data, how: How, knobs: Knobs | None) -> Trial:
     return Trial(knobs=knobs, seconds=seconds, refused=why)
 
 
-def wrong(data: Data) -> str:
-    """How the results differ from what they should be; "" where they do not."""
+def wrong(data: Data, factor: float = 1.0) -> str:
+    """How the results differ from what they should be; "" where they do not. ``factor`` widens the tolerance of f32."""
     for n, (got, want) in enumerate(zip(data.outs, data.expected, strict=True)):
         have = got.cpu()
         if not want.is_floating_point():
@@ -233,7 +235,8 @@ def wrong(data: Data) -> str:
         names = {v: k for k, v in TORCH_DTYPES.items()}
         a, b = have.double(), want.double()
         scale = float(b[b.isfinite()].abs().max()) if bool(b.isfinite().any()) else 1.0
-        close = torch.isclose(a, b, rtol=0.0, atol=TOLERANCE[names[want.dtype]] * max(scale, 1e-30), equal_nan=True)
+        tolerance = TOLERANCE[names[want.dtype]] * (factor if want.dtype == torch.float32 else 1.0)
+        close = torch.isclose(a, b, rtol=0.0, atol=tolerance * max(scale, 1e-30), equal_nan=True)
         if not bool(close.all()):
             return f"wrong: output {n} is off by {float((a - b).abs().nan_to_num(float('inf')).max()):.3g} of {scale:.3g}"
     return ""
@@ -275,22 +278,6 @@ def _rows(op: Block) -> int:
     equals = (x for e in op.point for x in walk(e) if isinstance(x, Applied) and x.fn == "eq")
     picks = any(isinstance(a, Index) for x in equals for a in x.args)
     return max((d.size for d in op.reduce), default=8) if picks else 8
-
-
-def _launches(graph: Graph, program: Program) -> dict[str, int]:
-    """How often each kernel is launched in a run, over all devices."""
-    out: dict[str, int] = {}
-    boxes = {n: b.boxes for n, b in program.buffers.items()}
-    for step in program.steps:
-        if not isinstance(step, Launch) or unavailable(graph, step.op):
-            continue
-        for d, block in enumerate(step.blocks):
-            if block is None:
-                continue
-            ins, outs = tuple(boxes[b][d] if b else None for b in step.ins), tuple(boxes[b][d] or () for b in step.outs)
-            key = kernel_key(graph, Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs))
-            out[key] = out.get(key, 0) + 1
-    return out
 
 
 def _first_line(e: BaseException) -> str:

@@ -44,15 +44,21 @@ class Cache:
     Attributes:
         folder: the user's cache (`flags.cache_folder`).
         device, version: the GPU's name, Triton's version.
+        precision: of products of f32.
     """
 
     folder: Path
     device: str
     version: str
+    precision: str = "ieee"
 
     def __call__(self, graph: Graph, kernel: Kernel) -> Choice:
         """What was measured for a kernel; the defaults where nothing was."""
-        return self.read(kernel_key(graph, kernel)) or Choice()
+        return self.read(self.key(graph, kernel)) or Choice()
+
+    def key(self, graph: Graph, kernel: Kernel) -> str:
+        """The name of a kernel's entry: what its source depends on, and the precision of products."""
+        return f"{kernel_key(graph, kernel)} {self.precision}"
 
     def path(self, key: str) -> Path:
         """The file of an entry."""
@@ -87,13 +93,13 @@ class Cache:
         os.replace(f.name, self.path(key))
 
 
-def local_cache(folder: Path, device: Any) -> Cache | None:
+def local_cache(folder: Path, device: Any, precision: str = "ieee") -> Cache | None:
     """The cache of a torch device's kind; ``None`` for the CPU: the interpreter's times say nothing."""
     if device.type == "cpu":
         return None
     import torch
 
-    return Cache(folder / "tune", torch.cuda.get_device_name(device), version("triton"))
+    return Cache(folder / "tune", torch.cuda.get_device_name(device), version("triton"), precision)
 
 
 def _digest(body: Mapping[str, Any]) -> str:
