@@ -83,8 +83,9 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
     light = sizes(final) * count_calls(op.then)
     for s in op.inner:
         inside = dims_read(op, s.body) | {d.name for d in s.dims}
-        product = s.monoid == "sum" and isinstance(s.body, Call) and s.body.fn == "mul"
+        product = s.body.args if s.monoid == "sum" and isinstance(s.body, Call) and s.body.fn == "mul" else ()
         heavy, light = (heavy + 2 * points(inside), light) if product else (heavy, light + 2 * points(inside))
+        light = light + sum(points(dims_read(op, e)) * count_calls((e,)) for e in product)
     assert op.monoid
     merge = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
     reduced = frozenset(d.name for d in op.reduce)
