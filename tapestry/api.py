@@ -66,10 +66,8 @@ class Compiled:
 def compile(
     model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "cpu",
     shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
-    precision: str = "ieee",
-    pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (), weights: bool = True,
-    time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True,
-    exact: bool = False,
+    precision: str = "ieee", pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (), weights: bool = True,
+    time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True, exact: bool = False,
     resume: str | Path | None = None, interrupt: threading.Event | None = None, stages: int | str = "auto",
     micro_batches: int | str = "auto", progress: pipeline.Report = lambda stage, seconds: None,
 ) -> Compiled:  # fmt: skip
@@ -105,9 +103,8 @@ def compile(
     found = mesh if isinstance(mesh, tuple) else pipeline.mesh_of(devices, mesh)
     options = pipeline.Options(
         model=Path(model), shapes=shapes or {}, mesh=found, topology=topology, memory=memory, target=target, pins=pins,
-        precision=precision,
-        layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit, seed=seed,
-        pareto=pareto, exact=exact, sharding=sharding,
+        precision=precision, layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit,
+        seed=seed, pareto=pareto, exact=exact, sharding=sharding,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
         stages=str(stages), micro_batches=str(micro_batches),
     )  # fmt: skip

@@ -26,7 +26,7 @@ def running(rng: random.Random) -> tuple[str, dict[str, Array], dict[str, Array]
     reverse, exclusive, mapped = (rng.random() < p for p in (0.4, 0.3, 0.5))
     a = data.choice(FACTORS[:3] if rng.random() < 0.7 else FACTORS, shape).astype(dtype)
     b = (data.integers(-8, 9, shape) / 8).astype(dtype)
-    outs = dict(zip(("h", "y"), _states(a, b, axis, reverse=reverse, exclusive=exclusive), strict=True))
+    outs: dict[str, Array] = dict(zip(("h", "y"), _states(a, b, axis, reverse=reverse, exclusive=exclusive), strict=True))
     if mapped:
         outs["z"] = np.abs(outs["y"] - b)
     return _text(NAMES[dtype.name], shape, axis, reverse=reverse, exclusive=exclusive, mapped=mapped), {"a": a, "b": b}, outs
