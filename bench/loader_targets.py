@@ -110,7 +110,7 @@ def sign(place: Path) -> None:
     body.pop("sha256")
     body["files"] = {n: hashlib.sha256((place / n).read_bytes()).hexdigest() for n in body["files"]}
     body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    (place / "certificate.json").write_text(json.dumps(body))
+    (place / "certificate.json").write_text(json.dumps(body, indent=1, sort_keys=True))
 
 
 _made: dict[int, Path] = {}

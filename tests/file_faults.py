@@ -35,7 +35,7 @@ def sign(folder: Path) -> None:
     body.pop("sha256")
     body["files"] = {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in body["files"]}
     body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    (folder / "certificate.json").write_text(json.dumps(body))
+    (folder / "certificate.json").write_text(json.dumps(body, indent=1, sort_keys=True))
 
 
 def edited(folder: Path, change: Callable[[dict], object]) -> None:
@@ -83,7 +83,7 @@ def kernels_hash_changed(folder, rng):
     body = json.loads((folder / "certificate.json").read_text())
     name = rng.choice(sorted(n for n in body["files"] if n.startswith("kernels/")))
     body["files"][name] = body["files"][name][::-1]
-    (folder / "certificate.json").write_text(json.dumps(body))
+    (folder / "certificate.json").write_text(json.dumps(body, indent=1, sort_keys=True))
 
 
 @file_fault("kernel")

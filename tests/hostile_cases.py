@@ -437,7 +437,7 @@ def resigned(change: Callable[[dict], object]) -> Callable[[Path], object]:
         body.pop("sha256")
         body["files"] = {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in body["files"]}
         body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        (folder / "certificate.json").write_text(json.dumps(body))
+        (folder / "certificate.json").write_text(json.dumps(body, indent=1, sort_keys=True))
 
     return write
 

@@ -16,6 +16,7 @@ from small_models import save
 
 import tapestry
 from tapestry.errors import TapestryError
+from tapestry.ir import store
 
 
 @pytest.fixture
@@ -152,6 +153,41 @@ def test_no_bit_may_flip(build, tmp_path):
     assert run("verify", folder, "-q")[0] == 0
 
 
+def any_byte(build: Path, folder: Path, step: int) -> int:
+    """Change every ``step``-th byte of every file to another one; each is refused."""
+    shutil.copytree(build, folder)
+    rng, tried = random.Random(step), 0
+    for name, data in snapshot(build).items():
+        for at in range(rng.randrange(step), len(data), step):
+            changed = bytearray(data)
+            changed[at] = (changed[at] + rng.randrange(1, 256)) % 256
+            (folder / name).write_bytes(bytes(changed))
+            with pytest.raises(TapestryError):
+                store.read(folder)
+            tried += 1
+        (folder / name).write_bytes(data)
+    store.read(folder)
+    return tried
+
+
+def test_no_byte_may_change(build, tmp_path):
+    assert any_byte(build, tmp_path / "b", 53) > 200
+
+
+@pytest.mark.slow
+def test_no_byte_at_all_may_change(build, tmp_path):
+    assert any_byte(build, tmp_path / "b", 1) == sum(map(len, snapshot(build).values()))
+
+
+def test_a_space_in_the_certificate_is_a_change(build, tmp_path):
+    shutil.copytree(build, tmp_path / "b")
+    path = tmp_path / "b" / "certificate.json"
+    for old, new in ((b": ", b":  "), (b"\n ", b"\n\t"), (b"}", b"}\n")):
+        path.write_bytes((build / "certificate.json").read_bytes().replace(old, new))
+        with pytest.raises(TapestryError, match="its own hash"):
+            store.read(tmp_path / "b")
+
+
 def test_what_is_no_build_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     for place in (tmp_path / "none", tmp_path / "empty", save("mlp")):
@@ -169,7 +205,7 @@ def resign(folder: Path) -> None:
     body.pop("sha256")
     body["files"] = {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in body["files"]}
     body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(body))
+    path.write_text(json.dumps(body, indent=1, sort_keys=True))
 
 
 def test_a_resigned_plan_is_still_held_to_the_laws(build, tmp_path):

@@ -75,7 +75,7 @@ def write(
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": hashes}
-    files["certificate.json"] = json.dumps({**body, "sha256": _hash(body)}, indent=1, sort_keys=True).encode()
+    files["certificate.json"] = _certificate(body, _hash(body))
     write_files(folder, files, "plan.json")
 
 
@@ -98,6 +98,11 @@ def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
         _swap(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _certificate(body: Mapping[str, Any], digest: str) -> bytes:
+    """The one way of writing a certificate: another space in it makes another file, which is refused."""
+    return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True).encode()
 
 
 def _hash(body: Mapping[str, Any]) -> str:
@@ -256,11 +261,12 @@ def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
             "not a build directory: no certificate.json", where=str(folder), hint="tapestry compile MODEL -o BUILD"
         )
     try:
-        body = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        data = path.read_bytes()
+        body = msgspec.json.decode(data, type=dict[str, Any])
         stated = body.pop("sha256")
         laws = msgspec.convert(body["laws"], dict[str, int])
         files = msgspec.convert(body["files"], dict[str, str])
-        honest = stated == _hash(body) and body["passed"] is True
+        honest = stated == _hash(body) and body["passed"] is True and _certificate(body, stated) == data
     except (msgspec.MsgspecError, KeyError, ValueError, UnicodeDecodeError, RecursionError) as e:
         raise BuildError(f"certificate.json does not read: {e}", where=str(folder)) from None
     if not honest:
