@@ -177,6 +177,12 @@ def generation(loader: str, work: Path, seconds: int) -> dict[str, int]:
     return {"executions": runs, "edges": cov, "features": features, "corpus": units}
 
 
+def _cpu() -> float:
+    """Processor seconds of all processes that ended: on a busy machine, minutes say little."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def campaign(loader: str, work: Path, minutes: float) -> dict[str, Any]:
     """Generations until the time is over, and every defect that was seen."""
     for name in ("corpus", "found", "fatal", "netted"):
@@ -185,7 +191,7 @@ def campaign(loader: str, work: Path, minutes: float) -> dict[str, Any]:
         seed(loader, work / "corpus")
     for old in (p for name in ("found", "fatal", "netted") for p in (work / name).iterdir()):
         old.unlink()
-    began, total, rows, checked = time.monotonic(), 0, [], {}
+    began, busy, total, rows, checked = time.monotonic(), _cpu(), 0, [], {}
     while (left := 60 * minutes - (time.monotonic() - began)) > 1:
         rows.append(generation(loader, work, max(1, min(GENERATION, int(left)))))
         total += rows[-1]["executions"]
@@ -196,7 +202,7 @@ def campaign(loader: str, work: Path, minutes: float) -> dict[str, Any]:
         print(f"{loader}: {time.monotonic() - began:.0f} s, {total} executions, {rows[-1]}, {len(defects)} defects", flush=True)
     fatal = {n: r for n, r in checked.items() if bad(r)}
     return {
-        "loader": loader, "minutes": minutes, "executions": total,
+        "loader": loader, "minutes": minutes, "cpu_seconds": round(_cpu() - busy, 1), "executions": total,
         **{k: max(r[k] for r in rows) for k in ("edges", "features", "corpus")},
         "defects": sorted(p.stem for p in (work / "found").glob("*.txt")), "fatal": fatal,
         "caught_by_the_last_net": sorted(p.name for p in (work / "netted").iterdir()),
