@@ -40,10 +40,18 @@ class Strategy:
         dims: for each mesh axis, the dimension of the index space that it cuts (``None``: every device does the same).
         out: layout of the outputs. Where a mesh axis cuts a reduced dimension, ``None`` means that the states are
             all-reduced and an axis that they are reduce-scattered along it.
+        ring: for each mesh axis, the reduced dimension whose blocks travel round it, a block to each device in each of as many
+            steps as the axis has devices; such an axis cuts a map dimension in ``dims``. Empty: none do.
     """
 
     dims: tuple[str | None, ...]
     out: Layout
+    ring: tuple[str | None, ...] = ()
+
+
+def still(s: Strategy) -> Strategy:
+    """The strategy with what travels gathered instead: what the search's tables have."""
+    return Strategy(s.dims, s.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +118,9 @@ class Plan:
     def annotated(self) -> Graph:
         """The graph with every operation's splits bound to mesh axes."""
         ops = tuple(
-            replace(op, splits=tuple(
-                Split(d, a.size, f"mesh.{a.name}") for d, a in zip(s.dims, at.mesh, strict=True) if d is not None
+            replace(op, splits=(
+                *(Split(d, a.size, f"mesh.{a.name}") for d, a in zip(s.dims, at.mesh, strict=True) if d is not None),
+                *(Split(d, a.size, f"ring.{a.name}") for d, a in zip(s.ring, at.mesh, strict=False) if d is not None),
             ))
             for op, s, at in zip(self.graph.ops, self.strategies, self.places, strict=True)
         )  # fmt: skip

@@ -17,7 +17,7 @@ from tapestry.ir.kernel import Box, size
 from tapestry.ir.types import itemsize
 
 T = TypeVar("T")
-COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "halo", "broadcast", "send_recv")
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "halo", "broadcast", "permute", "send_recv")
 
 
 class Shared(tuple[T, ...]):
@@ -63,7 +63,8 @@ class Load:
 class Launch:
     """Run a kernel on a block of ``graph.ops[op]``; allocates its outputs. See `ir.kernel.Kernel` for the modes.
 
-    ``ins`` has one buffer name per read ("" where the mode does not use it); ``states`` the merged states of ``finish``.
+    ``ins`` has one buffer name per read ("" where the mode does not use it); ``states`` the merged states of ``finish``, or
+    those of other parts of the reduction that a ``partial`` block's are merged with.
     """
 
     op: int

@@ -137,7 +137,7 @@ def encode(build: Build) -> bytes:
         "memory": build.memory, "peak_bytes": build.peak_bytes, "topology": build.topology, "moves": build.moves,
         "graph": to_text(p.graph), "mesh": [(a.name, a.size) for a in p.mesh],
         "strategies": [(s.dims, s.out) for s in p.strategies], "inputs": p.inputs, "outputs": p.outputs,
-        "streamed": sorted(p.streamed),
+        "rings": {i: s.ring for i, s in enumerate(p.strategies) if s.ring}, "streamed": sorted(p.streamed),
         "stages": [(s.first, [(a.name, a.size) for a in s.mesh]) for s in p.stages], "stage_of": p.stage_of,
         "arrivals": [(a.tensor, a.stage, a.layout) for a in p.arrivals],
         "program": pack(build.program),
@@ -177,6 +177,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
     exact: bool = False
     precision: str = "ieee"
+    rings: dict[int, tuple[str | None, ...]] = {}
 
 
 def decode(data: bytes, where: str = "plan.json") -> Build:
@@ -206,13 +207,15 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     mesh = tuple(MeshAxis(n, s, w) for (n, s), w in zip(d.mesh, weights, strict=True))
     plan = Plan(
         graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
-        strategies=tuple(Strategy(dims, out) for dims, out in d.strategies), streamed=d.streamed,
+        strategies=tuple(Strategy(dims, out, d.rings.get(i, ())) for i, (dims, out) in enumerate(d.strategies)),
+        streamed=d.streamed,
         stages=tuple(Stage(first, tuple(MeshAxis(n, s) for n, s in mesh)) for first, mesh in d.stages),
         stage_of=d.stage_of, arrivals=tuple(Arrival(*a) for a in d.arrivals),
     )  # fmt: skip
     consistent = len(plan.strategies) == len(graph.ops) and program.devices == plan.devices and not stages_refused(plan)
     consistent = consistent and all(
-        len(s.dims) == len(s.out) == len(at.mesh) for s, at in zip(plan.strategies, plan.places, strict=True)
+        len(s.dims) == len(s.out) == len(at.mesh) and len(s.ring) in (0, len(at.mesh))
+        for s, at in zip(plan.strategies, plan.places, strict=True)
     )
     if not consistent or len(d.peak_bytes) != program.devices:
         raise BuildError("not a plan: mesh, strategies and program disagree", where=where, hint="compile the model again")

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from tapestry.ir.graph import Block, Op
-from tapestry.ir.plan import Layout, Plan, Strategy
+from tapestry.ir.plan import Layout, Plan, Strategy, still
 from tapestry.ir.program import peak_bytes
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import transfer
@@ -112,6 +112,7 @@ def local_costs(problem: Problem, choice: list[int]) -> list[np.ndarray]:
 def _problem(plan: Plan, topo: Topology, pins: Mapping[int, tuple[Pin, ...]]) -> tuple[Problem, list[int]]:
     """The search's problem again, and what the plan chose in it."""
     problem = build(plan.graph, topo, {}, plan.inputs, plan.outputs, streamed=plan.streamed)
+    plan = replace(plan, strategies=tuple(map(still, plan.strategies)))
     if any(s not in m.strategies for m, s in zip(problem.menus, plan.strategies, strict=True)):
         problem = build(plan.graph, topo, pins, plan.inputs, plan.outputs, streamed=plan.streamed)
     return problem, [m.strategies.index(s) for m, s in zip(problem.menus, plan.strategies, strict=True)]

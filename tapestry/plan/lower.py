@@ -20,6 +20,7 @@ from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_c
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated
 from tapestry.ir.state import counted, varies
 from tapestry.ir.text import signature
+from tapestry.plan import ring
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, scatters, tensor_boxes
 
@@ -91,7 +92,11 @@ class _Lowering:
         for op, s in zip(graph.ops, self.plan.strategies, strict=True):
             key = (signature(op, graph), s)
             if key not in known:
-                known[key] = [(k, boxes) for k, _, boxes in footprints(op, graph, s, self.plan.mesh)]
+                mesh, turning = self.plan.mesh, ring.travelling(op, s)
+                known[key] = [
+                    (k, ring.held(op, graph, s, mesh, k, 0) if k in turning else boxes)
+                    for k, _, boxes in footprints(op, graph, s, mesh)
+                ]
             names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
             out.append([(k, names[k], boxes) for k, boxes in known[key]])
         return out
@@ -145,11 +150,15 @@ class _Lowering:
             if self.used.get(t, i) < i - 1:  # gone since; only the operation right before leaves it loaded
                 self.held[t] = []
             self.used[t] = i
+        turning = ring.travelling(op, s)
         for k, t, boxes in self.needs[i]:
             ins[k] = self.fetch(t, boxes)
         block = op_boxes(op, s.dims, self.plan.mesh)
         for n, t in enumerate(op.outs):
             self.layouts[t] = out_layout(op, s.out, n)
+        if turning:
+            self.round(i, op, ins)
+            return
         if not cut:
             outs = self.outs(op)
             blocks = _tuples(block)
@@ -197,6 +206,43 @@ class _Lowering:
             used = tuple(b if k in then else "" for k, b in enumerate(ins))
             ends = _tuples(final)
             self.steps.append(Launch(op=i, mode="finish", blocks=ends, ins=used, outs=self.outs(op), states=states))
+
+    def round(self, i: int, op: Op, ins: list[str]) -> None:
+        """A partial state for each block that comes by, merged with those before; what travels moves on in between."""
+        graph, mesh, s = self.plan.graph, self.plan.mesh, self.plan.strategies[i]
+        axis, turning, states = ring.axis_of(s), ring.travelling(op, s), tuple[str, ...]()
+        assert isinstance(op, Block) and axis is not None
+        body, then, dtypes = op.body_reads(), op.then_reads(), [e.dtype for e in op.body]
+        for step in range(mesh[axis].size):
+            moved: dict[tuple[str, bytes], str] = {}
+            for k in sorted(turning) if step else ():
+                boxes = ring.held(op, graph, s, mesh, k, step)
+                key = ins[k], boxes.tobytes()
+                if key not in moved:
+                    moved[key] = self.passed_on(op.reads[k].tensor, ins[k], boxes, axis)
+                ins[k] = moved[key]
+            block = ring.blocks(op, s, mesh, step)
+            local = block[:, : len(op.dims)]
+            new = tuple(
+                self.buffer(op.outs[0], _state_boxes(op, k, local), part=k, dtype=d, tag=".part") for k, d in enumerate(dtypes)
+            )
+            used = tuple(b if k in body else "" for k, b in enumerate(ins))
+            self.steps.append(Launch(op=i, mode="partial", blocks=_tuples(block), ins=used, outs=new, states=states))
+            states = new
+        used = tuple(b if k in then else "" for k, b in enumerate(ins))
+        ends = _tuples(op_boxes(op, s.dims, mesh)[:, : len(op.dims)])
+        self.steps.append(Launch(op=i, mode="finish", blocks=ends, ins=used, outs=self.outs(op), states=states))
+
+    def passed_on(self, tensor: str, src: str, boxes: Boxes, axis: int) -> str:
+        """A buffer with the next block of what travels: one that is there, or the neighbour's."""
+        found = self.covering(tensor, boxes)
+        if found is not None and found not in self.waiting:
+            return found
+        dst = self.buffer(tensor, boxes)
+        self.held[tensor].remove(dst)  # what comes by is for this operation alone
+        messages = ring.passed_on(boxes, self.plan.mesh, axis)
+        self.steps.append(Transfer(kind="permute", src=src, dst=dst, messages=messages))
+        return dst
 
     def output(self, tensor: str) -> str:
         """The buffer that holds a graph output where it must end."""

@@ -21,6 +21,7 @@ from tapestry.ir.plan import Layout, Plan, Stage, Strategy
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.text import signature
 from tapestry.ir.types import itemsize
+from tapestry.plan import ring
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import Way, merge
 from tapestry.plan.search.problem import load_seconds
@@ -231,7 +232,7 @@ class _Costs:
                 return np.where(takes, load_seconds(most, self.topo.device), np.nan), self.alone
             case Transfer():
                 src, dst = (self.program.buffers[b] for b in (step.src, step.dst))
-                key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes)
+                key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes, step.kind)
                 if key not in self.transfers:
                     self.transfers[key] = self.transfer(step)
                 return self.transfers[key]
@@ -267,7 +268,10 @@ class _Costs:
         tail = replace(op, reduce=(), monoid=None, body=op.then, then=(), inner=())
         finish = compute.seconds_each(tail, graph, final, final, after, topo)
         launch = topo.each(lambda d: d.launch)
-        return {"full": full, "partial": np.maximum(full - finish + launch, launch), "finish": finish}
+        partial, axis = np.maximum(full - finish + launch, launch), ring.axis_of(s)
+        if axis is not None:  # a block at a time
+            partial = (partial - launch) / topo.mesh[axis].size + launch
+        return {"full": full, "partial": partial, "finish": finish}
 
     def transfer(self, step: Transfer) -> tuple[np.ndarray, np.ndarray]:
         """Devices joined by messages take the model's time for the whole exchange; the others only copy what they hold."""
@@ -279,7 +283,7 @@ class _Costs:
         joined = np.isin(self.alone, pairs)
         takes = np.array([b is not None for b in dst.boxes]) | joined
         stage = next((s for s in self.topologies if _within(src.boxes, dst.boxes, s)), None)
-        if stage is None:
+        if stage is None or step.kind == "permute":
             seconds = float(np.max(crossing_seconds(step, self.program, self.topo) + copying))
         else:
             part, layout = slice(stage.first, stage.devices.stop), self.received(src.tensor, stage)

@@ -174,11 +174,11 @@ def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[
     end = {d.name: (final[:, i, 0], final[:, i, 1] - 1) for i, d in enumerate(op.dims)}
     for k, r in enumerate(op.reads):
         box = lo_hi if k in body or not reduced_cut else end
-        hull = _hull(r, box, graph.tensors[r.tensor].shape, len(block))
+        found = hull(r, box, graph.tensors[r.tensor].shape, len(block))
         if k in body and reduced_cut and k in op.then_reads():
-            other = _hull(r, end, graph.tensors[r.tensor].shape, len(block))
-            hull = np.stack([np.minimum(hull[..., 0], other[..., 0]), np.maximum(hull[..., 1], other[..., 1])], -1)
-        yield k, r.tensor, hull
+            other = hull(r, end, graph.tensors[r.tensor].shape, len(block))
+            found = np.stack([np.minimum(found[..., 0], other[..., 0]), np.maximum(found[..., 1], other[..., 1])], -1)
+        yield k, r.tensor, found
 
 
 def read_box(op: Op, graph: Graph, k: int, block: Box) -> Box:
@@ -188,11 +188,12 @@ def read_box(op: Op, graph: Graph, k: int, block: Box) -> Box:
         found = next(boxes for n, _, boxes in _opaque_footprints(op, graph, points) if n == k)
     else:
         spans = {d.name: (points[:, i, 0], points[:, i, 1] - 1) for i, d in enumerate(op.space)}
-        found = _hull(op.reads[k], spans, graph.tensors[op.reads[k].tensor].shape, 1)
+        found = hull(op.reads[k], spans, graph.tensors[op.reads[k].tensor].shape, 1)
     return tuple((int(lo), int(hi)) for lo, hi in found[0])
 
 
-def _hull(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...], n: int) -> Boxes:
+def hull(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...], n: int) -> Boxes:
+    """What a read touches over a box of inclusive intervals, clipped to its tensor, for n devices."""
     out = np.zeros((n, len(shape), 2), np.int64)
     box = _tightened(read, box)
     for i, e in enumerate(read.index):

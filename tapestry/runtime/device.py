@@ -242,6 +242,12 @@ class DeviceMachine:
             return
         ins = [self.view(d, n) if n else None for n in step.ins]
         states, outs = [self.view(d, n) for n in step.states], [self.view(d, n) for n in step.outs]
+        if step.mode == "partial" and states:  # the kernel knows nothing of other parts
+            self._add(self.target.bind(self.graph, kernel, ins, [], outs))
+            monoid = getattr(self.graph.ops[step.op], "monoid", None)
+            assert monoid is not None
+            self._add(partial(self._merge, monoid, [states, outs], [outs]), self.target.merges_on_host(states))
+            return
         self._add(self.target.bind(self.graph, kernel, ins, states, outs))
 
     def _on_host(self, step: Launch, d: int, kernel: Kernel) -> Call:

@@ -88,9 +88,17 @@ def cover(lists: Lists, op: Op, launched: Mapping[str, list[Boxes]], stage: Stag
         spans = [lists.spans(b, len(extents)) for b in mine]
         ending = [lists.spans(b, len(op.dims)) for b in launched.get("finish", [])]
         counts = {"split_partition": len(coordinates(stage.mesh))}
+        for s in (s for s in op.splits if s.to.startswith("ring.")):
+            right = s.to.removeprefix("ring.") in [a.name for a in stage.mesh] and len(mine) == s.parts
+            count = f"{len(mine)} steps of a ring of {s.parts}"
+            lists.prove(("ring", s, len(mine)), step, {"split_partition": 1}, lambda c=count, r=right: _ring(r, c))
         sizes = tuple(a.size for a in stage.mesh)
         fact = ("planned", numbers, tuple(map(lists.number, launched.get("finish", []))), extents, axes, stage.first, sizes)
         lists.prove(fact, step, counts, lambda: _elsewhere(spans + ending, stage) or _as_planned(spans, extents, axes, stage))
+
+
+def _ring(right: bool, what: str) -> Breach | None:
+    return None if right else Breach("split_partition", "blocks do not travel as the plan says", what)
 
 
 def _covered(mine: list[Boxes], extents: tuple[int, ...]) -> Breach | None:

@@ -229,9 +229,31 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
     if step.mode == "partial":
         key = ("parts", number, n, outer)
         parts = r.lists.made(key, lambda: tuple(None if b is None else (b[n:outer],) for b in step.blocks))
-        content = Content(step.op, parts)
+        content = Content(step.op, _with_others(r, step, points, parts, name) if step.states else parts)
     r.launched.setdefault(step.op, {}).setdefault(step.mode, []).append(step.blocks)
     _launch_outs(r, step, op, points, content, name)
+
+
+def _with_others(r: _Replay, step: Launch, points: Spans, parts: Parts, name: str) -> Parts:
+    """What a block's states hold once they are merged with those of other parts of the reduction, which must be legal."""
+    op = r.graph.ops[step.op]
+    assert isinstance(op, Block) and op.monoid is not None
+    r.law("written_once", MONOIDS[op.monoid].commutative, f"'{op.monoid}' merges in order, and blocks come in another", name)
+    r.law("agreement", len(step.states) == len(op.body), "states and fields differ in number", name)
+    rows, merged, extents = points.keep(slice(0, len(op.dims))), set[Parts](), tuple(d.size for d in op.reduce)
+    for k, s in enumerate(step.states):
+        b, content = r.buffer(s, name), r.holds.get(s)
+        ok = content is not None and content.op == step.op and b.field == k and b.tensor == op.outs[0]
+        r.law("read_after_write", ok, f"'{s}' does not hold field {k} of the operation", name)
+        assert content is not None
+        same = first(blocks.state(op, k, rows).equals(r.spans(b)) | ~points.there)
+        r.law("read_after_write", same < 0, f"'{s}' does not hold field {k} of the block on device {same}", name)
+        merged.add(content.parts)
+        fact = ("others", r.lists.number(content.parts), r.lists.number(step.blocks), len(op.dims), len(op.reduce))
+        counts = {"written_once": int(points.there.sum())}
+        r.lists.prove(fact, name, counts, lambda c=content: exchange.disjoint(c.parts, parts, extents))
+    r.law("agreement", len(merged) == 1, "fields of different parts are merged", name)
+    return exchange.together(merged.pop(), parts)
 
 
 def _reads(r: _Replay, step: Launch, op: Op, points: Spans, name: str) -> None:

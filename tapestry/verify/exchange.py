@@ -96,6 +96,22 @@ def merge(
     return None
 
 
+def disjoint(one: Parts, other: Parts, extents: tuple[int, ...]) -> Breach | None:
+    """No device merges a part of the reduction that its states hold already, or has no states to merge with."""
+    for d, (mine, more) in enumerate(zip(one, other, strict=True)):
+        if more is not None and mine is None:
+            return Breach("read_after_write", f"device {d} has no states of other parts")
+        _, twice = coverage(tuple(sorted((*(mine or ()), *(more or ())))), whole(extents))
+        if more is not None and twice is not None:
+            return Breach("written_once", "part of a reduction is merged twice", twice)
+    return None
+
+
+def together(one: Parts, other: Parts) -> Parts:
+    """What each device's states hold once another part is merged in."""
+    return tuple(None if b is None else tuple(sorted((*(a or ()), *b))) for a, b in zip(one, other, strict=True))
+
+
 def merged_parts(group: Sequence[int], parts: Parts) -> tuple[Box, ...]:
     """Everything that the states of a group have merged."""
     return tuple(sorted(b for d in group for b in parts[d] or ()))

@@ -61,6 +61,7 @@ def split_text(op: Op, s: Strategy, mesh: Mesh) -> str:
         for a in cut_by:
             parts *= mesh[a].size
         found.append(f"{d}/{parts}@{'+'.join(mesh[a].name for a in cut_by)}{ends}")
+    found += [f"{d}/{mesh[a].size} round {mesh[a].name}" for a, d in enumerate(s.ring) if d is not None]
     return ", ".join(found) or "none"
 
 
@@ -74,6 +75,9 @@ def split_words(op: Op, s: Strategy, mesh: Mesh) -> str:
     )  # fmt: skip
     words = [f"computes its own part of {' and '.join(own)}"] if own else []
     words += [f"merges its own part of {d}, which {end}" for d, end in partial]
+    words += [
+        f"merges what comes by as blocks of '{d}' travel round {mesh[a].name}" for a, d in enumerate(s.ring) if d is not None
+    ]
     idle = [a.name for a, d in zip(mesh, s.dims, strict=True) if d is None and a.size > 1]
     if not words:
         return "every device computes all of it"

@@ -39,7 +39,7 @@ def build(graph: Graph, kernel: Kernel) -> Run:
     states = _states(op, graph, kernel)
     if kernel.mode == "partial":
         shapes = [shape(b) for b in kernel.outs]
-        return lambda ins, _: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)]
+        return _partial(op, lambda ins: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)])
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
     return several.packable(op, graph, kernel, lambda ins, _: tail(ins, states(ins)), _whole)
 
@@ -56,6 +56,18 @@ def _once(state: Tensor, wanted: tuple[int, ...]) -> Tensor:
     cut = tuple(slice(0, n) for n in wanted)
     out = state[cut].expand(wanted).contiguous()
     return out if out.untyped_storage().nbytes() == out.nbytes else out.clone()
+
+
+def _partial(op: Block, part: Callable[[Sequence[Tensor | None]], list[Tensor]]) -> Run:
+    """States of a part of the reduction, merged after those that are given, if any are."""
+    dtypes = tuple(e.dtype for e in op.body)
+
+    def run(ins: Sequence[Tensor | None], before: Sequence[Tensor]) -> list[Tensor]:
+        assert op.monoid
+        found = part(ins)
+        return scalars.combine(op.monoid, list(before), found, dtypes) if before else found
+
+    return run
 
 
 def _finish(op: Block, graph: Graph, kernel: Kernel) -> Run:

@@ -15,6 +15,7 @@ from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import Launch, Program, Reduce, alive_at, peak_bytes
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.lower import lower
+from tapestry.plan.search import turning
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.network import Factor, Solution, evaluate, solve
 from tapestry.plan.search.problem import Problem, build, memory_row
@@ -100,10 +101,26 @@ def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeez
     if begun is not None and begun.objective - begun.bound <= PROVED * begun.objective:
         return begun
     first = solve(problem.sizes, problem.factors, budget, choice)
-    found = found_plan(problem, first, max(first.bound, bound))
+    gathered = found_plan(problem, first, max(first.bound, bound))
+    found = turned(gathered)
     if peak(found) <= limit or max(problem.sizes, default=1) == 1:
         return found
-    return _within_memory(problem, found, budget, begun, bound, squeeze)
+    return turned(_within_memory(problem, gathered, budget, begun, bound, squeeze))
+
+
+def turned(found: Found) -> Found:
+    """The plan with gathers of keys and values as rings, where only so it fits (or is nearer to it), or where it is faster."""
+    assert found.problem
+    topo = found.problem.topo
+    other = turning.turned(found.plan, topo)
+    if other is None:
+        return found
+    plan, program, extra = other
+    new = replace(found, plan=plan, program=program, objective=found.objective + extra)
+    if peak(found) > topo.device.memory:
+        return new if peak(new) < peak(found) else found
+    right = peak(new) <= topo.device.memory and turning.faster((plan, program), (found.plan, found.program), topo)
+    return new if right else found
 
 
 def cheapest(run: Callable[[Topology], Found], ways: Sequence[Topology]) -> Found:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tapestry.ir.plan import Plan, Strategy
+from tapestry.ir.plan import Plan, Strategy, still
 from tapestry.ir.text import to_text
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.topology import to_data
@@ -46,6 +46,7 @@ def beginning(problem: Problem, start: Start) -> list[int] | None:
     choice = [-1] * len(problem.menus)
     for i, (op, menu) in enumerate(zip(problem.graph.ops, problem.menus, strict=True)):
         known = start.strategies.get(op.outs[0])
+        known = None if known is None else still(known)
         if known is not None and known in menu.strategies:
             choice[i] = menu.strategies.index(known)
     if 2 * sum(c >= 0 for c in choice) < len(choice):
