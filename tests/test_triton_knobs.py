@@ -169,3 +169,27 @@ def test_candidates_fit_and_begin_with_the_default(target: str) -> None:
         assert options[0] == default_knobs(found, target) and len(options) == len(set(options)) > 1
         if target in ("sm80", "gfx942"):
             assert not any(k.descriptors for k in options)
+
+
+CONV = """graph g input x: bf16[2, 16, 9, 7] input k: bf16[24, 16, 3, 3]
+    y: bf16[2, 24, 5, 4] = op [b: 2, o: 24, h: 5, w: 4 | c: 16 sum, r: 3 sum, s: 3 sum]
+      reads x[b, c, 2*h + r - 1, 2*w + s - 1] else 0.0, k[o, c, r, s] body cast(x, f32) * cast(k, f32)
+      then cast(acc0, bf16)
+    output y"""
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_operands_copied_into_rows_first(parts: int, descriptors: bool) -> None:
+    """Channels in front, and rows that are no multiples of 16 bytes."""
+    for text in (CONV, matmul("bf16", 33, 21, 38), matmul("f16", 17, 19, 22, transposed=True), matmul("bf16", 9, 21, 26, "2")):
+        knobs = Knobs(bm=16, bn=16, bk=16, staged=True, split_k=parts, descriptors=descriptors)
+        made = generate(graph := parse(text), kernel_of(graph), knobs)
+        assert len(made.passes) > parts and len(made.scratch) == len(made.passes) - 1
+        check(text, knobs=knobs)
+
+
+def test_the_model_copies_operands_of_large_products_only() -> None:
+    for text, wanted in ((CONV, False), (matmul("bf16", 2047, 2049, 2047), True), (matmul("bf16", 2048, 2048, 2048), False)):
+        graph = parse(text)
+        assert default_knobs(operation(graph, kernel_of(graph))).staged == wanted

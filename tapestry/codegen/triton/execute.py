@@ -91,7 +91,7 @@ def scratch(tk: TritonKernel, device: torch.device) -> list[torch.Tensor]:
     """New buffers for what lives between the passes."""
     import torch
 
-    kinds = {"f32": torch.float32, "f64": torch.float64, "bool": torch.bool}
+    kinds = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "bool": torch.bool}
     kinds |= {f"{s}{n}": getattr(torch, f"{'u' if s == 'u' else ''}int{n}") for s in "iu" for n in (8, 16, 32, 64)}
     return [torch.empty(n, dtype=kinds[d], device=device) for d, n in tk.scratch]
 

@@ -16,9 +16,9 @@ from tapestry.ir.types import itemsize
 
 # the knobs that each kind of kernel has
 _TURNED = {
-    "map": ("block",), "rows": ("rows", "cols"), "reduce": ("rows", "cols", "split_k"), "scan": ("rows", "cols"),
+    "map": ("block", "rows", "cols"), "rows": ("rows", "cols"), "reduce": ("rows", "cols", "split_k"), "scan": ("rows", "cols"),
     "nest": ("rows", "cols"), "gather": ("rows", "cols"),
-    "dot": ("bm", "bn", "bk", "group", "persistent", "split_k", "descriptors", "warp_specialize"),
+    "dot": ("bm", "bn", "bk", "group", "persistent", "staged", "split_k", "descriptors", "warp_specialize"),
     "stream": ("bm", "bn", "split_k", "descriptors", "warp_specialize"),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from tapestry.codegen.triton.descriptors import aligned, operand_boxes
 from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.operation import Operation
 from tapestry.codegen.triton.primitives import HALVES
-from tapestry.codegen.triton.tiles import Contraction, Selection, Stream, power_of_two, row_dims
+from tapestry.codegen.triton.tiles import Contraction, Selection, Stream, power_of_two, row_dims, turned
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS
@@ -28,11 +28,12 @@ class Knobs:
     """What a tuner may turn; tile sizes are powers of two.
 
     Attributes:
-        block: elements per program of a map.
+        block: elements per program of a map (``rows`` by ``cols`` where memory is turned and rows is above 1).
         rows, cols: tile of a reduction, row operation or scan, over map and reduced points.
         bm, bn, bk: tile of a contraction; of a streaming sum, queries (bm) and keys (bn).
         group: rows of tiles that neighbouring programs share, for the L2 cache.
         persistent: as many programs as multiprocessors, each going through several tiles of a contraction.
+        staged: operands of a contraction are copied first into rows that can be read 16 bytes at a time (`staging`).
         split_k: parts of the reduced dimension that become programs of their own; a second pass merges their states.
         descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
         warp_specialize: producer and consumer warps of their own (on sm90 with ``num_warps=4`` only). Not among the
@@ -49,6 +50,7 @@ class Knobs:
     num_warps: int = 4
     num_stages: int = 3
     persistent: bool = False
+    staged: bool = False
     split_k: int = 1
     descriptors: bool = False
     warp_specialize: bool = False
@@ -71,7 +73,7 @@ def candidates(operation: Operation, target: str = "sm90") -> Iterator[Knobs]:
     """
     chip = chip_of(target)
     if operation.kind == "dot" and operation.product is not None:
-        found = _dot(operation, operation.product, chip)
+        found = _either(operation, chip)
     elif operation.kind == "stream" and operation.streamed is not None:
         found = _stream(operation, operation.streamed, chip)
     else:
@@ -105,15 +107,28 @@ _LAUNCH = 3e-6  # seconds that a second pass takes besides its bytes
 _FILL = 1.2e-6  # seconds from a program's start to its first product, and for its epilogue
 
 
-def _dot(operation: Operation, c: Contraction, chip: Chip) -> Iterator[Knobs]:
-    """Candidates of a contraction by predicted time."""
+def _either(operation: Operation, chip: Chip) -> Iterator[Knobs]:
+    """Candidates of a contraction on its operands as they are and, where that helps, on copies of them, by predicted time."""
+    found = _dot(operation, chip)
+    if (on_copies := operation.staged) is not None:
+        cost = on_copies.moved / chip.bandwidth + _LAUNCH * len(on_copies.copies)
+        more = _dot(on_copies.product, chip)
+        found = sorted([*found, *((t + cost, replace(k, staged=True)) for t, k in more)], key=lambda f: f[0])
+    return (k for _, k in found[:24])
+
+
+def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
+    """Candidates of a contraction with their predicted times, the fastest first."""
+    c = operation.product
+    assert c is not None
     m, n, k = points(c.m), points(c.n), points(c.k) * points(c.taps)
     half, ready = c.operand in HALVES, chip.descriptors and operand_boxes(operation.task, c) is not None
     table = _HALF if half else _IEEE if operation.precision == "ieee" else _TF32
     size, smooth = 2 if half else 4, _smooth(operation, c)
     rough = half and not c.masked and not (ready or aligned(operation.task, c))
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
-    found: list[tuple[float, int, Knobs]] = []
+    slow = 3.0 if rough or (half and not smooth and not ready) else 1.0  # elements are gathered one by one
+    found: list[tuple[float, Knobs]] = []
     for bm, bn, bk, stages, warps in table:
         if (half or operation.precision != "ieee") and chip.arch in (90, 100) and bm < 64 <= m and n >= 64:
             continue  # wgmma and tcgen05 take 64 rows at least
@@ -134,10 +149,9 @@ def _dot(operation: Operation, c: Contraction, chip: Chip) -> Iterator[Knobs]:
                 continue
             knobs = Knobs(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
             for each in _forms(knobs, ready, c, chip):
-                found.append(
-                    (_dot_seconds(each, (points(c.batch), m, n, k), c.operand, operation.precision, chip), len(found), each)
-                )
-    return (k for _, _, k in sorted(found)[:24])
+                seconds = _dot_seconds(each, (points(c.batch), m, n, k), c.operand, operation.precision, chip)
+                found.append((seconds * slow, each))
+    return sorted(found, key=lambda f: f[0])
 
 
 def splits(operation: Operation, parts: int, depth: int = 1) -> str:
@@ -265,7 +279,7 @@ def _around(first: Knobs, operation: Operation, chip: Chip) -> Iterator[Knobs]:
     if operation.kind == "map":
         for block in (first.block * 2, first.block // 2, first.block * 4):
             if 64 <= block <= 8192:
-                yield replace(first, block=block, num_warps=max(1, min(16, first.num_warps * block // first.block)))
+                yield replace(first, rows=1, block=block, num_warps=max(1, min(16, first.num_warps * block // first.block)))
         return
     for rows in (first.rows * 2, first.rows // 2):
         if 1 <= rows <= 64:
@@ -277,9 +291,16 @@ def _around(first: Knobs, operation: Operation, chip: Chip) -> Iterator[Knobs]:
 
 
 def _map(task: Task) -> Knobs:
-    """Tiles of a map: 4 KiB of output (16 bytes per thread and access), fewer for a small block."""
+    """Tiles of a map: 4 KiB of output (16 bytes per thread and access), fewer for a small block.
+
+    Where reads run along another dimension than writes: 64 x 64.
+    """
     width = max(itemsize(a.dtype) for a in task.outs)
-    return Knobs(block=min(max(1024, 4096 // width), power_of_two(points(task.dims))))
+    flat = min(max(1024, 4096 // width), power_of_two(points(task.dims)))
+    if (found := turned(task)) is None:
+        return Knobs(block=flat)
+    tall, wide = (min(64, power_of_two(task.dims[k].size)) for k in found)
+    return Knobs(block=flat, rows=tall, cols=wide, num_warps=4 if tall * wide <= 2048 else 8)
 
 
 def _rows(task: Task) -> Knobs:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tapestry.codegen.triton.lowered import Task, lower, points
 from tapestry.codegen.triton.regroup import split_groups
@@ -20,6 +21,9 @@ from tapestry.codegen.triton.tiles import (
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 
+if TYPE_CHECKING:
+    from tapestry.codegen.triton.staging import Staged
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
@@ -31,6 +35,7 @@ class Operation:
             other kind; ``reduce``.
         product, streamed, picked: what was recognised for ``dot``, ``stream`` and ``gather``.
         reverse: for ``scan``, whether elements come last first.
+        staged: for ``dot``, the same on copies of operands that cannot be read by whole rows.
         precision: of f32 operands on matrix units: ``ieee``, ``tf32x3`` or ``tf32``.
     """
 
@@ -41,6 +46,7 @@ class Operation:
     picked: Selection | None = None
     reverse: bool = False
     precision: str = "ieee"
+    staged: Staged | None = None
 
 
 def operation(graph: Graph, kernel: Kernel, precision: str = "ieee") -> Operation:
@@ -51,7 +57,10 @@ def operation(graph: Graph, kernel: Kernel, precision: str = "ieee") -> Operatio
     """
     if (scan := scan_of(graph, kernel)) is not None:
         return Operation(kind="scan", task=scan_task(graph, kernel, scan), reverse=scan.sign < 0)
-    return classified(lower(graph, kernel), precision)
+    from tapestry.codegen.triton.staging import staged  # which builds operations itself
+
+    found = classified(lower(graph, kernel), precision)
+    return replace(found, staged=staged(graph, kernel, found)) if found.kind == "dot" else found
 
 
 def classified(task: Task, precision: str = "ieee") -> Operation:

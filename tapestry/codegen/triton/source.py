@@ -106,28 +106,39 @@ def generate(
     chosen = knobs or default_knobs(found, target)
     op = graph.ops[kernel.op]
     name = identifier(op.source[-1] if op.source else op.outs[0]) + ("" if kernel.mode == "full" else f"_{kernel.mode}")
-    parts: Parts | None = None
-    if chosen.split_k > 1 and (cut := splits(found, chosen.split_k)):
-        parts = in_parts(found, cut, chosen.split_k)
-    stages = [(found, chosen, name)]
-    if parts is not None:
-        stages = [(parts.first, chosen, f"{name}_parts"), (parts.second, default_knobs(parts.second, target), name)]
-    positions = tuple(found.task.reads)
-    total = len(positions) + len(found.task.states) + len(found.task.outs)
+    stages, copied, parts = _stages(found, chosen, name, target)
+    buffers = _Buffers(found, copied, parts)
     made: list[tuple[Frame, Written, Pass]] = []
     for k, (stage, turned, wish) in enumerate(stages):
-        held, function = frame(stage.task, wish)
+        taken = {launch.function for _, _, launch in made}
+        held, function = frame(stage.task, wish if wish not in taken else f"{wish}{k}")
         written = _emit(held, stage, turned, chip_of(target))
-        outs = total if k < len(stages) - 1 else total - len(stage.task.outs)
-        made.append((held, written, _pass(held, function, written, turned, _numbers(held, positions, outs, total, parts))))
-    names = {p: n for held, _, _ in made for p, n in held.reads.items()}
+        made.append((held, written, _pass(held, function, written, turned, buffers.of(held, k, len(stages)))))
+    names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
     last = made[-1][0]
     lines = [*header(graph, kernel, found, made[-1][2].function, chosen, target), *_module(made)]
+    scratch = (*(found.staged.scratch if found.staged is not None and copied else ()), *(parts.scratch if parts else ()))
     return TritonKernel(
-        name=made[-1][2].function, source="\n".join(lines) + "\n", reads=positions, passes=tuple(p for _, _, p in made),
-        args=tuple(f"{n}_ptr" for n in (*(names[p] for p in positions), *last.states, *last.outs)),
-        scratch=parts.scratch if parts else (), kind=found.kind, knobs=chosen, target=target, precision=precision,
+        name=made[-1][2].function, source="\n".join(lines) + "\n", reads=buffers.positions, passes=tuple(p for _, _, p in made),
+        args=tuple(f"{n}_ptr" for n in (*(names[p] for p in buffers.positions), *last.states, *last.outs)),
+        scratch=scratch, kind=found.kind, knobs=chosen, target=target, precision=precision,
     )  # fmt: skip
+
+
+def _stages(
+    found: Operation, knobs: Knobs, name: str, target: str
+) -> tuple[list[tuple[Operation, Knobs, str]], tuple[int, ...], Parts | None]:  # fmt: skip
+    """The passes of a kernel as (operation, knobs, name), which reads are copied first, and the parts, if there are any."""
+    stages: list[tuple[Operation, Knobs, str]] = []
+    base, copied = found, tuple[int, ...]()
+    if found.staged is not None and knobs.staged:
+        base, copied = found.staged.product, tuple(p for p, _ in found.staged.copies)
+        stages += [(copy, default_knobs(copy, target), f"{name}_rows") for _, copy in found.staged.copies]
+    if knobs.split_k > 1 and (cut := splits(base, knobs.split_k)):
+        parts = in_parts(base, cut, knobs.split_k)
+        stages += [(parts.first, knobs, f"{name}_parts"), (parts.second, default_knobs(parts.second, target), name)]
+        return stages, copied, parts
+    return [*stages, (base, knobs, name)], copied, None
 
 
 def kernel_key(graph: Graph, kernel: Kernel) -> str:
@@ -148,13 +159,29 @@ def _pass(held: Frame, function: str, written: Written, knobs: Knobs, buffers: M
     )  # fmt: skip
 
 
-def _numbers(held: Frame, positions: tuple[int, ...], outs: int, total: int, parts: Parts | None) -> dict[str, int]:
-    """Which buffer is behind each variable: reads, states and outputs of the caller, then scratch (from ``total`` on)."""
-    found: dict[str, int] = {}
-    for p, n in held.reads.items():
-        found[n] = total + p - parts.base if parts is not None and p >= parts.base else positions.index(p)
-    found |= {n: len(positions) + k for k, n in enumerate(held.states)}
-    return found | {n: outs + k for k, n in enumerate(held.outs)}
+class _Buffers:
+    """Which buffer is behind each variable: reads, states and outputs of the caller, then copies, then the states of parts."""
+
+    def __init__(self, found: Operation, copied: tuple[int, ...], parts: Parts | None) -> None:
+        self.positions = tuple(found.task.reads)
+        self.copied, self.parts = copied, parts
+        self.total = len(self.positions) + len(found.task.states) + len(found.task.outs)
+
+    def of(self, held: Frame, stage: int, stages: int) -> dict[str, int]:
+        """For one pass, variable name to the number of its buffer."""
+        task = held.task
+        if stage < len(self.copied):
+            (name,) = held.reads.values()
+            return {name: self.positions.index(self.copied[stage]), held.outs[0]: self.total + stage}
+        found = {n: self._read(p) for p, n in held.reads.items()}
+        found |= {n: len(self.positions) + k for k, n in enumerate(held.states)}
+        outs = self.total - len(task.outs) if stage == stages - 1 else self.total + len(self.copied)
+        return found | {n: outs + k for k, n in enumerate(held.outs)}
+
+    def _read(self, p: int) -> int:
+        if self.parts is not None and p >= self.parts.base:
+            return self.total + len(self.copied) + p - self.parts.base
+        return self.total + self.copied.index(p) if p in self.copied else self.positions.index(p)
 
 
 def _emit(held: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:

@@ -244,3 +244,19 @@ def _names(e: Expr, task: Task) -> frozenset[str]:
             access = task.reads[x.pos]
             out |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
     return out
+
+
+def turned(task: Task) -> tuple[int, int] | None:
+    """Positions of the dimension that some reads run along in memory, and of the writes' own; ``None`` if it is one."""
+    ends = [k for k, d in enumerate(task.dims) if d.size > 1 and all(a.offset.coef(d.name) == 1 for a in task.outs)]
+    if len(ends) != 1 or task.dims[ends[0]].size < 16:
+        return None
+    along: dict[int, int] = {}
+    for a in task.reads.values():
+        steps = [(k, a.offset.coef(d.name)) for k, d in enumerate(task.dims) if d.size >= 16]
+        if any(k == ends[0] and step in (0, 1) for k, step in steps):
+            continue  # it runs along the writes, or is the same there
+        for k, step in steps:
+            if step == 1:
+                along[k] = along.get(k, 0) + points(task.dims)
+    return (max(along, key=lambda k: along[k]), ends[0]) if along else None
