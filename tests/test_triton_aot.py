@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from tapestry.codegen.triton import compile_ahead, generate
 from tapestry.codegen.triton.chips import CHIPS
+from tapestry.codegen.triton.report import rows_of
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
@@ -68,6 +70,25 @@ CASES = {
     "attention f16 wide": attention("f16", 128),
     "attention bf16 wide causal": attention("bf16", 128, CAUSAL),
     "attention f32": attention("f32", 64, CAUSAL),
+    "attention f32 wide": attention("f32", 128),
+    "attention f32 96": attention("f32", 96, CAUSAL),
+    "decode": attention("bf16", 128).replace("8, 1024, 128]", "8, 1, 128]").replace("i: 1024", "i: 1").replace("1024", "8192"),
+    "matmul tf32": matmul("f32", 512),
+    "matmul tf32x3": matmul("f32", 512),
+    "matmul odd, large": matmul("f16", 1023),
+    "conv f16, large": conv("f16").replace("[4, 64", "[32, 64").replace("b: 4", "b: 32"),
+    "conv channels last": """graph g input x: bf16[8, 56, 56, 64] input k: bf16[64, 3, 3, 64]
+        y: bf16[8, 56, 56, 64] = op [b: 8, h: 56, w: 56, o: 64 | r: 3 sum, s: 3 sum, c: 64 sum]
+          reads x[b, h + r - 1, w + s - 1, c] else 0.0, k[o, r, s, c] body cast(x, f32) * cast(k, f32)
+          then cast(max(acc0, 0.0), bf16)
+        output y""",
+    "gate and up": """graph g input x: bf16[512, 1024] input w: bf16[1024, 2816] input v: bf16[1024, 2816]
+        y: bf16[512, 2816] = op [i: 512, n: 2816 | m: 1024 sums2] reads x[i, m], w[m, n], v[m, n]
+          body cast(x, f32) * cast(w, f32), cast(x, f32) * cast(v, f32) then cast((acc0 * sigmoid(acc0)) * acc1, bf16)
+        output y""",
+    "gather": """graph g input x: bf16[32000, 512] input i: i64[256]
+        y: bf16[256, 512] = op [t: 256, e: 512 | v: 32000 sum] reads x[v, e], i[t] body where(eq(i, index(v)), x, bf16(0.0))
+        output y""",
     "layer norm": """graph g input x: bf16[4096, 4096] input w: bf16[4096]
         y: bf16[4096, 4096] = op [i: 4096, j: 4096 | n: 4096 moments] reads x[i, n], a = x[i, j], w[j]
           body 1.0, cast(x, f32), 0.0
@@ -117,17 +138,19 @@ CASES = {
         for f in ("atan", "round", "exp", "sqrt")
     },
 }  # fmt: skip
-MATRIX = {"sm80": "HMMA", "sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": "v_mfma"}
-ON_MATRIX_UNITS = {"matmul f16", "matmul bf16", "matmul odd", "attention scores", "conv f16"}
+ON_MATRIX_UNITS = {"matmul f16", "matmul bf16", "matmul odd", "attention scores", "conv f16", "matmul odd, large"}
+ON_MATRIX_UNITS |= {"conv f16, large", "conv channels last", "gate and up", "matmul tf32", "matmul tf32x3"}
+BY_ROWS = {"matmul f16", "matmul odd, large", "conv f16, large", "conv channels last", "gate and up", "decode", "gather"}
+FAST = ("matmul bf16", "attention bf16 wide causal", "layer norm", "conv f16, large", "decode", "matmul tf32")
 ON_MATRIX_UNITS |= {"attention f16", "attention bf16 causal", "attention f16 wide", "attention bf16 wide causal"}
 STACK_ALLOWED = {"sin", "cos", "tan"}  # argument reduction of huge angles keeps a table on the stack (triton#1756)
 
 
-def compile_all(target: str) -> dict[str, Any]:
-    """Resources of every case for one target."""
+def compile_all(target: str, names: Sequence[str]) -> dict[str, Any]:
+    """Resources of some cases for one target."""
     out: dict[str, Any] = {}
-    for name, text in CASES.items():
-        graph = parse(text)
+    for name in names:
+        graph = parse(CASES[name])
         op = graph.ops[0]
         assert isinstance(op, Block)
         kernel = Kernel(
@@ -137,18 +160,17 @@ def compile_all(target: str) -> dict[str, Any]:
             ins=tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads),
             outs=tuple(whole(graph.tensors[t].shape) for t in op.outs),
         )
-        tk = generate(graph, kernel, target=target)
-        for one, compiled in zip(tk.passes, compile_ahead(tk, target), strict=True):
-            found = compiled.resources
-            part = name if one is tk.passes[0] else f"{name}, second pass"
-            out[part] = {f: getattr(found, f) for f in found.__slots__} | {"num_warps": one.num_warps, "knobs": str(tk.knobs)}
+        precision = name.split()[-1] if "tf32" in name else "ieee"
+        tk = generate(graph, kernel, target=target, precision=precision)
+        for row in rows_of(graph, kernel, tk, name, compile_ahead(tk, target), 1):
+            out[row["kernel"]] = row
     return out
 
 
-def in_its_own_process(target: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def in_its_own_process(target: str, cache: Path, names: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
     return subprocess.run(
-        [sys.executable, "-W", "error", __file__, target], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", __file__, target, *names], env=env, capture_output=True, text=True, check=False
     )
 
 
@@ -157,19 +179,36 @@ def in_its_own_process(target: str, cache: Path) -> subprocess.CompletedProcess[
 def test_kernels_compile_and_fit(target: str, tmp_path: Path) -> None:
     done = in_its_own_process(target, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, found in json.loads(done.stdout).items():
-        where = f"{name} for {target}: {found}"
-        assert found["spills"] == 0 or name in STACK_ALLOWED, where
-        assert found["shared"] <= CHIPS[target].shared, where
-        assert found["registers"] * found["num_warps"] * CHIPS[target].warp <= CHIPS[target].registers, where
-        if name in ON_MATRIX_UNITS:
-            assert found["instructions"].get(MATRIX[target], 0) > 0, where
-        if name == "matmul f16" and target != "gfx942":
-            copies = found["instructions"].get("LDGSTS.128", 0) + found["instructions"].get("UTMALDG", 0)
-            assert copies > 0, "operands are copied asynchronously, 16 bytes or a whole tile at a time"
-        if name in ("bias", "exp", "softmax state"):
-            wide = "global_load_dwordx4" if target == "gfx942" else "LDG.128"
-            assert found["instructions"].get(wide, 0) > 0 or name == "softmax state", where
+    found = json.loads(done.stdout)
+    for name, row in found.items():
+        holds(name, row, target)
+    assert len([n for n in found if n.startswith("decode")]) == 2, "the keys are in parts, merged by a second kernel"
+
+
+def test_a_few_kernels_compile_and_fit(tmp_path: Path) -> None:
+    done = in_its_own_process("sm90", tmp_path, FAST)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    for name, row in found.items():
+        holds(name, row, "sm90")
+    assert found["matmul bf16"]["descriptors"] and found["attention bf16 wide causal"]["instructions"]["UTMALDG"] > 0
+    assert found["matmul bf16"]["extents"] == [1, 512, 512, 512] and found["matmul bf16"]["matrix_flops"] == 2 * 512**3
+    assert found["layer norm"]["bytes"] == 2 * 2 * 4096 * 4096 + 2 * 4096 and 0 < found["layer norm"]["occupancy"] <= 1
+
+
+def holds(name: str, row: dict[str, Any], target: str) -> None:
+    """What every compiled kernel must keep to."""
+    chip, where, case = CHIPS[target], f"{name} for {target}: {row}", name.partition(".")[0]
+    assert row["spills"] == 0 or case in STACK_ALLOWED, where
+    assert row["shared"] <= chip.shared == row["shared_limit"], where
+    assert row["registers"] * row["num_warps"] * chip.warp <= chip.registers, where
+    if ("stream" in row["kind"] and case in ON_MATRIX_UNITS) or (row["kind"].startswith("dot") and case in ON_MATRIX_UNITS):
+        assert row["matrix"] == chip.matrix, where
+    if case in BY_ROWS and row["kind"] not in ("copy", "merge") and target != "gfx942":
+        copied = row["instructions"].get("LDGSTS.128", 0) + row["instructions"].get("UTMALDG", 0)
+        assert copied + row["instructions"].get("LDG.128", 0) > 0, where
+    if name in ("bias", "exp", "layer norm", "transpose"):
+        assert row["wide_share"] > 0.4, where
 
 
 @pytest.mark.slow
@@ -182,4 +221,4 @@ def test_interpreter_and_unknown_targets_are_refused() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(sys.argv[1])))
+    print(json.dumps(compile_all(sys.argv[1], sys.argv[2:] or list(CASES))))

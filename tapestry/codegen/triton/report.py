@@ -8,11 +8,13 @@ from typing import Any
 
 from tapestry.codegen.triton.chips import CHIPS, Chip
 from tapestry.codegen.triton.compile import Compiled, Resources
+from tapestry.codegen.triton.lowered import points
 from tapestry.codegen.triton.operation import operation
 from tapestry.codegen.triton.source import Pass, TritonKernel
 from tapestry.codegen.triton.work import roofline, work_of
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.types import itemsize
 
 # the matrix instructions of any chip, fastest first, as opcodes begin
 MATRIX = ("UTCHMMA", "UTCQMMA", "HGMMA", "QGMMA", "HMMA", "v_mfma")
@@ -45,15 +47,30 @@ def rows_of(
     work, chip = work_of(graph, kernel, found), CHIPS[compiled[0].target]
     knobs = {f.name: getattr(made.knobs, f.name) for f in fields(made.knobs)}
     out: list[dict[str, Any]] = []
-    for one, each in zip(made.passes, compiled, strict=True):
+    copies = len(made.passes) - 1 - _in_parts(made)
+    for k, (one, each) in enumerate(zip(made.passes, compiled, strict=True)):
         last = one is made.passes[-1]
-        row = {"kernel": stem if last else f"{stem}.parts", **_machine(one, each.resources, chip)}
-        row |= {"kind": made.kind if last or len(made.passes) == 1 else f"{made.kind} in parts", "mode": kernel.mode}
-        row |= {"nodes": list(op.source), "launches": launches, "precision": made.precision, "knobs": knobs}
+        kind = "copy" if k < copies else f"{made.kind} in parts" if not last else "merge" if _in_parts(made) else made.kind
+        row = {"kernel": stem if last else f"{stem}.{k}", **_machine(one, each.resources, chip), "kind": kind}
+        row |= {
+            "mode": kernel.mode,
+            "nodes": list(op.source),
+            "launches": launches,
+            "precision": made.precision,
+            "knobs": knobs,
+        }
+        if (c := found.product) is not None and kind.startswith("dot"):
+            row["extents"] = [points(c.batch), points(c.m), points(c.n), points((*c.k, *c.taps))]
+            row["operand"] = c.operand
         row |= {"flops": work.flops, "matrix_flops": work.matrix_flops, "bytes": work.bytes} if last else {}
         row |= {"scratch_bytes": scratch_bytes(made), "roofline_s": roofline(work, found, chip)} if last else {}
         out.append(row)
     return out
+
+
+def _in_parts(made: TritonKernel) -> bool:
+    """Whether the last pass merges the states that the one before it wrote."""
+    return len(made.passes) > 1 and made.passes[-2].function.startswith(f"{made.name}_parts")
 
 
 def _machine(one: Pass, found: Resources, chip: Chip) -> dict[str, Any]:
@@ -68,8 +85,7 @@ def _machine(one: Pass, found: Resources, chip: Chip) -> dict[str, Any]:
 
 def scratch_bytes(made: TritonKernel) -> int:
     """Bytes written and read again between two passes."""
-    widths = {"f64": 8, "i64": 8, "u64": 8, "f32": 4, "i32": 4, "u32": 4, "i16": 2, "u16": 2}
-    return 2 * sum(n * widths.get(d, 1) for d, n in made.scratch)
+    return 2 * sum(n * itemsize(d) for d, n in made.scratch)
 
 
 def summary(rows: Sequence[Mapping[str, Any]], opaque: Sequence[str], unfused: Mapping[str, Any]) -> dict[str, Any]:
