@@ -66,7 +66,8 @@ class Compiled:
 def compile(
     model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "cpu",
     shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
-    precision: str = "ieee", pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (), weights: bool = True,
+    precision: str = "ieee", weights: bool = True,
+    pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (),
     time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True, exact: bool = False,
     resume: str | Path | None = None, interrupt: threading.Event | None = None, stages: int | str = "auto",
     micro_batches: int | str = "auto", progress: pipeline.Report = lambda stage, seconds: None,
