@@ -7,11 +7,14 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 import random
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from onnx import TensorProto as T
 from small_models import MODELS as SMALL
 from small_models import Case, N, assert_same, execute, f32, i64, mesh_of, net, random_plan, save
@@ -33,6 +36,9 @@ from tapestry.rewrites.rule import RULES, Move, Refusal, apply_moves
 from tapestry.rewrites.simplify import simplify
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import certificate, interp
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import inductor
 
 GPU = Machine(device=SOURCES["h100"].device, eager=False)
 CPU = Machine(device=SOURCES["cpu"].device, eager=True)
@@ -329,3 +335,17 @@ def test_a_fusion_is_taken_only_where_it_saves_time() -> None:
     new = RULES["inline_map"].apply(graph, Move("inline_map", "k"))
     apart = sum(seconds(graph, op, GPU) for op in graph.ops if isinstance(op, Block))
     assert (seconds(new, new.ops[0], GPU) < apart) == bool(fused(graph, GPU)[1])  # type: ignore[arg-type]
+
+
+def test_the_peer_computes_the_same_graph() -> None:
+    """The torch module that `bench/fusion.py` hands to Inductor, node by node, against the interpreter; and how calls are counted."""
+    c, _, _ = decoded("decoder_grouped")
+    model = inductor.folded(c.path, {})
+    stored = {i.name for i in model.graph.input} - {*c.feeds}
+    module = inductor.Module(model, {n: c.weights[n] for n in stored})
+    got = module(*(torch.from_numpy(c.feeds[n]) for n in module.feeds))
+    compare(got[0].numpy(), c.expected["y"], "f32")
+    text = "def call(self, args):\n    cpp_fused_add_0(buf0)\n    extern_kernels.mm(a, b, out=buf1)\n    buf2 = torch.ops.mkl._mkl_linear.default(a)\n"
+    assert inductor.calls(text + "    buf3 = reinterpret_tensor(buf2)\n") == (
+        1, {"extern_kernels.mm": 1, "torch.ops.mkl._mkl_linear.default": 1},
+    )  # fmt: skip
