@@ -7,6 +7,7 @@ from tapestry.rewrites import drop_results as drop_results
 from tapestry.rewrites import fuse_epilogue as fuse_epilogue
 from tapestry.rewrites import fuse_maps as fuse_maps
 from tapestry.rewrites import fuse_nested as fuse_nested
+from tapestry.rewrites import fuse_places as fuse_places
 from tapestry.rewrites import fuse_product as fuse_product
 from tapestry.rewrites import fuse_results as fuse_results
 from tapestry.rewrites import fuse_rows as fuse_rows

@@ -131,12 +131,12 @@ def _exponentials(graph: Graph, a: Block, first: Block, b: Block) -> Merged | st
     """``max ⋉ sum``: exponentials of what is less its maximum, times what does not refer to it."""
     if not is_state(a.then[0], 0):
         return "what is subtracted is not the maximum"
-    w = as_weight(b, (a.outs[0], ""))
-    if w is None:
+    w = as_weight(rewrite(b.body[0], lambda x: a.then[0] if isinstance(x, Arg) and b.reads[x.pos].tensor in a.outs else x))
+    if w is None or w.divided:
         return "its terms are not exponentials of scores less their maximum"
     if one_pass.resolved(w.score, b.reads, b) != one_pass.resolved(first.body[0], first.reads, b):
         return "the maximum is that of other scores"
-    special = centres(w, a)
+    special = centres(w)
     if special is None:
         return "rows without a finite maximum would get another value"
     dtype = first.body[0].dtype

@@ -9,6 +9,7 @@ from tapestry.ir.contraction import dims_read, factors
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Inner, Read, map_exprs
 from tapestry.ir.index import Aff, dim
+from tapestry.ir.types import FLOATS
 from tapestry.rewrites.pattern import shift_args, substitute_expr, substitute_read
 
 
@@ -83,14 +84,16 @@ def _unscaled(graph: Graph, op: Block, k: int) -> Block:
 
 
 def _scaling(op: Block) -> tuple[Read, float] | None:
-    """What a map reads and the constant that it multiplies it by; ``None`` when it does anything else."""
+    """What a map reads and the constant that it multiplies (or divides) it by; ``None`` when it does anything else."""
     if op.monoid or len(op.outs) != 1 or len(op.reads) != 1 or op.splits or op.reads[0].other is not None:
         return None
     e = op.body[0]
-    if not isinstance(e, Call) or e.fn != "mul" or {type(a) for a in e.args} != {Arg, Const}:
+    if not isinstance(e, Call) or e.fn not in ("mul", "div") or {type(a) for a in e.args} != {Arg, Const}:
         return None
-    value = next(a for a in e.args if isinstance(a, Const)).value
-    return op.reads[0], float(value)
+    value = float(next(a for a in e.args if isinstance(a, Const)).value)
+    if e.fn == "div":
+        return (op.reads[0], 1.0 / value) if isinstance(e.args[1], Const) and value and e.dtype in FLOATS else None
+    return op.reads[0], value
 
 
 def _leaves(e: Expr) -> list[Expr]:

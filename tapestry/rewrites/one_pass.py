@@ -75,6 +75,9 @@ def aligned(a: Block, b: Block) -> dict[str, Aff] | None:
     do not matter."""
     env: dict[str, Aff] = {}
     for mine, theirs in ((a.dims, b.dims), (a.reduce, b.reduce)):
+        if [d.size for d in mine] == [d.size for d in theirs]:
+            env |= {d.name: dim(o.name) for d, o in zip(mine, theirs, strict=True)}
+            continue
         wide = [d for d in theirs if d.size > 1]
         if [d.size for d in mine if d.size > 1] != [d.size for d in wide]:
             return None
@@ -275,5 +278,6 @@ def points(dims: Sequence[Dim]) -> int:
 
 def at_rows(read: Read, a: Block, env: Env, b: Block) -> bool:
     """Whether a read of a result of the first is of the row that the second is at."""
-    want = tuple(substitute(env[d.name], {}, b.ranges) for d in a.dims)
+    one = {d.name: const(0) for d in b.space if d.size == 1}
+    want = tuple(substitute(env[d.name], one, b.ranges) for d in a.dims)
     return plain(read, b).index == want and read.other is None

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.contraction import dims_read
-from tapestry.ir.expr import Acc, Arg, Expr, call, rewrite
+from tapestry.ir.expr import Acc, Arg, Expr, arg_positions, call, rewrite
 from tapestry.ir.graph import Block, Graph, Read, map_exprs, with_ops
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import number
 from tapestry.rewrites.inner import with_inner
 from tapestry.rewrites.pattern import merge_reads, shift_args, substitute_expr, substitute_read
 from tapestry.rewrites.rule import Move, Refusal, register
-from tapestry.rewrites.weights import Weight, as_weight, centres, is_state, product_of
+from tapestry.rewrites.weights import Weight, as_weight, centres, product_of
 
 
 @register
@@ -127,13 +127,23 @@ def _match(graph: Graph, index: _Index, at: int) -> Found | str:
     gone = frozenset((maps, soft))
     if any(set(index.readers.get(t, [])) - {maps, at} or t in graph.outputs for t in rows.outs):
         return "the maximum or the sum of weights is needed elsewhere"
-    weight = as_weight(wide, rows.outs)
+    places = {(r.index, r.other) for r in wide.reads if r.tensor in rows.outs}
+    row, other = next(iter(places))
+    if len(places) != 1 or other is not None:
+        return "maximum and sum of weights are those of different rows"
+    weight = as_weight(_stated(wide.body[0], wide, rows))
     if weight is None:
         return "the weights are not exponentials of scores less their maximum, over their sum"
-    why = _same_scores(wide, weight, rows)
+    why = _same_scores(wide, weight, rows, row)
     if why:
         return why
     return _streamed(graph, index, wide, weight, rows, gone)
+
+
+def _stated(e: Expr, wide: Block, rows: Block) -> Expr:
+    """An expression with results of the softmax's reduction written out, over its state."""
+    results = dict(zip(rows.outs, rows.then, strict=True))
+    return rewrite(e, lambda x: results.get(wide.reads[x.pos].tensor, x) if isinstance(x, Arg) else x)
 
 
 def _opened(graph: Graph, index: _Index, op: Block, at: int) -> tuple[Block, int, int] | None:
@@ -166,12 +176,10 @@ def _softmax_of(graph: Graph, index: _Index, tensor: str) -> int | None:
     plain = (
         isinstance(op, Block)
         and op.monoid == "logsumexp"
-        and len(op.outs) == 2
         and len(op.reduce) == 1
         and not op.inner
         and not op.splits
-        and is_state(op.then[0], 0)
-        and is_state(op.then[1], 1)
+        and not arg_positions(op.then)
     )
     return at if plain else None
 
@@ -186,25 +194,20 @@ def _inlined(op: Block, at: int, maps: Block) -> Block:
     return map_exprs(wide, lambda e: rewrite(e, lambda x: (put.get(x.pos) or x) if isinstance(x, Arg) else x))
 
 
-def _same_scores(wide: Block, weight: Weight, rows: Block) -> str:
+def _same_scores(wide: Block, weight: Weight, rows: Block, row: tuple[Aff, ...]) -> str:
     """Why the softmax does not range over the scores that the sum does ("" when it does)."""
     key, theirs = wide.reduce[0], rows.reduce[0]
-    if any(key.name in dims_of(e) for e in wide.reads[weight.top].index):
+    if any(key.name in dims_of(e) for e in row):
         return "the maximum is read along the dimension of the sum"
-    if wide.reads[weight.top].index != wide.reads[weight.total].index or key.size != theirs.size:
-        return "maximum and sum of weights are those of different rows"
-    env = _row_env(wide, weight, rows)
+    if key.size != theirs.size:
+        return "the softmax is over another number of scores than the sum"
+    env: dict[str, Aff] = dict(zip((d.name for d in rows.dims), row, strict=True)) | {theirs.name: dim(key.name)}
     inside = {k: substitute_read(r, env, wide.ranges) for k, r in enumerate(rows.reads)}
     mine = _resolved(weight.score, dict(enumerate(wide.reads)))
     if mine != _resolved(substitute_expr(rows.body[0], env, wide.ranges), inside):
         return "the softmax is over other scores than the sum"
     one = rows.body[1]
     return "" if one == number(1, one.dtype) else "the sum of weights is weighted itself"
-
-
-def _row_env(wide: Block, weight: Weight, rows: Block) -> dict[str, Aff]:
-    env = dict(zip((d.name for d in rows.dims), wide.reads[weight.top].index, strict=True))
-    return env | {rows.reduce[0].name: dim(wide.reduce[0].name)}
 
 
 def _resolved(e: Expr, reads: Mapping[int, Read]) -> str:
@@ -222,7 +225,7 @@ def _resolved(e: Expr, reads: Mapping[int, Read]) -> str:
 
 def _streamed(graph: Graph, index: _Index, wide: Block, w: Weight, rows: Block, gone: frozenset[int]) -> Found | str:
     """The one operation: state (maximum, sum of weights, weighted sum), divided at the end."""
-    special = centres(w, rows)
+    special = centres(w)
     if special is None:
         return "rows without a finite maximum would get another value"
     dtype = w.score.dtype
@@ -233,9 +236,6 @@ def _streamed(graph: Graph, index: _Index, wide: Block, w: Weight, rows: Block, 
         out = call("where", test(top), call("sub", top, top) if math.isnan(value) else number(value, dtype), out)
     if wide.body[0].dtype != dtype:
         return "weights and values are summed in another type than the scores"
-    rest = [r.index == wide.reads[w.top].index and r.other is None for r in wide.reads if r.tensor in rows.outs]
-    if not all(rest):
-        return "the maximum or the sum of weights of another row is read after the sum"
 
     def after(x: Expr) -> Expr:
         if isinstance(x, Arg) and wide.reads[x.pos].tensor in rows.outs:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, call, cast, rewrite, walk
-from tapestry.ir.graph import Block
+from tapestry.ir.expr import Acc, Call, Const, Expr, call, cast, rewrite, walk
 from tapestry.ir.monoid import lowest, number
 from tapestry.ir.types import FLOATS
 from tapestry.verify.interp import value
@@ -17,49 +16,61 @@ from tapestry.verify.interp import value
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """``exp(score - top) / total * values / divisors``.
+    """``exp(score - maximum) / total * values / divisors``.
 
     Attributes:
-        weight: the factors that are the softmax's, as written, guards included.
-        top, total: positions of the reads of the maximum and of the sum of weights.
+        weight: the factors that are the softmax's, as written, guards included, over the state (maximum, sum of weights).
         divided: whether the weights are divided by their sum at all.
     """
 
     weight: Expr
     score: Expr
-    top: int
-    total: int
     divided: bool
     values: tuple[Expr, ...]
     divisors: tuple[Expr, ...]
 
 
-def as_weight(op: Block, softmax: tuple[str, ...]) -> Weight | None:
-    """The terms of a sum as weighted values, ``softmax`` being the tensors of maximum and sum; ``None`` if they are not."""
-    tops = {k for k, r in enumerate(op.reads) if r.tensor == softmax[0]}
-    totals = {k for k, r in enumerate(op.reads) if r.tensor == softmax[1]}
-
-    def inside(e: Expr) -> bool:
-        return any(isinstance(x, Arg) and x.pos in tops | totals for x in walk(e))
-
-    over, under = _factors(op.body[0], inside)
-    mine = [e for e in over if inside(e)]
-    below = [e for e in under if inside(e)]
+def as_weight(term: Expr) -> Weight | None:
+    """The terms of a sum, written over the state of a softmax (``Acc``), as weighted values; ``None`` if they are not."""
+    over, under = _factors(term, _inside)
+    mine = [e for e in over if _inside(e)]
+    below = [e for e in under if _inside(e)]
     if len(mine) != 1 or len(below) > 1:
         return None
     weight: Expr = call("div", mine[0], below[0]) if below else mine[0]
     core, bottom = _unguarded(weight)
-    top_of = core.args[0] if isinstance(core, Call) and core.fn == "exp" else None
-    if not isinstance(top_of, Call) or top_of.fn != "sub" or not isinstance(top_of.args[1], Arg):
+    if not isinstance(core, Call) or core.fn != "exp" or (bottom is not None and not is_state(bottom, 1)):
         return None
-    score, top = top_of.args
-    if not isinstance(top, Arg) or top.pos not in tops or inside(score):
+    found = _less_maximum(core.args[0])
+    if found is None or _inside(found[0]) or (found[1] and bottom is not None):
         return None
-    if bottom is not None and not (isinstance(bottom, Arg) and bottom.pos in totals):
+    values = tuple(e for e in over if not _inside(e))
+    divisors = tuple(e for e in under if not _inside(e))
+    return Weight(weight, found[0], found[1] or bottom is not None, values, divisors)
+
+
+def _inside(e: Expr) -> bool:
+    return any(isinstance(x, Acc) for x in walk(e))
+
+
+def _less_maximum(e: Expr) -> tuple[Expr, bool] | None:
+    """(the score, whether the logarithm of the sum of weights is subtracted too) of a score less its maximum."""
+    if not isinstance(e, Call) or e.fn != "sub":
         return None
-    total = bottom.pos if isinstance(bottom, Arg) else top.pos
-    values = tuple(e for e in over if not inside(e))
-    return Weight(weight, score, top.pos, total, bottom is not None, values, tuple(e for e in under if not inside(e)))
+    left, right = e.args
+    if is_state(right, 0):
+        return left, False
+    if _is_log_total(right) and isinstance(left, Call) and left.fn == "sub" and is_state(left.args[1], 0):
+        return left.args[0], True
+    if isinstance(right, Call) and right.fn == "add":
+        pair = right.args
+        if any(is_state(m, 0) and _is_log_total(s) for m, s in (pair, pair[::-1])):
+            return left, True
+    return None
+
+
+def _is_log_total(e: Expr) -> bool:
+    return isinstance(e, Call) and e.fn == "log" and is_state(e.args[0], 1)
 
 
 def _factors(e: Expr, inside: Callable[[Expr], bool]) -> tuple[list[Expr], list[Expr]]:
@@ -107,12 +118,12 @@ Centre = tuple[Callable[[Expr], Expr], float]
 """A test of the maximum, and the value of a row that it holds for."""
 
 
-def centres(w: Weight, rows: Block) -> list[Centre] | None:
+def centres(w: Weight) -> list[Centre] | None:
     """What rows whose maximum is infinite or NaN give, in the order of application; ``None`` when it is no constant.
 
     Found by evaluating the weight as it was written. A weight of zero makes the row 0, a NaN makes it NaN.
     """
-    least, most, none = (_row_value(w, rows, top) for top in (-math.inf, math.inf, math.nan))
+    least, most, none = (_row_value(w, top) for top in (-math.inf, math.inf, math.nan))
     if least is None or most is None or none is None or not _same(most, none):
         return None
 
@@ -129,17 +140,12 @@ def _same(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-def _row_value(w: Weight, rows: Block, top: float) -> float | None:
+def _row_value(w: Weight, top: float) -> float | None:
     """0 or NaN: the weights of a row with this maximum, one and all; ``None`` when they are something else."""
-    total = number(1, w.score.dtype)
-    lowered = [
-        rewrite(e, lambda x: Const(top, x.dtype) if isinstance(x, Acc) and x.field == 0 else total if isinstance(x, Acc) else x)
-        for e in rows.then[:2]
-    ]
     out = 0.0
     for score in [top] if top == -math.inf else [top, 0.0, -math.inf]:
         e = _replaced(w.weight, w.score, Const(score, w.score.dtype))
-        e = rewrite(e, lambda x: lowered[0 if x.pos == w.top else 1] if isinstance(x, Arg) else x)
+        e = rewrite(e, lambda x: Const(1.0 if x.field else top, x.dtype) if isinstance(x, Acc) else x)
         with np.errstate(all="ignore"):
             got = float(value(e, [], [], {}, False))
         if got != 0 and not math.isnan(got):
