@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tapestry.codegen.triton.axes import identifier
-from tapestry.codegen.triton.chips import DEFAULT, PRECISIONS, Chip, chip_of, plain
+from tapestry.codegen.triton.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
 from tapestry.codegen.triton.descriptors import Descriptor, descriptor_type
 from tapestry.codegen.triton.emit_dot import emit_dot
 from tapestry.codegen.triton.emit_gather import emit_gather
@@ -102,6 +102,8 @@ def generate(
     if precision not in PRECISIONS:
         raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
     target = plain(target)
+    if CHIPS[target].backend == "hip" and precision == "tf32x3":
+        precision = "ieee"  # AMD's matrix units multiply f32 as it is
     found = operation(graph, kernel, precision)
     chosen = knobs or default_knobs(found, target)
     op = graph.ops[kernel.op]
