@@ -110,7 +110,7 @@ _FILL = 1.2e-6  # seconds from a program's start to its first product, and for i
 def _either(operation: Operation, chip: Chip) -> Iterator[Knobs]:
     """Candidates of a contraction on its operands as they are and, where that helps, on copies of them, by predicted time."""
     found = _dot(operation, chip)
-    if (on_copies := operation.staged) is not None:
+    if (on_copies := operation.staged) is not None and (chip.descriptors or not on_copies.padded):  # else masks cut rows up
         cost = on_copies.moved / chip.bandwidth + _LAUNCH * len(on_copies.copies)
         more = _dot(on_copies.product, chip)
         found = sorted([*found, *((t + cost, replace(k, staged=True)) for t, k in more)], key=lambda f: f[0])
@@ -127,7 +127,7 @@ def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
     size, smooth = 2 if half else 4, _smooth(operation, c)
     rough = half and not c.masked and not (ready or aligned(operation.task, c))
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
-    slow = 3.0 if rough or (half and not smooth and not ready) else 1.0  # elements are gathered one by one
+    slow = 3.0 if rough or (half and not ready and not _runs(operation, c)) else 1.0  # elements are gathered one by one
     found: list[tuple[float, Knobs]] = []
     for bm, bn, bk, stages, warps in table:
         if (half or operation.precision != "ieee") and chip.arch in (90, 100) and bm < 64 <= m and n >= 64:
@@ -135,9 +135,12 @@ def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
         bk = min(16 if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(16, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue
+        if chip.arch == 80 and bm * bn * len(c.pairs) >= 128 * 128:
+            warps = 8  # sums and operands are all in registers
         if rough and bm * bn > 64 * 32 * warps:
             continue  # a load for each element, with its address and mask in registers
-        if bm * bn * len(c.pairs) > 128 * 256 or (not half and bm * bn * len(c.pairs) > 64 * 64 and len(c.pairs) > 1):
+        most = (128 * 256 if len(c.pairs) == 1 or chip.arch in (90, 100) else 128 * 128) if half else 64 * 64 * 2
+        if bm * bn * len(c.pairs) > max(most, bm * bn if len(c.pairs) == 1 else 0):
             continue  # each sum has an accumulator of its own
         stages = min(stages, 2) if chip.backend == "hip" else stages
         while stages > 2 and stages * (bm * tall + bn * wide) * bk * size > chip.shared:
@@ -198,6 +201,12 @@ def _dot_seconds(k: Knobs, extents: tuple[int, int, int, int], operand: str, pre
     return max(compute, memory) + second
 
 
+def _runs(operation: Operation, c: Contraction) -> bool:
+    """Whether every operand lies contiguous along k or, unchecked, along its own dimension."""
+    reads = [a for p, a in operation.task.reads.items() if p in arg_positions(tuple(e for pair in c.pairs for e in pair))]
+    return all(_contiguous(a, c.k) or (not a.checks and _contiguous(a, c.m + c.n)) for a in reads)
+
+
 def _smooth(operation: Operation, c: Contraction) -> bool:
     """Whether every operand lies contiguous along k, so that a tile's rows are copied 16 bytes at a time."""
     return all(
@@ -221,7 +230,7 @@ _STREAMS = {
         (128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3),
     ),
 }  # fmt: skip
-_PLAIN = {"wide": ((32, 32, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)), "64": ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))}
+_PLAIN = {"wide": ((32, 16, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)), "64": ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))}
 
 
 def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
@@ -230,6 +239,8 @@ def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
     wide = max(points(s.depth), points(s.columns))
     rows, keys = max(16, power_of_two(points(s.rows))), max(16, power_of_two(s.key.size))
     table = _STREAMS["wide" if wide > 128 else "128" if wide > 64 else "64"] if half else _PLAIN["wide" if wide > 64 else "64"]
+    if not half and wide > 64 and chip.arch == 80:
+        table = (table[1], table[0], *table[2:])  # ptxas spills with the other
     tall = points(s.batch) * -(-points(s.rows) // table[0][0])
     for bm, bn, warps, stages in table:
         if bm > rows and bm > 16:

@@ -33,12 +33,14 @@ class Staged:
         product: the contraction, with the same read positions.
         scratch: (dtype, elements) of the copies.
         moved: bytes that the copies read and write.
+        padded: whether some row is longer than what it holds.
     """
 
     copies: tuple[tuple[int, Operation], ...]
     product: Operation
     scratch: tuple[tuple[str, int], ...]
     moved: int
+    padded: bool
 
 
 def staged(graph: Graph, kernel: Kernel, found: Operation) -> Staged | None:
@@ -102,7 +104,7 @@ def _with_copies(
     tensors, ins, reads = dict(graph.tensors), list(kernel.ins), list(op.reads)
     made: list[tuple[int, Operation]] = []
     scratch: list[tuple[str, int]] = []
-    moved = 0
+    moved, padding = 0, False
     for p, (box, order) in copies.items():
         old = tensors[op.reads[p].tensor]
         step = _ALIGN // itemsize(old.dtype)
@@ -115,12 +117,13 @@ def _with_copies(
         reads[p] = replace(op.reads[p], tensor=new.name, index=tuple(op.reads[p].index[a] for a in order))
         made.append((p, _copy(old, new, box, held, padded, order)))
         scratch.append((old.dtype, prod(shape(padded))))
+        padding = padding or padded != held
         moved += 2 * prod(shape(box)) * itemsize(old.dtype)
     changed = replace(
         graph, tensors=tensors, ops=(*graph.ops[: kernel.op], replace(op, reads=tuple(reads)), *graph.ops[kernel.op + 1 :])
     )
     product = classified(lower(changed, replace(kernel, ins=tuple(ins))), found.precision)
-    return Staged(copies=tuple(made), product=product, scratch=tuple(scratch), moved=moved)
+    return Staged(copies=tuple(made), product=product, scratch=tuple(scratch), moved=moved, padded=padding)
 
 
 def _copy(old: Tensor, new: Tensor, box: Box, held: Box, padded: Box, order: tuple[int, ...]) -> Operation:
