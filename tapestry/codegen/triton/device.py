@@ -16,7 +16,7 @@ from tapestry.codegen.triton import library
 from tapestry.codegen.triton.chips import CHIPS, DEFAULT, plain
 from tapestry.codegen.triton.launch import Call, Shared, bind, compile_all, here, interpreted
 from tapestry.codegen.triton.lowered import unavailable
-from tapestry.codegen.triton.source import TritonKernel, generate
+from tapestry.codegen.triton.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.tuned import Choice, Tuned
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
@@ -44,6 +44,7 @@ class DeviceTarget:
         self.target, self.precision = chip_name(device, target), precision
         self.device, self.tuned, self.libraries = device, tuned, libraries
         self.shared: Shared = {}
+        self.made: dict[str, TritonKernel] = {}
 
     def host(self, graph: Graph, op: int) -> str:
         """Why an operation runs on the host; "" where it has a kernel."""
@@ -56,23 +57,27 @@ class DeviceTarget:
     def prepare(self, graph: Graph, kernels: Sequence[Kernel]) -> None:
         """Compile what is going to be bound, several kernels at a time."""
         if self.device.type != "cpu":
-            made = [self._made(graph, k, self._choice(graph, k)) for k in kernels]
-            compile_all(made, here(), os.cpu_count() or 1)
+            compile_all([self._made(graph, k) for k in kernels], here(), os.cpu_count() or 1)
 
     def _choice(self, graph: Graph, kernel: Kernel) -> Choice:
         return self.tuned(graph, kernel) if self.tuned else Choice()
 
-    def _made(self, graph: Graph, kernel: Kernel, choice: Choice) -> TritonKernel:
-        return generate(graph, kernel, choice.knobs, target=self.target, precision=self.precision)
+    def _made(self, graph: Graph, kernel: Kernel) -> TritonKernel:
+        """What is generated for a kernel; equal ones in other layers share it, and are compiled once."""
+        key = kernel_key(graph, kernel)
+        if key not in self.made:
+            knobs = self._choice(graph, kernel).knobs
+            self.made[key] = generate(graph, kernel, knobs, target=self.target, precision=self.precision)
+        return self.made[key]
 
     def bind(
         self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> Call:
         """A function that computes one block from these buffers into ``outs``."""
-        choice = self._choice(graph, kernel)
-        if self.libraries and choice.library and (call := library.bind(graph, kernel, ins, outs)) is not None:
+        theirs = self.libraries and self._choice(graph, kernel).library
+        if theirs and (call := library.bind(graph, kernel, ins, outs)) is not None:
             return call
-        made = self._made(graph, kernel, choice)
+        made = self._made(graph, kernel)
         given = [x for k in made.reads if (x := ins[k]) is not None]
         return bind(made, [*given, *states, *outs], self.shared)
 
