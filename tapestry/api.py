@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tapestry import flags, pipeline
-from tapestry.codegen.triton.chips import PRECISIONS, chip_of
+from tapestry.codegen.triton.chips import PRECISIONS, chip_of, plain
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir import store
 from tapestry.ir.plan import Mesh
@@ -144,7 +144,7 @@ def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
 def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) -> Session:
     """A session on a GPU, or in Triton's interpreter; a machine of its own (a rank's) gets arrays, not bound kernels."""
     from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-    from tapestry.codegen.triton.device import DeviceTarget, find_device
+    from tapestry.codegen.triton.device import DeviceTarget, chip_name, find_device
     from tapestry.codegen.triton.target import TritonTarget
     from tapestry.codegen.triton.tuned import local_cache
     from tapestry.runtime.device import DeviceMachine
@@ -160,6 +160,7 @@ def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) 
         libraries=bool(more.pop("libraries", False)),
         target=build.target,
         precision=build.precision,
+        knobs=build.knobs if chip_name(device, build.target) == plain(build.target) else {},
     )
     return Session(build, constants, target, (from_numpy, to_numpy), machine=machine, **more)
 

@@ -134,8 +134,9 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
             places=found.plan.places, streamed=found.plan.streamed, exact=options.exact,
         )  # fmt: skip
     with clock("codegen"):
-        kernels = emit.triton_sources(found.plan.graph, found.program, options.target, options.precision)
-    build = _build(lifted, found, topo, options, moves)
+        knobs = _tuned(found, options)
+        kernels = emit.triton_sources(found.plan.graph, found.program, options.target, options.precision, knobs)
+    build = replace(_build(lifted, found, topo, options, moves), knobs=knobs)
     document = _report(lifted, found, topo, alone, kernels, laws, moves)
     document["seconds"] = {**clock.seconds, "total": round(time.perf_counter() - start, 4)}
     document["unified"], document["unfused"] = lifted.unified, unfused(lifted.graph)
@@ -282,6 +283,16 @@ def _as_staged(options: Options, stages: int, micro: int) -> Options:
     return replace(options, stages=str(stages), micro_batches=str(micro))
 
 
+def _tuned(found: Found, options: Options) -> dict[str, dict[str, Any]]:
+    """Knobs measured for the plan's kernels on this machine, where it has a GPU of the target's kind."""
+    from tapestry.codegen.triton.tuned import cache_of_target, recorded
+
+    if not options.target.startswith("triton"):
+        return {}
+    cache = cache_of_target(flags.cache_folder(), options.target, options.precision)
+    return {} if cache is None else recorded(cache, found.plan.graph, emit.kernels(found.plan.graph, found.program))
+
+
 def _debug(found: Found) -> None:
     if flags.debug_level() >= 2:
         log.warning("objective %.6g s, bound %.6g s, gap %.4f", found.objective, found.bound, found.gap)
@@ -378,7 +389,7 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
         streamed=plan.streamed,
         exact=build.exact,
     )
-    emitted = emit.triton_sources(plan.graph, build.program, build.target, build.precision)
+    emitted = emit.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
     written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
     for name, source in emitted.items():
         if written.get(name) != source.encode():
@@ -399,7 +410,8 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
     build, _ = store.read(folder)
     graph = build.plan.graph
     counts = emit.launches(graph, build.program)
-    made = emit.named_kernels(graph, build.program, target, build.precision)
+    knobs = build.knobs if target == build.target else {}
+    made = emit.named_kernels(graph, build.program, target, build.precision, knobs)
     files: dict[str, bytes] = {}
     rows: list[dict[str, Any]] = []
     for done, (name, (kernel, source)) in enumerate(made.items()):

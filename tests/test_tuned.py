@@ -8,10 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from small_models import save
 
-from tapestry.codegen.triton import Knobs
+from tapestry import api
+from tapestry.codegen import emit
+from tapestry.codegen.triton import Knobs, tuned
 from tapestry.codegen.triton.tuned import Cache, Choice, as_knobs, local_cache
 from tapestry.codegen.triton.tuned import _digest as digest
+from tapestry.errors import BuildError
+from tapestry.pipeline import verify_build
 
 CHOICE = Choice(knobs=Knobs(bm=32, bn=128, num_warps=8), library=True)
 
@@ -74,10 +80,36 @@ def test_a_folder_in_the_place_of_an_entry(cache: Cache) -> None:
 
 
 def test_the_interpreter_has_no_cache(tmp_path: Path) -> None:
-    import torch
-
     assert local_cache(tmp_path, torch.device("cpu")) is None
 
 
 def test_knobs_from_data() -> None:
     assert as_knobs({"bm": 32, "num_stages": 2}) == Knobs(bm=32, num_stages=2)
+
+
+def test_a_build_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled where there is a GPU that was tuned on: its knobs are in the plan, and its kernels are generated with them."""
+    plain = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
+    assert plain.build.knobs == {}
+    cache = Cache(tmp_path / "tune", "NVIDIA H200", "3.9.0")
+    graph, program = plain.build.plan.graph, plain.build.program
+    first = emit.kernels(graph, program)[0]
+    changed = replace(next(iter(emit.triton_kernels(graph, program).values())).knobs, num_warps=16, num_stages=5)
+    cache.write(cache.key(graph, first), Choice(knobs=changed), {})
+    monkeypatch.setattr(tuned, "cache_of_target", lambda folder, target, precision: cache)
+    found = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
+    assert list(found.build.knobs) == [emit.key_of(graph, first)]
+    assert emit.triton_kernels(graph, program, knobs=found.build.knobs)[f"{next(iter(plain.kernels))}"].knobs == changed
+    found.save(tmp_path / "b")
+    build, _ = verify_build(tmp_path / "b")
+    assert build.knobs == found.build.knobs
+    broken = {k: {"bm": -1} for k in build.knobs}
+    with pytest.raises(BuildError, match="knob bm"):
+        emit.triton_sources(graph, program, knobs=broken)
+
+
+def test_without_a_gpu_nothing_is_looked_up(tmp_path: Path) -> None:
+    assert tuned.cache_of_target(tmp_path, "triton:sm90", "ieee") is None
+    (tmp_path / "tune").mkdir()
+    if not torch.cuda.is_available():
+        assert tuned.cache_of_target(tmp_path, "triton:sm90", "ieee") is None

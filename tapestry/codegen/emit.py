@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tapestry.codegen.triton import generate, kernel_key, unavailable
 from tapestry.codegen.triton.chips import DEFAULT
 from tapestry.codegen.triton.source import TritonKernel
+from tapestry.codegen.triton.tuned import as_knobs
+from tapestry.errors import BuildError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.program import Launch, Program
 from tapestry.ir.text import signature
+
+Turned = Mapping[str, Mapping[str, Any]]
+"""Knobs as data, by `key_of` of the kernel that they are for."""
+_NONE: Turned = {}
 
 
 def kernels(graph: Graph, program: Program) -> list[Kernel]:
@@ -43,12 +52,24 @@ def kernels(graph: Graph, program: Program) -> list[Kernel]:
 
 
 def named_kernels(
-    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee"
+    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Turned = _NONE
 ) -> dict[str, tuple[Kernel, TritonKernel]]:
-    """Kernels and what is generated for them, with the knobs that the model chooses for a target, by file name."""
+    """Kernels and what is generated for them, by file name.
+
+    Args:
+        knobs: those of a build, by `key_of`; the model chooses the others for the target.
+
+    Raises:
+        BuildError: there are no such knobs.
+    """
     out: dict[str, tuple[Kernel, TritonKernel]] = {}
     for kernel in kernels(graph, program):
-        made = generate(graph, kernel, target=target, precision=precision)
+        own = knobs.get(kernel_key(graph, kernel)) if knobs else None
+        try:
+            chosen = None if own is None else as_knobs(own)
+        except ValueError as e:
+            raise BuildError(f"not a plan: {e}", hint="compile the model again") from None
+        made = generate(graph, kernel, chosen, target=target, precision=precision)
         name, k = made.name, 1
         while f"{name}.py" in out:
             name, k = f"{made.name}_{k}", k + 1
@@ -56,9 +77,11 @@ def named_kernels(
     return out
 
 
-def triton_kernels(graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee") -> dict[str, TritonKernel]:
+def triton_kernels(
+    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Turned = _NONE
+) -> dict[str, TritonKernel]:
     """Generated kernels by file name."""
-    return {name: made for name, (_, made) in named_kernels(graph, program, target, precision).items()}
+    return {name: made for name, (_, made) in named_kernels(graph, program, target, precision, knobs).items()}
 
 
 def launches(graph: Graph, program: Program) -> dict[str, int]:
@@ -93,9 +116,11 @@ def without_kernel(graph: Graph) -> dict[str, str]:
     return {op.source[-1] if op.source else op.outs[0]: why for op, why in found if why}
 
 
-def triton_sources(graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee") -> dict[str, str]:
+def triton_sources(
+    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Turned = _NONE
+) -> dict[str, str]:
     """File name to Triton source."""
-    return {name: k.source for name, k in triton_kernels(graph, program, target, precision).items()}
+    return {name: k.source for name, k in triton_kernels(graph, program, target, precision, knobs).items()}
 
 
 def _box(box: Box | None) -> Box:

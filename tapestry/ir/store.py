@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Build:
         constants: byte ranges (offset, length) of derived constants in ``constants.bin``.
         exact: results are the same bits on any number of devices (`ir.exact`).
         precision: of products of f32 in generated kernels: ``ieee``, ``tf32x3`` or ``tf32``.
+        knobs: those of generated kernels that were measured where the plan was made, by the kernel's key.
     """
 
     model: str
@@ -61,6 +62,7 @@ class Build:
     constants: Mapping[str, tuple[int, int]]
     exact: bool = False
     precision: str = "ieee"
+    knobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
 
 def write(
@@ -142,7 +144,7 @@ def encode(build: Build) -> bytes:
         "arrivals": [(a.tensor, a.stage, a.layout) for a in p.arrivals],
         "program": pack(build.program),
         "constants": build.constants, "report": build.report, "exact": build.exact,
-        "precision": build.precision,
+        "precision": build.precision, "knobs": build.knobs,
     }  # fmt: skip
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
@@ -177,6 +179,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
     exact: bool = False
     precision: str = "ieee"
+    knobs: dict[str, dict[str, Any]] = {}
     rings: dict[int, tuple[str | None, ...]] = {}
 
 
@@ -222,7 +225,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     return Build(
         model=d.model, model_sha256=d.model_sha256, plan=plan, program=program, topology=d.topology, target=d.target,
         memory=d.memory, peak_bytes=d.peak_bytes, report=d.report, moves=d.moves, constants=d.constants,
-        exact=d.exact, precision=d.precision,
+        exact=d.exact, precision=d.precision, knobs=d.knobs,
     )  # fmt: skip
 
 

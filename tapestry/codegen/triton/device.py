@@ -6,7 +6,8 @@ On the CPU it stands for itself with Triton's interpreter, by the same code path
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from tapestry.codegen.triton.chips import CHIPS, DEFAULT, plain
 from tapestry.codegen.triton.launch import Call, Shared, bind, compile_all, here, interpreted
 from tapestry.codegen.triton.lowered import unavailable
 from tapestry.codegen.triton.source import TritonKernel, generate, kernel_key
-from tapestry.codegen.triton.tuned import Choice, Tuned
+from tapestry.codegen.triton.tuned import Choice, Tuned, as_knobs
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
@@ -35,12 +36,14 @@ class DeviceTarget:
         libraries: whether a product may run in the vendor's library where that was measured to be faster.
         target: what the interpreter stands for; a GPU is its own.
         precision: of products of f32.
+        knobs: a build's own, for kernels of which this machine knows nothing better.
     """
 
     def __init__(
         self, device: torch.device, tuned: Tuned | None = None, *, libraries: bool = False, target: str = DEFAULT,
-        precision: str = "ieee",
+        precision: str = "ieee", knobs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
+        self.knobs = knobs or {}
         self.target, self.precision = chip_name(device, target), precision
         self.device, self.tuned, self.libraries = device, tuned, libraries
         self.shared: Shared = {}
@@ -67,6 +70,8 @@ class DeviceTarget:
         key = kernel_key(graph, kernel)
         if key not in self.made:
             knobs = self._choice(graph, kernel).knobs
+            if knobs is None and key in self.knobs:
+                knobs = as_knobs(self.knobs[key])
             self.made[key] = generate(graph, kernel, knobs, target=self.target, precision=self.precision)
         return self.made[key]
 

@@ -10,12 +10,13 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tapestry.codegen.triton.chips import plain
 from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.source import kernel_key
 from tapestry.ir.graph import Graph
@@ -100,6 +101,26 @@ def local_cache(folder: Path, device: Any, precision: str = "ieee") -> Cache | N
     import torch
 
     return Cache(folder / "tune", torch.cuda.get_device_name(device), version("triton"), precision)
+
+
+def recorded(cache: Cache, graph: Graph, kernels: Iterable[Kernel]) -> dict[str, dict[str, Any]]:
+    """What was measured for kernels, as data by `source.kernel_key`: what a build keeps."""
+    found = {kernel_key(graph, k): cache(graph, k).knobs for k in kernels}
+    return {key: asdict(knobs) for key, knobs in found.items() if knobs is not None}
+
+
+def cache_of_target(folder: Path, target: str, precision: str) -> Cache | None:
+    """The cache of this machine's GPU, if anything was ever tuned here and the GPU is of the target's kind."""
+    if not (folder / "tune").is_dir():
+        return None
+    import torch
+
+    from tapestry.codegen.triton.device import chip_name
+
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return local_cache(folder, device, precision) if chip_name(device) == plain(target) else None
 
 
 def _digest(body: Mapping[str, Any]) -> str:
