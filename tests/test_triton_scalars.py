@@ -227,3 +227,12 @@ def test_a_kernel_file_that_was_changed_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("tapestry.codegen.triton.execute._FUNCTIONS", {})
     with pytest.raises(BuildError, match="hash"):
         load(tk, tmp_path)
+
+
+def test_the_interpreter_rounds_to_bf16_as_a_gpu_does() -> None:
+    text = "graph g\n input x: f32[1030]\n y: bf16[1030] = op [i: 1030] reads x[i] body cast(x, bf16)\n output y"
+    x = np.random.default_rng(0).standard_normal(1030).astype(np.float32)
+    x[:7] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, np.float32(1) + np.float32(2**-8)]
+    (found,) = run_kernel(parse(text), 0, {"x": x})
+    want = torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(found.astype(np.float32), want)

@@ -1,8 +1,8 @@
-"""Two defects of Triton's interpreter (3.6 to 3.9) that would make right kernels come out wrong on the CPU, put right.
+"""Three defects of Triton's interpreter (3.6 to 3.9) that would make right kernels come out wrong on the CPU, put right.
 
 It keeps bf16 as the 16-bit integers that hold the bits, and multiplies those integers in ``tl.dot``. It labels the result
 of a comparison with the dtype of what was compared, and so turns a scalar's truth value into a float when it spreads it
-over a tile.
+over a tile. It cuts f32 off to bf16 where a GPU rounds to the nearest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def corrected() -> Iterator[None]:
     from triton.runtime import interpreter
 
     builder: Any = interpreter.InterpreterBuilder
-    dot, splat = builder.create_dot, builder.create_splat
+    dot, splat, cast = builder.create_dot, builder.create_splat, builder.cast_impl
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16:
@@ -36,10 +36,18 @@ def corrected() -> Iterator[None]:
         *head, arg = args
         return splat(self, *head, interpreter.TensorHandle(arg.data, tl.int1) if arg.data.dtype == np.bool_ else arg)
 
-    builder.create_dot, builder.create_splat = create_dot, create_splat
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return cast(self, src, dst_type)
+        bits = np.ascontiguousarray(src.data, np.float32).view(np.uint32).reshape(np.shape(src.data))
+        near = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16  # to the nearest, ties to even
+        quiet = (bits >> 16) | np.uint32(0x40)
+        return interpreter.TensorHandle(np.where(np.isnan(src.data), quiet, near).astype(np.uint16), tl.bfloat16)
+
+    builder.create_dot, builder.create_splat, builder.cast_impl = create_dot, create_splat, cast_impl
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
             yield
     finally:
-        builder.create_dot, builder.create_splat = dot, splat
+        builder.create_dot, builder.create_splat, builder.cast_impl = dot, splat, cast
