@@ -11,6 +11,7 @@ from onnx import helper, numpy_helper
 
 import tapestry
 from tapestry.ir.graph import Block, Opaque
+from tapestry.lift import unroll
 
 info, make = helper.make_tensor_value_info, helper.make_node
 W = data(4, 4, seed=9) / 2
@@ -128,3 +129,18 @@ def test_a_branch_is_taken_where_the_condition_is_known(tmp_path, known):
     feeds = {"x": data(2, 4), **({} if known else {"c": np.array(True)})}
     graph = same(made, feeds, tmp_path, native=known)
     assert known or "data" in next(op.why for op in graph.ops if isinstance(op, Opaque))
+
+
+def test_loops_inside_loops_do_not_multiply_without_end(tmp_path, monkeypatch):
+    """9 x 9 x 9 x 9 steps would be 6,561 nodes."""
+    monkeypatch.setattr(unroll, "GROWTH", 100)
+    steps = info("i", T.INT64, []), info("c", T.BOOL, [])
+
+    def level(k):
+        nodes = [make("Neg", ["x"], ["y"])] if k == 0 else [make("Loop", ["n", "", "x"], ["y"], body=level(k - 1))]
+        return body(nodes, [*steps, info("x", T.FLOAT, [2])], [steps[1], info("y", T.FLOAT, [2])])
+
+    made = model(
+        [make("Loop", ["n", "", "x"], ["y"], body=level(3))], [info("x", T.FLOAT, [2])], {"y": T.FLOAT}, {"n": np.array(60)}
+    )
+    assert len(lift_model(made, tmp_path).graph.ops) < 1 << 15

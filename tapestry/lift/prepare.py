@@ -26,7 +26,7 @@ from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.registry import find
 from tapestry.lift.settle import settle
-from tapestry.lift.unroll import SOURCE, STEPS, unroll
+from tapestry.lift.unroll import LEVELS, SOURCE, STEPS, unroll
 from tapestry.lift.weights import stored_tensors
 
 FOLD_BYTES = 1 << 20  # no folded value is larger
@@ -350,13 +350,13 @@ def prepare(model: ModelProto, *, steps: bool = True) -> Prepared:
     check_declared(declared, types)
     for o in model.graph.output:
         o.type.CopyFrom(types.get(o.name, o.type))
-    for _ in range(ROUNDS):
+    for level in range(ROUNDS):
         model.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in types.items() if _static(t))
         model = run_passes(model)
         del model.graph.value_info[:]
         add_defaults(model, version)
         types = infer(model)
-        written = unroll(model, types, loops=steps)
+        written = unroll(model, types, loops=steps and level < LEVELS)
         open_shapes = any(
             n.op_type in ("Shape", "Size") and _static(types.get(n.input[0], TypeProto())) for n in model.graph.node
         )

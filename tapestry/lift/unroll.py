@@ -17,6 +17,8 @@ from tapestry.lift.checks import node_name, subgraphs
 
 STEPS = 64  # more stay a loop
 NODES = 4096  # that one loop may become
+GROWTH = 1 << 12  # that all loops of a graph may become together, level by level: loops inside loops multiply
+LEVELS = 3  # of loops inside loops that are written out
 SOURCE = "tapestry.source"
 
 
@@ -49,6 +51,7 @@ class _Work:
     types: Mapping[str, TypeProto]
     nodes: list[NodeProto] = field(default_factory=list)
     changed: bool = False
+    copied: int = 0  # nodes
     mark: str = ""  # in no name of the graph
     known: dict[str, NodeProto | TensorProto] = field(default_factory=dict)
 
@@ -153,7 +156,8 @@ class _Work:
         return self.types.get(name, TypeProto()).HasField("tensor_type")
 
     def _fits(self, body: GraphProto, count: int) -> bool:
-        return _plain(body) and 0 < count <= STEPS and count * _size(body) <= NODES
+        size = count * _size(body)
+        return _plain(body) and 0 < count <= STEPS and size <= NODES and self.copied + size <= GROWTH
 
     def _true(self, body: GraphProto, name: str, given: str) -> bool:
         """Whether a value of a body is true in every step if the condition it is given is."""
@@ -239,6 +243,7 @@ class _Copies:
         del node.metadata_props[:]
         node.metadata_props.add(key=SOURCE, value=self.source)
         self.work.nodes.append(node)
+        self.work.copied += 1
 
 
 def rename_captured(graph: GraphProto, names: Mapping[str, str]) -> None:
