@@ -1,12 +1,13 @@
 """onnx's own test-suite: ours beside onnxruntime's and the ONNX reference evaluator's, in the same run.
 
-    .venv/bin/python bench/conformance.py [--sharded] [--only REGEX] [--backends NAME …] [--processes N]
+    .venv/bin/python bench/conformance.py [--sharded | --lifting] [--only REGEX] [--backends NAME …] [--processes N]
 
 Plain: every case of ``onnx.backend.test`` on the CPU (node, simple, pytorch-converted, pytorch-operator, light models), and
 what every operator lifts to. What does not pass here is listed, each with its reason, in ``tests/conformance_table.json``; a
 new failure and a new pass alike make this command (and the slow tests) fail until the table is edited.
 ``--sharded``: every node case that passes, under random legal splits on 2 and 3 logical devices, against itself unsplit.
-Both write bench/results/conformance.json; exit status 1 when something is not as the table says.
+``--lifting``: only what every operator lifts to.
+All write bench/results/conformance.json; exit status 1 when something is not as the table says.
 """
 
 from __future__ import annotations
@@ -119,17 +120,23 @@ def main() -> int:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--lifting", action="store_true")
     parser.add_argument("--only", default=".", metavar="REGEX")
     parser.add_argument("--backends", nargs="+", default=list(PEERS), choices=PEERS, help="ours is always among them")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     path = record.RESULTS / "conformance.json"
     document: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    wrong: list[str] = []
+    if args.lifting:
+        document["lifting"] = operators()
+        print("operators:", document["lifting"]["counts"])
+        args.processes = 1
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         if args.sharded:
             document["sharded"], wrong = run_sharded(pool, args.only, args.processes)
             print(json.dumps(document["sharded"], indent=1))
-        else:
+        elif not args.lifting:
             document["rows"], more, wrong = run_plain(
                 pool, args.only, args.processes, list(dict.fromkeys(["tapestry", *args.backends]))
             )
@@ -139,7 +146,8 @@ def main() -> int:
                 counts = ", ".join(f"{row[r]:5} {r}" for r in ("pass", "fail", "skip"))
                 print(f"{row['backend']:12} {counts}, {row['cpu_seconds']} s of processor time")
             print("operators:", document["lifting"]["counts"])
-    print("\n".join(wrong) or "all as the table says")
+    if not args.lifting:
+        print("\n".join(wrong) or "all as the table says")
     if args.only == ".":
         document.pop("machine", None)
         rows = document.pop("rows")
