@@ -130,8 +130,10 @@ class _Work:
         carried, over = list(node.input[: len(node.input) - scanned]), node.input[len(node.input) - scanned :]
         shapes = [self.shape(x) for x in over]
         outs = len(body.output) - len(carried)
-        ranks = [self.shape(o) for o in node.output[len(carried) :]]
-        if len(node.input) != len(body.input) or None in shapes or None in ranks or len(ranks) != outs:
+        out_axes = [
+            self._from_front(a, o) for a, o in zip(given.get("scan_output_axes", [0] * outs), node.output[len(carried) :])
+        ]
+        if len(node.input) != len(body.input) or None in shapes or None in out_axes or len(out_axes) != outs:
             return False
         axes = [a % len(s or [0]) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True)]
         lengths = {(s or [0])[a] for a, s in zip(axes, shapes, strict=True)}
@@ -145,12 +147,17 @@ class _Work:
             found = write.copy(f"{t}/", dict(zip((i.name for i in body.input), (*carried, *slices), strict=True)))
             carried = found[: len(carried)]
             seen.append(found[len(carried) :])
-        out_axes, out_back = given.get("scan_output_axes", [0] * outs), given.get("scan_output_directions", [0] * outs)
-        for k, rank in enumerate(ranks):
+        out_back = given.get("scan_output_directions", [0] * outs)
+        for k, axis in enumerate(out_axes):
             names = [s[k] for s in seen]
-            carried.append(write.stack(k, names[::-1] if out_back[k] else names, out_axes[k] % len(rank or [0])))
+            carried.append(write.stack(k, names[::-1] if out_back[k] else names, axis or 0))
         write.rename(node.output, carried)
         return True
+
+    def _from_front(self, axis: int, name: str) -> int | None:
+        """An axis of a result, counted from the front; None where its rank is needed for that and not known."""
+        shape = self.shape(name)
+        return axis if axis >= 0 else axis + len(shape) if shape is not None else None
 
     def _tensor(self, name: str) -> bool:
         return self.types.get(name, TypeProto()).HasField("tensor_type")
