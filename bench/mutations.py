@@ -15,9 +15,8 @@ import argparse
 import json
 import random
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -142,21 +141,20 @@ def mutate(model: str, plan: Plan, exact: bool, each: int, table: dict[str, Trie
             attempt(table.setdefault(name, Tried()), model, wrong, other, laws | ALSO, given)
 
 
-def valid(graphs: dict[str, Graph], count: int) -> dict[str, Any]:
-    """Plans without a fault, any strategies on any mesh: how many pass, and what of the others."""
-    passed, alarms, checks = 0, [], 0
-    for k in range(count):
+def valid(graphs: dict[str, Graph], count: int, so_far: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Plans without a fault, any strategies on any mesh: how many pass, and what of the others; added to ``so_far``."""
+    for k in range(so_far["plans"], count):
         name = list(graphs)[k % len(graphs)]
-        rng = random.Random(f"valid {k}")
-        plan = any_plan(graphs[name], rng, k)
+        plan = any_plan(graphs[name], random.Random(f"valid {k}"), k)
         try:
-            checks += sum(checked(plan, lower_plan(plan)).values())
-            passed += 1
+            so_far["checks"] += sum(checked(plan, lower_plan(plan)).values())
+            so_far["passed"] += 1
         except Exception as e:
-            alarms.append(f"{name} {k}: {type(e).__name__}: {e}"[:400])
+            so_far["alarms"].append(f"{name} {k}: {type(e).__name__}: {e}"[:400])
+        so_far["plans"] = k + 1
         if k % 50 == 49:
-            print(f"valid plans: {passed} of {k + 1}", file=sys.stderr, flush=True)
-    return {"plans": count, "passed": passed, "checks": checks, "alarms": alarms}
+            print(f"valid plans: {so_far['passed']} of {k + 1}", file=sys.stderr, flush=True)
+            keep()
 
 
 def any_plan(graph: Graph, rng: random.Random, seed: int) -> Plan:
@@ -173,6 +171,34 @@ def any_plan(graph: Graph, rng: random.Random, seed: int) -> Plan:
     return replace(random_plan(graph, mesh, seed), streamed=streamed)
 
 
+def faults_of(name: str, graph: Graph, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every kind of fault in the plans, the programs and the files of a model."""
+    table: dict[str, Tried] = {}
+    for kind, plan, exact in plans(graph, args.seed):
+        mutate(name, plan, exact, args.each, table, f"{args.seed} {name} {kind}")
+        print(name, kind, sum(t.tried for t in table.values()), file=sys.stderr, flush=True)
+    for kind, law, ends in tried_on_files(args.folder / f"{name}.onnx", MODELS[name], args.seed):
+        t = table.setdefault(kind, Tried())
+        t.tried, t.refused, t.example = t.tried + 1, t.refused + bool(ends), t.example or ends
+        t.models.add(name)
+        t.laws[law] += 1
+        t.accepted += [] if ends else [name]
+    return [t.row(fault) for fault, t in table.items()]
+
+
+def together(models: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of all models, one per kind of fault."""
+    out: dict[str, dict[str, Any]] = {}
+    for row in (r for rows in models.values() for r in rows):
+        known = out.setdefault(
+            row["fault"], {**row, "tried": 0, "refused": 0, "laws": {}, "models": [], "accepted": [], "odd": []}
+        )
+        for key in ("tried", "refused", "models", "accepted", "odd"):
+            known[key] = known[key] + row[key]
+        known["laws"] = dict((Counter(known["laws"]) + Counter(row["laws"])).most_common())
+    return list(out.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(FIVE), choices=list(MODELS))
@@ -180,32 +206,33 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=3, help="places for each kind of fault in each plan")
     parser.add_argument("--valid", type=int, default=1000, help="plans without a fault")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--state", type=Path, metavar="FILE", help="kept after each model and 50 plans; with it a run goes on")
     args = parser.parse_args()
-    began, table = time.monotonic(), dict[str, Tried]()
+    state: dict[str, Any] = {"models": {}, "valid": {"plans": 0, "passed": 0, "checks": 0, "alarms": []}}
+    if args.state and args.state.exists():
+        state = json.loads(args.state.read_text())
+
+    def keep() -> None:
+        if args.state:
+            args.state.write_text(json.dumps(state))
+
     graphs = {name: graph_of(name, args.folder) for name in args.models}
     for name, graph in graphs.items():
-        for kind, plan, exact in plans(graph, args.seed):
-            mutate(name, plan, exact, args.each, table, f"{args.seed} {name} {kind}")
-            print(name, kind, sum(t.tried for t in table.values()), file=sys.stderr, flush=True)
-        for kind, laws, ends in tried_on_files(args.folder / f"{name}.onnx", MODELS[name], args.seed):
-            t = table.setdefault(kind, Tried())
-            t.tried, t.refused = t.tried + 1, t.refused + bool(ends)
-            t.models.add(name)
-            t.laws[laws] += 1
-            t.example = t.example or ends
-            if not ends:
-                t.accepted.append(name)
-    rows = [t.row(name) for name, t in table.items()]
-    healthy = valid(graphs, args.valid)
+        if name not in state["models"]:
+            state["models"][name] = faults_of(name, graph, args)
+            keep()
+    valid(graphs, args.valid, state["valid"], keep)
+    return report(together(state["models"]), state["valid"], args)
+
+
+def report(rows: list[dict[str, Any]], healthy: dict[str, Any], args: argparse.Namespace) -> int:
+    """Say what was refused, and record it if everything was asked."""
     missed = [r["fault"] for r in rows if r["tried"] != r["refused"] or r["odd"]]
-    never = sorted({*FAULTS, *MORE, *FILE_FAULTS} - set(table))
+    never = sorted({*FAULTS, *MORE, *FILE_FAULTS} - {r["fault"] for r in rows})
     print(f"{len(rows)} kinds, {sum(r['refused'] for r in rows)} of {sum(r['tried'] for r in rows)} faults refused")
-    print(
-        f"{healthy['passed']} of {healthy['plans']} valid plans pass; missed: {missed or 'none'}; in no plan: {never or 'none'}"
-    )
-    if set(args.models) == set(FIVE) and args.valid >= 1000:
-        seconds = round(time.monotonic() - began, 1)
-        record.write("mutations", rows, valid=healthy, never=never, seconds=seconds, seed=args.seed, models=args.models)
+    print(f"{healthy['passed']} of {healthy['plans']} valid plans pass; missed: {missed or 'none'}; never: {never or 'none'}")
+    if set(args.models) >= set(FIVE) and healthy["plans"] >= 1000:
+        record.write("mutations", rows, valid=healthy, never=never, seed=args.seed, models=args.models)
     if missed:
         print(json.dumps([r for r in rows if r["fault"] in missed], indent=1))
     return int(bool(missed or never or healthy["passed"] != healthy["plans"]))

@@ -3,10 +3,13 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from onnx import TensorProto as T
 from plan_faults import FAULTS
-from small_models import MODELS, assert_same, case, execute, mesh_of, peak, planned_transfers, random_layout
+from small_models import MODELS, N, assert_same, case, execute, mesh_of, net, peak, planned_transfers, random_layout
 
+import tapestry
 from tapestry.errors import BuildError, LawError
 from tapestry.ir import store
 from tapestry.ir.plan import Arrival, Plan, Stage, stages_refused
@@ -37,9 +40,7 @@ def staged_plan(name: str, stages: str, seed: int) -> Plan:
         Arrival(t, k, random_layout(graph.tensors[t].shape, found[k].mesh, rng))
         for t, i in graph.producers().items() for k in range(of[i] + 1, len(found)) if rng.random() < 0.7
     ]  # fmt: skip
-    return Plan(
-        graph=graph, mesh=mesh_of(mesh), strategies=chosen, stages=found, stage_of=tuple(of), arrivals=tuple(arrivals)
-    )
+    return Plan(graph=graph, mesh=mesh_of(mesh), strategies=chosen, stages=found, stage_of=tuple(of), arrivals=tuple(arrivals))
 
 
 def checked(plan: Plan, program, **options):
@@ -194,6 +195,27 @@ def test_messages_to_a_device_without_a_place_are_refused():
     wrong = replace(step, messages=(*step.messages, replace(step.messages[0], dst=0)))
     with pytest.raises(LawError):
         checked(plan, replace(program, steps=(*program.steps[:at], wrong, *program.steps[at + 1 :])))
+
+
+def test_no_stage_begins_between_the_maker_and_the_reader_of_a_host_value(tmp_path):
+    """What a shape depends on stays on the host of its stage: cuts are elsewhere, and a file that says otherwise is refused."""
+    nodes = [
+        N("MatMul", ["x", "w"], ["a"], "a"), N("NonZero", ["k"], ["n"], "nz"), N("MatMul", ["a", "w"], ["b"], "b"), N("MatMul", ["b", "w"], ["c"], "c"),
+        N("Gather", ["c", "n"], ["g"], "g"), N("MatMul", ["c", "w"], ["d"], "d"), N("MatMul", ["d", "w"], ["e"], "e"),
+    ]  # fmt: skip
+    weights = {"w": np.eye(8, dtype=np.float32)}
+    model = net(nodes, {"x": (T.FLOAT, [8, 8]), "k": (T.FLOAT, [4])}, {"g": T.FLOAT, "e": T.FLOAT}, weights)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    build = tapestry.compile(tmp_path / "m.onnx", devices=2, stages=2, micro_batches=1, time_limit=3.0)
+    plan = build.build.plan
+    at = {o: plan.stage_of[i] for i, op in enumerate(plan.graph.ops) for o in op.outs}
+    assert at["n"] == at["g"] and max(at.values()) == 1
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    outs = build.run({"x": x, "k": np.array([0, 2, 0, 1], np.float32)})
+    assert np.allclose(outs["g"], x[[[1, 3]]]) and np.allclose(outs["e"], x)
+    i = next(i for i, op in enumerate(plan.graph.ops) if "g" in op.outs)
+    moved = replace(plan, stage_of=tuple(1 - plan.stage_of[i] if k >= i else s for k, s in enumerate(plan.stage_of)))
+    assert "reads" in stages_refused(moved)
 
 
 # --- on disk

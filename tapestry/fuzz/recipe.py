@@ -120,9 +120,11 @@ def _staged(graph: Graph, recipe: Recipe) -> Plan:
     """A plan with pipeline stages: an operation is no earlier than what it reads."""
     stages = tuple(Stage(first, mesh_of(sizes)) for first, sizes in recipe.stages)
     makers, of, chosen = graph.producers(), list[int](), list[Strategy]()
-    for op in graph.ops:
+    reading = [i for i, op in enumerate(graph.ops) if any(t in makers and graph.tensors[t].on_host for t in op.inputs)]
+    together = max(reading, default=-1)  # values of the host are never sent: what touches them is in one stage
+    for i, op in enumerate(graph.ops):
         least = max((of[makers[t]] for t in op.inputs if t in makers), default=0)
-        of.append(max(least, recipe.placed.get(op.outs[0], least)))
+        of.append(0 if i <= together else max(least, recipe.placed.get(op.outs[0], least)))
         wanted, offered = recipe.strategies.get(op.outs[0]), strategies(op, stages[of[-1]].mesh)
         chosen.append(wanted if wanted in offered else offered[0])
     arrivals: list[Arrival] = []

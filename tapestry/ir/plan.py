@@ -159,6 +159,11 @@ def stages_refused(plan: Plan) -> str:
     for op, k in zip(plan.graph.ops, plan.stage_of, strict=True):
         if any(t in makers and plan.stage_of[makers[t]] > k for t in op.inputs):
             return f"'{op.outs[0]}' reads from a later stage"
+        host = next(
+            (t for t in op.inputs if t in makers and plan.graph.tensors[t].on_host and plan.stage_of[makers[t]] != k), None
+        )
+        if host is not None:
+            return f"'{op.outs[0]}' reads '{host}', a value of the host, from another stage"
     for a in plan.arrivals:
         if not 0 <= a.stage < len(plan.stages) or len(a.layout) != len(plan.stages[a.stage].mesh) or a.tensor not in makers:
             return f"'{a.tensor}' arrives nowhere"

@@ -21,7 +21,6 @@ from tapestry.codegen.triton.lowered import unavailable
 from tapestry.codegen.triton.source import generate
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, shape
-from tapestry.ir.opaque import HostValue
 from tapestry.ir.types import HOST
 
 Tensor = torch.Tensor
@@ -60,7 +59,7 @@ class TritonTarget(TorchCpu):
         """A function of the host on arrays of the device; its results are rows as generated kernels take them."""
 
         def there(v: Any) -> Any:
-            return v if isinstance(v, HostValue) else v.contiguous().to(self.device)
+            return v.contiguous().to(self.device) if isinstance(v, Tensor) else v
 
         def here(v: Any) -> Any:
             return v.cpu() if isinstance(v, Tensor) else v

@@ -204,7 +204,8 @@ class _Assembly:
             stage_of=tuple(self.stage_of[i] for i in order),
             arrivals=tuple(Arrival(t, k, layout) for (t, k), layout in self.arrivals.items()),
         )  # fmt: skip
-        assert not stages_refused(plan)
+        if stages_refused(plan):  # what runs once makes or reads a value of the host that another stage reads or makes
+            return None
         return plan, tuple(seconds), once + sum(seconds) + (self.seq.micro - 1) * max(seconds)
 
     def order(self) -> list[int]:

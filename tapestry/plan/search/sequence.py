@@ -67,14 +67,21 @@ def _extents(graph: Graph, i: int) -> tuple[int, ...]:
 
 def cut_points(graph: Graph, most: int) -> list[int]:
     """Positions in the order of operations where stages may begin: all of them if they are few, otherwise the one that the
-    fewest bytes cross in each of ``most`` stretches of operations."""
-    n = len(graph.ops)
+    fewest bytes cross in each of ``most`` stretches of operations; none that a value of the host would have to cross."""
+    n, never = len(graph.ops), crossed_by_host_values(graph)
     if n <= most:
-        return list(range(n + 1))
+        return [p for p in range(n + 1) if p not in never]
     crossing = crossing_bytes(graph)
     ends = [round(k * n / most) for k in range(most + 1)]
     inner = {lo + int(np.argmin(crossing[lo:hi])) for lo, hi in itertools.pairwise(ends)}
-    return sorted({0, n, *inner})
+    return sorted({0, n, *(inner - never)})
+
+
+def crossed_by_host_values(graph: Graph) -> set[int]:
+    """Positions before which a value of the host is made that is read at them or later: it is never sent."""
+    readers = graph.consumers()
+    ends = [(m, max(readers.get(t, ()), default=m)) for t, m in graph.producers().items() if graph.tensors[t].on_host]
+    return {p for maker, last in ends for p in range(maker + 1, last + 1)}
 
 
 def crossing_bytes(graph: Graph) -> np.ndarray:
