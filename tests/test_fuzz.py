@@ -273,6 +273,10 @@ FOUND = {
         moves=("split_reduce@y{dim=m,parts=2,fanin=2}", "slice_strided@y.p.m{dim=k}"),
     ),
     "the variance of nothing": lambda: case([N("LayerNormalization", ["x", "g"], ["y"], axis=0)], {"x": normal(6, 0)}, {"g": normal(6, 0)}, simplified=(True, False)),
+    "a convolution of channels from the last one on, every other one": lambda: case(
+        [N("Slice", ["x", "s", "e", "a", "p"], ["y"]), N("Conv", ["y", "w"], ["z"])], {"x": normal(1, 4, 2, 2)},
+        {"s": i64(3), "e": i64(-9), "a": i64(1), "p": i64(-2), "w": normal(2, 2, 1, 1)}, simplified=(True, False),
+    ),
     "an opaque operation on nothing, beside a part of it": lambda: case(
         [N("Hardmax", ["x"], ["h"], axis=2), N("QuantizeLinear", ["x", "s", "z"], ["q"]), N("MatMulInteger", ["q", "w", "z"], ["y"])],
         {"x": normal(2, 0, 2)}, {"s": np.float32(0.5), "z": np.uint8(3), "w": np.ones((2, 2), np.uint8)},

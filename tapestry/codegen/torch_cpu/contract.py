@@ -131,6 +131,8 @@ def _match(op: Block, x: int, w: int) -> Conv | None:
         return None
     if dims_of(rx.index[1]) - {feature, channel}:
         return None
+    if channel and rx.index[1].coef(channel) != 1 and ranges[channel] > 1:  # every other channel, or from the last one on
+        return None
     windows = [window(op, rx, axis + 2, plain[axis + 2], ranges) for axis in range(rank)]
     if any(v is None for v in windows):
         return None
