@@ -342,7 +342,10 @@ class _Parser:
         elif text == "cast":
             inner = self.expr(names, acc)
             self.need(",")
-            out = cast(inner, self.kind("ident", "a dtype"))
+            dtype = self.kind("ident", "a dtype")
+            if dtype not in DTYPES:
+                raise TextError(f"'{dtype}' is no dtype", where=f"line {self.tokens[self.at - 1][2]}")
+            out = cast(inner, dtype)
         else:
             out = self.checked(text, *self.exprs(names, acc))
         self.need(")")

@@ -109,6 +109,7 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
     _check_recursion(model)
     check_operators(model.graph.node, functions, opsets)
     _check_references(model.graph.node)
+    _check_splits([*model.graph.node, *(n for f in model.functions for n in f.node)])
     _check_names(model.graph, [])
     for t in tensors(model):
         check_tensor(t, folder, weights=weights)
@@ -146,6 +147,21 @@ def _check_references(nodes: Iterable[NodeProto]) -> None:
             if a.ref_attr_name:
                 why = f"'{a.name}' refers to '{a.ref_attr_name}', and the node is in no function"
                 raise ModelError("an attribute without a value", where=f"node '{node_name(node)}'", why=why)
+
+
+def _check_splits(nodes: Iterable[NodeProto]) -> None:
+    """Refuse a Split that says another number of outputs, or of sizes, than it has: onnx's inference aborts the process."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        stack.extend(n for g in subgraphs(node) for n in g.node)
+        if node.op_type != "Split":
+            continue
+        for a in node.attribute:
+            said = a.i if a.name == "num_outputs" else len(a.ints) if a.name == "split" else len(node.output)
+            if said != len(node.output) and not a.ref_attr_name:
+                why = f"{a.name} is for {said}, the node has {len(node.output)} outputs"
+                raise ModelError("a Split of another number of outputs", where=f"node '{node_name(node)}'", why=why)
 
 
 def check_attributes(model: ModelProto) -> None:
