@@ -33,8 +33,13 @@ def before_torch() -> None:
 
 
 def torchrun() -> dict[str, int]:
-    """Rank, world size and restart count that torchrun gives to a process; a world of one without it."""
-    names = {"rank": ("RANK", 0), "world": ("WORLD_SIZE", 1), "restart": ("TORCHELASTIC_RESTART_COUNT", 0)}
+    """Rank, number on its host, world size and restart count that torchrun gives to a process; a world of one without it."""
+    names = {
+        "rank": ("RANK", 0),
+        "local": ("LOCAL_RANK", 0),
+        "world": ("WORLD_SIZE", 1),
+        "restart": ("TORCHELASTIC_RESTART_COUNT", 0),
+    }
     if "WORLD_SIZE" not in os.environ:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(name, value)

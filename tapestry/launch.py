@@ -218,7 +218,7 @@ def _ranked(r: Request) -> Document:
 
     shared_store = _rendezvous(place, r.timeout)
     slots = shared(place["world"])
-    me = Rank(rank=place["rank"], world=place["world"], store=shared_store, slots=slots, beats=True)
+    me = Rank(rank=place["rank"], world=place["world"], store=shared_store, slots=slots, beats=True, local=place["local"])
     Pulse(slots, me.rank)
     try:
         found = work(me, job, api.open_session)

@@ -355,3 +355,68 @@ def test_what_was_measured_beside_what_was_estimated():
     found = json.loads(text)["analysis"]
     assert found["processes"] == 2 and found["measured_s"] > 0 and found["step_error"] >= 1
     assert all(r["estimated_s"] >= 0 and r["measured_s"] > 0 for r in found["steps"]) and "compute" in found["kinds"]
+
+
+# --- GPUs and several nodes
+
+
+def test_a_gpu_per_rank(monkeypatch):
+    from tapestry.errors import RunError
+    from tapestry.runtime.backend import BACKENDS, device_of
+
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert device_of("torch-cpu", 1, 1).type == "cpu" and BACKENDS["cpu"] == "gloo" and chosen == []
+    assert device_of("triton:sm90", 5, 1) == torch.device("cuda", 1) == chosen[0] and "cuda:nccl" in BACKENDS["cuda"]
+    with pytest.raises(RunError, match="no GPU for rank 6"):
+        device_of("triton", 6, 2)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert device_of("triton", 0, 0).type == "cpu"
+
+
+def test_headers_that_are_checked_at_the_end():
+    """On a GPU a header is looked at when the run is over: a message that differs ends it all the same."""
+    pieces = [("a", (2,), torch.float32)]
+    for batch in (0, 1):
+        message = wire(batch=batch)._pack(5, [(pieces[0], torch.ones(2))])
+        late = wire(rank=1, deferred=True, ahead=False)
+        assert late._unpack(5, 0, message, pieces)[0].tolist() == [1, 1]
+        if batch == 0:
+            late.check_all()
+            assert late.unchecked == []
+            continue
+        with pytest.raises(Mismatch, match="sent a message that the plan has not"):
+            late.check_all()
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun(tmp_path):
+    """Two nodes, as torchrun sees them: an agent each, joined by its own rendezvous."""
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+    ]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "tapestry", "-m", "tapestry.runtime"]
+    argv = [*command, str(attention_build()), "--output", str(tmp_path / "out"), "--timeout", "60", "--json"]
+    agents = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV) for _ in range(2)]
+    ended = [p.communicate(timeout=200) for p in agents]
+    assert [p.returncode for p in agents] == [0, 0], ended
+    documents = [json.loads(out) for out, _ in ended if out.strip()]
+    assert len(documents) == 1 and [r["devices"] for r in documents[0]["ranks"]] == [[0], [1]]
+    expected = api.load(attention_build()).run(api.load(attention_build()).random_feeds(0))
+    assert np.array_equal(np.load(tmp_path / "out" / "y.npy"), expected["y"])

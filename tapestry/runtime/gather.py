@@ -66,7 +66,7 @@ def _hosted(machine: RankMachine, memory: Memory) -> dict[str, Array]:
         n = int(size[0]) if size is not None else len(data)
         came = _one(machine, t, source, (n,), torch.uint8, whole)
         if came is not None:
-            out[t] = HostValue(values.decode(came.numpy().tobytes()))
+            out[t] = HostValue(values.decode(came.cpu().numpy().tobytes()))
     return out
 
 

@@ -256,7 +256,7 @@ def _child(
         limit = timedelta(seconds=run.job.timeout)
         client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit, use_libuv=True)
         me = Rank(
-            rank=rank, world=world, store=dist.PrefixStore(f"tapestry/{attempt}", client), slots=run.slots,
+            rank=rank, world=world, store=dist.PrefixStore(f"tapestry/{attempt}", client), slots=run.slots, local=rank,
             advance=lambda batch, steps: pipe.send(("batch", batch)) if rank == 0 else None,
         )  # fmt: skip
         document = work(me, run.job, open_session)

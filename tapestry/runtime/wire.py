@@ -49,7 +49,9 @@ class Mismatch(TapestryError):
 class Wire:
     """One process's end. ``plan`` is 16 bytes of the build's hash; ``payload`` counts bytes of tensors handed to the
     network for the program's steps, ``gathered`` those that brought outputs to rank 0; ``staged`` is the most that messages on
-    their way, in and out, have taken at once; ``left`` is when the last message that was taken left its sender."""
+    their way, in and out, have taken at once; ``left`` is when the last message that was taken left its sender.
+    ``deferred``: headers are checked at the end of a run (`check_all`), because to look at one on a GPU is to wait for it;
+    ``ahead``: receives are posted before their step."""
 
     rank: int
     world: int
@@ -60,6 +62,8 @@ class Wire:
     gathered: int = 0
     messages: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    deferred: bool = False
+    ahead: bool = True
     flying: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
     flying_bytes: int = 0
     coming_bytes: int = 0
@@ -72,7 +76,7 @@ class Wire:
     def expect(self, agenda: Sequence[tuple[Tag, Mapping[int, Sequence[Piece]]]]) -> None:
         """All that will come in this run, in order. gloo moves a message when its receive is posted, so receives are posted
         ahead, as far as `IN_FLIGHT` allows. On NCCL they are not: a receive there holds up the stream until it is met."""
-        self.queue = deque(agenda if self.device.type == "cpu" else ())
+        self.queue = deque(agenda if self.ahead else ())
         self._look_ahead()
 
     def post(
@@ -173,9 +177,9 @@ class Wire:
     def _unpack(self, step: int, peer: int, buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         places, total = _layout(pieces)
         assert total == buffer.numel()
-        if self.device.type == "cpu":
+        if not self.deferred:
             self._check(buffer[:HEADER_BYTES], step, peer, pieces)
-        else:  # to look at it now would be to wait for the device: `check_all` does so before anything is handed out
+        else:
             head = torch.empty(HEADER_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             self.unchecked.append((head.copy_(buffer[:HEADER_BYTES], non_blocking=True), step, peer, pieces))
         return [buffer[at : at + n].view(p[2]).view(p[1]) for (at, n), p in zip(places, pieces, strict=True)]

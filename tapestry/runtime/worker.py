@@ -25,6 +25,7 @@ from tapestry import flags
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.store import Build
 from tapestry.runtime import shards
+from tapestry.runtime.backend import BACKENDS, device_of
 from tapestry.runtime.batches import Batch
 from tapestry.runtime.distributed import RankMachine
 from tapestry.runtime.parcels import owners
@@ -60,7 +61,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One process of a run: its place, the rendezvous store (of this attempt alone), its slot, and whom to tell of progress."""
+    """One process of a run: its place, the rendezvous store (of this attempt alone), its slot, and whom to tell of progress.
+
+    ``local`` is its number on its host, which is that of its GPU.
+    """
 
     rank: int
     world: int
@@ -68,6 +72,7 @@ class Rank:
     slots: Slots
     advance: Callable[[int, int], None] = lambda done, total: None
     beats: bool = False
+    local: int = 0
 
 
 def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
@@ -84,10 +89,12 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     beats = Beats(me.store, pulse, me.world) if me.beats else None
     owners(job.build.program.devices, me.world)
     todo = _agree(me, job, [b.number for b in job.batches if not b.done])
-    wire = Wire(me.rank, me.world, bytes.fromhex(job.identity)[:16], pulse)
+    device = device_of(job.build.target, me.rank, me.local)
+    plan, late = bytes.fromhex(job.identity)[:16], device.type != "cpu"
+    wire = Wire(me.rank, me.world, plan, pulse, device=device, deferred=late, ahead=not late)
     try:
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
+            BACKENDS[device.type], store=dist.PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
             timeout=timedelta(seconds=job.timeout + 2),
         )  # fmt: skip
         source = None if job.shards is None else shards.reader(job.shards, job.build, job.identity)
