@@ -111,6 +111,46 @@ def staged(t: Trial) -> Facts:
     return {"stages": len(build.report["stages"]), "micro_batches": build.report["micro_batches"], "transfers": len(crossing)}
 
 
+def overlapped(t: Trial) -> Facts:
+    """A tensor that is needed elsewhere long after it was made: its way lies beside what is computed in between."""
+    n, layers = 768, 4
+    names = ["r", *[f"h{k}" for k in range(layers)]]
+    nodes = [
+        N("MatMul", ["x", "up"], ["u"], "wide"),
+        N("Relu", ["u"], ["v"], "act"),
+        N("MatMul", ["v", "down"], ["r"], "first"),
+    ]
+    nodes += [
+        N("Transpose", ["r"], ["late"], "turn", perm=[1, 0])
+    ]  # memory is at its peak before, so there is room to be early
+    nodes += [N("MatMul", [names[k], f"w{k}"], [names[k + 1]], f"mm{k}") for k in range(layers)]
+    nodes += [N("Tanh", ["late"], ["s"], "bend"), N("Add", [names[-1], "s"], ["y"], "join")]
+    weights = {f"w{k}": f32(n, n) / 30 for k in range(layers)}
+    weights |= {"up": f32(n, 6 * n) / 30, "down": f32(6 * n, n) / 70}
+    pins = ["wide:i=2@d0", "first:i=2@d0", *(f"mm{k}:i=2@d0" for k in range(layers))]
+    build = tapestry.compile(t.model(net(nodes, {"x": (T.FLOAT, [n, n])}, {"y": T.FLOAT}, weights)), devices=2, pins=pins)
+    t.same(build, 2, check=True)
+    trace = t.folder / "trace.json"
+    request = launch.Request(folder=t.folder / "build-2", output=t.folder / "traced", timeout=60.0, threads=1, trace=trace)
+    launch.run(request, launch.Launch(processes=2))
+    events = json.loads(trace.read_text())["traceEvents"]
+    kernels = [(e["pid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == 0]
+    flown = {e["id"]: [e["pid"], e["ts"]] for e in events if e["ph"] == "b"}
+    for e in events:
+        if e["ph"] == "e":
+            flown[e["id"]].append(e["ts"])
+    beside = [sum(p == q and begin < start and end < stop for q, start, end in kernels) for p, begin, stop in flown.values()]
+    steps = build.build.program.steps
+    first = next(i for i, s in enumerate(steps) if isinstance(s, Transfer))
+    between = 0
+    for s in steps[first + 1 :]:
+        if isinstance(s, Launch):
+            if steps[first].dst in s.ins:  # type: ignore[union-attr]
+                break
+            between += 1
+    return {"messages": len(flown), "kernels_beside": beside, "launches_between": between}
+
+
 def streamed(t: Trial) -> Facts:
     """Weights that do not fit are loaded for every use, each rank its own slices."""
     build = tapestry.compile(t.model(tower()), devices=2, memory="420KB", stages=1, micro_batches=1)
@@ -160,7 +200,9 @@ def hosted(t: Trial) -> Facts:
     return {"files": sorted(t.same(build, 2, check=True)), "hosted": sorted(build.report["host_values"])}
 
 
-CASES: dict[str, Callable[[Trial], Facts]] = {f.__name__: f for f in (exact, staged, streamed, attention, uneven, hosted)}
+CASES: dict[str, Callable[[Trial], Facts]] = {
+    f.__name__: f for f in (exact, staged, overlapped, streamed, attention, uneven, hosted)
+}
 
 
 def main() -> None:

@@ -65,6 +65,18 @@ def test_values_of_the_host_travel_as_bytes():
     assert values.decode(values.encode(None)) is None
     sequence = values.decode(values.encode([array, text]))
     assert np.array_equal(sequence[0], array) and sequence[1].shape == (2, 2)
-    for bad in (b"", b"[1]", b'{"shape": [2], "dtype": "int8", "data": "AAAA"}', b'{"shape": [1], "dtype": "nothing", "data": ""}'):
+    for bad in (
+        b"",
+        b"[1]",
+        b'{"shape": [2], "dtype": "int8", "data": "AAAA"}',
+        b'{"shape": [1], "dtype": "nothing", "data": ""}',
+    ):
         with pytest.raises(TapestryError, match="does not read"):
             values.decode(bad)
+
+
+def test_messages_are_on_their_way_beside_kernels(found):
+    """What is sent early arrives while every rank computes what does not need it, and the results are the same bits."""
+    case = found["overlapped"]
+    assert case["wrong"] == [] and case["launches_between"] >= 3
+    assert case["messages"] >= 2 and max(case["kernels_beside"]) >= 2
