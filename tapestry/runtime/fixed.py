@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tapestry.runtime.local import Held, Machine
 
 Array = Any  # the target's own array type
+COPIED = 1 << 18  # bytes: an output of no more is copied out of its place
 
 
 class Call(Protocol):
@@ -87,9 +88,15 @@ class Fresh:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A program's steps: stretches, launches into a place, and (as numbers) steps as they are; bytes beyond the plan's peak."""
+    """A program's steps: stretches, launches into a place, and (as numbers) steps as they are.
+
+    Attributes:
+        placed: buffers that have a place, where the next run writes again.
+        extra: bytes beyond the plan's peak.
+    """
 
     actions: tuple[Stretch | Fresh | int, ...]
+    placed: frozenset[str]
     extra: int
 
 
@@ -102,7 +109,9 @@ def schedule(machine: Machine) -> Schedule | None:
     for i, bound in machine.launches.items():
         recorder = machine.target.recorder(bound[0].run)
         step = program.steps[i]
-        if recorder is not None and isinstance(step, Launch) and step.outs[0] not in program.outputs.values():
+        if recorder is None or not isinstance(step, Launch):
+            continue
+        if step.outs[0] not in program.outputs.values() or program.buffers[step.outs[0]].nbytes(0) <= COPIED:
             recorders[i] = recorder
     if not recorders:
         return None
@@ -116,7 +125,7 @@ def schedule(machine: Machine) -> Schedule | None:
     memory = {n: take(arena.offsets[n], program.buffers[n].nbytes(0)) for n in made}
     arrays = {n: (recorders[i].array(memory[n]), program.buffers[n].nbytes(0)) for n, i in made.items()}
     kept = {n: (a, 0) for n, a in machine.packing[0].arrays.items()} | machine.kept[0]
-    return Schedule(tuple(_actions(machine, recorders, memory, arrays, kept)), extra)
+    return Schedule(tuple(_actions(machine, recorders, memory, arrays, kept)), frozenset(made), extra)
 
 
 def _most(wanted: Sequence[Slot]) -> int:

@@ -76,12 +76,14 @@ Source = Callable[[str, Box], Array]
 class Measured:
     """What a run really used: peak bytes of buffers per device, and (count, bytes) per kind of transfer.
 
-    ``packed`` is what packed weights take beyond the plan's buffers, for as long as they stay loaded.
+    ``packed`` is what packed weights take beyond the plan's buffers, for as long as they stay loaded; ``gaps`` what buffers
+    with places of their own (`runtime.fixed`) take beyond the plan's peak.
     """
 
     peak: list[int]
     transfers: dict[str, tuple[int, int]] = field(default_factory=dict)
     packed: list[int] = field(default_factory=list)
+    gaps: list[int] = field(default_factory=list)
 
     def sent(self, kind: str, nbytes: int) -> None:
         """Count one transfer."""
@@ -180,7 +182,7 @@ class Machine:
                     self._step(i, memory, feeds, measured)
                     progress(i + 1, total)
             else:
-                measured.packed[0] += self.schedule.extra
+                measured.gaps.append(self.schedule.extra)
                 for action in self.schedule.actions:
                     if isinstance(action, int):
                         self._step(action, memory, feeds, measured)
@@ -311,7 +313,8 @@ class Machine:
         buffer = self.program.buffers[name]
         pieces = {box: memory[d][name] for d, box in enumerate(buffer.boxes) if box is not None}
         whole = tuple((0, n) for n in self.graph.tensors[tensor].shape)
-        if whole in pieces and name in self._computed:  # a new array at every run: it may be handed out as it is
+        placed = self.schedule is not None and name in self.schedule.placed
+        if whole in pieces and name in self._computed and not placed:  # new at every run: it may be handed out as it is
             return pieces[whole]
         return self.target.assemble(whole, buffer.dtype, list(pieces.items()))
 

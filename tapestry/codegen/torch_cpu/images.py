@@ -16,6 +16,7 @@ from tapestry.codegen.torch_cpu.epilogue import Epilogue
 Tensor = torch.Tensor
 Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call]
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
+FEW = 4  # rows: what they take is reading the weight
 MOST_LINEAR = 1 << 20  # cells of a weight; oneDNN is as fast on more, and faster on much more
 
 
@@ -134,7 +135,7 @@ def _at(x: Tensor | None) -> int | None:
 def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
     """Rows times packed weights: (m, k) and (m, n) residuals to (m, n); ``None`` where there is no kernel for it."""
     lib = available()
-    if lib is None or n * k > MOST_LINEAR:
+    if lib is None or (n * k > MOST_LINEAR and m > FEW):
         return None
     rows = (m * n, m * n, n)
     sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, layers, norms, scalars, scan, several, windows
+from tapestry.codegen.torch_cpu import contract, layers, norms, rows, scalars, scan, several, windows
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.pieces import pieces
 from tapestry.codegen.torch_cpu.points import Expressions, Run, held, product
@@ -34,8 +34,10 @@ def build(graph: Graph, kernel: Kernel) -> Run:
     if op.monoid is None:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return pieces(op, graph, kernel) or (lambda ins, _: results(ins, []))
-    if kernel.mode == "full" and (whole := norms.layer_norm(op, graph, kernel)):
-        return whole
+    if kernel.mode == "full":
+        found = norms.layer_norm(op, graph, kernel) or rows.rms_norm(op, graph, kernel) or rows.mean(op, graph, kernel)
+        if found:
+            return found
     states = _states(op, graph, kernel)
     if kernel.mode == "partial":
         shapes = [shape(b) for b in kernel.outs]

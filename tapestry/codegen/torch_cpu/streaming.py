@@ -1,4 +1,4 @@
-"""Attention by torch's streaming kernel, where the projections allow: one query set, one key set, one bias, one scale."""
+"""Attention by our kernel or torch's streaming one, where projections allow: one query set, key set, bias, scale."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tapestry.codegen.torch_cpu.heads import states as our_states
 from tapestry.codegen.torch_cpu.points import Expressions
 from tapestry.codegen.torch_cpu.reads import Frame, Tensor
 from tapestry.ir.contraction import dims_read
@@ -51,6 +52,9 @@ def streaming(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Ten
         q, k = lay.matrix(q, roles.rows, roles.depth), lay.matrix(k, (roles.key,), roles.depth)
         v = lay.matrix(v.reshape(*v.shape, *(1 for _ in op.inner_dims)), (roles.key,), roles.columns)
         mask = lay.mask(_ranked(added[0], len(op.space), len(op.inner_dims))) if added else None
+        ours = our_states(q, k, v, mask, scale)
+        if ours:
+            return [lay.rows(ours[0]), lay.rows(ours[1]), lay.out(ours[2])]
         out, lse = _FLASH(q, k, v, attn_mask=mask, scale=scale)
         if bool((lse == 0).any()):  # so it marks a row without keys, and rarely a row that is fine
             return None

@@ -42,6 +42,34 @@ class Buffers(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in ("x", "w", "bias", "residual", "zeros", "y")]
 
 
+class Attention(ctypes.Structure):
+    """``Attention`` of attention.c: sizes, and strides in elements."""
+
+    _fields_ = [
+        *((name, _PLACE) for name in ("outer", "inner", "rows", "keys", "depth")),
+        *((name, _PLACE * n) for name, n in (("q", 3), ("k", 3), ("v", 3), ("mask", 4), ("out", 3))),
+        ("normal", _PLACE), ("scale", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class Heads(ctypes.Structure):
+    """``Heads`` of attention.c: addresses."""
+
+    _fields_ = [(name, _POINTER) for name in ("q", "k", "v", "mask", "out", "top", "sum")]
+
+
+class Rows(ctypes.Structure):
+    """``Rows`` of norm.c."""
+
+    _fields_ = [("rows", _PLACE), ("width", _PLACE), ("count", ctypes.c_float), ("epsilon", ctypes.c_float)]
+
+
+class RowBuffers(ctypes.Structure):
+    """``RowBuffers`` of norm.c: addresses."""
+
+    _fields_ = [(name, _POINTER) for name in ("x", "scale", "y")]
+
+
 class Step(ctypes.Structure):
     """``Step`` of run.c: a kernel, and the addresses of its sizes and buffers."""
 
@@ -54,6 +82,9 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_pack": (None, (_POINTER, _POINTER, _PLACE, _PLACE)),
     "tapestry_conv": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_depthwise": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+    "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
+    "tapestry_mean": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+    "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers))),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),
     "tapestry_winograd": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
@@ -103,4 +134,4 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
 
 
-__all__ = ["Buffers", "Conv", "Step", "library"]
+__all__ = ["Attention", "Buffers", "Conv", "Heads", "RowBuffers", "Rows", "Step", "library"]

@@ -132,3 +132,17 @@ void tapestry_max_pool(const Conv *c, const Buffers *b) {
                 }
             }
 }
+
+/* Sums over whole images, divided by `high`. */
+void tapestry_mean(const Conv *c, const Buffers *b) {
+    vec count = all(c->high);
+    for (int64_t image = 0; image < c->images; image++)
+        for (int64_t k = 0; k < c->channels; k += VL) {
+            lanes some = first_lanes(c->channels - k);
+            vec total = {};
+            for (int64_t y = 0; y < c->in_h; y++)
+                for (int64_t x = 0; x < c->in_w; x++)
+                    total += load_some(b->x + image * c->x_image + y * c->x_row + x * c->x_pixel + k, some);
+            store_some(b->y + image * c->channels + k, total / count, some);
+        }
+}

@@ -1,0 +1,137 @@
+/* Attention, head by head and by blocks of queries: scores, their softmax's states and the weighted values while they are in cache.
+ *
+ * For every row the states are the maximum, the sum of exp(score - maximum) and the values weighted by it, as `softsum` has them
+ * (a score that is the maximum weighs 1, infinite or not), or the quotient of the last two.
+ */
+#include <stdlib.h>
+
+#include "conv.h"
+
+enum { ROWS = 48 }; /* queries at once */
+
+typedef struct {
+    int64_t outer, inner, rows, keys, depth; /* heads are two dimensions */
+    int64_t q[3], k[3], v[3], mask[4], out[3]; /* strides: outer, inner, row (and key) */
+    int64_t normal;
+    float scale;
+} Attention;
+
+typedef struct {
+    const float *q, *k, *v, *mask;
+    float *out, *top, *sum; /* top and sum: outer x inner x rows, unless the quotient is wanted */
+} Heads;
+
+/* exp for x <= 0: 2^n p(r) with the polynomial of Cephes' expf (Moshier 1992); 0 below the least normal number. */
+INLINE vec exponential(vec x) {
+    const vec magic = all(12582912.0f), least = all(-87.33654f);
+    vec kept = (vec)((mask)x & ~(x < least)) + (vec)((mask)least & (x < least));
+    vec shifted = kept * all(1.44269504f) + magic, n = shifted - magic;
+    vec r = kept - n * all(0.693359375f);
+    r -= n * all(-2.12194440e-4f);
+    vec p = all(1.9875691500e-4f) * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f), p = p * r + all(4.1665795894e-2f), p = p * r + all(1.6666665459e-1f), p = p * r + all(0.5f);
+    p = p * r * r + r + all(1.0f);
+    mask exponent = (mask)shifted << 23;
+    vec scale = (vec)(exponent + ((mask)all(1.0f)));
+    return (vec)((mask)(p * scale) & ~(x < least));
+}
+
+INLINE float sum_of(vec v) {
+    float s = 0;
+    for (int i = 0; i < VL; i++) s += v[i];
+    return s;
+}
+
+/* The larger; a NaN wins. */
+INLINE float larger(float a, float b) { return a != a || a > b ? a : b; }
+
+/* One row of scores to weights; padding keys weigh nothing. */
+static void weigh(const Attention *a, float *s, const float *m, int64_t padded, float *top, float *sum) {
+    vec scale = all(a->scale), lowest = all(-__builtin_inff()), high = lowest, total = {};
+    int64_t whole = a->keys / VL * VL;
+    mask nan = {};
+    for (int64_t k = 0; k < a->keys; k += VL) {
+        lanes some = first_lanes(a->keys - k);
+        vec t = load(s + k) * scale;
+        if (m) t += a->mask[3] ? load_some(m + k, some) : all(*m);
+        if (k >= whole) {
+            vec kept = lowest;
+            for (int64_t i = 0; i < a->keys - k; i++) kept[i] = t[i];
+            t = kept;
+        }
+        store(s + k, t);
+        nan |= t != t;
+        mask more = t > high;
+        high = (vec)(((mask)t & more) | ((mask)high & ~more));
+    }
+    float best = high[0];
+    int64_t any = 0;
+    for (int i = 0; i < VL; i++) best = larger(best, high[i]), any |= nan[i];
+    if (any) best = __builtin_nanf("");
+    vec peak = all(best);
+    for (int64_t k = 0; k < padded; k += VL) {
+        vec t = load(s + k), e = exponential(t - peak);
+        mask equal = t == peak;
+        e = (vec)(((mask)all(1.0f) & equal) | ((mask)e & ~equal));
+        if (k >= whole)
+            for (int64_t i = a->keys - k < 0 ? 0 : a->keys - k; i < VL; i++) e[i] = 0;
+        store(s + k, e);
+        total += e;
+    }
+    *top = best, *sum = sum_of(total);
+}
+
+/* Rows by features, `stride` between rows, as panels for tile.h: features are columns (`turned`: they are rows). */
+static void panel(const float *from, float *to, int64_t features, int64_t depth, int64_t stride, int turned) {
+    int64_t vectors = (features + VL - 1) / VL;
+    for (int64_t p = 0; p < panels(vectors); p++) {
+        int64_t f0 = panel_start(vectors, p) * VL, f1 = panel_start(vectors, p + 1) * VL, width = f1 - f0;
+        for (int64_t f = f0; turned && f < f1; f++)
+            for (int64_t d = 0; d < depth; d++) to[d * width + f - f0] = f < features ? from[f * stride + d] : 0.0f;
+        for (int64_t d = 0; !turned && d < depth; d++)
+            for (int64_t f = f0; f < f1; f++) to[d * width + f - f0] = f < features ? from[d * stride + f] : 0.0f;
+        to += depth * width;
+    }
+}
+
+static Conv product(int64_t rows, int64_t depth, int64_t features, int64_t x, int64_t y) {
+    return (Conv){.images = 1, .channels = depth, .features = features, .in_h = 1, .in_w = rows, .out_h = 1, .out_w = rows,
+                  .kernel_h = 1, .kernel_w = 1, .stride_h = 1, .stride_w = 1, .dilation_h = 1, .dilation_w = 1,
+                  .x_pixel = x, .y_pixel = y};
+}
+
+static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const float *keys, const float *values, float *score) {
+    int64_t padded = (a->keys + VL - 1) / VL * VL;
+    const float *q = h->q + i * a->q[0] + j * a->q[1];
+    float *out = h->out + i * a->out[0] + j * a->out[1];
+    for (int64_t r = 0; r < a->rows; r += ROWS) {
+        int64_t rows = a->rows - r < ROWS ? a->rows - r : ROWS;
+        float top[ROWS], sum[ROWS];
+        Conv scores = product(rows, a->depth, padded, a->q[2], padded), weighted = product(rows, a->keys, a->depth, padded, a->out[2]);
+        tapestry_conv(&scores, &(Buffers){.x = q + r * a->q[2], .w = keys, .y = score});
+        for (int64_t k = 0; k < rows; k++) {
+            const float *m = h->mask ? h->mask + i * a->mask[0] + j * a->mask[1] + (r + k) * a->mask[2] : 0;
+            weigh(a, score + k * padded, m, padded, top + k, sum + k);
+        }
+        tapestry_conv(&weighted, &(Buffers){.x = score, .w = values, .y = out + r * a->out[2]});
+        for (int64_t k = 0; k < rows; k++)
+            if (a->normal)
+                for (int64_t d = 0; d < a->depth; d++) out[(r + k) * a->out[2] + d] /= sum[k];
+            else h->top[(i * a->inner + j) * a->rows + r + k] = top[k], h->sum[(i * a->inner + j) * a->rows + r + k] = sum[k];
+    }
+}
+
+/* q: outer x inner x rows x depth; k, v: outer x inner x keys x depth; the last dimension of each is adjacent. */
+void tapestry_attention(const Attention *a, const Heads *h) {
+    int64_t padded = (a->keys + VL - 1) / VL * VL, wide = (a->depth + VL - 1) / VL * VL;
+    float *keys = aligned_alloc(64, (size_t)((padded * a->depth + a->keys * wide + ROWS * padded) * 4 + 63) / 64 * 64);
+    if (!keys) abort();
+    float *values = keys + padded * a->depth, *score = values + a->keys * wide;
+    for (int64_t i = 0; i < a->outer; i++)
+        for (int64_t j = 0; j < a->inner; j++) {
+            panel(h->k + i * a->k[0] + j * a->k[1], keys, a->keys, a->depth, a->k[2], 1);
+            panel(h->v + i * a->v[0] + j * a->v[1], values, a->depth, a->keys, a->v[2], 0);
+            head(a, h, i, j, keys, values, score);
+        }
+    free(keys);
+}

@@ -1,0 +1,33 @@
+/* Rows divided by the root of the mean of their squares. */
+#include <math.h>
+
+#include "conv.h"
+
+typedef struct {
+    int64_t rows, width;
+    float count, epsilon;
+} Rows;
+
+typedef struct {
+    const float *x, *scale;
+    float *y;
+} RowBuffers;
+
+/* y = scale * (x * (1 / sqrt(sum(x * x) / count + epsilon))) */
+void tapestry_rms_norm(const Rows *r, const RowBuffers *b) {
+    for (int64_t i = 0; i < r->rows; i++) {
+        const float *x = b->x + i * r->width;
+        vec total = {};
+        for (int64_t k = 0; k < r->width; k += VL) {
+            vec v = load_some(x + k, first_lanes(r->width - k));
+            total += v * v;
+        }
+        float sum = 0;
+        for (int j = 0; j < VL; j++) sum += total[j];
+        vec inverse = all(1.0f / sqrtf(sum / r->count + r->epsilon));
+        for (int64_t k = 0; k < r->width; k += VL) {
+            lanes some = first_lanes(r->width - k);
+            store_some(b->y + i * r->width + k, load_some(b->scale + k, some) * (load_some(x + k, some) * inverse), some);
+        }
+    }
+}

@@ -1,0 +1,176 @@
+"""The torch-cpu target's kernels in C: what torch computes, NaN and infinities included, and no less without a compiler."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto as T
+from small_models import N, f32, net
+
+from tapestry import api
+from tapestry.codegen.torch_cpu import contract, heads, images, native
+from tapestry.codegen.torch_cpu.epilogue import Epilogue
+from tapestry.runtime.fixed import Stretch
+
+needed = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def convolve(x, weight, bias, residual, then, stride=1, padding=0, dilation=1, groups=1):
+    want = torch.nn.functional.conv2d(x.double(), weight.double(), bias.double(), stride, padding, dilation, groups)
+    want = want + residual(want.shape).double() if residual else want
+    more = residual(want.shape).contiguous(memory_format=torch.channels_last) if residual else None
+    parts = contract.Call((), (), tuple(x.shape), (stride,) * 2, (padding,) * 2, (dilation,) * 2, groups)
+    kernel = images.convolve(parts, tuple(weight.shape), tuple(want.shape), then)
+    assert kernel
+    memory = torch.full((want.numel(),), float("nan"))
+    kernel.call(images.last(x), kernel.pack(weight), bias, more, memory).run()
+    n, k, h, w = want.shape
+    return kernel.key, memory.view(n, h, w, k).permute(0, 3, 1, 2), want.clamp(then.low, then.high)
+
+
+CASES = {
+    "panels": [
+        (3, 64, 7, 2, 3, 1, 1),
+        (5, 17, 1, 1, 0, 1, 1),
+        (40, 100, 3, 2, 1, 2, 1),
+        (600, 33, 1, 2, 0, 1, 1),
+        (16, 16, 3, 1, 1, 1, 1),
+    ],
+    "winograd": [(64, 48, 3, 1, 1, 1, 1), (32, 64, 3, 1, 0, 1, 1), (96, 32, 3, 1, 2, 1, 1)],
+    "taps": [(40, 40, 3, 1, 1, 1, 40), (16, 16, 3, 2, 1, 1, 16), (33, 33, 5, 1, 2, 2, 33)],
+}
+
+
+@needed
+@pytest.mark.parametrize(("key", "case"), [(k, c) for k, cases in CASES.items() for c in cases])
+@pytest.mark.parametrize("size", [(9, 14), (23, 8)])
+@pytest.mark.parametrize("added", [False, True])
+def test_convolutions(key: str, case: tuple[int, ...], size: tuple[int, int], added: bool) -> None:
+    channels, features, window, stride, padding, dilation, groups = case
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, channels, *size, generator=g)
+    weight = torch.randn(features, channels // groups, window, window, generator=g) / window
+    residual = (lambda shape: torch.randn(shape, generator=torch.Generator().manual_seed(1))) if added else None
+    then = Epilogue(bias=0, residual=1 if added else None, low=-1.0, high=6.0)
+    bias = torch.randn(features, generator=g)
+    found, got, want = convolve(x, weight, bias, residual, then, stride, padding, dilation, groups)
+    assert found == key
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@needed
+@pytest.mark.parametrize("key", CASES)
+def test_nan_and_infinity_go_where_they_belong(key: str) -> None:
+    channels, features, window, stride, padding, dilation, groups = CASES[key][0]
+    x = torch.randn(1, channels, 12, 12, generator=torch.Generator().manual_seed(0))
+    x[0, 1, 2, 3], x[0, 2, 9, 9], x[0, 0, 5, 10] = float("nan"), float("inf"), 1e36
+    weight = torch.randn(features, channels // groups, window, window, generator=torch.Generator().manual_seed(1)) * 4
+    _, got, want = convolve(x, weight, torch.zeros(features), None, Epilogue(low=0.0), stride, padding, dilation, groups)
+    assert bool(want.isnan().any())
+    assert torch.equal(got.isnan(), want.isnan())
+    inside = ~want.isnan() & (want.abs() < 1e30)
+    torch.testing.assert_close(got[inside].double(), want[inside], rtol=1e-4, atol=1e-3)
+
+
+@needed
+@pytest.mark.parametrize(("rows", "keys", "depth"), [(5, 7, 20), (49, 33, 64), (128, 600, 16)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_states_of_attention(rows: int, keys: int, depth: int, masked: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 3, depth, generator=g).transpose(1, 2) for n in (rows, keys, keys))
+    mask = torch.randn(2, 1, rows, keys, generator=g) if masked else None
+    if mask is not None:
+        mask[0, 0, 1], mask[1, 0, 2, 3], mask[0, 0, 3, 2], mask[1, 0, 4, 1] = -torch.inf, -torch.inf, torch.inf, torch.nan
+    found = heads.states(q, k, v, mask, 0.25)
+    assert found
+    score = q.double() @ k.double().transpose(-1, -2) * 0.25 + (0 if mask is None else mask)
+    top = score.amax(-1, keepdim=True)
+    weights = torch.where(score == top, 1.0, torch.exp(score - top))
+    wanted = top[..., 0], weights.sum(-1), weights @ v.double()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def network() -> onnx.ModelProto:
+    nodes = [
+        N("Conv", ["x", "w", "b"], ["c"], pads=[1] * 4), N("Relu", ["c"], ["d"]), N("Conv", ["d", "v"], ["e"], pads=[1] * 4),
+        N("Add", ["e", "d"], ["f"]), N("Relu", ["f"], ["g"]), N("Conv", ["g", "u"], ["h"], group=32, pads=[1] * 4),
+        N("Clip", ["h", "lo", "hi"], ["k"]), N("ReduceMean", ["k", "axes"], ["m"], keepdims=0), N("MatMul", ["m", "t"], ["y"]),
+    ]  # fmt: skip
+    weights = {
+        "w": f32(32, 8, 3, 3), "b": f32(32), "v": f32(32, 32, 3, 3), "u": f32(32, 1, 3, 3), "t": f32(32, 10),
+        "lo": np.float32(0), "hi": np.float32(6), "axes": np.array([2, 3], np.int64),
+    }  # fmt: skip
+    return net(nodes, {"x": (T.FLOAT, (2, 8, 11, 9))}, {"y": T.FLOAT, "k": T.FLOAT}, weights)
+
+
+def runs(folder: Path) -> tuple[api.Compiled, dict[str, np.ndarray]]:
+    path = folder / "m.onnx"
+    if not path.is_file():
+        onnx.save(network(), path)
+    c = api.compile(path, mesh="1")
+    return c, c.run(c.random_feeds(0))
+
+
+@needed
+def test_stretches_give_what_steps_give_and_hold_what_the_plan_says(tmp_path: Path) -> None:
+    c, outs = runs(tmp_path)
+    schedule = c.session.machine.schedule
+    assert schedule and any(isinstance(a, Stretch) and len(a.born) for a in schedule.actions) and schedule.placed
+    kept = {t: a.copy() for t, a in outs.items()}
+    used = c.session.run(c.random_feeds(1)).measured
+    assert used.peak == list(c.build.peak_bytes)
+    c.session.machine.schedule = None
+    again = c.session.run(c.random_feeds(0))
+    assert again.measured.peak == list(c.build.peak_bytes)
+    for t, a in outs.items():
+        np.testing.assert_array_equal(a, kept[t])  # a later run leaves them alone
+        np.testing.assert_array_equal(a, again.outputs[t])
+
+
+@needed
+def test_runs_at_once_do_not_meet(tmp_path: Path) -> None:
+    c, _ = runs(tmp_path)
+    wanted = [c.run(c.random_feeds(s)) for s in range(4)]
+    wrong: list[int] = []
+
+    def work(s: int) -> None:
+        for _ in range(10):
+            if any(not np.array_equal(a, wanted[s][t]) for t, a in c.run(c.random_feeds(s)).items()):
+                wrong.append(s)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("how", [("TAPESTRY_NATIVE", "0"), ("CC", "no-such-compiler")])
+def test_without_kernels_torch_does(how: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, outs = runs(tmp_path)
+    monkeypatch.setenv(*how)
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+        _, plain = runs(tmp_path)
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+    for t, a in outs.items():
+        np.testing.assert_allclose(a, plain[t], rtol=1e-4, atol=1e-5)
