@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call]
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 FEW = 4  # rows: what they take is reading the weight
-MOST_LINEAR = 1 << 20  # cells of a weight; oneDNN is as fast on more, and faster on much more
+MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
 
 
 @functools.cache
