@@ -20,7 +20,7 @@ def states(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
         scale: of the products of queries and keys.
     """
     lib = images.available()
-    if lib is None or q.dtype != torch.float32:
+    if lib is None or q.dtype != torch.float32 or max(k.shape[2], q.shape[3]) > images.DEEPEST:
         return None
     outer, inner, rows, depth = q.shape
     out = torch.empty(outer, rows, inner, depth).transpose(1, 2)  # heads side by side, as who reads it wants them

@@ -16,6 +16,7 @@ from tapestry.codegen.torch_cpu.epilogue import Epilogue
 Tensor = torch.Tensor
 Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call]
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
+DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
 FEW = 4  # rows: what they take is reading the weight
 MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
 
@@ -76,7 +77,7 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
         shape: the output's shape (images, features, height, width).
     """
     lib = available()
-    if lib is None:
+    if lib is None or weight[1] * weight[2] * weight[3] > DEEPEST or weight[2] * weight[3] > DEEPEST >> 8:
         return None
     call: Any
     if parts.groups > 1:
@@ -135,7 +136,7 @@ def _at(x: Tensor | None) -> int | None:
 def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
     """Rows times packed weights: (m, k) and (m, n) residuals to (m, n); ``None`` where there is no kernel for it."""
     lib = available()
-    if lib is None or (n * k > MOST_LINEAR and m > FEW):
+    if lib is None or k > DEEPEST or (n * k > MOST_LINEAR and m > FEW):
         return None
     rows = (m * n, m * n, n)
     sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)
