@@ -277,6 +277,10 @@ FOUND = {
         [N("Slice", ["x", "s", "e", "a", "p"], ["y"]), N("Conv", ["y", "w"], ["z"])], {"x": normal(1, 4, 2, 2)},
         {"s": i64(3), "e": i64(-9), "a": i64(1), "p": i64(-2), "w": normal(2, 2, 1, 1)}, simplified=(True, False),
     ),
+    "states over time whose end reads what the region made": lambda: case(
+        [N("Relu", ["x"], ["r"]), N("MeanVarianceNormalization", ["r"], ["y"], axes=[1]), N("Neg", ["y"], ["z"])], {"x": normal(3, 6)}, {},
+        simplified=(True, False), moves=("split_time@y{dim=x1_,parts=2,back=1}",),
+    ),
     "an opaque operation on nothing, beside a part of it": lambda: case(
         [N("Hardmax", ["x"], ["h"], axis=2), N("QuantizeLinear", ["x", "s", "z"], ["q"]), N("MatMulInteger", ["q", "w", "z"], ["y"])],
         {"x": normal(2, 0, 2)}, {"s": np.float32(0.5), "z": np.uint8(3), "w": np.ones((2, 2), np.uint8)},

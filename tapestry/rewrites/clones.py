@@ -156,6 +156,8 @@ def clone(graph: Graph, cuts: Mapping[int, Cut]) -> Clones:
         for i in sorted(cuts):
             state.clone(i, k)
     state.join()
+    for op, k in state.ends:  # what they read besides states may be of the region, and whole only now
+        state.add(op, k)
     for i, op in enumerate(graph.ops):
         if i in behind or i > last:
             state.add(op, -1)
@@ -181,6 +183,7 @@ class _Cloning:
     graph: Graph
     cuts: Mapping[int, Cut]
     ops: list[Op] = field(default_factory=list[Op])
+    ends: list[tuple[Block, int]] = field(default_factory=list[tuple[Block, int]])
     part: list[int] = field(default_factory=list[int])
     new: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     names: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
@@ -292,7 +295,7 @@ class _Cloning:
             leaf = inline({}, {old: len(held) + new for new, old in enumerate(kept)})
             then = tuple(rewrite(rewrite(e, leaf), lambda x: merged[x.field] if isinstance(x, Acc) else x) for e in op.then)
             reads += tuple(op.reads[n] for n in kept)
-            self.add(Block(outs=op.outs, dims=op.dims, reads=reads, body=then, source=op.source), k)
+            self.ends.append((Block(outs=op.outs, dims=op.dims, reads=reads, body=then, source=op.source), k))
             return
         sums = tuple(self.tensor(f"{op.outs[0]}@0_{k}.{f}", d, shape) for f, d in zip(fields, dtypes, strict=True))
         self.add(Block(outs=sums, dims=op.dims, reads=reads, body=merged, source=op.source), k)
@@ -300,11 +303,11 @@ class _Cloning:
 
     def join(self) -> None:
         """Whole tensors from their parts, for readers outside the region and the graph's outputs."""
-        readers = self.graph.consumers()
+        readers, late = self.graph.consumers(), {t for op, _ in self.ends for t in op.inputs}
         for i in sorted(self.cuts):
             op = self.graph.ops[i]
             for t in op.outs if (op.outs[0], 0) in self.names else ():
-                if t in self.graph.outputs or any(r not in self.cuts for r in readers.get(t, ())):
+                if t in self.graph.outputs or t in late or any(r not in self.cuts for r in readers.get(t, ())):
                     self.add(self.joined(t, op.source), -1)
 
     def joined(self, tensor: str, source: tuple[str, ...]) -> Block:
