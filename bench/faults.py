@@ -67,8 +67,11 @@ def model(path: Path) -> None:
 
 def prepare(folder: Path, processes: int) -> None:
     """Builds, shards, 50 batches and what is expected of them; in a process of its own, because it computes."""
+    import torch
+
     from tapestry import api, cli
 
+    torch.set_num_threads(1)  # as the ranks have: kernels round by the number of threads
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "in").mkdir(parents=True)
     model(folder / "model.onnx")

@@ -37,6 +37,15 @@ HERE = Path(__file__).parent
 ENV = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the ranks have: kernels round by the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def tapestry(*argv: object, **more) -> subprocess.Popen:
     command = [sys.executable, "-m", "tapestry.cli", *map(str, argv)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, **more)
