@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ from onnx import TensorProto as T
 from small_models import N, f32, i64, net
 
 from tapestry import api
-from tapestry.codegen.torch_cpu import norms, scalars
+from tapestry.codegen.torch_cpu import TorchCpu, norms, scalars
 from tapestry.codegen.torch_cpu.compiled import compile_value
 from tapestry.codegen.torch_cpu.natives import native
 from tapestry.codegen.torch_cpu.reads import Remembered
 from tapestry.ir.expr import Acc, Const, Expr, call, rewrite
 from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Kernel
 from tapestry.ir.program import Launch
 from tapestry.lift import read_weight
 from tapestry.runtime.local import kernel_of
@@ -187,6 +189,26 @@ def test_transposed_convolutions(stride: int, pads: list[int], more: int, tmp_pa
     )
     c = compiled(net([node], {"x": (T.FLOAT, (1, 4, 5, 6))}, {"y": T.FLOAT}, {"w": f32(4, 3, 3, 2), "b": f32(3)}), tmp_path)
     check(c)
+
+
+@pytest.mark.parametrize("cut", ["b", "o", "c", "r", "s"])
+def test_a_part_of_a_transposed_convolution_is_only_that_part(cut: str, tmp_path: Path) -> None:
+    """What a rewrite cut runs over fewer points than its tensors have, and must not compute the rest."""
+    node = N("ConvTranspose", ["x", "w"], ["y"], strides=[2, 2])
+    c = compiled(net([node], {"x": (T.FLOAT, (2, 4, 3, 3))}, {"y": T.FLOAT}, {"w": f32(4, 3, 3, 2)}), tmp_path)
+    graph = c.build.plan.graph
+    at, op = next((i, o) for i, o in enumerate(graph.ops) if isinstance(o, Block) and len(o.reduce) == 3)
+    dims, reduce = (tuple(replace(d, size=d.size - (d.name == cut)) for d in ds) for ds in (op.dims, op.reduce))
+    part, out = replace(op, dims=dims, reduce=reduce), op.outs[0]
+    shape = tuple(d.size for d in dims)
+    tensors = {**graph.tensors, out: replace(graph.tensors[out], shape=shape)}
+    graph = replace(graph, tensors=tensors, ops=(part,), outputs=(out,))
+    values = {"x": c.random_feeds(0)["x"], "w": weight(c, "w")}
+    ins = tuple(tuple((0, n) for n in graph.tensors[r.tensor].shape) for r in part.reads)
+    block = tuple((0, d.size) for d in part.space)
+    kernel = Kernel(op=0, mode="full", block=block, ins=ins, outs=(block[: len(dims)],))
+    (got,) = TorchCpu().kernel(graph, kernel)([torch.from_numpy(values[r.tensor].copy()) for r in part.reads], [])
+    np.testing.assert_allclose(got.numpy(), interp.run(graph, values, wide=True)[out], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("pads", [[0] * 4, [1] * 4, [0, 1, 1, 0]])

@@ -85,14 +85,19 @@ def transposed(op: Block, graph: Graph, kernel: Kernel) -> States | None:
             continue
         if kernel.ins[w] != whole(graph.tensors[op.reads[w].tensor].shape):
             continue
-        found = _spread(op, op.reads[x], op.reads[w], graph.tensors[op.reads[x].tensor].shape)
+        found = _spread(op, op.reads[x], op.reads[w], *(graph.tensors[op.reads[k].tensor].shape for k in (x, w)))
         if found is not None:
             return _transposed(x, w, *found)
     return None
 
 
-def _spread(op: Block, x: Read, w: Read, shape: tuple[int, ...]) -> tuple[list[_Axis], list[int]] | None:
-    """(axes, zeros to cut at the end) by projections ``x[b, c, floor((h - r + p) / s), …]`` and ``w[c, o, r, s]``."""
+def _spread(
+    op: Block, x: Read, w: Read, shape: tuple[int, ...], weight: tuple[int, ...]
+) -> tuple[list[_Axis], list[int]] | None:
+    """(axes, zeros to cut at the end) by projections ``x[b, c, floor((h - r + p) / s), …]`` and ``w[c, o, r, s]``.
+
+    The operation may be a part of one that was cut: then it runs over fewer points than its tensors have.
+    """
     b, o, *outs = (d.name for d in op.dims)
     plain = [str(e) if e.is_dim else "" for e in w.index]
     if len(x.index) != 4 or len(w.index) != 4 or "" in plain or w.when or w.other is not None or x.other != 0:
@@ -101,6 +106,8 @@ def _spread(op: Block, x: Read, w: Read, shape: tuple[int, ...]) -> tuple[list[_
     if [str(e) if e.is_dim else "" for e in x.index[:2]] != [b, c] or plain[1] != o:
         return None
     if {c, *plain[2:]} != {d.name for d in op.reduce} or len({*plain}) != 4:
+        return None
+    if tuple(op.ranges[n] for n in plain) != weight or (op.ranges[b], op.ranges[c]) != shape[:2]:
         return None
     axes, extra, guards = list[_Axis](), list[int](), list(x.when)
     for k, (out, r) in enumerate(zip(outs, plain[2:], strict=True)):
