@@ -197,7 +197,7 @@ def test_a_part_of_a_transposed_convolution_is_only_that_part(cut: str, tmp_path
     node = N("ConvTranspose", ["x", "w"], ["y"], strides=[2, 2])
     c = compiled(net([node], {"x": (T.FLOAT, (2, 4, 3, 3))}, {"y": T.FLOAT}, {"w": f32(4, 3, 3, 2)}), tmp_path)
     graph = c.build.plan.graph
-    at, op = next((i, o) for i, o in enumerate(graph.ops) if isinstance(o, Block) and len(o.reduce) == 3)
+    op = next(o for o in graph.ops if isinstance(o, Block) and len(o.reduce) == 3)
     dims, reduce = (tuple(replace(d, size=d.size - (d.name == cut)) for d in ds) for ds in (op.dims, op.reduce))
     part, out = replace(op, dims=dims, reduce=reduce), op.outs[0]
     shape = tuple(d.size for d in dims)

@@ -115,6 +115,44 @@ def test_full_blocks(name):
             assert_same(dict(zip(op.outs, found, strict=True)), expected, graph, (op.outs, block))
 
 
+def part_of(op: Block, rng: random.Random) -> Block:
+    """An operation over fewer points, as rewrites leave it behind; its tensors keep their sizes."""
+
+    def less(dims):
+        return tuple(replace(d, size=max(1, d.size - rng.choice([0, 0, 1, 2]))) for d in dims)
+
+    inner = tuple(replace(x, dims=less(x.dims)) for x in op.inner)
+    return replace(op, dims=less(op.dims), reduce=less(op.reduce), inner=inner, splits=())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_parts_of_operations_compute_no_more(name):
+    """Fast ways are read off the projections: they must see that the operation does not cover its tensors."""
+    c = case(name)
+    values = values_of(c)
+    for i, op in enumerate(c.graph.ops):
+        if not isinstance(op, Block):
+            continue
+        for seed in range(4):
+            part = part_of(op, random.Random(f"{name} {i} {seed}"))
+            if part.space == op.space:
+                continue
+            shape = tuple(d.size for d in part.dims)
+            tensors = {**c.graph.tensors, **{t: replace(c.graph.tensors[t], shape=shape) for t in op.outs}}
+            read = tuple(dict.fromkeys(r.tensor for r in part.reads))
+            graph = replace(c.graph, tensors=tensors, inputs=read, weights={}, ops=(part,), outputs=op.outs)
+            points = whole(tuple(d.size for d in part.space))
+            boxes = tuple(whole(tensors[r.tensor].shape) for r in part.reads)
+            k = Kernel(op=0, mode="full", block=points, ins=boxes, outs=(whole(shape),) * len(op.outs))
+            found = TorchCpu().kernel(graph, k)([from_numpy(np.array(values[r.tensor])) for r in part.reads], [])
+            expected = interp.run(graph, {t: values[t] for t in read})
+            arrays = {t: to_numpy(a) for t, a in zip(op.outs, found, strict=True)}
+            for t in op.outs:  # a window all in the padding has the least value there is
+                np.testing.assert_array_equal(arrays[t] == -np.inf, expected[t] == -np.inf, str(part))
+            finite = [{t: np.where(a == -np.inf, a.dtype.type(0), a) for t, a in x.items()} for x in (arrays, expected)]
+            assert_same(*finite, graph, part)
+
+
 @pytest.mark.parametrize("name", [n for n in BLOCKS if n not in ("views", "unary")])
 def test_partial_states_merge_into_the_whole(name):
     """Cut the reduced dimensions at random points, merge on the target, finish: the same as in one piece."""
