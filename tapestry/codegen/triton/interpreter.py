@@ -1,8 +1,9 @@
-"""Three defects of Triton's interpreter (3.6 to 3.9) that would make right kernels come out wrong on the CPU, put right.
+"""Four defects of Triton's interpreter (3.6 to 3.9) that would make right kernels come out wrong on the CPU, put right.
 
 It keeps bf16 as the 16-bit integers that hold the bits, and multiplies those integers in ``tl.dot``. It labels the result
 of a comparison with the dtype of what was compared, and so turns a scalar's truth value into a float when it spreads it
-over a tile. It cuts f32 off to bf16 where a GPU rounds to the nearest.
+over a tile. It cuts f32 off to bf16 where a GPU rounds to the nearest. Until 3.6, a loop's bounds, which it keeps as arrays of one
+element, end in an error where numpy no longer takes those for numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def corrected() -> Iterator[None]:
 
     builder: Any = interpreter.InterpreterBuilder
     dot, splat, cast = builder.create_dot, builder.create_splat, builder.cast_impl
+    patch_tensor = interpreter._patch_lang_tensor
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16:
@@ -44,10 +46,16 @@ def corrected() -> Iterator[None]:
         quiet = (bits >> 16) | np.uint32(0x40)
         return interpreter.TensorHandle(np.where(np.isnan(src.data), quiet, near).astype(np.uint16), tl.bfloat16)
 
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
+
     builder.create_dot, builder.create_splat, builder.cast_impl = create_dot, create_splat, cast_impl
+    interpreter._patch_lang_tensor = patch_lang_tensor
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
             yield
     finally:
+        interpreter._patch_lang_tensor = patch_tensor
         builder.create_dot, builder.create_splat, builder.cast_impl = dot, splat, cast
