@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu import contract, layers, norms, rows, scalars, scan, several, windows
+from tapestry.codegen.torch_cpu.attend import attention
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.pieces import pieces
 from tapestry.codegen.torch_cpu.points import Expressions, Run, held, product
@@ -35,7 +36,8 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return pieces(op, graph, kernel) or (lambda ins, _: results(ins, []))
     if kernel.mode == "full":
-        found = norms.layer_norm(op, graph, kernel) or rows.rms_norm(op, graph, kernel) or rows.mean(op, graph, kernel)
+        rules = (attention, norms.layer_norm, rows.rms_norm, rows.mean)
+        found = next((run for rule in rules if (run := rule(op, graph, kernel))), None)
         if found:
             return found
     states = _states(op, graph, kernel)

@@ -46,7 +46,7 @@ class Attention(ctypes.Structure):
     """``Attention`` of attention.c: sizes, and strides in elements."""
 
     _fields_ = [
-        *((name, _PLACE) for name in ("outer", "inner", "rows", "keys", "depth")),
+        *((name, _PLACE) for name in ("outer", "inner", "group", "rows", "keys", "depth")),
         *((name, _PLACE * n) for name, n in (("q", 3), ("k", 3), ("v", 3), ("mask", 4), ("out", 3))),
         ("normal", _PLACE), ("scale", ctypes.c_float),
     ]  # fmt: skip

@@ -10,9 +10,9 @@
 enum { ROWS = 48 }; /* queries at once */
 
 typedef struct {
-    int64_t outer, inner, rows, keys, depth; /* heads are two dimensions */
+    int64_t outer, inner, group, rows, keys, depth; /* heads are two dimensions; `group` inner ones share keys and values */
     int64_t q[3], k[3], v[3], mask[4], out[3]; /* strides: outer, inner, row (and key) */
-    int64_t normal;
+    int64_t normal; /* 0: states; 1: the quotient; 2: which is 0 in rows whose maximum is not finite */
     float scale;
 } Attention;
 
@@ -115,8 +115,10 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
         }
         tapestry_conv(&weighted, &(Buffers){.x = score, .w = values, .y = out + r * a->out[2]});
         for (int64_t k = 0; k < rows; k++)
-            if (a->normal)
-                for (int64_t d = 0; d < a->depth; d++) out[(r + k) * a->out[2] + d] /= sum[k];
+            if (a->normal) {
+                int none = a->normal == 2 && top[k] - top[k] != 0;
+                for (int64_t d = 0; d < a->depth; d++) out[(r + k) * a->out[2] + d] = none ? 0 : out[(r + k) * a->out[2] + d] / sum[k];
+            }
             else h->top[(i * a->inner + j) * a->rows + r + k] = top[k], h->sum[(i * a->inner + j) * a->rows + r + k] = sum[k];
     }
 }
@@ -129,8 +131,10 @@ void tapestry_attention(const Attention *a, const Heads *h) {
     float *values = keys + padded * a->depth, *score = values + a->keys * wide;
     for (int64_t i = 0; i < a->outer; i++)
         for (int64_t j = 0; j < a->inner; j++) {
-            panel(h->k + i * a->k[0] + j * a->k[1], keys, a->keys, a->depth, a->k[2], 1);
-            panel(h->v + i * a->v[0] + j * a->v[1], values, a->depth, a->keys, a->v[2], 0);
+            if (j % a->group == 0) {
+                panel(h->k + i * a->k[0] + j / a->group * a->k[1], keys, a->keys, a->depth, a->k[2], 1);
+                panel(h->v + i * a->v[0] + j / a->group * a->v[1], values, a->depth, a->keys, a->v[2], 0);
+            }
             head(a, h, i, j, keys, values, score);
         }
     free(keys);
