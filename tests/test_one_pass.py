@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from lifting import build, lift_model, node
+from onnx import helper
 from small_models import Case, execute, peak
 from test_attention import close
 from triton_kernels import check
@@ -49,6 +51,22 @@ def moments(square: str = "Pow", eps: str = "eps") -> list:
     ]  # fmt: skip
 
 
+GROUPS = {
+    "by group": np.array([0, 3, -1]), "by channel": np.array([2, 6, 5, 3]), "ax": np.array([-1]),
+    "w": RNG.standard_normal((6, 1, 1)).astype(np.float32), "b": RNG.standard_normal((6, 1, 1)).astype(np.float32),
+    "one": np.ones(3, np.float32), "zero": np.zeros(3, np.float32), "two": np.float32(2), "eps": np.float32(1e-5),
+}  # fmt: skip
+
+
+def groups(*norm: onnx.NodeProto) -> list:
+    """A norm of groups of channels: reshaped to groups as ``x``, normalised to ``n`` and shaped back, with scale and bias."""
+    shaped = helper.make_node("Reshape", ["image", "by group"], ["x"])
+    back = helper.make_node("Reshape", ["n", "by channel"], ["c"])
+    return [shaped, *norm, back, node("Mul", "c w", "cw"), node("Add", "cw b", "y")]
+
+
+SILU = [node("Sigmoid", "y", "sig"), node("Mul", "y sig", "z")]
+PHOTO = {"image": IMAGE["x"]}
 NORM = {**LAST, **W, "two": np.float32(2), "eps": np.float32(1e-5)}
 # name -> (nodes, inputs, outputs, constants, monoids of all operations that are left)
 CASES = {
@@ -66,6 +84,18 @@ CASES = {
     "layer norm, squared by itself": (moments("Mul"), X, "y", NORM, ["moments"]),
     "mean and variance": (moments()[:4], X, "m v", NORM, ["moments"]),
     "instance norm": (moments(), IMAGE, "y", {**NORM, "ax": np.array([2, 3]), "w": np.float32(2), "b": np.float32(1)}, ["moments"]),
+    "group norm": (
+        [node("GroupNormalization", "image s t", "y", num_groups=3), *SILU], PHOTO, "z",
+        {"s": GROUPS["w"].reshape(6), "t": GROUPS["b"].reshape(6)}, ["moments"],
+    ),
+    "group norm by instances": (groups(node("InstanceNormalization", "x one zero", "n")), PHOTO, "y", GROUPS, ["moments"]),
+    "group norm by instances, then silu": (
+        [*groups(node("InstanceNormalization", "x one zero", "n")), *SILU], PHOTO, "z", GROUPS, ["moments"]
+    ),
+    "group norm by hand": (groups(*moments()[:7]), PHOTO, "y", GROUPS, ["moments"]),
+    "group norm by hand, over two axes": (
+        groups(*moments("Mul")[:7]), PHOTO, "y", {**GROUPS, "by group": np.array([2, 3, 2, 15]), "ax": np.array([2, 3])}, ["moments"],
+    ),
     "maximum, minimum, position, norm": (
         [node("ReduceMax", "x ax", "a"), node("ReduceMin", "x ax", "b"), node("ArgMax", "x", "c", axis=1), node("ReduceL2", "x ax", "d")],
         X, "a b c d", LAST, ["max.min.argmax.sum"],
@@ -101,7 +131,7 @@ CASES = {
 def lifted(name: str, folder: Path) -> tuple[Graph, Graph, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The graph as it is lifted, as it is simplified, its data, and what onnxruntime makes of it."""
     nodes, feeds, outs, consts, _ = CASES[name]
-    model = build(nodes, feeds, outs.split(), consts)
+    model = build(nodes, feeds, outs.split(), consts, opset=21)
     found = lift_model(model, folder)
     data = {
         n: read_weight(found.model, w, found.graph.tensors[n], constants=found.constants)
@@ -123,11 +153,11 @@ def test_one_pass_that_says_the_same(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(got[t], a, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_strategy_on_the_cpu(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "devices"), [(n, 2) for n in CASES] + [(n, 3) for n in CASES if "group norm" in n])
+def test_every_strategy_on_the_cpu(name: str, devices: int, tmp_path: Path) -> None:
     _, after, feeds, _ = lifted(name, tmp_path)
     want = interp.run(after, feeds, wide=True)
-    mesh = (MeshAxis("d0", 2),)
+    mesh = (MeshAxis("d0", devices),)
     menus = [strategies(op, mesh) for op in after.ops]
     for k in range(max(map(len, menus))):
         plan = Plan(graph=after, mesh=mesh, strategies=tuple(m[k % len(m)] for m in menus))
@@ -179,16 +209,17 @@ def test_extreme_values_of_moments(name: str, tmp_path: Path) -> None:
     Which of infinity and NaN its mean is depends on the order of merging: that is the policy.
     """
     before, after, feeds, _ = lifted(name, tmp_path)
-    x = feeds["x"].copy()
+    given = next(iter(CASES[name][1]))
+    x = feeds[given].copy()
     x[0] = x[0] * 1e30
     with np.errstate(all="ignore"):
-        want, got = interp.run(before, {**feeds, "x": x}, wide=True), interp.run(after, {**feeds, "x": x}, wide=True)
+        want, got = interp.run(before, {**feeds, given: x}, wide=True), interp.run(after, {**feeds, given: x}, wide=True)
     for t, a in want.items():
         np.testing.assert_allclose(got[t], a, rtol=1e-9)
     for bad in (np.inf, -np.inf, np.nan):
         x[1].flat[2] = bad
         with np.errstate(all="ignore"):
-            want, got = interp.run(before, {**feeds, "x": x}, wide=True), interp.run(after, {**feeds, "x": x}, wide=True)
+            want, got = interp.run(before, {**feeds, given: x}, wide=True), interp.run(after, {**feeds, given: x}, wide=True)
         for t, a in want.items():
             np.testing.assert_array_equal(np.isfinite(got[t]), np.isfinite(a))
             np.testing.assert_allclose(np.where(np.isfinite(a), got[t], 0), np.where(np.isfinite(a), a, 0), rtol=1e-9)

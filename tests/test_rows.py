@@ -2,18 +2,22 @@
 
 import numpy as np
 import pytest
+import torch
 from small_models import Case, execute, peak
 from test_attention import close, run_cpu
 from triton_kernels import check, run_kernel
 
+from tapestry.codegen.torch_cpu.groups import regrouped
+from tapestry.codegen.torch_cpu.kernels import build
 from tapestry.codegen.triton import Knobs, generate
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.parse import parse
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Launch
-from tapestry.ir.state import state_box
+from tapestry.ir.state import row_groups, state_box
 from tapestry.ir.text import to_text
+from tapestry.plan.cost.compute import layered_flops
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.rewrites.check import random_feeds, same
@@ -39,6 +43,19 @@ CASES = {
         a: f32[2, 3], r: f32[2, 3] = op [b: 2, c: 3 | h: 5 moments, w: 6 moments] reads x[b, c, h, w] body 1.0, x, 0.0
           then acc1, 1.0 / sqrt((acc2 / acc0) + 0.00001)
         y: f32[2, 3, 5, 6] = op [b: 2, c: 3, h: 5, w: 6] reads x[b, c, h, w], a[b, c], r[b, c] body (x - a) * r output y""",
+    "group norm": """graph g input x: f32[2, 8, 4, 5] input s: f32[8] input t: f32[8]
+        a: f32[2, 4], r: f32[2, 4] = op [b: 2, g: 4 | c: 2 moments, h: 4 moments, w: 5 moments] reads x[b, 2*g + c, h, w] body 1.0, x, 0.0
+          then acc1, 1.0 / sqrt((acc2 / acc0) + 0.00001)
+        y: f32[2, 8, 4, 5] = op [b: 2, c: 8, h: 4, w: 5] reads x[b, c, h, w], a[b, floor((c)/2)], r[b, floor((c)/2)], s[c], t[c]
+          body (((x - a) * r) * s) + t output y""",
+    "group norm of flat groups": """graph g input x: f32[2, 6, 4, 5]
+        a: f32[2, 3], r: f32[2, 3] = op [b: 2, g: 3 | n: 40 moments] reads x[b, 2*g + floor((n)/20), ((floor((n)/5)) mod 4), ((n) mod 5)]
+          body 1.0, x, 0.0 then acc1, 1.0 / sqrt((acc2 / acc0) + 0.00001)
+        y: f32[2, 6, 4, 5] = op [b: 2, c: 6, h: 4, w: 5] reads x[b, c, h, w], a[b, floor((c)/2)], r[b, floor((c)/2)]
+          body (x - a) * r output y""",
+    "a group of sums": """graph g input x: f32[12, 6]
+        r: f32[4] = op [g: 4 | c: 3 sum, n: 6 sum] reads x[3*g + c, n] body x
+        y: f32[12, 6] = op [i: 12, j: 6] reads x[i, j], r[floor((i)/3)] body x - r output y""",
 }
 
 
@@ -106,16 +123,48 @@ def test_every_strategy(name: str) -> None:
                     assert program.buffers[out].boxes[0] == state_box(op, k, block[: len(op.dims)])
 
 
-def test_a_row_is_loaded_once() -> None:
-    graph = fused("layer norm")
+@pytest.mark.parametrize("name", ["layer norm", "group norm", "group norm of flat groups"])
+def test_a_row_is_loaded_once(name: str) -> None:
+    graph = fused(name)
     op = graph.ops[0]
     assert isinstance(op, Block)
     block = whole(tuple(d.size for d in op.space))
     ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
-    source = generate(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(whole((5, 37)),))).source
-    assert (
-        source.count("tl.load(x_ptr") == 1 and "tl.load(x_1_ptr" not in source and "for " not in source.partition("def y(")[2]
+    out = whole(graph.tensors["y"].shape)
+    source = generate(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(out,))).source.partition("def y(")[2]
+    text = "".join(source.split())
+    assert text.count("tl.load(x_ptr") == 1 and "tl.load(x_1_ptr" not in text and "for " not in source
+
+
+@pytest.mark.parametrize("name", ["group norm", "group norm of flat groups", "a group of sums"])
+def test_blocks_of_whole_groups_and_of_parts_of_them(name: str) -> None:
+    """Statistics are computed once per group where a block has whole groups, and are right where it has not."""
+    graph = fused(name)
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    at, k = next((i, row_groups(op)[d.name]) for i, d in enumerate(op.dims) if 1 < row_groups(op).get(d.name, 1) < d.size)
+    feeds = random_feeds(graph, np.random.default_rng(5))
+    want = interp.run(graph, feeds, wide=True)["y"]
+    space, channels = whole(tuple(d.size for d in op.space)), op.dims[at].size
+    for lo, hi in ((0, k), (k, channels), (1, channels), (k - 1, k + 1), (0, channels - 1)):
+        block = (*space[:at], (lo, hi), *space[at + 1 :])
+        ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+        kernel = Kernel(op=0, mode="full", block=block, ins=ins, outs=(block[: len(op.dims)],))
+        assert (regrouped(op, graph, kernel) is not None) == (lo % k == hi % k == 0)
+        got = build(graph, kernel)([torch.from_numpy(feeds[r.tensor]) for r in op.reads], [])[0]
+        close(got.numpy(), want.take(range(lo, hi), at))
+        close(run_kernel(graph, 0, feeds, block=block)[0], want.take(range(lo, hi), at))
+
+
+def test_statistics_are_priced_once_per_group() -> None:
+    op = fused("group norm").ops[0]
+    assert isinstance(op, Block) and row_groups(op) == {"c": 2, "h": 4, "w": 5}
+    space, none = [(0, d.size) for d in op.space], np.zeros((1, 4, 2), int)
+    shared, apart = (
+        layered_flops(op, np.array([[space[0], c, *space[2:]]]), none)[1][0] - 2 * 4 * 5  # counts: once
+        for c in ((0, 2), (1, 3))
     )
+    assert 2 * shared == apart > 0
 
 
 def test_refusals() -> None:
@@ -131,7 +180,8 @@ def test_refusals() -> None:
         r: f32[4, 3] = op [i: 4, k: 3 | n: 6 sum] reads x[i, n], w[n, k] body x * w
         y: f32[4, 6, 3] = op [i: 4, j: 6, k: 3] reads x[i, j], r[i, k] body x - r output y"""
     assert why(product) == "the reduction uses what it reads in several rows: it is a contraction"
-    groups = """graph g input x: f32[4, 6]
-        r: f32[2] = op [g: 2 | c: 2 sum, n: 6 sum] reads x[2*g + c, n] body x
-        y: f32[4, 6] = op [i: 4, j: 6] reads x[i, j], r[floor((i)/2)] body x - r output y"""
-    assert why(groups).startswith("rows are not plain dimensions")
+    groups = """graph g input x: f32[5, 6]
+        r: f32[3] = op [g: 3 | c: 2 sum, n: 6 sum] reads x[2*g + c, n] else 0.0 body x
+        y: f32[5, 6] = op [i: 5, j: 6] reads x[i, j], r[floor((i)/2)] body x - r output y"""
+    assert why(groups).startswith("rows are not dimensions of the map or groups of one")
+    assert why(groups.replace("floor((i)/2)", "((i) mod 3)")).startswith("rows are not dimensions of the map")

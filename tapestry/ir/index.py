@@ -126,6 +126,9 @@ def floordiv(e: Aff, k: int, ranges: Ranges | None = None) -> Aff:
         return whole + floordiv(rest, k // g, ranges)
     if len(rest.terms) == 1 and rest.terms[0][1] == 1 and isinstance(inner := rest.terms[0][0], Floor):
         return whole + floordiv(inner.arg + rest.const * inner.div, inner.div * k, ranges)
+    if ranges is not None and (found := _coarse(rest, k, ranges)) is not None:  # floor((g*a + b) / (g*k')) is floor(a / k')
+        g, coarse, _ = found
+        return whole + floordiv(coarse, k // g, ranges)
     return whole + Aff(((Floor(rest, k), 1),))
 
 
@@ -142,7 +145,21 @@ def modulo(e: Aff, k: int, ranges: Ranges | None = None) -> Aff:
     if g > 1:  # (g*r + c) mod (g*k') = g*((r + c//g) mod k') + c mod g
         inner = Aff(tuple((a, c // g) for a, c in rest.terms), rest.const // g)
         return modulo(inner, k // g, ranges) * g + rest.const % g
+    if ranges is not None and (found := _coarse(rest, k, ranges)) is not None:
+        g, coarse, fine = found
+        return modulo(coarse, k // g, ranges) * g + fine
     return Aff(((Mod(rest, k), 1),))
+
+
+def _coarse(e: Aff, k: int, ranges: Ranges) -> tuple[int, Aff, Aff] | None:
+    """e as ``g*a + b`` with g > 1 a divisor of k and b in [0, g): (g, a, b), for the largest such g."""
+    for g in sorted({gcd(k, c) for _, c in e.terms} - {1}, reverse=True):
+        fine = Aff(tuple((a, c) for a, c in e.terms if c % g), e.const % g)
+        lo, hi = span(fine, ranges)
+        if lo // g == hi // g:
+            coarse = Aff(tuple((a, c // g) for a, c in e.terms if not c % g), e.const // g + lo // g)
+            return g, coarse, fine - lo // g * g
+    return None
 
 
 def _divide(e: Aff, k: int) -> tuple[Aff, Aff]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from tapestry.ir.contraction import dims_read
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, call, walk
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, walk
 from tapestry.ir.graph import Block
+from tapestry.ir.index import Floor, dims_of
 from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS, lowest, number
 
@@ -58,6 +59,26 @@ def reads_behind(op: Block, output: int) -> frozenset[int]:
 def state_box(op: Block, field: int, box: Box) -> Box:
     """The box of a field's buffer for a box over the map dimensions."""
     return tuple(b if v else (0, min(1, b[1] - b[0])) for b, v in zip(box, varies(op)[field], strict=True))
+
+
+@lru_cache(maxsize=1 << 12)
+def row_groups(op: Block) -> dict[str, int]:
+    """For map dimensions of a reduction, the number of neighbours with the same states.
+
+    The size of a dimension that the body does not depend on; k where the body depends on it as ``floor(d/k)`` alone and whole
+    groups fill it; 1, and left out, for the others.
+    """
+    seen: dict[str, set[int]] = {d.name: set() for d in op.dims}
+    reads = (op.reads[k] for k in op.body_reads())
+    places = [e for r in reads for e in (*r.index, *(g.aff for g in r.when))]
+    places += [x.aff for e in op.point for x in walk(e) if isinstance(x, Index)]
+    for atom in {a for e in places for a, _ in e.terms}:
+        whole = isinstance(atom, Floor) and atom.arg.is_dim
+        for name in {atom} if isinstance(atom, str) else dims_of(atom.arg):
+            if name in seen:
+                seen[name].add(atom.div if whole and isinstance(atom, Floor) else 1)
+    out = {d.name: (min(seen[d.name]) if len(seen[d.name]) == 1 else 1) if seen[d.name] else d.size for d in op.dims}
+    return {d.name: out[d.name] for d in op.dims if out[d.name] > 1 and d.size % out[d.name] == 0}
 
 
 def layered(op: Block) -> bool:

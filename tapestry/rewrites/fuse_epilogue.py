@@ -11,6 +11,8 @@ from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Dim, Graph, Op, Read, with_ops
 from tapestry.ir.index import Aff, dim
 from tapestry.ir.scan import as_scan
+from tapestry.ir.state import layered
+from tapestry.rewrites.columns import along_columns, rows
 from tapestry.rewrites.pattern import inline, merge_reads, shift_args, substitute_expr, substitute_read
 from tapestry.rewrites.rule import Move, Refusal, register
 
@@ -123,7 +125,11 @@ def refuse(op: Op, maker: Op, tensor: str) -> tuple[str, str]:
     if as_scan(maker):
         return f"'{tensor}' runs along a dimension that its reader does not keep", ""
     collision = space.access(op, read, ()).collision()  # injective, and as many points as cells: a bijection
-    return ("two points read one reduced value", str(collision)) if collision else ("", "")
+    if collision:
+        return "two points read one reduced value", str(collision)
+    if layered(maker) and rows(fuse(op, maker, tensor)) > rows(maker):
+        return f"statistics of rows of '{tensor}' would be computed again", ""
+    return "", ""
 
 
 def _permutes(op: Block, read: Read) -> bool:
@@ -154,15 +160,14 @@ def fuse(op: Block, maker: Block, tensor: str) -> Block:
     def put(x: Expr) -> Expr:
         return x if not isinstance(x, Arg) else (leaf(x) if x.pos in gone else shift(leaf(x)))
 
-    return merge_reads(
-        Block(
-            outs=op.outs, dims=dims, reduce=maker.reduce, monoid=maker.monoid, reads=mine + theirs,
-            body=tuple(substitute_expr(e, env, ranges) for e in maker.body),
-            inner=tuple(replace(s, body=substitute_expr(s.body, env, ranges)) for s in maker.inner),
-            then=tuple(substitute_expr(e, outer, ranges, put) for e in op.body),
-            source=tuple(dict.fromkeys(maker.source + op.source)),
-        )
+    joined = Block(
+        outs=op.outs, dims=dims, reduce=maker.reduce, monoid=maker.monoid, reads=mine + theirs,
+        body=tuple(substitute_expr(e, env, ranges) for e in maker.body),
+        inner=tuple(replace(s, body=substitute_expr(s.body, env, ranges)) for s in maker.inner),
+        then=tuple(substitute_expr(e, outer, ranges, put) for e in op.body),
+        source=tuple(dict.fromkeys(maker.source + op.source)),
     )  # fmt: skip
+    return along_columns(merge_reads(joined))
 
 
 def _names(op: Block, maker: Block, read: Read) -> dict[str, str]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Dim, Graph, Op, with_ops
-from tapestry.ir.index import Aff, dim
+from tapestry.ir.index import Aff, Floor, dim
+from tapestry.rewrites.columns import along_columns
 from tapestry.rewrites.pattern import merge_reads, read_dims, shift_args, substitute_expr, substitute_read
 from tapestry.rewrites.rule import Move, Refusal, register
 
@@ -41,7 +42,8 @@ class FuseRows:
           body x * x
           then (a1 * (1.0 / sqrt((acc0 / 6.0)))) * w
         output y
-    legal when: the map is the only reader of the reduction's results and reads them by plain dimensions, the same for each;
+    legal when: the map is the only reader of the reduction's results and reads them by plain dimensions or whole groups of a
+    dimension (``floor(c/k)``), the same for each;
     the reduction goes once through what it reads (no value of it is used in several rows), and the map reads that as well.
     """
 
@@ -122,13 +124,22 @@ def _refuse(graph: Graph, op: Op, rows: Op, readers: dict[str, list[int]], at: i
     if len(mine) != 1 or any(r.other is not None for r in op.reads if r.tensor in rows.outs):
         return "results of the reduction are read at different places"
     index = next(iter(mine))
-    named = [str(e) for e in index if e.is_dim]
-    if len(set(named)) != len(named) or not all(e.is_dim or not e.terms for e in index):
-        return "rows are not plain dimensions of the map: statistics would be computed again"
+    named = [_row(e, op) for e in index if e.terms]
+    if None in named or len(set(named)) != len(named):
+        return "rows are not dimensions of the map or groups of one: statistics would be computed again"
     needed = {d.name for d in rows.space if d.size > 1}
     if any(needed - read_dims(rows.reads[k]) for k in rows.body_reads()):
         return "the reduction uses what it reads in several rows: it is a contraction"
     return ""
+
+
+def _row(e: Aff, op: Block) -> str | None:
+    """The map's dimension d that an index of a row is, as ``d`` or as groups that fill it, ``floor(d/k)``."""
+    atom = e.terms[0][0] if len(e.terms) == 1 and e.terms[0][1] == 1 and not e.const else ""
+    if isinstance(atom, str):
+        return atom or None
+    whole = isinstance(atom, Floor) and atom.arg.is_dim and op.ranges[str(atom.arg)] % atom.div == 0
+    return str(atom.arg) if whole else None
 
 
 def fuse(op: Block, rows: Block) -> Block:
@@ -153,11 +164,10 @@ def fuse(op: Block, rows: Block) -> Block:
             return states[op.reads[x.pos].tensor]
         return shift(x)
 
-    return merge_reads(
-        replace(
-            op, reduce=tuple(reduce), monoid=rows.monoid, reads=theirs + op.reads,
-            body=tuple(substitute_expr(e, env, ranges) for e in rows.body),
-            then=tuple(substitute_expr(e, {}, ranges, put) for e in op.body),
-            source=tuple(dict.fromkeys(rows.source + op.source)),
-        )
+    joined = replace(
+        op, reduce=tuple(reduce), monoid=rows.monoid, reads=theirs + op.reads,
+        body=tuple(substitute_expr(e, env, ranges) for e in rows.body),
+        then=tuple(substitute_expr(e, {}, ranges, put) for e in op.body),
+        source=tuple(dict.fromkeys(rows.source + op.source)),
     )  # fmt: skip
+    return along_columns(merge_reads(joined))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, layers, norms, rows, scalars, scan, several, windows
+from tapestry.codegen.torch_cpu import contract, groups, layers, norms, rows, scalars, scan, several, windows
 from tapestry.codegen.torch_cpu.attend import attention
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.pieces import pieces
@@ -40,6 +40,9 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         found = next((run for rule in rules if (run := rule(op, graph, kernel))), None)
         if found:
             return found
+        if cut := groups.regrouped(op, graph, kernel):
+            run, wanted = build(*cut), [shape(b) for b in kernel.outs]
+            return lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)]
     states = _states(op, graph, kernel)
     if kernel.mode == "partial":
         shapes = [shape(b) for b in kernel.outs]

@@ -82,4 +82,12 @@ def classified(task: Task, precision: str = "ieee") -> Operation:
         return Operation(kind="gather", task=task, picked=picked)
     if task.mode == "partial":
         task = without_columns(task)
+    elif _rows(shared := split_groups(task)) < _rows(task):  # channels of a group share its statistics
+        task = shared
     return Operation(kind="rows" if task.mode == "full" and row_dims(task) else "reduce", task=task)
+
+
+def _rows(task: Task) -> int:
+    """Rows whose states are computed."""
+    found = row_dims(task)
+    return points(found[0] if found else task.dims)

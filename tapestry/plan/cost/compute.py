@@ -13,7 +13,7 @@ from tapestry.ir.expr import Call, Index, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.scan import as_scan
-from tapestry.ir.state import counted, layered, varies
+from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
@@ -79,6 +79,9 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
     def points(dims: frozenset[str]) -> np.ndarray:
         return sizes(block[:, [i for i, n in enumerate(names) if n in dims]])
 
+    def rows(dims: frozenset[str]) -> np.ndarray:
+        return points(dims) // _shared(op, block, dims)
+
     heavy: np.ndarray = np.zeros(len(block), np.int64)
     light = sizes(final) * count_calls(op.then)
     for s in op.inner:
@@ -91,13 +94,25 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
     reduced = frozenset(d.name for d in op.reduce)
     lifted = [dims_read(op, e) for e in op.body]
     for e, m, own, along in zip(op.body, merge, lifted, varies(op), strict=True):
-        light = light + points(own) * count_calls((e,))
+        light = light + rows(own) * count_calls((e,))
         field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v}
         if field - own and own - lifted[0]:  # weights by rows times values by columns
             heavy = heavy + 2 * points(field)
         else:
-            light = light + points(field) * max(1, count_calls((m,)) // 2)
+            light = light + rows(field) * max(1, count_calls((m,)) // 2)
     return heavy, light
+
+
+def _shared(op: Block, block: Boxes, dims: frozenset[str]) -> np.ndarray:
+    """Neighbours along map dimensions that have one row's states: where a block has whole groups of them, and whole rows."""
+    out: np.ndarray = np.ones(len(block), np.int64)
+    groups, n = row_groups(op), len(op.dims)
+    reduced = block[:, n : n + len(op.reduce)]
+    whole = np.all(reduced[..., 1] - reduced[..., 0] == [d.size for d in op.reduce], axis=-1)
+    for i, d in enumerate(op.dims):
+        if d.name in dims and (k := groups.get(d.name, 1)) > 1:
+            out = np.where(whole & np.all(block[:, i] % k == 0, axis=-1), out * k, out)
+    return out
 
 
 def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology) -> float:
