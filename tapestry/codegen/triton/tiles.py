@@ -174,7 +174,8 @@ def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
     """(rows, columns): dimensions that the states vary along, and the others; ``None`` where there are no others."""
     if not task.monoid or task.mode == "finish" or task.inner:
         return None
-    used: frozenset[str] = frozenset()
+    kept = task.outs if task.mode == "partial" else ()  # a read of nothing varies along no dimension, its state may
+    used = frozenset[str]().union(*(dims_of(a.offset) for a in kept))
     for e in task.body:
         for x in _leaves(e):
             if isinstance(x, Index):
