@@ -30,6 +30,11 @@ def affine_value(b: Builder, tensor: str, at: tuple[Aff, ...], ranges: dict[str,
     return _Walk(b, op, env, ranges, depth).value(op.body[0])
 
 
+def index_value(b: Builder, op: Block, e: Expr) -> Aff | None:
+    """The value of an integer expression of an operation, as an index expression over its dimensions, or None."""
+    return _Walk(b, op, {}, op.ranges, DEPTH).value(e)
+
+
 def _constant(b: Builder, name: str, value: np.ndarray, at: tuple[Aff, ...], ranges: dict[str, int]) -> Aff | None:
     if not np.issubdtype(value.dtype, np.integer) or value.size == 0:
         return None

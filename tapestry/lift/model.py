@@ -28,28 +28,27 @@ from tapestry.lift import (
     ml,
     norm,
     opaque,
-    pointwise,
     pool,
     quantize,
     random,
+    recurrence,
     recurrent,
     reduce,
     resize,
     shape,
 )  # fmt: skip
-from tapestry.lift.builder import DTYPE_OF, Builder, Node, here
-from tapestry.lift.checks import check_attributes, check_structure, load, node_name
+from tapestry.lift.builder import DTYPE_OF, Builder, here
+from tapestry.lift.checks import check_attributes, check_structure, load
 from tapestry.lift.external import dtype_name, parse_place
-from tapestry.lift.prepare import SOURCE, Prepared, infer, prepare, take_out_weights
-from tapestry.lift.registry import find
+from tapestry.lift.nodes import SUSPECT, lift_nodes
+from tapestry.lift.prepare import Prepared, infer, prepare, take_out_weights
 from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.weights import read_weight
 
 FAMILIES = (  # they register lifters
     attention, batched, conv, einsum, elementwise, gather, linear, loss, ml, norm, opaque, pool, quantize, random,
-    recurrent, reduce, resize, shape,
+    recurrence, recurrent, reduce, resize, shape,
 )  # fmt: skip
-SUSPECT = "check the model with onnx.checker and onnxruntime; if they take it, this is a bug of Tapestry's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
     rewrite(model, env)
     names = [i.name for i in model.graph.input if i.name not in stored]
     prepared = prepare(model, steps=steps)
-    builder = _lift_nodes(prepared, seed, steps)
+    builder = lift_nodes(prepared, seed, steps)
     graph, constants = _assemble(builder, prepared, names, stored, path, weights)
     return Lifted(graph=graph, model=path, constants=constants, nodes=nodes, shapes=env, unified=unified)
 
@@ -153,49 +152,6 @@ def _consistent(model: ModelProto, env: Mapping[str, int]) -> bool:
     except ModelError:
         return False
     return True
-
-
-def _lift_nodes(prepared: Prepared, seed: int, steps: bool) -> Builder:
-    graph = prepared.model.graph
-    known = {t.name: t for t in graph.initializer if t.data_type != TensorProto.STRING}
-    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in prepared.model.opset_import}
-    nodes = [onnx.helper.make_node("Constant", [], [t.name], value=t) for t in graph.initializer if t.name not in known]
-    for node in graph.node:
-        value = _constant(node) if node.op_type == "Constant" else None
-        if value is None:
-            nodes.append(node)
-        else:
-            known[node.output[0]] = value
-    version = opsets.get("", 1)
-    builder = Builder(prepared.types, known, opsets, seed, steps)
-    for proto in nodes:
-        source = next((p.value for p in proto.metadata_props if p.key == SOURCE), node_name(proto))
-        node = Node(builder, proto, version, source)
-        why, lifter = node.beyond_blocks(), find(proto, version)
-        declared = bool(proto.output) and proto.output[0] in prepared.hinted
-        if declared and lifter is not None and proto.domain != ml.ML:  # (onnx infers no shapes of that domain)
-            why = why or "its shape is declared, and depends on the data"
-        with refusing(ModelError, "the node does not fit its operator", node.where, SUSPECT):
-            if not why and pointwise.touches_stored(node) and proto.op_type not in pointwise.MOVES:
-                pointwise.lift_stored(node)
-            elif why or lifter is None or lifter(node) is False:
-                node.opaque(opaque.reason(node, why))
-    return builder
-
-
-def _constant(node: onnx.NodeProto) -> TensorProto | None:
-    """The value of a Constant node, which its attributes may give in several ways; None when it is text."""
-    a = node.attribute[0]
-    if a.name in ("value_string", "value_strings") or (a.name == "value" and a.t.data_type == TensorProto.STRING):
-        return None
-    if a.name == "value":
-        return a.t
-    value = onnx.helper.get_attribute_value(a)
-    if a.name in ("value_float", "value_floats"):
-        return onnx.numpy_helper.from_array(np.array(value, np.float32))
-    if a.name in ("value_int", "value_ints"):
-        return onnx.numpy_helper.from_array(np.array(value, np.int64))
-    raise ModelError("constants of this kind are not supported", where=f"node '{node_name(node)}'", why=f"it has {a.name}")
 
 
 def _assemble(

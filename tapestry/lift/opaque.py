@@ -12,7 +12,7 @@ from tapestry.ir.opaque import RANDOM
 from tapestry.lift.builder import Node
 from tapestry.lift.checks import captured, subgraphs
 from tapestry.lift.registry import lifts
-from tapestry.lift.unroll import rename_captured
+from tapestry.lift.unroll import WHY_NOT, rename_captured
 
 Axes = Mapping[int, Sequence[int | None]]
 
@@ -64,6 +64,8 @@ WHY = {
 def reason(n: Node, why: str) -> str:
     """Why a node without a lifter that takes it is opaque: what the operator is, then what this one reads or writes."""
     own = WHY.get(n.kind, "")
+    not_linear = str(n.attr(WHY_NOT, ""))
+    own = f"{own}; {not_linear}" if own and not_linear else own
     return f"{own}: {why}" if own and why else own or why or "no affine form is known"
 
 

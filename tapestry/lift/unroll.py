@@ -20,6 +20,7 @@ NODES = 4096  # that one loop may become
 GROWTH = 1 << 12  # that all loops of a graph may become together, level by level: loops inside loops multiply
 LEVELS = 3  # of loops inside loops that are written out
 SOURCE = "tapestry.source"
+WHY_NOT = "tapestry.not_linear"
 
 
 def unroll(model: ModelProto, types: Mapping[str, TypeProto], *, loops: bool) -> bool:
@@ -91,7 +92,7 @@ class _Work:
             return False
         name = "then_branch" if found.reshape(-1)[0] else "else_branch"
         body = next(a.g for a in node.attribute if a.name == name)
-        if not _plain(body):
+        if not plain(body):
             return False
         write = _Copies(self, node, body)
         write.rename(node.output, write.copy("", {}))
@@ -105,9 +106,13 @@ class _Work:
         if steps is None or start is None or steps.size != 1 or start.size != 1 or not start.reshape(-1)[0]:
             return False
         count, carried = int(steps.reshape(-1)[0]), list(node.input[2:])
-        if not self._fits(body, count) or not self._true(body, body.output[0].name, body.input[1].name):
+        if not self._true(body, body.output[0].name, body.input[1].name):
             return False
         if len(body.input) != 2 + len(carried) or not all(self._tensor(n) for n in carried):
+            return False
+        if count > 0 and self._as_scan(node, body, count):
+            return True
+        if not self._fits(body, count):
             return False
         write = _Copies(self, node, body)
         stays = write.constant("condition", np.array(True))
@@ -125,6 +130,8 @@ class _Work:
         """A Scan over axes of known length: (carried…, slices…) to (carried…, seen…)."""
         if self.version < 9:
             return False
+        if found := self._linear(node):
+            return self._typed(node, found)
         given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         body, scanned = given["body"], int(given["num_scan_inputs"])
         carried, over = list(node.input[: len(node.input) - scanned]), node.input[len(node.input) - scanned :]
@@ -154,6 +161,57 @@ class _Work:
         write.rename(node.output, carried)
         return True
 
+    def _as_scan(self, node: NodeProto, body: GraphProto, count: int) -> bool:
+        """A Loop whose states are linear recurrences, as a Scan over the numbers of its steps."""
+        if self.version < 9:
+            return False
+        steps = numpy_helper.from_array(np.arange(count, dtype=np.int64), f"{self.prefix(node)}steps")
+        inner = GraphProto()
+        inner.CopyFrom(body)
+        inner.initializer.append(numpy_helper.from_array(np.array(True), body.input[1].name))
+        for ios, first in ((inner.input, body.input), (inner.output, body.output)):
+            del ios[:]
+            ios.extend(first[2:] if first is body.input else first[1:])
+        inner.input.append(body.input[0])
+        scan = onnx.helper.make_node(
+            "Scan", [*node.input[2:], steps.name], node.output, name=node.name, num_scan_inputs=1, body=inner
+        )  # fmt: skip
+        scan.metadata_props.extend(node.metadata_props)
+        found = self._linear(scan, steps)
+        if found is None:
+            _note(node, next(a.s.decode() for a in scan.attribute if a.name == WHY_NOT))
+            return False
+        self.model.graph.initializer.append(steps)
+        if not self._typed(scan, found):
+            self.nodes.append(scan)
+        self.changed = True
+        return True
+
+    def _linear(self, node: NodeProto, *more: TensorProto) -> Sequence[TypeProto] | None:
+        """The types of a step's results, if its states are linear recurrences (`lift.recurrence`); else a note of why not."""
+        from tapestry.lift.linear_state import NotLinear
+        from tapestry.lift.loop_body import linear_body  # which prepares the body, and so comes here again
+
+        known = {n: t for n, v in self.known.items() if (t := v if isinstance(v, TensorProto) else _stored(v))}
+        known |= {t.name: t for t in more}
+        types = {**self.types, **{t.name: onnx.helper.make_tensor_type_proto(t.data_type, t.dims) for t in more}}
+        try:
+            return linear_body(node, types, known, {o.domain: o.version for o in self.model.opset_import}).results
+        except NotLinear as e:
+            _note(node, str(e))
+            return None
+
+    def _typed(self, node: NodeProto, results: Sequence[TypeProto]) -> bool:
+        """Write the types of a step's results into the body of a Scan that stays, where shape inference did not find them."""
+        body = next(a.g for a in node.attribute if a.name == "body")
+        if all(self.shape(o) is not None for o in node.output if o) or all(o.type == t for o, t in zip(body.output, results)):
+            return False
+        for o, t in zip(body.output, results, strict=True):
+            o.type.CopyFrom(t)
+        self.nodes.append(node)
+        self.changed = True
+        return True
+
     def _from_front(self, axis: int, name: str) -> int | None:
         """An axis of a result, counted from the front; None where its rank is needed for that and not known."""
         shape = self.shape(name)
@@ -163,8 +221,8 @@ class _Work:
         return self.types.get(name, TypeProto()).HasField("tensor_type")
 
     def _fits(self, body: GraphProto, count: int) -> bool:
-        size = count * _size(body)
-        return _plain(body) and 0 < count <= STEPS and size <= NODES and self.copied + size <= GROWTH
+        size = count * size_of(body)
+        return plain(body) and 0 < count <= STEPS and size <= NODES and self.copied + size <= GROWTH
 
     def _true(self, body: GraphProto, name: str, given: str) -> bool:
         """Whether a value of a body is true in every step if the condition it is given is."""
@@ -268,14 +326,29 @@ def rename_captured(graph: GraphProto, names: Mapping[str, str]) -> None:
             o.name = names[o.name]
 
 
-def _plain(body: GraphProto) -> bool:
+def plain(body: GraphProto) -> bool:
     """Whether a body has nothing that cannot be moved out of it: no weights of size, no sparse ones."""
     small = sum(t.ByteSize() for t in body.initializer) + sum(a.t.ByteSize() for n in body.node for a in n.attribute) <= 1 << 16
     return small and not body.sparse_initializer and all(t.data_location != TensorProto.EXTERNAL for t in body.initializer)
 
 
-def _size(graph: GraphProto) -> int:
-    return sum(1 + sum(_size(g) for g in subgraphs(n)) for n in graph.node)
+def size_of(graph: GraphProto) -> int:
+    return sum(1 + sum(size_of(g) for g in subgraphs(n)) for n in graph.node)
+
+
+def _note(node: NodeProto, why: str) -> None:
+    """Say on a node why its states are no linear recurrences."""
+    kept = [a for a in node.attribute if a.name != WHY_NOT]
+    del node.attribute[:]
+    node.attribute.extend([*kept, onnx.helper.make_attribute(WHY_NOT, why)])
+
+
+def _stored(node: NodeProto) -> TensorProto | None:
+    a = node.attribute[0]
+    if a.name == "value":
+        return a.t
+    found = _constant(node)
+    return None if found is None else numpy_helper.from_array(found)
 
 
 def _constant(node: NodeProto) -> np.ndarray | None:
