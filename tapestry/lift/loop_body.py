@@ -19,7 +19,7 @@ from tapestry.ir.opaque import RANDOM
 from tapestry.lift.builder import Builder
 from tapestry.lift.checks import captured, subgraphs
 from tapestry.lift.linear_state import NotLinear, Recurrence, recurrence
-from tapestry.lift.prepare import Types, prepare
+from tapestry.lift.prepare import prepare
 from tapestry.lift.unroll import plain, size_of
 
 NODES = 512  # of a body that is tried
@@ -77,7 +77,7 @@ class Body:
         return found[::-1]
 
 
-def read_node(node: NodeProto, types: Types, version: int) -> ScanNode:
+def read_node(node: NodeProto, types: Mapping[str, TypeProto], version: int) -> ScanNode:
     """What a Scan node says.
 
     Raises:
@@ -88,9 +88,9 @@ def read_node(node: NodeProto, types: Types, version: int) -> ScanNode:
     given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     body, scanned = given["body"], int(given["num_scan_inputs"])
     first, over = tuple(node.input[: len(node.input) - scanned]), tuple(node.input[len(node.input) - scanned :])
-    shapes = [_shape(types.get(x)) for x in over]
+    shapes = [s for x in over if (s := _shape(types.get(x)))]
     outs = len(body.output) - len(first)
-    if not all(shapes) or len(node.input) != len(body.input) or not over or outs < 0:
+    if len(shapes) < scanned or len(node.input) != len(body.input) or not over or outs < 0:
         raise NotLinear("the number of steps is not known")
     axes = tuple(a % len(s) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True))
     lengths = {s[a] for s, a in zip(shapes, axes, strict=True)}
@@ -104,7 +104,7 @@ def read_node(node: NodeProto, types: Types, version: int) -> ScanNode:
 
 
 def linear_body(
-    node: NodeProto, types: Types, known: Mapping[str, TensorProto], opsets: Mapping[str, int]
+    node: NodeProto, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int]
 ) -> Body:
     """The body of a Scan over whose steps every state is a linear recurrence, element by element.
 
@@ -134,7 +134,8 @@ def linear_body(
 
 
 def _lift(
-    scan: ScanNode, types: Types, known: Mapping[str, TensorProto], opsets: Mapping[str, int], outer: list[str]
+    scan: ScanNode, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int],
+    outer: list[str],
 ) -> Builder:  # fmt: skip
     """One step as operations; its results are ``out0~``, …"""
     from tapestry.lift.nodes import lift_nodes  # it needs the lifters, and this is one
@@ -166,7 +167,7 @@ def _cut(scan: ScanNode) -> tuple[int | None, ...]:
     return (None,) * len(scan.first) + scan.axes
 
 
-def _type(types: Types, name: str, axis: int | None) -> TypeProto:
+def _type(types: Mapping[str, TypeProto], name: str, axis: int | None) -> TypeProto:
     """The type of a value around the loop, without an axis."""
     shape = _shape(types.get(name))
     if shape is None:
