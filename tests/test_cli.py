@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -243,15 +243,11 @@ def test_bad_inputs_of_run(build, tmp_path):
 
 def test_help_is_fast():
     command = [sys.executable, "-c", "from tapestry.cli import main; main(['--help'])"]
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        times.append(time.perf_counter() - start)
-        assert done.returncode == 0 and "compile" in done.stdout and "verify" in done.stdout
-        if times[-1] < 0.5:
-            break
-    assert min(times) < 0.5
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and "compile" in done.stdout and "verify" in done.stdout
+    assert after.ru_utime - before.ru_utime < 0.5  # of the processor: others may be at work as well
     heavy = "import sys; from tapestry.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert not {'torch', 'onnx', 'islpy', 'highspy', 'sympy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, check=False).returncode == 0
 

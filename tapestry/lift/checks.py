@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import onnx
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
 from tapestry.errors import ModelError
 from tapestry.lift.external import check_file, check_inline, check_overlaps, parse_place, tensor_bytes
@@ -111,6 +111,7 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
     _check_references(model.graph.node)
     _check_splits([*model.graph.node, *(n for f in model.functions for n in f.node)])
     _check_names(model.graph, [])
+    _check_sizes(model)
     for t in tensors(model):
         check_tensor(t, folder, weights=weights)
     check_overlaps(model.graph.initializer)
@@ -162,6 +163,31 @@ def _check_splits(nodes: Iterable[NodeProto]) -> None:
             if said != len(node.output) and not a.ref_attr_name:
                 why = f"{a.name} is for {said}, the node has {len(node.output)} outputs"
                 raise ModelError("a Split of another number of outputs", where=f"node '{node_name(node)}'", why=why)
+
+
+def _check_sizes(model: ModelProto) -> None:
+    """Refuse a value whose type says a negative size: onnx's inference aborts the process on a Slice of it."""
+    owners: list[GraphProto | FunctionProto] = [model.graph, *model.functions]
+    while owners:
+        g = owners.pop()
+        owners.extend(sub for n in g.node for sub in subgraphs(n))
+        ends = (*g.input, *g.output) if isinstance(g, GraphProto) else ()
+        for v in (*ends, *g.value_info):
+            sizes = list(_sizes(v.type))
+            if any(n < 0 for n in sizes):
+                hint = "leave an unknown size out, or give it a name"
+                raise ModelError("a negative size", where=f"'{v.name}'", why=f"its type says {sizes}", hint=hint)
+
+
+def _sizes(t: TypeProto) -> Iterator[int]:
+    """Every size that a type says, however deep."""
+    kind = t.WhichOneof("value")
+    while kind in ("sequence_type", "optional_type", "map_type"):
+        held = getattr(t, kind)
+        t = held.value_type if kind == "map_type" else held.elem_type
+        kind = t.WhichOneof("value")
+    if kind in ("tensor_type", "sparse_tensor_type"):
+        yield from (d.dim_value for d in getattr(t, kind).shape.dim if d.HasField("dim_value"))
 
 
 def check_attributes(model: ModelProto) -> None:
