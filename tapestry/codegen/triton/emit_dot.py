@@ -129,7 +129,7 @@ def _epilogue(frame: Frame, op: Operation, ax: _Axes, accs: tuple[str, ...], kno
     task, c = frame.task, op.product
     assert c is not None
     last = Scope(frame, View([(ax.batch, ""), (ax.m, "[:, None]"), (ax.n, "[None, :]")], task.ranges), accs)
-    values = last.printer.all(task.then) if task.mode == "full" else accs
+    values = last.results(task.then) if task.mode == "full" else accs
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
         box = tile_box(access, c.m, c.n, task.ranges) if descriptors else None
         if box is None or box.turned or access.dtype not in HALVES:

@@ -29,7 +29,7 @@ def emit_gather(frame: Frame, s: Selection, knobs: Knobs) -> Written:
     tile = Scope(frame, View(axes, task.ranges), (acc,))
     (picked,) = tile.printer.all((s.picked,))
     tile.lines.append(f"{acc} = tl.where({inside}[:, None], {picked}, 0)")
-    values = tile.printer.all(task.then) if task.mode == "full" else [acc]
+    values = tile.results(task.then) if task.mode == "full" else [acc]
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
         tile.store(access, name, value)
     head = [

@@ -28,7 +28,7 @@ def emit_nest(frame: Frame, knobs: Knobs) -> Written:
     head = [frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)"]
     constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
     if task.monoid is None:
-        for access, name, value in zip(task.outs, frame.outs, tile.printer.all(task.body), strict=True):
+        for access, name, value in zip(task.outs, frame.outs, tile.results(task.body), strict=True):
             tile.store(access, name, value)
         index = f"{cols.name} = tl.arange(0, COLS)"
         return Written(
@@ -37,7 +37,7 @@ def emit_nest(frame: Frame, knobs: Knobs) -> Written:
     accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
     start, merge, end = reduction(frame, tile, cols, accs)
     last = Scope(frame, View([(rows, "")], task.ranges), accs)
-    values = last.printer.all(task.then) if task.mode == "full" else list(accs)
+    values = last.results(task.then) if task.mode == "full" else list(accs)
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
         last.store(access, name, value)
     step = (*cols.lines, *inner, *tile.lines, *merge)

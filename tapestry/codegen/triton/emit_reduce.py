@@ -22,7 +22,7 @@ def emit_reduce(frame: Frame, knobs: Knobs) -> Written:
     accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
     start, merge, end = reduction(frame, tile, cols, accs)
     last = Scope(frame, View([(rows, "")], task.ranges), accs)
-    values = last.printer.all(task.then) if task.mode == "full" else list(accs)
+    values = last.results(task.then) if task.mode == "full" else list(accs)
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
         last.store(access, name, value)
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)", *rows.lines, *start)

@@ -57,7 +57,7 @@ def emit_rows(frame: Frame, knobs: Knobs) -> Written:
 def _stores(frame: Frame, scope: Scope, accs: tuple[str, ...], seen: int) -> list[str]:
     """Lines that write the results; those of the scope before ``seen`` are elsewhere already."""
     scope.accs = accs
-    values = scope.printer.all(frame.task.then)
+    values = scope.results(frame.task.then)
     for access, name, value in zip(frame.task.outs, frame.outs, values, strict=True):
         scope.store(access, name, value)
     return scope.lines[seen:]

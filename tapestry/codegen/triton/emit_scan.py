@@ -23,7 +23,7 @@ def emit_scan(frame: Frame, knobs: Knobs, *, reverse: bool) -> Written:
     _combine(frame, reverse)
     lines, start = _running(frame, tile, cols, accs)
     tile.lines.extend(lines)
-    values = tile.printer.all(task.then) if task.mode == "full" else list(accs)
+    values = tile.results(task.then) if task.mode == "full" else list(accs)
     for access, name, value in zip(task.outs, frame.outs, values, strict=True):
         tile.store(access, name, value)
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")

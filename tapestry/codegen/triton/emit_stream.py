@@ -20,7 +20,7 @@ from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES
 from tapestry.codegen.triton.ranges import KeyRange, key_range, unguarded
 from tapestry.codegen.triton.scope import Frame, Scope, Written
 from tapestry.codegen.triton.tiles import Stream, power_of_two
-from tapestry.ir.expr import Call, Const, Expr, Let
+from tapestry.ir.expr import Acc, Call, Const, Expr, Let, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import lowest
 
@@ -92,8 +92,7 @@ def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Writte
         f"{acc} = tl.zeros((BM, WIDTH), tl.float32)",
         *keys.lines,
         *steps,
-        *([f"{top} = {top} * {scale!r}"] if scale != 1.0 else []),
-        f"{top} = tl.where({total} == {total}, {top}, {total})  # a NaN among the scores is one of the row",
+        *_maximum(frame, plan),
         *last,
     )
     constants = (("BM", knobs.bm), ("BN", knobs.bn), ("DEPTH", widths[0]), ("WIDTH", widths[1]))
@@ -211,13 +210,22 @@ def _copies(frame: Frame, plan: _Plan, key: Axis) -> tuple[list[str], str, str, 
     return first, keys, values, second
 
 
+def _maximum(frame: Frame, plan: _Plan) -> list[str]:
+    """Lines that turn the last centre into the maximum of the scores, where anything reads it."""
+    top, total, _ = plan.state
+    if frame.task.mode == "full" and not any(isinstance(e, Acc) and e.field == 0 for out in frame.task.then for e in walk(out)):
+        return []
+    scaled = [f"{top} = {top} * {plan.scale!r}"] if plan.scale != 1.0 else []
+    return [*scaled, f"{top} = tl.where({total} == {total}, {top}, {total})  # a NaN among the scores is one of the row"]
+
+
 def _results(frame: Frame, plan: _Plan) -> list[str]:
     """Stores of what ``then`` makes of the states, or of the states themselves."""
     task, ax, state = frame.task, plan.ax, plan.state
     over = View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.columns, "[None, :]")], task.ranges)
     if task.mode == "full":
         last = Scope(frame, over, (f"{state[0]}[:, None]", f"{state[1]}[:, None]", state[2]))
-        for access, name, value in zip(task.outs, frame.outs, last.printer.all(task.then), strict=True):
+        for access, name, value in zip(task.outs, frame.outs, last.results(task.then), strict=True):
             last.store(access, name, value)
         return last.lines
     lines: list[str] = []

@@ -2,8 +2,8 @@
 
 It keeps bf16 as the 16-bit integers that hold the bits, and multiplies those integers in ``tl.dot``. It labels the result
 of a comparison with the dtype of what was compared, and so turns a scalar's truth value into a float when it spreads it
-over a tile. It cuts f32 off to bf16 where a GPU rounds to the nearest. Until 3.6, a loop's bounds, which it keeps as arrays of
-one element, end in an error where numpy no longer takes those for numbers.
+over a tile. It cuts f32 off to bf16 where a GPU rounds to the nearest. In 3.6, bounds of loops are arrays of one element,
+which numpy since 2.4 does not take for numbers.
 """
 
 from __future__ import annotations

@@ -241,6 +241,8 @@ def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
     table = _STREAMS["wide" if wide > 128 else "128" if wide > 64 else "64"] if half else _PLAIN["wide" if wide > 64 else "64"]
     if not half and wide > 64 and chip.arch == 80:
         table = (table[1], table[0], *table[2:])  # ptxas spills with the other
+    if half and 64 < wide <= 128 and chip.arch == 100:
+        table = (table[1], table[0], *table[2:])  # 128 keys: a program has the multiprocessor's tensor memory for itself
     tall = points(s.batch) * -(-points(s.rows) // table[0][0])
     for bm, bn, warps, stages in table:
         if bm > rows and bm > 16:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from tapestry.codegen.triton.axes import Axis, Namer, View
 from tapestry.codegen.triton.descriptors import Descriptor
 from tapestry.codegen.triton.lowered import Access, Check, Task, points
-from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES, literal, typed
+from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES, compute, literal, typed
 from tapestry.codegen.triton.printer import Printer
-from tapestry.ir.expr import Acc, Arg, Expr, Index, Let, walk
+from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, Let, walk
 from tapestry.ir.index import Aff, Ranges, span
 
 
@@ -145,6 +145,10 @@ class Scope:
         self.lines.append(f"{out} = tl.load({text}){wide}")
         return out
 
+    def results(self, values: tuple[Expr, ...]) -> list[str]:
+        """Texts of values to be stored; a store rounds to the dtype of its buffer, so a last cast from f32 is left to it."""
+        return self.printer.all(tuple(_unrounded(e) for e in values))
+
     def store(self, access: Access, name: str, value: str) -> None:
         """Write a value over the whole tile, less the lanes past the end and those that fail a check."""
         view = self.view
@@ -187,6 +191,11 @@ class Scope:
             if id(axis) in single:
                 masks.append(self.view.laid(axis, axis.define(" & ".join(single[id(axis)]), f"{name}_ok")))
         return masks, axes
+
+
+def _unrounded(e: Expr) -> Expr:
+    rounds = isinstance(e, Call) and e.fn == "cast" and e.dtype in HALVES and compute(e.args[0].dtype) == "f32"
+    return e.args[0] if rounds else e
 
 
 def _holds(c: Check) -> bool:
