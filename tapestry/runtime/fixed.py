@@ -32,16 +32,15 @@ class Call(Protocol):
 
 
 class Recorder(Protocol):
-    """A kernel with one output that can write into given memory."""
+    """A kernel that can write into given memory."""
 
     @property
-    def array(self) -> Callable[[Array], Array]:
-        """The output as an array, over memory of its size."""
+    def arrays(self) -> Sequence[Callable[[Array], Array]]:
+        """Each output as an array, over memory of its size."""
         ...
 
-    @property
-    def record(self) -> Callable[[Sequence[Array | None], Array], Call]:
-        """The call for some inputs and memory for the output."""
+    def bind(self, ins: Sequence[Array | None], memory: Sequence[Array]) -> Call:
+        """The call for some inputs and memory for each output."""
         ...
 
 
@@ -67,22 +66,21 @@ class Stretch:
 
 @dataclass(slots=True)
 class Fresh:
-    """A launch into a place of its own, of inputs that are elsewhere at every run."""
+    """A launch into places of its own, of inputs that are elsewhere at every run."""
 
     last: int
     recorder: Recorder
     ins: tuple[str, ...]
-    out: str
-    array: Array
-    memory: Array
-    size: int
+    outs: tuple[tuple[str, Array, int], ...]
+    memory: tuple[Array, ...]
 
     def __call__(self, held: Held) -> None:
         """Do the step."""
         arrays = held.arrays[0]
-        self.recorder.record([arrays[n] if n else None for n in self.ins], self.memory).run()
-        arrays[self.out] = self.array
-        held.count(0, self.out, self.size)
+        self.recorder.bind([arrays[n] if n else None for n in self.ins], self.memory).run()
+        for name, array, size in self.outs:
+            arrays[name] = array
+            held.count(0, name, size)
         held.reach(0)
 
 
@@ -111,11 +109,16 @@ def schedule(machine: Machine) -> Schedule | None:
         step = program.steps[i]
         if recorder is None or not isinstance(step, Launch):
             continue
-        if step.outs[0] not in program.outputs.values() or program.buffers[step.outs[0]].nbytes(0) <= COPIED:
+        if all(n not in program.outputs.values() or program.buffers[n].nbytes(0) <= COPIED for n in step.outs):
             recorders[i] = recorder
     if not recorders:
         return None
-    made = {step.outs[0]: i for i in recorders if isinstance(step := program.steps[i], Launch)}
+    made = {
+        name: array
+        for i, recorder in recorders.items()
+        if isinstance(step := program.steps[i], Launch)
+        for name, array in zip(step.outs, recorder.arrays, strict=True)
+    }
     wanted = slots(program, 0, frozenset(machine.graph.weights) - machine.streamed)
     arena = place([s for s in wanted if s.name in made])
     extra = max(0, arena.size + _most([s for s in wanted if s.name not in made]) - _most(wanted))
@@ -123,7 +126,7 @@ def schedule(machine: Machine) -> Schedule | None:
         return None
     take = machine.target.memory(arena.size)
     memory = {n: take(arena.offsets[n], program.buffers[n].nbytes(0)) for n in made}
-    arrays = {n: (recorders[i].array(memory[n]), program.buffers[n].nbytes(0)) for n, i in made.items()}
+    arrays = {n: (array(memory[n]), program.buffers[n].nbytes(0)) for n, array in made.items()}
     kept = {n: (a, 0) for n, a in machine.packing[0].arrays.items()} | machine.kept[0]
     return Schedule(tuple(_actions(machine, recorders, memory, arrays, kept)), frozenset(made), extra)
 
@@ -165,14 +168,14 @@ def _actions(
             out.append(i)
             continue
         assert isinstance(step, Launch)
-        ins, name = machine.launches[i][0].ins, step.outs[0]
+        ins, places = machine.launches[i][0].ins, tuple(memory[n] for n in step.outs)
         held = [known[n][0] if n else None for n in ins] if all(n in known for n in ins if n) else None
-        call = None if held is None else recorders[i].record(held, memory[name])
+        call = None if held is None else recorders[i].bind(held, places)
         if call is not None and call.fixed:
             now.append((i, call))
             continue
         close()
-        out.append(Fresh(i, recorders[i], ins, name, arrays[name][0], memory[name], arrays[name][1]))
+        out.append(Fresh(i, recorders[i], ins, tuple((n, *arrays[n]) for n in step.outs), places))
     close()
     return out
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu import exact, kernels, scalars
-from tapestry.codegen.torch_cpu.calls import Call, Recorded, batch
+from tapestry.codegen.torch_cpu.calls import Call, Calls, Recorded, Together, batch
 from tapestry.codegen.torch_cpu.dense import Packable
+from tapestry.codegen.torch_cpu.maps import Mapped
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.opaque import HostValue
@@ -40,16 +41,18 @@ class TorchCpu:
         assert isinstance(run, Packable)
         return run.packed
 
-    def recorder(self, run: kernels.Run) -> Recorded | None:
+    def recorder(self, run: kernels.Run) -> Recorded | Together | None:
         """The kernel as one that writes where it is told, if it is one of ours."""
-        return run if isinstance(run, Recorded) else None
+        if isinstance(run, Mapped):
+            return run.recorder()
+        return run if isinstance(run, Recorded | Together) else None
 
     def memory(self, nbytes: int) -> Callable[[int, int], torch.Tensor]:
         """New memory; its parts are tensors of f32 with a storage of their own."""
         whole = torch.empty(nbytes, dtype=torch.uint8).numpy()
         return lambda offset, n: torch.from_numpy(whole[offset : offset + n].view(np.float32))
 
-    def batch(self, calls: Sequence[Call]) -> Callable[[], None]:
+    def batch(self, calls: Sequence[Call | Calls]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""
         return batch(calls)
 

@@ -35,6 +35,23 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls one after another."""
+
+    parts: tuple[Call, ...]
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all are."""
+        return all(c.fixed for c in self.parts)
+
+    def run(self) -> None:
+        """Compute."""
+        for c in self.parts:
+            c.run()
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
     """A kernel with one output that can write into memory that it is given.
 
@@ -47,6 +64,15 @@ class Recorded:
     record: Callable[[Ins, Tensor], Call]
     size: int
 
+    @property
+    def arrays(self) -> tuple[Callable[[Tensor], Tensor]]:
+        """The output, as `several` have theirs."""
+        return (self.array,)
+
+    def bind(self, ins: Ins, memory: Sequence[Tensor]) -> Call:
+        """The call for memory of the output."""
+        return self.record(ins, memory[0])
+
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory."""
         memory = torch.empty(self.size)
@@ -54,13 +80,35 @@ class Recorded:
         return [self.array(memory)]
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A kernel with several outputs, each by a kernel of its own; ``plain`` computes into new memory."""
+
+    plain: Callable[[Ins, Sequence[Tensor]], list[Tensor]]
+    parts: tuple[Recorded, ...]
+
+    @property
+    def arrays(self) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """Each output over flat memory of as many elements."""
+        return tuple(p.array for p in self.parts)
+
+    def bind(self, ins: Ins, memory: Sequence[Tensor]) -> Calls:
+        """The calls for memory of each output."""
+        return Calls(tuple(p.record(ins, m) for p, m in zip(self.parts, memory, strict=True)))
+
+    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
+        """Compute into new memory."""
+        return self.plain(ins, states)
+
+
 def shares(a: Tensor, b: Tensor) -> bool:
     """Whether a tensor is a view of another one's memory."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def batch(calls: Sequence[Call]) -> Callable[[], None]:
+def batch(given: Sequence[Call | Calls]) -> Callable[[], None]:
     """All calls, one after another, as one."""
+    calls = [c for call in given for c in (call.parts if isinstance(call, Calls) else (call,))]
     if len(calls) == 1:
         return calls[0].run
     lib = native.library()

@@ -12,12 +12,13 @@ import torch
 from tapestry.codegen.torch_cpu import contract, groups, layers, norms, rows, scalars, scan, several, windows
 from tapestry.codegen.torch_cpu.attend import attention
 from tapestry.codegen.torch_cpu.local import localise
+from tapestry.codegen.torch_cpu.maps import mapped
 from tapestry.codegen.torch_cpu.pieces import pieces
 from tapestry.codegen.torch_cpu.points import Expressions, Run, held, product
 from tapestry.codegen.torch_cpu.reads import Frame, Tensor
+from tapestry.codegen.torch_cpu.selection import selection
 from tapestry.ir import opaque
-from tapestry.ir.contraction import dims_read, part
-from tapestry.ir.expr import Call, Const, Expr, Index
+from tapestry.ir.contraction import part
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.monoid import SUMS, parts_of
@@ -34,7 +35,7 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         return _finish(op, graph, kernel)
     if op.monoid is None:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
-        return pieces(op, graph, kernel) or (lambda ins, _: results(ins, []))
+        return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])))
     if kernel.mode == "full":
         rules = (attention, norms.layer_norm, rows.rms_norm, rows.mean)
         found = next((run for rule in rules if (run := rule(op, graph, kernel))), None)
@@ -48,7 +49,8 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         shapes = [shape(b) for b in kernel.outs]
         return _partial(op, lambda ins: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)])
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
-    return several.packable(op, graph, kernel, lambda ins, _: tail(ins, states(ins)), _whole)
+    plain = mapped(op, graph, kernel, lambda ins, _: tail(ins, states(ins)))
+    return several.packable(op, graph, kernel, plain, _whole)
 
 
 def _whole(op: Block, graph: Graph, kernel: Kernel) -> Run:
@@ -89,7 +91,7 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         return lambda ins: [states(ins)[0] for states in alone]
     frame = Frame(op.space, kernel.block)
     if layers.applies(op):
-        return (None if op.inner else _selection(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
+        return (None if op.inner else selection(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
     if len(parts := parts_of(op.monoid or "")) > 1:  # each in its own way
         runs = [_states(replace(op, monoid=name, body=op.body[a:b], then=()), graph, kernel) for name, a, b in parts]
         return lambda ins: [x for run in runs for x in run(ins)]
@@ -99,7 +101,7 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         or windows.transposed(op, graph, kernel)
         or windows.max_pool(op, graph, kernel)
         or product(op, graph, kernel, frame)
-        or _selection(op, graph, kernel, frame)
+        or selection(op, graph, kernel, frame)
     )
     if special is not None:
         return special
@@ -132,60 +134,6 @@ def _convolution(
     run = contract.conv(here.op, found, here.frame, x.box, w.box, x.shape)
     shape = frame.extents[: len(op.dims)]
     return lambda ins: [run(held(ins[found.x])[x.take], held(ins[found.w])[w.take]).reshape(shape)]
-
-
-def _selection(
-    op: Block, graph: Graph, kernel: Kernel, frame: Frame
-) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-    """``sum_v where(i == v, x[v], 0)`` without the sum: a masked gather, exact on any block of v."""
-    parts = _selected_parts(op)
-    if parts is None:
-        return None
-    where_index, picked = parts
-    base = Frame(op.dims, kernel.block[: len(op.dims)])
-    lo, hi = kernel.block[-1]
-    index = Expressions(op, graph, kernel, (where_index,), base)
-    rows = Expressions(op, graph, kernel, (picked,), frame)
-    of_index, of_rows = dims_read(op, where_index), dims_read(op, picked)
-    outer = [i for i, d in enumerate(op.dims) if d.name in of_index]
-    inner = [i for i, d in enumerate(op.dims) if d.name not in of_index]
-    back = [(*outer, *inner).index(i) for i in range(len(op.dims))]
-    apart = not of_index & of_rows
-
-    def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
-        at = index.values(ins, [])[0] - lo
-        table = rows.values(ins, [])[0]
-        inside = (at >= 0) & (at < hi - lo)
-        place = at.clamp(0, hi - lo - 1)
-        if apart:  # whole rows of a table
-            order = [len(op.dims), *inner, *outer]
-            table = table.expand([*(n if i in inner else 1 for i, n in enumerate(base.extents)), hi - lo]).permute(order)
-            table = table.flatten(len(inner) + 1) if outer else table
-            table = table[..., 0] if outer else table
-            place = place.expand([n if i in outer else 1 for i, n in enumerate(base.extents)])
-            taken = table.index_select(0, place.reshape(-1))
-            taken = taken.reshape([base.extents[i] for i in (*outer, *inner)]).permute(back)
-        else:
-            table = table.expand([*base.extents, hi - lo])
-            taken = torch.gather(table, -1, place.expand(base.extents).unsqueeze(-1)).squeeze(-1)
-        return [taken if bool(inside.all()) else torch.where(inside, taken, torch.zeros((), dtype=taken.dtype))]
-
-    return states
-
-
-def _selected_parts(op: Block) -> tuple[Expr, Expr] | None:
-    """(the index wanted, what is picked) of a sum that picks one element of its one reduced dimension."""
-    e = op.body[0]
-    if op.monoid not in ("sum", "any") or len(op.reduce) != 1 or not isinstance(e, Call) or e.fn != "where":
-        return None
-    test, picked, zero = e.args
-    if not isinstance(test, Call) or test.fn != "eq" or not isinstance(zero, Const) or zero.value != 0:
-        return None
-    wanted, v = test.args if isinstance(test.args[1], Index) else test.args[::-1]
-    name = op.reduce[0].name
-    if not isinstance(v, Index) or not v.aff.is_dim or str(v.aff) != name:
-        return None
-    return (wanted, picked) if name not in dims_read(op, wanted) else None
 
 
 def _opaque(op: Opaque, graph: Graph, kernel: Kernel) -> Run:

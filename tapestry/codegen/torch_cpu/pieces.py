@@ -17,7 +17,7 @@ from tapestry.ir.kernel import Box, Kernel, shape
 
 def pieces(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
     """The operation piece by piece; ``None`` where it is one piece."""
-    found = _cut(op.body, op, kernel.block)
+    found = cut_pieces(op.body, op, kernel.block)
     if len(found) == 1 or any(hi <= lo for lo, hi in kernel.block):
         return None
     runs: list[tuple[tuple[slice, ...], Expressions]] = []
@@ -45,7 +45,7 @@ def _layout(ins: Sequence[Tensor | None], rank: int) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _cut(body: tuple[Expr, ...], op: Block, block: Box) -> list[tuple[Box, tuple[Expr, ...]]]:
+def cut_pieces(body: tuple[Expr, ...], op: Block, block: Box) -> list[tuple[Box, tuple[Expr, ...]]]:
     """Boxes that cover the block, and the expressions on each."""
     names = [d.name for d in op.dims]
     for x in (x for e in body for x in walk(e)):
@@ -60,7 +60,7 @@ def _cut(body: tuple[Expr, ...], op: Block, block: Box) -> list[tuple[Box, tuple
         for (a, b), branch in sides:
             if a < b:
                 same = _same(body, x.args[0], branch is x.args[1])
-                out += _cut(same, op, (*block[:at], (a, b), *block[at + 1 :]))
+                out += cut_pieces(same, op, (*block[:at], (a, b), *block[at + 1 :]))
         return out
     return [(block, body)]
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tapestry.codegen.torch_cpu import dense
+from tapestry.codegen.torch_cpu import dense, images, native
+from tapestry.codegen.torch_cpu.calls import Call, Ins, Recorded, Together
+from tapestry.codegen.torch_cpu.maps import Mapped
+from tapestry.codegen.torch_cpu.native import generated
 from tapestry.codegen.torch_cpu.natives import added_first
 from tapestry.codegen.torch_cpu.points import Expressions, Run
+from tapestry.codegen.torch_cpu.print_c import Writer, written
 from tapestry.codegen.torch_cpu.reads import Frame, Tensor
 from tapestry.ir.contraction import part
-from tapestry.ir.expr import Acc, Arg, arg_positions, call
+from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.monoid import SUMS
@@ -43,7 +48,38 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callabl
     def packed(ins: Sequence[Tensor | None], states: Sequence[Tensor]) -> list[Tensor]:
         return tail(ins, [(r.packed if _is_packed(r, ins) else r.plain)(ins, states)[0] for r in runs])
 
-    return dense.Packable(plain, packs, packed)
+    return dense.Packable(plain, packs, _recorded(runs, then, packed))
+
+
+def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Run) -> Run:
+    """The packed form as one that writes where it is told, where every sum is by our kernel."""
+    ours = tuple(r.packed for r in runs if isinstance(r.packed, Recorded))
+    if len(ours) < len(runs):
+        return packed
+    if then == tuple(Acc(k, "f32") for k in range(len(runs))):
+        return Together(packed, ours)
+    lib, linear = images.available(), all(p.key[0] == "panels" and len(p.key) > 1 for r in runs for p in r.packs.values())
+    if lib is None or not linear or len(then) != 1 or len(runs) > native.MOST_SUMS or arg_positions(then) or not written(then):
+        return packed
+    if then[0].dtype != "f32" or any(isinstance(x, Index) for x in walk(then[0])):
+        return packed
+    name = generated.register(Writer((), {}, ()).cells(then[0], len(runs)))
+
+    def record(ins: Ins, memory: Tensor) -> Call:
+        calls = [r.record(ins, memory) for r in ours]
+        first, then_at = calls[0], ctypes.cast(generated.function(name), ctypes.c_void_p).value
+        sizes = native.Several(first.sizes, len(calls), then_at)
+        pointers = ctypes.c_void_p * native.MOST_SUMS
+        buffers = native.Products(
+            first.buffers.x,
+            pointers(*(c.buffers.w for c in calls)),
+            pointers(*(c.buffers.bias for c in calls)),
+            memory.data_ptr(),
+        )
+        kept = tuple(x for c in calls for x in c.kept)
+        return Call(lib.tapestry_several, sizes, buffers, kept, all(c.fixed for c in calls))
+
+    return Mapped(packed, name, Recorded(ours[0].array, record, ours[0].size))
 
 
 def _is_packed(run: dense.Packable, ins: Sequence[Tensor | None]) -> bool:

@@ -14,6 +14,7 @@ import platform
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tapestry import flags
@@ -70,6 +71,21 @@ class RowBuffers(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in ("x", "scale", "y")]
 
 
+MOST_SUMS = 4
+
+
+class Several(ctypes.Structure):
+    """``Several`` of several.c."""
+
+    _fields_ = [("sum", Conv), ("sums", _PLACE), ("then", _POINTER)]
+
+
+class Products(ctypes.Structure):
+    """``Products`` of several.c: addresses."""
+
+    _fields_ = [("x", _POINTER), ("w", _POINTER * MOST_SUMS), ("bias", _POINTER * MOST_SUMS), ("y", _POINTER)]
+
+
 class Step(ctypes.Structure):
     """``Step`` of run.c: a kernel, and the addresses of its sizes and buffers."""
 
@@ -85,6 +101,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
     "tapestry_mean": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers))),
+    "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),
     "tapestry_winograd": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
@@ -97,7 +114,7 @@ def library() -> ctypes.CDLL | None:
     if not flags.native_kernels():
         return None
     try:
-        out = ctypes.CDLL(str(_compiled()))
+        out = ctypes.CDLL(str(compiled([p for p in sorted(_SOURCES.iterdir()) if p.suffix in (".c", ".h")], FLAGS)))
     except (OSError, subprocess.SubprocessError):
         return None
     for name, (result, arguments) in _SIGNATURES.items():
@@ -106,10 +123,13 @@ def library() -> ctypes.CDLL | None:
     return out
 
 
-def _compiled() -> Path:
-    """The shared library for this machine, compiled unless it is there."""
-    command = [*shlex.split(flags.c_compiler()), *FLAGS]
-    sources = sorted(p for p in _SOURCES.iterdir() if p.suffix in (".c", ".h"))
+def compiled(sources: Sequence[Path], options: Sequence[str]) -> Path:
+    """The shared library of some files for this machine, compiled unless it is there.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no compiler, or it fails.
+    """
+    command = [*shlex.split(flags.c_compiler()), *options]
     digest = hashlib.sha256("\0".join([*command, platform.machine(), _processor()]).encode())
     for p in sources:
         digest.update(p.read_bytes())
@@ -134,4 +154,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
 
 
-__all__ = ["Attention", "Buffers", "Conv", "Heads", "RowBuffers", "Rows", "Step", "library"]
+__all__ = [
+    "MOST_SUMS", "Attention", "Buffers", "Conv", "Heads", "Products", "RowBuffers", "Rows", "Several", "Step", "compiled",
+    "library",
+]  # fmt: skip

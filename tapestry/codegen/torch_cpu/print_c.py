@@ -1,0 +1,228 @@
+"""A block of an operation without a reduction (or that selects rows of a table) as a function in C.
+
+The text is made from the same expressions as every other target's, in the order written. Boxes are known and buffers
+row-major: all places are numbers. A NaN goes where it goes elsewhere; nothing is contracted or reordered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
+from tapestry.ir.graph import Guard, Read
+from tapestry.ir.index import Aff, Floor, bounds
+from tapestry.ir.kernel import Box, shape
+
+TYPES = {"f32": "float", "i64": "int64_t", "i32": "int32_t", "bool": "uint8_t"}
+
+PRELUDE = """
+#include <math.h>
+#include <stdint.h>
+#define INLINE static inline __attribute__((always_inline))
+INLINE float t_min(float a, float b) { return a != a || a < b ? a : b; }
+INLINE float t_max(float a, float b) { return a != a || a > b ? a : b; }
+/* exp: 2^n p(r), the polynomial of Cephes' expf (Moshier 1992); 2^n in two factors, so that the ends of the range are right. */
+INLINE float t_exp(float x) {
+    float kept = x < -104.0f ? -104.0f : x;
+    kept = kept > 89.0f ? 89.0f : kept;
+    float shifted = kept * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    float r = (kept - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f, p = p * r + 1.6666665459e-1f, p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits, low, high;
+    __builtin_memcpy(&bits, &shifted, 4);
+    bits -= 0x4b400000;
+    low = ((bits >> 1) + 127) << 23, high = (bits - (bits >> 1) + 127) << 23;
+    float a, b;
+    __builtin_memcpy(&a, &low, 4), __builtin_memcpy(&b, &high, 4);
+    return p * a * b;
+}
+INLINE float t_sigmoid(float x) { return 1.0f / (1.0f + t_exp(-x)); }
+"""
+
+_FLOAT: dict[str, str] = {
+    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "div": "({} / {})", "neg": "(-{})", "min": "t_min({}, {})",
+    "max": "t_max({}, {})", "abs": "fabsf({})", "sqrt": "sqrtf({})", "exp": "t_exp({})", "sigmoid": "t_sigmoid({})",
+    "sin": "sinf({})", "cos": "cosf({})", "floor": "floorf({})", "ceil": "ceilf({})",
+}  # fmt: skip
+_WHOLE: dict[str, str] = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "neg": "(-{})"}
+_TRUTH: dict[str, str] = {"and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})", "not": "(!{})"}
+_COMPARE: dict[str, str] = {
+    "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
+    "isnan": "({0} != {0})",
+}  # fmt: skip
+
+
+def row(e: Call) -> str | None:
+    """How a primitive is written; ``None`` for one that is not."""
+    of = e.args[-1].dtype
+    if e.fn == "where":
+        return "({} ? {} : {})"
+    if e.fn == "cast":
+        if e.dtype == "bool":
+            return "({} != 0)"
+        return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and (e.dtype == "f32" or of != "f32") else None
+    if e.fn in _COMPARE:
+        return _COMPARE[e.fn] if of in TYPES else None
+    return {"f32": _FLOAT, "i64": _WHOLE, "bool": _TRUTH}.get(e.dtype, {}).get(e.fn)
+
+
+def written(exprs: tuple[Expr, ...]) -> bool:
+    """Whether all of some expressions can be written."""
+    nodes = [x for e in exprs for x in walk(e)]
+    fine = all(x.dtype in TYPES and (not isinstance(x, Call) or row(x) is not None) for x in nodes)
+    return fine and not any(isinstance(x, Let) for x in nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The place along a reduced dimension that a selection takes: which one is wanted, and what is there (else 0)."""
+
+    name: str
+    wanted: Expr
+    picked: Expr
+    box: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the output, and the value of each cell; ``chosen`` is its `Acc`."""
+
+    box: Box
+    value: Expr
+    chosen: Chosen | None = None
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes functions; dimensions have the names ``d0``, ``d1``, … so that equal operations have equal text.
+
+    Attributes:
+        names: dimensions of the output, in order.
+        reads: by position, the read, its buffer's box, the tensor's shape and dtype.
+        out: the box of the output.
+    """
+
+    names: tuple[str, ...]
+    reads: Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
+    out: Box
+    slots: dict[int, int] = field(default_factory=dict[int, int])
+
+    def function(self, pieces: list[Piece]) -> str:
+        """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the output."""
+        self.slots = {k: i for i, k in enumerate(sorted(self.reads))}
+        lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()] + [
+            f"float *restrict y = p[{len(self.slots)}];"
+        ]
+        for piece in pieces:
+            lines += self._loops(piece)
+        return "\n".join(lines)
+
+    def cells(self, value: Expr, fields: int) -> str:
+        """The body of a function of ``fields`` arrays of ``sizes[0]`` cells to one more: an expression over their cells."""
+        lines = [f"const float *restrict p{i} = p[{i}];" for i in range(fields)]
+        acc = [f"p{i}[i]" for i in range(fields)]
+        lines.append(f"float *restrict y = p[{fields}];")
+        return "\n".join([*lines, f"for (int64_t i = 0; i < sizes[0]; i++) y[i] = {self._expr(value, {}, acc)};"])
+
+    def _loops(self, piece: Piece) -> list[str]:
+        inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, piece.box, strict=True)}
+        lines = [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, (lo, hi) in enumerate(piece.box)]
+        acc: list[str] = []
+        if piece.chosen:
+            c = piece.chosen
+            lines.append(f"int64_t v = {self._expr(c.wanted, inner, [])};")
+            within = {**inner, c.name: (c.box[0], c.box[1] - 1)}
+            picked = self._expr(c.picked, within, [])
+            lines.append(f"float acc = v >= {c.box[0]} && v < {c.box[1]} ? {picked} : 0.0f;")
+            acc = ["acc"]
+        place = _sum(zip(_steps(self.out), (f"(d{i} - {lo})" for i, (lo, _) in enumerate(self.out)), strict=True))
+        lines.append(f"y[{place}] = {self._expr(piece.value, inner, acc)};")
+        return [*lines, "}" * len(piece.box)]
+
+    def _expr(self, e: Expr, inner: Mapping[str, tuple[int, int]], acc: Sequence[str]) -> str:
+        match e:
+            case Arg():
+                return self._read(e.pos, inner)
+            case Const():
+                return literal(e)
+            case Index():
+                return f"({TYPES[e.dtype]})({self._aff(e.aff, inner)})"
+            case Acc():
+                return acc[e.field]
+            case Call():
+                pattern = row(e)
+                assert pattern
+                return pattern.format(*(self._expr(a, inner, acc) for a in e.args))
+            case Let():
+                raise AssertionError("no inner reductions here")
+
+    def _read(self, k: int, inner: Mapping[str, tuple[int, int]]) -> str:
+        r, box, extents, dtype = self.reads[k]
+        tests = [_test(g, self._aff(g.aff, inner)) for g in r.when if not _always(g, inner)]
+        terms: list[tuple[int, str]] = []
+        for e, step, (lo, hi), n in zip(r.index, _steps(box), box, extents, strict=True):
+            text = self._aff(e, inner)
+            terms.append((step, f"({text} - {lo})"))
+            low, high = bounds(e, inner)
+            tests += [f"({text}) >= {max(lo, 0)}"] * bool(low < max(lo, 0)) + [f"({text}) < {min(hi, n)}"] * bool(
+                high >= min(hi, n)
+            )
+        value = f"p{self.slots[k]}[{_sum(terms)}]"
+        other = literal(Const(0 if r.other is None else r.other, dtype))
+        return f"({' && '.join(tests)} ? {value} : {other})" if tests else value
+
+    def _aff(self, e: Aff, inner: Mapping[str, tuple[int, int]]) -> str:
+        terms: list[tuple[int, str]] = []
+        for atom, c in e.terms:
+            if isinstance(atom, str):
+                terms.append((c, f"d{self.names.index(atom)}" if atom in self.names else "v"))
+                continue
+            arg, k = self._aff(atom.arg, inner), atom.div
+            shift = -(-max(0, -int(bounds(atom.arg, inner)[0])) // k)  # whole periods that make the argument no less than 0
+            arg = f"({arg} + {shift * k})"
+            terms.append((c, f"({arg} / {k} - {shift})" if isinstance(atom, Floor) else f"({arg} % {k})"))
+        return _sum([*terms, (e.const, "1")])
+
+
+def literal(e: Const) -> str:
+    """A number of its dtype."""
+    if e.dtype != "f32":
+        return f"INT64_C({int(e.value)})" if int(e.value) > -(2**63) else "INT64_MIN"
+    x = float(np.float32(e.value))
+    if math.isnan(x):
+        return '__builtin_nanf("")'
+    if math.isinf(x):
+        return "__builtin_inff()" if x > 0 else "(-__builtin_inff())"
+    return f"({x.hex()}f)"
+
+
+def _sum(terms: Iterable[tuple[int, str]]) -> str:
+    parts = [f"{c} * {t}" if c != 1 else t for c, t in terms if c]
+    return "(" + (" + ".join(parts) or "0") + ")"
+
+
+def _steps(box: Box) -> list[int]:
+    """Cells from one index to the next along each axis of a row-major buffer."""
+    out, step = list[int](), 1
+    for n in reversed(shape(box)):
+        out.insert(0, step)
+        step *= n
+    return out
+
+
+def _test(g: Guard, text: str) -> str:
+    return f"({text}) >= 0" if g.op == "ge" else f"({text}) == 0"
+
+
+def _always(g: Guard, inner: Mapping[str, tuple[int, int]]) -> bool:
+    lo, hi = bounds(g.aff, inner)
+    return bool(lo >= 0 if g.op == "ge" else lo == hi == 0)
+
+
+__all__ = ["PRELUDE", "Chosen", "Piece", "Writer", "literal", "written"]
