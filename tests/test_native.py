@@ -9,13 +9,20 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from attention_cases import GUARDED, PLAIN, attention
 from onnx import TensorProto as T
 from small_models import N, f32, net
 
 from tapestry import api
-from tapestry.codegen.torch_cpu import contract, heads, images, native
+from tapestry.codegen.torch_cpu import attend, contract, heads, images, native
 from tapestry.codegen.torch_cpu.epilogue import Epilogue
+from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.parse import parse
+from tapestry.rewrites.check import random_feeds
+from tapestry.rewrites.simplify import simplify
 from tapestry.runtime.fixed import Stretch
+from tapestry.verify import interp
 
 needed = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
 
@@ -102,6 +109,41 @@ def test_states_of_attention(rows: int, keys: int, depth: int, masked: bool) -> 
     wanted = top[..., 0], weights.sum(-1), weights @ v.double()
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+BIAS = "input c: f32[{h}, {s}, {n}]\n", ", c[h, i, n]"
+ROWS = "input c: f32[{b}, {n}]\n", ", c[b, n]"
+
+
+@needed
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (6, 2), (3, 1)])
+@pytest.mark.parametrize("then", ["acc0 * 0.25", "(acc0 * 0.25) + c", "acc0 + c"])
+@pytest.mark.parametrize("weight", [PLAIN, GUARDED])
+@pytest.mark.parametrize("bias", [BIAS, ROWS])
+@pytest.mark.parametrize("bad", [0.5, np.nan, np.inf, -np.inf])
+def test_attention_on_buffers_as_they_are(
+    heads: int, shared: int, then: str, weight: str, bias: tuple[str, str], bad: float
+) -> None:
+    inputs, reads = bias if "c" in then.replace("acc", "") else ("", "")
+    text = attention(then, reads=reads, inputs=inputs, weight=weight, h=heads, kv=shared, s=51, n=35, d=20, e=20)
+    graph = simplify(parse(text))
+    feeds = random_feeds(graph, np.random.default_rng(heads))
+    feeds["q"][1, 2, 3, 4] = bad
+    if "c" in feeds:
+        feeds["c"][-1, ..., 3], feeds["c"][0, ...] = bad, -np.inf if bad == -np.inf else feeds["c"][0, ...]
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+    kernel = Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, 51, 20)),))
+    run = attend.attention(op, graph, kernel)
+    assert run
+    turned = [torch.from_numpy(feeds[r.tensor]) for r in op.reads]
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in turned]  # heads side by side
+    want = interp.run(graph, feeds, wide=True)["y"]
+    for given in (turned, [x.contiguous() for x in turned], [x.mT.contiguous().mT if x.dim() == 4 else x for x in turned]):
+        got = run(given, [])[0].numpy()
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def network() -> onnx.ModelProto:

@@ -167,12 +167,14 @@ def _even(values: np.ndarray) -> tuple[int, int] | None:
 
 
 def _quotient(e: Expr) -> int:
-    """1 for weighted sum by sum of weights, 2 where that is 0 in rows whose maximum is not finite, 0 for something else."""
+    """1 for weighted sum by sum of weights, 2 or 3 where that is 0 or NaN in rows whose maximum is not finite, 0 for none."""
     match e:
         case Apply("div", (Acc(field=2), Acc(field=1))):
             return 1
-        case Apply("where", (Apply("isnan", (Apply("sub", (Acc(field=0), Acc(field=0))),)), Const(value=0), rest)):
-            return 2 if _quotient(rest) == 1 else 0
+        case Apply("where", (Apply("isnan", (Apply("sub", (Acc(field=0), Acc(field=0))) as none,)), other, rest)):
+            if _quotient(rest) != 1:
+                return 0
+            return 2 if other == Const(0.0, "f32") else 3 if other == none else 0
         case _:
             return 0
 

@@ -12,7 +12,7 @@ enum { ROWS = 48 }; /* queries at once */
 typedef struct {
     int64_t outer, inner, group, rows, keys, depth; /* heads are two dimensions; `group` inner ones share keys and values */
     int64_t q[3], k[3], v[3], mask[4], out[3]; /* strides: outer, inner, row (and key) */
-    int64_t normal; /* 0: states; 1: the quotient; 2: which is 0 in rows whose maximum is not finite */
+    int64_t normal; /* 0: states; 1: the quotient; 2, 3: which is 0, or NaN, in rows whose maximum is not finite */
     float scale;
 } Attention;
 
@@ -116,8 +116,9 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
         tapestry_conv(&weighted, &(Buffers){.x = score, .w = values, .y = out + r * a->out[2]});
         for (int64_t k = 0; k < rows; k++)
             if (a->normal) {
-                int none = a->normal == 2 && top[k] - top[k] != 0;
-                for (int64_t d = 0; d < a->depth; d++) out[(r + k) * a->out[2] + d] = none ? 0 : out[(r + k) * a->out[2] + d] / sum[k];
+                float none = top[k] - top[k], *row = out + (r + k) * a->out[2];
+                int plain = a->normal == 1 || none == 0;
+                for (int64_t d = 0; d < a->depth; d++) row[d] = plain ? row[d] / sum[k] : a->normal == 2 ? 0 : none;
             }
             else h->top[(i * a->inner + j) * a->rows + r + k] = top[k], h->sum[(i * a->inner + j) * a->rows + r + k] = sum[k];
     }
