@@ -41,7 +41,7 @@ from tapestry.plan.structure import replay
 from tapestry.plan.task import Task, solve, staging
 from tapestry.plan.topology import Link, Topology, default_mesh, from_data, parse_bytes, parse_mesh, shared, to_data, topology
 from tapestry.rewrites.rule import Move, load_rules, parse_move
-from tapestry.rewrites.simplify import simplify
+from tapestry.rewrites.simplify import left_out, simplify
 from tapestry.verify import certificate
 
 log = logging.getLogger("tapestry")
@@ -209,6 +209,7 @@ def _plan(
         request=staging(request, bound=bool(options.pins or options.layouts or given)),
         again=_fitted_before(earlier) if earlier else None,
         machine=Machine(device=topo.device, eager=options.target == "torch-cpu") if free and not again else None,
+        leave=left_out(moves), simplified=(lambda leave: simplify(lifted.graph, leave=leave)) if free and not earlier else None,
     )  # fmt: skip
     done = solve(task, graph, budget)
     _debug(done.found)
@@ -244,7 +245,7 @@ def _resumed(graph: Graph, lifted: Lifted, earlier: store.Build, *, rewritten: b
         return graph, start, []
     try:
         moves = [parse_move(m) for m in earlier.moves]
-        again = replay(graph, moves)
+        again = replay(simplify(lifted.graph, leave=left_out(moves)) if left_out(moves) else graph, moves)
     except TapestryError as e:
         log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
         return graph, start, []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from tapestry.lift.checks import load
 from tapestry.plan.fixed import Dims, Fixed
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
 from tapestry.rewrites.rule import RULES, Move, Sweeping, apply_moves, parse_move
-from tapestry.rewrites.simplify import simplify
+from tapestry.rewrites.simplify import applied, left_out, simplify, without
 
 MESH_AXES = 3  # of a mesh that is guessed from a file's specs
 
@@ -207,9 +207,10 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
     wanted = {t: _spec_layout(s, lifted, over, a.writer[t]) for t, s in a.outs.items() if t in lifted.tensors}
     reads = {k: _spec_layout(s, lifted, over, k[0]) for k, s in a.reads.items() if k[1] in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in a.outs if t not in lifted.tensors]
-    graph, outs, more = _kept(lifted, wanted)
+    chosen = [parse_move(str(m)) for m in _json(a.model.get(annotate.MOVES, "[]"), annotate.MOVES, list)]
+    graph, outs, more = _kept(lifted, wanted, left_out(chosen))
     notes += more
-    graph, moves = _moved(graph, a, notes)
+    graph, moves = _moved(graph, chosen, notes)
     inputs, outputs = _ends(a, lifted, reads)
     dims, inner = _dims(a, graph, outs, over)
     fixed = Fixed(outs={**outs, **inner}, reads=reads, dims=dims)
@@ -232,9 +233,9 @@ def _spec_layout(s: ShardingSpec, graph: Graph, over: Mesh, node: str) -> Layout
     return layout
 
 
-def _kept(lifted: Graph, wanted: Mapping[str, Layout]) -> tuple[Graph, dict[str, Layout], list[str]]:
+def _kept(lifted: Graph, wanted: Mapping[str, Layout], leave: frozenset[str]) -> tuple[Graph, dict[str, Layout], list[str]]:
     """The simplified graph, the layouts that its tensors get, and what is lost."""
-    graph = simplify(lifted)
+    graph = simplify(lifted, leave=leave)
     outs = {t: layout for t, layout in wanted.items() if t in graph.producers()}
     apart: list[str] = []
     for t, layout in wanted.items():
@@ -246,16 +247,16 @@ def _kept(lifted: Graph, wanted: Mapping[str, Layout]) -> tuple[Graph, dict[str,
         else:
             outs[carried[0]] = carried[1]
     if apart:
-        graph = _with_apart(lifted, apart)
+        graph = _with_apart(lifted, apart, leave)
         outs = {t: layout for t, layout in {**outs, **wanted}.items() if t in graph.producers()}
     lost = [t for t in apart if t not in outs]
     return graph, outs, [f"'{t}' is a view of another tensor, which has no place of its own" for t in lost]
 
 
-def _with_apart(lifted: Graph, apart: list[str]) -> Graph:
+def _with_apart(lifted: Graph, apart: list[str], leave: frozenset[str]) -> Graph:
     """The simplified graph in which some results are not fused into their readers."""
     held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
-    graph = replace(simplify(replace(lifted, outputs=held_back)), outputs=lifted.outputs)
+    graph = replace(simplify(replace(lifted, outputs=held_back), leave=leave), outputs=lifted.outputs)
     dead = RULES["drop_dead"]
     return dead.sweep(graph) if isinstance(dead, Sweeping) else graph
 
@@ -295,17 +296,15 @@ def _walk(op: Block, index: Any, extent: int) -> int | None:
     return k if np.array_equal(np.asarray(evaluate(index, {names[0]: np.arange(extent)})), np.arange(extent)) else None
 
 
-def _moved(graph: Graph, a: Annotations, notes: list[str]) -> tuple[Graph, tuple[Move, ...]]:
+def _moved(graph: Graph, moves: Sequence[Move], notes: list[str]) -> tuple[Graph, tuple[Move, ...]]:
     """The structural rewrites that the file says were chosen."""
-    texts = _json(a.model.get(annotate.MOVES, "[]"), annotate.MOVES, list)
-    moves = [parse_move(str(m)) for m in texts]
-    new = graph
+    new, leave = graph, left_out(moves)
     try:
-        for _, group in itertools.groupby(moves, key=lambda m: (m.rule, m.params)):
-            new = simplify(apply_moves(new, list(group)))
+        for _, group in itertools.groupby(applied(moves), key=lambda m: (m.rule, m.params)):
+            new = simplify(apply_moves(new, list(group)), leave=leave)
     except TapestryError as e:
         notes.append(f"the file's rewrites do not apply: {e.what}")
-        return graph, ()
+        return graph, tuple(map(without, sorted(leave)))
     return new, tuple(moves)
 
 

@@ -16,9 +16,10 @@ from tapestry.ir.text import signature
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.planner import Found
 from tapestry.rewrites.rule import RULES, Move, Refusal, Rule, Sized
-from tapestry.rewrites.simplify import simplify
+from tapestry.rewrites.simplify import applied, left_out, simplify
 
 WORTH = 0.999  # a rewrite must bring the objective under this share of what it was
+_NONE = frozenset[str]()
 MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not worth planning
 _ELSEWHERE = {"split", "split_reduce"} | {"split_time", "micro_batch", "recompute"} | {"inline_map", "fuse_sums"}
 # searched by strategies, to fit memory, or chosen before the search (`plan/fusion.py`)
@@ -31,6 +32,7 @@ def improve(
     budget: Budget,
     seconds: float,
     least: float = 0.0,
+    leave: frozenset[str] = _NONE,
 ) -> tuple[Graph, Found, list[Move]]:
     """The graph, its best plan and the moves that led to it.
 
@@ -38,11 +40,12 @@ def improve(
         plan: finds the best plan of a graph within a budget.
         seconds: of the budget, for the built-in rules.
         least: seconds of the budget with which a rewrite is still tried: about as long as a graph takes.
+        leave: simplifications that are left out.
     """
     accepted: list[Move] = []
     tried: set[str] = set()
     while True:
-        step = next(_better(graph, found, plan, tried, budget, budget.part(seconds), least), None)
+        step = next(_better(graph, found, plan, tried, budget, budget.part(seconds), least, leave), None)
         if step is None:
             return graph, found, accepted
         seconds = max(0.0, seconds - step[3])
@@ -58,6 +61,7 @@ def _better(
     whole: Budget,
     ours: Budget,
     least: float,
+    leave: frozenset[str],
 ) -> Iterator[tuple[Graph, Found, list[Move], float]]:
     """Graphs with better plans, the moves to them, and the seconds that built-in rules took."""
     begin = ours.left()
@@ -67,39 +71,40 @@ def _better(
             if kind in tried or budget.over() or whole.left() < least:
                 continue
             tried.add(kind)
-            one, done = _apply(graph, moves[:1])
+            one, done = _apply(graph, moves[:1], leave)
             if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS:
                 continue
             if plan(one, budget).objective >= found.objective * WORTH:
                 continue
-            new, done = _apply(graph, moves)
+            new, done = _apply(graph, moves, leave)
             candidate = plan(new, budget)
             if candidate.objective < found.objective * WORTH:
                 yield new, candidate, done, begin - ours.left()
 
 
-def variants(graph: Graph, mesh: Mesh) -> Iterator[tuple[Graph, list[Move]]]:
+def variants(graph: Graph, mesh: Mesh, leave: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:
     """Every graph that one kind of move, applied wherever it can be, makes of a graph; whatever it does to the latency."""
     for rule in _moving():
         for moves in _by_kind(rule, graph, mesh).values():
-            new, done = _apply(graph, moves)
+            new, done = _apply(graph, moves, leave)
             if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
                 yield new, done
 
 
 def replay(graph: Graph, moves: Sequence[Move]) -> Graph:
-    """The graph after moves that an earlier search accepted.
+    """The graph after moves that an earlier search accepted; ``graph`` is simplified without the rules that they leave out.
 
     Raises:
         TapestryError: one of them does not apply.
     """
+    leave, moves = left_out(moves), applied(moves)
     for m in moves:
         if m.rule not in RULES:
             raise TapestryError(f"there is no rule '{m.rule}'", where=str(m), hint="--rules FILE")
         if graph.find(m.at) < 0:  # it was found on a simplified graph
-            graph = simplify(graph)
+            graph = simplify(graph, leave=leave)
         graph = RULES[m.rule].apply(graph, m)
-    return simplify(graph) if moves else graph
+    return simplify(graph, leave=leave) if moves else graph
 
 
 def _moving() -> list[Rule]:
@@ -129,7 +134,7 @@ def _by_kind(rule: Rule, graph: Graph, mesh: Mesh) -> dict[str, list[Move]]:
     return out
 
 
-def _apply(graph: Graph, moves: list[Move]) -> tuple[Graph, list[Move]]:
+def _apply(graph: Graph, moves: list[Move], leave: frozenset[str]) -> tuple[Graph, list[Move]]:
     """All moves of a kind that are still legal after the ones before."""
     done: list[Move] = []
     for m in moves:
@@ -138,4 +143,4 @@ def _apply(graph: Graph, moves: list[Move]) -> tuple[Graph, list[Move]]:
         except TapestryError:
             continue
         done.append(m)
-    return simplify(graph), done
+    return simplify(graph, leave=leave), done

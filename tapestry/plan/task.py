@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tapestry.errors import TapestryError
@@ -28,10 +28,14 @@ from tapestry.plan.strategy import Pin
 from tapestry.plan.structure import improve, variants
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.rule import Move
+from tapestry.rewrites.simplify import OPTIONAL, left_out, without
 
 STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
 FIRST = 0.7  # of the time, for the model as it is
 QUICK = 2.0  # seconds in which a graph is planned for which the one without fusions is planned as well
+BRIEF = 0.5  # seconds in all, for those without some simplifications
+_NONE = frozenset[str]()
+WORTH = 0.999  # of the objective: what leaving out a simplification must bring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,8 @@ class Task:
         request: what is asked of pipeline stages.
         again: an earlier plan that fits in time only, with the moves to its graph.
         machine: for which fusions are chosen before the search; none: the graph stays as it is.
+        leave: simplifications that the graph was made without.
+        simplified: makes it without some; none: that is not asked for.
     """
 
     topo: Topology
@@ -59,6 +65,8 @@ class Task:
     request: Request
     again: tuple[Plan, Sequence[Move]] | None = None
     machine: Machine | None = None
+    leave: frozenset[str] = _NONE
+    simplified: Callable[[frozenset[str]], Graph] | None = None
 
     def plan(self, graph: Graph, budget: Budget) -> Found:
         """The best plan of a graph in space; raises `TooBig` where none fits."""
@@ -80,7 +88,7 @@ class Task:
 
     def problems(self, graph: Graph, moves: Sequence[Move]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         """The problem of a graph and of each graph that rewrites make of it, with the moves that led there."""
-        others = variants(graph, self.topo.mesh) if self.rewritten else iter(())
+        others = variants(graph, self.topo.mesh, left_out(moves)) if self.rewritten else iter(())
         for g, more in itertools.chain([(graph, list[Move]())], others):
             found = build(g, self.topo, self._pins(g), self.inputs, self.outputs, self.fixed)
             yield found, tuple(map(str, [*moves, *more]))
@@ -129,8 +137,9 @@ def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
         fitted = attempt if isinstance(attempt, Fitted) else None
         spatial = attempt.found if isinstance(attempt, Fitted) else attempt
     if isinstance(spatial, Found) and task.rewritten and not fitted:  # (simplifying would undo recomputation)
-        graph, spatial, better = improve(graph, spatial, task.attempt, budget, STRUCTURE_SECONDS, time.monotonic() - began)
-        moves += better
+        spent, leave = time.monotonic() - began, task.leave | left_out(moves)
+        graph, spatial, better = improve(graph, spatial, task.attempt, budget, STRUCTURE_SECONDS, spent, leave)
+        moves = [*moves, *better]
     choice = choose(graph, task.topo, spatial, task.request, budget, tight=fitted is not None, spent=time.monotonic() - began)
     if choice.staged:
         fitted = None
@@ -138,12 +147,33 @@ def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
     return Planned(graph=graph, moves=(*moves, *more), base=tuple(moves), choice=choice, fitted=fitted)
 
 
-def _first(task: Task, graph: Graph, budget: Budget) -> tuple[Graph, list[Move], Found | TooBig]:
+Planning = tuple[Graph, list[Move], Found | TooBig]
+
+
+def _first(task: Task, graph: Graph, budget: Budget) -> Planning:
+    """The best plan in space, over the forms of the graph: simplifications that cost one device nothing tie operations to one
+    cut on several. Where planning is brief, each is left out in turn, and stays out where that is better."""
+    began, leave = time.monotonic(), task.leave
+    best = _fused(task, graph, budget, leave)
+    for rule in OPTIONAL if task.simplified and device_count(task.topo.mesh) > 1 else ():
+        if not isinstance(best[2], Found) or time.monotonic() - began > BRIEF or budget.over():
+            break
+        assert task.simplified
+        other = task.simplified(leave | {rule})
+        if other.ops == graph.ops:
+            continue
+        new = _fused(task, other, budget, leave | {rule})
+        if isinstance(new[2], Found) and new[2].objective < best[2].objective * WORTH:
+            best, graph, leave = new, other, leave | {rule}
+    return best[0], [*map(without, sorted(leave - task.leave)), *best[1]], best[2]
+
+
+def _fused(task: Task, graph: Graph, budget: Budget, leave: frozenset[str]) -> Planning:
     """The best plan in space of the fused graph, and of the graph as it is where that is worth a look: where fused nothing
     fits (two weights at once take more room), or, on several devices, where planning is quick (fused operations are cut alike).
     """
     began = time.monotonic()
-    other, moves = fused(graph, task.machine) if task.machine else (graph, list[Move]())
+    other, moves = fused(graph, task.machine, leave) if task.machine else (graph, list[Move]())
     found = _plan(task, other, budget.share(FIRST))
     quick = device_count(task.topo.mesh) > 1 and time.monotonic() - began < QUICK and not budget.over()
     if not moves or (isinstance(found, Found) and not quick):
