@@ -30,7 +30,7 @@ from tapestry.lift import Lifted, lift
 from tapestry.plan.early import early
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.fusion import Machine
-from tapestry.plan.requests import parse_layouts
+from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
 from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.pareto import fronts, undominated
 from tapestry.plan.search.planner import Found, search
@@ -200,11 +200,16 @@ def _plan(
     if earlier:
         graph, start, more = _resumed(graph, lifted, earlier, rewritten=free)
         moves += more
+    folded = sorted({s for op in lifted.graph.ops for s in op.source})
+    pins = list(options.pins)
+    if pins and not options.exact:
+        graph, blocks, more = scan_blocks(parse_pins(pins, graph, topo.mesh, folded), graph, topo.mesh)
+        moves, pins = moves + blocks, pins + more
     request = parse_request(options.stages, options.micro_batches, topo)
     task = Task(
-        topo=topo, pins=options.pins, inputs=inputs, outputs=outputs, start=start, rewritten=free,
+        topo=topo, pins=pins, inputs=inputs, outputs=outputs, start=start, rewritten=free,
         ways=[topo] if options.layouts or given or options.exact else shared(topo),  # a layout that is given has equal parts
-        folded=sorted({s for op in lifted.graph.ops for s in op.source}),
+        folded=folded,
         fixed=replace(given.fixed if given else Fixed(), exact=options.exact),
         request=staging(request, bound=bool(options.pins or options.layouts or given)),
         again=_fitted_before(earlier) if earlier else None,

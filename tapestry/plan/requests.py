@@ -7,14 +7,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from math import prod
 
 from tapestry.errors import PlanError
-from tapestry.ir.graph import Graph, Op, Opaque, Split
+from tapestry.ir.graph import Block, Graph, Op, Opaque, Split
 from tapestry.ir.kernel import cut
 from tapestry.ir.plan import Layout, Mesh
+from tapestry.ir.scan import as_scan
 from tapestry.plan.strategy import Pin
+from tapestry.rewrites import block_scan
+from tapestry.rewrites.rule import Move, apply_moves
 from tapestry.rewrites.split import refusal
 
 
@@ -46,6 +50,33 @@ def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[
                 raise PlanError(f"mesh axis '{taken[0]}' is pinned twice for this operation", where=f"--pin '{text}'")
             out[i] = out.get(i, ()) + tuple(Pin(dim_name, a) for a in axes)
     return out
+
+
+def scan_blocks(
+    pins: Mapping[int, tuple[Pin, ...]], graph: Graph, mesh: Mesh
+) -> tuple[Graph, list[Move], list[str]]:  # fmt: skip
+    """Scans that are pinned along the dimension in which they run, put into as many blocks, so that only totals travel.
+
+    Returns:
+        the graph, the moves to it, and further pins: each device makes the totals of its own blocks.
+    """
+    moves: list[Move] = []
+    more: list[str] = []
+    for op, given in [(graph.ops[i], given) for i, given in pins.items()]:
+        scan = as_scan(op)
+        if scan is None or not isinstance(op, Block):
+            continue
+        axes = [mesh[p.axis] for p in given if p.dim == scan.dim]
+        parts = prod(a.size for a in axes)
+        if block_scan.refusal(op, parts) is not None:
+            continue
+        moves.append(Move("block_scan", op.outs[0], (("parts", parts),)))
+        graph = apply_moves(graph, moves[-1:])
+        totals = graph.ops[graph.find(op.outs[0]) - 2]
+        block = next(d for d, old in zip(totals.dims, op.dims, strict=True) if old.name == scan.dim)
+        if block.size == parts:  # else the last device would have none
+            more.append(f"{totals.outs[0]}:{block.name}={parts}@{'+'.join(a.name for a in axes)}")
+    return graph, moves, more
 
 
 def _axes(text: str, parts: int, mesh: Mesh, whole: str) -> list[int]:

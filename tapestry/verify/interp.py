@@ -201,7 +201,7 @@ def _points(
 
 def _read(op: Block, r: Read, box: Box, env: Mapping[str, Array], source: Array) -> Array:
     """Cells that a read names, taken from the footprint of the box and from nowhere else."""
-    if not source.ndim:
+    if not source.ndim and not r.when:
         return source
     intervals = {d.name: (lo, hi - 1) for d, (lo, hi) in zip(op.space, box)}
     hull = [bounds(e, intervals) for e in r.index]
