@@ -231,6 +231,12 @@ def test_lanes_past_the_end_of_k_hold_zeros() -> None:
 
 
 REDUCTIONS = {
+    "windows over doubled rows": """graph g
+        input x: f32[2, 5, 4]
+        input w: f32[5, 3]
+        y: f32[2, 7, 6] = op [b: 2, h: 7, w: 6 | r: 5 sum, s: 3 sum]
+          reads x[b, floor((h + r)/2) - 1, floor((w + s)/2)] else 0.0, w[r, s] body x * w then acc0
+        output y""",
     "max pool": """graph g
         input x: f32[1, 3, 9, 7]
         y: f32[1, 3, 5, 4] = op [b: 1, c: 3, h: 5, w: 4 | r: 3 max, s: 3 max]

@@ -185,7 +185,7 @@ class View:
             parts += [(self.laid(axis, n), c) for n, c in axis.plain(own)]
         parts += [(self._atom(t), c) for t, c in e.terms if not isinstance(t, str) and self._axes(t)]
         text = _sum(parts, e.const)
-        return text if re.fullmatch(r"\w+(\[.*\])?", text) else f"({text})"
+        return text if re.fullmatch(r"\w+(\[[^][]*\])?", text) else f"({text})"
 
 
 def _sum(parts: list[tuple[str, int]], offset: int) -> str:
