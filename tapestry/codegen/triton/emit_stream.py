@@ -168,7 +168,7 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
     (shown,) = tile.printer.all((plan.score if masked else unguarded(plan.score),))
     if masked and key.ragged:
         shown = f"tl.where({tile.view.laid(key, key.inside())}, {shown}, {_NONE})"
-    high, centre, scale, weights = (namer.take(n) for n in ("high", "centre", "scale", "weights"))
+    high, centre, scale, weights = (namer.take(n) for n in ("highest", "centre", "scale", "weights"))
     half = "" if plan.s.weights == "f32" else f".to({TRITON_TYPES[plan.s.weights]})"
     by = repr(plan.scale * math.log2(math.e))
     own = [

@@ -12,7 +12,7 @@ from tapestry.codegen.triton.axes import Axis
 from tapestry.codegen.triton.primitives import TRITON_TYPES, compute, literal
 from tapestry.codegen.triton.printer import combine_source
 from tapestry.codegen.triton.scope import Frame, Scope
-from tapestry.ir.expr import Const
+from tapestry.ir.expr import Arg, Const, Expr
 from tapestry.ir.monoid import MONOIDS, SUMS, number
 
 CENTRED = frozenset({"moments", "logsumexp"})
@@ -29,18 +29,24 @@ def centred(frame: Frame) -> bool:
 def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:
     """Lines before the loop over tiles, lines that merge one tile (after the scope's own), and lines after the loop."""
     values = tile.printer.all(frame.task.body)
-    types = state_types(frame)
-    spread = [f"tl.broadcast_to({v}, (ROWS, COLS)).to({t})" for v, t in zip(values, types, strict=True)]
     inside = tile.view.laid(cols, cols.inside()) if cols.ragged else ""
     if centred(frame):
         return _centred(frame, values, inside, cols, accs)
     if inside:
         values = [f"tl.where({inside}, {v}, {z})" for v, z in zip(values, identity(frame), strict=True)]
-        spread = [f"tl.broadcast_to({v}, (ROWS, COLS)).to({t})" for v, t in zip(values, types, strict=True)]
+    types = state_types(frame)
     if cols.tiles == 1:
+        plain = [not inside and _fills(frame, tile, e) for e in frame.task.body]
+        lanes = zip(values, types, plain, strict=True)
+        spread = [v if p else f"tl.broadcast_to({v}, (ROWS, COLS)).to({t})" for v, t, p in lanes]
         return [], [f"{a} = {v}" for a, v in zip(accs, spread, strict=True)], [fold_line(frame, accs)]
     start = [f"{a} = tl.full((ROWS, COLS), {z}, {t})" for a, z, t in zip(accs, identity(frame), types, strict=True)]
     return start, [_merge(frame, accs, values)], [fold_line(frame, accs)]
+
+
+def _fills(frame: Frame, tile: Scope, e: Expr) -> bool:
+    """Whether a value is an element read for each lane, and so has the tile's shape and the state's type already."""
+    return isinstance(e, Arg) and set(tile.view.tiled) <= set(tile.view.axes_of(frame.task.reads[e.pos].offset))
 
 
 def _centred(
@@ -50,16 +56,20 @@ def _centred(
     task, namer = frame.task, frame.namer
     once = cols.tiles == 1
     own = accs if once else tuple(namer.take(f"{a}_tile") for a in accs)
-    fold = _moments if task.monoid == "moments" else _logsumexp
-    lines = fold(frame, values, inside, own)
+    count = "COLS" if not inside else str(cols.size) if once else ""
+    lines = _moments(frame, values, inside, own, count) if task.monoid == "moments" else _logsumexp(frame, values, inside, own)
     if once:
         return [], lines, []
     start = [f"{a} = tl.full((ROWS,), {z}, {t})" for a, z, t in zip(accs, identity(frame), state_types(frame), strict=True)]
     return start, [*lines, _merge(frame, accs, list(own))], []
 
 
-def _moments(frame: Frame, values: list[str], inside: str, own: tuple[str, ...]) -> list[str]:
-    """n, mean and M2 of the lanes: ``M2 = sum M2_i + n_i (mean_i - mean)²``."""
+def _moments(frame: Frame, values: list[str], inside: str, own: tuple[str, ...], count: str) -> list[str]:
+    """n, mean and M2 of the lanes: ``M2 = sum M2_i + n_i (mean_i - mean)²``.
+
+    Args:
+        count: the number of lanes inside, where it is the same of every tile.
+    """
     body = frame.task.body
     n, mean, spread = own
     kind = TRITON_TYPES[compute(body[1].dtype)]
@@ -67,9 +77,11 @@ def _moments(frame: Frame, values: list[str], inside: str, own: tuple[str, ...])
     ones, flat = body[0] == number(1, body[0].dtype), _is_zero(body[2])
     wide = f"tl.broadcast_to({values[1]}, (ROWS, COLS))"
     weight = f"tl.broadcast_to({values[0]}, (ROWS, COLS))"
-    if ones and not inside:
-        lines = [f"{n} = tl.full((ROWS,), COLS, {kind})", f"{mean} = tl.sum({wide}, axis=1) / {n}"]
-        lines += [f"{delta} = {values[1]} - {mean}[:, None]"]
+    if ones and count:
+        own_lanes = f"tl.where({inside}, {wide}, 0.0)" if inside else wide  # lanes past the end hold anything
+        lines = [f"{n} = tl.full((ROWS,), {count}, {kind})", f"{mean} = tl.sum({own_lanes}, axis=1) / {n}"]
+        moved = f"{values[1]} - {mean}[:, None]"
+        lines += [f"{delta} = " + (f"tl.where({inside}, {moved}, 0.0)" if inside else moved)]
         squares = f"{delta} * {delta}"
     else:
         held = frame.namer.take("weight")

@@ -104,6 +104,7 @@ _IEEE = (
 )  # fmt: skip
 _PARTS = (1, 2, 4, 8, 16)
 _LAUNCH = 3e-6  # seconds that a second pass takes besides its bytes
+_GATHERED = 2.5e12  # FLOP/s of a multiprocessor whose operands come one element at a time: loads decide, not matrix units
 _FILL = 1.2e-6  # seconds from a program's start to its first product, and for its epilogue
 
 
@@ -127,7 +128,8 @@ def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
     size, smooth = 2 if half else 4, _smooth(operation, c)
     rough = half and not c.masked and not (ready or aligned(operation.task, c))
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
-    slow = 3.0 if rough or (half and not ready and not _runs(operation, c)) else 1.0  # elements are gathered one by one
+    gathered = rough or (half and not ready and not _runs(operation, c))  # elements one by one
+    slow = max(3.0, chip.flops[c.operand] / chip.units / _GATHERED) if gathered else 1.0
     found: list[tuple[float, Knobs]] = []
     for bm, bn, bk, stages, warps in table:
         if (half or operation.precision != "ieee") and chip.arch in (90, 100) and bm < 64 <= m and n >= 64:
