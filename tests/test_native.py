@@ -146,6 +146,15 @@ def test_attention_on_buffers_as_they_are(
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@needed
+@pytest.mark.parametrize("shape", [(1, 3, 224, 224), (2, 4, 7, 9), (3, 2, 5, 1), (2, 3, 1, 4), (1, 5, 6, 7)])
+def test_planes_side_by_side(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for given in (x, x.flip(0)[:, :, :, ::1], x.transpose(2, 3)):
+        out = images.last(given)
+        assert out.is_contiguous(memory_format=torch.channels_last) and torch.equal(out, given)
+
+
 def network() -> onnx.ModelProto:
     nodes = [
         N("Conv", ["x", "w", "b"], ["c"], pads=[1] * 4), N("Relu", ["c"], ["d"]), N("Conv", ["d", "v"], ["e"], pads=[1] * 4),

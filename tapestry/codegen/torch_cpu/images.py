@@ -17,6 +17,7 @@ Tensor = torch.Tensor
 Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call]
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
+MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
 FEW = 4  # rows: what they take is reading the weight
 MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
 
@@ -50,7 +51,15 @@ def pack_depthwise(weight: Tensor) -> Tensor:
 
 def last(x: Tensor) -> Tensor:
     """The image with adjacent channels, as it is if it has them."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous(memory_format=torch.channels_last)
+    if x.stride(1) == 1 or x.shape[1] == 1:
+        return x
+    lib = available() if x.dtype == torch.float32 and 2 <= x.shape[1] <= MOST_PLANES and x.is_contiguous() else None
+    if lib is None:
+        return x.contiguous(memory_format=torch.channels_last)
+    b, c, h, w = x.shape
+    out = torch.empty(b, h, w, c).permute(0, 3, 1, 2)
+    lib.tapestry_pixels(x.data_ptr(), out.data_ptr(), b, c, h * w)
+    return out
 
 
 def pack_winograd(weight: Tensor) -> Tensor:

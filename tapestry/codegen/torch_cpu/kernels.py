@@ -37,8 +37,12 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])))
     if kernel.mode == "full":
-        rules = (attention, norms.layer_norm, rows.rms_norm, rows.mean)
-        found = next((run for rule in rules if (run := rule(op, graph, kernel))), None)
+        found = (
+            attention(op, graph, kernel)
+            or norms.layer_norm(op, graph, kernel)
+            or rows.rms_norm(op, graph, kernel)
+            or rows.mean(op, graph, kernel)
+        )
         if found:
             return found
         if cut := groups.regrouped(op, graph, kernel):

@@ -104,6 +104,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),
     "tapestry_winograd": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+    "tapestry_pixels": (None, (_POINTER, _POINTER, _PLACE, _PLACE, _PLACE)),
     "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
 }
 

@@ -146,3 +146,18 @@ void tapestry_mean(const Conv *c, const Buffers *b) {
             store_some(b->y + image * c->channels + k, total / count, some);
         }
 }
+
+/* Planes side by side to pixels: channels of a plane each become adjacent. Few channels, each at its own constant step. */
+#define PIXELS(N)                                                                                     \
+    case N:                                                                                           \
+        for (int64_t i = 0; i < pixels; i++)                                                          \
+            for (int k = 0; k < N; k++) y[i * N + k] = x[k * pixels + i];                             \
+        break;
+
+void tapestry_pixels(const float *restrict x, float *restrict y, int64_t images, int64_t channels, int64_t pixels) {
+    for (int64_t image = 0; image < images; image++, x += channels * pixels, y += channels * pixels) switch (channels) {
+            PIXELS(2)
+            PIXELS(3)
+            PIXELS(4)
+        }
+}
