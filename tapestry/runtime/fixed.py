@@ -22,9 +22,12 @@ COPIED = 1 << 18  # bytes: an output of no more is copied out of its place
 
 
 class Call(Protocol):
-    """A kernel with what it works on; ``fixed``: it reads and writes the arrays that it was made for and nothing else."""
+    """A kernel with what it works on."""
 
-    fixed: bool
+    @property
+    def fixed(self) -> bool:
+        """Whether it reads and writes the arrays that it was made for and nothing else."""
+        ...
 
     def run(self) -> None:
         """Compute."""
