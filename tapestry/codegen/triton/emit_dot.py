@@ -14,7 +14,7 @@ from tapestry.codegen.triton.operation import Operation
 from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES
 from tapestry.codegen.triton.scope import Frame, Scope, Written
 from tapestry.codegen.triton.tiles import Contraction, bare_read
-from tapestry.ir.expr import Expr
+from tapestry.ir.expr import Acc, Expr, walk
 
 
 @dataclass(slots=True)
@@ -129,8 +129,9 @@ def _epilogue(frame: Frame, op: Operation, ax: _Axes, accs: tuple[str, ...], kno
     task, c = frame.task, op.product
     assert c is not None
     last = Scope(frame, View([(ax.batch, ""), (ax.m, "[:, None]"), (ax.n, "[None, :]")], task.ranges), accs)
-    values = last.results(task.then) if task.mode == "full" else accs
-    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
+    exprs = task.then if task.mode == "full" else task.body
+    values = last.results(exprs) if task.mode == "full" else accs
+    for access, name, value, out in zip(task.outs, frame.outs, values, exprs, strict=True):
         box = tile_box(access, c.m, c.n, task.ranges) if descriptors else None
         if box is None or box.turned or access.dtype not in HALVES:
             last.store(access, name, value)
@@ -140,7 +141,9 @@ def _epilogue(frame: Frame, op: Operation, ax: _Axes, accs: tuple[str, ...], kno
         where = [f"({x}){narrow}" if narrow else x for x in ("pid_m * BM", "pid_n * BN")]
         coordinates = [*_outer(box, View([(ax.batch, "")], task.ranges), narrow), *where]
         shape = "" if box.outer is None else ".reshape(1, BM, BN)"
-        tile = f"tl.broadcast_to({value}, (BM, BN)).to({TRITON_TYPES[access.dtype]}){shape}"
+        summed = task.mode != "full" or any(isinstance(e, Acc) for e in walk(out))  # of the tile's shape, as the sums are
+        tile = (value if value.isidentifier() else f"({value})") if summed else f"tl.broadcast_to({value}, (BM, BN))"
+        tile += f".to({TRITON_TYPES[access.dtype]}){shape}"
         last.lines.append(f"{param}.store([{', '.join(coordinates)}], {tile})")
     return last.lines
 

@@ -8,6 +8,7 @@ units of the product, before a positive factor that all scores have; that factor
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from tapestry.codegen.triton.axes import Axis, View
@@ -82,7 +83,7 @@ def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Writte
         *ax.batch.lines,
         f"{ax.rows.name} = {_index(frame, 'pid_row * BM + tl.arange(0, BM)')}",
         *ax.rows.lines,
-        f"{ax.depth.name} = tl.arange(0, DEPTH)",
+        *([f"{ax.depth.name} = tl.arange(0, DEPTH)"] if ax.depth.lines or _named(ax.depth.name, [*once, *steps]) else []),
         *ax.depth.lines,
         f"{ax.columns.name} = tl.arange(0, WIDTH)",
         *ax.columns.lines,
@@ -104,6 +105,11 @@ def _points(dims: tuple[Dim, ...]) -> int:
     for d in dims:
         n *= d.size
     return n
+
+
+def _named(name: str, lines: list[str]) -> bool:
+    """Whether any of the lines says a name."""
+    return any(re.search(rf"\b{name}\b", line) for line in lines)
 
 
 def _index(frame: Frame, text: str) -> str:
@@ -185,7 +191,7 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
         f'{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], input_precision="{plan.precision[1]}")',
         f"{top} = {high}",
     ]
-    used = key.lines or any(key.name in line for line in own)
+    used = key.lines or _named(key.name, own)
     index = [f"{key.name} = {_index(frame, f'{ax.start} + tl.arange(0, BN)')}"] if used else []
     return [*index, *key.lines, *own]
 
