@@ -194,8 +194,9 @@ class Scope:
 
 
 def _unrounded(e: Expr) -> Expr:
-    rounds = isinstance(e, Call) and e.fn == "cast" and e.dtype in HALVES and compute(e.args[0].dtype) == "f32"
-    return e.args[0] if rounds else e
+    if isinstance(e, Call) and e.fn == "cast" and e.dtype in HALVES and compute(e.args[0].dtype) == "f32":
+        return e.args[0]
+    return e
 
 
 def _holds(c: Check) -> bool:
