@@ -20,12 +20,12 @@ def model() -> onnx.ModelProto:
     nodes = [
         N("MatMul", ["x", "w1"], ["h"], "up"), N("Relu", ["h"], ["r"], "act"), N("MatMul", ["r", "w2"], ["d"], "down"), N("Add", ["d", "x"], ["y"], "skip"),
         N("Add", ["col", "row"], ["o"], "outer"), N("Conv", ["img", "k", "kb"], ["c"], "conv", pads=[1, 1, 1, 1]), N("LayerNormalization", ["c", "g"], ["n"], "norm"),
-        N("MaxPool", ["n"], ["p"], "pool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]), N("Hardmax", ["z"], ["q"], "ranking", axis=1),
+        N("MaxPool", ["n"], ["p"], "pool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]), N("TopK", ["z", "k8"], ["q", "qi"], "ranking", axis=1),
         N("ReduceSum", ["z", "one"], ["t"], "total", keepdims=0),
     ]  # fmt: skip
     ins = {"x": ["batch", 16], "col": [8, 1], "row": [1, 8], "img": [2, 4, 8, 8], "z": [4, 8]}
     outs = {"y": ["batch", 16], "o": [8, 8], "p": [2, 4, 4, 4], "q": [4, 8], "t": [4]}
-    weights = {"w1": f(16, 32), "w2": f(32, 16), "k": f(4, 4, 3, 3), "kb": f(4), "g": f(8), "one": np.array([1], np.int64)}
+    weights = {"w1": f(16, 32), "w2": f(32, 16), "k": f(4, 4, 3, 3), "kb": f(4), "g": f(8), "one": np.array([1], np.int64), "k8": np.array([8], np.int64)}
     info = lambda d: [helper.make_tensor_value_info(n, T.FLOAT, s) for n, s in d.items()]  # noqa: E731
     graph = helper.make_graph(nodes, "g", info(ins), info(outs), [numpy_helper.from_array(a, n) for n, a in weights.items()])
     m = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=11)

@@ -224,4 +224,4 @@ def test_without_kernels_torch_does(how: tuple[str, str], tmp_path: Path, monkey
         monkeypatch.undo()
         native.library.cache_clear()
     for t, a in outs.items():
-        np.testing.assert_allclose(a, plain[t], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(a, plain[t], rtol=1e-4, atol=1e-5 * float(np.abs(plain[t]).max()))

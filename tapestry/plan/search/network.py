@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from tapestry.plan.search.pairs import FORBIDDEN, Instance, Solution
 Tables = dict[tuple[int, ...], np.ndarray]
 
 TABLE_LIMIT = 1 << 22  # entries of the largest table that elimination may make
+AXES = 32  # of a table; numpy has at most 64
 FOLDED = 0.2  # of the time left, for equal layers with equal labels
 MANY = 1000  # nodes from which on a network of pairs is solved as a whole, and not node by node
 
@@ -107,10 +109,20 @@ def _few(
         objective = evaluate(dual.choice, factors)  # infinite when every choice is forbidden
         return Solution(dual.choice, objective, min(dual.bound(), objective))
     kept = survivors(dual)
-    small = {k: t[np.ix_(*(kept[n] for n in k))] for k, t in tables.items()}
+    small = _kept(tables, kept)
     found = _finish([len(k) for k in kept], small, [Factor(k, t) for k, t in small.items()], budget, dual.bound(), dual)
     choice = [int(kept[n][c]) for n, c in enumerate(found.choice)]
     return Solution(choice, evaluate(choice, factors), found.bound)
+
+
+def _kept(tables: Tables, kept: Sequence[np.ndarray]) -> Tables:
+    """The tables over the labels that are left; a node with one label is settled and is no axis of a table of several."""
+    out: Tables = {}
+    for nodes, table in tables.items():
+        open_ = tuple(n for n in nodes if len(kept[n]) > 1) or nodes[:1]
+        small = table[np.ix_(*(kept[n] for n in nodes))].reshape([len(kept[n]) for n in open_])
+        out[open_] = out[open_] + small if open_ in out else small
+    return out
 
 
 def _folded(sizes: Sequence[int], tables: Tables, budget: Budget) -> list[int] | None:
@@ -216,10 +228,8 @@ def _instance(sizes: Sequence[int], tables: Tables) -> Instance:
 
 
 def _join_size(node: int, touching: dict[int, set[tuple[int, ...]]], sizes: Sequence[int]) -> int:
-    size = 1
-    for n in {node}.union(*touching[node]):
-        size *= sizes[n]
-    return size
+    nodes = {node}.union(*touching[node])
+    return prod(sizes[n] for n in nodes) if len(nodes) <= AXES else TABLE_LIMIT + 1
 
 
 def _join(node: int, parts: list[Factor], sizes: Sequence[int]) -> Factor:
