@@ -9,18 +9,27 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from lifting import data, evaluate, lift_model
 from onnx import TensorProto as T
 from onnx import helper, numpy_helper
 from triton_kernels import compare, run_kernel
 
 import tapestry
+from tapestry.codegen.torch_cpu import TorchCpu
+from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.ir.kernel import whole
+from tapestry.ir.parse import parse
+from tapestry.ir.plan import MeshAxis, Plan
+from tapestry.ir.program import Reduce
 from tapestry.ir.scan import as_scan
 from tapestry.lift.weights import read_weight
+from tapestry.plan.lower import lower
+from tapestry.plan.strategy import strategies
 from tapestry.rewrites.simplify import simplify
-from tapestry.verify import interp
+from tapestry.runtime.local import Machine
+from tapestry.verify import certificate, interp
 
 info, make = helper.make_tensor_value_info, helper.make_node
 F = T.FLOAT
@@ -282,3 +291,36 @@ def test_states_that_need_each_other_one_after_another(tmp_path: Path) -> None:
     made = graph_of([make("Loop", ["n", "", "h0", "g0"], ["h", "g"], body=body)], inputs[:2], ["h", "g"], {"n": np.array(70)})
     (op,) = lift_model(made, tmp_path).graph.ops
     assert isinstance(op, Opaque) and "depends on 'g', which is none either" in op.why
+
+
+def test_states_that_merge_in_order_are_merged_over_two_mesh_axes_in_order() -> None:
+    """Every strategy of a recurrence on 2x2 devices gives what one device gives; another order is refused."""
+    graph = parse(
+        """graph g
+        input a: f32[8, 3]
+        input b: f32[8, 3]
+        p: f32[3], y: f32[3] = op [n: 3 | t: 8 affine] reads a[t, n], b[t, n] body a, b then acc0, acc1
+        output p, y"""
+    )
+    mesh = (MeshAxis("d0", 2), MeshAxis("d1", 2))
+    rng = np.random.default_rng(4)
+    feeds = {k: (rng.integers(-8, 9, (8, 3)) / 8).astype(np.float32) for k in "ab"}
+    want = interp.run(graph, feeds)
+
+    def source(t, box):
+        return torch.from_numpy(feeds[t][tuple(slice(lo, hi) for lo, hi in box)].copy())
+
+    (op,) = graph.ops
+    cut = [s for s in strategies(op, mesh) if s.dims == ("t", "t")]
+    assert cut
+    for s in cut:
+        plan = Plan(graph=graph, mesh=mesh, strategies=(s,))
+        program = lower(plan)
+        certificate.check(graph, program)
+        found, _ = Machine(graph, program, TorchCpu(), source).run(source)
+        for t in want:
+            np.testing.assert_array_equal(found[t].numpy(), want[t])
+        at, step = next((i, x) for i, x in enumerate(program.steps) if isinstance(x, Reduce))
+        turned = replace(step, groups=tuple(g[::-1] for g in step.groups))
+        with pytest.raises(LawError, match="merged out of it"):
+            certificate.check(graph, replace(program, steps=(*program.steps[:at], turned, *program.steps[at + 1 :])))

@@ -6,7 +6,7 @@ Also the boxes that a strategy gives each device: of the index space, of what is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +15,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor, Mod, bounds
 from tapestry.ir.kernel import Box
+from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, shares
 from tapestry.ir.state import varies
 from tapestry.rewrites.split import splittable
@@ -93,10 +94,21 @@ def _fits(op: Op, mesh: Mesh, combo: tuple[tuple[str | None, int | None], ...]) 
     for a, (_, scatter) in enumerate(combo):
         if scatter is not None and any(d == op.dims[scatter].name for d, _ in combo[a + 1 :]):
             return False
+    if not _in_order(op, [c for c in combo if c[0] in _reduced(op)]):
+        return False
     for a, (d, scatter) in enumerate(combo):
         for name in {d, op.dims[scatter].name if scatter is not None else None} - {None}:
             parts[str(name)] = (*parts.get(str(name), ()), a)
     return all(_nowhere_empty(mesh, axes, op.ranges[n]) for n, axes in parts.items())
+
+
+def _in_order(op: Op, cuts: Sequence[tuple[str | None, int | None]]) -> bool:
+    """Whether states that merge in order are merged so: one dimension, the slowest, cut by axes that are merged at once."""
+    if not isinstance(op, Block) or op.monoid is None or MONOIDS[op.monoid].commutative or not cuts:
+        return True
+    slowest = next((d.name for d in op.reduce if d.size > 1), None)
+    at_once = {scatter is not None and any(v[scatter] for v in varies(op)) for _, scatter in cuts}
+    return {d for d, _ in cuts} == {slowest} and len(at_once) == 1
 
 
 @lru_cache(maxsize=1 << 14)

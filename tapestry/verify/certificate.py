@@ -409,6 +409,10 @@ def _merged(r: _Replay, step: Reduce, op: Block, ends: tuple[Buffer, Buffer], co
         fact, name, counts,
         lambda: exchange.merge(step.kind, groups, held, wanted, content.parts, extents, dst.field is None),
     )  # fmt: skip
+    assert op.monoid is not None
+    if not MONOIDS[op.monoid].commutative:
+        ordered = ("in order", lists[0], lists[3])
+        r.lists.prove(ordered, name, {"written_once": members}, lambda: exchange.in_order(groups, content.parts))
     return r.lists.made(("merged", *lists), lambda: exchange.after(groups, content.parts, r.program.devices))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -115,6 +116,29 @@ def together(one: Parts, other: Parts) -> Parts:
 def merged_parts(group: Sequence[int], parts: Parts) -> tuple[Box, ...]:
     """Everything that the states of a group have merged."""
     return tuple(sorted(b for d in group for b in parts[d] or ()))
+
+
+def in_order(groups: Sequence[Sequence[int]], parts: Parts) -> Breach | None:
+    """Every member of a group has merged points that all come before the next one's: for monoids that do not commute."""
+    for g in groups:
+        boxes = [(d, [b for b in parts[d] or () if all(lo < hi for lo, hi in b)]) for d in g]
+        held = [(d, p) for d, p in boxes if p]
+        for (one, before), (other, later) in itertools.pairwise(held):
+            wrong = next((b for a in before for b in later if not _precedes(a, b)), None)
+            if wrong is not None:
+                what = f"states that merge in order are merged out of it: device {one} before device {other}"
+                return Breach("written_once", what, wrong)
+    return None
+
+
+def _precedes(one: Box, other: Box) -> bool:
+    """Whether every point of a box comes before every point of another, the last dimension being the fastest."""
+    for (lo, hi), (low, high) in zip(one, other, strict=True):
+        if hi <= low:
+            return True
+        if (lo, hi) != (low, high) or hi - lo > 1:
+            return False
+    return False
 
 
 def after(groups: Sequence[Sequence[int]], parts: Parts, devices: int) -> Parts:
