@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tapestry.codegen.triton.axes import Axis, View
 from tapestry.codegen.triton.knobs import Knobs
-from tapestry.codegen.triton.lowered import points
 from tapestry.codegen.triton.scope import Frame, Scope, Written
 from tapestry.codegen.triton.tiles import Selection
 
@@ -17,8 +16,6 @@ def emit_gather(frame: Frame, s: Selection, knobs: Knobs) -> Written:
     over = Axis((s.over,), 0, "", namer, "place")  # known at run time: a number for each row, not one of the grid's
     first = Scope(frame, View([(rows, "")], task.ranges))
     (wanted,) = first.printer.all((s.wanted,))
-    if points(s.rows) == 1:  # one place is a scalar, and what follows takes a vector
-        wanted = f"{rows.name} * 0 + ({wanted})"
     inside = namer.take("inside")
     place = over.name
     lines = [

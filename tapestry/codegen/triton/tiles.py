@@ -227,7 +227,8 @@ def selection(task: Task) -> Selection | None:
         if not isinstance(v, Index) or v.aff - v.aff.const != dim(over.name):
             continue
         used = _names(wanted, task)
-        if over.name not in used:
+        several = any(d.size > 1 for d in task.dims if d.name in used)  # one place is a scalar, not a vector of rows
+        if several and over.name not in used:
             return Selection(
                 wanted=wanted, picked=picked, over=over, shift=v.aff.const, rows=tuple(d for d in task.dims if d.name in used),
                 columns=tuple(d for d in task.dims if d.name not in used),
