@@ -111,6 +111,28 @@ def test_both_targets_give_what_the_interpreter_gives(monoid: str, way: str, seg
             compare(y, x, e.dtype)
 
 
+@pytest.mark.parametrize("way", sorted(GUARDS))
+def test_states_that_are_not_the_result_yet_have_every_place(way: str) -> None:
+    """Sums of f16 in f32: the guard alone makes a state vary along the scanned axis."""
+    graph = parse(f"""
+graph g
+input x: f16[3, 5]
+y: f16[3, 5] = op [a: 3, i: 5 | j: 5 sum]
+  reads x[a, j] when {GUARDS[way]} >= 0 else 0.0
+  body cast(x, f32)
+  then cast(acc0, f16)
+output y
+""")
+    values = random_arrays(graph)
+    for part in ((0, 1), (0, 3), (4, 5)):
+        block = ((0, 3), (0, 5), part)
+        want = on_cpu(graph, 0, values, block, "partial")[0]
+        compare(run_kernel(graph, 0, values, block=block, mode="partial")[0], want, "f32")
+        x = values["x"].astype(np.float64)
+        sums = [sum((x[:, j] for j in range(*part) if eval(GUARDS[way], {"i": i, "j": j}) >= 0), np.zeros(3)) for i in range(5)]
+        compare(want, np.stack(sums, axis=1), "f32")
+
+
 def test_a_scan_longer_than_a_tile_carries_its_state() -> None:
     from tapestry.codegen.triton import Knobs
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Expr, Index, arg_positions, rewrite
-from tapestry.ir.graph import Block, Dim, Graph, Inner, Opaque, Read
+from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Opaque, Read
 from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, span, substitute
 from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.state import state_box, varies
@@ -102,8 +102,11 @@ def unavailable(graph: Graph, op: int) -> str:
     return ""
 
 
-def lower(graph: Graph, kernel: Kernel) -> Task:
+def lower(graph: Graph, kernel: Kernel, *, without: Guard | None = None) -> Task:
     """Move a kernel to block coordinates.
+
+    Args:
+        without: a guard that the reads of the task do not check, because whoever asks sees to it.
 
     Raises:
         TapestryError: the operation is opaque.
@@ -133,7 +136,8 @@ def lower(graph: Graph, kernel: Kernel) -> Task:
         box = kernel.ins[p]
         assert box is not None, f"read {p} of {op.outs[0]} is used in mode {kernel.mode} but has no buffer"
         tensor = graph.tensors[op.reads[p].tensor]
-        reads[p] = _access(op.reads[p], tensor.dtype, tensor.shape, box, shift, ranges)
+        read = replace(op.reads[p], when=tuple(g for g in op.reads[p].when if g != without))
+        reads[p] = _access(read, tensor.dtype, tensor.shape, box, shift, ranges)
     fields = tuple((f"state{f}", e.dtype) for f, e in enumerate(op.body))
     written = fields if kernel.mode == "partial" else tuple((t, graph.tensors[t].dtype) for t in op.outs)
     along = varies(op) if kernel.mode == "partial" else ((True,) * len(op.dims),) * len(op.outs)

@@ -13,7 +13,7 @@ from tapestry.ir.expr import Expr, Index, rewrite
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, dim, span, substitute
 from tapestry.ir.kernel import Kernel
-from tapestry.ir.scan import Scan, as_scan, unguarded
+from tapestry.ir.scan import Scan, as_scan
 
 
 def scan_of(graph: Graph, kernel: Kernel) -> Scan | None:
@@ -25,8 +25,7 @@ def scan_task(graph: Graph, kernel: Kernel, scan: Scan) -> Task:
     """The kernel in block coordinates, over the other map dimensions, segments and (as the reduced dimension) steps."""
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
-    plain = replace(graph, ops=(*graph.ops[: kernel.op], unguarded(op, scan), *graph.ops[kernel.op + 1 :]))
-    task = lower(plain, kernel)
+    task = lower(graph, kernel, without=scan.guard)
     at = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     (i0, i1), (j0, j1), q = at[scan.dim], at[scan.over], scan.segment
     first, last = i0 // q, (max(i1, i0 + 1) - 1) // q
