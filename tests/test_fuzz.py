@@ -170,6 +170,16 @@ def test_every_way_of_running_is_drawn_and_right(via, tmp_path):
     raise AssertionError(f"{via} was drawn {tried} times")
 
 
+def test_the_float64_referee_keeps_float64_within_operators():
+    """ONNX's body of a group norm rounds its mean and variance to float32 unless told otherwise."""
+    x = np.random.default_rng(0).normal(size=(2, 4, 6)) + 50
+    node = helper.make_node("GroupNormalization", ["x", "s", "b"], ["y"], num_groups=2)
+    given = {"x": x, "s": np.ones(4), "b": np.zeros(4)}
+    rows = x.reshape(2, 2, 12)
+    want = (rows - rows.mean(-1, keepdims=True)) / np.sqrt(rows.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(replay([node], given, 21, wide=True)["y"], want.reshape(x.shape), rtol=0, atol=1e-9)
+
+
 def test_a_series_goes_on_where_it_was_ended(tmp_path):
     s = Series(seed=3, first=0, count=12, jobs=2, log=tmp_path / "log", chunk=4, limit=0.0)
     assert run_series(s)["cases"] == 0

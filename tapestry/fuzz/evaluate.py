@@ -142,11 +142,13 @@ def _shaken(a: Array, rng: np.random.Generator) -> Array:
 
 
 def _wide_node(node: NodeProto) -> NodeProto:
-    """The node with casts to a float type made casts to float64."""
-    if node.op_type not in ("Cast", "ConstantOfShape"):
+    """The node with casts to a float type made casts to float64, those inside of a group norm as well."""
+    if node.op_type not in ("Cast", "ConstantOfShape", "GroupNormalization"):
         return node
     out = NodeProto()
     out.CopyFrom(node)
+    if node.op_type == "GroupNormalization":  # its mean and variance are of float32 whatever its input is
+        out.attribute.append(helper.make_attribute("stash_type", TensorProto.DOUBLE))
     for a in out.attribute:
         if a.name == "to" and a.i in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16):
             a.i = TensorProto.DOUBLE
