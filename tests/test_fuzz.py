@@ -282,6 +282,8 @@ FOUND = {
         {"q": normal(2, 5, 3), "k": normal(2, 3, 6), "v": normal(2, 6, 4)}, {}, simplified=(True, False),
         moves=("split_reduce@y{dim=m,parts=2,fanin=2}", "slice_strided@y.p.m{dim=k}"),
     ),
+    "moments over no points in several dimensions": lambda: case([N("MeanVarianceNormalization", ["x"], ["y"], axes=[0, 2])], {"x": np.zeros((0, 0, 2), np.float32)}, {}, opset=22),
+    "a gather of wide unsigned integers": lambda: case([N("Gather", ["x", "i"], ["y"], axis=-1)], {"x": np.arange(8, dtype=np.uint32) + 2**31}, {"i": np.arange(-8, 8).reshape(4, 4)}, opset=22),
     "the variance of nothing": lambda: case([N("LayerNormalization", ["x", "g"], ["y"], axis=0)], {"x": normal(6, 0)}, {"g": normal(6, 0)}, simplified=(True, False)),
     "a convolution of channels from the last one on, every other one": lambda: case(
         [N("Slice", ["x", "s", "e", "a", "p"], ["y"]), N("Conv", ["y", "w"], ["z"])], {"x": normal(1, 4, 2, 2)},

@@ -47,7 +47,7 @@ def _blocked(op: Block, graph: Graph, kernel: Kernel) -> States:
     along = varies(op)
     rows = [b for i, b in enumerate(kernel.block[:n]) if along[0][i]]
     points = size(tuple(rows)) * size(kernel.block[n : n + len(op.reduce)])
-    parts = min(hi - lo, max(1, -(-points // MOST_WEIGHTS)))
+    parts = max(1, min(hi - lo, -(-points // MOST_WEIGHTS)))
     runs: list[States] = []
     for k in range(parts):
         a, b = cut(hi - lo, parts, k)
@@ -97,7 +97,7 @@ class _Layers:
         lets = [s.run(ins)[0].reshape(s.shape) for s in self.inner]
         values = self.body.values(ins, lets)
         assert self.op.monoid
-        if self.product is None:
+        if self.product is None or 0 in self.score[self.keep :]:
             full = [v.expand(shape) for v, shape in zip(values, self.shapes, strict=True)]
             return scalars.reduce(self.op.monoid, full, self.keep)
         m, s, value = values

@@ -13,6 +13,8 @@ from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 
+SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # torch gathers these
+
 
 def selection(
     op: Block, graph: Graph, kernel: Kernel, frame: Frame
@@ -35,6 +37,8 @@ def selection(
     def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
         at = index.values(ins, [])[0] - lo
         table = rows.values(ins, [])[0]
+        dtype = table.dtype
+        table = table.view(SAME_BITS.get(dtype, dtype))
         inside = (at >= 0) & (at < hi - lo)
         place = at.clamp(0, hi - lo - 1)
         if apart:  # whole rows of a table
@@ -48,7 +52,8 @@ def selection(
         else:
             table = table.expand([*base.extents, hi - lo])
             taken = torch.gather(table, -1, place.expand(base.extents).unsqueeze(-1)).squeeze(-1)
-        return [taken if bool(inside.all()) else torch.where(inside, taken, torch.zeros((), dtype=taken.dtype))]
+        taken = taken if bool(inside.all()) else torch.where(inside, taken, torch.zeros((), dtype=taken.dtype))
+        return [taken.view(dtype)]
 
     return states
 
