@@ -284,6 +284,11 @@ FOUND = {
     ),
     "moments over no points in several dimensions": lambda: case([N("MeanVarianceNormalization", ["x"], ["y"], axes=[0, 2])], {"x": np.zeros((0, 0, 2), np.float32)}, {}, opset=22),
     "a gather of wide unsigned integers": lambda: case([N("Gather", ["x", "i"], ["y"], axis=-1)], {"x": np.arange(8, dtype=np.uint32) + 2**31}, {"i": np.arange(-8, 8).reshape(4, 4)}, opset=22),
+    "rows of wide unsigned integers": lambda: case([N("Tile", ["x", "n"], ["y"])], {"x": np.arange(5, dtype=np.uint16) + 40000}, {"n": i64(3)}, opset=22),
+    "elements of wide unsigned integers": lambda: case([N("GatherElements", ["x", "i"], ["y"], axis=1)], {"x": np.arange(6, dtype=np.uint64).reshape(2, 3) + 2**63}, {"i": np.array([[2, -1], [0, 1]])}, opset=22),
+    "a pool of constants, of no rows": lambda: case(
+        [N("MaxPool", ["w"], ["p"], ceil_mode=1, kernel_shape=[3, 2], pads=[1, 0, 0, 1]), N("Concat", ["x", "p"], ["y"], axis=2)], {"x": normal(1, 4, 2, 1)}, {"w": normal(1, 4, 1, 1)}, opset=22,
+    ),
     "the variance of nothing": lambda: case([N("LayerNormalization", ["x", "g"], ["y"], axis=0)], {"x": normal(6, 0)}, {"g": normal(6, 0)}, simplified=(True, False)),
     "a convolution of channels from the last one on, every other one": lambda: case(
         [N("Slice", ["x", "s", "e", "a", "p"], ["y"]), N("Conv", ["y", "w"], ["z"])], {"x": normal(1, 4, 2, 2)},

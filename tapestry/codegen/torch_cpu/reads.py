@@ -18,6 +18,11 @@ from tapestry.ir.kernel import Box
 
 Tensor = torch.Tensor
 Fetch = Callable[[Tensor], Tensor]
+SAME_BITS = {  # dtypes that torch does not gather, and those of as many bits that it does
+    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.int8, torch.float8_e4m3fnuz: torch.int8, torch.float8_e5m2: torch.int8,
+    torch.float8_e5m2fnuz: torch.int8, torch.float8_e8m0fnu: torch.int8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +204,10 @@ def _selected(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fet
         return None
 
     def fetch(buffer: Tensor) -> Tensor:
+        bits = buffer.view(SAME_BITS.get(buffer.dtype, buffer.dtype))
         for axis, at in picks:
-            buffer = buffer.index_select(axis, at)
-        return rest(buffer)
+            bits = bits.index_select(axis, at)
+        return rest(bits.view(buffer.dtype))
 
     return fetch
 

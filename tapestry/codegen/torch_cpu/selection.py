@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tapestry.codegen.torch_cpu.points import Expressions
-from tapestry.codegen.torch_cpu.reads import Frame, Tensor
+from tapestry.codegen.torch_cpu.reads import SAME_BITS, Frame, Tensor
 from tapestry.ir.contraction import dims_read
 from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
-
-SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # torch gathers these
 
 
 def selection(
