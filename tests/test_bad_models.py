@@ -174,6 +174,16 @@ def test_channels_of_a_convolution(tmp_path):
     refused(save(model, tmp_path), "conv")
 
 
+def test_a_window_larger_than_what_it_slides_over(tmp_path):
+    """Its size would be negative, and onnx's inference ends the process where a Slice reads that."""
+    node = helper.make_node("MaxPool", ["x"], ["p"], name="pool", kernel_shape=[9, 1])
+    after = helper.make_node("Slice", ["p", "from", "to", "axes"], ["y"])
+    inits = [numpy_helper.from_array(np.array([k]), n) for n, k in (("from", 0), ("to", 9), ("axes", 2))]
+    for nodes in ([node], [node, after]):
+        model = make(nodes, [("x", F, [1, 3, 4, 8])], [(nodes[-1].output[0], F, None)], inits[: 3 * (len(nodes) - 1)])
+        refused(save(model, tmp_path), "pool", "[1, 3, -4, 8]")
+
+
 @pytest.mark.parametrize("dtype", [99, TensorProto.UNDEFINED])
 def test_unknown_dtype(tmp_path, dtype):
     model = make([helper.make_node("Identity", ["x"], ["y"])], [("x", F, [2])], [("y", F, [2])], opset=21)

@@ -24,6 +24,7 @@ from tapestry.errors import ModelError
 from tapestry.ir.opaque import RANDOM
 from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
+from tapestry.lift.inference import InferenceError, infer_shapes
 from tapestry.lift.registry import find
 from tapestry.lift.settle import settle
 from tapestry.lift.unroll import LEVELS, SOURCE, STEPS, unroll
@@ -108,8 +109,8 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
         elif o.name in hints:
             o.type.CopyFrom(hints[o.name])
     try:
-        done = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=False)
-    except Exception as e:
+        done = infer_shapes(bare, check_type=True, strict_mode=True, data_prop=False)
+    except InferenceError as e:
         raise _contradiction(str(e)) from None
     graph = done.graph
     found = {v.name: v.type for group in (graph.input, graph.output, graph.value_info) for v in group}

@@ -10,6 +10,8 @@ from __future__ import annotations
 import onnx
 from onnx import ModelProto, NodeProto, TypeProto
 
+from tapestry.lift.inference import infer_shapes
+
 POOLS = ("MaxPool", "AveragePool", "LpPool")
 AFTER = "tapestry.after"  # the padding that was written in the file: what count_include_pad counts
 
@@ -36,7 +38,7 @@ def _settle_pools(model: ModelProto) -> bool:
 
 
 def _spatial(model: ModelProto, name: str) -> list[int] | None:
-    inferred = onnx.shape_inference.infer_shapes(model)
+    inferred = infer_shapes(model)
     graph = inferred.graph
     types: dict[str, TypeProto] = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output)}
     t = types.get(name, TypeProto()).tensor_type

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
 
-import onnx
 from onnx import ModelProto, NodeProto
 
 from tapestry.errors import ModelError, TapestryError
@@ -21,6 +20,7 @@ from tapestry.ir.plan import device_count
 from tapestry.ir.types import itemsize
 from tapestry.lift import lift
 from tapestry.lift.checks import load
+from tapestry.lift.inference import infer_shapes
 from tapestry.lift.prepare import take_out_weights
 from tapestry.lift.symbols import Given
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
@@ -66,7 +66,7 @@ def _declared(model: ModelProto) -> Context:
     bare.CopyFrom(model)
     try:
         take_out_weights(bare)
-        bare = onnx.shape_inference.infer_shapes(bare, strict_mode=False, data_prop=False)
+        bare = infer_shapes(bare, strict_mode=False, data_prop=False)
     except Exception:  # a damaged model: what it declares has to do
         bare = model
     shapes: dict[str, Shape | None] = {}

@@ -236,8 +236,10 @@ def _results(frame: Frame, plan: _Plan) -> list[str]:
         return last.lines
     lines: list[str] = []
     for k, (access, name) in enumerate(zip(task.outs, frame.outs, strict=True)):
-        if ax.columns in over.axes_of(access.offset):  # a result of its own, as wide as the others
-            scope, value = Scope(frame, over), state[k] if k == 2 else f"{state[k]}[:, None]"
+        if k == 2:
+            scope, value = Scope(frame, over), state[k]
+        elif ax.columns in over.axes_of(access.offset):  # a result of its own, as wide as the sums
+            scope, value = Scope(frame, over), f"{state[k]}[:, None]"
         else:
             scope, value = Scope(frame, View([(ax.batch, ""), (ax.rows, "")], task.ranges)), state[k]
         scope.store(access, name, value)
