@@ -338,7 +338,7 @@ def halo_row_dropped(s: Swaps) -> None:
 @bug
 def footprint_too_small(s: Swaps) -> None:
     """What a device reads is taken to end a cell early along the first axis, where it is cut."""
-    old = strategy._hull
+    old = strategy.hull
 
     def wrong(read: Any, box: Any, shape: Any, n: int) -> Any:
         out = old(read, box, shape, n).copy()

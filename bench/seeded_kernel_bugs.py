@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from seeded_bugs import BUGS, Swaps, bug, seeded
 
-from tapestry.codegen.torch_cpu import TorchCpu, contract, kernels, reads, scalars
+from tapestry.codegen.torch_cpu import TorchCpu, contract, reads, scalars, selection
 from tapestry.runtime.local import Machine
 
 # kernels and runtime
@@ -60,7 +60,7 @@ def guards_never_asked(s: Swaps) -> None:
 @bug
 def gathered_part_not_shifted(s: Swaps) -> None:
     """A masked gather on a part of the table takes positions from the table's beginning."""
-    old = kernels._selection
+    old = selection.selection
 
     def wrong(op: Any, graph: Any, kernel: Any, frame: Any) -> Any:
         *rest, (lo, hi) = kernel.block
