@@ -73,6 +73,8 @@ def node_values(node: NodeProto, inputs: Mapping[str, Array], opset: int) -> dic
     wanted = {o: TensorProto.UNDEFINED for o in node.output if o}
     model = model_of([node], used, wanted, opset)
     try:
+        if node.op_type == "Einsum" and any(a.size == 0 for a in used.values()):
+            raise Unfit("onnxruntime divides by a size of zero, which ends the process")
         return _onnxruntime(model, used)
     except Exception as first:  # both libraries raise many kinds
         try:

@@ -213,8 +213,23 @@ def _any_move(graph: Graph, mesh: Mesh, rng: random.Random) -> Move | None:
             found = rule.sized(graph, rng.choice([a.size for a in mesh] + [2, 3]))
         moves = [m for m in itertools.islice(found, OFFERS) if isinstance(m, Move)]
         if moves:
-            return rng.choice(moves)
+            return _in_more_parts(graph, rng.choice(moves), rng)
     return None
+
+
+def _in_more_parts(graph: Graph, move: Move, rng: random.Random) -> Move:
+    """The move, or the same one with another number of parts where that is legal: rules offer two of them by themselves."""
+    params = dict(move.params)
+    if "parts" not in params or rng.random() < 0.5:
+        return move
+    other = replace(move, params=tuple({**params, "parts": rng.choice([3, 4, 5])}.items()))
+    try:
+        apply_moves(graph, [other])
+    except LawError:
+        raise
+    except TapestryError:
+        return move
+    return other
 
 
 def _layouts(graph: Graph, names: Iterable[str], mesh: Mesh, rng: random.Random) -> dict[str, Layout]:
