@@ -79,6 +79,45 @@ def test_convolutions(key: str, case: tuple[int, ...], size: tuple[int, int], ad
 
 
 @needed
+@pytest.mark.parametrize("size", [(1, 1), (2, 7), (5, 3), (7, 7), (14, 15)])
+@pytest.mark.parametrize(
+    ("window", "stride", "padding", "dilation"), [(3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 1), (3, 2, 2, 2), (2, 1, 1, 1)]
+)
+def test_depthwise_at_borders(size: tuple[int, int], window: int, stride: int, padding: int, dilation: int) -> None:
+    """Rows and columns of which some taps are padding, where all are, and where images are narrower than a tile."""
+    g = torch.Generator().manual_seed(0)
+    x, weight, bias = torch.randn(2, 19, *size, generator=g), torch.randn(19, 1, window, window, generator=g), torch.randn(19)
+    then = Epilogue(bias=0, low=-1.0, high=6.0)
+    _, got, want = convolve(x, weight, bias, None, then, stride, padding, dilation, 19)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@needed
+@pytest.mark.parametrize("channels", [2, 3, 4])
+@pytest.mark.parametrize("case", [(24, 3, 2, 1, 1), (70, 7, 2, 3, 1), (16, 3, 1, 5, 2), (9, 1, 1, 0, 1), (512, 8, 8, 0, 1)])
+def test_planes_give_what_pixels_give(channels: int, case: tuple[int, ...]) -> None:
+    features, window, stride, padding, dilation = case
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, channels, 65, 120, generator=g)
+    x[1, 1, 7, 9] = float("nan")
+    weight, bias = torch.randn(features, channels, window, window, generator=g), torch.randn(features, generator=g)
+    parts = contract.Call((), (), tuple(x.shape), (stride,) * 2, (padding,) * 2, (dilation,) * 2, 1)
+    want = torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation)
+    kernel = images.convolve(parts, tuple(weight.shape), tuple(want.shape), Epilogue(bias=0))
+    assert kernel
+    outs = torch.full((2, want.numel()), float("nan"))
+    recorded = [
+        kernel.call(given, kernel.pack(weight), bias, None, out) for given, out in zip((x, images.last(x)), outs, strict=True)
+    ]
+    assert [c.function.__name__ for c in recorded] == ["tapestry_planes", "tapestry_conv"] and recorded[0].fixed
+    for c in recorded:
+        c.run()
+    assert outs[0].numpy().tobytes() == outs[1].numpy().tobytes() and bool(outs[0].isnan().any())
+    n, k, h, w = want.shape
+    torch.testing.assert_close(outs[0].view(n, h, w, k).permute(0, 3, 1, 2), want, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@needed
 @pytest.mark.parametrize("key", CASES)
 def test_nan_and_infinity_go_where_they_belong(key: str) -> None:
     channels, features, window, stride, padding, dilation, groups = CASES[key][0]

@@ -59,6 +59,22 @@ class Target(Protocol):
         """The kernel as one that writes where it is told, if it can."""
         ...
 
+    def follows(self, before: Any, after: Any) -> int | None:
+        """Of two recorders, the input that the second one may read while the first one makes it, where that pays."""
+        ...
+
+    def chain(self, calls: Sequence[Any]) -> Any | None:
+        """Calls of recorders of which each follows the one before, as one call; ``None`` where they cannot be that."""
+        ...
+
+    def place(self, box: Box, dtype: str) -> Callable[[Array], Array] | None:
+        """Memory of a box's size as an array of it; ``None`` where inputs of that type have no place of their own."""
+        ...
+
+    def copy(self, to: Array, array: Array) -> None:
+        """Fill an array with another one's values."""
+        ...
+
     def memory(self, nbytes: int) -> Callable[[int, int], Array]:
         """New memory: a function that gives a part of it, by offset and bytes."""
         ...
@@ -187,7 +203,7 @@ class Machine:
                     if isinstance(action, int):
                         self._step(action, memory, feeds, measured)
                     else:
-                        action(memory)
+                        action(memory, feeds)
                     progress((action if isinstance(action, int) else action.last) + 1, total)
             return {t: self._gather(t, b, memory.arrays) for t, b in self.program.outputs.items()}, measured
 

@@ -95,9 +95,26 @@ class Session:
         graph = self.build.plan.graph
         checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
         start = time.perf_counter()
-        outs, measured = self.machine.run(lambda t, box: self.to_target(_part(checked[t], box)), progress)
+        outs, measured = self.machine.run(_Feeds(checked, self.to_target), progress)
         seconds = time.perf_counter() - start
         return Result({t: _row_major(self.to_numpy(a, graph.tensors[t].dtype)) for t, a in outs.items()}, measured, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Feeds:
+    """Inputs on their way to the target."""
+
+    arrays: Mapping[str, Any]
+    to_target: Callable[[Any], Any]
+
+    def __call__(self, tensor: str, box: Box) -> Any:
+        """A copy of a box."""
+        return self.to_target(_part(self.arrays[tensor], box))
+
+    def lend(self, tensor: str, box: Box) -> Any:
+        """A box as it is, to be copied at once."""
+        value = self.arrays[tensor]
+        return self.to_target(value if isinstance(value, HostValue) else value[_slices(box)])
 
 
 def _limits(build: Build) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import exact, kernels, scalars
+from tapestry.codegen.torch_cpu import chains, exact, kernels, scalars
 from tapestry.codegen.torch_cpu.calls import Call, Calls, Recorded, Together, batch
 from tapestry.codegen.torch_cpu.dense import Packable
 from tapestry.codegen.torch_cpu.maps import Mapped
@@ -51,6 +51,23 @@ class TorchCpu:
         """New memory; its parts are tensors of f32 with a storage of their own."""
         whole = torch.empty(nbytes, dtype=torch.uint8).numpy()
         return lambda offset, n: torch.from_numpy(whole[offset : offset + n].view(np.float32))
+
+    def follows(self, before: Recorded | Together, after: Recorded | Together) -> int | None:
+        """The input that ``after`` may read while ``before`` makes it, where that pays."""
+        return chains.follows(before, after)
+
+    def chain(self, calls: Sequence[Call]) -> Call | None:
+        """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
+        return chains.chain(calls)
+
+    def place(self, box: Box, dtype: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Memory of a box's size as an array of it, for what may have a place of its own."""
+        extents = shape(box)
+        return (lambda memory: memory.view(extents)) if dtype == "f32" else None
+
+    def copy(self, to: torch.Tensor, array: torch.Tensor) -> None:
+        """Fill an array."""
+        to.copy_(array)
 
     def batch(self, calls: Sequence[Call | Calls]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""

@@ -26,7 +26,7 @@ class Call:
     function: Any
     sizes: Any
     buffers: Any
-    kept: tuple[Tensor | None, ...]
+    kept: tuple[Any, ...]
     fixed: bool = True
 
     def run(self) -> None:
@@ -52,17 +52,34 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A convolution that makes the rows of its output one after another.
+
+    Attributes:
+        nbytes: of the output, for one image.
+        behind: whether it may read its image from memory that has but some rows at a time.
+        image: which input that is.
+    """
+
+    nbytes: int
+    behind: bool
+    image: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
     """A kernel with one output that can write into memory that it is given.
 
     Attributes:
         array: the output over flat memory of as many elements.
         record: the call for some inputs and flat memory.
+        link: what it is to a chain, if it may be part of one.
     """
 
     array: Callable[[Tensor], Tensor]
     record: Callable[[Ins, Tensor], Call]
     size: int
+    link: Link | None = None
 
     @property
     def arrays(self) -> tuple[Callable[[Tensor], Tensor]]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tapestry.codegen.torch_cpu import contract, images
-from tapestry.codegen.torch_cpu.calls import Call, Ins, Recorded, shares
+from tapestry.codegen.torch_cpu.calls import Call, Ins, Link, Recorded, shares
 from tapestry.codegen.torch_cpu.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.points import Expressions, Run, held
@@ -58,6 +58,7 @@ class _Dense:
     run: States | None = None
     record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], Call] | None = None
     array: Callable[[Tensor], Tensor] = lambda memory: memory
+    link: Link | None = None
 
     def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
         """The result, in new memory."""
@@ -95,7 +96,7 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
         return found.record(ins, bias(ins) if bias else None, residual(ins) if residual else None, memory)
 
     whole = found.record and (tail is None or then.rest == (Acc(0, "f32"),))
-    return Packable(plain, {found.weight: found.pack}, Recorded(found.array, record, size) if whole else packed)
+    return Packable(plain, {found.weight: found.pack}, Recorded(found.array, record, size, found.link) if whole else packed)
 
 
 def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] | None:
@@ -250,7 +251,7 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
 
     def image(buffer: Tensor) -> Tensor:
         piece = buffer[read][cut.take]
-        return images.last(torch.nn.functional.pad(piece, cut.extra) if cut.extra else piece)
+        return torch.nn.functional.pad(piece, cut.extra) if cut.extra else piece
 
     fetch, at = Remembered(image), found.x
     shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
@@ -274,7 +275,8 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
         return call
 
     array = lambda memory: memory.as_strided(shape, strides)  # noqa: E731
-    return _Dense(found.w, Pack((ours.key,), ours.pack), then, record=record, array=array)
+    link = ours.link and replace(ours.link, image=at)
+    return _Dense(found.w, Pack((ours.key,), ours.pack), then, record=record, array=array, link=link)
 
 
 def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor | None], Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tapestry.codegen.torch_cpu import contract, native
-from tapestry.codegen.torch_cpu.calls import Call, shares
+from tapestry.codegen.torch_cpu.calls import Call, Link, shares
 from tapestry.codegen.torch_cpu.epilogue import Epilogue
 
 Tensor = torch.Tensor
@@ -18,6 +18,7 @@ Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
 MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
+MOST_REREAD = 1 << 14  # cells of a weight that may be read again for every few rows of an image
 FEW = 4  # rows: what they take is reading the weight
 MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
 
@@ -53,13 +54,12 @@ def last(x: Tensor) -> Tensor:
     """The image with adjacent channels, as it is if it has them."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x
-    lib = available() if x.dtype == torch.float32 and 2 <= x.shape[1] <= MOST_PLANES and x.is_contiguous() else None
-    if lib is None:
-        return x.contiguous(memory_format=torch.channels_last)
-    b, c, h, w = x.shape
-    out = torch.empty(b, h, w, c).permute(0, 3, 1, 2)
-    lib.tapestry_pixels(x.data_ptr(), out.data_ptr(), b, c, h * w)
-    return out
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _planes(x: Tensor) -> bool:
+    """Whether an image is a few planes side by side, of which our kernel makes pixels as it goes."""
+    return 2 <= x.shape[1] <= MOST_PLANES and x.is_contiguous() and x.stride(1) != 1
 
 
 def pack_winograd(weight: Tensor) -> Tensor:
@@ -71,11 +71,16 @@ def pack_winograd(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A convolution with its epilogue, and how its weight is packed; equal keys make equal copies."""
+    """A convolution with its epilogue, and how its weight is packed; equal keys make equal copies.
+
+    Attributes:
+        link: what it is to a chain, if it may be part of one.
+    """
 
     call: Convolve
     pack: Callable[[Tensor], Tensor]
     key: str
+    link: Link | None = None
 
 
 def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> Kernel | None:
@@ -97,7 +102,10 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
         call, pack, key = lib.tapestry_winograd, pack_winograd, "winograd"
     else:
         call, pack, key = lib.tapestry_conv, pack_convolution, "panels"
-    return Kernel(_caller(call, parts, weight, shape, then), pack, key)
+    small = weight[0] * weight[1] * weight[2] * weight[3] <= MOST_REREAD
+    single = tuple(weight[2:]) == parts.stride == (1, 1) and not any(parts.padding)
+    link = Link(4 * shape[1] * shape[2] * shape[3], single or key == "taps") if small and key != "winograd" else None
+    return Kernel(_caller(call, parts, weight, shape, then), pack, key, link)
 
 
 def available() -> Any:
@@ -122,18 +130,21 @@ def _caller(call: Any, parts: contract.Call, weight: Sequence[int], shape: Seque
     y_strides = (out_h * out_w * features, 1, out_w * features, features)
     clamp = (int(then.clamped), then.low, then.high)
     known: dict[tuple[int, ...], Any] = {}
+    planes: Any = native.library()
+    planes = planes.tapestry_planes if parts.groups == 1 and call is not planes.tapestry_winograd else None
 
     def layout(x: tuple[int, ...], r: tuple[int, ...]) -> Any:
         return native.Conv(*sizes, x[0], x[2], x[3], *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp)
 
-    def record(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
-        r = None if residual is None else last(residual)
+    def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
+        apart = planes is not None and _planes(image)
+        x, r = image if apart else last(image), None if residual is None else last(residual)
         strides = x.stride() + (y_strides if r is None else r.stride())
         if strides not in known:
             known[strides] = layout(strides[:4], strides[4:])
         given = (x, w, bias, r, nothing, out)
-        fixed = r is None or residual is None or shares(r, residual)
-        return Call(call, known[strides], native.Buffers(*map(_at, given)), given, fixed)
+        fixed = shares(x, image) and (r is None or residual is None or shares(r, residual))
+        return Call(planes if apart else call, known[strides], native.Buffers(*map(_at, given)), given, fixed)
 
     return record
 

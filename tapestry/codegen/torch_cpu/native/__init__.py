@@ -92,6 +92,21 @@ class Step(ctypes.Structure):
     _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER)]
 
 
+MOST_LINKS = 8
+
+
+class Link(ctypes.Structure):
+    """``Link`` of chain.c: a convolution, which kernel's it is, and how many rows of its output are kept."""
+
+    _fields_ = [("sizes", _POINTER), ("buffers", _POINTER), ("kind", _PLACE), ("held", _PLACE)]
+
+
+class Chain(ctypes.Structure):
+    """``Chain`` of chain.c."""
+
+    _fields_ = [("links", _PLACE), ("rows", _PLACE), ("link", Link * MOST_LINKS)]
+
+
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_lanes": (_PLACE, ()),
     "tapestry_packed_size": (_PLACE, (_PLACE, _PLACE)),
@@ -104,7 +119,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),
     "tapestry_winograd": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
-    "tapestry_pixels": (None, (_POINTER, _POINTER, _PLACE, _PLACE, _PLACE)),
+    "tapestry_planes": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
+    "tapestry_chain": (None, (ctypes.POINTER(Chain), _POINTER)),
     "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
 }
 
@@ -156,6 +172,6 @@ def _processor() -> str:
 
 
 __all__ = [
-    "MOST_SUMS", "Attention", "Buffers", "Conv", "Heads", "Products", "RowBuffers", "Rows", "Several", "Step", "compiled",
-    "library",
+    "MOST_LINKS", "MOST_SUMS", "Attention", "Buffers", "Chain", "Conv", "Heads", "Link", "Products", "RowBuffers", "Rows",
+    "Several", "Step", "compiled", "library",
 ]  # fmt: skip

@@ -20,6 +20,8 @@ void tapestry_pack(const float *w, float *packed, int64_t features, int64_t dept
     }
 }
 
+typedef struct { int64_t first, pieces, start, length; } Span; /* pieces, and the steps of the reduced dimension that they are */
+
 INLINE void next(const Conv *c, Place *p) {
     if (++p->x == c->out_w) {
         p->x = 0;
@@ -29,6 +31,44 @@ INLINE void next(const Conv *c, Place *p) {
 
 #define LOAD(p) (v == nv - 1 ? load_some(p, some) : load(p))
 
+/* Accumulators: the bias, or what has been summed before at y. */
+INLINE void begin(const int rows, const int nv, float *const *y, const float *bias, vec acc[][WIDEST], lanes some) {
+    UNROLL for (int v = 0; v < nv; v++) {
+        vec start = {};
+        if (!y && bias) start = LOAD(bias + v * VL);
+        UNROLL for (int r = 0; r < rows; r++) acc[r][v] = y ? LOAD(y[r] + v * VL) : start;
+    }
+}
+
+INLINE void finish(const int rows, const int nv, const Conv *c, float *const *y, const float *const *residual, vec acc[][WIDEST],
+                   int clamped, lanes some) {
+    vec low = all(c->low), high = all(c->high);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < nv; v++) {
+            vec out = acc[r][v];
+            if (residual) out += LOAD(residual[r] + v * VL);
+            if (clamped) out = clamp(out, low, high);
+            if (v == nv - 1) store_some(y[r] + v * VL, out, some);
+            else store(y[r] + v * VL, out);
+        }
+}
+
+/* Pixels that follow each other at one step, each a row of a matrix: `length` channels from `channel` on. */
+INLINE void plain(const int rows, const int nv, const Conv *c, const Buffers *b, const Span *s, int64_t m, int64_t f0,
+                  const float *w, int first, int last) {
+    vec acc[MOST_ROWS][WIDEST];
+    float *y[MOST_ROWS];
+    const float *x[MOST_ROWS], *residual[MOST_ROWS] = {0};
+    lanes some = first_lanes(c->features - f0 - (nv - 1) * VL);
+    UNROLL for (int r = 0; r < rows; r++) {
+        y[r] = b->y + (m + r) * c->y_pixel + f0, x[r] = b->x + (m + r) * c->x_pixel + s->start;
+        if (last && b->residual) residual[r] = b->residual + (m + r) * c->r_pixel + f0;
+    }
+    begin(rows, nv, first ? 0 : y, b->bias ? b->bias + f0 : 0, acc, some);
+    multiply(rows, nv, x, w, s->length, acc);
+    finish(rows, nv, c, y, last && b->residual ? residual : 0, acc, last && c->clamped, some);
+}
+
 INLINE void tile(const int rows, const int nv, const Conv *c, const Buffers *b, const Piece *piece, int64_t pieces,
                  Place *place, int64_t f0, const float *w, int first, int last) {
     vec acc[MOST_ROWS][WIDEST];
@@ -36,65 +76,69 @@ INLINE void tile(const int rows, const int nv, const Conv *c, const Buffers *b, 
     const float *x[MOST_ROWS];
     const float *residual[MOST_ROWS] = {0};
     int64_t row[MOST_ROWS], column[MOST_ROWS], reach = (c->kernel_w - 1) * c->dilation_w;
-    int within = 1;
+    int64_t tall = (c->kernel_h - 1) * c->dilation_h;
+    int within = 1, inner = 1;
     lanes some = first_lanes(c->features - f0 - (nv - 1) * VL); /* of the last vector */
+    int64_t across = place->x + rows <= c->out_w ? c->stride_w : 0; /* all in one row: the first one's place says it all */
     UNROLL for (int r = 0; r < rows; r++) {
-        y[r] = b->y + place->n * c->y_image + place->y * c->y_row + place->x * c->y_pixel + f0;
-        if (last && b->residual) {
-            residual[r] = b->residual + place->n * c->r_image + place->y * c->r_row + place->x * c->r_pixel + f0;
-            UNROLL for (int v = 0; v < nv; v++) __builtin_prefetch(residual[r] + v * VL);
+        if (across && r) {
+            y[r] = y[r - 1] + c->y_pixel, x[r] = x[r - 1] + across * c->x_pixel;
+            row[r] = row[r - 1], column[r] = column[r - 1] + across;
+            if (last && b->residual) residual[r] = residual[r - 1] + c->r_pixel;
+        } else {
+            y[r] = b->y + place->n * c->y_image + place->y * c->y_row + place->x * c->y_pixel + f0;
+            if (last && b->residual) residual[r] = b->residual + place->n * c->r_image + place->y * c->r_row + place->x * c->r_pixel + f0;
+            row[r] = place->y * c->stride_h - c->pad_h;
+            column[r] = place->x * c->stride_w - c->pad_w;
+            x[r] = b->x + place->n * c->x_image + row[r] * c->x_row + column[r] * c->x_pixel;
         }
-        row[r] = place->y * c->stride_h - c->pad_h;
-        column[r] = place->x * c->stride_w - c->pad_w;
         within &= column[r] >= 0 && column[r] + reach < c->in_w;
-        x[r] = b->x + place->n * c->x_image + row[r] * c->x_row + column[r] * c->x_pixel;
-        next(c, place);
+        inner &= row[r] >= 0 && row[r] + tall < c->in_h;
+        if (!across) next(c, place);
     }
-    UNROLL for (int v = 0; v < nv; v++) {
-        vec start = {};
-        if (first && b->bias) start = LOAD(b->bias + f0 + v * VL);
-        UNROLL for (int r = 0; r < rows; r++) acc[r][v] = first ? start : LOAD(y[r] + v * VL);
-    }
+    if (across) place->x += rows - 1, next(c, place);
+    inner &= within;
+    begin(rows, nv, first ? 0 : y, b->bias ? b->bias + f0 : 0, acc, some);
     for (int64_t i = 0, n; i < pieces; i += n) {
         const float *at[MOST_ROWS];
         int64_t down = piece[i].ty * c->dilation_h, right = piece[i].tx * c->dilation_w;
         int64_t step = down * c->x_row + right * c->x_pixel + piece[i].channel;
-        int any = 0;
+        int any = inner;
         n = within ? piece[i].joined : 1;
-        UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL for (int r = 0; r < rows; r++) at[r] = x[r] + step;
+        if (!inner) UNROLL for (int r = 0; r < rows; r++) {
             int inside = (uint64_t)(row[r] + down) < (uint64_t)c->in_h && (uint64_t)(column[r] + right) < (uint64_t)c->in_w;
-            at[r] = inside ? x[r] + step : b->zeros;
+            at[r] = inside ? at[r] : b->zeros;
             any |= inside;
         }
         if (any) multiply(rows, nv, at, w, n * piece[i].length, acc);
         w += n * piece[i].length * nv * VL;
     }
-    vec low = all(c->low), high = all(c->high);
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < nv; v++) {
-            vec out = acc[r][v];
-            if (last && b->residual) out += LOAD(residual[r] + v * VL);
-            if (last && c->clamped) out = clamp(out, low, high);
-            if (v == nv - 1) store_some(y[r] + v * VL, out, some);
-            else store(y[r] + v * VL, out);
-        }
+    finish(rows, nv, c, y, last && b->residual ? residual : 0, acc, last && c->clamped, some);
 }
 
 typedef void (*Tile)(const Conv *, const Buffers *, const Piece *, int64_t, Place *, int64_t, const float *, int, int);
+typedef void (*Plain)(const Conv *, const Buffers *, const Span *, int64_t, int64_t, const float *, int, int);
 
 #define DEFINE(ROWS, NV)                                                                                                  \
     static __attribute__((noinline)) void tile_##ROWS##_##NV(const Conv *c, const Buffers *b, const Piece *p, int64_t n,   \
                                                              Place *place, int64_t f0, const float *w, int first, int last) { \
         tile(ROWS, NV, c, b, p, n, place, f0, w, first, last);                                                             \
+    }                                                                                                                     \
+    static __attribute__((noinline)) void plain_##ROWS##_##NV(const Conv *c, const Buffers *b, const Span *s, int64_t m,   \
+                                                              int64_t f0, const float *w, int first, int last) {           \
+        plain(ROWS, NV, c, b, s, m, f0, w, first, last);                                                                   \
     }
 SHAPES(DEFINE)
 
 #define ENTRY(ROWS, NV) [NV][ROWS] = tile_##ROWS##_##NV,
 static const Tile TILES[WIDEST + 1][MOST_ROWS + 1] = {SHAPES(ENTRY)};
+#define PLAIN(ROWS, NV) [NV][ROWS] = plain_##ROWS##_##NV,
+static const Plain PLAINS[WIDEST + 1][MOST_ROWS + 1] = {SHAPES(PLAIN)};
 
 /* Rows [m0, m1) of one panel over some pieces; meanwhile the weights of the next are fetched. */
-static void strip(const Conv *c, const Buffers *b, const Piece *piece, int64_t pieces, int64_t m0, int64_t m1, int64_t f0,
-                  int nv, const float *w, int first, int last, const float *ahead, int64_t length) {
+static void strip(const Conv *c, const Buffers *b, const Piece *piece, const Span *s, int matrix, int64_t m0, int64_t m1,
+                  int64_t f0, int nv, const float *w, int first, int last, const float *ahead, int64_t length) {
     int64_t pixels = c->out_h * c->out_w;
     Place place = {m0 / pixels, m0 % pixels / c->out_w, m0 % c->out_w};
     int64_t lines = length / 16, done = 0, m = m0;
@@ -102,7 +146,8 @@ static void strip(const Conv *c, const Buffers *b, const Piece *piece, int64_t p
         int64_t left = m1 - m, tiles = (left + TALLEST[nv] - 1) / TALLEST[nv];
         int rows = (int)((left + tiles - 1) / tiles);
         while (!TILES[nv][rows]) rows--;
-        TILES[nv][rows](c, b, piece, pieces, &place, f0, w, first, last);
+        if (matrix) PLAINS[nv][rows](c, b, s, m, f0, w, first, last);
+        else TILES[nv][rows](c, b, piece + s->first, s->pieces, &place, f0, w, first, last);
         m += rows;
         for (int64_t until = lines * (m - m0) / (m1 - m0); done < until; done++) __builtin_prefetch(ahead + done * 16, 0, 2);
     }
@@ -120,8 +165,6 @@ static int64_t cut(const Conv *c, Piece *piece) {
     return n;
 }
 
-typedef struct { int64_t first, pieces, start, length; } Span; /* pieces, and the steps of the reduced dimension that they are */
-
 /* Blocks of at most DEPTH steps; what is joined stays together. */
 static int64_t blocks(const Piece *piece, int64_t pieces, Span *out) {
     int64_t n = 0, step = 0;
@@ -138,6 +181,17 @@ static int64_t blocks(const Piece *piece, int64_t pieces, Span *out) {
     return n;
 }
 
+/* Whether pixels are rows of matrices, of the image as of the result. */
+static int is_matrix(const Conv *c, const Buffers *b) {
+    int single = c->kernel_h == 1 && c->kernel_w == 1 && c->stride_h == 1 && c->stride_w == 1 && !c->pad_w && c->in_w == c->out_w;
+    if (!single || c->pad_h) return 0;
+    if (c->images * c->out_h == 1) return 1;
+    int near = c->x_row == c->in_w * c->x_pixel && c->y_row == c->out_w * c->y_pixel;
+    int added = !b->residual || (c->r_row == c->out_w * c->r_pixel && (c->images == 1 || c->r_image == c->out_h * c->r_row));
+    int alone = c->images == 1 || (c->x_image == c->in_h * c->x_row && c->y_image == c->out_h * c->y_row && c->in_h == c->out_h);
+    return near && added && alone;
+}
+
 /* Blocks of rows, so that what is read of x stays in cache; in each, panels by blocks of the reduced dimension. */
 void tapestry_conv(const Conv *c, const Buffers *b) {
     int64_t rows = c->images * c->out_h * c->out_w, vectors = (c->features + VL - 1) / VL, sides = panels(vectors);
@@ -145,6 +199,7 @@ void tapestry_conv(const Conv *c, const Buffers *b) {
     Piece piece[taps * ((c->channels + DEPTH - 1) / DEPTH)];
     Span span[taps * ((c->channels + DEPTH - 1) / DEPTH)];
     int64_t pieces = cut(c, piece), spans = blocks(piece, pieces, span);
+    int matrix = is_matrix(c, b);
     int64_t high = (depth * vectors * VL < 65536 ? 8192 : 131072) / wide / 48 * 48 + 48;
     for (int64_t m = 0; m < rows; m += high)
         for (int64_t t = 0; t < sides * spans; t++) {
@@ -154,6 +209,6 @@ void tapestry_conv(const Conv *c, const Buffers *b) {
             int first = s == span, last = s == span + spans - 1;
             int64_t length = t + 1 < sides * spans ? s->length * nv * VL : 0;
             const float *ahead = deep && p + 1 < sides ? b->w + (v0 + nv) * depth * VL + s->start * nv * VL : w + length;
-            strip(c, b, piece + s->first, s->pieces, m, m + high < rows ? m + high : rows, v0 * VL, (int)nv, w, first, last, ahead, length);
+            strip(c, b, piece, s, matrix, m, m + high < rows ? m + high : rows, v0 * VL, (int)nv, w, first, last, ahead, length);
         }
 }

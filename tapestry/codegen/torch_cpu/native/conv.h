@@ -22,6 +22,13 @@ typedef struct {
 
 void tapestry_conv(const Conv *c, const Buffers *b);
 
+/* Rows [row, end) of one image: of planes; and depthwise, of an input of which `held` rows are there, row r at r mod `held`. */
+void tapestry_planes_rows(const Conv *c, const Buffers *b, int64_t image, int64_t row, int64_t end);
+void tapestry_depthwise_rows(const Conv *c, const Buffers *b, int64_t image, int64_t row, int64_t end, int64_t held);
+
+/* Memory of this thread's own, for as long as it lives; the next caller takes the same. */
+float *tapestry_scratch(int64_t floats);
+
 /* The taps [t0, t1) along one axis that read the image, for the output place `at`. */
 INLINE void valid(int64_t at, int64_t stride, int64_t pad, int64_t dilation, int64_t kernel, int64_t size, int64_t *t0, int64_t *t1) {
     int64_t first = at * stride - pad;

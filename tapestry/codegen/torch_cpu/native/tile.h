@@ -8,6 +8,8 @@
 #include <stdint.h>
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -73,6 +75,17 @@ INLINE vec clamp(vec v, vec lo, vec hi) {
 }
 #endif
 
+/* a * b + c, rounded once wherever the machine can, so that every kernel of a convolution gives the same bits. */
+#if defined(__AVX512F__)
+INLINE vec fma_of(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__AVX__) && defined(__FMA__)
+INLINE vec fma_of(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#elif defined(__aarch64__)
+INLINE vec fma_of(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
+INLINE vec fma_of(vec a, vec b, vec c) { return a * b + c; }
+#endif
+
 /* acc += rows of x times packed weights, n steps deep. */
 INLINE void multiply(const int rows, const int nv, const float *const *x, const float *w, int64_t n, vec acc[][WIDEST]) {
     for (int64_t k = 0; k < n; k++, w += nv * VL) {
@@ -80,7 +93,7 @@ INLINE void multiply(const int rows, const int nv, const float *const *x, const 
         UNROLL for (int v = 0; v < nv; v++) b[v] = load(w + v * VL);
         UNROLL for (int r = 0; r < rows; r++) {
             vec a = all(x[r][k]);
-            UNROLL for (int v = 0; v < nv; v++) acc[r][v] += a * b[v];
+            UNROLL for (int v = 0; v < nv; v++) acc[r][v] = fma_of(a, b[v], acc[r][v]);
         }
     }
 }

@@ -1,102 +1,118 @@
 /* Channel by channel over windows: depthwise convolutions and maximum pooling of f32 images whose channels are adjacent. */
 #include "conv.h"
 
-enum { WIDE = 4, DEEP = 2, MOST_TAPS = 3 }; /* pixels by vectors of channels that are computed together */
+enum { WIDE = 4 }; /* pixels that are computed together */
 
-#define LOAD(d, p) ((d) == deep - 1 ? load_some(p, some) : load(p))
+/* A row of the output: the taps [ty0, ty1) read rows of the image, the first of which lies at `first` of a ring of `held` rows. */
+typedef struct { int64_t oy, ty0, ty1, first, held; } Row;
 
-typedef struct { int64_t image, oy, ox, channel, ty0, ty1, tx0, tx1; } Spot; /* where, and the taps that read the image there */
+INLINE const float *input(const Conv *c, const Buffers *b, const Row *r, int64_t ty) {
+    int64_t at = r->first + (ty - r->ty0) * c->dilation_h;
+    return b->x + (at < r->held ? at : at - r->held) * c->x_row;
+}
 
-/* One row of taps of pixels at places of a row: of any width, or (then each place is loaded once) of `width` with `stride`. */
-INLINE void taps(const int wide, const int deep, const int width, const int stride, const float *x, const float *w, int64_t pixel,
-                 int64_t across, int64_t step, int64_t channels, int64_t tx0, int64_t tx1, lanes some, vec acc[][DEEP]) {
-    if (width) {
-        UNROLL for (int d = 0; d < deep; d++) {
-            vec weight[MOST_TAPS];
-            UNROLL for (int t = 0; t < width; t++) weight[t] = LOAD(d, w + t * channels + d * VL);
-            UNROLL for (int i = 0; i < (wide - 1) * stride + width; i++) {
-                vec v = LOAD(d, x + i * pixel + d * VL);
-                UNROLL for (int j = 0; j < wide; j++)
-                    if (i >= j * stride && i < j * stride + width) acc[j][d] += weight[i - j * stride] * v;
+INLINE void put(const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64_t k, vec out, lanes some) {
+    if (b->residual) out += load_some(b->residual + r->oy * c->r_row + ox * c->r_pixel + k, some);
+    if (c->clamped) out = clamp(out, all(c->low), all(c->high));
+    store_some(b->y + r->oy * c->y_row + ox * c->y_pixel + k, out, some);
+}
+
+/* One pixel, any window; channels [k, k + VL). */
+INLINE void pixel(const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64_t k, lanes some) {
+    int64_t tx0, tx1, step = c->dilation_w * c->x_pixel;
+    valid(ox, c->stride_w, c->pad_w, c->dilation_w, c->kernel_w, c->in_w, &tx0, &tx1);
+    vec acc = {};
+    if (b->bias) acc = load_some(b->bias + k, some);
+    for (int64_t ty = r->ty0; ty < r->ty1; ty++) {
+        const float *x = input(c, b, r, ty) + (ox * c->stride_w - c->pad_w + tx0 * c->dilation_w) * c->x_pixel + k;
+        const float *w = b->w + (ty * c->kernel_w + tx0) * c->channels + k;
+        for (int64_t t = tx0; t < tx1; t++, x += step, w += c->channels) acc = fma_of(load_some(w, some), load_some(x, some), acc);
+    }
+    put(c, b, r, ox, k, acc, some);
+}
+
+/* A row of `tall` rows of 3 neighbouring taps, weights in registers: on pixels [left, right) WIDE at a time, since these reach no
+ * padding (the last may be some that are done, which are then made once more), else one by one. */
+INLINE void near(const int tall, const int stride, const Conv *c, const Buffers *b, const Row *r, int64_t left, int64_t right,
+                 int64_t k, lanes some) {
+    vec weight[3][3], bias = {}, low = all(c->low), high = all(c->high);
+    int64_t pixel = c->x_pixel, apart = c->y_pixel, further = c->r_pixel;
+    int clamped = c->clamped != 0;
+    const float *x[3], *residual = b->residual ? b->residual + r->oy * c->r_row + k : 0;
+    float *y = b->y + r->oy * c->y_row + k;
+    if (b->bias) bias = load_some(b->bias + k, some);
+    UNROLL for (int i = 0; i < tall; i++) {
+        x[i] = input(c, b, r, r->ty0 + i) - c->pad_w * c->x_pixel + k;
+        UNROLL for (int t = 0; t < 3; t++) weight[i][t] = load_some(b->w + ((r->ty0 + i) * 3 + t) * c->channels + k, some);
+    }
+    int64_t ended = right - left < WIDE ? 0 : right;
+    for (int64_t ox = 0; ox < c->out_w; ox++) {
+        if (ended && ox == left) ox = right;
+        if (ox == c->out_w) break;
+        int64_t at = ox * stride - c->pad_w;
+        vec acc = bias;
+        UNROLL for (int i = 0; i < tall; i++)
+            UNROLL for (int t = 0; t < 3; t++)
+                if ((uint64_t)(at + t) < (uint64_t)c->in_w)
+                    acc = fma_of(weight[i][t], load_some(x[i] + (ox * stride + t) * pixel, some), acc);
+        put(c, b, r, ox, k, acc, some);
+    }
+    for (int64_t at = left; at < ended; at += WIDE) {
+        int64_t ox = at + WIDE <= right ? at : right - WIDE;
+        vec acc[WIDE];
+        UNROLL for (int j = 0; j < WIDE; j++) acc[j] = bias;
+        UNROLL for (int i = 0; i < tall; i++) {
+            const float *from = x[i] + ox * stride * pixel;
+            UNROLL for (int p = 0; p < (WIDE - 1) * stride + 3; p++) {
+                vec v = load_some(from + p * pixel, some);
+                UNROLL for (int j = 0; j < WIDE; j++)
+                    if (p >= j * stride && p < j * stride + 3) acc[j] = fma_of(weight[i][p - j * stride], v, acc[j]);
             }
         }
-        return;
-    }
-    x += tx0 * step, w += tx0 * channels;
-    for (int64_t t = tx0; t < tx1; t++, x += step, w += channels)
-        UNROLL for (int d = 0; d < deep; d++) {
-            vec weight = LOAD(d, w + d * VL);
-            UNROLL for (int j = 0; j < wide; j++) acc[j][d] += weight * LOAD(d, x + j * across + d * VL);
-        }
-}
-
-/* `wide` pixels from a spot on, all of which its taps reach. */
-INLINE void depthwise(const int wide, const int deep, const int width, const int stride, const Conv *c, const Buffers *b, const Spot s) {
-    vec acc[WIDE][DEEP], low = all(c->low), high = all(c->high);
-    int64_t channels = c->channels, down = c->dilation_h * c->x_row, across = c->stride_w * c->x_pixel, step = c->dilation_w * c->x_pixel;
-    int64_t pixel = c->x_pixel, along = c->kernel_w * channels;
-    lanes some = first_lanes(channels - s.channel - (deep - 1) * VL);
-    const float *w = b->w + s.ty0 * along + s.channel;
-    const float *x = b->x + s.image * c->x_image + (s.oy * c->stride_h - c->pad_h) * c->x_row + s.ty0 * down +
-                     (s.ox * c->stride_w - c->pad_w) * pixel + s.channel;
-    UNROLL for (int d = 0; d < deep; d++) {
-        vec bias = {};
-        if (b->bias) bias = LOAD(d, b->bias + s.channel + d * VL);
-        UNROLL for (int j = 0; j < wide; j++) acc[j][d] = bias;
-    }
-    for (int64_t ty = s.ty0; ty < s.ty1; ty++, x += down, w += along)
-        taps(wide, deep, width, stride, x, w, pixel, across, step, channels, s.tx0, s.tx1, some, acc);
-    UNROLL for (int j = 0; j < wide; j++) {
-        float *y = b->y + s.image * c->y_image + s.oy * c->y_row + (s.ox + j) * c->y_pixel + s.channel;
-        const float *r = b->residual + s.image * c->r_image + s.oy * c->r_row + (s.ox + j) * c->r_pixel + s.channel;
-        UNROLL for (int d = 0; d < deep; d++) {
-            vec out = acc[j][d];
-            if (b->residual) out += LOAD(d, r + d * VL);
-            if (c->clamped) out = clamp(out, low, high);
-            if (d == deep - 1) store_some(y + d * VL, out, some);
-            else store(y + d * VL, out);
+        UNROLL for (int j = 0; j < WIDE; j++) {
+            if (residual) acc[j] += load_some(residual + (ox + j) * further, some);
+            if (clamped) acc[j] = clamp(acc[j], low, high);
+            store_some(y + (ox + j) * apart, acc[j], some);
         }
     }
 }
 
-/* A row of the output: WIDE pixels at a time from `left` to `right`, where no tap reads padding. */
-INLINE void depthwise_row(const int width, const int stride, const Conv *c, const Buffers *b, int64_t image, int64_t oy,
-                          int64_t left, int64_t right) {
-    int64_t ty0, ty1, tx0, tx1, ox = 0, channels = c->channels, k;
-    valid(oy, c->stride_h, c->pad_h, c->dilation_h, c->kernel_h, c->in_h, &ty0, &ty1);
-    while (ox < c->out_w) {
-        if (ox >= left && ox + WIDE <= right) {
-            for (k = 0; channels - k > VL; k += DEEP * VL)
-                depthwise(WIDE, DEEP, width, stride, c, b, (Spot){image, oy, ox, k, ty0, ty1, 0, c->kernel_w});
-            if (k < channels) depthwise(WIDE, 1, width, stride, c, b, (Spot){image, oy, ox, k, ty0, ty1, 0, c->kernel_w});
-            ox += WIDE;
-            continue;
+typedef void (*Near)(const Conv *, const Buffers *, const Row *, int64_t, int64_t, int64_t, lanes);
+
+#define NEAR(TALL, STRIDE)                                                                                                      \
+    static void near_##TALL##_##STRIDE(const Conv *c, const Buffers *b, const Row *r, int64_t left, int64_t right, int64_t k, \
+                                       lanes some) {                                                                           \
+        near(TALL, STRIDE, c, b, r, left, right, k, some);                                                                     \
+    }
+NEAR(1, 1) NEAR(2, 1) NEAR(3, 1) NEAR(1, 2) NEAR(2, 2) NEAR(3, 2)
+static const Near NEARS[4][3] = {{0}, {0, near_1_1, near_1_2}, {0, near_2_1, near_2_2}, {0, near_3_1, near_3_2}};
+
+void tapestry_depthwise_rows(const Conv *given, const Buffers *buffers, int64_t image, int64_t row, int64_t end, int64_t held) {
+    const Conv *c = given;
+    Buffers at = *buffers, *b = &at;
+    int64_t left = (c->pad_w + c->stride_w - 1) / c->stride_w, reach = (c->kernel_w - 1) * c->dilation_w;
+    int64_t right = c->in_w + c->pad_w > reach ? (c->in_w + c->pad_w - reach - 1) / c->stride_w + 1 : 0;
+    int usual = c->kernel_w == 3 && c->kernel_h <= 3 && c->dilation_w == 1 && c->stride_w <= 2;
+    if (right > c->out_w) right = c->out_w;
+    at.x += image * c->x_image, at.y += image * c->y_image;
+    if (at.residual) at.residual += image * c->r_image;
+    for (; row < end; row++) {
+        Row r = {.oy = row, .held = held};
+        valid(row, c->stride_h, c->pad_h, c->dilation_h, c->kernel_h, c->in_h, &r.ty0, &r.ty1);
+        if (r.ty0 < r.ty1) r.first = (row * c->stride_h - c->pad_h + r.ty0 * c->dilation_h) % held;
+        Near run = usual && r.ty0 < r.ty1 ? NEARS[r.ty1 - r.ty0][c->stride_w] : 0;
+        for (int64_t k = 0; k < c->channels; k += VL) {
+            lanes some = first_lanes(c->channels - k);
+            if (run) run(c, b, &r, left, right, k, some);
+            else
+                for (int64_t ox = 0; ox < c->out_w; ox++) pixel(c, b, &r, ox, k, some);
         }
-        valid(ox, c->stride_w, c->pad_w, c->dilation_w, c->kernel_w, c->in_w, &tx0, &tx1);
-        for (k = 0; channels - k > VL; k += DEEP * VL) depthwise(1, DEEP, 0, 0, c, b, (Spot){image, oy, ox, k, ty0, ty1, tx0, tx1});
-        if (k < channels) depthwise(1, 1, 0, 0, c, b, (Spot){image, oy, ox, k, ty0, ty1, tx0, tx1});
-        ox++;
     }
 }
-
-#define ROW(WIDTH, STRIDE)                                                                                                    \
-    static void row_##WIDTH##_##STRIDE(const Conv *c, const Buffers *b, int64_t image, int64_t oy, int64_t left, int64_t right) { \
-        depthwise_row(WIDTH, STRIDE, c, b, image, oy, left, right);                                                           \
-    }
-ROW(3, 1)
-ROW(3, 2)
-ROW(0, 0)
 
 /* w: taps x channels; every output channel reads the input channel of its number. */
 void tapestry_depthwise(const Conv *c, const Buffers *b) {
-    int near = c->kernel_w == 3 && c->dilation_w == 1;
-    void (*row)(const Conv *, const Buffers *, int64_t, int64_t, int64_t, int64_t) =
-        near && c->stride_w == 1 ? row_3_1 : near && c->stride_w == 2 ? row_3_2 : row_0_0;
-    int64_t left = (c->pad_w + c->stride_w - 1) / c->stride_w, reach = (c->kernel_w - 1) * c->dilation_w;
-    int64_t right = c->in_w + c->pad_w > reach ? (c->in_w + c->pad_w - reach - 1) / c->stride_w + 1 : 0;
-    if (right > c->out_w) right = c->out_w;
-    for (int64_t image = 0; image < c->images; image++)
-        for (int64_t oy = 0; oy < c->out_h; oy++) row(c, b, image, oy, left, right);
+    for (int64_t image = 0; image < c->images; image++) tapestry_depthwise_rows(c, b, image, 0, c->out_h, c->in_h);
 }
 
 /* The larger number; a NaN, of either, wins. */
@@ -144,20 +160,5 @@ void tapestry_mean(const Conv *c, const Buffers *b) {
                 for (int64_t x = 0; x < c->in_w; x++)
                     total += load_some(b->x + image * c->x_image + y * c->x_row + x * c->x_pixel + k, some);
             store_some(b->y + image * c->channels + k, total / count, some);
-        }
-}
-
-/* Planes side by side to pixels: channels of a plane each become adjacent. Few channels, each at its own constant step. */
-#define PIXELS(N)                                                                                     \
-    case N:                                                                                           \
-        for (int64_t i = 0; i < pixels; i++)                                                          \
-            for (int k = 0; k < N; k++) y[i * N + k] = x[k * pixels + i];                             \
-        break;
-
-void tapestry_pixels(const float *restrict x, float *restrict y, int64_t images, int64_t channels, int64_t pixels) {
-    for (int64_t image = 0; image < images; image++, x += channels * pixels, y += channels * pixels) switch (channels) {
-            PIXELS(2)
-            PIXELS(3)
-            PIXELS(4)
         }
 }

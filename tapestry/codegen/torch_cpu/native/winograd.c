@@ -21,19 +21,6 @@ static int64_t at_once(const Conv *c, int64_t tiles) {
 
 static int64_t tiles_of(const Conv *c) { return c->images * ((c->out_h + 1) / 2) * ((c->out_w + 1) / 2); }
 
-/* Memory of this thread's own, for as long as it lives. */
-static float *scratch(int64_t floats) {
-    static _Thread_local float *memory;
-    static _Thread_local int64_t size;
-    if (size < floats) {
-        free(memory);
-        memory = aligned_alloc(64, (size_t)(floats * (int64_t)sizeof(float) + 63) / 64 * 64);
-        if (!memory) abort();
-        size = floats;
-    }
-    return memory;
-}
-
 INLINE void one_way(const vec d0, const vec d1, const vec d2, const vec d3, vec *t, int step) {
     t[0] = d0 - d2, t[step] = d1 + d2, t[2 * step] = d2 - d1, t[3 * step] = d1 - d3;
 }
@@ -109,7 +96,7 @@ static void plainly(const Conv *c, const Buffers *b) {
 void tapestry_winograd(const Conv *c, const Buffers *b) {
     int64_t across = (c->out_w + 1) / 2, down = (c->out_h + 1) / 2, tiles = tiles_of(c), most = at_once(c, tiles);
     int64_t size = c->features * c->channels, wide = most * c->channels, out = most * c->features;
-    float *v = scratch(POINTS * (wide + out)), *m = v + POINTS * wide;
+    float *v = tapestry_scratch(POINTS * (wide + out)), *m = v + POINTS * wide;
     vec finite = {};
     for (int64_t t0 = 0; t0 < tiles; t0 += most) {
         int64_t count = smaller(most, tiles - t0);
