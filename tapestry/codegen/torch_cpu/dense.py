@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tapestry.codegen.torch_cpu import contract, images
+from tapestry.codegen.torch_cpu import contract, images, scalars
 from tapestry.codegen.torch_cpu.calls import Call, Ins, Link, Recorded, shares
 from tapestry.codegen.torch_cpu.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.local import localise
@@ -77,7 +77,7 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
         return plain
     if op.inner or op.monoid != "sum" or len(op.body) != 1 or op.body[0].dtype != "f32":
         return plain
-    if transposed(op, graph, kernel):
+    if transposed(op, kernel):
         return plain
     found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)
     if found is None or found.weight in op.then_reads():
@@ -97,6 +97,20 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
 
     whole = found.record and (tail is None or then.rest == (Acc(0, "f32"),))
     return Packable(plain, {found.weight: found.pack}, Recorded(found.array, record, size, found.link) if whole else packed)
+
+
+def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
+    """A part of a sum, merged after those that are given, with its packed form, where it has one."""
+    alone = replace(op, then=(Acc(0, "f32"),))
+    found = packable(alone, graph, replace(kernel, mode="full"), plain)
+    if not isinstance(found, Packable):
+        return plain
+
+    def packed(ins: Ins, before: Sequence[Tensor]) -> list[Tensor]:
+        new = found.packed(ins, [])
+        return scalars.combine("sum", list(before), new, ("f32",)) if before else new
+
+    return replace(found, packed=packed)
 
 
 def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] | None:
@@ -293,4 +307,4 @@ def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable
     return pack, convolve
 
 
-__all__ = ["Pack", "Packable", "packable"]
+__all__ = ["Pack", "Packable", "packable", "partial"]

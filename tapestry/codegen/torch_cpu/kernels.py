@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, groups, layers, norms, rows, scalars, scan, several, windows
+from tapestry.codegen.torch_cpu import contract, dense, groups, layers, norms, rows, scalars, scan, several, windows
 from tapestry.codegen.torch_cpu.attend import attention
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.maps import mapped
@@ -42,6 +42,7 @@ def build(graph: Graph, kernel: Kernel) -> Run:
             or norms.layer_norm(op, graph, kernel)
             or rows.rms_norm(op, graph, kernel)
             or rows.mean(op, graph, kernel)
+            or windows.pooled(op, kernel)
         )
         if found:
             return found
@@ -51,7 +52,8 @@ def build(graph: Graph, kernel: Kernel) -> Run:
     states = _states(op, graph, kernel)
     if kernel.mode == "partial":
         shapes = [shape(b) for b in kernel.outs]
-        return _partial(op, lambda ins: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)])
+        plain = _partial(op, lambda ins: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)])
+        return dense.partial(op, graph, kernel, plain)
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
     plain = mapped(op, graph, kernel, lambda ins, _: tail(ins, states(ins)))
     return several.packable(op, graph, kernel, plain, _whole)
@@ -102,8 +104,8 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     special = (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)
-        or windows.transposed(op, graph, kernel)
-        or windows.max_pool(op, graph, kernel)
+        or windows.transposed(op, kernel)
+        or windows.max_pool(op, kernel)
         or product(op, graph, kernel, frame)
         or selection(op, graph, kernel, frame)
     )

@@ -32,9 +32,10 @@ float *tapestry_scratch(int64_t floats);
 /* The taps [t0, t1) along one axis that read the image, for the output place `at`. */
 INLINE void valid(int64_t at, int64_t stride, int64_t pad, int64_t dilation, int64_t kernel, int64_t size, int64_t *t0, int64_t *t1) {
     int64_t first = at * stride - pad;
-    *t0 = first < 0 ? (-first + dilation - 1) / dilation : 0;
-    *t1 = first >= size ? 0 : (size - first + dilation - 1) / dilation;
-    if (*t1 > kernel) *t1 = kernel;
+    *t0 = first >= 0 ? 0 : dilation == 1 ? -first : (-first + dilation - 1) / dilation;
+    *t1 = kernel;
+    if (first + (kernel - 1) * dilation < size) return;
+    *t1 = first >= size ? 0 : dilation == 1 ? size - first : (size - first + dilation - 1) / dilation;
 }
 
 #endif
