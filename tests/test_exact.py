@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+import torch
 from lifting import SHARED, needs_shared
-from small_models import MODELS, save
+from onnx import TensorProto as T
+from small_models import MODELS, N, f32, net, save
 
 import tapestry
 from tapestry.errors import LawError, TapestryError
@@ -127,10 +130,77 @@ def test_what_cannot_be_exact_is_refused(tmp_path):
         certificate.check(replace(graph, ops=(*graph.ops[:at], cut_op, *graph.ops[at + 1 :])), build.build.program, exact=True)
 
 
+def small_net(folder: Path) -> Path:
+    """Convolutions of every kind that has a kernel of its own: few channels, depthwise, single pixels, 3 x 3, transposed; pools."""
+    nodes = [
+        N("Conv", ["x", "a"], ["c"], pads=[1] * 4, strides=[2, 2]), N("Relu", ["c"], ["d"]),
+        N("Conv", ["d", "u"], ["e"], group=64, pads=[1] * 4), N("Conv", ["e", "b"], ["f"]), N("Relu", ["f"], ["g"]),
+        N("MaxPool", ["g"], ["h"], kernel_shape=[2, 2], strides=[2, 2]), N("Conv", ["h", "v"], ["i"], pads=[1] * 4),
+        N("ConvTranspose", ["i", "t"], ["j"], strides=[2, 2]), N("Concat", ["j", "g"], ["k"], axis=1),
+        N("Conv", ["k", "z"], ["l"], pads=[1] * 4), N("Softmax", ["l"], ["m"], axis=1),
+        N("ReduceMean", ["m", "axes"], ["n"], keepdims=0), N("MatMul", ["n", "q"], ["y"]),
+    ]  # fmt: skip
+    weights = {
+        "a": f32(64, 3, 3, 3), "u": f32(64, 1, 3, 3), "b": f32(64, 64, 1, 1), "v": f32(64, 64, 3, 3), "t": f32(64, 32, 2, 2),
+        "z": f32(32, 96, 3, 3), "q": f32(32, 40), "axes": np.array([2, 3], np.int64),
+    }  # fmt: skip
+    onnx.save(net(nodes, {"x": (T.FLOAT, (1, 3, 52, 44))}, {"y": T.FLOAT, "l": T.FLOAT}, weights), folder / "m.onnx")
+    return folder / "m.onnx"
+
+
+def test_convolutions_with_any_number_of_threads(tmp_path):
+    """What has kernels of our own for one thread, and torch's for more, takes the same ones."""
+    model, before = small_net(tmp_path), torch.get_num_threads()
+    try:
+        found = {}
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found |= {(threads, n): outs for n, outs in bits(model, (1, 2, 3, 8)).items()}
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert [k for k, outs in found.items() if outs != found[1, 1]] == []
+
+
+def test_processes_give_the_bits_of_one(tmp_path):
+    model = small_net(tmp_path)
+    alone = tapestry.compile(model, devices=1, exact=True)
+    want = alone.run(alone.random_feeds(0))
+    tapestry.compile(model, devices=3, exact=True).save(tmp_path / "b")
+    command = ["run", tmp_path / "b", "--processes", 3, "--threads", 2, "--output", tmp_path / "out", "-q"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tapestry.cli", *map(str, command)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert {p.stem: np.load(p).tobytes() for p in (tmp_path / "out").glob("*.npy")} == {n: a.tobytes() for n, a in want.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_convolutional_net(tmp_path):
     assert_equal_bits(bits(light.write("resnet50", tmp_path)))
+
+
+def shared(name: str, folder: Path) -> Path:
+    """An exported model with random weights, of which every one matters."""
+    subprocess.run([sys.executable, str(SHARED / "materialize.py"), name, str(folder)], check=True)
+    return folder / f"{name}.onnx"
+
+
+@pytest.mark.slow
+@needs_shared
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["unet", "resnet50", "mobilenet_v2"])
+def test_real_images(name, tmp_path):
+    model, shapes = shared(name, tmp_path), {"unet": {"x": "1x3x128x128"}}.get(name, {"input": "1x3x224x224"})
+    found = bits(model, shapes=shapes)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before % 2 + 1)
+    try:
+        found |= {("threads", n): outs for n, outs in bits(model, (1, 4), shapes=shapes).items()}
+    finally:
+        torch.set_num_threads(before)
+    assert_equal_bits(found)
 
 
 @pytest.mark.slow
@@ -138,9 +208,6 @@ def test_a_real_convolutional_net(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["bert_base", "gpt2"])
 def test_real_transformers(name, tmp_path):
-    import gzip
-
-    with gzip.open(SHARED / f"{name}.onnx.gz") as source, (tmp_path / f"{name}.onnx").open("wb") as to:
-        shutil.copyfileobj(source, to)
+    model = shared(name, tmp_path)
     inputs = ("input_ids", "attention_mask", "token_type_ids")[: 3 if name == "bert_base" else 2]
-    assert_equal_bits(bits(tmp_path / f"{name}.onnx", shapes=dict.fromkeys(inputs, "1x37")))
+    assert_equal_bits(bits(model, shapes=dict.fromkeys(inputs, "1x37")))

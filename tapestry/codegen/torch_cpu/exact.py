@@ -1,8 +1,12 @@
-"""Kernels in canonical blocks (`ir.exact`): the same calls on the same bytes, however many devices share them."""
+"""Kernels in canonical blocks (`ir.exact`): the same calls on the same bytes, however many devices share them.
+
+Each call has one thread, whatever torch is set to: which kernel is taken, and in how many pieces it sums, may depend on that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -26,17 +30,32 @@ def build(graph: Graph, kernel: Kernel) -> kernels.Run:
     assert kernel.mode == "full", "a reduction that rounds is not cut"
     at = -1 if along is None else [d.name for d in op.dims].index(along.name)
     spans = [(0, 0)] if along is None else exact.blocks(along.size, *kernel.block[at])
-    parts = [_Part(graph, kernel, op, at, span) for span in spans]
+    with _one_thread():
+        parts = [_Part(graph, kernel, op, at, span) for span in spans]
     dtypes = [scalars.TORCH_DTYPES[graph.tensors[t].dtype] for t in op.outs]
 
     def run(ins: Sequence[Tensor | None], states: Sequence[Tensor]) -> list[Tensor]:
         outs = [torch.empty(shape(box), dtype=d) for box, d in zip(kernel.outs, dtypes, strict=True)]
         copies: dict[tuple[int, Box], Tensor] = {}  # a weight that every block reads whole is copied once
-        for part in parts:
-            part(ins, outs, copies)
+        with _one_thread():
+            for part in parts:
+                part(ins, outs, copies)
         return outs
 
     return run
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Part:
