@@ -92,10 +92,7 @@ BATCHED = {
     "Det": (node("Det", "x"), {"x": data(4, 3, 3)}, "x0"),
     "ReverseSequence": (node("ReverseSequence", "x n"), {"x": data(5, 4, 2), "n": np.array([1, 5, 2, 3])}, "x1"),
     "RoiAlign": (node("RoiAlign", "x r i", output_height=2, output_width=2), {"x": data(2, 4, 8, 8), "r": np.array([[0, 0, 4, 4], [1, 1, 6, 7], [2, 0, 5, 5]], np.float32), "i": np.array([0, 1, 1])}, "r"),
-    "QLinearMatMul": (
-        node("MatMulInteger", "x w"), {"x": np.arange(24, dtype=np.uint8).reshape(4, 6), "w": np.arange(30, dtype=np.uint8).reshape(6, 5)}, "n",
-    ),
-    "ConvInteger": (node("ConvInteger", "x w"), {"x": np.arange(98, dtype=np.uint8).reshape(2, 1, 7, 7), "w": np.arange(27, dtype=np.uint8).reshape(3, 1, 3, 3)}, "o"),
+    "ConvInteger": (node("ConvInteger", "x w z", pads=[1, 1, 1, 1]), {"z": np.array(3, np.uint8), "x": np.arange(98, dtype=np.uint8).reshape(2, 1, 7, 7), "w": np.arange(27, dtype=np.uint8).reshape(3, 1, 3, 3)}, "o"),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,16 @@ def attention(dtype: str, width: int, score: str = "let0 * 0.125") -> str:
         output y"""
 
 
+def narrow(a: str, b: str, n: int, *, zero: str = "", turned: bool = True) -> str:
+    """Rows of a times rows of b (columns, where not turned) of 8 bits, to f16 or, for integers, to i32."""
+    wide, out = ("i32", "acc0") if a[0] in "iu" else ("f32", "cast((acc0 * s), f16)")
+    return f"""graph g input x: {a}[{n}, {n}] input w: {b}[{n}, {n}] input s: f32[{n}] input z: {a}[]
+        y: {"i32" if wide == "i32" else "f16"}[{n}, {n}] = op [i: {n}, n: {n} | m: {n} sum]
+          reads x[i, m], w[{"n, m" if turned else "m, n"}], s[n], z[]
+          body (cast(x, {wide}){zero}) * cast(w, {wide}) then {out}
+        output y"""
+
+
 CAUSAL = "where(ge(index(i - n), 0), (let0 * 0.125), f32(-inf))"
 FLOAT_FUNCTIONS = "exp log sqrt erf tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh sigmoid log1p expm1 floor ceil"
 CASES = {
@@ -86,6 +97,22 @@ CASES = {
         y: bf16[512, 2816] = op [i: 512, n: 2816 | m: 1024 sums2] reads x[i, m], w[m, n], v[m, n]
           body cast(x, f32) * cast(w, f32), cast(x, f32) * cast(v, f32) then cast((acc0 * sigmoid(acc0)) * acc1, bf16)
         output y""",
+    "matmul bf16, large": matmul("bf16", 4096),
+    "e4m3": narrow("f8e4m3fn", "f8e4m3fn", 4096),
+    "e4m3, small": narrow("f8e4m3fn", "f8e4m3fn", 256),
+    "e4m3 e5m2": narrow("f8e4m3fn", "f8e5m2", 1024),
+    "e5m2 turned": narrow("f8e5m2", "f8e5m2", 2048, turned=False),
+    "e4m3 odd": narrow("f8e4m3fn", "f8e4m3fn", 203),
+    "e4m3fnuz": narrow("f8e4m3fnuz", "f8e5m2fnuz", 1024),
+    "e4m3 conv": conv("f8e4m3fn").replace("4, 64", "32, 64").replace("b: 4", "b: 32").replace("else 0.0", "else 0").replace(
+        "cast(acc0, f8e4m3fn)", "cast(acc0, f16)").replace("y: f8e4m3fn", "y: f16"),
+    "e4m3 attention": attention("f8e4m3fn", 128).replace("f8e4m3fn[2, 8, 1024, 128] =", "f16[2, 8, 1024, 128] =").replace(
+        "cast((acc2 / acc1), f8e4m3fn)", "cast((acc2 / acc1), f16)"),
+    "i8": narrow("i8", "i8", 4096),
+    "i8, small": narrow("i8", "i8", 256),
+    "u8 symmetric": narrow("u8", "i8", 1024, zero=" - i32(128)"),
+    "u8 zero point": narrow("u8", "i8", 1024, zero=" - cast(z, i32)"),
+    "i8 turned": narrow("i8", "i8", 2048, turned=False),
     "gather": """graph g input x: bf16[32000, 512] input i: i64[256]
         y: bf16[256, 512] = op [t: 256, e: 512 | v: 32000 sum] reads x[v, e], i[t] body where(eq(i, index(v)), x, bf16(0.0))
         output y""",
@@ -141,8 +168,29 @@ CASES = {
 ON_MATRIX_UNITS = {"matmul f16", "matmul bf16", "matmul odd", "attention scores", "conv f16", "matmul odd, large"}
 ON_MATRIX_UNITS |= {"conv f16, large", "conv channels last", "gate and up", "matmul tf32", "matmul tf32x3"}
 BY_ROWS = {"matmul f16", "matmul odd, large", "conv f16, large", "conv channels last", "gate and up", "decode", "gather"}
-FAST = ("matmul bf16", "attention bf16 wide causal", "layer norm", "conv f16, large", "decode", "matmul tf32")
+FAST = (
+    "e4m3 e5m2",
+    "i8, small",
+    "matmul bf16",
+    "attention bf16 wide causal",
+    "layer norm",
+    "conv f16, large",
+    "decode",
+    "matmul tf32",
+)
 ON_MATRIX_UNITS |= {"attention f16", "attention bf16 causal", "attention f16 wide", "attention bf16 wide causal"}
+ON_MATRIX_UNITS.add("matmul bf16, large")
+# what operands of 8 bits are multiplied by: sm80 has no such instruction for floats, gfx942 one for its own kinds alone
+HALF_WIDTH = {"sm80": "HMMA", "sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": r"v_mfma_f32_\w+_f16"}
+OF_8_BITS = {
+    "e4m3": HALF_WIDTH | {"sm90": "QGMMA", "sm100": "UTCQMMA"},
+    "e4m3fnuz": HALF_WIDTH | {"gfx942": r"v_mfma_f32_\w+_[fb]+8_[fb]+8"},
+    "i8": {"sm80": "IMMA", "sm90": "IGMMA", "sm100": "UTCIMMA", "gfx942": r"v_mfma_i32_\w+_i8"},
+}
+OF_8_BITS |= dict.fromkeys(
+    ("e4m3, small", "e4m3 e5m2", "e5m2 turned", "e4m3 odd", "e4m3 conv", "e4m3 attention"), OF_8_BITS["e4m3"]
+)
+OF_8_BITS |= dict.fromkeys(("i8, small", "u8 symmetric", "u8 zero point", "i8 turned"), OF_8_BITS["i8"])
 STACK_ALLOWED = {"sin", "cos", "tan"}  # argument reduction of huge angles keeps a table on the stack (triton#1756)
 
 
@@ -204,6 +252,9 @@ def holds(name: str, row: dict[str, Any], target: str) -> None:
     assert row["registers"] * row["num_warps"] * chip.warp <= chip.registers, where
     if ("stream" in row["kind"] and case in ON_MATRIX_UNITS) or (row["kind"].startswith("dot") and case in ON_MATRIX_UNITS):
         assert row["matrix"] == chip.matrix, where
+    if case in OF_8_BITS and row["kind"] not in ("copy", "merge"):
+        assert any(n and re.fullmatch(OF_8_BITS[case][target], op) for op, n in row["instructions"].items()), where
+        assert row.get("roofline_s", 1.0) > 0
     rows = case in BY_ROWS and (chip.descriptors or "odd" not in case)  # a mask along a row keeps loads of 16 bytes from it
     if rows and row["kind"] not in ("copy", "merge") and target != "gfx942":
         copied = row["instructions"].get("LDGSTS.128", 0) + row["instructions"].get("UTMALDG", 0)

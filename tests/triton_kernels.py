@@ -21,7 +21,7 @@ from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.parse import parse
 from tapestry.ir.state import state_box
-from tapestry.ir.types import numpy_dtype
+from tapestry.ir.types import FLOAT8, numpy_dtype
 from tapestry.verify import interp
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -29,7 +29,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 TORCH = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32,
-    "u64": torch.uint64, "bool": torch.bool,
+    "u64": torch.uint64, "bool": torch.bool, **dict.fromkeys(FLOAT8, torch.uint8),
 }  # fmt: skip
 TOLERANCE = {"f64": 1e-12, "f32": 2e-6, "f16": 1e-3, "bf16": 8e-3}
 
@@ -45,7 +45,7 @@ def poisoned_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
         if other is None:
             dtype = ptrs.get_element_ty()
             kind = interpreter._get_np_dtype(dtype)
-            garbage = np.nan if kind.kind == "f" else 0x7FFF if str(dtype) == "bf16" else 0x55
+            garbage = np.nan if kind.kind == "f" else 0x7FFF if str(dtype) == "bf16" else 0x7F if "fp8" in str(dtype) else 0x55
             other = interpreter.TensorHandle(np.full(ptrs.data.shape, garbage, kind), dtype)
         return plain(self, ptrs, mask, other, *hints, **named)
 
@@ -63,7 +63,7 @@ def random_arrays(graph: Graph, seed: int = 0) -> Arrays:
         elif tensor.dtype.startswith(("i", "u")):
             low = 0 if tensor.dtype[0] == "u" else -9
             out[t] = rng.integers(low, 10, tensor.shape).astype(numpy_dtype(tensor.dtype))
-        else:
+        else:  # (for floats of 8 bits some become subnormal)
             out[t] = rng.standard_normal(tensor.shape).astype(numpy_dtype(tensor.dtype))
     return out
 
@@ -71,7 +71,8 @@ def random_arrays(graph: Graph, seed: int = 0) -> Arrays:
 def to_torch(a: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
     if dtype == "bf16":
         return torch.from_numpy(np.ascontiguousarray(a.astype(np.float32))).to(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(a.astype(numpy_dtype(dtype))))
+    found = np.ascontiguousarray(a.astype(numpy_dtype(dtype)))
+    return torch.from_numpy(found.view(np.uint8) if dtype in FLOAT8 else found)  # which buffers hold as bits
 
 
 def from_torch(t: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -97,7 +98,7 @@ def footprint(graph: Graph, op: Block, pos: int, block: Box, extra: int) -> Box:
 
 def run_kernel(
     graph: Graph, at: int, values: Mapping[str, np.ndarray[Any, Any]], *, mode: str = "full", block: Box | None = None,
-    extra: int = 0, states: list[np.ndarray[Any, Any]] | None = None, knobs: Knobs | None = None,
+    extra: int = 0, states: list[np.ndarray[Any, Any]] | None = None, knobs: Knobs | None = None, target: str = "sm90",
 ) -> list[np.ndarray[Any, Any]]:  # fmt: skip
     """Generate and run one kernel on exactly the buffers it asks for; its outputs over the block."""
     op = graph.ops[at]
@@ -110,7 +111,7 @@ def run_kernel(
     ins = tuple(footprint(graph, op, p, block, extra) if p in used else None for p in range(len(op.reads)))
     outs = tuple(state_box(op, k, mapped) for k in range(n)) if mode == "partial" else (mapped,) * n
     k = Kernel(op=at, mode=mode, block=mapped if mode == "finish" else block, ins=ins, outs=outs)
-    tk = generate(graph, k, knobs)
+    tk = generate(graph, k, knobs, target=target)
     ast.parse(tk.source)
     arrays: list[torch.Tensor] = []
     for p in tk.reads:
@@ -137,14 +138,14 @@ def compare(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], dtype: str) -
     np.testing.assert_allclose(got, want, rtol=tol * 4, atol=tol * max(scale, 1e-30), equal_nan=True)
 
 
-def check(text: str, values: Arrays | None = None, knobs: Knobs | None = None) -> Arrays:
+def check(text: str, values: Arrays | None = None, knobs: Knobs | None = None, target: str = "sm90") -> Arrays:
     """Run every operation of a graph as a Triton kernel and compare its outputs with the reference."""
     graph = parse(text)
     values = values or random_arrays(graph)
     want = interp.run(graph, values, wide=True)
     have: Arrays = dict(values)
     for i, op in enumerate(graph.ops):
-        have.update(zip(op.outs, run_kernel(graph, i, have, knobs=knobs), strict=True))
+        have.update(zip(op.outs, run_kernel(graph, i, have, knobs=knobs, target=target), strict=True))
     for t in graph.outputs:
         compare(have[t], want[t], graph.tensors[t].dtype)
     return have
@@ -160,6 +161,6 @@ def kernel_of(graph: Graph, at: int = 0) -> Kernel:
     )  # fmt: skip
 
 
-def source_of(text: str) -> str:
+def source_of(text: str, target: str = "sm90") -> str:
     graph = parse(text)
-    return generate(graph, kernel_of(graph)).source
+    return generate(graph, kernel_of(graph), target=target).source

@@ -13,7 +13,8 @@ DTYPES: dict[str, tuple[int, str]] = {
     "f64": (8, "float64"), "f32": (4, "float32"), "f16": (2, "float16"), "bf16": (2, "bfloat16"),
     "i64": (8, "int64"), "i32": (4, "int32"), "i16": (2, "int16"), "i8": (1, "int8"),
     "u64": (8, "uint64"), "u32": (4, "uint32"), "u16": (2, "uint16"), "u8": (1, "uint8"), "bool": (1, "bool"),
-    # only stored and moved: what computes with them is opaque. Sub-byte elements take a byte each outside a file.
+    # only stored and moved: what computes with them is opaque, but for casts that widen `FLOAT8`. Sub-byte elements take a
+    # byte each outside a file.
     "f8e4m3fn": (1, "float8_e4m3fn"), "f8e4m3fnuz": (1, "float8_e4m3fnuz"), "f8e5m2": (1, "float8_e5m2"),
     "f8e5m2fnuz": (1, "float8_e5m2fnuz"), "f8e8m0": (1, "float8_e8m0fnu"), "f4e2m1": (1, "float4_e2m1fn"),
     "i4": (1, "int4"), "u4": (1, "uint4"), "i2": (1, "int2"), "u2": (1, "uint2"),
@@ -24,6 +25,7 @@ DTYPES: dict[str, tuple[int, str]] = {
 HOST = "host"
 PACKED = {"i4": 4, "u4": 4, "f4e2m1": 4, "i2": 2, "u2": 2}  # bits per element in a file
 STORED = frozenset(d for d in DTYPES if d[:2] in ("f8", "f4", "i4", "u4", "i2", "u2", "c6", "c1"))
+FLOAT8 = frozenset({"f8e4m3fn", "f8e4m3fnuz", "f8e5m2", "f8e5m2fnuz"})  # exact in f16, in bf16 and in f32
 FLOATS = frozenset({"f64", "f32", "f16", "bf16"})
 INTEGERS = frozenset({"i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8"})
 

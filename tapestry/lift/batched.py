@@ -90,25 +90,6 @@ def lift_bit_cast(n: Node) -> bool | None:
     return None
 
 
-@lifts("QLinearMatMul", "MatMulInteger")
-def lift_integer_matmul(n: Node) -> bool | None:
-    """Batch dimensions and rows, columns where their scales are shared by all; scales per row or column go with them."""
-    second = 3 if n.kind == "QLinearMatMul" else 1
-    a, b, y = n.shape(0), n.shape(second), n.out().shape
-    others = [k for k in range(len(n.ins)) if k not in (0, second) and n.has(k)]
-    if len(a) < 2 or len(b) < 2 or any(n.tensor(k).size != 1 for k in others):
-        return False
-    rank = len(y)
-    dims = [Dim(f"b{k}", y[k]) for k in range(rank - 2)] + [Dim("i", y[-2]), Dim("n", y[-1])]
-    ins: Axes = {}
-    for k, shape, own in ((0, a, rank - 2), (second, b, rank - 1)):
-        shift = rank - len(shape)
-        batch = [d - shift if d >= shift and shape[d - shift] == y[d] else None for d in range(rank - 2)]
-        ins[k] = [*batch, *(own - shift if d == own else None for d in (rank - 2, rank - 1))]
-    n.opaque("products of shifted integers, rescaled", dims, ins, {0: list(range(rank))})
-    return None
-
-
 @lifts("AffineGrid")
 def lift_affine_grid(n: Node) -> bool | None:
     """theta applied to every place of an image or volume, whose coordinates run from -1 to 1, the innermost first."""
@@ -162,8 +143,7 @@ def lift_optimizer(n: Node) -> bool | None:
     return None
 
 
-@lifts("ConvInteger", "QLinearConv")
-def lift_integer_conv(n: Node) -> None:
+def opaque_integer_conv(n: Node) -> None:
     """Image by image, and by output channel where there is one group."""
     w = 1 if n.kind == "ConvInteger" else 3
     dims, ins = [Dim("b", n.shape(0)[0])], {0: [0], w: [None]}

@@ -11,7 +11,7 @@ from tapestry.lift.registry import lifts
 from tapestry.lift.window import KERNEL, SPATIAL, window
 
 
-def _channel(outs: int, ins: int, groups: int) -> Aff:
+def channel(outs: int, ins: int, groups: int) -> Aff:
     """Input channel of output channel ``o`` and reduced channel ``c``: the group's first one plus c."""
     ranges = {"o": outs, "c": ins // groups}
     group = floordiv(dim("o"), outs // groups, ranges)
@@ -29,7 +29,7 @@ def lift_conv(n: Node) -> bool | None:
         raise ModelError("channels do not match", where=n.where, why=f"x {x.shape}, w {w.shape}, group {groups}")
     win = window(n, x.shape[2:], w.shape[2:])
     dims = (Dim("b", x.shape[0]), Dim("o", outs), *win.places)
-    a = n.read(x.name, [dim("b"), _channel(outs, x.shape[1], groups), *win.index()], 0 if win.leaves else None)
+    a = n.read(x.name, [dim("b"), channel(outs, x.shape[1], groups), *win.index()], 0 if win.leaves else None)
     b = n.read(w.name, [dim("o"), dim("c"), *(dim(d.name) for d in win.taps)])
     bias = n.read(n.ins[2], [dim("o")]) if n.has(2) else None
     contract(n, n.out(), dims, (Dim("c", w.shape[1]), *win.taps), a, b, bias=bias)
@@ -77,10 +77,10 @@ def lift_conv_transpose(n: Node) -> bool | None:
         index.append(floordiv(reach, stride[a], ranges))
         if stride[a] > 1:
             guards.append(Guard(modulo(reach, stride[a], ranges), "eq"))
-    channel = _channel(outs, x.shape[1], groups)
-    a_read = n.read(x.name, [dim("b"), channel, *index], 0, tuple(guards))
+    taken = channel(outs, x.shape[1], groups)
+    a_read = n.read(x.name, [dim("b"), taken, *index], 0, tuple(guards))
     inner = modulo(dim("o"), per_group, {"o": outs})
-    b_read = n.read(w.name, [channel, inner, *(dim(d.name) for d in taps)])
+    b_read = n.read(w.name, [taken, inner, *(dim(d.name) for d in taps)])
     bias = n.read(n.ins[2], [dim("o")]) if n.has(2) else None
     dims = (Dim("b", x.shape[0]), Dim("o", outs), *places)
     contract(n, n.out(), dims, (Dim("c", x.shape[1] // groups), *taps), a_read, b_read, bias=bias)

@@ -23,6 +23,7 @@ from tapestry.lift import (
     einsum,
     elementwise,
     gather,
+    integer,
     linear,
     loss,
     ml,
@@ -46,7 +47,7 @@ from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.weights import read_weight
 
 FAMILIES = (  # they register lifters
-    attention, batched, conv, einsum, elementwise, gather, linear, loss, ml, norm, opaque, pool, quantize, random,
+    attention, batched, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque, pool, quantize, random,
     recurrence, recurrent, reduce, resize, shape,
 )  # fmt: skip
 

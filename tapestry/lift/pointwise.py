@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from tapestry.ir.types import STORED
+from tapestry.ir.types import FLOAT8, FLOATS, STORED
 from tapestry.lift.builder import Node
 from tapestry.lift.opaque import emit_opaque
 
 MOVES = frozenset(
     {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Transpose", "Expand", "Tile", "Slice", "Split", "Concat"}
 )
+WIDENING = frozenset({"Cast", "CastLike", "DequantizeLinear"})
 CELL_BY_CELL = frozenset({"Cast", "CastLike", "BitCast", "QuantizeLinear", "DequantizeLinear"})
 
 
 def touches_stored(n: Node) -> bool:
-    """Whether the node reads or writes a type that is only stored (8 bits of float, 4 of integer, complex)."""
+    """Whether the node computes with a type that is only stored (8 bits of float, 4 of integer, complex)."""
+    if n.kind in WIDENING and n.dtype(0) in FLOAT8 and n.out().dtype in FLOATS:
+        return False
     names = [*n.ins, *n.outs]
     return any(n.b.tensor(name).dtype in STORED for name in names if name)
 

@@ -1,12 +1,17 @@
-"""QuantizeLinear and DequantizeLinear on integers of 8 to 32 bits: cell by cell, scales read where their axis or block says."""
+"""QuantizeLinear and DequantizeLinear on integers of 8 to 32 bits: cell by cell, scales read where their axis or block says.
+
+Floats of 8 bits are dequantised too; what makes them stays with ONNX.
+"""
 
 from __future__ import annotations
+
+import numpy as np
 
 from tapestry.ir.expr import Expr, call, cast
 from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
-from tapestry.ir.types import Tensor
+from tapestry.ir.types import FLOAT8, Tensor
 from tapestry.lift.builder import Node, here, literal
 from tapestry.lift.registry import lifts
 
@@ -18,13 +23,16 @@ REAL = ("f32", "f16", "bf16")
 def lift_dequantize(n: Node) -> bool | None:
     """(x - zero point) * scale, in the dtype of the scale, or in f32 if that is shorter."""
     x, y = n.tensor(0), n.out()
-    if x.dtype not in (*RANGE, "i32") or n.dtype(1) not in REAL or y.dtype not in REAL:
+    if x.dtype not in (*RANGE, "i32", *FLOAT8) or n.dtype(1) not in REAL or y.dtype not in REAL:
         return False
     dims = n.out_dims()
     spot = _place(n, dims)
     if spot is None:
         return False
-    reads = [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *_zero(n, spot)]
+    small = x.dtype in FLOAT8
+    if small and n.has(2) and ((zero := n.const(2)) is None or np.any(zero.astype(np.float32))):
+        return False  # ONNX allows no zero point of such a type but 0
+    reads = [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *([] if small else _zero(n, spot))]
     wide = "i64" if x.dtype == "i32" else "i32"  # differences of 32 bits may need one more
 
     def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
@@ -45,17 +53,22 @@ def lift_quantize(n: Node) -> bool | None:
     spot = _place(n, dims)
     if spot is None:
         return False
-    low, high = (literal(v, "f32") for v in RANGE[y.dtype])
 
     def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
         whole: Expr = call("round", call("div", cast(v, "f32"), cast(scale, "f32")))
-        whole = call("add", whole, cast(zero[0], "f32")) if zero else whole
-        kept = call("min", call("max", whole, low), high)
-        # nothing says what a NaN becomes; a cast of it would differ between processors
-        return cast(cast(call("where", call("isnan", whole), number(0, "f32"), kept), "i32"), y.dtype)
+        return saturated(whole, zero[0] if zero else None, y.dtype)
 
     n.block(y, dims, [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *_zero(n, spot)], body)
     return None
+
+
+def saturated(whole: Expr, zero: Expr | None, dtype: str) -> Expr:
+    """A rounded f32, less any zero point, as an integer of 8 or 16 bits."""
+    low, high = (literal(v, "f32") for v in RANGE[dtype])
+    whole = call("add", whole, cast(zero, "f32")) if zero is not None else whole
+    kept = call("min", call("max", whole, low), high)
+    # nothing says what a NaN becomes; a cast of it would differ between processors
+    return cast(cast(call("where", call("isnan", whole), number(0, "f32"), kept), "i32"), dtype)
 
 
 def _zero(n: Node, spot: list[Aff]) -> list[tuple[Read, Tensor]]:

@@ -78,8 +78,8 @@ def _node(e: Expr, index: Mapping[Index, Tensor], owned: bool) -> Node:
             return bound
     parts = [_node(a, index, owned) for a in e.args]
     if e.fn == "cast":
-        dtype = e.dtype
-        return Node(lambda args, states: scalars.cast(parts[0].run(args, states), dtype), False)
+        dtype, source = e.dtype, e.args[0].dtype
+        return Node(lambda args, states: scalars.cast(parts[0].run(args, states), dtype, source), False)
     if e.dtype in _FLOATS and e.fn in _PLACE:
         if len(parts) == 1:
             return _unary(parts[0], scalars.TABLE[e.fn], _PLACE[e.fn])

@@ -10,7 +10,7 @@ import torch
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let
 from tapestry.ir.monoid import MONOIDS, SUMS, parts_of
 from tapestry.ir.philox import philox
-from tapestry.ir.types import STORED
+from tapestry.ir.types import FLOAT8, STORED, numpy_dtype
 
 Tensor = torch.Tensor
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -18,6 +18,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
     "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64, "c64": torch.complex64, "c128": torch.complex128,
 }  # fmt: skip
+_FLOAT8 = {d: getattr(torch, numpy_dtype(d).name) for d in FLOAT8}
 TORCH_DTYPES |= {d: torch.uint8 for d in STORED if d not in TORCH_DTYPES}  # held as their bits
 
 
@@ -87,8 +88,10 @@ def apply(fn: str, operands: list[Tensor]) -> Tensor:
     return TABLE[fn](*operands)
 
 
-def cast(x: Tensor, dtype: str) -> Tensor:
-    """ONNX Cast: floats to integers truncate, anything to bool is ``!= 0``."""
+def cast(x: Tensor, dtype: str, source: str = "") -> Tensor:
+    """ONNX Cast: floats to integers truncate, anything to bool is ``!= 0``; a ``source`` of 8-bit floats comes as its bits."""
+    if source in FLOAT8:
+        x = x.contiguous().view(_FLOAT8[source]).to(torch.float32)
     return x != 0 if dtype == "bool" else x.to(TORCH_DTYPES[dtype])
 
 
@@ -114,7 +117,7 @@ def value(e: Expr, args: dict[int, Tensor], state: list[Tensor], index: Callable
         case Index():
             return index(e)
     operands = [value(a, args, state, index) for a in e.args]
-    return cast(operands[0], e.dtype) if e.fn == "cast" else apply(e.fn, operands)
+    return cast(operands[0], e.dtype, e.args[0].dtype) if e.fn == "cast" else apply(e.fn, operands)
 
 
 def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:

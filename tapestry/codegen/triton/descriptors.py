@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import gcd
 
 from tapestry.codegen.triton.lowered import Access, Task
-from tapestry.codegen.triton.primitives import POINTERS
+from tapestry.codegen.triton.primitives import NARROW_POINTERS, POINTERS, operand_size
 from tapestry.codegen.triton.tiles import Contraction, Stream, bare_read
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Dim
@@ -36,7 +36,7 @@ class Descriptor:
 
 def descriptor_type(d: Descriptor) -> str:
     """The type of a descriptor argument, for ahead-of-time compilation."""
-    return f"tensordesc<{POINTERS[d.dtype][1:]}{list(d.block)}>".replace(" ", "")
+    return f"tensordesc<{NARROW_POINTERS.get(d.dtype, POINTERS[d.dtype])[1:]}{list(d.block)}>".replace(" ", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class TileBox:
 def tile_box(access: Access, first: Sequence[Dim], second: Sequence[Dim], ranges: Ranges) -> TileBox | None:
     """The access over two tile axes as a box; ``None`` where a descriptor cannot say it."""
     size = itemsize(access.dtype)
-    if access.checks or size not in (2, 4) or access.dtype[0] in "iu":
+    if access.checks or size not in (1, 2, 4) or (access.dtype[0] in "iu" and access.dtype != "i8") or access.dtype == "bool":
         return None
     steps = _stride(access.offset, first), _stride(access.offset, second)
     if steps[0] is None or steps[1] is None or 1 not in steps:
@@ -91,16 +91,16 @@ def tile_box(access: Access, first: Sequence[Dim], second: Sequence[Dim], ranges
 
 def operand_boxes(task: Task, c: Contraction) -> dict[Expr, TileBox] | None:
     """Every factor of a contraction (m by k, or k by n) as a box of the operand's own dtype; ``None`` if one is none."""
-    found = {a: _of(task, a, c.operand, c.m, c.k) for a, _ in c.pairs} | {
-        b: _of(task, b, c.operand, c.k, c.n) for _, b in c.pairs
-    }
-    boxes = {e: box for e, box in found.items() if box is not None}
+    found = {a: (_of(task, c.value(a, task), c.kind(a), c.m, c.k), False) for a, _ in c.pairs}
+    found |= {b: (_of(task, c.value(b, task), c.kind(b), c.k, c.n), True) for _, b in c.pairs}
+    small = operand_size(c.operand) == 1  # matrix units take operands of 8 bits along k only
+    boxes = {e: box for e, (box, turned) in found.items() if box is not None and not (small and box.turned != turned)}
     return boxes if len(boxes) == len(found) and not c.masked else None
 
 
 def aligned(task: Task, c: Contraction) -> bool:
     """Whether every row of every factor begins at a multiple of 16 bytes, so that tiles can be loaded in units of that."""
-    for p in arg_positions(tuple(e for pair in c.pairs for e in pair)):
+    for p in arg_positions(tuple(c.value(e, task) for pair in c.pairs for e in pair)):
         access = task.reads[p]
         step = max(1, _ALIGN // itemsize(access.dtype))
         if any(abs(k) != 1 and k % step for _, k in access.offset.terms):
@@ -110,8 +110,8 @@ def aligned(task: Task, c: Contraction) -> bool:
 
 def stream_boxes(task: Task, s: Stream) -> tuple[TileBox | None, TileBox | None, TileBox | None]:
     """Query (rows by depth), keys (keys by depth) and values (keys by columns) as boxes, each if it is one."""
-    query = _of(task, s.query, s.operand, s.rows, s.depth)
-    keys = _of(task, s.keys, s.operand, (s.key,), s.depth)
+    query = _of(task, s.query, s.kind(s.query), s.rows, s.depth)
+    keys = _of(task, s.keys, s.kind(s.keys), (s.key,), s.depth)
     values = _of(task, s.value, s.weights, (s.key,), s.columns)
     return query, keys, values
 

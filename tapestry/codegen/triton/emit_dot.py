@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.axes import Axis, View
 from tapestry.codegen.triton.chips import Chip
 from tapestry.codegen.triton.descriptors import TileBox, operand_boxes, tile_box
 from tapestry.codegen.triton.emit_reduce import loop
 from tapestry.codegen.triton.knobs import Knobs
+from tapestry.codegen.triton.lowered import Task, points
 from tapestry.codegen.triton.operation import Operation
-from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES
+from tapestry.codegen.triton.primitives import HALVES, INT8, TRITON_TYPES, widened
 from tapestry.codegen.triton.scope import Frame, Scope, Written
-from tapestry.codegen.triton.tiles import Contraction, bare_read
-from tapestry.ir.expr import Acc, Expr, walk
+from tapestry.codegen.triton.tiles import Contraction, bare_read, narrow
+from tapestry.ir.expr import Acc, Const, Expr, walk
+from tapestry.ir.types import FLOAT8
+
+IMPRECISE = 128  # products of 8-bit floats whose sum may be kept in fewer bits than f32 has
 
 
 @dataclass(slots=True)
@@ -43,13 +47,12 @@ def emit_dot(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
     accs = tuple(namer.take("acc") for _ in task.body)
     boxes = operand_boxes(task, c) if knobs.descriptors and chip.descriptors else None
     loads, rows, columns = _operands(frame, c, ax, boxes, knobs)
-    precision = op.precision if c.operand not in HALVES else "ieee"
-    steps = [
-        f'{acc} = tl.dot({rows[a]}, {columns[b]}, {acc}, input_precision="{precision}")'
-        for acc, (a, b) in zip(accs, c.pairs, strict=True)
-    ]
-    epilogue = _epilogue(frame, op, ax, accs, knobs, boxes is not None)
-    inner = _loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps), boxes is not None)
+    how = dot_options(c.operand, op.precision, knobs.bk, chip)
+    steps = [f"{acc} = tl.dot({rows[a]}, {columns[b]}, {acc}, {how})" for acc, (a, b) in zip(accs, c.pairs, strict=True)]
+    zeros = zero_points(frame, c, rows, columns) if c.operand == "i8" else ZeroPoints()
+    after = [*zeros.after(frame, ax, accs), *_as_floats(task, c, accs)]
+    epilogue = [*after, *_epilogue(frame, op, ax, accs, knobs, boxes is not None)]
+    inner = _loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps, *zeros.steps), boxes is not None)
     held = [*ax.m.lines, *ax.n.lines, *inner, *epilogue]
     once = [
         *ax.batch.lines,
@@ -57,7 +60,8 @@ def emit_dot(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
         *ax.m.lines,
         *([f"{ax.n.name} = pid_n * BN + tl.arange(0, BN)"] if _mentions(held, ax.n.name) else []),
         *ax.n.lines,
-        *(f"{acc} = tl.zeros((BM, BN), tl.float32)" for acc in accs),
+        *(f"{acc} = tl.zeros((BM, BN), tl.{'int32' if c.operand == 'i8' else 'float32'})" for acc in accs),
+        *zeros.before,
         *inner,
         *epilogue,
     ]
@@ -87,14 +91,111 @@ def _operands(
         for factors, at, tile in sides:
             names.append({})
             for e in factors:
-                names[-1][e], more = described(frame, e, boxes[e], scalars, at, tile, (sizes[tile[0]], sizes[tile[1]]))
+                names[-1][e], more = described(
+                    frame, c.value(e, frame.task), boxes[e], scalars, at, tile, (sizes[tile[0]], sizes[tile[1]])
+                )
                 lines += more
         return lines, names[0], names[1]
     left = Scope(frame, View([(ax.batch, ""), (ax.taps, ""), (ax.m, "[:, None]"), (ax.k, "[None, :]")], ranges))
     right = Scope(frame, View([(ax.batch, ""), (ax.taps, ""), (ax.k, "[:, None]"), (ax.n, "[None, :]")], ranges))
-    rows = {e: factor(left, e, ax.k, c.operand, "a") for e in firsts}
-    columns = {e: factor(right, e, ax.k, c.operand, "b") for e in seconds}
+    rows = {e: factor(left, c.value(e, frame.task), ax.k, c.kind(e), "a") for e in firsts}
+    columns = {e: factor(right, c.value(e, frame.task), ax.k, c.kind(e), "b") for e in seconds}
     return [*left.lines, *right.lines], rows, columns
+
+
+def dot_options(operand: str, precision: str, depth: int, chip: Chip) -> str:
+    """Arguments of ``tl.dot`` behind the accumulator.
+
+    Hopper's matrix units keep some 14 bits of a running sum of 8-bit floats (DeepSeek-V3 technical report, section 3.3.2).
+    Triton would let it run (its default there is 2^30 products) or, for 0, multiply in f16 at half the rate. Here it is added
+    to the accumulator, in f32, after every tile's depth, 128 products at most. Elsewhere sums are in f32 as they are.
+    """
+    if operand == "i8":
+        return "out_dtype=tl.int32"
+    if operand == "f8":
+        return f"max_num_imprecise_acc={min(depth, IMPRECISE) if chip.arch == 90 else 0}"
+    return f'input_precision="{"ieee" if operand in HALVES else precision}"'
+
+
+def _as_floats(task: Task, c: Contraction, accs: tuple[str, ...]) -> list[str]:
+    """Lines that round sums of integers to the floats that the operation sums."""
+    if c.operand != "i8":
+        return []
+    return [f"{acc} = {acc}.to(tl.float32)" for acc, e in zip(accs, task.body, strict=True) if e.dtype != "i32"]
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPoints:
+    """Sums of ``(a + p)(b + q)`` from those of ``ab``: q times a's sums by rows, p times b's by columns, and pq times k.
+
+    Attributes:
+        before, steps: lines before the loop and in it, which make the sums of the tiles that need them.
+        shifts: p and q of every pair, as expressions and, for the factors, what was added to them (u8 becomes i8).
+    """
+
+    before: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    shifts: tuple[tuple[Shift, Shift], ...] = ()
+
+    def after(self, frame: Frame, ax: _Axes, accs: tuple[str, ...]) -> list[str]:
+        """Lines behind the loop."""
+        by_rows = Scope(frame, View([(ax.batch, ""), (ax.m, "[:, None]")], frame.task.ranges))
+        by_columns = Scope(frame, View([(ax.batch, ""), (ax.n, "[None, :]")], frame.task.ranges))
+        depth, lines = points(frame.task.reduce), list[str]()
+        for acc, (p, q) in zip(accs, self.shifts, strict=bool(self.shifts)):
+            of_p, of_q = p.text(by_rows), q.text(by_columns)
+            lines += [f"{acc} += {p.sums}[:, None] * {of_q}"] if of_q else []
+            lines += [f"{acc} += {q.sums}[None, :] * {of_p}"] if of_p else []
+            lines += [f"{acc} += {of_p} * {of_q} * {depth}"] if of_p and of_q else []
+        return [*by_rows.lines, *by_columns.lines, *lines]
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """What was taken from a factor, ``bias`` less its zero point, and the name of the sums of the factor's tiles."""
+
+    zero: Expr | None
+    bias: int
+    sums: str
+
+    @property
+    def none(self) -> bool:
+        """Whether it is known to be 0."""
+        return self.bias == (int(self.zero.value) if isinstance(self.zero, Const) else 0 if self.zero is None else None)
+
+    def text(self, scope: Scope) -> str:
+        """The shift as a literal or a tensor; ``""`` for 0."""
+        if self.none:
+            return ""
+        if self.zero is None or isinstance(self.zero, Const):
+            return f"({self.bias - int(self.zero.value if self.zero else 0)})"
+        zero = scope.printer.all((self.zero,))[0]
+        return f"({self.bias} - {zero})"
+
+
+def zero_points(frame: Frame, c: Contraction, rows: dict[Expr, str], columns: dict[Expr, str]) -> ZeroPoints:
+    """The zero points of integer factors."""
+    task, namer = frame.task, frame.namer
+    found: dict[Expr, Shift] = {}
+    for e in dict.fromkeys(e for pair in c.pairs for e in pair):
+        n = narrow(e, task)
+        assert n is not None
+        found[e] = Shift(n.shift, 128 if n.value.dtype == "u8" else 0, "")
+    before, steps = list[str](), list[str]()
+
+    def summed(e: Expr, tile: str, axis: int) -> Shift:
+        if not found[e].sums:
+            found[e] = replace(found[e], sums=namer.take("total"))
+            before.append(f"{found[e].sums} = tl.zeros(({'BN' if axis == 0 else 'BM'},), tl.int32)")
+            steps.append(f"{found[e].sums} += tl.sum({tile}.to(tl.int32), {axis})")
+        return found[e]
+
+    shifts: list[tuple[Shift, Shift]] = []
+    for a, b in c.pairs:
+        p = found[a] if found[b].none else summed(a, rows[a], 1)
+        q = found[b] if found[a].none else summed(b, columns[b], 0)
+        shifts.append((p, q))
+    return ZeroPoints(tuple(before), tuple(steps), tuple(shifts))
 
 
 def described(
@@ -149,23 +250,33 @@ def _epilogue(frame: Frame, op: Operation, ax: _Axes, accs: tuple[str, ...], kno
 
 
 def factor(scope: Scope, e: Expr, k: Axis, operand: str, wish: str) -> str:
-    """One operand's tile, with zeros in the lanes past the end of k: 0 times garbage might be NaN."""
+    """One operand's tile, with zeros in the lanes past the end of k: 0 times garbage might be NaN.
+
+    For ``i8``, unsigned bytes become signed ones: their value less 128.
+    """
     task = scope.frame.task
-    position = bare_read(e)
+    position, native = bare_read(e), scope.frame.native
     along: list[Axis] = scope.view.tiled
+    dtype = "f32"
     if position is not None:
         access = task.reads[position]
         padded = bool(access.checks) and access.other not in (None, 0)
-        value = scope.load(access, scope.frame.reads[position], raw=access.dtype == operand, empty="0.0" if k.ragged else "")
+        raw, dtype = access.dtype == operand, access.dtype
+        empty = "" if not k.ragged else "0" if dtype in INT8 | FLOAT8 and not (raw and dtype in FLOAT8) else "0.0"
+        text = scope.load(access, scope.frame.reads[position], raw=raw, empty=empty)
         covered = {id(x) for e in (access.offset, *(c.aff for c in access.checks)) for x in scope.view.axes_of(e)}
-        full, clean = all(id(x) in covered for x in along), not padded and id(k) in covered
-        text = value if access.dtype == operand or operand == "f32" else f"{value}.to({TRITON_TYPES[operand]})"
+        full, clean = all(id(x) in covered for x in along), not padded and id(k) in covered and (raw or operand != "i8")
+        if not raw and operand != "i8" and (dtype not in HALVES or operand != "f32"):
+            text = scope.printer.helped(widened(text, dtype, operand, native))
     else:
         text, full, clean = scope.printer.all((e,))[0], False, False
-        if operand != "f32":
+        dtype = e.dtype
+        if operand in HALVES:
             text = f"({text}).to({TRITON_TYPES[operand]})"
+    if operand == "i8" and dtype == "u8":
+        text = f"(({text}) ^ 128).to(tl.int8)"
     if k.ragged and not clean:
-        text = f"tl.where({scope.view.laid(k, k.inside())}, {text}, 0.0)"
+        text = f"tl.where({scope.view.laid(k, k.inside())}, {text}, {'0' if operand == 'i8' else '0.0'})"
     if not full:
         text = f"tl.broadcast_to({text}, {scope.view.shape})"
     if text.isidentifier():

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from tapestry.codegen.triton.axes import Axis, View
 from tapestry.codegen.triton.chips import Chip
 from tapestry.codegen.triton.descriptors import TileBox, stream_boxes
-from tapestry.codegen.triton.emit_dot import described, factor
+from tapestry.codegen.triton.emit_dot import described, dot_options, factor
 from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.operation import Operation
-from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES
+from tapestry.codegen.triton.primitives import TRITON_TYPES
 from tapestry.codegen.triton.ranges import KeyRange, key_range, unguarded
 from tapestry.codegen.triton.scope import Frame, Scope, Written
 from tapestry.codegen.triton.tiles import Stream, power_of_two
@@ -46,7 +46,7 @@ class _Plan:
     ax: _Axes
     knobs: Knobs
     boxes: tuple[TileBox | None, TileBox | None, TileBox | None]
-    precision: tuple[str, str]  # of the two products
+    how: tuple[str, str]  # options of the two products
     state: tuple[str, str, str]
     query: str
     score: Expr  # over Let(0), in units of the product
@@ -57,7 +57,8 @@ def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Writte
     """Outputs (``full``) or the states (``partial``): maximum and sum of weights by rows, weighted sums by rows and columns."""
     namer, s = frame.namer, op.streamed
     assert s is not None
-    widths = [max(16, power_of_two(_points(dims))) for dims in (s.depth, s.columns)]
+    least = 32 if s.operand == "f8" else 16
+    widths = [max(w, power_of_two(_points(dims))) for w, dims in ((least, s.depth), (16, s.columns))]
     ax = _Axes(
         Axis(s.batch, 0, "", namer, "batch"),
         Axis(s.rows, knobs.bm, "BM", namer, "row"),
@@ -69,9 +70,9 @@ def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Writte
     boxes = stream_boxes(frame.task, s) if knobs.descriptors and chip.descriptors else (None, None, None)
     once, query = _query(frame, s, ax, boxes[0], knobs)
     state = (namer.take("top"), namer.take("total"), namer.take("acc"))
-    precision = tuple("ieee" if d in HALVES else op.precision for d in (s.operand, s.weights))
+    how = tuple(dot_options(d, op.precision, w, chip) for d, w in ((s.operand, widths[0]), (s.weights, knobs.bn)))
     score, scale = _scaled(frame.task.body[0])
-    plan = _Plan(s, ax, knobs, boxes, (precision[0], precision[1]), state, query, score, scale)
+    plan = _Plan(s, ax, knobs, boxes, (how[0], how[1]), state, query, score, scale)
     ax.start = namer.take(f"{ax.key.name}_0")
     keys = key_range(frame, ax.batch, ax.rows, ax.key, "BM")
     steps = _loops(frame, plan, keys)
@@ -144,7 +145,7 @@ def _query(frame: Frame, s: Stream, ax: _Axes, box: TileBox | None, knobs: Knobs
         name, lines = described(frame, s.query, box, scalars, ("pid_row * BM", "0"), ("BM", "DEPTH"), sizes)
         return lines, name
     scope = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.depth, "[None, :]")], frame.task.ranges))
-    name = factor(scope, s.query, ax.depth, s.operand, "q")
+    name = factor(scope, s.query, ax.depth, s.kind(s.query), "q")
     return scope.lines, name
 
 
@@ -179,7 +180,7 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
     by = repr(plan.scale * math.log2(math.e))
     own = [
         *copies,
-        f'{score} = tl.dot({plan.query}, {keys}, tl.zeros((BM, BN), tl.float32), input_precision="{plan.precision[0]}")',
+        f"{score} = tl.dot({plan.query}, {keys}, tl.zeros((BM, BN), tl.float32), {plan.how[0]})",
         *tile.lines,
         f"{score} = {shown}" if shown != score else "",
         f"{high} = tl.maximum({top}, tl.max({score}, 1))",
@@ -188,7 +189,7 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
         f"{weights} = tl.exp2(({score} - {centre}[:, None]) * {by})",
         *later,
         f"{total} = {total} * {scale} + tl.sum({weights}, 1)",
-        f'{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], input_precision="{plan.precision[1]}")',
+        f"{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], {plan.how[1]})",
         f"{top} = {high}",
     ]
     used = key.lines or _named(key.name, own)
@@ -206,7 +207,7 @@ def _copies(frame: Frame, plan: _Plan, key: Axis) -> tuple[list[str], str, str, 
         keys = f"tl.trans({name})"
     else:
         left = Scope(frame, View([(ax.batch, ""), (ax.depth, "[:, None]"), (key, "[None, :]")], ranges))
-        keys, first = factor(left, s.keys, ax.depth, s.operand, "k"), left.lines
+        keys, first = factor(left, s.keys, ax.depth, s.kind(s.keys), "k"), left.lines
     if (box := plan.boxes[2]) is not None:
         sizes = (ax.key.block, ax.columns.block)
         values, second = described(frame, s.value, box, scalars, (ax.start, "0"), ("BN", "WIDTH"), sizes)

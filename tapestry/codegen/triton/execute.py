@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tapestry.codegen.triton.interpreter import corrected
 from tapestry.codegen.triton.source import Pass, TritonKernel
 from tapestry.errors import BuildError, TapestryError
+from tapestry.ir.types import FLOAT8
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +95,7 @@ def scratch(tk: TritonKernel, device: torch.device) -> list[torch.Tensor]:
 
     kinds = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "bool": torch.bool}
     kinds |= {f"{s}{n}": getattr(torch, f"{'u' if s == 'u' else ''}int{n}") for s in "iu" for n in (8, 16, 32, 64)}
+    kinds |= dict.fromkeys(FLOAT8, torch.uint8)
     return [torch.empty(n, dtype=kinds[d], device=device) for d, n in tk.scratch]
 
 
@@ -101,12 +104,24 @@ def arguments(one: Pass, buffers: Sequence[torch.Tensor]) -> list[Any]:
     out: list[Any] = []
     for param, at in zip(one.params, one.takes, strict=True):
         if (d := one.descriptors.get(param)) is None:
-            out.append(buffers[at])
+            out.append(_viewed(buffers[at], one.signature[param]))
             continue
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        out.append(TensorDescriptor(buffers[at], list(d.shape), list(d.strides), list(d.block)))
+        base = _viewed(buffers[at], one.signature[param])
+        out.append(TensorDescriptor(base, list(d.shape), list(d.strides), list(d.block)))
     return out
+
+
+_FLOAT8 = {"fp8e4nv": "float8_e4m3fn", "fp8e4b8": "float8_e4m3fnuz", "fp8e5": "float8_e5m2", "fp8e5b16": "float8_e5m2fnuz"}
+
+
+def _viewed(buffer: torch.Tensor, signature: str) -> torch.Tensor:
+    """A buffer as what a parameter is declared to be: floats of 8 bits are held as bits."""
+    import torch
+
+    kind = next((torch_name for name, torch_name in _FLOAT8.items() if re.match(rf"(\*|tensordesc<){name}\b", signature)), None)
+    return buffer if kind is None else buffer.view(getattr(torch, kind))
 
 
 def launch_options(one: Pass) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from dataclasses import fields
 from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.lowered import points
 from tapestry.codegen.triton.operation import Operation
-from tapestry.codegen.triton.primitives import HALVES
 from tapestry.codegen.triton.work import work_of
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
@@ -62,8 +61,8 @@ def precision_text(found: Operation) -> str | None:
         operands = [found.streamed.operand, found.streamed.weights]
     if not operands:
         return None
-    told = [f"{d} on matrix units" if d in HALVES else f"f32 ({found.precision})" for d in dict.fromkeys(operands)]
-    return f"products of {' and '.join(told)}, summed in f32"
+    told = [f"f32 ({found.precision})" if d == "f32" else f"{d} on matrix units" for d in dict.fromkeys(operands)]
+    return f"products of {' and '.join(told)}, summed in {'i32' if operands == ['i8'] else 'f32'}"
 
 
 def _buffer(box: Box, dtype: str) -> str:

@@ -180,6 +180,35 @@ def philox(key, stream, draw, word, index):
     out = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
     return out.to(tl.int64)
 ''',
+    "f8e4m3fn": '''
+def f8e4m3fn(bits):
+    """A float of 8 bits (4 of exponent, no infinities) as f16: in its place its exponent is 8 too small."""
+    wide = bits.to(tl.uint16)
+    value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+''',
+    "f8e4m3fnuz": '''
+def f8e4m3fnuz(bits):
+    """A float of 8 bits (4 of exponent, no infinities, no -0) as f16: in its place its exponent is 7 too small."""
+    wide = bits.to(tl.uint16)
+    value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 128.0
+    return tl.where(wide == 0x80, float("nan"), value)
+''',
+    "f8e5m2": '''
+def f8e5m2(bits):
+    """A float of 8 bits (5 of exponent) as f16: its upper half."""
+    return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+''',
+    "f8e5m2fnuz": '''
+def f8e5m2fnuz(bits):
+    """A float of 8 bits (5 of exponent, no infinities, no -0) as f16: its exponent is one too large."""
+    wide = bits.to(tl.uint16)
+    top = (wide & 0x7C) == 0x7C
+    whole = (wide << 8).to(tl.float16, bitcast=True) * 0.5
+    less = ((wide << 8) ^ 0x4000).to(tl.float16, bitcast=True)
+    value = tl.where(top, less * 32768.0, whole)
+    return tl.where(wide == 0x80, float("nan"), value)
+''',
 }
 
 

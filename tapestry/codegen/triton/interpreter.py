@@ -1,9 +1,10 @@
-"""Four defects of Triton's interpreter (3.6 to 3.9) that would make right kernels come out wrong on the CPU, put right.
+"""Five defects of Triton's interpreter (3.6 to 3.9) that would make right kernels come out wrong on the CPU, put right.
 
 It keeps bf16 as the 16-bit integers that hold the bits, and multiplies those integers in ``tl.dot``. It labels the result
 of a comparison with the dtype of what was compared, and so turns a scalar's truth value into a float when it spreads it
-over a tile. It cuts f32 off to bf16 where a GPU rounds to the nearest. In 3.6, bounds of loops are arrays of one element,
-which numpy since 2.4 does not take for numbers.
+over a tile. It cuts f32 off to bf16 where a GPU rounds to the nearest, and takes integers for the bits of one. It takes the
+NaN of an 8-bit float for a number, and multiplies such floats in f16, in which products overflow. In 3.6, bounds of loops are
+arrays of one element, which numpy since 2.4 does not take for numbers.
 """
 
 from __future__ import annotations
@@ -17,15 +18,30 @@ from typing import Any
 @contextmanager
 def corrected() -> Iterator[None]:
     """Run kernels in the interpreter as a GPU would: see above; and no numpy warnings of overflow or 0/0."""
+    import ml_dtypes
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder: Any = interpreter.InterpreterBuilder
     dot, splat, cast = builder.create_dot, builder.create_splat, builder.cast_impl
+    convert = builder.create_fp_to_fp
     patch_tensor = interpreter._patch_lang_tensor
 
+    small: dict[Any, Any] = {
+        tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e4b8: ml_dtypes.float8_e4m3fnuz, tl.float8e5: ml_dtypes.float8_e5m2,
+        tl.float8e5b16: ml_dtypes.float8_e5m2fnuz,
+    }  # fmt: skip
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        if src.dtype.scalar not in small:
+            return convert(self, src, dst_type, rounding)
+        exact = interpreter.TensorHandle(_floats(src.data, small[src.dtype.scalar]), tl.float32)
+        return exact if dst_type.scalar == tl.float32 else self.cast_impl(exact, dst_type)
+
     def widened(handle: Any) -> Any:
+        if handle.dtype.scalar in small:
+            return interpreter.TensorHandle(_floats(handle.data, small[handle.dtype.scalar]), tl.float32)
         if handle.dtype.scalar != tl.bfloat16:
             return handle
         bits = handle.data.astype(np.uint32) << 16
@@ -39,6 +55,8 @@ def corrected() -> Iterator[None]:
         return splat(self, *head, interpreter.TensorHandle(arg.data, tl.int1) if arg.data.dtype == np.bool_ else arg)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar.is_int() and dst_type.scalar == tl.bfloat16:
+            src = cast(self, src, tl.float32)
         if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
             return cast(self, src, dst_type)
         bits = np.ascontiguousarray(src.data, np.float32).view(np.uint32).reshape(np.shape(src.data))
@@ -51,6 +69,7 @@ def corrected() -> Iterator[None]:
         scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
 
     builder.create_dot, builder.create_splat, builder.cast_impl = create_dot, create_splat, cast_impl
+    builder.create_fp_to_fp = create_fp_to_fp
     interpreter._patch_lang_tensor = patch_lang_tensor
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -59,3 +78,11 @@ def corrected() -> Iterator[None]:
     finally:
         interpreter._patch_lang_tensor = patch_tensor
         builder.create_dot, builder.create_splat, builder.cast_impl = dot, splat, cast
+        builder.create_fp_to_fp = convert
+
+
+def _floats(bits: Any, kind: Any) -> Any:
+    """Floats of 8 bits as f32."""
+    import numpy as np
+
+    return np.ascontiguousarray(bits).view(kind).astype(np.float32).reshape(np.shape(bits))

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from tapestry.codegen.triton.chips import Chip, chip_of
 from tapestry.codegen.triton.descriptors import aligned, operand_boxes
 from tapestry.codegen.triton.lowered import Access, Task, points
-from tapestry.codegen.triton.operation import Operation
-from tapestry.codegen.triton.primitives import HALVES
-from tapestry.codegen.triton.tiles import Contraction, Selection, Stream, power_of_two, row_dims, turned
+from tapestry.codegen.triton.operation import Operation, on_chip
+from tapestry.codegen.triton.primitives import HALVES, INT8, operand_size
+from tapestry.codegen.triton.tiles import Contraction, Selection, Stream, exact_dtype, power_of_two, row_dims, turned
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.types import itemsize
+from tapestry.ir.types import FLOAT8, itemsize
 
 LONGEST = 16384  # elements of a row that are kept in registers, by up to 16 warps
 
@@ -72,6 +72,7 @@ def candidates(operation: Operation, target: str = "sm90") -> Iterator[Knobs]:
         TapestryError: unknown target.
     """
     chip = chip_of(target)
+    operation = on_chip(operation, chip)
     if operation.kind == "dot" and operation.product is not None:
         found = _either(operation, chip)
     elif operation.kind == "stream" and operation.streamed is not None:
@@ -87,8 +88,8 @@ def candidates(operation: Operation, target: str = "sm90") -> Iterator[Knobs]:
 
 # contractions -----------------------------------------------------------------------------------------------------------
 
-# (bm, bn, bk, stages, warps) for 16-bit operands; bk counts elements of 2 bytes. The large ones are those that Inductor seeds
-# its persistent TMA template with on Hopper, the others halve them down to what small extents fill.
+# (bm, bn, bk, stages, warps) for operands of 16 or 8 bits; bk counts elements of 2 bytes. The large ones are those that
+# Inductor seeds its persistent TMA template with on Hopper, the others halve them down to what small extents fill.
 _HALF = (
     (128, 256, 64, 3, 8), (256, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4),
     (64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 32, 64, 4, 4), (64, 32, 64, 4, 4), (64, 16, 128, 4, 4),
@@ -123,18 +124,20 @@ def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
     c = operation.product
     assert c is not None
     m, n, k = points(c.m), points(c.n), points(c.k) * points(c.taps)
-    half, ready = c.operand in HALVES, chip.descriptors and operand_boxes(operation.task, c) is not None
+    half, ready = c.operand != "f32", chip.descriptors and operand_boxes(operation.task, c) is not None
     table = _HALF if half else _IEEE if operation.precision == "ieee" else _TF32
-    size, smooth = 2 if half else 4, _smooth(operation, c)
+    size, smooth = operand_size(c.operand), _smooth(operation, c)
     rough = half and not c.masked and not (ready or aligned(operation.task, c))
+    least = 16 if size > 1 else 32  # points of k that a matrix instruction takes
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
-    gathered = rough or (half and not ready and not _runs(operation, c))  # elements one by one
+    gathered = rough or (half and not ready and not (smooth if size == 1 else _runs(operation, c)))  # elements one by one
     slow = max(3.0, chip.flops[c.operand] / chip.units / _GATHERED) if gathered else 1.0
     found: list[tuple[float, Knobs]] = []
     for bm, bn, bk, stages, warps in table:
         if (half or operation.precision != "ieee") and chip.arch in (90, 100) and bm < 64 <= m and n >= 64:
             continue  # wgmma and tcgen05 take 64 rows at least
-        bk = min(16 if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(16, power_of_two(points(c.k))))
+        bk = bk * 2 // size if half else bk
+        bk = min(least if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(least, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue
         if chip.arch == 80 and bm * bn * len(c.pairs) >= 128 * 128:
@@ -144,16 +147,21 @@ def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
         most = (128 * 256 if len(c.pairs) == 1 or chip.arch in (90, 100) else 128 * 128) if half else 64 * 64 * 2
         if bm * bn * len(c.pairs) > max(most, bm * bn if len(c.pairs) == 1 else 0):
             continue  # each sum has an accumulator of its own
+        if c.operand == "f8" and chip.arch == 90 and bm * bn * len(c.pairs) > 64 * 32 * warps:
+            continue  # running sums beside the accumulators (`emit_dot.dot_options`)
         stages = min(stages, 2) if chip.backend == "hip" else stages
+        if c.operand == "i8" and chip.arch == 80 and bm * bn * len(c.pairs) > 128 * 128:
+            continue  # ptxas spills
         while stages > 2 and stages * (bm * tall + bn * wide) * bk * size > chip.shared:
             stages -= 1
-        if stages * (bm * tall + bn * wide) * bk * size > chip.shared and chip.backend != "hip":
+        if (held := stages * (bm * tall + bn * wide) * bk * size) > chip.shared and chip.backend != "hip":
             continue
+        held += bm * bn * _stored(operation, chip)
         for parts in _PARTS:
             if parts > 1 and not splits(operation, parts, bk):
                 continue
             knobs = Knobs(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
-            for each in _forms(knobs, ready, c, chip):
+            for each in _forms(knobs, ready, c, chip, held):
                 seconds = _dot_seconds(each, (points(c.batch), m, n, k), c.operand, operation.precision, chip)
                 found.append((seconds * slow, each))
     return sorted(found, key=lambda f: f[0])
@@ -171,12 +179,25 @@ def splits(operation: Operation, parts: int, depth: int = 1) -> str:
     return max(whole, key=lambda d: d.size).name if whole else ""
 
 
-def _forms(knobs: Knobs, ready: bool, c: Contraction, chip: Chip) -> Iterator[Knobs]:
-    """The same tiles with plain loads, and with descriptors on a persistent grid where the chip has them."""
+def _forms(knobs: Knobs, ready: bool, c: Contraction, chip: Chip, held: int) -> Iterator[Knobs]:
+    """The same tiles with plain loads, and with descriptors on a persistent grid where the chip has them.
+
+    ``held`` are the bytes of shared memory that a persistent program needs: it loads a tile while it stores another.
+    """
     if ready and knobs.bm >= 64 and knobs.bn >= 16:
         tiles = -(-points(c.m) // knobs.bm) * -(-points(c.n) // knobs.bn) * points(c.batch) * knobs.split_k
-        yield replace(knobs, descriptors=True, persistent=tiles > chip.units)
+        yield replace(knobs, descriptors=True, persistent=tiles > chip.units and held <= chip.shared)
     yield knobs
+
+
+def _stored(operation: Operation, chip: Chip) -> int:
+    """Bytes of shared memory per cell of a tile that is stored: the results on their way to a descriptor.
+
+    On Blackwell, sums that meet something that is read are laid out anew, in f32.
+    """
+    task = operation.task
+    met = chip.arch == 100 and task.mode == "full" and bool(arg_positions(task.then))
+    return max(itemsize(a.dtype) for a in task.outs) + (4 if met else 0)
 
 
 def _dot_seconds(k: Knobs, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip) -> float:
@@ -186,8 +207,8 @@ def _dot_seconds(k: Knobs, extents: tuple[int, int, int, int], operand: str, pre
     the addresses and the start of each tile out of the way.
     """
     batch, m, n, depth = extents
-    size = 2 if operand in HALVES else 4
-    peak = chip.flops[operand] if operand in HALVES else chip.flops["vector" if precision == "ieee" else "tf32"]
+    size = operand_size(operand)
+    peak = chip.flops["vector" if precision == "ieee" else "tf32"] if operand == "f32" else chip.flops[operand]
     peak /= 3 if precision == "tf32x3" and size == 4 else 1
     rate = peak / chip.units * min(1.0, (k.bm * k.bn / (k.bm + k.bn) / 85) ** 0.5) * (1.0 if k.descriptors else 0.8)
     rate *= 0.97 if k.num_warps == 4 and k.bm * k.bn >= 128 * 128 and not k.warp_specialize else 1.0
@@ -205,17 +226,18 @@ def _dot_seconds(k: Knobs, extents: tuple[int, int, int, int], operand: str, pre
 
 def _runs(operation: Operation, c: Contraction) -> bool:
     """Whether every operand lies contiguous along k or, unchecked, along its own dimension."""
-    reads = [a for p, a in operation.task.reads.items() if p in arg_positions(tuple(e for pair in c.pairs for e in pair))]
-    return all(_contiguous(a, c.k) or (not a.checks and _contiguous(a, c.m + c.n)) for a in reads)
+    return all(_contiguous(a, c.k) or (not a.checks and _contiguous(a, c.m + c.n)) for a in _factors(operation, c))
 
 
 def _smooth(operation: Operation, c: Contraction) -> bool:
     """Whether every operand lies contiguous along k, so that a tile's rows are copied 16 bytes at a time."""
-    return all(
-        _contiguous(a, c.k)
-        for p, a in operation.task.reads.items()
-        if p in arg_positions(tuple(e for pair in c.pairs for e in pair))
-    )
+    return all(_contiguous(a, c.k) for a in _factors(operation, c))
+
+
+def _factors(operation: Operation, c: Contraction) -> list[Access]:
+    """The reads that the factors are made of."""
+    used = arg_positions(tuple(c.value(e, operation.task) for pair in c.pairs for e in pair))
+    return [a for p, a in operation.task.reads.items() if p in used]
 
 
 # streaming sums ---------------------------------------------------------------------------------------------------------
@@ -237,7 +259,7 @@ _PLAIN = {"wide": ((32, 16, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)), "64": ((32, 
 
 def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
     """Candidates of a streaming sum, by rows (bm) and keys (bn) of a tile; the heads' widths are whole."""
-    half = s.operand in HALVES and s.weights in HALVES
+    half = s.operand != "f32" and s.weights in HALVES
     wide = max(points(s.depth), points(s.columns))
     rows, keys = max(16, power_of_two(points(s.rows))), max(16, power_of_two(s.key.size))
     table = _STREAMS["wide" if wide > 128 else "128" if wide > 64 else "64"] if half else _PLAIN["wide" if wide > 64 else "64"]
@@ -245,6 +267,9 @@ def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
         table = (table[1], table[0], *table[2:])  # ptxas spills with the other
     if half and 64 < wide <= 128 and chip.arch == 100:
         table = (table[1], table[0], *table[2:])  # 128 keys: a program has the multiprocessor's tensor memory for itself
+    small = {exact_dtype(e) for e in (s.query, s.keys, s.value)} & (FLOAT8 | INT8)
+    if half and wide > 64 and not chip.descriptors and small:
+        table = tuple(row for row in table if row[0] <= 64)  # what is widened to f16 passes through registers
     tall = points(s.batch) * -(-points(s.rows) // table[0][0])
     for bm, bn, warps, stages in table:
         if bm > rows and bm > 16:

@@ -13,6 +13,7 @@ from tapestry.codegen.torch_cpu.scalars import TORCH_DTYPES
 from tapestry.codegen.triton.launch import Call
 from tapestry.codegen.triton.launch import bind as bind_kernel
 from tapestry.codegen.triton.lowered import Access, lower, points
+from tapestry.codegen.triton.primitives import HALVES
 from tapestry.codegen.triton.source import generate
 from tapestry.codegen.triton.tiles import bare_read, contraction
 from tapestry.ir.expr import Acc
@@ -29,7 +30,7 @@ def bind(graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], outs: Seque
         return None
     task = lower(graph, kernel)
     c = contraction(task)
-    if c is None or c.more:
+    if c is None or c.more or c.operand not in (*HALVES, "f32"):
         return None
     where = [bare_read(c.a), bare_read(c.b)]
     if None in where or any(task.reads[p].checks for p in where if p is not None):
@@ -42,7 +43,7 @@ def bind(graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], outs: Seque
         if x is None or not task.reads[p].offset.is_affine:
             return None
         views.append(_strided(x, task.reads[p], dims))
-    if views[0].dtype != views[1].dtype:
+    if {access.dtype for p in where if p is not None for access in [task.reads[p]]} != {c.operand}:
         return None
     batch, m, n, k = points(c.batch), points(c.m), points(c.n), points(reduced)
     a, b = views[0].reshape(batch, m, k), views[1].reshape(batch, k, n)

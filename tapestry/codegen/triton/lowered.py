@@ -17,7 +17,7 @@ from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, span, substit
 from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.state import state_box, varies
 from tapestry.ir.text import expr as expr_text
-from tapestry.ir.types import STORED
+from tapestry.ir.types import FLOAT8, STORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def unavailable(graph: Graph, op: int) -> str:
     found = graph.ops[op]
     if isinstance(found, Opaque):
         return f"ONNX {found.kind} has no affine structure to generate a kernel from" + (f": {found.why}" if found.why else "")
-    if any(graph.tensors[t].dtype in STORED for t in (*found.inputs, *found.outs)):
+    if any(graph.tensors[t].dtype in STORED - FLOAT8 for t in (*found.inputs, *found.outs)):
         return "Triton has no such element type"
     return ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tapestry.codegen.triton.chips import Chip
 from tapestry.codegen.triton.lowered import Task, lower, points
 from tapestry.codegen.triton.regroup import split_groups
 from tapestry.codegen.triton.scans import scan_of, scan_task
@@ -61,6 +62,17 @@ def operation(graph: Graph, kernel: Kernel, precision: str = "ieee") -> Operatio
 
     found = classified(lower(graph, kernel), precision)
     return replace(found, staged=staged(graph, kernel, found)) if found.kind == "dot" else found
+
+
+def on_chip(found: Operation, chip: Chip) -> Operation:
+    """The operation with operands that the chip's matrix units take: floats of 8 bits that they do not take become f16."""
+    product, streamed = found.product, found.streamed
+    if product is not None and product.operand == "f8" and not product.kinds <= chip.float8:
+        product = replace(product, operand="f16")
+    if streamed is not None and streamed.operand == "f8" and not streamed.kinds <= chip.float8:
+        streamed = replace(streamed, operand="f16")
+    copied = found.staged and replace(found.staged, product=on_chip(found.staged.product, chip))
+    return replace(found, product=product, streamed=streamed, staged=copied)
 
 
 def classified(task: Task, precision: str = "ieee") -> Operation:

@@ -60,8 +60,18 @@ def in_parts(operation: Operation, name: str, parts: int) -> Parts:
         reads={**after, **{base + k: a for k, a in enumerate(states)}},
     )  # fmt: skip
     return Parts(
-        first=classified(first, operation.precision), second=classified(second, operation.precision), scratch=scratch, base=base
-    )
+        first=_alike(classified(first, operation.precision), operation), second=classified(second, operation.precision),
+        scratch=scratch, base=base,
+    )  # fmt: skip
+
+
+def _alike(part: Operation, whole: Operation) -> Operation:
+    """A part with the operands that were chosen for the whole."""
+    if part.product is not None and whole.product is not None:
+        return replace(part, product=replace(part.product, operand=whole.product.operand))
+    if part.streamed is not None and whole.streamed is not None:
+        return replace(part, streamed=replace(part.streamed, operand=whole.streamed.operand))
+    return part
 
 
 def _fields(operation: Operation) -> list[tuple[Dim, ...]]:

@@ -8,18 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tapestry.ir.types import FLOATS, itemsize
+from tapestry.ir.types import FLOAT8, FLOATS, itemsize
 
 TRITON_TYPES: dict[str, str] = {
     "f64": "tl.float64", "f32": "tl.float32", "f16": "tl.float16", "bf16": "tl.bfloat16", "i64": "tl.int64", "i32": "tl.int32",
     "i16": "tl.int16", "i8": "tl.int8", "u64": "tl.uint64", "u32": "tl.uint32", "u16": "tl.uint16", "u8": "tl.uint8",
     "bool": "tl.int1",
+    "f8e4m3fn": "tl.float8e4nv", "f8e4m3fnuz": "tl.float8e4b8", "f8e5m2": "tl.float8e5", "f8e5m2fnuz": "tl.float8e5b16",
 }  # fmt: skip
 POINTERS: dict[str, str] = {
     "f64": "*fp64", "f32": "*fp32", "f16": "*fp16", "bf16": "*bf16", "i64": "*i64", "i32": "*i32", "i16": "*i16", "i8": "*i8",
-    "u64": "*u64", "u32": "*u32", "u16": "*u16", "u8": "*u8", "bool": "*i1",
+    "u64": "*u64", "u32": "*u32", "u16": "*u16", "u8": "*u8", "bool": "*i1", **dict.fromkeys(FLOAT8, "*u8"),
 }  # fmt: skip
+"""Floats of 8 bits are bits, but for the operands of a matrix unit that takes them (`NARROW_POINTERS`)."""
+NARROW_POINTERS = {"f8e4m3fn": "*fp8e4nv", "f8e4m3fnuz": "*fp8e4b8", "f8e5m2": "*fp8e5", "f8e5m2fnuz": "*fp8e5b16"}
 HALVES = frozenset({"f16", "bf16"})
+INT8 = frozenset({"i8", "u8"})
+_EXACT_IN_HALF = FLOAT8 | INT8
+EXACT_IN = {"f32": _EXACT_IN_HALF | HALVES, "f16": _EXACT_IN_HALF, "bf16": _EXACT_IN_HALF, "i32": INT8}
+"""Casts that lose nothing, by what they give; 8 bits of integer are the significand of a bf16."""
+
+
+def common_operand(kinds: frozenset[str]) -> str:
+    """What a product of factors that are exactly of some dtypes is computed on: ``i8`` and ``f8`` (each factor with a kind of
+    its own) where all have 8 bits, else the shorter of f16, bf16 and f32 that holds them all.
+    """  # fmt: skip
+    if kinds <= INT8:
+        return "i8"
+    if kinds <= FLOAT8:
+        return "f8"
+    return next((half for half in ("f16", "bf16") if kinds <= EXACT_IN[half] | {half}), "f32")
+
+
+def operand_size(operand: str) -> int:
+    """Bytes of an operand of `common_operand`."""
+    return 1 if operand == "f8" else itemsize(operand)
 
 
 def compute(dtype: str) -> str:
@@ -88,8 +111,19 @@ def row(fn: str, dtype: str) -> str:
     return found if isinstance(found, str) else found(dtype)
 
 
-def cast_text(text: str, source: str, target: str) -> str:
-    """ONNX Cast. A cast to f16 or bf16 rounds to it and goes on in f32."""
+def widened(text: str, source: str, target: str, native: frozenset[str]) -> str:
+    """A value loaded in a dtype as one of another that holds it exactly; ``native`` are the floats of 8 bits that convert."""
+    if source in FLOAT8:
+        bare = f"{text}.to({TRITON_TYPES[source]}, bitcast=True)" if source in native else f"@{source}({text})"
+        return bare if source not in native and target == "f16" else f"{bare}.to({TRITON_TYPES[target]})"
+    return f"{text}.to({TRITON_TYPES[target]})"
+
+
+def cast_text(text: str, source: str, target: str, native: frozenset[str]) -> str:
+    """ONNX Cast. A cast to f16 or bf16 rounds to it and goes on in f32; one from a float of 8 bits begins there."""
+    if source in FLOAT8:
+        exact = widened(text, source, "f32", native)
+        return f"{exact}.to(tl.float64)" if target == "f64" else exact
     if target == "bool":
         return f"({text} != 0)"
     narrow = f"{text}.to({TRITON_TYPES[target]})"

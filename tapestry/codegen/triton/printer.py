@@ -20,10 +20,14 @@ class Printer:
 
     Attributes:
         helpers: names of the helper functions used (`helpers.HELPERS`).
+        native: floats of 8 bits that the chip converts.
     """
 
-    def __init__(self, leaf: Callable[[Expr], str], lines: list[str], namer: Namer, helpers: set[str]) -> None:
-        self.leaf, self.lines, self.namer, self.helpers = leaf, lines, namer, helpers
+    def __init__(
+        self, leaf: Callable[[Expr], str], lines: list[str], namer: Namer, helpers: set[str],
+        native: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.leaf, self.lines, self.namer, self.helpers, self.native = leaf, lines, namer, helpers, native
         self._same: dict[tuple[object, ...], int] = {}  # structure -> number of the distinct expression
         self._number: dict[int, int] = {}  # id of an Expr object -> the same (objects are kept alive by _kept)
         self._kept: list[Expr] = []
@@ -68,7 +72,7 @@ class Printer:
 
     def _call(self, e: Call) -> str:
         if e.fn == "cast":
-            return cast_text(self._argument(e.args[0]), e.args[0].dtype, e.dtype)
+            return self.helped(cast_text(self._argument(e.args[0]), e.args[0].dtype, e.dtype, self.native))
         if e.fn == "pow" and (power := _small_power(e.args[1])):
             return "(" + " * ".join([self._argument(e.args[0], named=True)] * power) + ")"
         operands = list(e.args[1:] if e.fn == "where" else e.args)
@@ -78,11 +82,14 @@ class Printer:
         bare = takes and any(not isinstance(a, Const) for a in operands)
         heads = [self._argument(a) for a in e.args[: len(e.args) - len(operands)]]
         tails = [self._argument(a, bare=bare, named=text.count("{0}") > 1) for a in operands]
-        out = text.format(*heads, *tails)
-        if out.startswith("@"):
-            self.helpers.add(out[1 : out.index("(")])
-            return out[1:]
-        return out
+        return self.helped(text.format(*heads, *tails))
+
+    def helped(self, text: str) -> str:
+        """A text with the helper that it begins with noted."""
+        if not text.startswith("@"):
+            return text
+        self.helpers.add(text[1 : text.index("(")])
+        return text[1:]
 
     def _argument(self, e: Expr, *, bare: bool = False, named: bool = False) -> str:
         """Text of an argument: a bare literal where the operator gives it its dtype, a variable where it stands twice."""

@@ -9,7 +9,7 @@ from typing import Any
 from tapestry.codegen.triton.chips import CHIPS, Chip
 from tapestry.codegen.triton.compile import Compiled, Resources
 from tapestry.codegen.triton.lowered import points
-from tapestry.codegen.triton.operation import operation
+from tapestry.codegen.triton.operation import on_chip, operation
 from tapestry.codegen.triton.source import Pass, TritonKernel
 from tapestry.codegen.triton.work import roofline, work_of
 from tapestry.ir.graph import Block, Graph
@@ -17,7 +17,7 @@ from tapestry.ir.kernel import Kernel
 from tapestry.ir.types import itemsize
 
 # the matrix instructions of any chip, fastest first, as opcodes begin
-MATRIX = ("UTCHMMA", "UTCQMMA", "HGMMA", "QGMMA", "HMMA", "v_mfma")
+MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "IMMA", "HMMA", "v_mfma")
 
 
 def occupancy(found: Resources, warps: int, chip: Chip) -> float:
@@ -43,8 +43,9 @@ def rows_of(
     """A row for each pass of a kernel; work and roofline are those of the whole kernel and stand in its last row."""
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
-    found = operation(graph, kernel, made.precision)
-    work, chip = work_of(graph, kernel, found), CHIPS[compiled[0].target]
+    chip = CHIPS[compiled[0].target]
+    found = on_chip(operation(graph, kernel, made.precision), chip)
+    work = work_of(graph, kernel, found)
     knobs = {f.name: getattr(made.knobs, f.name) for f in fields(made.knobs)}
     out: list[dict[str, Any]] = []
     copies = len(made.passes) - 1 - _in_parts(made)

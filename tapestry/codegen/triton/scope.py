@@ -11,6 +11,7 @@ from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES, compute, li
 from tapestry.codegen.triton.printer import Printer
 from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, Let, walk
 from tapestry.ir.index import Aff, Ranges, span
+from tapestry.ir.types import FLOAT8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Frame:
         assigned: variables that have a value already.
         pointers: names of the buffers that are accessed by pointer.
         descriptors: parameter to the name of its buffer and its descriptor.
+        native: floats of 8 bits that the chip converts and multiplies; ``operands``, names of the buffers whose pointers are
+            to such floats, because a matrix unit takes them as they are. Other buffers of them are bits.
     """
 
     task: Task
@@ -37,6 +40,8 @@ class Frame:
     assigned: set[str] = field(default_factory=set)
     pointers: set[str] = field(default_factory=set)
     descriptors: dict[str, tuple[str, Descriptor]] = field(default_factory=dict)
+    native: frozenset[str] = frozenset()
+    operands: set[str] = field(default_factory=set)
 
     def descriptor(self, name: str, d: Descriptor) -> str:
         """The parameter that is a descriptor of a buffer; the same one for equal descriptors."""
@@ -61,7 +66,7 @@ class Written:
     programs: int
 
 
-def frame(task: Task, name: str) -> tuple[Frame, str]:
+def frame(task: Task, name: str, native: frozenset[str] = frozenset()) -> tuple[Frame, str]:
     """Names for a task's kernel: the function's, then its dimensions' and tensors'."""
     function = Namer().take(name)  # a global: the variables inside may have the same name
     namer = Namer()
@@ -71,7 +76,8 @@ def frame(task: Task, name: str) -> tuple[Frame, str]:
     outs = [namer.take(a.tensor) for a in task.outs]
     namer.taken |= {f"{n}_ptr" for n in (*reads.values(), *states, *outs)}
     namer.taken -= set(held)  # the axes take these back
-    return Frame(task=task, namer=namer, reads=reads, states=states, outs=outs, wide=needs_64_bits(task)), function
+    wide = needs_64_bits(task)
+    return Frame(task=task, namer=namer, reads=reads, states=states, outs=outs, wide=wide, native=native), function
 
 
 def needs_64_bits(task: Task) -> bool:
@@ -99,7 +105,7 @@ class Scope:
     def __init__(self, frame: Frame, view: View, accs: tuple[str, ...] = ()) -> None:
         self.frame, self.view, self.accs = frame, view, accs  # accs: the inner values, in a body
         self.lines: list[str] = []
-        self.printer = Printer(self.leaf, self.lines, frame.namer, frame.helpers)
+        self.printer = Printer(self.leaf, self.lines, frame.namer, frame.helpers, frame.native)
         self._loaded: dict[int, str] = {}
         self._shared: dict[str, str] = {}
 
@@ -121,7 +127,7 @@ class Scope:
         """A variable with the elements of an access.
 
         Args:
-            raw: leave f16 and bf16 as they are, for a dot; else they become f32.
+            raw: leave f16 and bf16 as they are, for a dot; else they become f32. Floats of 8 bits are as they are, else bits.
             empty: value of lanes past the end, where it matters.
         """
         view = self.view
@@ -132,11 +138,13 @@ class Scope:
         masks += [view.laid(a, a.inside()) for a in tails]
         if any(a.block and a not in along for a in masked):
             offset += f" + tl.zeros({view.shape}, tl.int32)"
+        if native := raw and access.dtype in FLOAT8:
+            self.frame.operands.add(name)
         text = self._pointer(name, offset)
         if masks:
             text += f", mask={' & '.join(masks)}"
             if access.checks and access.other is not None:
-                text += f", other={literal(access.other, access.dtype)}"
+                text += f", other={literal(access.other, 'f32' if native else access.dtype)}"
             elif empty:
                 text += f", other={empty}"
         wide = ".to(tl.float32)" if access.dtype in HALVES and not raw else ""

@@ -22,9 +22,9 @@ from tapestry.codegen.triton.header import header
 from tapestry.codegen.triton.helpers import sources
 from tapestry.codegen.triton.knobs import Knobs, default_knobs, splits
 from tapestry.codegen.triton.lowered import lower, task_text
-from tapestry.codegen.triton.operation import Operation, operation
+from tapestry.codegen.triton.operation import Operation, on_chip, operation
 from tapestry.codegen.triton.passes import Parts, in_parts
-from tapestry.codegen.triton.primitives import POINTERS
+from tapestry.codegen.triton.primitives import NARROW_POINTERS, POINTERS
 from tapestry.codegen.triton.scope import Frame, Written, frame
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
@@ -104,7 +104,7 @@ def generate(
     target = plain(target)
     if CHIPS[target].backend == "hip" and precision == "tf32x3":
         precision = "ieee"  # AMD's matrix units multiply f32 as it is
-    found = operation(graph, kernel, precision)
+    found = on_chip(operation(graph, kernel, precision), CHIPS[target])
     chosen = knobs or default_knobs(found, target)
     op = graph.ops[kernel.op]
     name = identifier(op.source[-1] if op.source else op.outs[0]) + ("" if kernel.mode == "full" else f"_{kernel.mode}")
@@ -113,7 +113,7 @@ def generate(
     made: list[tuple[Frame, Written, Pass]] = []
     for k, (stage, turned, wish) in enumerate(stages):
         taken = {launch.function for _, _, launch in made}
-        held, function = frame(stage.task, wish if wish not in taken else f"{wish}{k}")
+        held, function = frame(stage.task, wish if wish not in taken else f"{wish}{k}", CHIPS[target].float8)
         written = _emit(held, stage, turned, chip_of(target))
         made.append((held, written, _pass(held, function, written, turned, buffers.of(held, k, len(stages)))))
     names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
@@ -152,7 +152,8 @@ def _pass(held: Frame, function: str, written: Written, knobs: Knobs, buffers: M
     """One launch; ``buffers`` gives the number of the buffer behind each variable name."""
     accesses = (*held.task.reads.values(), *held.task.states, *held.task.outs)
     names = (*held.reads.values(), *held.states, *held.outs)
-    params = [(f"{n}_ptr", POINTERS[a.dtype], n) for n, a in zip(names, accesses, strict=True) if n in held.pointers]
+    kinds = {n: (NARROW_POINTERS if n in held.operands else POINTERS)[a.dtype] for n, a in zip(names, accesses, strict=True)}
+    params = [(f"{n}_ptr", kind, n) for n, kind in kinds.items() if n in held.pointers]
     params += [(p, descriptor_type(d), n) for p, (n, d) in held.descriptors.items()]
     return Pass(
         function=function, grid=(written.programs,), num_warps=knobs.num_warps, num_stages=knobs.num_stages,

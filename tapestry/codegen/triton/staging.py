@@ -13,7 +13,7 @@ from math import prod
 from tapestry.codegen.triton.descriptors import tile_box
 from tapestry.codegen.triton.lowered import lower
 from tapestry.codegen.triton.operation import Operation, classified
-from tapestry.codegen.triton.primitives import HALVES
+from tapestry.codegen.triton.primitives import EXACT_IN, operand_size
 from tapestry.codegen.triton.tiles import Contraction, bare_read
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
@@ -46,13 +46,13 @@ class Staged:
 def staged(graph: Graph, kernel: Kernel, found: Operation) -> Staged | None:
     """The operation on copies of the operands that cannot be read by whole rows; ``None`` where that is of no use."""
     op, c = graph.ops[kernel.op], found.product
-    wide = c is not None and (c.operand in HALVES or found.precision != "ieee")
+    wide = c is not None and (c.operand != "f32" or found.precision != "ieee")
     if c is None or not isinstance(op, Block) or c.masked or not wide:
         return None
     copies: dict[int, tuple[Box, tuple[int, ...]]] = {}
     for pair in c.pairs:
         for side, e in enumerate(pair):
-            p = bare_read(e)
+            p = bare_read(c.value(e, found.task))
             if p is None or op.reads[p].tensor == "":
                 return None
             order = _order(graph, kernel, found, p, side)
@@ -69,7 +69,7 @@ def _order(graph: Graph, kernel: Kernel, found: Operation, p: int, side: int) ->
     c, op = found.product, graph.ops[kernel.op]
     assert c is not None and isinstance(op, Block)
     access, box = found.task.reads[p], kernel.ins[p]
-    if access.dtype not in (*HALVES, "f32") or box is None or len(box) < 2:
+    if access.dtype not in ("f32", *EXACT_IN["f32"]) or box is None or len(box) < 2:
         return None
     if _by_rows(found, c, p, side):
         return ()
@@ -89,7 +89,8 @@ def _by_rows(found: Operation, c: Contraction, p: int, side: int) -> bool:
     """Whether a factor's tiles are copied by a descriptor or in units of 16 bytes along k."""
     access = found.task.reads[p]
     first, second = (c.m, c.k) if side == 0 else (c.k, c.n)
-    if tile_box(access, first, second, found.task.ranges) is not None:
+    tile = tile_box(access, first, second, found.task.ranges)
+    if tile is not None and (operand_size(c.operand) > 1 or tile.turned == (side == 1)):
         return True
     step = _ALIGN // itemsize(access.dtype)
     rows = all(k % step == 0 for a, k in access.offset.terms if a != c.k[-1].name) if c.k else False

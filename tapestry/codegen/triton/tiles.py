@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.lowered import Task, points
-from tapestry.codegen.triton.primitives import HALVES
+from tapestry.codegen.triton.primitives import EXACT_IN, HALVES, INT8, common_operand
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import SUMS
 from tapestry.ir.state import counts_ones
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOAT8, FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Contraction:
     batch: tuple[Dim, ...]
     k: tuple[Dim, ...]
     taps: tuple[Dim, ...]
-    operand: str
+    operand: str  # `primitives.common_operand`
     masked: bool  # whether masks are over whole tiles after all
     more: tuple[tuple[Expr, Expr], ...] = ()  # factors of further sums side by side, with the same m and n
 
@@ -37,6 +37,23 @@ class Contraction:
     def pairs(self) -> tuple[tuple[Expr, Expr], ...]:
         """The factors of every sum."""
         return ((self.a, self.b), *self.more)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What the factors are exactly."""
+        return frozenset(exact_dtype(e) for pair in self.pairs for e in pair)
+
+    def kind(self, e: Expr) -> str:
+        """What one factor is multiplied as."""
+        return exact_dtype(e) if self.operand == "f8" else self.operand
+
+    def value(self, e: Expr, task: Task) -> Expr:
+        """What is loaded of one factor: of an integer less a zero point, the integer."""
+        found = narrow(e, task) if self.operand == "i8" else None
+        return found.value if found else e
+
+
+SUMMED = frozenset({"f32", "f16", "bf16", "i32"})  # dtypes of sums that matrix units make
 
 
 def power_of_two(n: int) -> int:
@@ -46,13 +63,32 @@ def power_of_two(n: int) -> int:
 
 def contraction(task: Task) -> Contraction | None:
     """The task as a matrix product, or ``None`` where ``tl.dot`` does not apply or does not pay."""
-    if task.monoid not in SUMS or any(e.dtype not in FLOATS - {"f64"} for e in task.body):
+    if task.monoid not in SUMS or any(e.dtype not in SUMMED for e in task.body):
         return None
     first, *others = [_sum_of_products(task, k) for k in range(len(task.body))]
-    shapes = [replace(c, a=first.a, b=first.b) if c and first else None for c in others]
-    if first is None or any(s != first for s in shapes):
+    if first is None or None in others:
         return None
-    return replace(first, more=tuple((c.a, c.b) for c in others if c))
+    found = replace(first, more=tuple((c.a, c.b) for c in others if c))
+    operand = _operand(found, task)  # of all of them
+    if not operand or any(c and replace(c, a=first.a, b=first.b) != first for c in others):
+        return None
+    return replace(found, operand=operand)
+
+
+def _operand(c: Contraction, task: Task) -> str:
+    """What the factors of all sums are multiplied as; ``""`` where matrix units have no such products."""
+    whole = [narrow(e, task) for pair in c.pairs for e in pair]
+    if all(whole):
+        # a sum of floats that are integers is one of integers if no sum of them can overflow, rounded once
+        most = max(n.largest for n in whole if n) ** 2 * points(task.reduce)
+        if all(e.dtype == "i32" for e in task.body) or most < 1 << 31:
+            return "i8"
+    if any(e.dtype not in FLOATS for e in task.body):
+        return ""
+    operand = common_operand(c.kinds)
+    if operand == "f8" and any(bare_read(e) is None for pair in c.pairs for e in pair):
+        return "f16"  # computed in f32, and not rounded for a product
+    return "f16" if operand == "i8" else operand
 
 
 def _sum_of_products(task: Task, field: int) -> Contraction | None:
@@ -60,7 +96,7 @@ def _sum_of_products(task: Task, field: int) -> Contraction | None:
     body = task.body[field]
     while isinstance(body, Call) and body.fn == "cast" and body.args[0].dtype in FLOATS:
         body = body.args[0]
-    if not (isinstance(body, Call) and body.fn == "mul") or body.dtype == "f64":
+    if not (isinstance(body, Call) and body.fn == "mul") or body.dtype not in SUMMED:
         return None
     a, b = body.args
     of_a, of_b = _dims(a, task), _dims(b, task)
@@ -71,15 +107,12 @@ def _sum_of_products(task: Task, field: int) -> Contraction | None:
     if points(m) < 64 <= points(n):  # matrix units take 64 rows at a time, but as few columns as 8
         a, b, m, n = b, a, n, m
     batch = tuple(d for d in task.dims if d not in m + n)
-    kinds = {exact_dtype(a), exact_dtype(b)}
-    operand = kinds.pop() if len(kinds) == 1 else "f32"
-    operand = operand if operand in HALVES else "f32"
     taps = _entangled(task)
     k = tuple(d for d in task.reduce if d not in taps)
     masked = bool(taps) and points(k) < 16
     if masked:  # too few for a tile's depth
         k, taps = task.reduce, ()
-    return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=k, taps=taps, operand=operand, masked=masked)
+    return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=k, taps=taps, operand="", masked=masked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +131,16 @@ class Stream:
     key: Dim
     depth: tuple[Dim, ...]
     operand: str  # of the first product
-    weights: str  # of the second
+    weights: str  # of the second: f16 for values of 8 bits, for weights rounded to 8 would show
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What the factors of the first product are exactly."""
+        return frozenset({exact_dtype(self.query), exact_dtype(self.keys)})
+
+    def kind(self, e: Expr) -> str:
+        """What one of them is multiplied as."""
+        return exact_dtype(e) if self.operand == "f8" else self.operand
 
 
 def stream(task: Task) -> Stream | None:
@@ -121,12 +163,13 @@ def stream(task: Task) -> Stream | None:
         batch = tuple(d for d in task.dims if d not in rows + columns)
         if points(columns) > 256:
             continue
-        kinds = {exact_dtype(q), exact_dtype(k)}
-        first = kinds.pop() if len(kinds) == 1 else "f32"
+        first = common_operand(frozenset({exact_dtype(q), exact_dtype(k)}))
+        if first == "i8" or (first == "f8" and None in (bare_read(q), bare_read(k))):
+            first = "f16"
         second = exact_dtype(value)
         return Stream(
-            query=q, keys=k, value=value, rows=rows, columns=columns, batch=batch, key=key, depth=s.dims,
-            operand=first if first in HALVES else "f32", weights=second if second in HALVES else "f32",
+            query=q, keys=k, value=value, rows=rows, columns=columns, batch=batch, key=key, depth=s.dims, operand=first,
+            weights="f16" if second in FLOAT8 | INT8 else second if second in HALVES else "f32",
         )  # fmt: skip
     return None
 
@@ -144,20 +187,50 @@ def _entangled(task: Task) -> tuple[Dim, ...]:
 
 def exact_dtype(e: Expr) -> str:
     """The dtype that an expression's value has before widening casts, which lose nothing."""
-    while isinstance(e, Call) and e.fn == "cast" and e.dtype == "f32" and e.args[0].dtype in HALVES:
-        e = e.args[0]
+    if isinstance(e, Call) and e.fn == "cast" and (inner := exact_dtype(e.args[0])) in EXACT_IN.get(e.dtype, ()):
+        return inner
     return e.dtype
 
 
 def bare_read(e: Expr) -> int | None:
     """The position of the read that an expression is, but for widening casts."""
-    while isinstance(e, Call) and e.fn == "cast" and e.dtype == "f32" and e.args[0].dtype in HALVES:
+    exact = exact_dtype(e)
+    while isinstance(e, Call) and e.fn == "cast" and e.dtype != exact:
         e = e.args[0]
     return e.pos if isinstance(e, Arg) else None
 
 
-def _dims(e: Expr, task: Task) -> frozenset[str]:
-    """Dimensions of more than one point that a value varies along."""
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """``value - shift``: an integer of 8 bits less a zero point that all points of the reduction share (``None`` for 0)."""
+
+    value: Expr
+    shift: Expr | None
+
+    @property
+    def largest(self) -> int:
+        """A bound on the absolute value of the difference, for zero points of the value's dtype."""
+        return 255 if self.shift is not None or self.value.dtype == "u8" else 128
+
+
+def narrow(e: Expr, task: Task) -> Narrow | None:
+    """A factor as an integer of 8 bits less a zero point; ``None`` where it is none."""
+    while isinstance(e, Call) and e.fn == "cast" and e.dtype in ("f32", "i32") and e.args[0].dtype in ("i32", *INT8):
+        e = e.args[0]
+    if e.dtype in INT8:
+        return Narrow(e, None)
+    if not (isinstance(e, Call) and e.fn == "sub" and e.dtype == "i32"):
+        return None
+    value, shift = (narrow(x, task) for x in e.args)
+    if value is None or value.shift is not None or dims_used(e.args[1], task) & {d.name for d in task.reduce}:
+        return None
+    z = e.args[1]
+    known = isinstance(z, Const) and int(z.value) in (range(-128, 128) if value.value.dtype == "i8" else range(256))
+    return Narrow(value.value, z) if known or (shift is not None and shift.shift is None) else None
+
+
+def dims_used(e: Expr, task: Task) -> frozenset[str]:
+    """Dimensions that an expression mentions, in its indices and reads."""
     out: set[str] = set()
     for x in walk(e):
         if isinstance(x, Index):
@@ -166,8 +239,13 @@ def _dims(e: Expr, task: Task) -> frozenset[str]:
             access = task.reads[x.pos]
             out |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
         elif isinstance(x, Let):
-            out |= _dims(task.inner[x.pos].body, task) - {d.name for d in task.inner[x.pos].dims}
-    return frozenset(d for d in out if task.ranges[d] > 1)
+            out |= dims_used(task.inner[x.pos].body, task) - {d.name for d in task.inner[x.pos].dims}
+    return frozenset(out)
+
+
+def _dims(e: Expr, task: Task) -> frozenset[str]:
+    """Dimensions of more than one point that a value varies along."""
+    return frozenset(d for d in dims_used(e, task) if task.ranges[d] > 1)
 
 
 def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
@@ -175,14 +253,7 @@ def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
     if not task.monoid or task.mode == "finish" or task.inner:
         return None
     kept = task.outs if task.mode == "partial" else ()  # a read of nothing varies along no dimension, its state may
-    used = frozenset[str]().union(*(dims_of(a.offset) for a in kept))
-    for e in task.body:
-        for x in _leaves(e):
-            if isinstance(x, Index):
-                used |= dims_of(x.aff)
-            elif (pos := getattr(x, "pos", None)) is not None:
-                access = task.reads[pos]
-                used |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
+    used = frozenset[str]().union(*(dims_of(a.offset) for a in kept), *(dims_used(e, task) for e in task.body))
     rows = tuple(d for d in task.dims if d.name in used or d.size == 1)
     columns = tuple(d for d in task.dims if d not in rows)
     return (rows, columns) if columns else None
@@ -192,11 +263,6 @@ def without_columns(task: Task) -> Task:
     """States alone (``partial``): the columns do not take part."""
     found = row_dims(task)
     return replace(task, dims=found[0]) if found else task
-
-
-def _leaves(e: Expr) -> list[Expr]:
-    args = getattr(e, "args", ())
-    return [x for a in args for x in _leaves(a)] if args else [e]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +292,7 @@ def selection(task: Task) -> Selection | None:
     for wanted, v in (test.args, test.args[::-1]):
         if not isinstance(v, Index) or v.aff - v.aff.const != dim(over.name):
             continue
-        used = _names(wanted, task)
+        used = dims_used(wanted, task)
         several = any(d.size > 1 for d in task.dims if d.name in used)  # one place is a scalar, not a vector of rows
         if several and over.name not in used:
             return Selection(
@@ -234,18 +300,6 @@ def selection(task: Task) -> Selection | None:
                 columns=tuple(d for d in task.dims if d.name not in used),
             )  # fmt: skip
     return None
-
-
-def _names(e: Expr, task: Task) -> frozenset[str]:
-    """Dimensions that an expression mentions."""
-    out: frozenset[str] = frozenset()
-    for x in walk(e):
-        if isinstance(x, Index):
-            out |= dims_of(x.aff)
-        elif isinstance(x, Arg):
-            access = task.reads[x.pos]
-            out |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
-    return out
 
 
 def turned(task: Task) -> tuple[int, int] | None:

@@ -54,14 +54,17 @@ def work_of(graph: Graph, kernel: Kernel, op: Operation) -> Work:
 
 def roofline(work: Work, op: Operation, chip: Chip) -> float:
     """Seconds that the chip needs at least: memory, matrix units and the other units each at their peak, side by side."""
-    operand = "f32"
-    if op.product is not None:
-        operand = op.product.operand
-    elif op.streamed is not None:
-        operand = op.streamed.operand
-    kind = operand if operand in chip.flops else "vector" if op.precision == "ieee" else "tf32"
-    peak = chip.flops[kind] / (3 if op.precision == "tf32x3" and kind == "tf32" else 1)
-    return max(work.bytes / chip.bandwidth, work.matrix_flops / peak, work.other_flops / chip.flops["vector"])
+    shares = [(op.product.operand if op.product is not None else "f32", 1)]
+    if (s := op.streamed) is not None:  # two products, by the FLOPs of each
+        shares = [(s.operand, points(s.depth)), (s.weights, points(s.columns))]
+    matrix = sum(n / _peak(operand, op.precision, chip) for operand, n in shares) / sum(n for _, n in shares)
+    return max(work.bytes / chip.bandwidth, work.matrix_flops * matrix, work.other_flops / chip.flops["vector"])
+
+
+def _peak(operand: str, precision: str, chip: Chip) -> float:
+    """FLOP/s of products of an operand."""
+    kind = operand if operand in chip.flops else "vector" if precision == "ieee" else "tf32"
+    return chip.flops[kind] / (3 if precision == "tf32x3" and kind == "tf32" else 1)
 
 
 def _flops(op: Operation) -> tuple[int, int]:
