@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from tapestry.ir.expr import Arg, Call, Expr, Index, Let, walk
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.index import dims_of
 from tapestry.ir.monoid import SUMS
+
+INT8 = frozenset({"i8", "u8"})
 
 
 def factors(op: Block) -> tuple[Expr, Expr] | None:
@@ -46,3 +48,35 @@ def dims_read(op: Block, e: Expr) -> frozenset[str]:
             inner = op.inner[x.pos]
             out |= dims_read(op, inner.body) - {d.name for d in inner.dims}
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """``value - shift``: an integer of 8 bits less a zero point of as many bits (``None`` for 0)."""
+
+    value: Expr
+    shift: Expr | None
+
+    @property
+    def largest(self) -> int:
+        """A bound on the absolute value of the difference."""
+        return 255 if self.shift is not None or self.value.dtype == "u8" else 128
+
+
+def narrow(e: Expr) -> Narrow | None:
+    """A factor as an integer of 8 bits less a zero point, which may vary along anything; ``None`` where it is none."""
+    while isinstance(e, Call) and e.fn == "cast" and e.dtype in ("f32", "i32") and e.args[0].dtype in ("i32", *INT8):
+        e = e.args[0]
+    if e.dtype in INT8:
+        return Narrow(e, None)
+    if not (isinstance(e, Call) and e.fn == "sub" and e.dtype == "i32"):
+        return None
+    value, z = narrow(e.args[0]), e.args[1]
+    if value is None or value.shift is not None:
+        return None
+    if isinstance(z, Const):
+        return (
+            Narrow(value.value, z) if int(z.value) in (range(-128, 128) if value.value.dtype == "i8" else range(256)) else None
+        )
+    zero = narrow(z)
+    return Narrow(value.value, z) if zero is not None and zero.shift is None else None

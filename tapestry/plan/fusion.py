@@ -1,7 +1,8 @@
 """Which fusions pay on one device: launches and bytes saved, against arithmetic and loads done again.
 
 The rules that cost nothing are simplifications and have been applied already. Those here are choices, so they are moves: a map
-computed by its readers (`inline_map`), contractions of one factor side by side (`fuse_sums`). An operation is priced by its
+computed by its readers (`inline_map`), contractions of one factor side by side (`fuse_sums`), and contractions that read 8 bits
+as they are (`narrow_factors`), for devices that multiply those. An operation is priced by its
 tiles (`rewrites.footprint`): its launch, each tensor once from memory, what every tile loads once from the cache in between,
 and each primitive as often as the tiles compute it. A device that runs expressions operator by operator (torch on a CPU) has
 no tiles, but a price for every operator, and what a reduction computes before it reduces is written and read again.
@@ -20,6 +21,7 @@ from tapestry.plan.topology.model import Device
 from tapestry.rewrites.footprint import Tile, evaluated, loaded, tile_of
 from tapestry.rewrites.fuse_sums import FuseSums
 from tapestry.rewrites.inline_map import InlineMap
+from tapestry.rewrites.narrow_factors import NarrowFactors
 from tapestry.rewrites.rule import Move
 from tapestry.rewrites.simplify import simplify
 
@@ -48,9 +50,11 @@ def fused(graph: Graph, machine: Machine, leave: frozenset[str] = _NONE) -> tupl
     def accept(op: Block, old: list[Block], new: list[Block]) -> bool:
         return sum(map(price, new)) < price(op) + sum(map(price, old))
 
+    graph, first = (graph, list[Move]()) if machine.eager else NarrowFactors().choose(graph)
     graph, moves = InlineMap().choose(graph, accept)
     graph, more = FuseSums().choose(graph)
-    return (simplify(graph, leave=leave) if moves or more else graph), [*moves, *more]
+    found = [*first, *moves, *more]
+    return (simplify(graph, leave=leave) if found else graph), found
 
 
 def seconds(graph: Graph, op: Block, machine: Machine) -> float:

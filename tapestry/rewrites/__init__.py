@@ -14,6 +14,7 @@ from tapestry.rewrites import fuse_rows as fuse_rows
 from tapestry.rewrites import fuse_sums as fuse_sums
 from tapestry.rewrites import inline_map as inline_map
 from tapestry.rewrites import micro_batch as micro_batch
+from tapestry.rewrites import narrow_factors as narrow_factors
 from tapestry.rewrites import overlap as overlap
 from tapestry.rewrites import recompute as recompute
 from tapestry.rewrites import select_first as select_first

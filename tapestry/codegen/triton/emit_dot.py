@@ -12,9 +12,10 @@ from tapestry.codegen.triton.emit_reduce import loop
 from tapestry.codegen.triton.knobs import Knobs
 from tapestry.codegen.triton.lowered import Task, points
 from tapestry.codegen.triton.operation import Operation
-from tapestry.codegen.triton.primitives import HALVES, INT8, TRITON_TYPES, widened
+from tapestry.codegen.triton.primitives import HALVES, TRITON_TYPES, widened
 from tapestry.codegen.triton.scope import Frame, Scope, Written
-from tapestry.codegen.triton.tiles import Contraction, bare_read, narrow
+from tapestry.codegen.triton.tiles import Contraction, bare_read, shifted
+from tapestry.ir.contraction import INT8
 from tapestry.ir.expr import Acc, Const, Expr, walk
 from tapestry.ir.types import FLOAT8
 
@@ -178,7 +179,7 @@ def zero_points(frame: Frame, c: Contraction, rows: dict[Expr, str], columns: di
     task, namer = frame.task, frame.namer
     found: dict[Expr, Shift] = {}
     for e in dict.fromkeys(e for pair in c.pairs for e in pair):
-        n = narrow(e, task)
+        n = shifted(e, task)
         assert n is not None
         found[e] = Shift(n.shift, 128 if n.value.dtype == "u8" else 0, "")
     before, steps = list[str](), list[str]()

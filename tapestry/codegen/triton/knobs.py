@@ -13,8 +13,9 @@ from tapestry.codegen.triton.chips import Chip, chip_of
 from tapestry.codegen.triton.descriptors import aligned, operand_boxes
 from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.operation import Operation, on_chip
-from tapestry.codegen.triton.primitives import HALVES, INT8, operand_size
+from tapestry.codegen.triton.primitives import HALVES, operand_size
 from tapestry.codegen.triton.tiles import Contraction, Selection, Stream, exact_dtype, power_of_two, row_dims, turned
+from tapestry.ir.contraction import INT8
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS

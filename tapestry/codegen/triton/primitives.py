@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tapestry.ir.contraction import INT8
 from tapestry.ir.types import FLOAT8, FLOATS, itemsize
 
 TRITON_TYPES: dict[str, str] = {
@@ -23,7 +24,6 @@ POINTERS: dict[str, str] = {
 """Floats of 8 bits are bits, but for the operands of a matrix unit that takes them (`NARROW_POINTERS`)."""
 NARROW_POINTERS = {"f8e4m3fn": "*fp8e4nv", "f8e4m3fnuz": "*fp8e4b8", "f8e5m2": "*fp8e5", "f8e5m2fnuz": "*fp8e5b16"}
 HALVES = frozenset({"f16", "bf16"})
-INT8 = frozenset({"i8", "u8"})
 _EXACT_IN_HALF = FLOAT8 | INT8
 EXACT_IN = {"f32": _EXACT_IN_HALF | HALVES, "f16": _EXACT_IN_HALF, "bf16": _EXACT_IN_HALF, "i32": INT8}
 """Casts that lose nothing, by what they give; 8 bits of integer are the significand of a bf16."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.lowered import Task, points
-from tapestry.codegen.triton.primitives import EXACT_IN, HALVES, INT8, common_operand
+from tapestry.codegen.triton.primitives import EXACT_IN, HALVES, common_operand
+from tapestry.ir.contraction import INT8, Narrow, narrow
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim, dims_of
@@ -49,7 +50,7 @@ class Contraction:
 
     def value(self, e: Expr, task: Task) -> Expr:
         """What is loaded of one factor: of an integer less a zero point, the integer."""
-        found = narrow(e, task) if self.operand == "i8" else None
+        found = shifted(e, task) if self.operand == "i8" else None
         return found.value if found else e
 
 
@@ -77,7 +78,7 @@ def contraction(task: Task) -> Contraction | None:
 
 def _operand(c: Contraction, task: Task) -> str:
     """What the factors of all sums are multiplied as; ``""`` where matrix units have no such products."""
-    whole = [narrow(e, task) for pair in c.pairs for e in pair]
+    whole = [shifted(e, task) for pair in c.pairs for e in pair]
     if all(whole):
         # a sum of floats that are integers is one of integers if no sum of them can overflow, rounded once
         most = max(n.largest for n in whole if n) ** 2 * points(task.reduce)
@@ -200,33 +201,11 @@ def bare_read(e: Expr) -> int | None:
     return e.pos if isinstance(e, Arg) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Narrow:
-    """``value - shift``: an integer of 8 bits less a zero point that all points of the reduction share (``None`` for 0)."""
-
-    value: Expr
-    shift: Expr | None
-
-    @property
-    def largest(self) -> int:
-        """A bound on the absolute value of the difference, for zero points of the value's dtype."""
-        return 255 if self.shift is not None or self.value.dtype == "u8" else 128
-
-
-def narrow(e: Expr, task: Task) -> Narrow | None:
-    """A factor as an integer of 8 bits less a zero point; ``None`` where it is none."""
-    while isinstance(e, Call) and e.fn == "cast" and e.dtype in ("f32", "i32") and e.args[0].dtype in ("i32", *INT8):
-        e = e.args[0]
-    if e.dtype in INT8:
-        return Narrow(e, None)
-    if not (isinstance(e, Call) and e.fn == "sub" and e.dtype == "i32"):
-        return None
-    value, shift = (narrow(x, task) for x in e.args)
-    if value is None or value.shift is not None or dims_used(e.args[1], task) & {d.name for d in task.reduce}:
-        return None
-    z = e.args[1]
-    known = isinstance(z, Const) and int(z.value) in (range(-128, 128) if value.value.dtype == "i8" else range(256))
-    return Narrow(value.value, z) if known or (shift is not None and shift.shift is None) else None
+def shifted(e: Expr, task: Task) -> Narrow | None:
+    """A factor as an integer of 8 bits less a zero point that all points of the reduction share; ``None`` where it is none."""
+    found = narrow(e)
+    summed = {d.name for d in task.reduce}
+    return found if found is None or found.shift is None or not dims_used(found.shift, task) & summed else None
 
 
 def dims_used(e: Expr, task: Task) -> frozenset[str]:
