@@ -108,3 +108,18 @@ def test_dequantising_floats_of_8_bits(tmp_path, axis):
     by = scale if axis is None else np.expand_dims(scale, 1 - axis)
     np.testing.assert_allclose(evaluate(graph, {"x": x})["t"], q.astype(np.float32) * by + x, rtol=1e-6)
     assert all(isinstance(op, Block) for op in graph.graph.ops)
+
+
+@pytest.mark.parametrize("what", ["both signs", "positive", "negative", "zeros", "one"])
+def test_dynamic_quantisation(tmp_path, what):
+    """Scale, zero point and bytes, bit for bit."""
+    x = data(5, 33)
+    x = {"positive": abs(x) + 3, "negative": -abs(x), "zeros": x * 0, "one": x[:1, :1]}.get(what, x)
+    model = build([node("DynamicQuantizeLinear", "x", "y s z")], {"x": x}, ["y", "s", "z"])
+    lifted = lift_model(model, tmp_path)
+    assert all(isinstance(op, Block) for op in lifted.graph.ops)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    want = dict(zip("ysz", session.run(list("ysz"), {"x": x}), strict=True))
+    for got in (evaluate(lifted, {"x": x}), tapestry.compile(tmp_path / "model.onnx", devices=2).run({"x": x})):
+        for name, array in want.items():
+            assert got[name].dtype == array.dtype and np.array_equal(got[name], array), name

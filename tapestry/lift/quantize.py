@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.expr import Expr, call, cast
+from tapestry.ir.expr import Acc, Arg, Expr, call, cast
 from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOAT8, Tensor
-from tapestry.lift.builder import Node, here, literal
+from tapestry.lift.builder import Node, axes, here, literal
 from tapestry.lift.registry import lifts
 
 RANGE = {"u8": (0, 255), "i8": (-128, 127), "u16": (0, 65535), "i16": (-32768, 32767)}
@@ -59,6 +59,38 @@ def lift_quantize(n: Node) -> bool | None:
         return saturated(whole, zero[0] if zero else None, y.dtype)
 
     n.block(y, dims, [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *_zero(n, spot)], body)
+    return None
+
+
+@lifts("DynamicQuantizeLinear")
+def lift_dynamic(n: Node) -> bool | None:
+    """To u8 by the least and greatest value, 0 among them; a scale of 1 where all are 0, as in onnxruntime."""
+    x = n.tensor(0)
+    if x.dtype != "f32" or x.size == 0:
+        return False
+    dims, zero = axes(x.shape), number(0, "f32")
+    ends = [
+        n.reduce(
+            [n.temp(name)], (), dims, name, [n.read(x.name, here(dims))], [Arg(0, "f32")], [call(name, Acc(0, "f32"), zero)]
+        )[0]
+        for name in ("max", "min")
+    ]
+    ranged = [n.read(e, ()) for e in ends]
+
+    def size(high: Expr, low: Expr) -> Expr:
+        found = call("div", call("sub", high, low), literal(255, "f32"))
+        return call("where", call("eq", high, low), number(1, "f32"), found)
+
+    def origin(low: Expr, scale: Expr) -> Expr:
+        return saturated(call("round", call("sub", zero, call("div", low, scale))), None, "u8")
+
+    scale = n.block(n.out(1) if n.wants(1) else n.temp("scale"), (), ranged, size)
+    spot = n.block(n.out(2) if n.wants(2) else n.temp("zero"), (), [ranged[1], n.read(scale, ())], origin)
+
+    def body(v: Expr, by: Expr, at: Expr) -> Expr:
+        return saturated(call("round", call("div", v, by)), at, "u8")
+
+    n.block(n.out(), dims, [n.read(x.name, here(dims)), n.read(scale, ()), n.read(spot, ())], body)
     return None
 
 
