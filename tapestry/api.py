@@ -229,9 +229,10 @@ def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, chec
 
 
 def _described(a: Any) -> dict[str, Any]:
-    """Shape and dtype of an output; of a sequence, how many elements, and none of an empty optional."""
+    """Shape and dtype of an output; of a sequence or a map, how many elements, and none of an empty optional."""
     if not isinstance(a, np.ndarray):
-        return {"shape": None if a is None else [len(a)], "dtype": "none" if a is None else "sequence"}
+        kind = "none" if a is None else "map" if isinstance(a, dict) else "sequence"
+        return {"shape": None if a is None else [len(a)], "dtype": kind}
     return {"shape": list(a.shape), "dtype": "string" if a.dtype == object else a.dtype.name}
 
 

@@ -14,13 +14,15 @@ from command_line import run as command
 from onnx import TensorProto, helper, numpy_helper
 
 import tapestry
+from tapestry import api
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.ir.parse import parse
 from tapestry.ir.program import Message, Transfer
 from tapestry.ir.text import to_text
 from tapestry.lift import read_weight
-from tapestry.verify import certificate
+from tapestry.runtime import outputs, values
+from tapestry.verify import certificate, reference
 from tapestry.verify.interp import run
 
 T = TensorProto
@@ -181,3 +183,54 @@ def test_packed_external_weights(tmp_path):
     assert (tmp_path / "w.bin").stat().st_size == (3 * 50001 + 1) // 2
     build = tapestry.compile(path, devices=2)
     assert np.array_equal(build.run({"x": np.zeros(1, np.float32)})["y"], w.astype(np.float32))
+
+
+def classifier(folder: Path, **keys) -> Path:
+    """What exporters of classifiers write: scores, and a map from classes to scores for every sample."""
+    zipmap = helper.make_node("ZipMap", ["p"], ["maps"], "zip", domain="ai.onnx.ml", **keys)
+    value = helper.make_tensor_type_proto(T.FLOAT, [])
+    key = T.STRING if "classlabels_strings" in keys else T.INT64
+    maps = helper.make_value_info("maps", helper.make_sequence_type_proto(helper.make_map_type_proto(key, value)))
+    ins, nodes = (
+        [info("x", T.FLOAT, [4, 5])],
+        [helper.make_node("MatMul", ["x", "w"], ["s"]), helper.make_node("Softmax", ["s"], ["p"])],
+    )
+    w = numpy_helper.from_array(np.random.default_rng(3).standard_normal((5, 3)).astype(np.float32), "w")
+    graph = helper.make_graph([*nodes, zipmap], "g", ins, [maps, info("p", T.FLOAT, [4, 3])], [w])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 3)]
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=opsets), folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize("keys", [{"classlabels_int64s": [7, 3, 5]}, {"classlabels_strings": ["a", "b", "c"]}])
+def test_sequences_of_maps_are_outputs_like_others(tmp_path, keys):
+    path = classifier(tmp_path, **keys)
+    build = tapestry.compile(path, mesh="2")
+    assert build.report["host_values"]["maps"] == f"seq(map({'string' if 'classlabels_strings' in keys else 'int64'}, float[]))"
+    feeds = build.random_feeds()
+    _, report = api.run_checked(build, feeds, check=True)
+    assert report["passed"] and report["outputs"]["maps"]["shape"] == [4]
+    found = build.run(feeds)
+    names = list(*keys.values())
+    assert [set(m) for m in found["maps"]] == [set(names)] * 4
+    assert np.allclose([[float(m[k]) for k in names] for m in found["maps"]], found["p"])
+    again = values.decode(values.encode(found["maps"]))
+    assert [list(m) for m in again] == [list(m) for m in found["maps"]] and reference.compare(again, found["maps"]).passed
+    wrong = [dict(zip(m, reversed(m.values()), strict=True)) for m in found["maps"]]
+    assert not reference.compare(wrong, found["maps"]).passed and not reference.compare([{}] * 4, found["maps"]).passed
+    written = outputs.write(tmp_path / "out", {"maps": found["maps"]})
+    assert [p.name for p in written[:2]] == ["maps.0.keys.npy", "maps.0.values.npy"] and len(written) == 8
+    assert dict(zip(np.load(written[0]).tolist(), np.load(written[1]).tolist(), strict=True)) == dict(
+        zip(names, found["p"][0].tolist(), strict=True)
+    )
+
+
+def test_doctor_knows_the_type_of_what_is_on_the_host(tmp_path):
+    path = classifier(tmp_path, classlabels_int64s=[1, 2, 3])
+    model = onnx.load(path)
+    model.graph.node.insert(2, helper.make_node("Compress", ["p", "extra"], ["kept"], axis=0))
+    model.graph.node[3].input[0] = "kept"
+    model.graph.input.append(info("extra", T.BOOL, [4]))
+    onnx.save(model, path)
+    found = document("doctor", path)
+    assert found["unsupported"] == [] and found["host_values"]["kept"] == "float[?, 3]"

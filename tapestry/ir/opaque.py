@@ -34,7 +34,8 @@ WRONG_IN_ORT = frozenset({"MaxUnpool"})  # it ignores the strides implied by out
 
 @dataclass(frozen=True, slots=True)
 class HostValue:
-    """A value of the host (`Tensor.on_host`): an array of any shape, a list for a sequence, None for an empty optional."""
+    """A value of the host (`Tensor.on_host`): an array of any shape, a list for a sequence, a dictionary for a map,
+    None for an empty optional."""
 
     value: Any
 
@@ -68,7 +69,7 @@ def run(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequen
     raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
 
 
-def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...]] | None]) -> str:
+def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] | None]) -> str:
     """Why no evaluator can be made for a node whose inputs have these dtypes and shapes; "" when one can."""
     declared = _inputs(op.node)
     names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
@@ -103,9 +104,11 @@ def _type(a: Array | HostValue) -> tuple[Any, tuple[int | None, ...] | None]:
 
 
 def _plain(x: Any) -> Any:
-    """Arrays as arrays (evaluators give scalars at times), sequences as lists, an empty optional as None."""
+    """Arrays as arrays (evaluators give scalars at times), sequences as lists, maps as they are, an empty optional as None."""
     if x is None:
         return None
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
         return [_plain(y) for y in x]
     a = np.asarray(x)
@@ -169,7 +172,7 @@ def _model(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> An
     proto = NodeProto.FromString(node)
     opsets = tuple((d, RELEASED if d == "" and v > RELEASED and _unchanged(proto, v) else v) for d, v in opsets)
     inputs = [
-        helper.make_value_info(n, TypeProto()) if shape is None  # the reference evaluator asks for no type
+        helper.make_value_info(n, TypeProto()) if (dtype, shape) == (np.dtype(object), None)  # the reference asks for none
         else helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(dtype), shape)
         for n, dtype, shape in types
     ]  # fmt: skip

@@ -74,6 +74,8 @@ def about(type_: TypeProto | None) -> str:
         return f"seq({about(type_.sequence_type.elem_type)})"
     if type_.HasField("optional_type"):
         return f"optional({about(type_.optional_type.elem_type)})"
+    if type_.HasField("map_type"):
+        return f"map({dtype_name(type_.map_type.key_type).lower()}, {about(type_.map_type.value_type)})"
     if not type_.HasField("tensor_type"):
         return str(type_.WhichOneof("value")).removesuffix("_type")
     t = type_.tensor_type

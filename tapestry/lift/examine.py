@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import onnx
 from onnx import ModelProto
 
 from tapestry.errors import ModelError, refusing
 from tapestry.ir import opaque
 from tapestry.ir.graph import Graph, Opaque
-from tapestry.ir.types import HOST, numpy_dtype
+from tapestry.ir.types import HOST, Tensor, numpy_dtype
 from tapestry.lift.checks import check_operators, check_tensor, load, opsets_of, tensors
 from tapestry.lift.model import SUSPECT, Lifted, input_dims, lift
 from tapestry.lift.symbols import Given, bind
@@ -128,11 +131,17 @@ def _evaluators(graph: Graph) -> list[ModelError]:
     out: list[ModelError] = []
     for op in graph.ops:
         if isinstance(op, Opaque):
-            types = [graph.tensors[t] if t else None for t in op.ins]
-            arrays = [None if t is None or t.dtype == HOST else (numpy_dtype(t.dtype), t.shape) for t in types]
-            why = opaque.unsupported(op, arrays)
+            why = opaque.unsupported(op, [_array(graph.tensors[t]) if t else None for t in op.ins])
             if why:
                 where = f"node '{', '.join(op.source)}' ({op.kind})"
                 hint = "replace the node, or give the model a function for it"
                 out.append(ModelError("no evaluator has this operator", where=where, why=why, hint=hint))
     return out
+
+
+def _array(t: Tensor) -> tuple[Any, tuple[int, ...] | None] | None:
+    """Element type and shape as far as they are known before the run; None of a sequence or an optional."""
+    if t.dtype != HOST:
+        return numpy_dtype(t.dtype), t.shape
+    found = re.fullmatch(r"(\w+)\[.*\]", t.about)  # float[?, 3]
+    return (onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.DataType.Value(found[1].upper())), None) if found else None

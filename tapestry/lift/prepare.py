@@ -22,6 +22,7 @@ from onnxscript.optimizer import fold_constants
 
 from tapestry.errors import ModelError
 from tapestry.ir.opaque import RANDOM
+from tapestry.lift.builder import about
 from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.inference import InferenceError, infer_shapes
@@ -315,8 +316,9 @@ def _release(graph: ir.Graph) -> None:
 
 def run_passes(model: ModelProto) -> ModelProto:
     """Inline functions, fold constants, merge common subexpressions, drop dead nodes, sort: onnx_ir's and onnxscript's own."""
+    maps = {o.name: o.type for o in model.graph.output if "map(" in about(o.type)}
     try:
-        graph = ir.serde.deserialize_model(model)
+        graph = ir.serde.deserialize_model(_without_types(model, maps))
         if graph.functions:
             passes.InlinePass()(graph)
         _tell_random_apart(graph.graph)
@@ -329,10 +331,25 @@ def run_passes(model: ModelProto) -> ModelProto:
         passes.RemoveUnusedNodesPass()(graph)
         passes.TopologicalSortPass()(graph)
         _release(graph.graph)
-        return ir.serde.serialize_model(graph)
+        done = ir.serde.serialize_model(graph)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as e:
         cause = e.__cause__ or e
         raise ModelError("the graph cannot be simplified", where="constant folding", why=f"{e}: {cause}"[:300]) from None
+    for o in done.graph.output:
+        o.type.CopyFrom(maps.get(o.name, o.type))
+    return done
+
+
+def _without_types(model: ModelProto, names: Mapping[str, TypeProto]) -> ModelProto:
+    """The model with some outputs untyped: onnx_ir has no maps."""
+    if not names:
+        return model
+    bare = ModelProto()
+    bare.CopyFrom(model)
+    for o in bare.graph.output:
+        if o.name in names:
+            o.ClearField("type")
+    return bare
 
 
 def prepare(model: ModelProto, *, steps: bool = True) -> Prepared:

@@ -15,7 +15,8 @@ import numpy as np
 def write(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
     """One file per output; characters that a file name may not have become underscores.
 
-    Text is written as numpy's unicode strings, a sequence as one file per element (``name.0.npy``, …).
+    Text is written as numpy's unicode strings, a sequence as one file per element (``name.0.npy``, …), a map as two:
+    ``name.keys.npy`` and ``name.values.npy``, in the same order.
     """
     folder.mkdir(parents=True, exist_ok=True)
     placed = places(folder, outputs)
@@ -47,6 +48,9 @@ def _arrays(outputs: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, A
     for name, value in outputs.items():
         if isinstance(value, list):
             yield from _arrays({f"{name}.{k}": v for k, v in enumerate(value)})
+        elif isinstance(value, dict):
+            yield f"{name}.keys", np.array(list(value))
+            yield from _arrays({f"{name}.values": np.stack([np.asarray(v) for v in value.values()])} if value else {})
         elif value is not None:
             a = np.asarray(value)
             yield name, a.astype(str) if a.dtype == object else a

@@ -1,4 +1,4 @@
-"""Values of the host (text, sequences, optionals, arrays of unknown shape) as bytes, to travel between processes.
+"""Values of the host (text, sequences, maps, optionals, arrays of unknown shape) as bytes, to travel between processes.
 
 JSON, with the data of arrays as base64: reading it executes nothing.
 """
@@ -15,7 +15,7 @@ from tapestry.errors import TapestryError
 
 
 def encode(value: Any) -> bytes:
-    """An array, text, a sequence of arrays, or ``None``, as bytes."""
+    """An array, text, a sequence, a map of numbers or names to values, or ``None``, as bytes."""
     return msgspec.json.encode(_plain(value))
 
 
@@ -36,6 +36,8 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {"keys": [k if isinstance(k, str) else int(k) for k in value], "values": [_plain(v) for v in value.values()]}
     a = np.asarray(value)
     if a.dtype.kind in "OUS":
         items = [v.decode() if isinstance(v, bytes) else str(v) for v in a.ravel().tolist()]
@@ -48,6 +50,8 @@ def _value(plain: Any) -> Any:
         return None
     if isinstance(plain, list):
         return [_value(v) for v in plain]
+    if "keys" in plain:
+        return dict(zip(plain["keys"], map(_value, plain["values"]), strict=True))
     if "text" in plain:
         return np.array(plain["text"], object).reshape(plain["shape"])
     return np.frombuffer(b64decode(plain["data"]), np.dtype(plain["dtype"])).reshape(plain["shape"]).copy()

@@ -84,8 +84,11 @@ def _evaluator(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
 def compare(out: Any, ref: Any) -> Difference:
     """Compare an output with its reference. A NaN never passes, an infinity only where both have the same one.
 
-    Of a sequence the worst element counts; text and absent optionals are equal or not.
+    Of a sequence the worst element counts, of a map the worst value, if the keys are the same; text and absent optionals
+    are equal or not.
     """
+    if isinstance(out, dict) and isinstance(ref, dict) and out.keys() == ref.keys():
+        return compare([out[k] for k in out], [np.asarray(ref[k]) for k in out])
     if isinstance(out, list) and isinstance(ref, list) and len(out) == len(ref):
         rows = [compare(a, b) for a, b in zip(out, ref, strict=True)]
         return max(rows, key=lambda d: (not d.passed, d.rel_err), default=Difference(0.0, 0.0, True))
