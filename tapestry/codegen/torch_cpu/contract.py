@@ -22,10 +22,14 @@ from tapestry.ir.kernel import Box
 Tensor = torch.Tensor
 
 
-def matmul(op: Block, frame: Frame, a_dims: frozenset[str], b_dims: frozenset[str]) -> Callable[[Tensor, Tensor], Tensor]:
+def matmul(
+    op: Block, frame: Frame, a_dims: frozenset[str], b_dims: frozenset[str],
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
     """Contract two values over the reduced dimensions; the result has the map dimensions in order.
 
-    Dimensions of both are batch, of one alone rows or columns; a reduced dimension of one alone is summed first.
+    Dimensions of both are batch, of one alone rows or columns; a reduced dimension of one alone is summed first. ``multiply``
+    is given batches of matrices.
     """
     names = [d.name for d in frame.dims]
     maps, reduced = [d.name for d in op.dims], [d.name for d in op.reduce]
@@ -56,7 +60,7 @@ def matmul(op: Block, frame: Frame, a_dims: frozenset[str], b_dims: frozenset[st
 
     def contract(a: Tensor, b: Tensor) -> Tensor:
         left, right = (b, a) if swap else (a, b)
-        out = torch.matmul(side(left, first, False), side(right, second, True))
+        out = multiply(side(left, first, False), side(right, second, True))
         out = out * spare if spare > 1 else out
         out = out.reshape([extent[n] for n in order] + [1] * len(loose)).permute(back)
         return out.expand([extent[n] for n in maps])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, dense, groups, layers, norms, rows, scalars, scan, several, windows
+from tapestry.codegen.torch_cpu import contract, dense, groups, integers, layers, norms, rows, scalars, scan, several, windows
 from tapestry.codegen.torch_cpu.attend import attention
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.maps import mapped
@@ -106,6 +106,7 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         or _convolution(op, graph, kernel, frame)
         or windows.transposed(op, kernel)
         or windows.max_pool(op, kernel)
+        or integers.product(op, graph, kernel, frame)
         or product(op, graph, kernel, frame)
         or selection(op, graph, kernel, frame)
     )

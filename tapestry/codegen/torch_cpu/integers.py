@@ -1,0 +1,113 @@
+"""Products of integers of 8 bits, summed in i32 by torch's integer matrix product (oneDNN), exact for any zero points.
+
+``sum (a - p)(b - q) = sum ab - q sum a - p sum b + k p q``, where sums that would be multiplied by 0 are not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+
+from tapestry.codegen.torch_cpu import contract
+from tapestry.codegen.torch_cpu.points import Expressions
+from tapestry.codegen.torch_cpu.reads import Frame, Tensor
+from tapestry.ir.contraction import dims_read, factors, narrow
+from tapestry.ir.expr import Expr
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel
+
+_MANY = 16  # matrices of a batch that are multiplied one by one; more, in floats that hold the sums exactly
+
+
+def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
+    """States of a sum of products of integers of 8 bits over the block; ``None`` when the operation is none."""
+    both = factors(op)
+    if both is None or op.body[0].dtype != "i32" or any(d.size == 0 for d in op.space):
+        return None
+    a, b = narrow(both[0]), narrow(both[1])
+    reduced = {d.name for d in op.reduce if d.size > 1}
+    if a is None or b is None:
+        return None
+    dims = dims_read(op, a.value), dims_read(op, b.value)
+    zeros = tuple(z for z in (a.shift, b.shift) if z is not None)
+    if not all(reduced <= d for d in dims) or any(dims_read(op, z) & reduced for z in zeros):
+        return None
+    values = Expressions(op, graph, kernel, (a.value, b.value), frame)
+    shifts = [_shift(op, graph, kernel, frame, z) for z in (a.shift, b.shift)]
+    run = contract.matmul(op, frame, *dims, multiply=_multiply)
+    maps, depth = len(op.dims), 1
+    for n in frame.extents[maps:]:
+        depth *= n
+    axes = tuple(range(maps, len(frame.extents)))
+
+    def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
+        x, y = values.values(ins, [])
+        total = run(x, y)
+        p, q = (None if s is None else s(ins) for s in shifts)
+        if q is not None:
+            total = total - q * _sums(x, axes)
+        if p is not None:
+            total = total - p * _sums(y, axes)
+        if p is not None and q is not None:
+            total = total + p * q * depth
+        return [total]
+
+    return states
+
+
+def _sums(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return torch.sum(x, dim=axes, dtype=torch.int32) if axes else x.to(torch.int32)
+
+
+def _shift(
+    op: Block, graph: Graph, kernel: Kernel, frame: Frame, zero: Expr | None
+) -> Callable[[Sequence[Tensor | None]], Tensor] | None:  # fmt: skip
+    """A zero point over the map dimensions."""
+    if zero is None:
+        return None
+    found, maps = Expressions(op, graph, kernel, (zero,), frame), len(op.dims)
+
+    def value(ins: Sequence[Tensor | None]) -> Tensor:
+        (v,) = found.values(ins, [])
+        v = v.to(torch.int32)
+        return v.reshape(v.shape[:maps]) if v.dim() > maps else v
+
+    return value
+
+
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
+    """A batch of products, rows by k times k by columns."""
+    batch, depth = left.shape[0], left.shape[2]
+    if batch > _MANY:
+        wide = torch.float32 if depth * 255 * 255 < 1 << 24 else torch.float64
+        return torch.matmul(left.to(wide), right.to(wide)).to(torch.int32)
+    return torch.stack([_one(x, y) for x, y in zip(left, right, strict=True)])
+
+
+def _one(left: Tensor, right: Tensor) -> Tensor:
+    """One product; unsigned bytes that the integer product does not take are 128 and a signed one."""
+    more: Tensor | None = None
+    if right.dtype == torch.uint8:
+        more = 128 * torch.sum(left, dim=1, keepdim=True, dtype=torch.int32)
+        right = _signed(right)
+    if left.dtype == torch.uint8 and not _takes_unsigned():
+        columns = 128 * torch.sum(right, dim=0, keepdim=True, dtype=torch.int32)
+        more, left = columns if more is None else more + columns, _signed(left)
+    found = torch._int_mm(left, right)
+    return found if more is None else found + more
+
+
+def _signed(x: Tensor) -> Tensor:
+    return torch.bitwise_xor(x, 128).view(torch.int8)
+
+
+@cache
+def _takes_unsigned() -> bool:
+    """Whether this torch multiplies unsigned bytes by signed ones."""
+    try:
+        found = torch._int_mm(torch.full((1, 1), 200, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.int8))
+    except RuntimeError:
+        return False
+    return int(found) == 200
