@@ -21,6 +21,7 @@ KINDS = {
     torch.float16: TensorProto.FLOAT16,
     torch.float32: TensorProto.FLOAT,
     torch.int64: TensorProto.INT64,
+    torch.float8_e4m3fn: TensorProto.FLOAT8E4M3FN,
 }
 
 
@@ -93,6 +94,42 @@ def products(tiny: bool) -> Iterator[Case]:
             flops=2.0 * m * n * k,
             bytes=2.0 * (m * k + k * n + m * n),
         )
+
+
+def narrow_products(tiny: bool) -> Iterator[Case]:
+    """GEMM of 8-bit floats (e4m3) with a scale for each factor, rows by rows, to bf16, against torch's own."""
+    kind, half, one = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+    for m, n, k in [(33, 48, 64)] if tiny else [(4095, 4097, 1023), (4096, 4096, 4096), (8192, 8192, 8192)]:
+        nodes = [
+            N("DequantizeLinear", ["a", "s"], ["af"]),
+            N("DequantizeLinear", ["b", "t"], ["bf"]),
+            N("Transpose", ["bf"], ["bt"], perm=[1, 0]),
+            N("MatMul", ["af", "bt"], ["f"]),
+            N("Cast", ["f"], ["y"], to=KINDS[half]),
+        ]
+        shapes = {"a": (kind, (m, k)), "b": (kind, (n, k)), "s": (one, ()), "t": (one, ())}
+        takes = hasattr(torch, "_scaled_mm") and n % 16 == 0 and k % 16 == 0  # cuBLAS's own limit
+        yield Case(
+            name=f"gemm {m}x{n}x{k} e4m3",
+            model=model(nodes, shapes, "y", half),
+            inputs=lambda g, m=m, n=n, k=k: [
+                normal(g, (m, k), torch.float8_e4m3fn),
+                normal(g, (n, k), torch.float8_e4m3fn),
+                torch.rand((), generator=g, device=g.device) + 0.5,
+                torch.rand((), generator=g, device=g.device) + 0.5,
+            ],
+            peers={"scaled_mm": lambda a, b, s, t: torch._scaled_mm(a, b.t(), s, t, out_dtype=torch.bfloat16)} if takes else {},
+            reference=lambda a, b, s, t: (a.double() * s) @ (b.double() * t).t(),
+            tolerance=1e-2,
+            flops=2.0 * m * n * k,
+            bytes=float(m * k + k * n + 2 * m * n),
+        )
+
+
+def gemms(tiny: bool) -> Iterator[Case]:
+    """All of them."""
+    yield from products(tiny)
+    yield from narrow_products(tiny)
 
 
 # attention

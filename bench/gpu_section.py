@@ -33,6 +33,7 @@ HERE = find_device()
 TINY = HERE.type == "cpu"
 Row = dict[str, Any]
 Tensor = torch.Tensor
+FLOATS_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 COPY = 1 << 30  # bytes of the copy whose bandwidth the rows are held against
 
 
@@ -88,7 +89,8 @@ class Ours:
 
     def run(self, inputs: list[Tensor]) -> Tensor:
         """The result on the device; twice, so that what can be captured is."""
-        given = dict(zip(self.graph.inputs, inputs, strict=True))
+        bits = [x.view(torch.uint8) if x.dtype in FLOATS_OF_8_BITS else x for x in inputs]  # as buffers hold them
+        given = dict(zip(self.graph.inputs, bits, strict=True))
         for _ in range(2):
             self.machine.run(lambda t, box: given[t])
         (out,) = self.program.outputs.values()
@@ -203,7 +205,7 @@ def cases(section: str) -> Iterator[tuple[Case, bool]]:
         yield from ((c, False) for c in gpu_cases.rows(TINY))
         yield from ((c, True) for c, _ in gpu_cases.dropouts(TINY))
         return
-    found = {"gemm": gpu_cases.products, "attention": gpu_cases.attentions, "conv": gpu_cases.convolutions}[section]
+    found = {"gemm": gpu_cases.gemms, "attention": gpu_cases.attentions, "conv": gpu_cases.convolutions}[section]
     yield from ((c, False) for c in found(TINY))
 
 

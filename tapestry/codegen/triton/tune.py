@@ -34,7 +34,7 @@ from tapestry.ir.expr import Index, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.program import Program
-from tapestry.ir.types import numpy_dtype
+from tapestry.ir.types import FLOAT8, numpy_dtype
 
 log = logging.getLogger("tapestry")
 Tensor = torch.Tensor
@@ -267,6 +267,8 @@ def random_data(graph: Graph, kernel: Kernel, device: torch.device, seed: int) -
 def _random(dtype: str, extents: Sequence[int], rng: np.random.Generator, rows: int) -> Tensor:
     if dtype in TOLERANCE:
         return from_numpy(rng.standard_normal(extents).astype(np.float32)).to(TORCH_DTYPES[dtype])
+    if dtype in FLOAT8:
+        return from_numpy(rng.standard_normal(extents).astype(numpy_dtype(dtype)))
     if dtype == "bool":
         return from_numpy(rng.random(extents) < 0.5)
     kind = numpy_dtype(dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tapestry.ir.contraction import dims_read, products
-from tapestry.ir.expr import Call, Index, count_calls, walk
+from tapestry.ir.expr import Call, Index, arg_positions, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.scan import as_scan
@@ -131,13 +131,23 @@ def seconds_each(
         if isinstance(op, Block) and is_selection(op):
             cells = np.minimum(cells, sizes(final))
         moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
-    dtype = graph.tensors[op.inputs[0]].dtype if op.inputs else "f32"
+    dtype = _multiplied(op, graph)
     rate, vector, bandwidth = (
         topo.each(lambda d: d.rate(dtype)),
         topo.each(lambda d: d.vector),
         topo.each(lambda d: d.bandwidth),
     )
     return heavy / rate + light / vector + moved / bandwidth + topo.each(lambda d: d.launch)
+
+
+def _multiplied(op: Op, graph: Graph) -> str:
+    """The dtype whose rate a contraction runs at: the first factor's, or the wider one's."""
+    found = [graph.tensors[t].dtype for t in op.inputs[:1]]
+    if isinstance(op, Block) and (pairs := products(op)):
+        used = arg_positions(tuple(e for pair in pairs for e in pair))
+        found = [graph.tensors[op.reads[k].tensor].dtype for k in sorted(used)] or found
+        return max(found, key=itemsize, default="f32")
+    return found[0] if found else "f32"
 
 
 def state_bytes(op: Op, block: Boxes) -> int:

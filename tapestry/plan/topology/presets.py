@@ -48,12 +48,14 @@ SOURCES = {
     ),
     "h100": Source(
         Device(memory=80 * GiB, bandwidth=3.35e12, launch=3e-6, vector=6.0e13,
-               flops={"bf16": 7.9e14, "f16": 7.9e14, "f32": 4.0e14, "other": 6.0e13}, host=5.0e10),
+               flops={"bf16": 7.9e14, "f16": 7.9e14, "f32": 4.0e14, "other": 6.0e13,
+                      **dict.fromkeys(("f8e4m3fn", "f8e5m2", "i8", "u8"), 1.58e15)}, host=5.0e10),
         (Level(8, Link(2e-6, 1 / 4.5e11)), Level(REST, Link(5e-6, 1 / 5.0e10))),
     ),
     "a100-pcie": Source(
         Device(memory=40 * GiB, bandwidth=1.55e12, launch=3e-6, vector=1.9e13,
-               flops={"bf16": 2.5e14, "f16": 2.5e14, "f32": 1.2e14, "other": 1.9e13}, host=2.0e10),
+               flops={"bf16": 2.5e14, "f16": 2.5e14, "f32": 1.2e14, "other": 1.9e13,
+                      **dict.fromkeys(("f8e4m3fn", "f8e5m2"), 2.5e14), **dict.fromkeys(("i8", "u8"), 5.0e14)}, host=2.0e10),
         (Level(REST, Link(4e-6, 1 / 2.5e10)),),
     ),
     "tpu": Source(
