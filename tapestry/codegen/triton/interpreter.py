@@ -14,38 +14,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_METHODS = ("create_dot", "create_splat", "cast_impl", "create_fp_to_fp")
+
 
 @contextmanager
 def corrected() -> Iterator[None]:
     """Run kernels in the interpreter as a GPU would: see above; and no numpy warnings of overflow or 0/0."""
-    import ml_dtypes
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder: Any = interpreter.InterpreterBuilder
-    dot, splat, cast = builder.create_dot, builder.create_splat, builder.cast_impl
-    convert = builder.create_fp_to_fp
+    dot, splat, cast, convert = plain = [getattr(builder, n) for n in _METHODS]
     patch_tensor = interpreter._patch_lang_tensor
 
-    small: dict[Any, Any] = {
-        tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e4b8: ml_dtypes.float8_e4m3fnuz, tl.float8e5: ml_dtypes.float8_e5m2,
-        tl.float8e5b16: ml_dtypes.float8_e5m2fnuz,
-    }  # fmt: skip
-
-    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
-        if src.dtype.scalar not in small:
-            return convert(self, src, dst_type, rounding)
-        exact = interpreter.TensorHandle(_floats(src.data, small[src.dtype.scalar]), tl.float32)
-        return exact if dst_type.scalar == tl.float32 else self.cast_impl(exact, dst_type)
-
     def widened(handle: Any) -> Any:
-        if handle.dtype.scalar in small:
-            return interpreter.TensorHandle(_floats(handle.data, small[handle.dtype.scalar]), tl.float32)
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+        floats = _floats(handle)
+        return handle if floats is None else interpreter.TensorHandle(floats, tl.float32)
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)
@@ -59,17 +44,20 @@ def corrected() -> Iterator[None]:
             src = cast(self, src, tl.float32)
         if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
             return cast(self, src, dst_type)
-        bits = np.ascontiguousarray(src.data, np.float32).view(np.uint32).reshape(np.shape(src.data))
-        near = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16  # to the nearest, ties to even
-        quiet = (bits >> 16) | np.uint32(0x40)
-        return interpreter.TensorHandle(np.where(np.isnan(src.data), quiet, near).astype(np.uint16), tl.bfloat16)
+        return interpreter.TensorHandle(_nearest(src.data), tl.bfloat16)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        if (floats := _floats(src)) is None:
+            return convert(self, src, dst_type, rounding)
+        exact = interpreter.TensorHandle(floats, tl.float32)
+        return exact if dst_type.scalar == tl.float32 else self.cast_impl(exact, dst_type)
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
 
-    builder.create_dot, builder.create_splat, builder.cast_impl = create_dot, create_splat, cast_impl
-    builder.create_fp_to_fp = create_fp_to_fp
+    for name, method in zip(_METHODS, (create_dot, create_splat, cast_impl, create_fp_to_fp), strict=True):
+        setattr(builder, name, method)
     interpreter._patch_lang_tensor = patch_lang_tensor
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -77,12 +65,32 @@ def corrected() -> Iterator[None]:
             yield
     finally:
         interpreter._patch_lang_tensor = patch_tensor
-        builder.create_dot, builder.create_splat, builder.cast_impl = dot, splat, cast
-        builder.create_fp_to_fp = convert
+        for name, method in zip(_METHODS, plain, strict=True):
+            setattr(builder, name, method)
 
 
-def _floats(bits: Any, kind: Any) -> Any:
-    """Floats of 8 bits as f32."""
+def _nearest(data: Any) -> Any:
+    """The bits of f32 rounded to bf16."""
     import numpy as np
 
-    return np.ascontiguousarray(bits).view(kind).astype(np.float32).reshape(np.shape(bits))
+    bits = np.ascontiguousarray(data, np.float32).view(np.uint32).reshape(np.shape(data))
+    near = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16  # to the nearest, ties to even
+    quiet = (bits >> 16) | np.uint32(0x40)
+    return np.where(np.isnan(data), quiet, near).astype(np.uint16)
+
+
+def _floats(handle: Any) -> Any:
+    """Floats of 8 bits and bf16, which are held as their bits, as f32; ``None`` for values of another kind."""
+    import ml_dtypes
+    import numpy as np
+    import triton.language as tl
+
+    kinds: dict[Any, Any] = {
+        tl.bfloat16: ml_dtypes.bfloat16,
+        tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e4b8: ml_dtypes.float8_e4m3fnuz, tl.float8e5: ml_dtypes.float8_e5m2,
+        tl.float8e5b16: ml_dtypes.float8_e5m2fnuz,
+    }  # fmt: skip
+    kind = kinds.get(handle.dtype.scalar)
+    if kind is None:
+        return None
+    return np.ascontiguousarray(handle.data).view(kind).astype(np.float32).reshape(np.shape(handle.data))
