@@ -28,6 +28,13 @@ KINDS = sorted(FLOAT8)
 TARGETS = ("sm80", "sm90", "sm100", "gfx942")
 
 
+def unknown(target: str, *kinds: str) -> bool:
+    """Whether this Triton's interpreter lacks a kind that the target multiplies (3.6 has none of AMD's)."""
+    import triton
+
+    return target == "gfx942" and any("fnuz" in k for k in kinds) and triton.__version__.startswith("3.6.")
+
+
 def product(a: str, b: str, sizes: tuple[int, int, int] = (35, 37, 39), *, turned: bool = True, then: str = "acc0") -> str:
     m, n, k = sizes
     w = f"w: {b}[{n}, {k}]" if turned else f"w: {b}[{k}, {n}]"
@@ -45,6 +52,8 @@ def dots(source: str) -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_float_of_8_bits_is_widened_exactly(kind: str, target: str) -> None:
     """All 256 of them, NaN and infinities included, whether the chip converts them or their bits are moved."""
+    if unknown(target, kind):
+        pytest.skip("this Triton's interpreter has no such type")
     bits = np.arange(256, dtype=np.uint8).view(numpy_dtype(kind))
     text = f"graph g input x: {kind}[256] y: f32[256] = op [i: 256] reads x[i] body cast(x, f32) * 1.0 output y"
     (got,) = run_kernel(parse(text), 0, {"x": bits}, target=target)
@@ -53,7 +62,7 @@ def test_every_float_of_8_bits_is_widened_exactly(kind: str, target: str) -> Non
 
 @pytest.mark.parametrize(("a", "b"), [(a, b) for a, b in itertools.product(KINDS, KINDS) if a <= b])
 def test_products_of_floats_of_8_bits(a: str, b: str) -> None:
-    for target in TARGETS:
+    for target in (t for t in TARGETS if not unknown(t, a, b)):
         check(product(a, b), target=target)
 
 

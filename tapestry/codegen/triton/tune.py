@@ -42,7 +42,7 @@ Timer = Callable[[Call], float]
 Candidates = Callable[[Graph, Kernel], Iterable[Knobs]]
 
 TOLERANCE = {"f64": 1e-11, "f32": 2e-5, "f16": 5e-3, "bf16": 4e-2}  # of the largest value; sums of some thousand terms
-COARSE = 100  # times that for products rounded to tf32
+COARSE = 100  # times that for products rounded to tf32, and for sums of 8-bit floats on Hopper (`emit_dot.dot_options`)
 MARGIN = 0.99  # of the default's time: what a candidate must stay under to replace it
 _FATAL = ("CUDA error", "HIP error", "illegal memory", "misaligned address", "launch failure", "device-side assert")
 FLUSH = 256 << 20  # bytes: more than any L2 cache
@@ -88,6 +88,7 @@ class Data:
     states: list[Tensor]
     outs: list[Tensor]
     expected: list[Tensor]
+    narrow: bool = False  # whether 8-bit floats are multiplied, whose sums not every chip keeps in f32
 
 
 def cuda_timer(device: torch.device, budget: float = 0.05, most: int = 50) -> Timer:
@@ -212,7 +213,7 @@ def _timed(call: Call, data: Data, how: How, knobs: Knobs | None) -> Trial:
         out.fill_(float("nan") if out.is_floating_point() else 1)
     try:
         call()
-        why = wrong(data, 1 if how.precision != "tf32" else COARSE)
+        why = wrong(data, COARSE if how.precision == "tf32" or data.narrow else 1)
         seconds = None if why else how.timer(call)
     except Exception as e:
         if any(text in str(e) for text in _FATAL):
@@ -261,7 +262,7 @@ def random_data(graph: Graph, kernel: Kernel, device: torch.device, seed: int) -
     expected = [v.contiguous() for v in TorchCpu().kernel(graph, kernel)(ins, [s.clone() for s in states])]
     outs = [torch.empty(shape(b), dtype=TORCH_DTYPES[d], device=device) for b, d in zip(kernel.outs, results, strict=True)]
     there = [None if x is None else x.to(device) for x in ins]
-    return Data(there, [s.to(device) for s in states], outs, expected)
+    return Data(there, [s.to(device) for s in states], outs, expected, any(d in FLOAT8 for d in dtypes))
 
 
 def _random(dtype: str, extents: Sequence[int], rng: np.random.Generator, rows: int) -> Tensor:
