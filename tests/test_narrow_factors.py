@@ -197,3 +197,32 @@ def test_dynamic_quantisation_multiplies_integers(tmp_path: Path) -> None:
     got = tapestry.compile(tmp_path / "model.onnx", target="triton:sm90").run({"x": x})["y"]
     np.testing.assert_allclose(got, want, rtol=1e-6)
     np.testing.assert_allclose(got, x @ (w * np.float32(0.01)), rtol=0.1, atol=0.1)
+
+
+def test_a_net_of_quantised_convolutions(tmp_path: Path) -> None:
+    """What quantisers write: activations, weights by filter and biases in integers, each dequantised around a convolution."""
+    q = lambda *s: RNG.integers(-100, 100, s)  # noqa: E731
+    consts = {
+        "w": q(20, 18, 3, 3).astype(np.int8), "b": q(20).astype(np.int32), "s": np.float32(0.05), "z": np.uint8(100),
+        "ws": (RNG.random(20) / 500 + 0.001).astype(np.float32), "bs": np.full(20, 0.001, np.float32), "wz": np.zeros(20, np.int8),
+        "v": q(24, 20, 3, 3).astype(np.int8), "vs": np.float32(0.002),
+    }  # fmt: skip
+    nodes = [
+        node("QuantizeLinear", "x s z", "xq"), node("DequantizeLinear", "xq s z", "xd"),
+        node("DequantizeLinear", "w ws wz", "wd", axis=0), node("DequantizeLinear", "b bs", "bd", axis=0),
+        node("Conv", "xd wd bd", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "r"),
+        node("QuantizeLinear", "r s z", "rq"), node("DequantizeLinear", "rq s z", "rd"), node("DequantizeLinear", "v vs", "vd"),
+        node("Conv", "rd vd", strides=[2, 2], pads=[1, 1, 1, 1]),
+    ]  # fmt: skip
+    x = data(2, 18, 9, 8)
+    lifted = lift_model(build(nodes, {"x": x}, ["y"], consts, opset=13), tmp_path)
+    graph, moves = fused(simplify(lifted.graph), GPU)
+    before = simplify(lifted.graph)
+    feeds = {n: v for n, v in {**random_feeds(before, RNG), **consts, "x": x}.items() if n in before.tensors}
+    same(before, apply_moves(before, moves), feeds, "moves")
+    found = [p for k in range(len(graph.ops)) if (p := operation(graph, kernel_of(graph, k)).product)]
+    assert [p.operand for p in found] == ["i8", "i8"], "both, activations stored in bytes between them"
+    want = tapestry.compile(tmp_path / "model.onnx").run({"x": x})["y"]
+    got = tapestry.compile(tmp_path / "model.onnx", target="triton:sm90").run({"x": x})["y"]
+    off = np.abs(got - want) / np.abs(want).max()
+    assert (off > 1e-5).mean() < 0.02 and off.max() < 0.05  # one step of 8 bits, at a tie

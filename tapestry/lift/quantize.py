@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.expr import Acc, Arg, Expr, call, cast
+from tapestry.ir.expr import Acc, Arg, Const, Expr, call, cast
 from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
@@ -32,11 +32,13 @@ def lift_dequantize(n: Node) -> bool | None:
     small = x.dtype in FLOAT8
     if small and n.has(2) and ((zero := n.const(2)) is None or np.any(zero.astype(np.float32))):
         return False  # ONNX allows no zero point of such a type but 0
-    reads = [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *([] if small else _zero(n, spot))]
+    told, read = ([], []) if small else _zero(n, spot)
+    reads = [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *read]
     wide = "i64" if x.dtype == "i32" else "i32"  # differences of 32 bits may need one more
 
     def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
-        shifted = call("sub", cast(v, wide), cast(zero[0], wide)) if zero else v
+        z = next(iter((*told, *zero)), None)
+        shifted = call("sub", cast(v, wide), _as(z, wide)) if z is not None else v
         return cast(call("mul", cast(shifted, "f32"), cast(scale, "f32")), y.dtype)
 
     n.block(y, dims, reads, body)
@@ -56,9 +58,10 @@ def lift_quantize(n: Node) -> bool | None:
 
     def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
         whole: Expr = call("round", call("div", cast(v, "f32"), cast(scale, "f32")))
-        return saturated(whole, zero[0] if zero else None, y.dtype)
+        return saturated(whole, next(iter((*told, *zero)), None), y.dtype)
 
-    n.block(y, dims, [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *_zero(n, spot)], body)
+    told, read = _zero(n, spot)
+    n.block(y, dims, [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *read], body)
     return None
 
 
@@ -94,17 +97,29 @@ def lift_dynamic(n: Node) -> bool | None:
     return None
 
 
+def _as(zero: Expr, dtype: str) -> Expr:
+    """A zero point in another dtype."""
+    return number(zero.value, dtype) if isinstance(zero, Const) else cast(zero, dtype)
+
+
 def saturated(whole: Expr, zero: Expr | None, dtype: str) -> Expr:
     """A rounded f32, less any zero point, as an integer of 8 or 16 bits."""
     low, high = (literal(v, "f32") for v in RANGE[dtype])
-    whole = call("add", whole, cast(zero, "f32")) if zero is not None else whole
+    whole = call("add", whole, _as(zero, "f32")) if zero is not None else whole
     kept = call("min", call("max", whole, low), high)
     # nothing says what a NaN becomes; a cast of it would differ between processors
     return cast(cast(call("where", call("isnan", whole), number(0, "f32"), kept), "i32"), dtype)
 
 
-def _zero(n: Node, spot: list[Aff]) -> list[tuple[Read, Tensor]]:
-    return [n.read(n.ins[2], spot)] if n.has(2) else []
+def _zero(n: Node, spot: list[Aff]) -> tuple[list[Expr], list[tuple[Read, Tensor]]]:
+    """The zero point, if it is not 0, as a literal where it is one known number; else (nothing, its read)."""
+    if not n.has(2):
+        return [], []
+    known = n.const(2)
+    if known is None or known.size == 0 or np.any(known != known.reshape(-1)[0]):
+        return [], [n.read(n.ins[2], spot)]
+    value = int(known.reshape(-1)[0])
+    return ([literal(value, n.dtype(2))] if value else []), []
 
 
 def _place(n: Node, dims: tuple[Dim, ...]) -> list[Aff] | None:
