@@ -184,7 +184,7 @@ ON_MATRIX_UNITS.add("matmul bf16, large")
 HALF_WIDTH = {"sm80": "HMMA", "sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": r"v_mfma_f32_\w+_f16"}
 OF_8_BITS = {
     "e4m3": HALF_WIDTH | {"sm90": "QGMMA", "sm100": "UTCQMMA"},
-    "e4m3fnuz": HALF_WIDTH | {"gfx942": r"v_mfma_f32_\w+_[fb]+8_[fb]+8"},
+    "e4m3fnuz": HALF_WIDTH | {"gfx942": r"v_mfma_f32_\w+_(fp8|bf8)_(fp8|bf8)"},
     "i8": {"sm80": "IMMA", "sm90": "IGMMA", "sm100": "UTCIMMA", "gfx942": r"v_mfma_i32_\w+_i8"},
 }
 OF_8_BITS |= dict.fromkeys(
