@@ -117,7 +117,7 @@ def test_undefined_output(tmp_path):
 
 
 def test_unknown_domain(tmp_path):
-    node = helper.make_node("FusedMatMul", ["x", "x"], ["y"], domain="com.microsoft", name="fused")
+    node = helper.make_node("GroupNorm", ["x", "x"], ["y"], domain="com.microsoft", name="fused")
     refused(
         save(make([node], [X], [Y], domains=["com.microsoft"]), tmp_path), "unknown operator domain", "fused", "com.microsoft"
     )

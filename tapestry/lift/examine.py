@@ -15,6 +15,7 @@ from tapestry.errors import ModelError, refusing
 from tapestry.ir import opaque
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import HOST, Tensor, numpy_dtype
+from tapestry.lift import vendor
 from tapestry.lift.checks import check_operators, check_tensor, load, opsets_of, tensors
 from tapestry.lift.model import SUSPECT, Lifted, input_dims, lift
 from tapestry.lift.symbols import Given, bind
@@ -57,6 +58,8 @@ def examine(path: Path, shapes: Given = {}) -> Examined:  # noqa: B006
 
 
 def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
+    nodes = len(model.graph.node)
+    vendor.define(model)
     problems = [*_operators(model), *_data(model, path.parent)]
     stored = set(stored_tensors(model))
     inputs: Mapping[str, list[int | str]] = {}
@@ -76,7 +79,7 @@ def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
         problems += _evaluators(lifted.graph)
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     return Examined(
-        nodes=len(model.graph.node),
+        nodes=nodes,
         opset=opset,
         inputs=inputs,
         bound=bound,

@@ -37,6 +37,9 @@ from tapestry.lift import (
     reduce,
     resize,
     shape,
+    vendor,
+    vendor_float,
+    vendor_quant,
 )  # fmt: skip
 from tapestry.lift.builder import DTYPE_OF, Builder, here
 from tapestry.lift.checks import check_attributes, check_structure, load
@@ -46,9 +49,9 @@ from tapestry.lift.prepare import Prepared, infer, prepare, take_out_weights
 from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.weights import read_weight
 
-FAMILIES = (  # they register lifters
+FAMILIES = (  # they register lifters, and definitions of vendors' operators
     attention, batched, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque, pool, quantize, random,
-    recurrence, recurrent, reduce, resize, shape,
+    recurrence, recurrent, reduce, resize, shape, vendor_float, vendor_quant,
 )  # fmt: skip
 
 
@@ -103,6 +106,7 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
 
 def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int, steps: bool) -> Lifted:
     nodes = len(model.graph.node)
+    vendor.define(model)
     check_structure(model, path.parent, weights=weights)
     stored = take_out_weights(model)
     check_attributes(model)
