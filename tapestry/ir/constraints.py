@@ -14,7 +14,7 @@ from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.contraction import dims_read
 from tapestry.ir.exact import may_cut
-from tapestry.ir.expr import Acc, Call, Index, Let, walk
+from tapestry.ir.expr import Acc, Call, Index, Let, distinct
 from tapestry.ir.graph import Block, Dim, Graph, Op
 from tapestry.ir.index import dims_of, span
 from tapestry.ir.kernel import whole
@@ -77,7 +77,7 @@ def _expressions(op: Block, graph: Graph, names: set[str]) -> None:
         if any(dims_of(e) & reduced for e in op.reads[k].index):
             raise LawError("agreement", "'then' reads by a reduced dimension", where=where(op))
     for e in (*op.point, *op.then):
-        for x in walk(e):
+        for x in distinct((e,)):
             if isinstance(x, Index) and dims_of(x.aff) - names:
                 raise LawError("agreement", f"unknown dimension in index({x.aff})", where=where(op))
             if isinstance(x, Acc) and e not in op.then:
@@ -92,17 +92,19 @@ def _inner(op: Block) -> None:
     for k, s in enumerate(op.inner):
         if s.monoid not in MONOIDS or len(MONOIDS[s.monoid].fields) != 1:
             raise LawError("agreement", f"inner reduction {k} needs a monoid of one field", where=where(op))
-        if any(isinstance(x, Let) for x in walk(s.body)):
+        if any(isinstance(x, Let) for x in distinct((s.body,))):
             raise LawError("agreement", "an inner reduction uses another one", where=where(op))
         others = inner - {d.name for d in s.dims}
         if dims_read(op, s.body) & others:
             raise LawError("agreement", f"inner reduction {k} depends on dimensions of another", where=where(op))
     for e in op.body:
-        if any(isinstance(x, Let) and not (x.pos < len(op.inner) and op.inner[x.pos].body.dtype == x.dtype) for x in walk(e)):
+        if any(
+            isinstance(x, Let) and not (x.pos < len(op.inner) and op.inner[x.pos].body.dtype == x.dtype) for x in distinct((e,))
+        ):
             raise LawError("agreement", "the body uses an inner reduction that is not there", where=where(op))
         if dims_read(op, e) & inner:
             raise LawError("agreement", "the body depends on a dimension of an inner reduction", where=where(op))
-    if any(isinstance(x, Let) for e in op.then for x in walk(e)):
+    if any(isinstance(x, Let) for x in distinct(op.then)):
         raise LawError("agreement", "'then' uses an inner reduction", where=where(op))
     if any(s.dim in inner for s in op.splits):
         raise LawError("split_partition", "a dimension of an inner reduction is cut", where=where(op))
@@ -199,7 +201,7 @@ def host_values(graph: Graph) -> int:
             raise LawError("host_values", f"'{mine.name}' stays on the host but has axes", where=where(op))
         if mine is not None and (isinstance(op, Block) or op.dims):
             raise LawError("host_values", f"'{mine.name}' stays on the host and cannot be split", where=where(op))
-        for x in (x for e in ((*op.body, *op.then) if isinstance(op, Block) else ()) for x in walk(e)):
+        for x in distinct((*op.body, *op.then) if isinstance(op, Block) else ()):
             if isinstance(x, Call) and x.fn == "cast" and x.args[0].dtype in FLOAT8 and x.dtype in FLOATS:
                 continue  # widened, as a load does it
             if isinstance(x, Call) and x.fn != "where" and any(y.dtype in STORED for y in (x, *x.args)):

@@ -6,7 +6,7 @@ row per primitive (``verify.interp``, ``codegen.torch_cpu``, ``codegen.triton``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tapestry.ir.index import Aff
@@ -111,19 +111,54 @@ def walk(e: Expr) -> Iterator[Expr]:
             yield from walk(a)
 
 
+def distinct(exprs: Iterable[Expr]) -> Iterator[Expr]:
+    """What `walk` gives, but every object once: sub-expressions are shared, and a chain of quantisers, where each reads
+    its value twice, is exponentially larger as a tree."""
+    seen: set[int] = set()
+    stack = list(exprs)[::-1]
+    while stack:
+        e = stack.pop()
+        if id(e) not in seen:
+            seen.add(id(e))
+            yield e
+            if isinstance(e, Call):
+                stack.extend(reversed(e.args))
+
+
+def count(exprs: Iterable[Expr], holds: Callable[[Expr], bool]) -> int:
+    """How many of all the sub-expressions that `walk` gives something holds for, in time of the distinct ones."""
+    known: dict[int, int] = {}
+
+    def of(e: Expr) -> int:
+        if id(e) not in known:
+            known[id(e)] = holds(e) + (sum(map(of, e.args)) if isinstance(e, Call) else 0)
+        return known[id(e)]
+
+    return sum(map(of, exprs))
+
+
 def rewrite(e: Expr, leaf: Callable[[Expr], Expr]) -> Expr:
-    """Rebuild e with every leaf (Const, Arg, Acc, Index, Let) replaced by ``leaf(it)``."""
-    if isinstance(e, Call):
-        args = tuple(rewrite(a, leaf) for a in e.args)
-        return e if args == e.args else Call(e.fn, args, e.dtype)
-    return leaf(e)
+    """Rebuild e with every leaf (Const, Arg, Acc, Index, Let) replaced by ``leaf(it)``; what is shared stays shared."""
+    known: dict[int, Expr] = {}
+
+    def of(e: Expr) -> Expr:
+        if id(e) not in known:
+            known[id(e)] = _with_args(e, tuple(map(of, e.args))) if isinstance(e, Call) else leaf(e)
+        return known[id(e)]
+
+    return of(e)
+
+
+def _with_args(e: Call, args: tuple[Expr, ...]) -> Call:
+    same = all(a is b or (not isinstance(a, Call) and a == b) for a, b in zip(args, e.args, strict=True))
+    return e if same else Call(e.fn, args, e.dtype)
 
 
 def arg_positions(exprs: tuple[Expr, ...]) -> frozenset[int]:
     """Which reads these expressions use."""
-    return frozenset(x.pos for e in exprs for x in walk(e) if isinstance(x, Arg))
+    return frozenset(x.pos for x in distinct(exprs) if isinstance(x, Arg))
 
 
 def count_calls(exprs: tuple[Expr, ...]) -> int:
     """Number of primitive applications: the FLOPs per point."""
-    return sum(isinstance(x, Call) and x.fn != "cast" for e in exprs for x in walk(e))
+    return count(exprs, lambda x: isinstance(x, Call) and x.fn != "cast")

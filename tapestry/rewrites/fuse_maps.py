@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir import space
-from tapestry.ir.expr import Arg, Expr, walk
+from tapestry.ir.expr import Arg, Expr, count
 from tapestry.ir.graph import Block, Graph, Op, Read, map_exprs, with_ops
 from tapestry.ir.index import dims_of
 from tapestry.rewrites.pattern import inline, merge_reads, shift_args, substitute_expr, substitute_read
@@ -106,8 +106,8 @@ def refuse(op: Op | None, maker: Op, tensor: str) -> tuple[str, str]:
     if len(set(mine)) > 1:
         return f"'{tensor}' is read through {len(set(mine))} projections: it would be computed for each", ""
     at = {k for k, r in enumerate(op.reads) if r.tensor == tensor}
-    times = sum(isinstance(x, Arg) and x.pos in at for e in (*op.point, *op.then) for x in walk(e))
-    nodes = sum(1 for _ in walk(maker.body[0]))
+    times = count((*op.point, *op.then), lambda x: isinstance(x, Arg) and x.pos in at)
+    nodes = count(maker.body[:1], lambda _: True)
     if (times - 1) * nodes > GROWTH:
         return f"the body of '{tensor}' would be written {times} times", f"it has {nodes} nodes"
     used = frozenset(n for e in mine[0].index for n in dims_of(e))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.contraction import products
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, call, walk
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, call, count
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read, map_exprs, with_ops
 from tapestry.ir.index import const, span
 from tapestry.ir.monoid import number
@@ -126,9 +126,9 @@ def _refuses(graph: Graph, reader: Op, op: Block) -> tuple[str, str]:
     if not isinstance(reader, Block) or reader.splits:
         return f"'{reader.outs[0]}' is opaque or split, and reads it as it is", ""
     at = {k for k, r in enumerate(reader.reads) if r.tensor == op.outs[0]}
-    uses = sum(isinstance(x, Arg) and x.pos in at for e in (*reader.point, *reader.then) for x in walk(e))
-    nodes = sum(1 for e in (*reader.point, *reader.then) for _ in walk(e))
-    if nodes + uses * sum(1 for _ in walk(op.body[0])) > MOST_NODES:
+    uses = count((*reader.point, *reader.then), lambda x: isinstance(x, Arg) and x.pos in at)
+    nodes = count((*reader.point, *reader.then), lambda _: True)
+    if nodes + uses * count(op.body[:1], lambda _: True) > MOST_NODES:
         return f"'{reader.outs[0]}' would grow too large", f"it has {nodes} nodes and uses it {uses} times"
     body = at & reader.body_reads()
     if not reader.monoid or not body:
