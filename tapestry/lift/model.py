@@ -36,6 +36,7 @@ from tapestry.lift import (
     recurrent,
     reduce,
     resize,
+    scatter,
     shape,
     vendor,
     vendor_float,
@@ -51,7 +52,7 @@ from tapestry.lift.weights import read_weight
 
 FAMILIES = (  # they register lifters, and definitions of vendors' operators
     attention, batched, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque, pool, quantize, random,
-    recurrence, recurrent, reduce, resize, shape, vendor_float, vendor_quant,
+    recurrence, recurrent, reduce, resize, scatter, shape, vendor_float, vendor_quant,
 )  # fmt: skip
 
 

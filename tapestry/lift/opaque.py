@@ -97,24 +97,6 @@ def lift_sorted(n: Node) -> None:
     _along(n, f"selects by value along axis {at}", [a for a in range(rank) if a != at])
 
 
-@lifts("ScatterElements", "Scatter")
-def lift_scatter_elements(n: Node) -> None:
-    """Indices pick along one axis; other axes commute where data and indices are equally long."""
-    data, index = n.shape(0), n.shape(1)
-    at = n.axis(0, len(data))
-    same = [a for a in range(len(data)) if a != at and data[a] == index[a]]
-    _along(n, "writes where the data say", same, (0, 1, 2))
-
-
-@lifts("ScatterND")
-def lift_scatter_nd(n: Node) -> None:
-    """Indices pick slices to write: what is inside the slices commutes."""
-    data, outer, count = n.shape(0), len(n.shape(1)) - 1, n.shape(1)[-1]
-    inside = list(range(count, len(data)))
-    dims = [Dim(f"x{a}", data[a]) for a in inside]
-    n.opaque("writes where the data say", dims, {0: inside, 2: [outer + a - count for a in inside]}, {0: inside})
-
-
 @lifts("GridSample")
 def lift_grid_sample(n: Node) -> None:
     """Sampling at computed places, image by image."""
