@@ -8,9 +8,11 @@ The peer is the code that Inductor generates for a CPU from the same graph (`ben
 library operators, with default settings and with freezing; the lesser of the two counts. Its bytes are its scheduler's own
 count, default settings (with freezing it leaves packed weights out). Second peer: eager execution, one kernel per ONNX node
 after constant folding, views being free. ``--noted`` keeps Inductor's figures from the earlier run: they take minutes.
-Llama-7B's weights (27 GB) are not made for the peer, so it has none. Writes bench/results/fusion.json; exits 1 where a layer
-has not exactly one attention kernel, a normalisation takes more than one pass, a Llama layer more than eight kernels, or a
-model more than Inductor's.
+Llama-7B's weights (27 GB) are not made for the peer, so it has none; nor have VGG-16, a graph without weights, and two
+models with operators that `bench/inductor.py` does not know. ``inside`` counts the
+contractions that the reduction behind them computes itself (`fuse_contraction`). Writes bench/results/fusion.json; exits 1
+where a layer has not exactly one attention kernel, a normalisation takes more than one pass, a Llama layer more than eight
+kernels, or a model more than Inductor's.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import itertools
 import sys
 
 import inductor
+import onnx
+from onnx import TensorProto, helper
 from record import SHARED, WORK, Row, read, write
 from rich.console import Console
 from rich.table import Table
@@ -43,9 +47,13 @@ MODELS: dict[str, tuple[dict[str, int], int]] = {
     "vit_base": ({"s99": 1}, 12),
     "whisper_encoder": ({"s6": 1}, 4),
     "resnet50": ({"s31": 1}, 0),
+    "mobilenet_v2": ({"s31": 1}, 0),
+    "unet": ({"s77": 1}, 0),
+    "vgg16": ({}, 0),
     "llama_7b": ({"s72": 1, "s53": 2048}, 32),
 }
-NO_PEER = {"llama_7b"}  # too large to make weights for
+NO_PEER = {"llama_7b", "vgg16"} | {"mobilenet_v2", "unet"}  # too large to make weights for, operators the peer's module lacks
+VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # filters of 3 x 3; 0: a 2 x 2 pool
 MOST = {"llama_tiny": 8, "llama_tiny_opset23": 8, "llama_7b": 8}  # kernels of a layer
 GPU = Machine(device=SOURCES["h100"].device, eager=False)
 CPU = Machine(device=SOURCES["cpu"].device, eager=True)
@@ -56,7 +64,10 @@ def measure(name: str, noted: Row | None) -> Row:
     shapes, layers = MODELS[name]
     WORK.mkdir(parents=True, exist_ok=True)
     path = WORK / f"{name}.onnx"
-    path.write_bytes(gzip.decompress((SHARED / f"{name}.onnx.gz").read_bytes()))
+    if name == "vgg16":
+        onnx.save(vgg16(), path)
+    else:
+        path.write_bytes(gzip.decompress((SHARED / f"{name}.onnx.gz").read_bytes()))
     lifted = lift(path, shapes, weights=False)
     plain = simplify(lifted.graph)
     graph = fused(plain, GPU)[0]
@@ -71,8 +82,38 @@ def measure(name: str, noted: Row | None) -> Row:
         "inductor": peer, "inductor_kernels": min(r["kernels"] for r in peer.values()) if peer else None,
         "inductor_bytes": peer["default"]["bytes"] if peer else None,
         "eager_kernels": len(eager), "eager_bytes": _bytes(lifted.graph, eager),
-        "passes": _norm_passes(blocks),
+        "inside": sum(bool(op.inner) for op in blocks) - attention, "passes": _norm_passes(blocks),
     }  # fmt: skip
+
+
+def vgg16() -> onnx.ModelProto:
+    """Simonyan and Zisserman's configuration D (2014) for one image of 224 x 224, its weights elsewhere."""
+    nodes, stored, x, channels, size = list[onnx.NodeProto](), list[TensorProto](), "x", 3, 224
+
+    def weight(name: str, *shape: int) -> str:
+        t = TensorProto(name=name, dims=shape, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+        t.external_data.add(key="location", value="vgg16.data")
+        stored.append(t)
+        return name
+
+    for k, filters in enumerate(VGG16):
+        if not filters:
+            nodes.append(helper.make_node("MaxPool", [x], [f"pool{k}"], kernel_shape=[2, 2], strides=[2, 2]))
+            x, size = f"pool{k}", size // 2
+            continue
+        inputs = [x, weight(f"w{k}", filters, channels, 3, 3), weight(f"b{k}", filters)]
+        nodes += [helper.make_node("Conv", inputs, [f"c{k}"], pads=[1] * 4), helper.make_node("Relu", [f"c{k}"], [f"r{k}"])]
+        x, channels = f"r{k}", filters
+    nodes.append(helper.make_node("Flatten", [x], ["flat"]))
+    x, width = "flat", channels * size * size
+    for k, n in enumerate((4096, 4096, 1000)):
+        nodes.append(helper.make_node("Gemm", [x, weight(f"m{k}", width, n), weight(f"a{k}", n)], [f"g{k}"]))
+        nodes.append(helper.make_node("Relu", [f"g{k}"], [f"h{k}"]))
+        x, width = f"h{k}", n
+    ins = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 224, 224])]
+    outs = [helper.make_tensor_value_info("g2", TensorProto.FLOAT, [1, 1000])]
+    graph = helper.make_graph(nodes[:-1], "vgg16", ins, outs, stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
 def _nodes(graph: Graph) -> list[list[Op]]:
@@ -140,12 +181,15 @@ def main() -> int:
     parser.add_argument("--noted", action="store_true", help="Inductor's figures from the earlier run")
     args = parser.parse_args()
     before = {r["model"]: r for r in read("fusion") if r.get("inductor")} if args.noted else {}
-    rows = [measure(n, before.get(n)) for n in args.only if (SHARED / f"{n}.onnx.gz").is_file()]
-    table = Table("model", "attention", "kernels", "per layer", "Inductor", "ratio", "eager", "MB", "Inductor MB", "ratio", "")
+    rows = [measure(n, before.get(n)) for n in args.only if n == "vgg16" or (SHARED / f"{n}.onnx.gz").is_file()]
+    table = Table(
+        "model", "attention", "kernels", "per layer", "inside", "Inductor", "ratio", "eager", "MB", "Inductor MB", "ratio", ""
+    )
     for r in rows:
         kernels, moved = r["inductor_kernels"], r["inductor_bytes"]
         table.add_row(
             r["model"], f"{r['attention_kernels']} of {r['layers']}", str(r["kernels"]), str(r["kernels_per_layer"] or ""),
+            str(r["inside"] or ""),
             str(kernels or ""), f"{r['kernels'] / kernels:.2f}" if kernels else "", str(r["eager_kernels"]),
             f"{r['bytes'] / 1e6:.1f}", f"{moved / 1e6:.1f}" if moved else "", f"{r['bytes'] / moved:.2f}" if moved else "",
             bad(r),

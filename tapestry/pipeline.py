@@ -213,7 +213,7 @@ def _plan(
         fixed=replace(given.fixed if given else Fixed(), exact=options.exact),
         request=staging(request, bound=bool(options.pins or options.layouts or given)),
         again=_fitted_before(earlier) if earlier else None,
-        machine=Machine(device=topo.device, eager=options.target == "torch-cpu") if free and not again else None,
+        machine=_machine(topo, options) if free and not again else None,
         leave=left_out(moves), simplified=(lambda leave: simplify(lifted.graph, leave=leave)) if free and not earlier else None,
     )  # fmt: skip
     done = solve(task, graph, budget)
@@ -228,6 +228,10 @@ def _plan(
         extra["fit"] = dict(done.fitted.report)
     extra["search"] = _search_record(done.found, budget, time.monotonic() - began, options, earlier)
     return done.graph, done.found, [*moves, *done.moves], extra | done.choice.report
+
+
+def _machine(topo: Topology, options: Options) -> Machine:
+    return Machine(device=topo.device, eager=options.target == "torch-cpu", precision=options.precision)
 
 
 def _sha256(lifted: Lifted) -> str:

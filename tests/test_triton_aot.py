@@ -65,9 +65,72 @@ def narrow(a: str, b: str, n: int, *, zero: str = "", turned: bool = True) -> st
         output y"""
 
 
+def folded(dtype: str, monoid: str, body: str, then: str, rows: int = 512, n: int = 32000, k: int = 768, kind: str = "") -> str:
+    """A reduction of logits."""
+    return f"""graph g input x: {dtype}[{rows}, {k}] input w: {dtype}[{k}, {n}] input c: {dtype}[{n}]
+        y: {kind or dtype}[{rows}] = op [i: {rows} | n: {n} {monoid}] reads x[i, m], w[m, n], c[n]
+          let [m: {k} sum] cast(x, f32) * cast(w, f32) body {body} then {then}
+        output y"""
+
+
+def pooled(dtype: str, window: int, channels: int = 64, size: int = 56, batch: int = 8) -> str:
+    """A maximum pool of stride 2 behind a 3 x 3 convolution."""
+    out, pad = size // 2, window // 2
+    at = f"2*p + e - {pad}", f"2*q + f - {pad}"
+    value = "max((let0 + cast(b, f32)), 0.0)"
+    if pad:
+        value = f"where(and(ge(index({at[0]}), 0), ge(index({at[1]}), 0)), {value}, f32(-inf))"
+    return f"""graph g input x: {dtype}[{batch}, {channels}, {size}, {size}] input k: {dtype}[64, {channels}, 3, 3]
+        input b: {dtype}[64]
+        y: {dtype}[{batch}, 64, {out}, {out}] = op [n: {batch}, o: 64, p: {out}, q: {out} | e: {window} max, f: {window} max]
+          reads x[n, c, 2*p + e + r - {pad + 1}, 2*q + f + s - {pad + 1}] else 0.0, k[o, c, r, s], b[o]
+          let [c: {channels} sum, r: 3 sum, s: 3 sum] cast(x, f32) * cast(k, f32) body {value} then cast(acc0, {dtype})
+        output y"""
+
+
+def averaged(dtype: str, batch: int, size: int = 7) -> str:
+    """The mean over the image behind a 1 x 1 convolution, a residual and a clamp."""
+    return f"""graph g input x: {dtype}[{batch}, 512, {size}, {size}] input k: {dtype}[2048, 512]
+        input r: {dtype}[{batch}, 2048, {size}, {size}]
+        y: {dtype}[{batch}, 2048] = op [b: {batch}, o: 2048 | h: {size} sum, w: {size} sum]
+          reads x[b, c, h, w], k[o, c], r[b, o, h, w] let [c: 512 sum] cast(x, f32) * cast(k, f32)
+          body max((let0 + cast(r, f32)), 0.0) then cast((acc0 / {size * size}.0), {dtype})
+        output y"""
+
+
+def normed(dtype: str, n: int, rows: int = 4096, k: int = 384) -> str:
+    """A product with bias, and a layer norm of its rows."""
+    return f"""graph g input x: {dtype}[{rows}, {k}] input w: {dtype}[{k}, {n}] input c: {dtype}[{n}] input g: {dtype}[{n}]
+        y: {dtype}[{rows}, {n}] = op [i: {rows}, j: {n} | n: {n} moments.sum] reads x[i, m], w[m, n], c[n], g[j]
+          let [m: {k} sum] cast(x, f32) * cast(w, f32)
+          body 1.0, let0 + cast(c, f32), 0.0, where(eq(index(n), index(j)), let0 + cast(c, f32), 0.0)
+          then cast((((acc3 - acc1) / sqrt(((acc2 / acc0) + 0.00001))) * cast(g, f32)), {dtype})
+        output y"""
+
+
+FOLDED = {
+    "folded layer norm 256": normed("f16", 256),
+    "folded layer norm 192": normed("bf16", 192),
+    "folded layer norm f32": normed("f32", 96),
+    "folded layer norm f32, wide": normed("f32", 256),
+    "folded argmax": folded("f16", "argmax", "let0 + cast(c, f32), index(n)", "acc1", kind="i64"),
+    "folded argmax bf16 few": folded("bf16", "argmax", "let0, index(n)", "acc1", rows=8, n=50257, kind="i64"),
+    "folded cross-entropy": folded("bf16", "logsumexp", "let0 + cast(c, f32), 1.0", "log(acc1) + acc0", kind="f32"),
+    "folded maximum": folded("f16", "max", "let0", "cast(acc0, f16)"),
+    "folded sum f32": folded("f32", "sum", "max((let0 + c), 0.0)", "acc0", rows=300, n=1000, k=200),
+    "folded moments": folded("f16", "moments", "1.0, let0, 0.0", "cast((acc2 / acc0), f16)", n=1024),
+    "folded mean of an image": averaged("f16", 32),
+    "folded mean of an image, rows": averaged("f16", 8, 8),
+    "folded mean of one image f32": averaged("f32", 1),
+    "folded pool": pooled("f16", 2),
+    "folded pool, overlapping": pooled("bf16", 3),
+    "folded pool f32": pooled("f32", 2, 32),
+    "folded stem": pooled("f16", 3, 3, 112),
+}
 CAUSAL = "where(ge(index(i - n), 0), (let0 * 0.125), f32(-inf))"
 FLOAT_FUNCTIONS = "exp log sqrt erf tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh sigmoid log1p expm1 floor ceil"
 CASES = {
+    **FOLDED,
     "matmul f16": matmul("f16", 1024),
     "matmul bf16": matmul("bf16", 512),
     "matmul f32": matmul("f32", 256),
@@ -191,6 +254,8 @@ OF_8_BITS |= dict.fromkeys(
     ("e4m3, small", "e4m3 e5m2", "e5m2 turned", "e4m3 odd", "e4m3 conv", "e4m3 attention"), OF_8_BITS["e4m3"]
 )
 OF_8_BITS |= dict.fromkeys(("i8, small", "u8 symmetric", "u8 zero point", "i8 turned"), OF_8_BITS["i8"])
+FAST += ("folded argmax", "folded layer norm 256", "folded pool, overlapping")
+ON_MATRIX_UNITS |= {n for n in FOLDED if "f32" not in n and "few" not in n}
 STACK_ALLOWED = {"sin", "cos", "tan"}  # argument reduction of huge angles keeps a table on the stack (triton#1756)
 
 
@@ -250,7 +315,8 @@ def holds(name: str, row: dict[str, Any], target: str) -> None:
     assert row["spills"] == 0 or case in STACK_ALLOWED, where
     assert row["shared"] <= chip.shared == row["shared_limit"], where
     assert row["registers"] * row["num_warps"] * chip.warp <= chip.registers, where
-    if ("stream" in row["kind"] and case in ON_MATRIX_UNITS) or (row["kind"].startswith("dot") and case in ON_MATRIX_UNITS):
+    products = row["kind"].startswith(("stream", "folded"))
+    if (products and case in ON_MATRIX_UNITS) or (row["kind"].startswith("dot") and case in ON_MATRIX_UNITS):
         assert row["matrix"] == chip.matrix, where
     if case in OF_8_BITS and row["kind"] not in ("copy", "merge"):
         assert any(n and re.fullmatch(OF_8_BITS[case][target], op) for op, n in row["instructions"].items()), where

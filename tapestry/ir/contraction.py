@@ -1,12 +1,14 @@
-"""Contractions: products of two factors under ``sum``, recognised from the body alone."""
+"""Contractions: products of two factors under ``sum``, recognised from the body alone, and reductions of what they give."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, walk
-from tapestry.ir.graph import Block
-from tapestry.ir.index import dims_of
+from tapestry.ir.graph import Block, Dim
+from tapestry.ir.index import dim, dims_of
 from tapestry.ir.monoid import SUMS
 
 INT8 = frozenset({"i8", "u8"})
@@ -80,3 +82,125 @@ def narrow(e: Expr) -> Narrow | None:
         )
     zero = narrow(z)
     return Narrow(value.value, z) if zero is not None and zero.shift is None else None
+
+
+MIN_FOLD = 32  # points that are folded along an axis of a product's tile; fewer are gone through one after another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """The dimensions of a reduction of a product as axes of the product's tiles.
+
+    Attributes:
+        turned: whether the second factor's dimensions are the rows.
+        rows, columns: of a tile; columns are reduced dimensions where the tile is folded, else map dimensions.
+        batch: map dimensions that every tile has one point of.
+        taps: reduced dimensions whose points are tiles one after another.
+        folds: whether columns are reduced within a tile.
+    """
+
+    turned: bool
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    batch: tuple[Dim, ...]
+    taps: tuple[Dim, ...]
+    folds: bool
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of all tiles, those past the ends of dimensions included."""
+        return _points((*self.batch, *self.taps)) * _padded(_points(self.rows)) * _padded(_points(self.columns))
+
+
+def roles(dims: Sequence[Dim], reduce: Sequence[Dim], first: frozenset[str], second: frozenset[str]) -> Roles | None:
+    """How a reduction over ``reduce`` of products, whose factors vary along ``first`` and ``second``, goes in tiles.
+
+    Of all ways the one that computes fewest lanes; folding along an axis may compute twice as many, since then tiles are
+    independent programs. ``None`` where a factor has no dimension of its own, so that there is no matrix product.
+    """
+    found: list[tuple[float, Roles]] = []
+    for turned, own, other in ((False, first - second, second - first), (True, second - first, first - second)):
+        rows, columns = (tuple(d for d in dims if d.name in s) for s in (own, other))
+        folded = tuple(d for d in reduce if d.name in other)
+        if not turned and _points(rows) > 1 and _points(columns) > 1:
+            r = _roles(dims, reduce, False, rows, columns, folds=False)
+            found.append((2.0 * r.lanes, r))
+        if _points(folded) >= MIN_FOLD and (own & {d.name for d in (*dims, *reduce)}):
+            r = _roles(dims, reduce, turned, rows, folded, folds=True)
+            found.append((float(r.lanes), r))
+    return min(found, key=lambda f: f[0])[1] if found else None
+
+
+def _roles(
+    dims: Sequence[Dim], reduce: Sequence[Dim], turned: bool, rows: tuple[Dim, ...], columns: tuple[Dim, ...], *, folds: bool
+) -> Roles:
+    batch = tuple(d for d in dims if d not in (*rows, *columns))
+    taps = tuple(d for d in reduce if d not in columns)
+    return Roles(turned=turned, rows=rows, columns=columns, batch=batch, taps=taps, folds=folds)
+
+
+def _padded(n: int) -> int:
+    block = max(16, min(128, 1 << max(0, n - 1).bit_length()))
+    return -(-n // block) * block
+
+
+def _points(dims: Sequence[Dim]) -> int:
+    return prod(d.size for d in dims)
+
+
+MOST_KEPT = 256  # columns of a row that a tile holds whole
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A field that picks the row's own element, ``sum over n of where(n == j, value, 0)``: the last of a product of monoids.
+
+    A norm of rows of a product needs each element again after the row is reduced; kernels of whole rows compute no sum for it.
+    """
+
+    over: Dim
+    column: Dim
+    value: Expr
+    first: int = 0  # the row's element at which a block of the columns begins
+
+
+def kept(monoid: str | None, dims: Sequence[Dim], reduce: Sequence[Dim], body: Sequence[Expr]) -> Kept | None:
+    """The element that a reduction keeps beside its other fields; ``None`` where it keeps none."""
+    e = body[-1] if monoid and monoid.endswith(".sum") else None
+    if not isinstance(e, Call) or e.fn != "where" or not isinstance(e.args[0], Call) or e.args[0].fn != "eq":
+        return None
+    (left, right), zero = e.args[0].args, e.args[2]
+    if not isinstance(left, Index) or not isinstance(right, Index) or not isinstance(zero, Const) or zero.value != 0:
+        return None
+    first = right.aff.const
+    over = next((d for d in reduce if left.aff == dim(d.name)), None)
+    column = next((d for d in dims if right.aff - first == dim(d.name)), None)
+    return Kept(over, column, e.args[1], first) if over and column and first + column.size <= over.size else None
+
+
+def folded_roles(op: Block) -> Roles | None:
+    """The roles of an operation that reduces one inner sum of products; ``None`` for any other operation.
+
+    Where it keeps elements of rows, a tile has whole rows, and the column is no dimension of the product.
+    """
+    if op.monoid is None or op.monoid == "softsum" or len(op.inner) != 1 or op.inner[0].monoid != "sum":
+        return None
+    body = op.inner[0].body
+    while isinstance(body, Call) and body.fn == "cast":
+        body = body.args[0]
+    if not isinstance(body, Call) or body.fn != "mul":
+        return None
+    wide = {d.name for d in op.space if d.size > 1} - {d.name for d in op.inner_dims}
+    first, second = (dims_read(op, e) & wide for e in body.args)
+    return whole_rows(op.dims, op.reduce, first, second, kept(op.monoid, op.dims, op.reduce, op.body))
+
+
+def whole_rows(
+    dims: Sequence[Dim], reduce: Sequence[Dim], first: frozenset[str], second: frozenset[str], row: Kept | None
+) -> Roles | None:
+    """`roles`, with tiles of whole rows where elements of rows are kept."""
+    if row is None:
+        return roles(dims, reduce, first, second)
+    found = roles([d for d in dims if d != row.column], reduce, first, second)
+    whole = found is not None and found.folds and found.columns == (row.over,) and row.over.size <= MOST_KEPT
+    return found if whole and found is not None and all(d.size == 1 for d in found.taps) else None

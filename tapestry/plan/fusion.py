@@ -1,11 +1,12 @@
 """Which fusions pay on one device: launches and bytes saved, against arithmetic and loads done again.
 
 The rules that cost nothing are simplifications and have been applied already. Those here are choices, so they are moves: a map
-computed by its readers (`inline_map`), contractions of one factor side by side (`fuse_sums`), and contractions that read 8 bits
-as they are (`narrow_factors`), for devices that multiply those. An operation is priced by its
-tiles (`rewrites.footprint`): its launch, each tensor once from memory, what every tile loads once from the cache in between,
-and each primitive as often as the tiles compute it. A device that runs expressions operator by operator (torch on a CPU) has
-no tiles, but a price for every operator, and what a reduction computes before it reduces is written and read again.
+computed by its readers (`inline_map`), a contraction by the reduction that reads it (`fuse_contraction`), contractions of one
+factor side by side (`fuse_sums`), and contractions that read 8 bits as they are (`narrow_factors`), for devices that multiply
+those. An operation is priced by its tiles (`rewrites.footprint`): its launch, each tensor once from memory, what every tile
+loads once from the cache in between, and each primitive as often as the tiles compute it. A device that runs expressions
+operator by operator (torch on a CPU) has no tiles, but a price for every operator, and what a reduction computes before it
+reduces is written and read again.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from tapestry.ir.contraction import products
-from tapestry.ir.expr import Call, walk
+from tapestry.ir.contraction import dims_read, folded_roles, kept, products, whole_rows
+from tapestry.ir.expr import Call, Expr, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import itemsize
 from tapestry.plan.topology.model import Device
 from tapestry.rewrites.footprint import Tile, evaluated, loaded, tile_of
+from tapestry.rewrites.fuse_contraction import FuseContraction
 from tapestry.rewrites.fuse_sums import FuseSums
 from tapestry.rewrites.inline_map import InlineMap
 from tapestry.rewrites.narrow_factors import NarrowFactors
@@ -27,6 +29,9 @@ from tapestry.rewrites.simplify import simplify
 
 CACHE = 2.0  # bandwidth of the cache that tiles share (L2), as a multiple of the memory's: 5.5 of 3.35 TB/s on H100
 _NONE = frozenset[str]()
+REACHED = 0.6  # of the rate of contractions, by products in tiles
+FEWEST = 32  # rows, or columns, of the smallest tiles that pay
+PROGRAMS = 64  # fewer leave most of a device idle
 OPERATOR = 2e-6  # s, one of torch's operators on a CPU beyond its arithmetic
 
 
@@ -36,6 +41,14 @@ class Machine:
 
     device: Device
     eager: bool
+    precision: str = "ieee"  # of products of f32
+
+    def products(self, dtype: str) -> float:
+        """FLOP/s of contractions, as far as kernels reach them."""
+        rate = self.device.rate(dtype)
+        if dtype == "f32" and not self.eager:
+            rate = {"tf32": rate, "tf32x3": rate / 3}.get(self.precision, self.device.vector)
+        return REACHED * rate
 
 
 def fused(graph: Graph, machine: Machine, leave: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
@@ -50,10 +63,17 @@ def fused(graph: Graph, machine: Machine, leave: frozenset[str] = _NONE) -> tupl
     def accept(op: Block, old: list[Block], new: list[Block]) -> bool:
         return sum(map(price, new)) < price(op) + sum(map(price, old))
 
+    def accept_product(maker: Block, op: Block, new: Block) -> bool:
+        if any(itemsize(graph.tensors[maker.reads[k].tensor].dtype) < 2 for k in maker.body_reads()):
+            return False  # products of 8 bits have kernels of their own
+        own = [products_seconds(o, machine) for o in (maker, new)]
+        return not machine.eager and reduced_seconds(graph, new, machine) + own[1] < price(maker) + price(op) + own[0]
+
     graph, first = (graph, list[Move]()) if machine.eager else NarrowFactors().choose(graph)
     graph, moves = InlineMap().choose(graph, accept)
+    graph, reduced = FuseContraction().choose(graph, accept_product)
     graph, more = FuseSums().choose(graph)
-    found = [*first, *moves, *more]
+    found = [*first, *moves, *reduced, *more]
     return (simplify(graph, leave=leave) if found else graph), found
 
 
@@ -61,8 +81,10 @@ def seconds(graph: Graph, op: Block, machine: Machine) -> float:
     """Time of one operation, whole, without its contractions: those are the same however the rest is fused."""
     device = machine.device
     tile = {d.name: d.size for d in op.space} if machine.eager else tile_of(op)
-    calls = {e for x in (*op.point, *op.then) for e in walk(x) if isinstance(e, Call) and e.fn != "cast"}
-    exact = sum(evaluated(op, e, tile) for e in calls)
+    row = kept(op.monoid, op.dims, op.reduce, op.body)  # what is kept is picked, not summed
+    point = (*op.point[:-1], row.value) if row else op.point
+    calls = {e for x in (*point, *op.then) for e in walk(x) if isinstance(e, Call) and e.fn != "cast"}
+    exact = sum(evaluated(op, e, tile) for e in calls - (set() if machine.eager else _multiplied(op)))
     from_memory = sum(prod(d.size for d in op.dims) * itemsize(graph.tensors[t].dtype) for t in op.outs)
     from_cache = 0
     for t in op.inputs:
@@ -72,6 +94,50 @@ def seconds(graph: Graph, op: Block, machine: Machine) -> float:
         from_cache += 0 if machine.eager else sum(cells) * size
     out = device.launch + from_memory / device.bandwidth + from_cache / (CACHE * device.bandwidth) + exact / device.vector
     return out + (_operators(op, calls, tile, device) if machine.eager else 0.0)
+
+
+def _multiplied(op: Block) -> set[Expr]:
+    """The products of an operation's contractions, which matrix units compute."""
+    return {_bare(x) for x in ([s.body for s in op.inner] if op.inner else op.body if products(op) else ())}
+
+
+def _bare(e: Expr) -> Expr:
+    while isinstance(e, Call) and e.fn == "cast":
+        e = e.args[0]
+    return e
+
+
+def products_seconds(op: Block, machine: Machine) -> float:
+    """Time of a contraction's products, or of those that a reduction computes itself, the lanes past tiles' ends included."""
+    (product,) = _multiplied(op)
+    assert isinstance(product, Call)
+    wide = {d.name for d in op.space if d.size > 1}
+    first, second = (dims_read(op, e) & wide for e in product.args)
+    deep = {d.name for d in (op.inner_dims or op.reduce)}
+    outer = op.reduce if op.inner else ()
+    row = kept(op.monoid, op.dims, op.reduce, op.body)
+    found = whole_rows(op.dims, outer, first - deep, second - deep, row)
+    lanes = found.lanes if found else prod(d.size for d in (*op.dims, *outer))
+    return 2 * lanes * prod(d.size for d in op.space if d.name in deep) / machine.products(product.args[0].dtype)
+
+
+def reduced_seconds(graph: Graph, op: Block, machine: Machine) -> float:
+    """`seconds` of a reduction that computes its product itself: its programs go through all that is reduced, so there may be
+    few of them; columns in parts are merged by a second launch."""
+    found, device = folded_roles(op), machine.device
+    assert found is not None
+    programs = prod(d.size for d in found.batch) * -(-prod(d.size for d in found.rows) // FEWEST)
+    extra = 0.0
+    if not found.folds:
+        programs *= -(-prod(d.size for d in found.columns) // FEWEST)
+    elif programs < PROGRAMS:
+        columns = prod(d.size for d in (*found.columns, *found.taps))
+        longest = max(d.size for d in op.reduce)
+        wanted = min(2 * PROGRAMS // programs, columns // FEWEST)
+        parts = max((p for p in range(1, wanted + 1) if longest % p == 0), default=1)
+        programs, extra = programs * parts, device.launch if parts > 1 else 0.0
+    share = min(1.0, programs / PROGRAMS)
+    return device.launch + extra + (seconds(graph, op, machine) - device.launch) / share
 
 
 def _operators(op: Block, calls: set[Call], tile: Tile, device: Device) -> float:

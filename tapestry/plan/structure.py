@@ -21,9 +21,8 @@ from tapestry.rewrites.simplify import applied, left_out, simplify
 WORTH = 0.999  # a rewrite must bring the objective under this share of what it was
 _NONE = frozenset[str]()
 MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not worth planning
-_ELSEWHERE = (
-    {"split", "split_reduce"} | {"split_time", "micro_batch", "recompute"} | {"inline_map", "fuse_sums", "narrow_factors"}
-)
+_ELSEWHERE = {"split", "split_reduce"} | {"split_time", "micro_batch", "recompute"}
+_ELSEWHERE |= {"inline_map", "fuse_contraction", "fuse_sums", "narrow_factors"}
 # searched by strategies, to fit memory, or chosen before the search (`plan/fusion.py`)
 
 

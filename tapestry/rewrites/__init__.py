@@ -4,6 +4,7 @@ from tapestry.rewrites import block_scan as block_scan
 from tapestry.rewrites import cleanup as cleanup
 from tapestry.rewrites import compose_views as compose_views
 from tapestry.rewrites import drop_results as drop_results
+from tapestry.rewrites import fuse_contraction as fuse_contraction
 from tapestry.rewrites import fuse_epilogue as fuse_epilogue
 from tapestry.rewrites import fuse_maps as fuse_maps
 from tapestry.rewrites import fuse_nested as fuse_nested

@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import prod
 
 from tapestry.ir import space
-from tapestry.ir.contraction import dims_read, products
+from tapestry.ir.contraction import dims_read, folded_roles, kept, products
 from tapestry.ir.expr import Expr
 from tapestry.ir.graph import Block, Dim, Guard, Read
 from tapestry.ir.kernel import Box
@@ -31,14 +31,18 @@ def tile_of(op: Block) -> dict[str, int]:
     """Points of one program's tile along each dimension; reduced dimensions are whole, programs walk along them.
 
     Contractions have rows (dimensions of the first factor alone) and columns (of the second), attention the rows of its
-    scores and all columns of its values, rows of a norm or softmax are whole, maps are cut in row-major order.
+    scores and all columns of its values, rows of a norm or softmax are whole, maps are cut in row-major order. A product that
+    is reduced has the tiles of the product, and goes through all of the reduced dimensions.
     """
     tile = {d.name: d.size for d in (*op.reduce, *op.inner_dims)}
     rows, columns = _roles(op)
-    for group, most in ((rows, ROWS), (columns, COLUMNS if products(op) else prod(d.size for d in columns))):
+    bounded = products(op) or folded_roles(op)
+    for group, most in ((rows, ROWS), (columns, COLUMNS if bounded else prod(d.size for d in columns))):
         for d in reversed(group):
             tile[d.name] = max(1, min(d.size, most))
             most //= tile[d.name]
+    if (row := kept(op.monoid, op.dims, op.reduce, op.body)) is not None:
+        tile[row.column.name] = row.column.size
     rest = [d for d in op.dims if d.name not in tile]
     most = 1 if op.monoid else POINTS
     for d in reversed(rest):
@@ -49,6 +53,8 @@ def tile_of(op: Block) -> dict[str, int]:
 
 def _roles(op: Block) -> tuple[Sequence[Dim], Sequence[Dim]]:
     """(rows, columns) of a reduction's map dimensions; both empty for a map."""
+    if (found := folded_roles(op)) is not None:
+        return found.rows, () if found.folds else found.columns
     if pairs := products(op):
         left, right = (dims_read(op, e) for e in pairs[0])
         return [d for d in op.dims if d.name in left - right], [d for d in op.dims if d.name in right - left]

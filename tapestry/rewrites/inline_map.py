@@ -151,12 +151,12 @@ def inlined(graph: Graph, reader: Block, op: Block) -> Block:
     """The reader computing the map itself, once for each of its projections."""
     new = reader
     while (k := next((k for k, r in enumerate(new.reads) if r.tensor == op.outs[0]), None)) is not None:
-        new = _one(graph, new, op, k)
+        new = written_out(graph, new, op, k)
     return merge_reads(replace(new, source=tuple(dict.fromkeys(op.source + reader.source))))
 
 
-def _one(graph: Graph, reader: Block, op: Block, k: int) -> Block:
-    """The reader with read number k replaced by the map's body."""
+def written_out(graph: Graph, reader: Block, op: Block, k: int) -> Block:
+    """The reader with read number k replaced by the map's body; a value of its own outside the map's cells is kept."""
     read = reader.reads[k]
     env = dict(zip((d.name for d in op.dims), read.index, strict=True))
     inside = _inside(reader, read, graph.tensors[op.outs[0]].shape)

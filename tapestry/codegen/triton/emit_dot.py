@@ -23,20 +23,30 @@ IMPRECISE = 128  # products of 8-bit floats whose sum may be kept in fewer bits 
 
 
 @dataclass(slots=True)
-class _Axes:
+class Axes:
+    """The axes of a contraction's tiles, and where the tile of each begins, as source text."""
+
     batch: Axis
     m: Axis
     n: Axis
     k: Axis
     taps: Axis
-    k_0: str  # where the tile of k begins
+    k_0: str
+    m_0: str = "pid_m * BM"
+    n_0: str = "pid_n * BN"
+    outer: Axis | None = None  # what tiles go through one after another, of a product that is reduced
+
+    @property
+    def scalars(self) -> list[tuple[Axis, str]]:
+        """The axes that a tile has one point of."""
+        return [(a, "") for a in (self.batch, self.outer, self.taps) if a is not None]
 
 
 def emit_dot(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
     """``acc[m, n] += a[m, k] * b[k, n]`` for each batch point, then ``then`` (``full``) or the sums (``partial``)."""
     task, namer, c = frame.task, frame.namer, op.product
     assert c is not None
-    ax = _Axes(
+    ax = Axes(
         Axis(c.batch, 0, "", namer, "batch"),
         Axis(c.m, knobs.bm, "BM", namer, "m"),
         Axis(c.n, knobs.bn, "BN", namer, "n"),
@@ -47,19 +57,19 @@ def emit_dot(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
     ax.k_0 = namer.take(f"{ax.k.name}_0")
     accs = tuple(namer.take("acc") for _ in task.body)
     boxes = operand_boxes(task, c) if knobs.descriptors and chip.descriptors else None
-    loads, rows, columns = _operands(frame, c, ax, boxes, knobs)
+    loads, rows, columns = operands(frame, c, ax, boxes, knobs)
     how = dot_options(c.operand, op.precision, knobs.bk, chip)
     steps = [f"{acc} = tl.dot({rows[a]}, {columns[b]}, {acc}, {how})" for acc, (a, b) in zip(accs, c.pairs, strict=True)]
     zeros = zero_points(frame, c, rows, columns) if c.operand == "i8" else ZeroPoints()
     after = [*zeros.after(frame, ax, accs), *_as_floats(task, c, accs)]
     epilogue = [*after, *_epilogue(frame, op, ax, accs, knobs, boxes is not None)]
-    inner = _loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps, *zeros.steps), boxes is not None)
+    inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps, *zeros.steps), boxes is not None)
     held = [*ax.m.lines, *ax.n.lines, *inner, *epilogue]
     once = [
         *ax.batch.lines,
-        *([f"{ax.m.name} = pid_m * BM + tl.arange(0, BM)"] if _mentions(held, ax.m.name) else []),
+        *([f"{ax.m.name} = pid_m * BM + tl.arange(0, BM)"] if mentions(held, ax.m.name) else []),
         *ax.m.lines,
-        *([f"{ax.n.name} = pid_n * BN + tl.arange(0, BN)"] if _mentions(held, ax.n.name) else []),
+        *([f"{ax.n.name} = pid_n * BN + tl.arange(0, BN)"] if mentions(held, ax.n.name) else []),
         *ax.n.lines,
         *(f"{acc} = tl.zeros((BM, BN), tl.{'int32' if c.operand == 'i8' else 'float32'})" for acc in accs),
         *zeros.before,
@@ -72,21 +82,22 @@ def emit_dot(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
     return Written(constants=(("BM", knobs.bm), ("BN", knobs.bn), ("BK", knobs.bk)), lines=tuple(lines), programs=programs)
 
 
-def _mentions(lines: list[str], name: str) -> bool:
+def mentions(lines: list[str], name: str) -> bool:
     return any(re.search(rf"\b{name}\b", line) for line in lines)
 
 
-def _operands(
-    frame: Frame, c: Contraction, ax: _Axes, boxes: dict[Expr, TileBox] | None, knobs: Knobs
+def operands(
+    frame: Frame, c: Contraction, ax: Axes, boxes: dict[Expr, TileBox] | None, knobs: Knobs
 ) -> tuple[list[str], dict[Expr, str], dict[Expr, str]]:
     """Lines that load the tiles of the factors, each once, and the names: those of m by k, those of k by n."""
     ranges = frame.task.ranges
     firsts, seconds = dict.fromkeys(a for a, _ in c.pairs), dict.fromkeys(b for _, b in c.pairs)
     if boxes is not None:
         k_at = "0" if ax.k.tiles == 1 else ax.k_0
-        scalars = View([(ax.batch, ""), (ax.taps, "")], ranges)
-        sides = ((firsts, ("pid_m * BM", k_at), ("BM", "BK")), (seconds, (k_at, "pid_n * BN"), ("BK", "BN")))
-        sizes = {"BM": knobs.bm, "BN": knobs.bn, "BK": knobs.bk}
+        scalars = View(ax.scalars, ranges)
+        m, n = ax.m.tile, ax.n.tile
+        sides = ((firsts, (ax.m_0, k_at), (m, "BK")), (seconds, (k_at, ax.n_0), ("BK", n)))
+        sizes = {m: knobs.bm, n: knobs.bn, "BK": knobs.bk}
         lines: list[str] = []
         names: list[dict[Expr, str]] = []
         for factors, at, tile in sides:
@@ -97,8 +108,8 @@ def _operands(
                 )
                 lines += more
         return lines, names[0], names[1]
-    left = Scope(frame, View([(ax.batch, ""), (ax.taps, ""), (ax.m, "[:, None]"), (ax.k, "[None, :]")], ranges))
-    right = Scope(frame, View([(ax.batch, ""), (ax.taps, ""), (ax.k, "[:, None]"), (ax.n, "[None, :]")], ranges))
+    left = Scope(frame, View([*ax.scalars, (ax.m, "[:, None]"), (ax.k, "[None, :]")], ranges))
+    right = Scope(frame, View([*ax.scalars, (ax.k, "[:, None]"), (ax.n, "[None, :]")], ranges))
     rows = {e: factor(left, c.value(e, frame.task), ax.k, c.kind(e), "a") for e in firsts}
     columns = {e: factor(right, c.value(e, frame.task), ax.k, c.kind(e), "b") for e in seconds}
     return [*left.lines, *right.lines], rows, columns
@@ -138,7 +149,7 @@ class ZeroPoints:
     steps: tuple[str, ...] = ()
     shifts: tuple[tuple[Shift, Shift], ...] = ()
 
-    def after(self, frame: Frame, ax: _Axes, accs: tuple[str, ...]) -> list[str]:
+    def after(self, frame: Frame, ax: Axes, accs: tuple[str, ...]) -> list[str]:
         """Lines behind the loop."""
         by_rows = Scope(frame, View([(ax.batch, ""), (ax.m, "[:, None]")], frame.task.ranges))
         by_columns = Scope(frame, View([(ax.batch, ""), (ax.n, "[None, :]")], frame.task.ranges))
@@ -226,7 +237,7 @@ def _outer(box: TileBox, scalars: View, narrow: str) -> list[str]:
     return [f"({text}){narrow}" if narrow and not text.isdigit() else text]
 
 
-def _epilogue(frame: Frame, op: Operation, ax: _Axes, accs: tuple[str, ...], knobs: Knobs, descriptors: bool) -> list[str]:
+def _epilogue(frame: Frame, op: Operation, ax: Axes, accs: tuple[str, ...], knobs: Knobs, descriptors: bool) -> list[str]:
     """Lines that compute the results from the sums and store them."""
     task, c = frame.task, op.product
     assert c is not None
@@ -287,7 +298,7 @@ def factor(scope: Scope, e: Expr, k: Axis, operand: str, wish: str) -> str:
     return name
 
 
-def _loop(frame: Frame, ax: _Axes, step: tuple[str, ...], descriptors: bool) -> list[str]:
+def k_loop(frame: Frame, ax: Axes, step: tuple[str, ...], descriptors: bool) -> list[str]:
     """The steps for every tile of k and every tap; the taps of one tile follow each other, for they share cache lines."""
     k, taps = ax.k, ax.taps
     if taps.size == 1:
@@ -306,20 +317,20 @@ def _loop(frame: Frame, ax: _Axes, step: tuple[str, ...], descriptors: bool) -> 
     return [head, *("    " + line for line in (*lines, *taps.lines, *step))]
 
 
-def _grid(frame: Frame, ax: _Axes, knobs: Knobs, once: list[str], tiles: int, programs: int) -> list[str]:
+def _grid(frame: Frame, ax: Axes, knobs: Knobs, once: list[str], tiles: int, programs: int) -> list[str]:
     """The tile that a program computes, or the loop over the tiles that a program of a persistent grid computes."""
     if programs == tiles:
-        return [frame.program(), *_tile_order(ax, "pid", knobs.group), *once]
+        return [frame.program(), *tile_order(ax, "pid", knobs.group), *once]
     wide = ".to(tl.int64)" if frame.wide else ""
     how = "warp_specialize=True" if knobs.warp_specialize else "flatten=True"  # on Hopper one excludes the other
     return [
         "first_tile = tl.program_id(0)",
         f"for tile_index in tl.range(first_tile, {tiles}, {programs}, {how}):",
-        *(f"    {line}" for line in (f"pid = tile_index{wide}", *_tile_order(ax, "pid", knobs.group), *once)),
+        *(f"    {line}" for line in (f"pid = tile_index{wide}", *tile_order(ax, "pid", knobs.group), *once)),
     ]
 
 
-def _tile_order(ax: _Axes, tile: str, group: int) -> list[str]:
+def tile_order(ax: Axes, tile: str, group: int) -> list[str]:
     """Which tile it is: batch outermost, and ``group`` rows of tiles at a time so that b's tiles are reused."""
     lines: list[str] = []
     m, n = ax.m, ax.n

@@ -12,7 +12,7 @@ from tapestry.codegen.triton.axes import Axis
 from tapestry.codegen.triton.primitives import TRITON_TYPES, compute, literal
 from tapestry.codegen.triton.printer import combine_source
 from tapestry.codegen.triton.scope import Frame, Scope
-from tapestry.ir.expr import Arg, Const, Expr
+from tapestry.ir.expr import Arg, Const, Expr, Let, walk
 from tapestry.ir.monoid import MONOIDS, SUMS, number
 
 CENTRED = frozenset({"moments", "logsumexp"})
@@ -31,7 +31,8 @@ def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> t
     values = tile.printer.all(frame.task.body)
     inside = tile.view.laid(cols, cols.inside()) if cols.ragged else ""
     if centred(frame):
-        return _centred(frame, values, inside, cols, accs)
+        start, lines = _centred(frame, values, inside, cols, accs, once=cols.tiles == 1)
+        return start, lines, []
     if inside:
         values = [f"tl.where({inside}, {v}, {z})" for v, z in zip(values, identity(frame), strict=True)]
     types = state_types(frame)
@@ -40,8 +41,7 @@ def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> t
         lanes = zip(values, types, plain, strict=True)
         spread = [v if p else f"tl.broadcast_to({v}, (ROWS, COLS)).to({t})" for v, t, p in lanes]
         return [], [f"{a} = {v}" for a, v in zip(accs, spread, strict=True)], [fold_line(frame, accs)]
-    start = [f"{a} = tl.full((ROWS, COLS), {z}, {t})" for a, z, t in zip(accs, identity(frame), types, strict=True)]
-    return start, [_merge(frame, accs, values)], [fold_line(frame, accs)]
+    return _zeros(frame, accs, "(ROWS, COLS)"), [_merge(frame, accs, values)], [fold_line(frame, accs)]
 
 
 def _fills(frame: Frame, tile: Scope, e: Expr) -> bool:
@@ -50,18 +50,45 @@ def _fills(frame: Frame, tile: Scope, e: Expr) -> bool:
 
 
 def _centred(
-    frame: Frame, values: list[str], inside: str, cols: Axis, accs: tuple[str, ...]
-) -> tuple[list[str], list[str], list[str]]:  # fmt: skip
+    frame: Frame, values: list[str], inside: str, cols: Axis, accs: tuple[str, ...], *, once: bool
+) -> tuple[list[str], list[str]]:  # fmt: skip
     """The state of a tile, centre first; merged row by row where there are several tiles."""
     task, namer = frame.task, frame.namer
-    once = cols.tiles == 1
     own = accs if once else tuple(namer.take(f"{a}_tile") for a in accs)
-    count = "COLS" if not inside else str(cols.size) if once else ""
+    count = "COLS" if not inside else str(cols.size) if cols.tiles == 1 else ""
     lines = _moments(frame, values, inside, own, count) if task.monoid == "moments" else _logsumexp(frame, values, inside, own)
     if once:
-        return [], lines, []
-    start = [f"{a} = tl.full((ROWS,), {z}, {t})" for a, z, t in zip(accs, identity(frame), state_types(frame), strict=True)]
-    return start, [*lines, _merge(frame, accs, list(own))], []
+        return [], lines
+    return _zeros(frame, accs, "(ROWS,)"), [*lines, _merge(frame, accs, list(own))]
+
+
+def tile_reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...], *, once: bool) -> tuple[list[str], list[str]]:
+    """Lines before the loop over tiles, and lines that fold the lanes of a tile's rows and merge them into the rows' states.
+
+    Unlike `reduction` no lane has a state of its own: beside a product's accumulator there is no room for them.
+    """
+    values = tile.printer.all(frame.task.body)
+    inside = tile.view.laid(cols, cols.inside()) if cols.ragged else ""
+    if centred(frame):
+        return _centred(frame, values, inside, cols, accs, once=once)
+    own = accs if once else tuple(frame.namer.take(f"{a}_tile") for a in accs)
+    kept = [f"tl.where({inside}, {v}, {z})" for v, z in zip(values, identity(frame), strict=True)] if inside else values
+    spread = [
+        v if any(isinstance(x, Let) for x in walk(e)) else f"tl.broadcast_to({v}, (ROWS, COLS)).to({t})"
+        for e, v, t in zip(frame.task.body, kept, state_types(frame), strict=True)
+    ]
+    lines = [*(f"{a} = {v}" for a, v in zip(own, spread, strict=True)), fold_line(frame, own)]
+    return ([], lines) if once else (_zeros(frame, accs, "(ROWS,)"), [*lines, _merge(frame, accs, list(own))])
+
+
+def lane_reduction(frame: Frame, tile: Scope, accs: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Lines before the loop over tiles, and lines that merge a tile into the states that every lane has."""
+    values = tile.printer.all(frame.task.body)
+    return _zeros(frame, accs, "(ROWS, COLS)"), [_merge(frame, accs, values)]
+
+
+def _zeros(frame: Frame, accs: tuple[str, ...], shape: str) -> list[str]:
+    return [f"{a} = tl.full({shape}, {z}, {t})" for a, z, t in zip(accs, identity(frame), state_types(frame), strict=True)]
 
 
 def _moments(frame: Frame, values: list[str], inside: str, own: tuple[str, ...], count: str) -> list[str]:

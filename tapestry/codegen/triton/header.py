@@ -18,6 +18,7 @@ _TURNED = {
     "map": ("block", "rows", "cols"), "rows": ("rows", "cols"), "reduce": ("rows", "cols", "split_k"), "scan": ("rows", "cols"),
     "nest": ("rows", "cols"), "gather": ("rows", "cols"),
     "dot": ("bm", "bn", "bk", "group", "persistent", "staged", "split_k", "descriptors", "warp_specialize"),
+    "folded": ("bm", "bn", "bk", "group", "staged", "split_k", "descriptors"),
     "stream": ("bm", "bn", "split_k", "descriptors", "warp_specialize"),
 }  # fmt: skip
 

@@ -13,8 +13,8 @@ from tapestry.codegen.triton.chips import Chip, chip_of
 from tapestry.codegen.triton.descriptors import aligned, operand_boxes
 from tapestry.codegen.triton.lowered import Access, Task, points
 from tapestry.codegen.triton.operation import Operation, on_chip
-from tapestry.codegen.triton.primitives import HALVES, operand_size
-from tapestry.codegen.triton.tiles import Contraction, Selection, Stream, exact_dtype, power_of_two, row_dims, turned
+from tapestry.codegen.triton.primitives import HALVES, compute, operand_size
+from tapestry.codegen.triton.tiles import Contraction, Folded, Selection, Stream, exact_dtype, power_of_two, row_dims, turned
 from tapestry.ir.contraction import INT8
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Dim
@@ -74,7 +74,7 @@ def candidates(operation: Operation, target: str = "sm90") -> Iterator[Knobs]:
     """
     chip = chip_of(target)
     operation = on_chip(operation, chip)
-    if operation.kind == "dot" and operation.product is not None:
+    if operation.product is not None:
         found = _either(operation, chip)
     elif operation.kind == "stream" and operation.streamed is not None:
         found = _stream(operation, operation.streamed, chip)
@@ -122,32 +122,36 @@ def _either(operation: Operation, chip: Chip) -> Iterator[Knobs]:
 
 def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
     """Candidates of a contraction with their predicted times, the fastest first."""
-    c = operation.product
+    c, f = operation.product, operation.folded
     assert c is not None
-    m, n, k = points(c.m), points(c.n), points(c.k) * points(c.taps)
+    held = len(c.pairs) + (_lanes_held(operation.task, f) if f else 0)
+    m, n = points(c.m), points(c.n)
     half, ready = c.operand != "f32", chip.descriptors and operand_boxes(operation.task, c) is not None
-    table = _HALF if half else _IEEE if operation.precision == "ieee" else _TF32
+    table = _table(operation, half)
     size, smooth = operand_size(c.operand), _smooth(operation, c)
     rough = half and not c.masked and not (ready or aligned(operation.task, c))
     least = 16 if size > 1 else 32  # points of k that a matrix instruction takes
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
     gathered = rough or (half and not ready and not (smooth if size == 1 else _runs(operation, c)))  # elements one by one
     slow = max(3.0, chip.flops[c.operand] / chip.units / _GATHERED) if gathered else 1.0
+    # wgmma and tcgen05 take 64 rows at least
+    tall_enough = 64 if (half or operation.precision != "ieee") and chip.arch in (90, 100) and m >= 64 and n >= 64 else 16
+    fewest = min(bm * bn for bm, bn, *_ in table if bm >= tall_enough)
     found: list[tuple[float, Knobs]] = []
     for bm, bn, bk, stages, warps in table:
-        if (half or operation.precision != "ieee") and chip.arch in (90, 100) and bm < 64 <= m and n >= 64:
-            continue  # wgmma and tcgen05 take 64 rows at least
+        if bm < tall_enough:
+            continue
         bk = bk * 2 // size if half else bk
         bk = min(least if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(least, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue
-        if chip.arch == 80 and bm * bn * len(c.pairs) >= 128 * 128:
+        if chip.arch == 80 and bm * bn * held >= 128 * 128:
             warps = 8  # sums and operands are all in registers
         if rough and bm * bn > 64 * 32 * warps:
             continue  # a load for each element, with its address and mask in registers
-        most = (128 * 256 if len(c.pairs) == 1 or chip.arch in (90, 100) else 128 * 128) if half else 64 * 64 * 2
-        if bm * bn * len(c.pairs) > max(most, bm * bn if len(c.pairs) == 1 else 0):
-            continue  # each sum has an accumulator of its own
+        most = (128 * 256 if held == 1 or chip.arch in (90, 100) else 128 * 128) if half else 64 * 64 * 2
+        if bm * bn * held > max(most, bm * bn if held == 1 else fewest * held):
+            continue  # each sum has an accumulator of its own, and each lane of a product that taps are merged into
         if c.operand == "f8" and chip.arch == 90 and bm * bn * len(c.pairs) > 64 * 32 * warps:
             continue  # running sums beside the accumulators (`emit_dot.dot_options`)
         stages = min(stages, 2) if chip.backend == "hip" else stages
@@ -155,23 +159,78 @@ def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
             continue  # ptxas spills
         while stages > 2 and stages * (bm * tall + bn * wide) * bk * size > chip.shared:
             stages -= 1
-        if (held := stages * (bm * tall + bn * wide) * bk * size) > chip.shared and chip.backend != "hip":
+        if (shared := stages * (bm * tall + bn * wide) * bk * size) > chip.shared and chip.backend != "hip":
             continue
-        held += bm * bn * _stored(operation, chip)
-        for parts in _PARTS:
-            if parts > 1 and not splits(operation, parts, bk):
+        stored = shared + bm * bn * _stored(operation, chip)
+        for parts in fold_parts(operation, bm, bn, chip) if f else _PARTS:
+            if parts > 1 and not splits(operation, parts, 1 if f else bk):
                 continue
             knobs = Knobs(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
-            for each in _forms(knobs, ready, c, chip, held):
-                seconds = _dot_seconds(each, (points(c.batch), m, n, k), c.operand, operation.precision, chip)
-                found.append((seconds * slow, each))
+            timed = (_timed(each, operation, c, chip) for each in _forms(knobs, ready, c, chip, stored))
+            found += [(slow * t, each) for t, each in timed]
     return sorted(found, key=lambda f: f[0])
+
+
+def _timed(k: Knobs, operation: Operation, c: Contraction, chip: Chip) -> tuple[float, Knobs]:
+    """Predicted time; a product that is reduced has no persistent grid."""
+    if operation.folded:
+        k = replace(k, persistent=False)
+        return _folded_seconds(k, operation, operation.folded, chip), k
+    extents = points(c.batch), points(c.m), points(c.n), points(c.k) * points(c.taps)
+    return _dot_seconds(k, extents, c.operand, operation.precision, chip), k
+
+
+def _table(operation: Operation, half: bool) -> tuple[tuple[int, int, int, int, int], ...]:
+    """(bm, bn, bk, stages, warps). Of whole rows, the depth and stages of others, and warps enough to hold the product and
+    what becomes of it."""
+    f = operation.folded
+    table = _HALF if half else _IEEE if operation.precision == "ieee" else _TF32
+    if f is None or f.row is None:
+        return table
+    width = max(16, power_of_two(points(f.product.n)))
+    _, _, depth, stages, _ = table[0]
+    sizes = [(bm, warps) for bm in (128, 64, 32, 16) for warps in (4, 8) if bm * width <= 64 * 32 * warps]
+    return tuple((bm, width, depth, stages, warps) for bm, warps in sizes)
+
+
+def _lanes_held(task: Task, f: Folded) -> int:
+    """Values that each lane of a reduced product keeps besides its sum: states, or what folding several fields takes."""
+    if f.folds:
+        return 1 if len(task.body) > 1 else 0
+    return sum(max(1, itemsize(compute(e.dtype)) // 4) for e in task.body)
+
+
+def fold_parts(operation: Operation, bm: int, bn: int, chip: Chip) -> list[int]:
+    """Numbers of parts of the columns that are folded, where programs that go through all of them do not fill the chip."""
+    f = operation.folded
+    if f is None or not f.folds or f.row or operation.task.mode != "full":
+        return [1]
+    c = f.product
+    programs = points(c.batch) * -(-points(c.m) // bm)
+    wanted = min(2 * chip.units // max(1, programs), points(c.n) * points(f.outer) // bn)
+    longest = max((d.size for d in operation.task.reduce), default=1)
+    return [1, *(p for p in range(2, wanted + 1) if longest % p == 0)]
+
+
+def _folded_seconds(k: Knobs, operation: Operation, f: Folded, chip: Chip) -> float:
+    """Predicted time of a product that is reduced tile by tile: its tiles, as programs go through them, one after another."""
+    c = f.product
+    depth = points(c.k) * points(c.taps)
+    batch, m, n = points(c.batch), points(c.m), points(c.n)
+    turns = points(f.outer) * (-(-n // k.bn) if f.folds else 1)
+    programs = batch * -(-m // k.bm) * (1 if f.folds else -(-n // k.bn)) * k.split_k
+    one = replace(k, split_k=1)
+    each = _dot_seconds(one, (1, min(m, k.bm), min(n, k.bn), depth), c.operand, operation.precision, chip) - _FILL
+    whole = _dot_seconds(one, (batch * points(f.outer), m, n, depth), c.operand, operation.precision, chip)
+    fields = sum(itemsize(compute(e.dtype)) for e in operation.task.body)
+    second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * fields / chip.bandwidth
+    return max(-(-programs // chip.units) * -(-turns // k.split_k) * max(0.0, each) + _FILL, whole) + second
 
 
 def splits(operation: Operation, parts: int, depth: int = 1) -> str:
     """The reduced dimension that ``parts`` programs may share, each with ``depth`` points at least; ``""`` for none."""
     task = operation.task
-    if operation.kind not in ("dot", "stream", "reduce") or task.mode != "full":
+    if operation.kind not in ("dot", "stream", "reduce", "folded") or task.mode != "full":
         return ""
     if task.monoid is None or not MONOIDS[task.monoid].commutative:
         return ""

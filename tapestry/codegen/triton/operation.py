@@ -11,9 +11,11 @@ from tapestry.codegen.triton.regroup import split_groups
 from tapestry.codegen.triton.scans import scan_of, scan_task
 from tapestry.codegen.triton.tiles import (
     Contraction,
+    Folded,
     Selection,
     Stream,
     contraction,
+    folded,
     row_dims,
     selection,
     stream,
@@ -32,9 +34,9 @@ class Operation:
 
     Attributes:
         kind: ``map``; ``dot``, a contraction; ``stream``, a softmax-weighted sum of values in one pass; ``scan``; ``rows``, a
-            reduction whose results are used along the row; ``gather``; ``nest``, with inner reductions of any
-            other kind; ``reduce``.
-        product, streamed, picked: what was recognised for ``dot``, ``stream`` and ``gather``.
+            reduction whose results are used along the row; ``gather``; ``folded``, a reduction of a product tile by tile;
+            ``nest``, with inner reductions of any other kind; ``reduce``.
+        product, streamed, picked, folded: what was recognised for ``dot`` (and ``folded``), ``stream``, ``gather``, ``folded``.
         reverse: for ``scan``, whether elements come last first.
         staged: for ``dot``, the same on copies of operands that cannot be read by whole rows.
         precision: of f32 operands on matrix units: ``ieee``, ``tf32x3`` or ``tf32``.
@@ -45,6 +47,7 @@ class Operation:
     product: Contraction | None = None
     streamed: Stream | None = None
     picked: Selection | None = None
+    folded: Folded | None = None
     reverse: bool = False
     precision: str = "ieee"
     staged: Staged | None = None
@@ -61,7 +64,7 @@ def operation(graph: Graph, kernel: Kernel, precision: str = "ieee") -> Operatio
     from tapestry.codegen.triton.staging import staged  # which builds operations itself
 
     found = classified(lower(graph, kernel), precision)
-    return replace(found, staged=staged(graph, kernel, found)) if found.kind == "dot" else found
+    return replace(found, staged=staged(graph, kernel, found)) if found.product is not None else found
 
 
 def on_chip(found: Operation, chip: Chip) -> Operation:
@@ -79,7 +82,7 @@ def classified(task: Task, precision: str = "ieee") -> Operation:
     """The operation of a task that is no scan."""
     if task.monoid is None or task.mode == "finish":
         return Operation(kind="map" if not task.inner else "nest", task=task)
-    for cut in (task, split_groups(task)):
+    for cut in () if task.inner else (task, split_groups(task)):
         if (product := contraction(cut)) is not None:
             return Operation(kind="dot", task=cut, product=product, precision=precision)
     if (streamed := stream(task)) is not None:
@@ -88,6 +91,8 @@ def classified(task: Task, precision: str = "ieee") -> Operation:
             if (wider := stream(shared)) is not None and points(wider.rows) > points(streamed.rows):
                 task, streamed = shared, wider
         return Operation(kind="stream", task=task, streamed=streamed, precision=precision)
+    if (of_product := folded(task)) is not None:
+        return Operation(kind="folded", task=task, product=of_product.product, folded=of_product, precision=precision)
     if task.inner:
         return Operation(kind="nest", task=task)
     if (picked := selection(task)) is not None:

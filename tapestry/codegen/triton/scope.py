@@ -102,8 +102,9 @@ def _reach(e: Aff, ranges: Ranges) -> int:
 class Scope:
     """One place in the kernel: a view of the axes, the lines written there, and the reduced state if there is one."""
 
-    def __init__(self, frame: Frame, view: View, accs: tuple[str, ...] = ()) -> None:
+    def __init__(self, frame: Frame, view: View, accs: tuple[str, ...] = (), *, narrow: bool = False) -> None:
         self.frame, self.view, self.accs = frame, view, accs  # accs: the inner values, in a body
+        self.narrow = narrow  # what varies along one tile axis is loaded as a vector: a tile of it would decide how others lie
         self.lines: list[str] = []
         self.printer = Printer(self.leaf, self.lines, frame.namer, frame.helpers, frame.native)
         self._loaded: dict[int, str] = {}
@@ -131,6 +132,8 @@ class Scope:
             empty: value of lanes past the end, where it matters.
         """
         view = self.view
+        if self.narrow and (vector := self._vector(access, name)):
+            return vector
         offset = view.text(access.offset, name)
         along = view.axes_of(access.offset)
         masks, masked = self._checks(access.checks, name)
@@ -152,6 +155,18 @@ class Scope:
         self.frame.assigned.add(out)
         self.lines.append(f"{out} = tl.load({text}){wide}")
         return out
+
+    def _vector(self, access: Access, name: str) -> str:
+        """An access along one tile axis, loaded as a vector and laid in the tile; "" where it runs along none or both."""
+        affs = (access.offset, *(c.aff for c in access.checks))
+        axes = {id(a): a for e in affs for a in self.view.axes_of(e) if a.block}
+        if len(axes) != 1 or len(self.view.tiled) < 2:
+            return ""
+        (axis,) = axes.values()
+        flat = Scope(self.frame, View([(a, "") for a in self.view.axes if not a.block or a is axis], self.view.ranges))
+        out = flat.load(access, name)
+        self.lines += flat.lines
+        return self.view.laid(axis, out)
 
     def results(self, values: tuple[Expr, ...]) -> list[str]:
         """Texts of values to be stored; a store rounds to the dtype of its buffer, so a last cast from f32 is left to it."""

@@ -11,6 +11,7 @@ from tapestry.codegen.triton.axes import identifier
 from tapestry.codegen.triton.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
 from tapestry.codegen.triton.descriptors import Descriptor, descriptor_type
 from tapestry.codegen.triton.emit_dot import emit_dot
+from tapestry.codegen.triton.emit_folded import emit_folded
 from tapestry.codegen.triton.emit_gather import emit_gather
 from tapestry.codegen.triton.emit_map import emit_map
 from tapestry.codegen.triton.emit_nest import emit_nest
@@ -190,6 +191,8 @@ class _Buffers:
 def _emit(held: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
     if op.kind == "dot" and op.product is not None:
         return emit_dot(held, op, knobs, chip)
+    if op.kind == "folded" and op.folded is not None:
+        return emit_folded(held, op, op.folded, knobs, chip)
     if op.kind == "stream" and op.streamed is not None:
         return emit_stream(held, op, knobs, chip)
     if op.kind == "gather" and op.picked is not None:

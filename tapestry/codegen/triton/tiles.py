@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.lowered import Task, points
 from tapestry.codegen.triton.primitives import EXACT_IN, HALVES, common_operand
-from tapestry.ir.contraction import INT8, Narrow, narrow
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, walk
+from tapestry.ir.contraction import INT8, Kept, Narrow, kept, narrow, whole_rows
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import SUMS
@@ -107,13 +107,7 @@ def _sum_of_products(task: Task, field: int) -> Contraction | None:
         return None
     if points(m) < 64 <= points(n):  # matrix units take 64 rows at a time, but as few columns as 8
         a, b, m, n = b, a, n, m
-    batch = tuple(d for d in task.dims if d not in m + n)
-    taps = _entangled(task)
-    k = tuple(d for d in task.reduce if d not in taps)
-    masked = bool(taps) and points(k) < 16
-    if masked:  # too few for a tile's depth
-        k, taps = task.reduce, ()
-    return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=k, taps=taps, operand="", masked=masked)
+    return _product(task, a, b, m, n, tuple(d for d in task.dims if d not in m + n))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +167,63 @@ def stream(task: Task) -> Stream | None:
             weights="f16" if second in FLOAT8 | INT8 else second if second in HALVES else "f32",
         )  # fmt: skip
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A reduction of a product, tile by tile: the product has the map dimensions and the reduced ones as rows, columns, batch.
+
+    Attributes:
+        product: of one tile; its columns are reduced dimensions where the tile is folded along them.
+        outer: reduced dimensions that tiles go through one after another.
+        folds: whether columns are reduced.
+        row: the element that rows keep, where a tile has whole rows.
+    """
+
+    product: Contraction
+    outer: tuple[Dim, ...]
+    folds: bool
+    row: Kept | None = None
+
+
+def folded(task: Task) -> Folded | None:
+    """The task as a reduction of an inner sum of products; ``None`` where ``tl.dot`` does not apply."""
+    if task.monoid in (None, "softsum") or task.mode == "finish" or len(task.inner) != 1 or task.inner[0].monoid != "sum":
+        return None
+    body = task.inner[0].body
+    while isinstance(body, Call) and body.fn == "cast" and body.args[0].dtype in FLOATS:
+        body = body.args[0]
+    if not (isinstance(body, Call) and body.fn == "mul") or body.dtype not in FLOATS - {"f64"} or points(task.inner_dims) < 2:
+        return None
+    a, b = body.args
+    outer = frozenset(d.name for d in task.inner_dims)
+    row = kept(task.monoid, task.dims, task.reduce, task.body) if task.mode == "full" else None
+    found = whole_rows(task.dims, task.reduce, _dims(a, task) - outer, _dims(b, task) - outer, row)
+    if found is None:
+        return None
+    m, n = found.rows, found.columns
+    if found.turned:
+        a, b = b, a
+    elif not found.folds and points(m) < 64 <= points(n):
+        a, b, m, n = b, a, n, m
+    used = arg_positions((body,))
+    inside = replace(
+        task, dims=task.dims + task.reduce, reduce=task.inner_dims, reads={p: r for p, r in task.reads.items() if p in used}
+    )
+    product = _product(inside, a, b, m, n, found.batch)
+    operand = common_operand(product.kinds)
+    product = replace(product, operand="f16" if operand in ("f8", "i8") else operand)  # which has them all
+    return Folded(product=product, outer=found.taps, folds=found.folds, row=row)
+
+
+def _product(task: Task, a: Expr, b: Expr, m: tuple[Dim, ...], n: tuple[Dim, ...], batch: tuple[Dim, ...]) -> Contraction:
+    """The contraction of two factors over the reduced dimensions."""
+    taps = _entangled(task)
+    k = tuple(d for d in task.reduce if d not in taps)
+    masked = bool(taps) and points(k) < 16
+    if masked:  # too few for a tile's depth
+        k, taps = task.reduce, ()
+    return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=k, taps=taps, operand="", masked=masked)
 
 
 def _entangled(task: Task) -> tuple[Dim, ...]:

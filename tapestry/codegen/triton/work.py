@@ -75,6 +75,11 @@ def _flops(op: Operation) -> tuple[int, int]:
         s = op.streamed
         scores = points(s.batch) * points(s.rows) * s.key.size
         return scores * 2 * (points(s.depth) + points(s.columns)), after + scores * (count_calls(task.body[:1]) + 4)
+    if op.folded is not None:
+        body, c = task.body[:-1] if op.folded.row else task.body, op.folded.product
+        merge = MONOIDS[task.monoid or ""].combiner(tuple(e.dtype for e in task.body))[: len(body)]
+        inside = points((*c.batch, *c.m, *c.n, *op.folded.outer))
+        return 2 * inside * points(task.inner_dims), after + inside * (count_calls(body) + max(1, count_calls(merge) // 2))
     if op.product is not None:
         sums = len(task.body)
         return 2 * inside * sums, after + inside * (count_calls(task.body) - sums)

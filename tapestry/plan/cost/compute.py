@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.contraction import dims_read, products
+from tapestry.ir.contraction import dims_read, kept, products
 from tapestry.ir.expr import Call, Index, arg_positions, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
@@ -92,8 +92,13 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
     assert op.monoid
     merge = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
     reduced = frozenset(d.name for d in op.reduce)
-    lifted = [dims_read(op, e) for e in op.body]
-    for e, m, own, along in zip(op.body, merge, lifted, varies(op), strict=True):
+    row = kept(op.monoid, op.dims, op.reduce, op.body)
+    body = op.body[:-1] if row else op.body  # what is kept is picked, not summed
+    if row and op.inner:  # a part of a row has no kernel of whole rows: its product is computed for every column
+        part = block[:, names.index(row.over.name)]
+        heavy = heavy * np.where(part[:, 1] - part[:, 0] < row.over.size, row.column.size, 1)
+    lifted = [dims_read(op, e) for e in body]
+    for e, m, own, along in zip(body, merge[: len(body)], lifted, varies(op)[: len(body)], strict=True):
         light = light + rows(own) * count_calls((e,))
         field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v}
         if field - own and own - lifted[0]:  # weights by rows times values by columns
