@@ -205,3 +205,18 @@ def test_attention(kind: str) -> None:
     (got,) = run_kernel(graph, 0, values)
     want = interp.run(graph, values, wide=True)["y"]
     compare(got, want, "f16")  # weights are rounded to f16
+
+
+@pytest.mark.parametrize("length", [35, 40, 60])
+def test_passes_of_an_operation_with_a_long_name_have_names_of_their_own(length: int) -> None:
+    """Both operands are copied into rows first; names are cut at forty letters, behind which the passes differ."""
+    name = "y" * length
+    text = f"""graph g input x: i8[35, 39] input w: i8[37, 39]
+        {name}: i32[35, 37] = op [i: 35, n: 37 | m: 39 sum] reads x[i, m], w[n, m] body cast(x, i32) * cast(w, i32)
+        output {name}"""
+    graph = parse(text)
+    functions = re.findall(r"^def (y\w*|pass\w*)\(", source_of(text), re.M)
+    assert len(functions) == 3 == len(set(functions))
+    arrays = random_arrays(graph)
+    (got,) = run_kernel(graph, 0, arrays)
+    np.testing.assert_array_equal(got, arrays["x"].astype(np.int32) @ arrays["w"].astype(np.int32).T)

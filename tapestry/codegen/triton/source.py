@@ -114,7 +114,9 @@ def generate(
     made: list[tuple[Frame, Written, Pass]] = []
     for k, (stage, turned, wish) in enumerate(stages):
         taken = {launch.function for _, _, launch in made}
-        held, function = frame(stage.task, wish if wish not in taken else f"{wish}{k}", CHIPS[target].float8)
+        held, function = frame(stage.task, wish, CHIPS[target].float8)
+        if function in taken:  # names are cut at the end
+            held, function = frame(stage.task, f"pass{k}_{wish}", CHIPS[target].float8)
         written = _emit(held, stage, turned, chip_of(target))
         made.append((held, written, _pass(held, function, written, turned, buffers.of(held, k, len(stages)))))
     names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
