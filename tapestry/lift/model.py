@@ -119,7 +119,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
         unbound(inputs, env)
     rewrite(model, env)
     names = [i.name for i in model.graph.input if i.name not in stored]
-    prepared = prepare(model, steps=steps)
+    prepared = prepare(model, steps=steps, bound=bool(env))
     builder = lift_nodes(prepared, seed, steps)
     graph, constants = _assemble(builder, prepared, names, stored, path, weights)
     return Lifted(graph=graph, model=path, constants=constants, nodes=nodes, shapes=env, unified=unified)

@@ -47,6 +47,8 @@ MISJUDGED = frozenset({
 SAME_SHAPE = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
 ROUNDS = 8  # of expansion of function bodies inside function bodies
 
+log = logging.getLogger(__name__)
+
 Types = dict[str, TypeProto]
 
 
@@ -152,6 +154,29 @@ def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
         if len(declared) != len(computed) or clash:
             why = f"'{value.name}' is declared {declared}, computed {computed}"
             raise ModelError("shapes contradict each other", where=where, why=why)
+
+
+def forget_stale(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
+    """Drop declared sizes inside of a model with symbolic inputs that its bound sizes contradict: exporters leave those
+    of the example that they traced (onnxruntime does not look at them either). Inference says what they are.
+    """
+    stale = [v for v in model.graph.value_info if _contradicts(v.type, types.get(v.name))]
+    for v in stale:
+        model.graph.value_info.remove(v)
+    if stale:
+        names = ", ".join(f"'{v.name}'" for v in stale[:3]) + (", …" if len(stale) > 3 else "")
+        log.warning("sizes that the file declares for %s do not go with the sizes that are bound: not used", names)
+
+
+def _contradicts(declared: TypeProto, found: TypeProto | None) -> bool:
+    """Whether two types of a tensor have one rank and different sizes."""
+    if found is None or not (declared.tensor_type.HasField("shape") and found.tensor_type.HasField("shape")):
+        return False
+    a, b = (t.tensor_type.shape.dim for t in (declared, found))
+    known = (
+        (x.dim_value, y.dim_value) for x, y in zip(a, b, strict=False) if x.HasField("dim_value") and y.HasField("dim_value")
+    )
+    return len(a) == len(b) and any(x != y for x, y in known)
 
 
 def tag_sources(model: ModelProto) -> None:
@@ -352,11 +377,12 @@ def _without_types(model: ModelProto, names: Mapping[str, TypeProto]) -> ModelPr
     return bare
 
 
-def prepare(model: ModelProto, *, steps: bool = True) -> Prepared:
+def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Prepared:
     """The static model to lift; ``model`` has its sizes bound and its weights taken out.
 
     Args:
         steps: whether loops of few steps are written out.
+        bound: whether some of the sizes were symbols in the file.
     """
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
@@ -371,6 +397,8 @@ def prepare(model: ModelProto, *, steps: bool = True) -> Prepared:
     add_defaults(model, version)
     del model.graph.value_info[:]
     types = infer(model)
+    if bound:
+        forget_stale(declared, types)
     check_declared(declared, types)
     for o in model.graph.output:
         o.type.CopyFrom(types.get(o.name, o.type))
