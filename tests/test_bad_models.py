@@ -163,11 +163,11 @@ def test_declared_output_shape_contradiction(tmp_path):
 
 
 def test_sizes_of_the_example_that_was_exported(tmp_path, caplog):
-    """Inside of a model with symbolic inputs, what the file declares may be stale; of a static one, it contradicts."""
+    """What the file declares of a model with symbolic inputs may be stale; of a static one, it contradicts."""
     nodes = [helper.make_node("Relu", ["x"], ["h"], name="the_relu"), helper.make_node("Abs", ["h"], ["y"])]
-    model = make(nodes, [("x", F, ["n", 3])], [("y", F, ["n", 3])], values=[("h", F, [5, 3])])
+    model = make(nodes, [("x", F, ["n", 3])], [("y", F, [5, 3])], values=[("h", F, [5, 3])])
     graph = lift(save(model, tmp_path), {"n": 7}).graph
-    assert graph.tensors["y"].shape == (7, 3) and "'h' do not go with" in caplog.text
+    assert graph.tensors["y"].shape == (7, 3) and "'h', 'y' do not go with" in caplog.text
     refused(save(make(nodes, [X], [Y], values=[("h", F, [5, 3])]), tmp_path), "shapes contradict", "[5, 3]", "[2, 3]")
 
 

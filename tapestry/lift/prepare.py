@@ -157,12 +157,12 @@ def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
 
 
 def forget_stale(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
-    """Drop declared sizes inside of a model with symbolic inputs that its bound sizes contradict: exporters leave those
-    of the example that they traced (onnxruntime does not look at them either). Inference says what they are.
+    """Drop declared sizes of a model with symbolic inputs that the sizes bound to these contradict: exporters leave those of
+    the example that they traced, and onnxruntime does not insist on them either. Inference says what they are.
     """
-    stale = [v for v in model.graph.value_info if _contradicts(v.type, types.get(v.name))]
+    stale = [v for v in (*model.graph.value_info, *model.graph.output) if _contradicts(v.type, types.get(v.name))]
     for v in stale:
-        model.graph.value_info.remove(v)
+        v.type.tensor_type.ClearField("shape")
     if stale:
         names = ", ".join(f"'{v.name}'" for v in stale[:3]) + (", …" if len(stale) > 3 else "")
         log.warning("sizes that the file declares for %s do not go with the sizes that are bound: not used", names)
@@ -414,6 +414,8 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
         )
         if not expand_functions(model, types, version, steps=steps) and not written and not open_shapes:
             break
+    if bound:
+        forget_stale(declared, types)
     check_declared(declared, types)
     hints = {v.name: v.type for v in (*declared.graph.value_info, *declared.graph.output) if _static(v.type)}
     return _with_hints(model, types, hints)
