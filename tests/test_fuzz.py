@@ -177,7 +177,16 @@ def test_the_float64_referee_keeps_float64_within_operators():
     given = {"x": x, "s": np.ones(4), "b": np.zeros(4)}
     rows = x.reshape(2, 2, 12)
     want = (rows - rows.mean(-1, keepdims=True)) / np.sqrt(rows.var(-1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(replay([node], given, 21, wide=True)["y"], want.reshape(x.shape), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(replay([node], given, 21, plain=given)["y"], want.reshape(x.shape), rtol=0, atol=1e-9)
+
+
+def test_the_float64_referee_goes_on_behind_a_node_that_has_no_float64():
+    nodes = [N("DequantizeLinear", ["q", "s"], ["x"]), N("Div", ["x", "d"], ["y"])]
+    given = {"q": np.array([3, 7], np.uint8), "s": np.float32(0.125), "d": np.float32(3)}
+    plain = replay(nodes, given, 18)
+    found = replay(nodes, given, 18, plain=plain)["y"]
+    assert plain["y"].dtype == np.float32 and found.dtype == np.float64
+    np.testing.assert_allclose(found, np.array([0.375, 0.875]) / 3, rtol=1e-15)
 
 
 def test_a_series_goes_on_where_it_was_ended(tmp_path):

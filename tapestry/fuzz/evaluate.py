@@ -106,25 +106,34 @@ def replay(
     given: Mapping[str, Array],
     opset: int,
     *,
-    wide: bool = False,
+    plain: Mapping[str, Array] | None = None,
     noise: np.random.Generator | None = None,
 ) -> dict[str, Array]:
     """Every value of a model, node by node.
 
     Args:
-        wide: floats of 32 bits and less are computed in float64.
+        plain: the values as they are; with them floats of 32 bits and less are computed in float64, but for nodes that no
+            evaluator runs so (a DequantizeLinear), which are computed as they are.
         noise: every floating-point result is moved by up to two units in its last place (Monte Carlo arithmetic); how
             far outputs move with it is what rounding may do to them.
 
     Raises:
         Unfit: a node does not run so.
     """
-    values = {n: _widened(a) if wide else a for n, a in given.items()}
+    values = {n: a if plain is None else _widened(a) for n, a in given.items()}
     for node in nodes:
-        found = node_values(_wide_node(node) if wide else node, values, opset)
+        found = node_values(node, values, opset) if plain is None else _wide_values(node, values, plain, opset)
         for name, a in found.items():
             values[name] = a if noise is None else _shaken(a, noise)
     return values
+
+
+def _wide_values(node: NodeProto, values: Mapping[str, Array], plain: Mapping[str, Array], opset: int) -> dict[str, Array]:
+    try:
+        return node_values(_wide_node(node), values, opset)
+    except Unfit:
+        narrow = {n: np.asarray(values[n]).astype(plain[n].dtype) for n in node.input if n}
+        return {n: _widened(a) for n, a in node_values(node, narrow, opset).items()}
 
 
 def _widened(a: Array) -> Array:

@@ -290,7 +290,7 @@ def _referee(model: Model) -> dict[str, tuple[Array, float]]:
         return {name: (a.astype(np.float64), 0.0) for name, a in model.outputs.items()}
     plain = replay(model.nodes, model.given, model.opset)
     try:
-        wide = replay(model.nodes, model.given, model.opset, wide=True)
+        wide = replay(model.nodes, model.given, model.opset, plain=plain)
     except Unfit:
         wide = plain
     noisy = [replay(model.nodes, model.given, model.opset, noise=np.random.default_rng(k)) for k in range(SHAKES)]
