@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
+import torch
 from lifting import build, data, evaluate, lift_model, node
 from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
+from tapestry.codegen.torch_cpu.integers import one_product
 from tapestry.ir.graph import Block
 
 RNG = np.random.default_rng(5)
@@ -38,6 +42,21 @@ def test_integer_products(tmp_path, kinds, zeros):
     assert np.array_equal(evaluate(lifted, feeds)["y"], want)
     found = tapestry.compile(tmp_path / "model.onnx", devices=2).run(feeds)["y"]
     assert found.dtype == np.int32 and np.array_equal(found, want)
+
+
+@pytest.mark.parametrize("right", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("left", [torch.uint8, torch.int8])
+def test_integer_products_of_any_strides(left, right):
+    """Rows, columns or elements that are parts of larger arrays: torch's own product misreads most of these."""
+    held = torch.from_numpy(RNG.integers(0, 256, 4000).astype(np.uint8))
+
+    def views(rows, columns, dtype):
+        steps = {(columns, 1), (1, rows), (columns + 5, 1), (1, rows + 7), (0, 1), (1, 0), (0, 0), (1, 11), (2 * columns, 2)}
+        return [held.view(dtype).as_strided((rows, columns), step, 3) for step in sorted(steps)]
+
+    for m, k, n in itertools.product((1, 2, 33), (1, 2, 8), (1, 2, 17)):
+        for a, b in itertools.product(views(m, k, left), views(k, n, right)):
+            assert torch.equal(one_product(a, b).long(), a.long() @ b.long()), (a.shape, a.stride(), b.shape, b.stride())
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -83,10 +83,10 @@ def _multiply(left: Tensor, right: Tensor) -> Tensor:
     if batch > _MANY:
         wide = torch.float32 if depth * 255 * 255 < 1 << 24 else torch.float64
         return torch.matmul(left.to(wide), right.to(wide)).to(torch.int32)
-    return torch.stack([_one(x, y) for x, y in zip(left, right, strict=True)])
+    return torch.stack([one_product(x, y) for x, y in zip(left, right, strict=True)])
 
 
-def _one(left: Tensor, right: Tensor) -> Tensor:
+def one_product(left: Tensor, right: Tensor) -> Tensor:
     """One product; unsigned bytes that the integer product does not take are 128 and a signed one."""
     more: Tensor | None = None
     if right.dtype == torch.uint8:
@@ -95,8 +95,17 @@ def _one(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype == torch.uint8 and not _takes_unsigned():
         columns = 128 * torch.sum(right, dim=0, keepdim=True, dtype=torch.int32)
         more, left = columns if more is None else more + columns, _signed(left)
-    found = torch._int_mm(left, right)
+    found = torch._int_mm(_matrix(left), _matrix(right))
     return found if more is None else found + more
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """The matrix in rows, or in columns if it lies so: oneDNN takes any other strides for one of the two, those of an axis of
+    one element as well, which torch does not look at."""
+    rows, columns = x.shape
+    if x.t().is_contiguous() and not x.is_contiguous():
+        return x.as_strided((rows, columns), (1, rows))
+    return x.contiguous().as_strided((rows, columns), (columns, 1))
 
 
 def _signed(x: Tensor) -> Tensor:
