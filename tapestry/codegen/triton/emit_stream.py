@@ -226,15 +226,31 @@ def _maximum(frame: Frame, plan: _Plan) -> list[str]:
     return [*scaled, f"{top} = tl.where({total} == {total}, {top}, {total})  # a NaN among the scores is one of the row"]
 
 
+def _by_share(e: Expr) -> Expr:
+    """``x / total`` as x times what one weight of the row is worth: a division per row, not one per element.
+
+    A total is at least 1, the weight of the maximum; else it is 0 or NaN, and both ways the result is NaN.
+    """
+    if not isinstance(e, Call):
+        return e
+    args = tuple(map(_by_share, e.args))
+    if e.fn == "div" and e.dtype == "f32" and args[1] == Acc(1, "f32"):
+        return Call(fn="mul", args=(args[0], Acc(3, "f32")), dtype="f32")
+    return Call(fn=e.fn, args=args, dtype=e.dtype)
+
+
 def _results(frame: Frame, plan: _Plan) -> list[str]:
     """Stores of what ``then`` makes of the states, or of the states themselves."""
     task, ax, state = frame.task, plan.ax, plan.state
     over = View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.columns, "[None, :]")], task.ranges)
     if task.mode == "full":
-        last = Scope(frame, over, (f"{state[0]}[:, None]", f"{state[1]}[:, None]", state[2]))
-        for access, name, value in zip(task.outs, frame.outs, last.results(task.then), strict=True):
+        share = frame.namer.take("share")
+        then = tuple(map(_by_share, task.then))
+        first = [f"{share} = tl.div_rn(1.0, {state[1]})"] if then != task.then else []
+        last = Scope(frame, over, (f"{state[0]}[:, None]", f"{state[1]}[:, None]", state[2], f"{share}[:, None]"))
+        for access, name, value in zip(task.outs, frame.outs, last.results(then), strict=True):
             last.store(access, name, value)
-        return last.lines
+        return [*first, *last.lines]
     lines: list[str] = []
     for k, (access, name) in enumerate(zip(task.outs, frame.outs, strict=True)):
         if k == 2:
