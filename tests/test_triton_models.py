@@ -122,6 +122,12 @@ def test_every_operation_of_a_model_has_a_kernel(tmp_path: Path, name: str) -> N
     assert len(seen) > 4
 
 
+SPILLS = {  # bytes per thread
+    # ptxas keeps to 96 registers, so that a fifth program fits, and parks three; the other device's kernel has 124 and parks none
+    ("llama_tiny", "sm90", "node_scaled_dot_product_attention_1"): 16,
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CHIPS)
 @pytest.mark.parametrize("name", ["demo", "llama_tiny"])
@@ -142,7 +148,8 @@ def test_every_kernel_compiles_ahead_of_time(tmp_path: Path, name: str, target: 
         assert row["shared"] <= chip.shared, where
         source = (build / "kernels" / f"{row['kernel'].partition('.')[0]}.py").read_text()
         trigonometric = any(w in source for w in ("tl.cos(", "tl.sin("))
-        assert row["spills"] == 0 or trigonometric, where  # argument reduction of sin and cos needs stack on CUDA
+        allowed = SPILLS.get((name, target, row["kernel"]), 0)
+        assert row["spills"] <= allowed or trigonometric, where  # argument reduction of sin and cos needs stack on CUDA
         if "extents" in row and min(row["extents"][1:]) >= 64 and target != "gfx942":  # CDNA3 has no tf32 in Triton
             assert row["matrix"] == chip.matrix, where
     model = document["model"]

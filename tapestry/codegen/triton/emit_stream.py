@@ -246,7 +246,7 @@ def _results(frame: Frame, plan: _Plan) -> list[str]:
     if task.mode == "full":
         share = frame.namer.take("share")
         then = tuple(map(_by_share, task.then))
-        first = [f"{share} = tl.div_rn(1.0, {state[1]})"] if then != task.then else []
+        first = [f"{share} = 1.0 / {state[1]}"] if then != task.then else []
         last = Scope(frame, over, (f"{state[0]}[:, None]", f"{state[1]}[:, None]", state[2], f"{share}[:, None]"))
         for access, name, value in zip(task.outs, frame.outs, last.results(then), strict=True):
             last.store(access, name, value)
