@@ -80,8 +80,9 @@ def _supported(n: Node, second: int) -> bool:
 
 
 def _known(n: Node, k: int) -> np.ndarray | None:
-    """A zero point known at compile time: 0 where there is none."""
-    return n.const(k) if n.has(k) else np.zeros((), np.int8)
+    """A zero point known at compile time, once where all are equal: 0 where there is none."""
+    known = n.const(k) if n.has(k) else np.zeros((), np.int8)
+    return known.reshape(-1)[:1] if known is not None and known.size and np.all(known == known.reshape(-1)[0]) else known
 
 
 def _place(n: Node, k: int, own: str) -> list[Aff] | None:
@@ -107,6 +108,8 @@ def _emit(
         z, wide = _about(n, k)[-1], cast(Arg(at, reads[at][1].dtype), "i32")
         known = _known(n, z)
         if known is not None and known.size == 1:
+            if n.has(z) and _one(n, z, own.get(z, ""), sizes) is None:
+                return False
             value = int(known.reshape(-1)[0])
             factors.append(call("sub", wide, literal(value, "i32")) if value else wide)
         elif (read := _one(n, z, own.get(z, ""), sizes)) is None:

@@ -35,7 +35,7 @@ def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[
     if not all(reduced <= d for d in dims) or any(dims_read(op, z) & reduced for z in zeros):
         return None
     values = Expressions(op, graph, kernel, (a.value, b.value), frame)
-    shifts = [_shift(op, graph, kernel, frame, z) for z in (a.shift, b.shift)]
+    shifts = [shift_of(op, graph, kernel, frame, z) for z in (a.shift, b.shift)]
     run = contract.matmul(op, frame, *dims, multiply=_multiply)
     maps, depth = len(op.dims), 1
     for n in frame.extents[maps:]:
@@ -61,7 +61,7 @@ def _sums(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     return torch.sum(x, dim=axes, dtype=torch.int32) if axes else x.to(torch.int32)
 
 
-def _shift(
+def shift_of(
     op: Block, graph: Graph, kernel: Kernel, frame: Frame, zero: Expr | None
 ) -> Callable[[Sequence[Tensor | None]], Tensor] | None:  # fmt: skip
     """A zero point over the map dimensions."""
@@ -91,10 +91,10 @@ def one_product(left: Tensor, right: Tensor) -> Tensor:
     more: Tensor | None = None
     if right.dtype == torch.uint8:
         more = 128 * torch.sum(left, dim=1, keepdim=True, dtype=torch.int32)
-        right = _signed(right)
-    if left.dtype == torch.uint8 and not _takes_unsigned():
+        right = signed(right)
+    if left.dtype == torch.uint8 and not takes_unsigned():
         columns = 128 * torch.sum(right, dim=0, keepdim=True, dtype=torch.int32)
-        more, left = columns if more is None else more + columns, _signed(left)
+        more, left = columns if more is None else more + columns, signed(left)
     found = torch._int_mm(_matrix(left), _matrix(right))
     return found if more is None else found + more
 
@@ -108,12 +108,12 @@ def _matrix(x: Tensor) -> Tensor:
     return x.contiguous().as_strided((rows, columns), (columns, 1))
 
 
-def _signed(x: Tensor) -> Tensor:
+def signed(x: Tensor) -> Tensor:
     return torch.bitwise_xor(x, 128).view(torch.int8)
 
 
 @cache
-def _takes_unsigned() -> bool:
+def takes_unsigned() -> bool:
     """Whether this torch multiplies unsigned bytes by signed ones."""
     try:
         found = torch._int_mm(torch.full((1, 1), 200, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.int8))

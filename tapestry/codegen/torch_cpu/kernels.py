@@ -9,7 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import contract, dense, groups, integers, layers, norms, rows, scalars, scan, several, windows
+from tapestry.codegen.torch_cpu import (
+    contract,
+    dense,
+    eights,
+    groups,
+    integers,
+    layers,
+    norms,
+    rows,
+    scalars,
+    scan,
+    several,
+    windows,
+)
 from tapestry.codegen.torch_cpu.attend import attention
 from tapestry.codegen.torch_cpu.local import localise
 from tapestry.codegen.torch_cpu.maps import mapped
@@ -56,7 +69,7 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         return dense.partial(op, graph, kernel, plain)
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
     plain = mapped(op, graph, kernel, lambda ins, _: tail(ins, states(ins)))
-    return several.packable(op, graph, kernel, plain, _whole)
+    return eights.packable(op, graph, kernel, plain) or several.packable(op, graph, kernel, plain, _whole)
 
 
 def _whole(op: Block, graph: Graph, kernel: Kernel) -> Run:
@@ -106,6 +119,7 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         or _convolution(op, graph, kernel, frame)
         or windows.transposed(op, kernel)
         or windows.max_pool(op, kernel)
+        or eights.convolution(op, graph, kernel, frame)
         or integers.product(op, graph, kernel, frame)
         or product(op, graph, kernel, frame)
         or selection(op, graph, kernel, frame)

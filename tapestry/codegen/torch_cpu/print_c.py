@@ -17,7 +17,7 @@ from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import Aff, Floor, bounds
 from tapestry.ir.kernel import Box, shape
 
-TYPES = {"f32": "float", "i64": "int64_t", "i32": "int32_t", "bool": "uint8_t"}
+TYPES = {"f32": "float", "i64": "int64_t", "i32": "int32_t", "i8": "int8_t", "u8": "uint8_t", "bool": "uint8_t"}
 
 PRELUDE = """
 #include <math.h>
@@ -49,8 +49,10 @@ _FLOAT: dict[str, str] = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "div": "({} / {})", "neg": "(-{})", "min": "t_min({}, {})",
     "max": "t_max({}, {})", "abs": "fabsf({})", "sqrt": "sqrtf({})", "exp": "t_exp({})", "sigmoid": "t_sigmoid({})",
     "sin": "sinf({})", "cos": "cosf({})", "floor": "floorf({})", "ceil": "ceilf({})",
+    "round": "rintf({})",
 }  # fmt: skip
 _WHOLE: dict[str, str] = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "neg": "(-{})"}
+_SHORT = {fn: f"((int32_t){text})" for fn, text in _WHOLE.items()}
 _TRUTH: dict[str, str] = {"and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})", "not": "(!{})"}
 _COMPARE: dict[str, str] = {
     "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
@@ -66,10 +68,24 @@ def row(e: Call) -> str | None:
     if e.fn == "cast":
         if e.dtype == "bool":
             return "({} != 0)"
-        return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and (e.dtype == "f32" or of != "f32") else None
+        fits = e.dtype == "f32" or of != "f32" or (e.dtype == "i32" and _whole(e.args[0]))
+        return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and fits else None
     if e.fn in _COMPARE:
         return _COMPARE[e.fn] if of in TYPES else None
-    return {"f32": _FLOAT, "i64": _WHOLE, "bool": _TRUTH}.get(e.dtype, {}).get(e.fn)
+    return {"f32": _FLOAT, "i64": _WHOLE, "i32": _SHORT, "bool": _TRUTH}.get(e.dtype, {}).get(e.fn)
+
+
+def _whole(e: Expr) -> bool:
+    """Whether an f32 is within i32 and no NaN, as the text says: a clamp of what is not a NaN, else a number."""
+    if isinstance(e, Const):
+        return abs(e.value) < 2**31
+    if not isinstance(e, Call) or e.fn != "where" or not _whole(e.args[1]):
+        return False
+    test, kept = e.args[0], e.args[2]
+    low, kept = (kept.args[1], kept.args[0]) if isinstance(kept, Call) and kept.fn == "min" else (None, kept)
+    high, kept = (kept.args[1], kept.args[0]) if isinstance(kept, Call) and kept.fn == "max" else (None, kept)
+    bounded = all(isinstance(x, Const) and _whole(x) for x in (low, high))
+    return bounded and isinstance(test, Call) and test.fn == "isnan" and test.args[0] == kept
 
 
 def written(exprs: tuple[Expr, ...]) -> bool:
@@ -129,6 +145,22 @@ class Writer:
         acc = [f"p{i}[i]" for i in range(fields)]
         lines.append(f"float *restrict y = p[{fields}];")
         return "\n".join([*lines, f"for (int64_t i = 0; i < sizes[0]; i++) y[i] = {self._expr(value, {}, acc)};"])
+
+    def columns(self, value: Expr, dtype: str) -> str:
+        """The body of a function of the buffers read, sums in i32, what is added to each column's, then the output.
+
+        All are ``sizes[0]`` rows of the output's one axis; ``value`` follows the sum, which is its `Acc`.
+        """
+        self.slots = {k: i for i, k in enumerate(sorted(self.reads))}
+        n, ((lo, hi),) = len(self.slots), self.out
+        lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()]
+        lines += [f"const int32_t *restrict s = p[{n}], *restrict more = p[{n + 1}];"]
+        lines += [
+            f"{TYPES[dtype]} *restrict y = p[{n + 2}];",
+            f"for (int64_t r = 0; r < sizes[0]; r++, s += {hi - lo}, y += {hi - lo})",
+        ]
+        text = self._expr(value, {self.names[0]: (lo, hi - 1)}, [f"((int32_t)(s[d0 - {lo}] + more[d0 - {lo}]))"])
+        return "\n".join([*lines, f"for (int64_t d0 = {lo}; d0 < {hi}; d0++) y[d0 - {lo}] = {text};"])
 
     def _loops(self, piece: Piece) -> list[str]:
         inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, piece.box, strict=True)}
@@ -193,6 +225,8 @@ class Writer:
 def literal(e: Const) -> str:
     """A number of its dtype."""
     if e.dtype != "f32":
+        if e.dtype in ("i32", "i8", "u8"):
+            return f"((int32_t)INT64_C({int(e.value)}))"
         return f"INT64_C({int(e.value)})" if int(e.value) > -(2**63) else "INT64_MIN"
     x = float(np.float32(e.value))
     if math.isnan(x):

@@ -71,6 +71,15 @@ class RowBuffers(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in ("x", "scale", "y")]
 
 
+class Depthwise8(ctypes.Structure):
+    """``Depthwise8`` of depthwise8.c."""
+
+    _fields_ = [(name, _PLACE) for name in (
+        "images", "in_h", "in_w", "channels", "out_h", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w",
+        "dilation_h", "dilation_w", "is_unsigned",
+    )]  # fmt: skip
+
+
 MOST_SUMS = 4
 
 
@@ -121,6 +130,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_winograd": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_planes": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_chain": (None, (ctypes.POINTER(Chain), _POINTER)),
+    "tapestry_depthwise8": (None, (ctypes.POINTER(Depthwise8), _POINTER, _POINTER, _POINTER)),
     "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
 }
 
@@ -172,6 +182,6 @@ def _processor() -> str:
 
 
 __all__ = [
-    "MOST_LINKS", "MOST_SUMS", "Attention", "Buffers", "Chain", "Conv", "Heads", "Link", "Products", "RowBuffers", "Rows",
-    "Several", "Step", "compiled", "library",
+    "MOST_LINKS", "MOST_SUMS", "Attention", "Buffers", "Chain", "Conv", "Depthwise8", "Heads", "Link", "Products",
+    "RowBuffers", "Rows", "Several", "Step", "compiled", "library",
 ]  # fmt: skip
