@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from tapestry.codegen.torch_cpu import contract, images, native
+from tapestry.codegen.torch_cpu import contract, images, integers, native
 from tapestry.codegen.torch_cpu.dense import Pack, Packable
 from tapestry.codegen.torch_cpu.integers import one_product, shift_of, signed, takes_unsigned
 from tapestry.codegen.torch_cpu.local import Held, localise
@@ -198,17 +198,17 @@ class Convolution:
 
     def _products(self, image: Tensor, weight: Tensor, q: Tensor | int | None) -> Tensor:
         """Sums of products of signed weights, less the sums of the image where those count (times q)."""
-        groups, _, columns = weight.shape
-        out = [list[Tensor]() for _ in range(groups)]
-        for g in range(groups):
+        products, _, columns = weight.shape
+        out = torch.empty(products, prod(self.shape) // self.shape[1], columns, dtype=torch.int32)
+        for g in range(products):
             shift = q.expand(self.shape[1])[g * columns : (g + 1) * columns] if isinstance(q, Tensor) else q
+            done = 0
             for rows in self._bands(image, g):
-                found = one_product(rows, weight[g])
+                found = one_product(rows, weight[g], out[g, done : done + rows.shape[0]])
                 if shift is not None:
                     found -= torch.sum(rows, dim=1, keepdim=True, dtype=torch.int32) * shift
-                out[g].append(found)
-        whole = [p[0] if len(p) == 1 else torch.cat(p) for p in out]
-        return whole[0] if groups == 1 else torch.cat(whole, dim=1)
+                done += rows.shape[0]
+        return out[0] if products == 1 else out.transpose(0, 1).reshape(-1, self.shape[1])
 
     def _depthwise(self, image: Tensor, weight: Tensor) -> Tensor:
         """Sums of every channel's products with values of 16 bits, by tap."""
@@ -245,10 +245,14 @@ def convolution(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callab
     return states
 
 
-def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Packable | None:
-    """The convolution with what follows it in one pass, on a weight packed beforehand."""
-    found = _find(op, graph, kernel) if kernel.mode == "full" and not op.inner else None
-    if found is None or not found.whole or found.w in op.then_reads():
+def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run | None:
+    """A sum of products of 8-bit integers with what follows it in one pass; a convolution's on a weight packed beforehand."""
+    if kernel.mode != "full" or op.inner or op.monoid != "sum" or op.body[0].dtype != "i32":
+        return None
+    found = _find(op, graph, kernel)
+    if found is None:
+        return _in_one_pass(op, graph, kernel)
+    if not found.whole or found.w in op.then_reads():
         return None
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     wanted = base.extents
@@ -262,6 +266,26 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Packable | 
 
     key = ("eights", found.depthwise, found.parts.groups, found.joined, found.unsigned[1])
     return Packable(plain, {found.w: Pack(key, found.pack)}, run)
+
+
+def _in_one_pass(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
+    """A matrix product with what follows it, which may vary along the last dimension."""
+    frame = Frame(op.space, kernel.block)
+    then = requantised(op, graph, kernel, op.dims[-1].name) if op.dims else None
+    states = integers.product(op, graph, kernel, frame) if then else None
+    if then is None or states is None:
+        return None
+    tail, wanted = (
+        Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)])),
+        frame.extents[: len(op.dims)],
+    )
+
+    def run(ins: Ins, _: Sequence[Tensor]) -> list[Tensor]:
+        (total,) = found = states(ins)
+        out = then(ins, total.expand(wanted).reshape(-1, wanted[-1]), 0)
+        return tail(ins, found) if out is None else [out.view(wanted)]
+
+    return run
 
 
 def _find(op: Block, graph: Graph, kernel: Kernel) -> Convolution | None:

@@ -86,8 +86,8 @@ def _multiply(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([one_product(x, y) for x, y in zip(left, right, strict=True)])
 
 
-def one_product(left: Tensor, right: Tensor) -> Tensor:
-    """One product; unsigned bytes that the integer product does not take are 128 and a signed one."""
+def one_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """One product, into ``out`` if given; unsigned bytes that the integer product does not take are 128 and a signed one."""
     more: Tensor | None = None
     if right.dtype == torch.uint8:
         more = 128 * torch.sum(left, dim=1, keepdim=True, dtype=torch.int32)
@@ -95,8 +95,9 @@ def one_product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype == torch.uint8 and not takes_unsigned():
         columns = 128 * torch.sum(right, dim=0, keepdim=True, dtype=torch.int32)
         more, left = columns if more is None else more + columns, signed(left)
-    found = torch._int_mm(_matrix(left), _matrix(right))
-    return found if more is None else found + more
+    left, right = _matrix(left), _matrix(right)
+    found = torch._int_mm(left, right) if out is None else torch._int_mm(left, right, out=out)
+    return found if more is None else found.add_(more)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from tapestry.ir.kernel import Box, shape
 
 TYPES = {"f32": "float", "i64": "int64_t", "i32": "int32_t", "i8": "int8_t", "u8": "uint8_t", "bool": "uint8_t"}
 
+MOST_COLUMNS = 4096  # of which what does not vary along rows is kept on the stack
+
 PRELUDE = """
 #include <math.h>
 #include <stdint.h>
@@ -128,6 +130,7 @@ class Writer:
     reads: Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
     out: Box
     slots: dict[int, int] = field(default_factory=dict[int, int])
+    once: dict[Expr, str] = field(default_factory=dict[Expr, str])
 
     def function(self, pieces: list[Piece]) -> str:
         """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the output."""
@@ -154,13 +157,18 @@ class Writer:
         self.slots = {k: i for i, k in enumerate(sorted(self.reads))}
         n, ((lo, hi),) = len(self.slots), self.out
         lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()]
-        lines += [f"const int32_t *restrict s = p[{n}], *restrict more = p[{n + 1}];"]
         lines += [
+            f"const int32_t *restrict s = p[{n}], *restrict more = p[{n + 1}];",
             f"{TYPES[dtype]} *restrict y = p[{n + 2}];",
-            f"for (int64_t r = 0; r < sizes[0]; r++, s += {hi - lo}, y += {hi - lo})",
         ]
-        text = self._expr(value, {self.names[0]: (lo, hi - 1)}, [f"((int32_t)(s[d0 - {lo}] + more[d0 - {lo}]))"])
-        return "\n".join([*lines, f"for (int64_t d0 = {lo}; d0 < {hi}; d0++) y[d0 - {lo}] = {text};"])
+        inner, wide, loop = {self.names[0]: (lo, hi - 1)}, hi - lo, f"for (int64_t d0 = {lo}; d0 < {hi}; d0++)"
+        self.once = {}
+        for i, e in enumerate(self._by_column(value, wide)):
+            lines += [f"{TYPES[e.dtype]} c{i}[{wide}];", f"{loop} c{i}[d0 - {lo}] = {self._expr(e, inner, [])};"]
+            self.once[e] = f"c{i}[d0 - {lo}]"
+        text = self._expr(value, inner, [f"((int32_t)(s[d0 - {lo}] + more[d0 - {lo}]))"])
+        step = f"for (int64_t r = 0; r < sizes[0]; r++, s += {wide}, y += {wide})"
+        return "\n".join([*lines, step, f"{loop} y[d0 - {lo}] = {text};"])
 
     def _loops(self, piece: Piece) -> list[str]:
         inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, piece.box, strict=True)}
@@ -177,7 +185,17 @@ class Writer:
         lines.append(f"y[{place}] = {self._expr(piece.value, inner, acc)};")
         return [*lines, "}" * len(piece.box)]
 
+    def _by_column(self, e: Expr, n: int) -> list[Expr]:
+        """The largest parts without a sum: they are worked out once for each column, unless those are too many."""
+        if n > MOST_COLUMNS or not isinstance(e, Call):
+            return []
+        if not any(isinstance(x, Acc) for x in walk(e)):
+            return [e]
+        return list(dict.fromkeys(x for a in e.args for x in self._by_column(a, n)))
+
     def _expr(self, e: Expr, inner: Mapping[str, tuple[int, int]], acc: Sequence[str]) -> str:
+        if e in self.once:
+            return self.once[e]
         match e:
             case Arg():
                 return self._read(e.pos, inner)
