@@ -232,3 +232,23 @@ def test_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for band in (1, 700, 2000):
             monkeypatch.setattr(eights, "BAND", band)
             assert np.array_equal(run(graph, {**initials(m), **feeds}, True)[0], want)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_large_products(kinds: str, scaled: bool, compiler: str, tmp_path: Path) -> None:
+    """Batches of matrices whose sums are products with ones; what follows is one pass over their columns."""
+    rng, (a, b) = np.random.default_rng(3), kinds.split()
+    x, w, p, q = some(rng, a, 2, 40, 519), some(rng, b, 519, 37), np.array(77, a), some(rng, b, 37)
+    total = np.einsum("bik,kn->bin", x.astype(np.int64) - 77, w.astype(np.int64) - q.astype(np.int64)).astype(np.int32)
+    scale = ((rng.random(37) + 0.5) / 900).astype(np.float32)
+    consts = {"p": p, "q": q, "w": w} | (
+        {"xs": np.float32(0.3), "ws": scale, "ys": np.float32(0.7), "yz": np.int8(-9)} if scaled else {}
+    )
+    made = node("QLinearMatMul", "x xs p w ws q ys yz") if scaled else node("MatMulInteger", "x w p q")
+    m = build([made], {"x": x}, ["y"], consts, opset=21, ir=10)
+    want = np.clip(np.rint(total.astype(np.float32) * (np.float32(0.3) * scale / np.float32(0.7))) - 9, -128, 127)
+    want = want.astype(np.int8) if scaled else total
+    assert np.array_equal(evaluate(lift_model(m, tmp_path), {"x": x})["y"], want)
+    for devices in (1, 2):
+        assert np.array_equal(tapestry.compile(tmp_path / "model.onnx", devices=devices).run({"x": x})["y"], want)

@@ -189,12 +189,33 @@ class Convolution:
             return
         row = prod(self.shape[3:]) * depth
         step = max(1, BAND // row)
+        lib = images.available()
+        if lib is not None and len(self.kernel) == 2:
+            yield from self._copied(lib, image, group * channels, channels, min(step, self.shape[2]))
+            return
         if self.shape[2] * row * self.shape[0] <= BAND:
             yield views.reshape(-1, depth)
             return
         for one in views:
             for at in range(0, self.shape[2], step):
                 yield one[at : at + step].reshape(-1, depth)
+
+    def _copied(self, lib: ctypes.CDLL, image: Tensor, first: int, channels: int, step: int) -> Iterator[Tensor]:
+        """Rows of the matrix, ``step`` rows of places at a time, by our kernel."""
+        row, places = prod(self.kernel) * channels, self.shape[3]
+        together = min(self.shape[0], max(1, BAND // (self.shape[2] * places * row))) if step == self.shape[2] else 1
+        memory = torch.empty(together * step * places, row, dtype=image.dtype)
+        _, height, width, whole = image.shape
+        for n in range(0, self.shape[0], together):
+            for at in range(0, self.shape[2], step):
+                rows, done = min(step, self.shape[2] - at), 0
+                about = (places, *self.kernel, *self.parts.stride, *self.parts.dilation, channels)
+                sizes = native.Windows8(width, whole, rows, *about)
+                for k in range(n, min(n + together, self.shape[0])):
+                    start = image.data_ptr() + (k * height + at * self.parts.stride[0]) * width * whole + first
+                    lib.tapestry_windows8(ctypes.byref(sizes), start, memory.data_ptr() + done * row)
+                    done += rows * places
+                yield memory[:done]
 
     def _products(self, image: Tensor, weight: Tensor, q: Tensor | int | None) -> Tensor:
         """Sums of products of signed weights, less the sums of the image where those count (times q)."""
@@ -213,14 +234,16 @@ class Convolution:
     def _depthwise(self, image: Tensor, weight: Tensor) -> Tensor:
         """Sums of every channel's products with values of 16 bits, by tap."""
         lib, weight = images.available(), weight.to(torch.int16).contiguous()
-        out = torch.zeros(prod(self.shape) // self.shape[1], self.shape[1], dtype=torch.int32)
+        places = prod(self.shape) // self.shape[1]
         if lib is not None and len(self.kernel) == 2:
+            out = torch.empty(places, self.shape[1], dtype=torch.int32)
             sizes = native.Depthwise8(
                 self.shape[0], *image.shape[1:], *self.shape[2:], *self.kernel, *self.parts.stride, *self.parts.dilation,
                 int(image.dtype == torch.uint8),
             )  # fmt: skip
             lib.tapestry_depthwise8(ctypes.byref(sizes), image.data_ptr(), weight.data_ptr(), out.data_ptr())
             return out
+        out = torch.zeros(places, self.shape[1], dtype=torch.int32)
         views, total, rank = self._windows(image, 0, self.shape[1]), self.image(out).movedim(1, -1), len(self.kernel)
         for row, tap in zip(weight.to(torch.int32), itertools.product(*map(range, self.kernel)), strict=True):
             total.addcmul_(views[(*[slice(None)] * (rank + 1), *tap)].to(torch.int32), row)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 
 import torch
 
@@ -19,6 +20,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 
 _MANY = 16  # matrices of a batch that are multiplied one by one; more, in floats that hold the sums exactly
+_SUMMED = 1 << 14  # values: the sums of fewer take no time
 
 
 def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
@@ -58,6 +60,10 @@ def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[
 
 
 def _sums(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Over the last axes: of many values, a product with ones."""
+    if axes and x.numel() >= _SUMMED:
+        rows = x.reshape(prod(x.shape[: axes[0]]), -1)
+        return one_product(torch.ones(1, rows.shape[1], dtype=torch.int8), rows.t()).view(x.shape[: axes[0]])
     return torch.sum(x, dim=axes, dtype=torch.int32) if axes else x.to(torch.int32)
 
 

@@ -80,6 +80,14 @@ class Depthwise8(ctypes.Structure):
     )]  # fmt: skip
 
 
+class Windows8(ctypes.Structure):
+    """``Windows8`` of windows8.c."""
+
+    _fields_ = [(name, _PLACE) for name in (
+        "in_w", "channels", "rows", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w", "dilation_h", "dilation_w", "own",
+    )]  # fmt: skip
+
+
 MOST_SUMS = 4
 
 
@@ -131,6 +139,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_planes": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_chain": (None, (ctypes.POINTER(Chain), _POINTER)),
     "tapestry_depthwise8": (None, (ctypes.POINTER(Depthwise8), _POINTER, _POINTER, _POINTER)),
+    "tapestry_windows8": (None, (ctypes.POINTER(Windows8), _POINTER, _POINTER)),
     "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
 }
 
@@ -183,5 +192,5 @@ def _processor() -> str:
 
 __all__ = [
     "MOST_LINKS", "MOST_SUMS", "Attention", "Buffers", "Chain", "Conv", "Depthwise8", "Heads", "Link", "Products",
-    "RowBuffers", "Rows", "Several", "Step", "compiled", "library",
+    "RowBuffers", "Rows", "Several", "Step", "Windows8", "compiled", "library",
 ]  # fmt: skip
