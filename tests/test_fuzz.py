@@ -301,6 +301,9 @@ FOUND = {
     "a pool of constants, of no rows": lambda: case(
         [N("MaxPool", ["w"], ["p"], ceil_mode=1, kernel_shape=[3, 2], pads=[1, 0, 0, 1]), N("Concat", ["x", "p"], ["y"], axis=2)], {"x": normal(1, 4, 2, 1)}, {"w": normal(1, 4, 1, 1)}, opset=22,
     ),
+    "a convolution that fits nowhere": lambda: case(
+        [N("Conv", ["x", "w"], ["y"], auto_pad="VALID", group=5)], {"x": np.ones((3, 5, 3, 3, 2))}, {"w": np.ones((5, 1, 3, 3, 3))}, opset=22,
+    ),
     "the variance of nothing": lambda: case([N("LayerNormalization", ["x", "g"], ["y"], axis=0)], {"x": normal(6, 0)}, {"g": normal(6, 0)}, simplified=(True, False)),
     "a convolution of channels from the last one on, every other one": lambda: case(
         [N("Slice", ["x", "s", "e", "a", "p"], ["y"]), N("Conv", ["y", "w"], ["z"])], {"x": normal(1, 4, 2, 2)},

@@ -167,8 +167,8 @@ def conv(
     """A function of the two buffers that convolves the block."""
     takes, pads, rows, w_take, groups = _cut(op, c, frame, x_box, w_box, x_shape)
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
-    if any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
-        sizes = [hi - lo for lo, hi in (at[c.batch], at[c.feature], *(at[v.out] for v in c.windows))]
+    sizes = [hi - lo for lo, hi in (at[c.batch], at[c.feature], *(at[v.out] for v in c.windows))]
+    if 0 in sizes or any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
         return lambda x, w: torch.zeros(sizes, dtype=x.dtype)  # nothing but padding: the buffer may be any part of x
     even = all(lo == hi for lo, hi in pads)
     function = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(c.windows)]
