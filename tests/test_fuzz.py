@@ -304,6 +304,14 @@ FOUND = {
     "a convolution that fits nowhere": lambda: case(
         [N("Conv", ["x", "w"], ["y"], auto_pad="VALID", group=5)], {"x": np.ones((3, 5, 3, 3, 2))}, {"w": np.ones((5, 1, 3, 3, 3))}, opset=22,
     ),
+    "a convolution of groups over channels that a pad adds": lambda: case(
+        [N("Pad", ["x", "p"], ["t"]), N("Conv", ["t", "w"], ["y"], group=2, pads=[2, 0, 2, 1], strides=[3, 3])],
+        {"x": normal(1, 6, 1, 1)}, {"p": i64(0, 0, 0, 1, 0, 2, 1, 1), "w": normal(4, 4, 1, 1)}, simplified=(True, False),
+    ),
+    "a convolution over channels and images that a pad adds": lambda: case(
+        [N("Pad", ["x", "p"], ["t"]), N("Conv", ["t", "w"], ["y"])],
+        {"x": normal(1, 3, 4, 5)}, {"p": i64(1, 1, 1, 0, 0, 2, 0, 1), "w": normal(4, 6, 2, 3)}, simplified=(True, False),
+    ),
     "the variance of nothing": lambda: case([N("LayerNormalization", ["x", "g"], ["y"], axis=0)], {"x": normal(6, 0)}, {"g": normal(6, 0)}, simplified=(True, False)),
     "a convolution of channels from the last one on, every other one": lambda: case(
         [N("Slice", ["x", "s", "e", "a", "p"], ["y"]), N("Conv", ["y", "w"], ["z"])], {"x": normal(1, 4, 2, 2)},

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tapestry.codegen.torch_cpu.local import Local
 from tapestry.codegen.torch_cpu.reads import Frame
 from tapestry.ir.contraction import dims_read, factors
 from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Read
-from tapestry.ir.index import dims_of, evaluate
+from tapestry.ir.index import bounds, dims_of, evaluate
 from tapestry.ir.kernel import Box
 
 Tensor = torch.Tensor
@@ -96,6 +97,18 @@ class Conv:
     channel: str
     feature: str
     windows: tuple[Window, ...]
+
+
+def conv_of(here: Local) -> Conv | None:
+    """The convolution that a block is; ``None`` when it is none, or when images or channels are padded as well as axes."""
+    found = as_conv(here.op)
+    if found is None or 0 in here.frame.extents:
+        return found
+    for e, n in zip(here.op.reads[found.x].index[:2], here.held[found.x].shape, strict=False):
+        lo, hi = bounds(e, here.frame.intervals)
+        if int(lo) < 0 or int(hi) >= n:
+            return None
+    return found
 
 
 def as_conv(op: Block) -> Conv | None:

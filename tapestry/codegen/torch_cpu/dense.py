@@ -249,7 +249,7 @@ def _size(names: list[str], extent: dict[str, int]) -> int:
 def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
     """A convolution over two axes whose weight buffer is read whole, as one call."""
     here = localise(op, graph, kernel)
-    found = contract.as_conv(here.op)
+    found = contract.conv_of(here)
     point = sum(hi - lo > 1 for lo, hi in kernel.block[len(op.dims) :]) <= 1 and found and op.ranges.get(found.channel, 1) > 1
     if point and not images.available():
         return None  # linear: less to set up

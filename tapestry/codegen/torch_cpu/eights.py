@@ -324,7 +324,7 @@ def _find(op: Block, graph: Graph, kernel: Kernel) -> Convolution | None:
 
 def _matched(op: Block, bare: Block, graph: Graph, kernel: Kernel, parts: tuple[Narrow, Narrow]) -> Convolution | None:
     here = localise(_zero_outside(bare), graph, kernel)
-    found = contract.as_conv(here.op)
+    found = contract.conv_of(here)
     if found is None or kernel.ins[found.w] is None:
         return None
     x, w = here.held[found.x], here.held[found.w]

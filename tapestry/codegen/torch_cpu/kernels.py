@@ -148,7 +148,7 @@ def _convolution(
     if len(op.body) != 1 or op.body[0].dtype not in ("f32", "f64"):
         return None
     here = localise(op, graph, kernel)
-    found = contract.as_conv(here.op)
+    found = contract.conv_of(here)
     if found is None:
         return None
     x, w = here.held[found.x], here.held[found.w]
