@@ -180,6 +180,13 @@ def test_the_float64_referee_keeps_float64_within_operators():
     np.testing.assert_allclose(replay([node], given, 21, plain=given)["y"], want.reshape(x.shape), rtol=0, atol=1e-9)
 
 
+def test_the_referee_of_float64_is_one_that_computes_in_float64():
+    """onnxruntime rounds a Shrink of float64 to float32."""
+    x = np.random.default_rng(5).standard_normal(50)
+    found = replay([N("Shrink", ["x"], ["y"], bias=0.25, lambd=0.5)], {"x": x}, 18)["y"]
+    np.testing.assert_array_equal(found, np.where(x > 0.5, x - 0.25, np.where(x < -0.5, x + 0.25, 0)))
+
+
 def test_the_float64_referee_goes_on_behind_a_node_that_has_no_float64():
     nodes = [N("DequantizeLinear", ["q", "s"], ["x"]), N("Div", ["x", "d"], ["y"])]
     given = {"q": np.array([3, 7], np.uint8), "s": np.float32(0.125), "d": np.float32(3)}

@@ -73,14 +73,20 @@ def node_values(node: NodeProto, inputs: Mapping[str, Array], opset: int) -> dic
     wanted = {o: TensorProto.UNDEFINED for o in node.output if o}
     model = model_of([node], used, wanted, opset)
     try:
-        if node.op_type == "Einsum" and any(a.size == 0 for a in used.values()):
-            raise Unfit("onnxruntime divides by a size of zero, which ends the process")
+        _trust(node, used)
         return _onnxruntime(model, used)
     except Exception as first:  # both libraries raise many kinds
         try:
             return _evaluator(model, used)
         except Exception as second:
             raise Unfit(f"{node.op_type}: {first}; {second}") from None
+
+
+def _trust(node: NodeProto, used: Mapping[str, Array]) -> None:
+    if node.op_type == "Einsum" and any(a.size == 0 for a in used.values()):
+        raise Unfit("onnxruntime divides by a size of zero, which ends the process")
+    if node.op_type == "Shrink" and any(a.dtype == np.float64 for a in used.values()):
+        raise Unfit("onnxruntime computes a Shrink of float64 in float32")
 
 
 def _onnxruntime(model: ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
