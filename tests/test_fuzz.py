@@ -187,6 +187,12 @@ def test_the_referee_of_float64_is_one_that_computes_in_float64():
     np.testing.assert_array_equal(found, np.where(x > 0.5, x - 0.25, np.where(x < -0.5, x + 0.25, 0)))
 
 
+def test_the_referee_of_a_reduction_over_nothing_is_one_that_reduces():
+    """onnxruntime keeps the axes of an empty tensor as they are."""
+    x, axes = np.empty((2, 0, 3)), np.array([-3])
+    assert replay([N("ReduceProd", ["x", "a"], ["y"], keepdims=1)], {"x": x, "a": axes}, 18)["y"].shape == (1, 0, 3)
+
+
 def test_the_float64_referee_goes_on_behind_a_node_that_has_no_float64():
     nodes = [N("DequantizeLinear", ["q", "s"], ["x"]), N("Div", ["x", "d"], ["y"])]
     given = {"q": np.array([3, 7], np.uint8), "s": np.float32(0.125), "d": np.float32(3)}

@@ -85,6 +85,8 @@ def node_values(node: NodeProto, inputs: Mapping[str, Array], opset: int) -> dic
 def _trust(node: NodeProto, used: Mapping[str, Array]) -> None:
     if node.op_type == "Einsum" and any(a.size == 0 for a in used.values()):
         raise Unfit("onnxruntime divides by a size of zero, which ends the process")
+    if node.op_type.startswith(("Reduce", "Arg")) and not used[node.input[0]].size:
+        raise Unfit("onnxruntime keeps axes of nothing that it should reduce")
     if node.op_type == "Shrink" and any(a.dtype == np.float64 for a in used.values()):
         raise Unfit("onnxruntime computes a Shrink of float64 in float32")
 

@@ -22,7 +22,7 @@ STAGES: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = (  # (first device
     ((0, (2,)), (2, (2,))), ((0, (1,)), (1, (1,))), ((0, (1,)), (1, (3,))), ((2, (2,)), (0, (2,))),
     ((0, (2, 2)), (4, (1,)), (5, (2,))),
 )  # fmt: skip
-VIAS = {"strategies": 300, "search": 30, "stages": 30, "exact": 12, "build": 9, "triton": 4, "processes": 2}
+VIAS = {"strategies": 300, "search": 30, "stages": 30, "exact": 12, "build": 9, "triton": 12, "processes": 2}
 EXACT_MESHES = ((2,), (3,), (4,), (2, 2), (2, 3))
 
 
