@@ -43,6 +43,51 @@ def case(op: str, *ins: np.ndarray | None, outs: int = 1, domain: str = "com.mic
 X, G = f32(2, 3, 8), f32(8)
 Q = {"num_heads": 2}
 MASK = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]], np.int32)
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+PLACES, TABLES = np.array([[3, 1, 8], [0, 9, 2]]), (f32(10, 4), f32(10, 4))
+ROTARY = [
+    case("RotaryEmbedding", f32(2, 3, 16), PLACES, *TABLES),
+    case("RotaryEmbedding", f32(2, 5, 3, 8), PLACES, *TABLES, interleaved=1),
+    case("RotaryEmbedding", f32(2, 3, 20), np.array([4]), *TABLES, num_heads=2, rotary_embedding_dim=8),
+    case("RotaryEmbedding", f32(2, 3, 20), np.array([4]), *TABLES, num_heads=2, rotary_embedding_dim=8, interleaved=1),
+]
+
+
+def grouped(
+    length: int, cache: int, last: np.ndarray, total: int, *more: np.ndarray | None, packed=False, width: int = 16, **attributes
+):
+    """GroupQueryAttention of four heads in two groups."""
+    batch = len(last)
+    given = [f32(batch, length, 8 * width), None, None] if packed else [f32(batch, length, n * width) for n in (4, 2, 2)]
+    past = [f32(batch, 2, cache, width) for _ in range(2)]
+    if attributes.pop("half", False):
+        given, past, more = (
+            [a if a is None or a.dtype.kind == "i" else a.astype(np.float16) for a in v] for v in (given, past, more)
+        )
+    heads = {"num_heads": 4, "kv_num_heads": 2}
+    return case("GroupQueryAttention", *given, *past, last, np.array(total, np.int32), *more, outs=3, **heads, **attributes)
+
+
+NONE4, TURNS = (None, None, None, None), (f32(12, 8), f32(12, 8))
+GROUPED = [
+    grouped(5, 0, i32(4, 4), 5),
+    grouped(5, 0, i32(2, 4), 5, *TURNS, do_rotary=1),  # padded at its end
+    grouped(1, 6, i32(6, 6), 7, *TURNS, do_rotary=1, packed=True),
+    grouped(1, 6, i32(3, 6), 7, *TURNS, do_rotary=1, rotary_interleaved=1),  # rows of other lengths
+    grouped(1, 10, i32(3, 6), 7, *TURNS, do_rotary=1, scale=0.3, width=32),  # a cache that is longer than what is in it
+    grouped(4, 10, i32(3, 3), 4, softcap=2.0),
+    grouped(3, 4, i32(6), 7, local_window_size=3),
+    grouped(3, 4, i32(6), 7, *TURNS, np.array([[4, 5, 6]]), f32(1, 4, 3, 7), do_rotary=1),
+    grouped(3, 4, i32(6), 7, *NONE4, f32(4)),  # a sink
+    grouped(3, 4, i32(6), 7, smooth_softmax=1),
+    grouped(1, 4, i32(4, 4), 5, *TURNS, do_rotary=1, half=True),
+]
+
 CASES = [
     case("LayerNormalization", X, G, f32(8), domain="", opset=13, epsilon=1e-3),
     case("SimplifiedLayerNormalization", X, G, domain="", opset=17, epsilon=1e-3),
@@ -71,6 +116,10 @@ CASES = [
         "MultiHeadAttention", f32(2, 3, 8), f32(2, 3, 8), f32(2, 3, 8), None, None, None, f32(2, 2, 2, 4), f32(2, 2, 2, 4), outs=3,
         unidirectional=1, **Q,
     ),
+    case("Attention", f32(2, 5, 8), f32(8, 24), f32(24), np.tril(np.ones((2, 5, 5), np.int32)), **Q),
+    case("Attention", f32(2, 2, 8), f32(8, 24), f32(24), MASK, f32(2, 2, 2, 3, 4), outs=2, unidirectional=1, **Q),
+    *ROTARY,
+    *GROUPED,
     case("QLinearAdd", u8(3, 4), *scale(0.1), u8(4), *scale(0.03, 7), *scale(0.2, 100)),
     case("QLinearMul", i8(3, 4), *scale(0.1, -3, np.int8), i8(3, 4), *scale(0.03, 7, np.int8), *scale(0.2, 0, np.int8)),
     case("QLinearSigmoid", u8(3, 4), *scale(0.05), *scale(1 / 256, 0)),
@@ -98,10 +147,17 @@ CASES = [
 ]  # fmt: skip
 
 
+def fed_to(op: str, ins) -> list[int]:
+    """Which inputs are the model's."""
+    count = {"Attention": 3, "MultiHeadAttention": 3, "RotaryEmbedding": 2, "GroupQueryAttention": 6}.get(op, 1)
+    past = [4] if op == "Attention" else []
+    return [k for k, a in enumerate(ins) if a is not None and (k < count or k in past)]
+
+
 def save(folder: Path, op: str, ins, outs: int, domain: str, opset: int, attributes) -> Path:
     """The first float or activation is the input; the rest are initializers, as in a model that was saved."""
     names = ["" if a is None else f"i{k}" for k, a in enumerate(ins)]
-    fed = range(3) if op in ("Attention", "MultiHeadAttention") else range(1)
+    fed = fed_to(op, ins)
     arrays = {n: np.asarray(a) for n, a in zip(names, ins, strict=True) if n}
     info = lambda n: helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(arrays[n].dtype), arrays[n].shape)  # noqa: E731
     given = [info(names[k]) for k in fed]
@@ -120,7 +176,7 @@ def save(folder: Path, op: str, ins, outs: int, domain: str, opset: int, attribu
 
 
 def feeds_of(op: str, ins) -> dict[str, np.ndarray]:
-    return {f"i{k}": ins[k] for k in (range(3) if op in ("Attention", "MultiHeadAttention") else range(1))}
+    return {f"i{k}": ins[k] for k in fed_to(op, ins)}
 
 
 @pytest.mark.parametrize(("op", "ins", "outs", "domain", "opset", "attributes"), CASES)

@@ -39,6 +39,7 @@ from tapestry.lift import (
     scatter,
     shape,
     vendor,
+    vendor_attention,
     vendor_float,
     vendor_quant,
 )  # fmt: skip
@@ -52,7 +53,7 @@ from tapestry.lift.weights import read_weight
 
 FAMILIES = (  # they register lifters, and definitions of vendors' operators
     attention, batched, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque, pool, quantize, random,
-    recurrence, recurrent, reduce, resize, scatter, shape, vendor_float, vendor_quant,
+    recurrence, recurrent, reduce, resize, scatter, shape, vendor_attention, vendor_float, vendor_quant,
 )  # fmt: skip
 
 
