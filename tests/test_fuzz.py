@@ -272,6 +272,10 @@ def i64(*values: int) -> np.ndarray:
 
 N = helper.make_node
 FOUND = {
+    "a norm of one element": lambda: case(
+        [N("LayerNormalization", ["x", "s", "b"], ["z"]), N("Squeeze", ["z", "a"], ["y"])],
+        {"x": normal(1)}, {"s": normal(1), "b": normal(1), "a": i64(0)}, simplified=(True, False),
+    ),
     "a tile of nothing": lambda: case([N("Tile", ["x", "n"], ["y"])], {"x": normal(0, 2)}, {"n": i64(2, 3)}),
     "a backward slice of nothing": lambda: case(
         [N("Slice", ["x", "s", "e", "a", "p"], ["y"])], {"x": normal(0, 2)}, {"s": i64(-1, -1), "e": i64(-9, -9), "a": i64(0, 1), "p": i64(-1, -1)}

@@ -19,7 +19,8 @@ Tensor = torch.Tensor
 def rms_norm(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
     """``scale * (x / sqrt(sum(x^2) / n + eps))`` over the last dimension, on whole rows."""
     lib = images.available()
-    if lib is None or op.monoid != "sum" or len(op.body) != 1 or len(op.reduce) != 1 or len(op.then) != 1 or op.inner:
+    single = len(op.body) == len(op.reduce) == len(op.then) == 1
+    if lib is None or op.monoid != "sum" or not single or op.inner or not op.dims:
         return None
     square, found = op.body[0], _scaled(op.then[0])
     if found is None or not isinstance(square, Apply) or square.fn != "mul" or square.args[0] != square.args[1]:
