@@ -20,7 +20,7 @@ from onnx import ModelProto, NodeProto
 from onnx.backend.base import Backend, BackendRep
 
 from tapestry import api
-from tapestry.errors import ModelError
+from tapestry.errors import ModelError, TapestryError
 
 NEWEST_IR = 13  # the newest that every evaluator reads
 
@@ -59,12 +59,25 @@ class Prepared(BackendRep):
         Args:
             inputs: values in the order of the model's inputs (those that are no initializers), or by name.
         """
-        if not isinstance(inputs, Mapping):
-            values = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
-            inputs = dict(zip((i.name for i in self.inputs), values, strict=False))
-        feeds = {n: _value(v) for n, v in inputs.items()}
+        feeds = {n: _value(v) for n, v in self._named(inputs).items()}
         found = self.compiled(feeds).run(feeds)
         return tuple(found[o] for o in self.outputs)
+
+    def _named(self, inputs: Any) -> Mapping[str, Any]:
+        """Inputs by name.
+
+        Raises:
+            TapestryError: there are more than the model's inputs (of which initializers are none: they are part of the plan).
+        """
+        if isinstance(inputs, Mapping):
+            return inputs
+        values = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+        names = [i.name for i in self.inputs]
+        if len(values) > len(names):
+            why = f"they are {', '.join(names)}" if names else "it has none"
+            hint = "an initializer that is an input too keeps its value: take it out of the initializers to feed it"
+            raise TapestryError(f"{len(values)} values for {len(names)} inputs", where="the model", why=why, hint=hint)
+        return dict(zip(names, values, strict=False))
 
 
 class TapestryBackend(Backend):
@@ -95,15 +108,15 @@ class TapestryBackend(Backend):
         cls, node: NodeProto, inputs: Any, device: str = "CPU", outputs_info: Sequence[Any] | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
         """Run one node on given inputs (the newest opset when ``opset_version`` is not given)."""
-        names = [i for i in node.input if i]
-        values = dict(zip(names, (_value(v) for v in inputs), strict=True))
-        ins = [_tensor_info(n, v) for n, v in values.items()]
+        node, values = _fed(node, inputs)
+        ins = [onnx.helper.make_value_info(n, _type_of(v)) for n, v in values.items()]
         outs = [onnx.helper.make_value_info(o, onnx.TypeProto()) for o in node.output if o]
         graph = onnx.helper.make_graph([node], "node", ins, outs)
         version = int(kwargs.pop("opset_version", onnx.defs.onnx_opset_version()))
         opsets = [onnx.helper.make_opsetid("", version)]
         if node.domain not in ("", "ai.onnx"):
-            opsets.append(onnx.helper.make_opsetid(node.domain, max(s.since_version for s in _schemas(node.domain))))
+            newest = max((s.since_version for s in _schemas(node.domain)), default=1)
+            opsets.append(onnx.helper.make_opsetid(node.domain, newest))
         model = onnx.helper.make_model(graph, ir_version=NEWEST_IR, opset_imports=opsets)
         return cls.run_model(model, values, device, **kwargs)
 
@@ -136,11 +149,49 @@ def _symbolic(value: onnx.ValueInfoProto) -> bool:
 
 def _value(v: Any) -> Any:
     """A tensor as an array (scalars arrive as numpy scalars); sequences and absent optionals as they are."""
-    return v if v is None or isinstance(v, list | tuple) else np.asarray(v)
+    if v is None or isinstance(v, list | tuple):
+        return v
+    array = np.asarray(v)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _tensor_info(name: str, value: Any) -> onnx.ValueInfoProto:
-    return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+def _fed(node: NodeProto, inputs: Any) -> tuple[NodeProto, dict[str, Any]]:
+    """The node without the optional inputs for which None is given, and the values of the others by name.
+
+    Raises:
+        TapestryError: their number is neither that of the node's inputs nor that of those which have a name.
+    """
+    named = [i for i in node.input if i]
+    if isinstance(inputs, Mapping):
+        given = [inputs.get(i) for i in node.input]
+    else:
+        given = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+        if len(given) == len(named):
+            left = iter(given)
+            given = [next(left) if i else None for i in node.input]
+        elif len(given) == len(dict.fromkeys(named)):  # a name that is read twice is given once
+            once = dict(zip(dict.fromkeys(named), given, strict=True))
+            given = [once.get(i) for i in node.input]
+    if len(given) != len(node.input):
+        where, why = f"node '{node.name}' ({node.op_type})", f"its inputs are {', '.join(node.input)}"
+        raise TapestryError(f"{len(given)} values for {len(named)} inputs", where=where, why=why, hint="one each, in order")
+    values = {i: _value(v) for i, v in zip(node.input, given, strict=True) if i and v is not None}
+    out = NodeProto()
+    out.CopyFrom(node)
+    out.input[:] = [i if i in values else "" for i in node.input]
+    while out.input and not out.input[-1]:
+        del out.input[-1]
+    return out, values
+
+
+def _type_of(value: Any) -> onnx.TypeProto:
+    """The ONNX type of a value: a tensor, or a sequence of tensors (floats, where it is empty)."""
+    if isinstance(value, list | tuple):
+        parts = [np.asarray(v) for v in value]
+        shape = [None] * parts[0].ndim if parts and len({p.ndim for p in parts}) == 1 else None
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(parts[0].dtype) if parts else onnx.TensorProto.FLOAT
+        return onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(dtype, shape))
+    return onnx.helper.make_tensor_type_proto(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
 
 
 prepare = TapestryBackend.prepare

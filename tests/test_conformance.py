@@ -18,6 +18,7 @@ import conformance
 import onnx_suite
 
 from tapestry.backend import TapestryBackend
+from tapestry.errors import TapestryError
 
 SAMPLE, SPLIT_SAMPLE = 37, 61  # every n-th case in the fast tests
 SLOWER = ("densenet", "inception", "resnet", "vgg", "alexnet", "shufflenet", "zfnet")
@@ -121,3 +122,33 @@ def test_symbolic_inputs_are_compiled_for_the_sizes_they_come_in():
         x = np.ones((n, 2), np.float32)
         assert np.array_equal(rep.run([x])[0], -x)
     assert isinstance(onnx.defs.onnx_opset_version(), int)
+
+
+def test_values_that_nothing_would_read_are_refused():
+    info = helper.make_tensor_value_info
+    inputs = [info("x", TensorProto.FLOAT, [3]), info("w", TensorProto.FLOAT, [3])]
+    w = onnx.numpy_helper.from_array(np.ones(3, np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])], "g", inputs, [info("y", TensorProto.FLOAT, [3])], [w]
+    )
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    zero = np.zeros(3, np.float32)
+    assert np.array_equal(TapestryBackend.run_model(model, [zero])[0], zero + 1)
+    with pytest.raises(TapestryError, match="2 values for 1 inputs"):  # an override that the plan would not have seen
+        TapestryBackend.run_model(model, [zero, zero])
+    for values in ([zero], [zero, zero, zero]):
+        with pytest.raises(TapestryError, match="values for 2 inputs"):
+            TapestryBackend.run_node(helper.make_node("Add", ["a", "b"], ["y"]), values)
+
+
+def test_single_nodes_on_sequences_and_without_optional_inputs():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    (y,) = TapestryBackend.run_node(helper.make_node("SequenceAt", ["s", "i"], ["y"]), [[x, x + 1], np.int64(1)])
+    assert np.array_equal(y, x + 1)
+    assert TapestryBackend.run_node(helper.make_node("SequenceLength", ["s"], ["y"]), [[]])[0] == 0
+    clip, top = helper.make_node("Clip", ["x", "low", "high"], ["y"]), np.float32(2)
+    assert np.array_equal(TapestryBackend.run_node(clip, [x, None, top])[0], np.minimum(x, 2))
+    assert np.array_equal(TapestryBackend.run_node(clip, {"x": x, "high": top})[0], np.minimum(x, 2))
+    twice = helper.make_node("Add", ["x", "x"], ["y"])
+    assert np.array_equal(TapestryBackend.run_node(twice, [x])[0], TapestryBackend.run_node(twice, [x, x])[0])
+    assert np.array_equal(TapestryBackend.run_node(helper.make_node("Neg", ["x"], ["y"]), x.astype(">f4"))[0], -x)
