@@ -16,6 +16,7 @@ from command_line import document, snapshot
 from small_models import save
 
 import tapestry
+from tapestry.errors import BuildError
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 20.0  # per case; they take tenths
@@ -108,3 +109,11 @@ def test_a_killed_compiler_leaves_a_whole_build(tmp_path):
 @pytest.mark.timeout(3600)
 def test_a_compiler_killed_at_fifty_moments(tmp_path):
     kills(50, tmp_path)
+
+
+def test_a_huge_certificate_is_not_read(tmp_path):
+    """Without a limit on memory (there is one in the tests above) it would be read until none is left."""
+    tapestry.compile(save("attention"), devices=2).save(tmp_path / "b")
+    os.truncate(tmp_path / "b" / "certificate.json", 1 << 36)  # no bytes on the disk
+    with pytest.raises(BuildError, match="sane size"):
+        tapestry.load(tmp_path / "b")

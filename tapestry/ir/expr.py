@@ -137,6 +137,21 @@ def count(exprs: Iterable[Expr], holds: Callable[[Expr], bool]) -> int:
     return sum(map(of, exprs))
 
 
+def depth(exprs: Iterable[Expr]) -> int:
+    """How many calls stand inside each other at most."""
+    known: dict[int, int] = {}
+    stack = [(e, False) for e in exprs]
+    tops = [e for e, _ in stack]
+    while stack:
+        e, ready = stack.pop()
+        if ready or not isinstance(e, Call):
+            known[id(e)] = 1 + max(known[id(a)] for a in e.args) if isinstance(e, Call) and e.args else 0
+        elif id(e) not in known:
+            stack.append((e, True))
+            stack.extend((a, False) for a in e.args)
+    return max((known[id(e)] for e in tops), default=0)
+
+
 def rewrite(e: Expr, leaf: Callable[[Expr], Expr]) -> Expr:
     """Rebuild e with every leaf (Const, Arg, Acc, Index, Let) replaced by ``leaf(it)``; what is shared stays shared."""
     known: dict[int, Expr] = {}

@@ -85,6 +85,11 @@ class Aff:
         return next((c for a, c in self.terms if a == dim), 0)
 
 
+def atoms(e: Aff) -> int:
+    """How many dimensions, floors and mods it is written with."""
+    return sum(1 if isinstance(a, str) else 1 + atoms(a.arg) for a, _ in e.terms)
+
+
 def _make(terms: list[tuple[Atom, int]], const: int) -> Aff:
     total: dict[Atom, int] = {}
     for atom, coef in terms:

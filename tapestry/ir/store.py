@@ -29,6 +29,7 @@ from tapestry.ir.text import to_text
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 MAX_PLAN_BYTES = 1 << 30
+MAX_CERTIFICATE_BYTES = 1 << 26  # a line per kernel
 MAX_TENSOR = 1 << 50  # bytes: what can be counted in 64 bits, with room
 MAX_WEIGHT = 1 << 10
 
@@ -266,6 +267,8 @@ def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
         raise BuildError(
             "not a build directory: no certificate.json", where=str(folder), hint="tapestry compile MODEL -o BUILD"
         )
+    if path.stat().st_size > MAX_CERTIFICATE_BYTES:
+        raise BuildError("certificate.json is not of a sane size", where=str(folder), hint="compile the model again")
     try:
         data = path.read_bytes()
         body = msgspec.json.decode(data, type=dict[str, Any])

@@ -44,6 +44,7 @@ def plain(value: Any, dtype: str) -> float | int | bool:
 
 
 MAX_CELLS = 1 << 60
+MAX_RANK = 32  # an index space may have as many reduced dimensions again, and arrays have 64 at most
 
 
 def tensor_of(name: str, type_: TypeProto | None) -> Tensor:
@@ -61,8 +62,16 @@ def _sane(t: Tensor) -> Tensor:
     Raises:
         ModelError: a size is negative, or the tensor larger than any memory (what follows computes in 64 bits).
     """
+    if len(t.shape) > MAX_RANK:
+        why, hint = f"it has {len(t.shape)}, at most {MAX_RANK} are supported", "join axes with a Reshape"
+        raise ModelError("a tensor of too many dimensions", where=f"'{t.name}'", why=why, hint=hint)
     if any(n < 0 for n in t.shape) or t.size > MAX_CELLS:
-        raise ModelError("a tensor of an impossible size", where=f"'{t.name}'", why=f"its shape is {list(t.shape)}")
+        raise ModelError(
+            "a tensor of an impossible size",
+            where=f"'{t.name}'",
+            why=f"its shape is {list(t.shape)}",
+            hint="check the sizes given with --shape",
+        )
     return t
 
 

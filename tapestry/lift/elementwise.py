@@ -88,6 +88,7 @@ BINARY = {
     "Sub": "sub", "Div": "div", "Equal": "eq", "Greater": "gt", "Less": "lt", "GreaterOrEqual": "ge",
     "LessOrEqual": "le", "BitwiseAnd": "and", "BitwiseOr": "or", "BitwiseXor": "xor", "And": "and", "Or": "or", "Xor": "xor",
 }  # fmt: skip
+MOST_OPERANDS = 64  # of one expression, which is as deep as they are many
 VARIADIC = {"Add": "add", "Mul": "mul", "Sum": "add", "Max": "max", "Min": "min", "Mean": "add"}
 
 
@@ -103,9 +104,9 @@ def lift_binary(n: Node) -> bool | None:
 @lifts(*VARIADIC)
 def lift_variadic(n: Node) -> bool | None:
     """Any number of inputs, merged from the left; Mean divides by their number."""
-    if n.attr("broadcast", 0) and n.version < 7:
-        return False
     fn, count = VARIADIC[n.kind], len(n.ins)
+    if (n.attr("broadcast", 0) and n.version < 7) or count > MOST_OPERANDS:
+        return False
 
     def body(*xs: Expr) -> Expr:
         total = xs[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Guard, Read, with_ops
 from tapestry.ir.index import Aff, Ranges, const, span
-from tapestry.rewrites.pattern import is_view, merge_reads, substitute_read
+from tapestry.rewrites.pattern import MOST_ATOMS, is_view, merge_reads, substitute_read, too_long
 from tapestry.rewrites.rule import Move, Refusal, register
 
 
@@ -39,7 +39,8 @@ class ComposeViews:
           reads x[m, i], w[m, n]
           body x * w
         output y
-    legal when: the view and the read that looks through it do not both fill in cells with different values.
+    legal when: the view and the read that looks through it do not both fill in cells with different values, and the
+    projection stays short.
     """
 
     name = "compose_views"
@@ -94,6 +95,8 @@ def _through(op: Block, views: dict[str, Block], graph: Graph, tensors: set[str]
         composed = compose(r, views[r.tensor], graph, op.ranges)
         if composed is None:
             return op, f"'{r.tensor}' and its reader fill in cells with different values"
+        if too_long(composed, r, views[r.tensor].reads[0]):
+            return op, f"through '{r.tensor}' the projection would have more than {MOST_ATOMS} terms"
         reads.append(composed)
     return merge_reads(replace(op, reads=tuple(reads))), ""
 

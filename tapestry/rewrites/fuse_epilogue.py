@@ -13,7 +13,15 @@ from tapestry.ir.index import Aff, dim
 from tapestry.ir.scan import as_scan
 from tapestry.ir.state import layered
 from tapestry.rewrites.columns import along_columns, rows
-from tapestry.rewrites.pattern import inline, merge_reads, shift_args, substitute_expr, substitute_read
+from tapestry.rewrites.pattern import (
+    MOST_DEPTH,
+    inline,
+    merge_reads,
+    shift_args,
+    substitute_expr,
+    substitute_read,
+    too_deep,
+)
 from tapestry.rewrites.rule import Move, Refusal, register
 
 
@@ -118,6 +126,8 @@ def refuse(op: Op, maker: Op, tensor: str) -> tuple[str, str]:
     if len(mine) > 1 or any(r.other is not None for r in mine):
         return f"'{tensor}' is not read through one unguarded projection", ""
     read = next(iter(mine))
+    if too_deep(op.body, maker.then):
+        return "the expression would be nested too deeply", f"at most {MOST_DEPTH} calls inside each other"
     if _points(replace(maker, reduce=())) != _points(op):
         return f"'{tensor}' has {_points(replace(maker, reduce=()))} cells, its reader {_points(op)} points", ""
     if _permutes(op, read):

@@ -10,7 +10,17 @@ from tapestry.ir import space
 from tapestry.ir.expr import Arg, Expr, count
 from tapestry.ir.graph import Block, Graph, Op, Read, map_exprs, with_ops
 from tapestry.ir.index import dims_of
-from tapestry.rewrites.pattern import inline, merge_reads, shift_args, substitute_expr, substitute_read
+from tapestry.rewrites.pattern import (
+    MOST_ATOMS,
+    MOST_DEPTH,
+    inline,
+    merge_reads,
+    shift_args,
+    substitute_expr,
+    substitute_read,
+    too_deep,
+    too_long,
+)
 from tapestry.rewrites.rule import Move, Refusal, register
 
 GROWTH = 200  # nodes that a fusion may add to an expression tree by writing a body more than once
@@ -39,7 +49,7 @@ class FuseMaps:
           body exp(x)
         output y
     legal when: the map has one reader, which reads every cell at most once and never outside (asked of isl), so that
-    nothing is computed twice; and a body that the reader uses several times is small.
+    nothing is computed twice; a body that the reader uses several times is small, and what comes out is not too long.
     """
 
     name = "fuse_maps"
@@ -114,6 +124,11 @@ def refuse(op: Op | None, maker: Op, tensor: str) -> tuple[str, str]:
     spare = [d.name for d in op.space if d.name not in used and d.size > 1]
     if spare:
         return f"every cell of '{tensor}' is read at each {', '.join(spare)}: it would be computed again", ""
+    if too_deep((*op.point, *op.then), maker.body[:1]):
+        return "the expression would be nested too deeply", f"at most {MOST_DEPTH} calls inside each other"
+    env = dict(zip((d.name for d in maker.dims), mine[0].index, strict=True))
+    if any(too_long(substitute_read(r, env, op.ranges), r, mine[0]) for r in maker.reads):
+        return f"the projections would have more than {MOST_ATOMS} terms", ""
     if all(e.is_dim for e in mine[0].index) and len(set(mine[0].index)) == len(mine[0].index):
         return "", ""
     collision = space.used(op, mine[0]).collision()

@@ -13,7 +13,17 @@ from tapestry.ir.index import const, span
 from tapestry.ir.monoid import number
 from tapestry.ir.scan import as_scan
 from tapestry.rewrites.footprint import implied, recomputed
-from tapestry.rewrites.pattern import merge_reads, read_dims, shift_args, substitute_expr, substitute_read
+from tapestry.rewrites.pattern import (
+    MOST_ATOMS,
+    MOST_DEPTH,
+    merge_reads,
+    read_dims,
+    shift_args,
+    substitute_expr,
+    substitute_read,
+    too_deep,
+    too_long,
+)
 from tapestry.rewrites.phases import windows
 from tapestry.rewrites.rule import Move, Refusal, register
 
@@ -130,6 +140,10 @@ def _refuses(graph: Graph, reader: Op, op: Block) -> tuple[str, str]:
     nodes = count((*reader.point, *reader.then), lambda _: True)
     if nodes + uses * count(op.body[:1], lambda _: True) > MOST_NODES:
         return f"'{reader.outs[0]}' would grow too large", f"it has {nodes} nodes and uses it {uses} times"
+    if too_deep((*reader.point, *reader.then), op.body[:1]):
+        return f"'{reader.outs[0]}' would be nested too deeply", f"at most {MOST_DEPTH} calls inside each other"
+    if any(_too_long(reader, op, reader.reads[k]) for k in at):
+        return f"the projections of '{reader.outs[0]}' would have more than {MOST_ATOMS} terms", ""
     body = at & reader.body_reads()
     if not reader.monoid or not body:
         return "", ""
@@ -145,6 +159,11 @@ def _refuses(graph: Graph, reader: Op, op: Block) -> tuple[str, str]:
         if len({reader.reads[k] for k in at}) > 1:
             return f"'{reader.outs[0]}' goes through it more than once", ""
     return "", ""
+
+
+def _too_long(reader: Block, op: Block, read: Read) -> bool:
+    env = dict(zip((d.name for d in op.dims), read.index, strict=True))
+    return any(too_long(substitute_read(r, env, reader.ranges), r, read) for r in op.reads)
 
 
 def inlined(graph: Graph, reader: Block, op: Block) -> Block:

@@ -6,19 +6,36 @@ expressions over others, renumber reads, and give the pieces names that nobody h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from tapestry.errors import TapestryError
 from tapestry.ir.contraction import factors
-from tapestry.ir.expr import Arg, Expr, Index, arg_positions, call, rewrite
+from tapestry.ir.expr import Arg, Expr, Index, arg_positions, call, depth, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
-from tapestry.ir.index import Aff, Ranges, dim, dims_of, substitute
+from tapestry.ir.index import Aff, Ranges, atoms, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
 from tapestry.rewrites.rule import Move, Refusal
 
 Leaf = Callable[[Expr], Expr]
+MOST_ATOMS = 100  # of a read's projection: a chain of reshapes and transposes doubles them with every other step
+MOST_DEPTH = 100  # of an expression: whatever follows it by recursion, its text's parser first of all, goes as deep
+
+
+def too_long(read: Read, *before: Read) -> bool:
+    """Whether a composed projection is longer than anybody would write, and than what it is made of: isl's time and the
+    text grow with it."""
+
+    def length(r: Read) -> int:
+        return sum(map(atoms, r.index)) + sum(atoms(g.aff) for g in r.when)
+
+    return length(read) > max([MOST_ATOMS, *map(length, before)])
+
+
+def too_deep(outer: Iterable[Expr], inner: Iterable[Expr]) -> bool:
+    """Whether an expression put into another one may be nested too deeply."""
+    return depth(outer) + depth(inner) > MOST_DEPTH
 
 
 def is_view(op: Op) -> TypeGuard[Block]:
