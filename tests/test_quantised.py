@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import platform
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +18,7 @@ from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
+from tapestry.codegen.torch_cpu import integers
 from tapestry.codegen.torch_cpu.integers import one_product
 from tapestry.ir.graph import Block
 
@@ -57,6 +62,37 @@ def test_integer_products_of_any_strides(left, right):
     for m, k, n in itertools.product((1, 2, 33), (1, 2, 8), (1, 2, 17)):
         for a, b in itertools.product(views(m, k, left), views(k, n, right)):
             assert torch.equal(one_product(a, b).long(), a.long() @ b.long()), (a.shape, a.stride(), b.shape, b.stride())
+
+
+SATURATED = """
+import torch
+from tapestry.codegen.torch_cpu.integers import exact, one_product
+for kinds in ((torch.int8, torch.int8), (torch.uint8, torch.int8), (torch.int8, torch.uint8), (torch.uint8, torch.uint8)):
+    for depth in (3, 64, 600, 3000):
+        for high in (False, True):
+            x, y = (torch.full(s, t(torch.iinfo(k)), dtype=k) for s, k, t in zip(
+                ((5, depth), (depth, 16)), kinds, (lambda i: i.max, lambda i: i.max if high else i.min)))
+            out = torch.empty(5, 16, dtype=torch.int32)
+            assert torch.equal(one_product(x, y).long(), x.long() @ y.long()), (kinds, depth)
+            assert one_product(x, y, out) is out and torch.equal(out.long(), x.long() @ y.long())
+print(exact())
+"""
+
+
+@pytest.mark.parametrize("processor", ["AVX2", "ALL"])
+def test_integer_products_of_the_largest_values_on_any_processor(processor):
+    """Without VNNI torch's own product of bytes is cut to 16 bits on its way."""
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": processor}
+    done = subprocess.run([sys.executable, "-c", SATURATED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert processor == "ALL" or platform.machine() != "x86_64" or done.stdout == "False\n"
+
+
+def test_sums_beyond_i32_wrap_in_batches():
+    """As the integer product's do, so that taking off zero points gives what is within again."""
+    x, y = torch.full((17, 1, 40000), 255, dtype=torch.uint8), torch.full((17, 40000, 1), 255, dtype=torch.uint8)
+    want = (x.long() @ y.long()).to(torch.int32)
+    assert torch.equal(integers._multiply(x, y), want) and torch.equal(integers._multiply(x[:1], y[:1]), want[:1])
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -45,7 +45,7 @@ def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[
     axes = tuple(range(maps, len(frame.extents)))
 
     def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
-        x, y = values.values(ins, [])
+        x, y = (v.expand([*v.shape[:maps], *frame.extents[maps:]]) if v.dim() else v for v in values.values(ins, []))
         total = run(x, y)
         p, q = (None if s is None else s(ins) for s in shifts)
         if q is not None:
@@ -85,15 +85,17 @@ def shift_of(
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
     """A batch of products, rows by k times k by columns."""
-    batch, depth = left.shape[0], left.shape[2]
+    batch = left.shape[0]
     if batch > _MANY:
-        wide = torch.float32 if depth * 255 * 255 < 1 << 24 else torch.float64
-        return torch.matmul(left.to(wide), right.to(wide)).to(torch.int32)
+        return _in_floats(left, right)
     return torch.stack([one_product(x, y) for x, y in zip(left, right, strict=True)])
 
 
 def one_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """One product, into ``out`` if given; unsigned bytes that the integer product does not take are 128 and a signed one."""
+    if not exact():
+        found = _in_floats(left, right)
+        return found if out is None else out.copy_(found)
     more: Tensor | None = None
     if right.dtype == torch.uint8:
         more = 128 * torch.sum(left, dim=1, keepdim=True, dtype=torch.int32)
@@ -104,6 +106,14 @@ def one_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tenso
     left, right = _matrix(left), _matrix(right)
     found = torch._int_mm(left, right) if out is None else torch._int_mm(left, right, out=out)
     return found if more is None else found.add_(more)
+
+
+def _in_floats(left: Tensor, right: Tensor) -> Tensor:
+    """Products in floats that hold every sum; what is beyond i32 wraps around, as it does in the integer product."""
+    largest = prod(255 if x.dtype == torch.uint8 else 128 for x in (left, right))
+    if left.shape[-1] * largest <= 1 << 24:
+        return torch.matmul(left.to(torch.float32), right.to(torch.float32)).to(torch.int32)
+    return torch.matmul(left.to(torch.float64), right.to(torch.float64)).to(torch.int64).to(torch.int32)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -117,6 +127,15 @@ def _matrix(x: Tensor) -> Tensor:
 
 def signed(x: Tensor) -> Tensor:
     return torch.bitwise_xor(x, 128).view(torch.int8)
+
+
+@cache
+def exact() -> bool:
+    """Whether torch's integer product is one: oneDNN adds pairs in 16 bits, and cuts what those do not hold, on processors that
+    cannot multiply and add bytes in one instruction (VNNI; AVX2 and the first AVX-512 cannot)."""
+    a, b = torch.full((4, 64), 127, dtype=torch.int8), torch.full((64, 16), 127, dtype=torch.int8)
+    mixed = [(a, b), (-a, b)] + ([(a.view(torch.uint8) + 128, b)] if takes_unsigned() else [])
+    return all(torch.equal(torch._int_mm(x, y).long(), x.long() @ y.long()) for x, y in mixed)
 
 
 @cache
