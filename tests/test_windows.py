@@ -96,7 +96,7 @@ def test_transposed_convolutions_of_any_block(spread: dict[str, object], kernel:
         cells = dims if seed == 0 else sub_box(dims, rng)
         want = c.sums()[tuple(slice(lo, hi) for lo, hi in cells)]
         k, arrays = c.kernel("full", cells + reduce, rng)
-        assert windows.transposed(c.op, k)
+        assert windows.transposed(c.op, c.graph, k)
         (got,) = TorchCpu().kernel(c.graph, k)(arrays, [])
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-5)
         states: list[torch.Tensor] = []
@@ -104,7 +104,7 @@ def test_transposed_convolutions_of_any_block(spread: dict[str, object], kernel:
         for lo in range(reduce[cut][1]):
             part = tuple((lo, lo + 1) if n == cut else b for n, b in enumerate(reduce))
             k, arrays = c.kernel("partial", cells + part, rng)
-            assert windows.transposed(c.op, k)
+            assert windows.transposed(c.op, c.graph, k)
             states = TorchCpu().kernel(c.graph, k)(arrays, states)
             assert dense(states[0])
         np.testing.assert_allclose(states[0].numpy(), want, rtol=1e-4, atol=1e-5)

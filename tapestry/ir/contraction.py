@@ -15,13 +15,27 @@ INT8 = frozenset({"i8", "u8"})
 
 
 def factors(op: Block) -> tuple[Expr, Expr] | None:
-    """The two factors of a contraction (a product under ``sum``, casts around it aside), or ``None``."""
+    """The two factors of a contraction (a product under ``sum``, casts that only widen it aside), or ``None``."""
     if op.monoid != "sum" or len(op.body) != 1:
         return None
-    e = op.body[0]
+    e, dtypes = op.body[0], list[str]()
     while isinstance(e, Call) and e.fn == "cast":
+        dtypes.append(e.dtype)
         e = e.args[0]
-    return (e.args[0], e.args[1]) if isinstance(e, Call) and e.fn == "mul" else None
+    if not isinstance(e, Call) or e.fn != "mul":
+        return None
+    return (e.args[0], e.args[1]) if all(_widens(e, d) for d in dtypes) else None
+
+
+_WIDER = {"f16": ("f16", "f32", "f64"), "bf16": ("bf16", "f32", "f64"), "f32": ("f32", "f64"), "f64": ("f64",)}
+
+
+def _widens(product: Call, dtype: str) -> bool:
+    """Whether factors of a dtype have the product that this one is, or round it less; an integer may overflow."""
+    if product.dtype in _WIDER:
+        return dtype in _WIDER[product.dtype]
+    small = product.dtype in ("i32", "i64") and all(narrow(a) for a in product.args)
+    return dtype == product.dtype or (small and dtype in ("i32", "i64", "f32", "f64"))
 
 
 def products(op: Block) -> tuple[tuple[Expr, Expr], ...] | None:

@@ -17,7 +17,7 @@ from tapestry.codegen.torch_cpu.reads import Frame
 from tapestry.ir.contraction import dims_read, factors
 from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Read
-from tapestry.ir.index import bounds, dims_of, evaluate
+from tapestry.ir.index import bounds, dim, dims_of, evaluate
 from tapestry.ir.kernel import Box
 
 Tensor = torch.Tensor
@@ -48,8 +48,9 @@ def matmul(
     for n in reduced:
         spare *= 1 if n in a_dims or n in b_dims else extent[n]
 
-    def side(x: Tensor, outer: list[str], transpose: bool) -> Tensor:
+    def side(x: Tensor, own: frozenset[str], outer: list[str], transpose: bool) -> Tensor:
         x = x.reshape([1] * (len(names) - x.dim()) + list(x.shape))  # a literal has no axes
+        x = x.expand([extent[n] if n in own else k for n, k in zip(names, x.shape, strict=True)])  # a guard may always hold
         alone = [i for i, n in enumerate(names) if n in reduced and n not in inner and x.shape[i] > 1]
         x = x.sum(dim=alone, keepdim=True) if alone else x
         wanted = batch + (inner + outer if transpose else outer + inner)
@@ -60,8 +61,8 @@ def matmul(
         return x.reshape((b, k, m) if transpose else (b, m, k))
 
     def contract(a: Tensor, b: Tensor) -> Tensor:
-        left, right = (b, a) if swap else (a, b)
-        out = multiply(side(left, first, False), side(right, second, True))
+        sides = ((b, b_dims), (a, a_dims)) if swap else ((a, a_dims), (b, b_dims))
+        out = multiply(side(*sides[0], first, False), side(*sides[1], second, True))
         out = out * spare if spare > 1 else out
         out = out.reshape([extent[n] for n in order] + [1] * len(loose)).permute(back)
         return out.expand([extent[n] for n in maps])
@@ -148,13 +149,15 @@ def _match(op: Block, x: int, w: int) -> Conv | None:
         return None
     if dims_of(rx.index[1]) - {feature, channel}:
         return None
-    if channel and rx.index[1].coef(channel) != 1 and ranges[channel] > 1:  # every other channel, or from the last one on
+    if channel and ranges[channel] > 1 and channel in dims_of(rx.index[1] - dim(channel)):  # not one channel after another
         return None
     windows = [window(op, rx, axis + 2, plain[axis + 2], ranges) for axis in range(rank)]
     if any(v is None for v in windows):
         return None
     outs = [batch, feature, *(v.out for v in windows if v)]
-    known = {n for n in (channel, *(v.window for v in windows if v)) if n}
+    known = [n for n in (channel, *(v.window for v in windows if v)) if n]
+    if len({*known}) < len(known) or not {*known} <= reduced:  # a diagonal of windows, or a weight of each place
+        return None
     if outs != [d.name for d in op.dims] or any(d.name not in known and d.size > 1 for d in op.reduce):
         return None
     return Conv(x, w, batch, channel, feature, tuple(v for v in windows if v))
@@ -228,7 +231,7 @@ def call(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tupl
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
     if any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
         return None
-    if len(groups) != 1 or any(s not in (slice(None), slice(0, n)) for s, n in zip(w_take, whole, strict=True)):
+    if len(groups) != 1 or any(s != slice(0, n) for s, n in zip(w_take, whole, strict=True)):
         return None
     takes, pads = _simple(c, frame, takes, pads, [hi - lo for lo, hi in x_box[2:]])
     even = all(lo == hi for lo, hi in pads)
@@ -276,8 +279,8 @@ def _cut(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tupl
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
     both = [_axis(v, at, x_box[k + 2], x_shape[k + 2]) for k, v in enumerate(c.windows)]
     b0, b1 = at[c.batch]
-    w_axes = [at[n] if n else None for n in (c.feature, c.channel, *(v.window for v in c.windows))]
-    w_take = tuple(slice(None) if a is None else slice(a[0] - w_box[k][0], a[1] - w_box[k][0]) for k, a in enumerate(w_axes))
+    w_axes = [at[n] if n else (0, 1) for n in (c.feature, c.channel, *(v.window for v in c.windows))]
+    w_take = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(w_axes, w_box, strict=True))
     rows = slice(b0 - x_box[0][0], b1 - x_box[0][0])
     return [t for t, _ in both], [p for _, p in both], rows, w_take, _groups(op, c, at)
 

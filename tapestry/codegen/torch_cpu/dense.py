@@ -21,6 +21,7 @@ from tapestry.codegen.torch_cpu.reads import Frame, Remembered, Tensor
 from tapestry.codegen.torch_cpu.windows import transposed
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel
 
 States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]
@@ -77,7 +78,7 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
         return plain
     if op.inner or op.monoid != "sum" or len(op.body) != 1 or op.body[0].dtype != "f32":
         return plain
-    if transposed(op, kernel):
+    if transposed(op, graph, kernel):
         return plain
     found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)
     if found is None or found.weight in op.then_reads():
@@ -228,6 +229,8 @@ def _plain_axes(op: Block, w: int, box: Box | None, block: dict[str, tuple[int, 
     out: list[str] = []
     for e, b in zip(read.index, box, strict=True):
         if b[1] - b[0] == 1 and not any(block[d] != b for d in _dims(e)):
+            if bounds(e, {n: (lo, hi - 1) for n, (lo, hi) in block.items()}) != (b[0], b[1] - 1):  # in part outside
+                return None
             continue
         if not e.is_dim or block[str(e)] != b or str(e) in out:
             return None

@@ -133,15 +133,16 @@ def _caller(call: Any, parts: contract.Call, weight: Sequence[int], shape: Seque
     planes: Any = native.library()
     planes = planes.tapestry_planes if parts.groups == 1 and call is not planes.tapestry_winograd else None
 
-    def layout(x: tuple[int, ...], r: tuple[int, ...]) -> Any:
-        return native.Conv(*sizes, x[0], x[2], x[3], *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp)
+    def layout(x: tuple[int, ...], r: tuple[int, ...], apart: bool) -> Any:
+        pixel = x[1 if apart else 3]
+        return native.Conv(*sizes, x[0], x[2], pixel, *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp)
 
     def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
         apart = planes is not None and _planes(image)
         x, r = image if apart else last(image), None if residual is None else last(residual)
         strides = x.stride() + (y_strides if r is None else r.stride())
         if strides not in known:
-            known[strides] = layout(strides[:4], strides[4:])
+            known[strides] = layout(strides[:4], strides[4:], apart)
         given = (x, w, bias, r, nothing, out)
         fixed = shares(x, image) and (r is None or residual is None or shares(r, residual))
         return Call(planes if apart else call, known[strides], native.Buffers(*map(_at, given)), given, fixed)

@@ -117,7 +117,7 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     special = (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)
-        or windows.transposed(op, kernel)
+        or windows.transposed(op, graph, kernel)
         or windows.max_pool(op, kernel)
         or eights.convolution(op, graph, kernel, frame)
         or integers.product(op, graph, kernel, frame)

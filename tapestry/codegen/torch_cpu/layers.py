@@ -114,7 +114,8 @@ def _weighted(op: Block, frame: Frame) -> Callable[[Tensor, Tensor], Tensor] | N
     if op.monoid != "softsum":
         return None
     flat = replace(op, inner=(), monoid="sum")
-    return contract.matmul(flat, frame, dims_read(op, op.body[0]), dims_read(op, op.body[2]))
+    weights = dims_read(op, op.body[0]) | {d.name for d in op.reduce}  # they are there for every point of the reduced ones
+    return contract.matmul(flat, frame, weights, dims_read(op, op.body[2]))
 
 
 def _inner(op: Block, k: int, graph: Graph, kernel: Kernel) -> _Inner:

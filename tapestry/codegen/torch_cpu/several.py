@@ -14,7 +14,7 @@ from tapestry.codegen.torch_cpu.natives import added_first
 from tapestry.codegen.torch_cpu.points import Expressions, Run
 from tapestry.codegen.torch_cpu.print_c import Writer, written
 from tapestry.codegen.torch_cpu.reads import Frame, Tensor
-from tapestry.ir.contraction import part
+from tapestry.ir.contraction import dims_read, factors, part
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -29,11 +29,11 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callabl
     """
     if kernel.mode != "full" or op.monoid not in SUMS or len(op.body) == 1 or op.inner:
         return dense.packable(op, graph, kernel, plain)
-    then, runs = op.then, list[dense.Packable]()
+    then, runs, added = op.then, list[dense.Packable](), list[int]()
     for k, e in enumerate(op.body):
         bias = added_first(then, lambda _: True, k)
         own = Acc(0, e.dtype)
-        then = bias[1] if bias else then
+        then, added = (bias[1], [*added, bias[0]]) if bias else (then, added)
         alone = replace(part(op, k), then=(call("add", own, Arg(bias[0], e.dtype)) if bias else own,))
         run = dense.packable(alone, graph, kernel, whole(alone, graph, kernel))
         if not isinstance(run, dense.Packable):
@@ -48,17 +48,32 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callabl
     def packed(ins: Sequence[Tensor | None], states: Sequence[Tensor]) -> list[Tensor]:
         return tail(ins, [(r.packed if _is_packed(r, ins) else r.plain)(ins, states)[0] for r in runs])
 
-    return dense.Packable(plain, packs, _recorded(runs, then, packed))
+    joined = _of_one(op, [k for r in runs for k in r.packs]) and all(len(op.reads[k].index) == 1 for k in added)
+    return dense.Packable(plain, packs, _recorded(runs, then, packed, joined))
 
 
-def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Run) -> Run:
-    """The packed form as one that writes where it is told, where every sum is by our kernel."""
+def _of_one(op: Block, weights: Sequence[int]) -> bool:
+    """Whether the sums differ in their weights alone: one other factor, and weights along the same dimensions."""
+    found: set[object] = set()
+    for k, w in enumerate(weights):
+        others = [e for e in factors(part(op, k)) or () if not isinstance(e, Arg) or e.pos != w]
+        found.add((*(op.reads[e.pos] if isinstance(e, Arg) else e for e in others), dims_read(op, Arg(w, op.body[k].dtype))))
+    return len(found) == 1
+
+
+def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Run, joined: bool) -> Run:
+    """The packed form as one that writes where it is told, where every sum is by our kernel.
+
+    Args:
+        joined: whether the sums are of the same rows and add a bias at most, so that one kernel may do all of them.
+    """
     ours = tuple(r.packed for r in runs if isinstance(r.packed, Recorded))
     if len(ours) < len(runs):
         return packed
     if then == tuple(Acc(k, "f32") for k in range(len(runs))):
         return Together(packed, ours)
-    lib, linear = images.available(), all(p.key[0] == "panels" and len(p.key) > 1 for r in runs for p in r.packs.values())
+    lib = images.available() if joined else None
+    linear = all(p.key[0] == "panels" and len(p.key) > 1 for r in runs for p in r.packs.values())
     if lib is None or not linear or len(then) != 1 or len(runs) > native.MOST_SUMS or arg_positions(then) or not written(then):
         return packed
     if then[0].dtype != "f32" or any(isinstance(x, Index) for x in walk(then[0])):

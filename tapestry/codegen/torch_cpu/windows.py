@@ -15,7 +15,7 @@ from tapestry.codegen.torch_cpu.points import held
 from tapestry.codegen.torch_cpu.reads import Tensor
 from tapestry.ir.contraction import factors
 from tapestry.ir.expr import Acc, Arg
-from tapestry.ir.graph import Block, Guard, Read
+from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod
 from tapestry.ir.kernel import Box, Kernel
 
@@ -66,8 +66,8 @@ def as_pool(op: Block, kernel: Kernel) -> Pool | None:
             return None
         take.append(slice(start - box[k][0], stop - box[k][0]))
         found.append((size, w.stride, w.dilation, start - lo, hi - stop))
-    used = {a for i in r.index for a, _ in i.terms}
-    if any(n not in used and size > 1 for n, size in reduced.items()):
+    used = [a for i in r.index for a, _ in i.terms]
+    if any(used.count(n) != 1 and size > 1 for n, size in reduced.items()):  # a diagonal, where an axis has it twice
         return None
     (sh, th, dh, bh, ah), (sw, tw, dw, bw, aw) = found
     return Pool(e.pos, tuple(take), (sh, sw), (th, tw), (dh, dw), (bh, bw), (ah, aw))
@@ -128,7 +128,7 @@ class _Axis:
     first: int
 
 
-def transposed(op: Block, kernel: Kernel) -> States | None:
+def transposed(op: Block, graph: Graph, kernel: Kernel) -> States | None:
     """States of a transposed convolution over two axes, one group, on any block."""
     both = factors(op)
     if both is None or op.body[0].dtype != "f32" or len(op.dims) != 4 or any(hi <= lo for lo, hi in kernel.block):
@@ -142,6 +142,8 @@ def transposed(op: Block, kernel: Kernel) -> States | None:
         axes = _spread(op, op.reads[x], op.reads[w])
         if axes is None:
             continue
+        if any(at[str(e)][1] > n for e, n in zip(op.reads[x].index[:2], graph.tensors[op.reads[x].tensor].shape, strict=False)):
+            return None  # images or channels that a pad adds
         found = _cut(op, at, op.reads[w], axes, *boxes)
         return _transposed(x, w, axes, found)
     return None

@@ -44,7 +44,7 @@ void tapestry_planes_rows(const Conv *c, const Buffers *b, int64_t image, int64_
         int64_t first = row * c->stride_h - c->pad_h, last = first + reach(c, n), from = first < 0 ? 0 : first;
         if (last > c->in_h) last = c->in_h;
         if (last < from) last = from;
-        to_pixels(b->x + image * c->x_image + from * c->x_row, pixels, c->channels, c->x_image / c->channels, (last - from) * c->in_w);
+        to_pixels(b->x + image * c->x_image + from * c->x_row, pixels, c->channels, c->x_pixel, (last - from) * c->in_w);
         Conv part = *c;
         part.images = 1, part.in_h = last - from, part.out_h = n, part.pad_h = from - first;
         part.x_row = width, part.x_pixel = c->channels;
@@ -55,7 +55,7 @@ void tapestry_planes_rows(const Conv *c, const Buffers *b, int64_t image, int64_
     }
 }
 
-/* x: planes row by row without gaps; all else as in tapestry_conv. */
+/* x: planes row by row without gaps, `x_pixel` apart (of one image `x_image` may be anything); all else as in tapestry_conv. */
 void tapestry_planes(const Conv *c, const Buffers *b) {
     for (int64_t image = 0; image < c->images; image++) tapestry_planes_rows(c, b, image, 0, c->out_h);
 }

@@ -1,0 +1,176 @@
+"""The torch-cpu target on operations that only look like what it has a kernel for: what the interpreter gives, on any block."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tapestry.codegen.torch_cpu import TorchCpu
+from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Box, Kernel, whole
+from tapestry.ir.parse import parse
+from tapestry.plan.strategy import read_box
+from tapestry.rewrites.check import random_feeds
+from tapestry.verify import interp
+
+CASES = {
+    "diagonal taps": """input x: f32[2, 3, 8, 8]
+input k: f32[4, 3, 3, 3]
+y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 3 sum, r: 3 sum]
+  reads x[b, c, h + r, w + r], k[o, c, r, r]
+  body x * k""",
+    "weights of each place": """input x: f32[2, 3, 5, 6]
+input k: f32[4, 3, 5, 6]
+y: f32[2, 4, 5, 6] = op [b: 2, o: 4, h: 5, w: 6 | c: 3 sum]
+  reads x[b, c, h, w], k[o, c, h, w]
+  body x * k""",
+    "weights of each row": """input x: f32[2, 3, 5, 8]
+input k: f32[4, 3, 5, 3]
+y: f32[2, 4, 5, 6] = op [b: 2, o: 4, h: 5, w: 6 | c: 3 sum, s: 3 sum]
+  reads x[b, c, h, w + s], k[o, c, h, s]
+  body x * k""",
+    "channels are taps": """input x: f32[2, 3, 8, 6]
+input k: f32[4, 3, 3, 1]
+y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 3 sum]
+  reads x[b, c, h + c, w], k[o, c, c, 0]
+  body x * k""",
+    "a tap of many": """input x: f32[2, 3, 8, 8]
+input k: f32[4, 3, 3, 3]
+y: f32[2, 4, 8, 6] = op [b: 2, o: 4, h: 8, w: 6 | c: 3 sum, s: 3 sum]
+  reads x[b, c, h, w + s], k[o, c, 0, s]
+  body x * k""",
+    "a channel of many": """input x: f32[2, 1, 8, 8]
+input k: f32[4, 3, 3, 3]
+y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | r: 3 sum, s: 3 sum]
+  reads x[b, 0, h + r, w + s], k[o, 0, r, s]
+  body x * k""",
+    "channels with gaps": """input x: f32[2, 6, 8, 8]
+input k: f32[4, 4, 3, 3]
+y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 4 sum, r: 3 sum, s: 3 sum]
+  reads x[b, c + floor((c)/2), h + r, w + s], k[o, c, r, s]
+  body x * k""",
+    "a pool of diagonals": """input x: f32[2, 3, 8, 8]
+y: f32[2, 3, 6, 6] = op [b: 2, c: 3, h: 6, w: 6 | r: 3 max]
+  reads x[b, c, h + r, w + r]
+  body x""",
+    "spread channels that a pad adds": """input x: f32[2, 3, 5, 5]
+input k: f32[4, 6, 3, 3]
+y: f32[2, 6, 9, 9] = op [b: 2, o: 6, h: 9, w: 9 | c: 4 sum, r: 3 sum, s: 3 sum]
+  reads x[b, c, floor((h - r + 1)/2), floor((w - s + 1)/2)] when ((h - r + 1) mod 2) == 0 when ((w - s + 1) mod 2) == 0 else 0.0, k[c, o, r, s]
+  body x * k""",
+    "a cast after the product": """input a: f32[4, 5]
+input b: f32[5, 6]
+y: i32[4, 6] = op [i: 4, n: 6 | m: 5 sum]
+  reads a[i, m], b[m, n]
+  body cast((a * b), i32)""",
+    "a cast of narrow products": """input a: i8[4, 5]
+input b: i8[5, 6]
+y: i32[4, 6] = op [i: 4, n: 6 | m: 5 sum]
+  reads a[i, m], b[m, n]
+  body cast((a * b), i32)""",
+    "sums of other rows": """input x: f32[6, 16]
+input z: f32[6, 16]
+input v: f32[16, 20]
+input w: f32[16, 20]
+y: f32[6, 20] = op [i: 6, n: 20 | m: 16 sums2]
+  reads x[i, m], v[m, n], z[i, m], w[m, n]
+  body x * v, z * w
+  then acc0 * sigmoid(acc1)""",
+    "sums turned": """input x: f32[6, 16]
+input z: f32[6, 16]
+input v: f32[16, 6]
+input w: f32[16, 6]
+y: f32[6, 6] = op [i: 6, n: 6 | m: 16 sums2]
+  reads x[i, m], v[m, n], u = x[n, m], w[m, i]
+  body x * v, u * w
+  then acc0 * sigmoid(acc1)""",
+    "sums with residuals": """input x: f32[6, 16]
+input r: f32[6, 20]
+input v: f32[16, 20]
+input w: f32[16, 20]
+y: f32[6, 20] = op [i: 6, n: 20 | m: 16 sums2]
+  reads x[i, m], v[m, n], w[m, n], r[i, n]
+  body x * v, x * w
+  then (acc0 + r) * sigmoid(acc1)""",
+    "a row read where it always may be": """input a: f32[4, 5]
+input b: f32[5, 6]
+y: f32[4, 6] = op [i: 4, n: 6 | m: 5 sum, k: 3 sum]
+  reads a[i, m] when k >= 0 else 0.0, b[m, n]
+  body a * b""",
+    "weighted along more than the scores": """input s: f32[3, 5]
+input v: f32[5, 2, 4]
+y: f32[3, 4] = op [i: 3, e: 4 | j: 5 softsum, k: 2 softsum]
+  reads s[i, j], v[j, k, e]
+  body s, 1.0, v
+  then acc2 / acc1""",
+    "images that are parts": """input x: f32[1, 6, 9, 8]
+input k: f32[5, 3, 3, 3]
+y: f32[1, 5, 7, 6] = op [b: 1, o: 5, h: 7, w: 6 | c: 3 sum, r: 3 sum, s: 3 sum]
+  reads x[b, c + 2, h + r, w + s], k[o, c, r, s]
+  body x * k""",
+    "turned taps": """input x: f32[2, 3, 8, 8]
+input k: f32[3, 3, 4, 3]
+y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 3 sum, r: 3 sum, s: 3 sum]
+  reads x[b, c, h - r + 2, w + s], k[s, r, o, c]
+  body x * k""",
+}
+
+
+def blocks(op: Block) -> list[Box]:
+    """The whole, and halves along each dimension of the output."""
+    all_of = whole(tuple(d.size for d in op.space))
+    out = [all_of]
+    for i, d in enumerate(op.dims):
+        out += [(*all_of[:i], b, *all_of[i + 1 :]) for b in ((0, d.size // 2), (d.size // 2, d.size)) if d.size > 1]
+    return out
+
+
+def run(graph: Graph, feeds: dict[str, np.ndarray], block: Box, *, packed: bool, wide: bool) -> list[np.ndarray] | None:
+    """One block; ``packed`` weights (``None`` where there are none), buffers of no more than is read, or ``wide``: of all."""
+    op, target = graph.ops[0], TorchCpu()
+    assert isinstance(op, Block)
+    sizes = [graph.tensors[r.tensor].shape for r in op.reads]
+    ins = tuple(whole(s) if wide else read_box(op, graph, k, block) for k, s in enumerate(sizes))
+    out = block[: len(op.dims)]
+    kernel = target.kernel(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(out,) * len(op.outs)))
+    given = [from_numpy(feeds[r.tensor][tuple(slice(*b) for b in box)].copy()) for r, box in zip(op.reads, ins, strict=True)]
+    if packed:
+        packs = target.packs(kernel)
+        if not packs:
+            return None
+        given = [packs[k][1](x) if k in packs else x for k, x in enumerate(given)]
+        kernel = target.packed(kernel)
+    if recorder := target.recorder(kernel):
+        memory = [torch.full((int(np.prod([hi - lo for lo, hi in out])),), float("nan")) for _ in op.outs]
+        recorder.bind(given, memory).run()
+        return [to_numpy(a(m), "f32") for a, m in zip(recorder.arrays, memory, strict=True)]
+    return [to_numpy(x) for x in kernel(given, [])]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", CASES)
+def test_any_block(name: str) -> None:
+    graph = parse(f"graph g\n{CASES[name]}\noutput y")
+    feeds = random_feeds(graph, np.random.default_rng(0))
+    feeds = {t: a * 31 if a.dtype == np.int8 else a for t, a in feeds.items()}
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    want = interp.run(replace(graph, outputs=op.outs), feeds, wide=True)
+    for block, packed, wide in itertools.product(blocks(op), (False, True), (False, True)):
+        got = run(graph, feeds, block, packed=packed, wide=wide)
+        place = tuple(slice(*b) for b in block[: len(op.dims)])
+        for t, a in zip(op.outs, got or (), strict=bool(got)):
+            np.testing.assert_allclose(a, want[t][place], rtol=1e-4, atol=1e-4, err_msg=f"{block} {packed=} {wide=}")
