@@ -113,6 +113,16 @@ input k: f32[5, 3, 3, 3]
 y: f32[1, 5, 7, 6] = op [b: 1, o: 5, h: 7, w: 6 | c: 3 sum, r: 3 sum, s: 3 sum]
   reads x[b, c + 2, h + r, w + s], k[o, c, r, s]
   body x * k""",
+    "products of wide unsigned integers": """input a: u32[4, 5]
+input b: u32[5, 6]
+y: u32[4, 6] = op [i: 4, n: 6 | m: 5 sum]
+  reads a[i, m], b[m, n]
+  body a * b""",
+    "rows of an empty table": """input x: f32[0, 3]
+input i: i64[4]
+y: f32[4, 3] = op [n: 4, k: 3 | v: 0 sum]
+  reads i[n], x[v, k]
+  body where(eq(i, index(v)), x, 0.0)""",
     "turned taps": """input x: f32[2, 3, 8, 8]
 input k: f32[3, 3, 4, 3]
 y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 3 sum, r: 3 sum, s: 3 sum]
@@ -174,3 +184,39 @@ def test_any_block(name: str) -> None:
         place = tuple(slice(*b) for b in block[: len(op.dims)])
         for t, a in zip(op.outs, got or (), strict=bool(got)):
             np.testing.assert_allclose(a, want[t][place], rtol=1e-4, atol=1e-4, err_msg=f"{block} {packed=} {wide=}")
+
+
+@pytest.mark.parametrize(
+    "body", ["2.5", "cast(index(i), f32)", "index(i)", "cast(index(i), i64)", "where(ge(index(i), 0), 1, 0)"]
+)
+@pytest.mark.parametrize("n", [1, 6])
+def test_no_result_is_the_kernels_own(body: str, n: int) -> None:
+    """Whoever gets a result may write to it: the next run gives the same."""
+    dtype = "f32" if "." in body or "f32" in body else "i64"
+    graph = parse(f"graph g\ny: {dtype}[{n}] = op [i: {n}]\n  body {body}\noutput y")
+    kernel = TorchCpu().kernel(graph, Kernel(op=0, mode="full", block=((0, n),), ins=(), outs=(((0, n),),)))
+    (first,) = kernel([], [])
+    want = first.clone()
+    first += 100
+    assert torch.equal(kernel([], [])[0], want)
+
+
+def test_a_state_is_in_memory_of_its_own() -> None:
+    """One element of a reduction, too, is a copy of what is read: the input's place is used again while the state is there."""
+    text = "input x: u16[3, 4]\ny: u16[3] = op [i: 3 | m: 4 sum]\n  reads x[i, m]\n  body x"
+    block = ((0, 3), (1, 2))
+    kernel = Kernel(op=0, mode="partial", block=block, ins=(block,), outs=(((0, 3),),))
+    given = torch.tensor([[1], [2], [3]], dtype=torch.uint16)
+    (state,) = TorchCpu().kernel(parse(f"graph g\n{text}\noutput y"), kernel)([given], [])
+    given.view(torch.int16).zero_()
+    assert state.view(torch.int16).tolist() == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("threads")
+def test_means_of_large_images_are_near() -> None:
+    body = "reads x[b, c, h, w]\n  body x\n  then acc0 / 4000000.0"
+    space = "[b: 1, c: 2 | h: 2000 sum, w: 2000 sum]"
+    graph = parse(f"graph g\ninput x: f32[1, 2, 2000, 2000]\ny: f32[1, 2] = op {space}\n  {body}\noutput y")
+    x = np.random.default_rng(0).uniform(0.1, 0.2, (1, 2, 2000, 2000)).astype(np.float32)
+    (got,) = run(graph, {"x": x}, whole(x.shape), packed=False, wide=True) or ()
+    np.testing.assert_allclose(got, x.mean((2, 3), dtype=np.float64), rtol=5e-6)

@@ -290,9 +290,10 @@ def test_a_batch_folder_of_arrays(tmp_path):
     (batch,) = batches.stream([tmp_path / "one"], None, "x")
     assert all(np.array_equal(batch.feeds(graph)[t], a) for t, a in feeds.items())
     (tmp_path / "bad.npz").write_bytes(b"PK nothing")
-    (bad,) = batches.stream([tmp_path / "bad.npz"], None, "x")
-    with pytest.raises(TapestryError, match="no arrays"):
-        bad.feeds(graph)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    for bad in batches.stream([tmp_path / "bad.npz", tmp_path / "one.npy"], None, "x"):
+        with pytest.raises(TapestryError, match="no arrays"):
+            bad.feeds(graph)
 
 
 # --- failures

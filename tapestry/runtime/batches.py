@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class Batch:
         try:
             with np.load(self.source, allow_pickle=False) as found:
                 return {name: found[name] for name in found.files}
-        except (OSError, ValueError, EOFError, AttributeError, BadZipFile, zlib.error) as e:
+        except (OSError, ValueError, EOFError, AttributeError, TypeError, BadZipFile, zlib.error) as e:
             raise TapestryError(f"no arrays: {e}", where=str(self.source), hint="a .npz file of numpy.savez") from None
 
     def keep(self, outputs: Mapping[str, Array]) -> None:
@@ -109,7 +110,7 @@ def stream(sources: Sequence[Path], output: Path | None, identity: str) -> list[
             raise TapestryError("no batches", where=str(p), hint=".npz files, or folders of .npy files")
         found += inside or [p]
     names = [p.stem if p.is_file() else p.name for p in found]
-    twice = next((n for n in names if names.count(n) > 1), None)
+    twice = next((n for n, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise TapestryError(f"two batches are called '{twice}'", where="--inputs")
     if output is not None:

@@ -64,7 +64,8 @@ def _node(e: Expr, index: Mapping[Index, Tensor], owned: bool) -> Node:
             at = e.pos
             return Node(lambda _, states: states[at], False)
         case Const():
-            literal = torch.tensor(e.value, dtype=scalars.TORCH_DTYPES[e.dtype])
+            two = torch.tensor([e.value, e.value], dtype=scalars.TORCH_DTYPES[e.dtype])
+            literal = two[0]  # a part of its memory, so that no result is taken to be a buffer of its own
             return Node(lambda args, states: literal, False)
         case Index():
             values = index[e]

@@ -65,7 +65,7 @@ def build(graph: Graph, kernel: Kernel) -> Run:
     states = _states(op, graph, kernel)
     if kernel.mode == "partial":
         shapes = [shape(b) for b in kernel.outs]
-        plain = _partial(op, lambda ins: [_once(s, wanted) for s, wanted in zip(states(ins), shapes, strict=True)])
+        plain = _partial(op, lambda ins: [_once(s, wanted, ins) for s, wanted in zip(states(ins), shapes, strict=True)])
         return dense.partial(op, graph, kernel, plain)
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
     plain = mapped(op, graph, kernel, lambda ins, _: tail(ins, states(ins)))
@@ -79,11 +79,12 @@ def _whole(op: Block, graph: Graph, kernel: Kernel) -> Run:
     return lambda ins, _: tail(ins, states(ins))
 
 
-def _once(state: Tensor, wanted: tuple[int, ...]) -> Tensor:
-    """A state's first cell along the dimensions that it does not vary along, all others as they are."""
+def _once(state: Tensor, wanted: tuple[int, ...], ins: Sequence[Tensor | None]) -> Tensor:
+    """A state's first cell along the dimensions that it does not vary along, all others as they are, in memory of its own."""
     cut = tuple(slice(0, n) for n in wanted)
     out = state[cut].expand(wanted).contiguous()
-    return out if out.untyped_storage().nbytes() == out.nbytes else out.clone()
+    given = any(x is not None and x.data_ptr() == out.data_ptr() for x in ins)
+    return out.clone() if given or out.untyped_storage().nbytes() != out.nbytes else out
 
 
 def _partial(op: Block, part: Callable[[Sequence[Tensor | None]], list[Tensor]]) -> Run:

@@ -82,12 +82,12 @@ def _fetchers(op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], 
 def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
     """States of a contraction over the block, on matrix units; ``None`` when the operation is none."""
     found = contract.sides(op)
-    if found is None or any(d.size == 0 for d in op.space):
+    dtype = op.body[0].dtype
+    if found is None or any(d.size == 0 for d in op.space) or scalars.TORCH_DTYPES[dtype] in scalars.UNSIGNED:
         return None
     a, b, a_dims, b_dims = found
     both = Expressions(op, graph, kernel, (a, b), frame)
     run = contract.matmul(op, frame, a_dims, b_dims)
-    dtype = op.body[0].dtype
 
     def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
         left, right = (scalars.cast(v, dtype) for v in both.values(ins, []))

@@ -75,9 +75,10 @@ class Remembered:
 
 
 def index_values(e: Aff, frame: Frame) -> Tensor:
-    """Values of an index expression over a block, in global coordinates."""
+    """Values of an index expression over a block, in global coordinates; a part of their memory, so that no result is that."""
     value = np.asarray(evaluate(e, frame.grid()), np.int64)
-    return torch.from_numpy(np.array(value.reshape(value.shape or (1,) * len(frame.dims))))
+    memory = torch.from_numpy(np.append(value, 0))
+    return memory[:-1].view(value.shape or (1,) * len(frame.dims))
 
 
 def mask(guards: tuple[Guard, ...], frame: Frame) -> Tensor | None:

@@ -70,7 +70,7 @@ TABLE: dict[str, Callable[..., Tensor]] = {
 
 
 # torch has next to no operators on wide unsigned integers; numpy has them all
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.floor_divide, "mod": np.mod, "fmod": np.fmod,
     "pow": np.power, "min": np.minimum, "max": np.maximum, "neg": np.negative, "abs": np.abs, "sign": np.sign,
@@ -82,7 +82,7 @@ NUMPY: dict[str, Callable[..., np.ndarray]] = {
 
 def apply(fn: str, operands: list[Tensor]) -> Tensor:
     """One primitive."""
-    if operands[-1].dtype in _UNSIGNED:
+    if operands[-1].dtype in UNSIGNED:
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.array(NUMPY[fn](*(o.numpy() for o in operands))))
     return TABLE[fn](*operands)
@@ -135,7 +135,7 @@ def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
         names = {v: k for k, v in TORCH_DTYPES.items()}
         zeros = MONOIDS[monoid].zero(tuple(names[f.dtype] for f in fields))
         return [torch.full(f.shape[:keep], z.value, dtype=f.dtype) for f, z in zip(fields, zeros, strict=True)]
-    dense = None if fields[0].dtype in _UNSIGNED else DENSE.get(monoid)
+    dense = None if fields[0].dtype in UNSIGNED else DENSE.get(monoid)
     return dense(fields, dims) if dense else fold(monoid, fields, keep)
 
 

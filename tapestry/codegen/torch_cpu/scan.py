@@ -82,7 +82,7 @@ def prefixes(monoid: str, fields: list[Tensor], *, reverse: bool = False) -> lis
     linear work (Ladner and Fischer 1980). With ``reverse`` the elements come last first, each standing left of those before it.
     """
     n = fields[0].shape[-1]
-    dense = None if fields[0].dtype in (torch.uint16, torch.uint32, torch.uint64) else _DENSE.get(monoid)
+    dense = None if fields[0].dtype in scalars.UNSIGNED else _DENSE.get(monoid)
     if dense:
         return [dense(fields[0], dim=-1, dtype=fields[0].dtype)]
     if n <= 1:

@@ -19,7 +19,7 @@ def selection(
 ) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
     """``sum_v where(i == v, x[v], 0)`` without the sum: a masked gather, exact on any block of v."""
     parts = selected_parts(op)
-    if parts is None:
+    if parts is None or 0 in frame.extents:
         return None
     where_index, picked = parts
     base = Frame(op.dims, kernel.block[: len(op.dims)])
