@@ -13,6 +13,7 @@ import pytest
 from lifting import EXPORTS, LIGHT, SHARED, agree, build, data, evaluate, lift_model, needs_shared, node
 from onnx import TensorProto, helper, numpy_helper
 
+import tapestry
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Block, Opaque
@@ -177,6 +178,33 @@ def test_independent_symbols_are_not_guessed(tmp_path):
     model = two_inputs(["n", 5], ["k", 5], node("Concat", "a b", axis=0))
     with pytest.raises(ModelError, match=r"k in b\[0\]|k: |k"):
         lift_model(model, tmp_path, {"n": 4})
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_symbol_may_be_zero(tmp_path, devices):
+    model = two_inputs([2, "past"], [2, 4], node("Concat", "a b", axis=1))
+    onnx.save(model, tmp_path / "m.onnx")
+    feeds = {"a": data(2, 0), "b": data(2, 4)}
+    for shapes in ({"past": 0}, {"a": "2x0"}):
+        found = tapestry.compile(tmp_path / "m.onnx", devices=devices, shapes=shapes).run(feeds)
+        np.testing.assert_array_equal(found["y"], feeds["b"])
+    for bad in (-1, "few", "2x-1"):
+        with pytest.raises(ModelError, match="at least 0"):
+            lift_model(model, tmp_path, {"past": bad})
+
+
+@pytest.mark.parametrize("declared", [[2, 3], ["rows", 3]])
+def test_an_input_that_is_an_output_keeps_its_type(tmp_path, declared):
+    ins = [helper.make_tensor_value_info("x", TensorProto.FLOAT, declared)]
+    outs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in "yx"]
+    graph = helper.make_graph([node("Exp", "x")], "g", ins, outs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    lifted = lift_model(model, tmp_path, {"rows": 2} if "rows" in declared else {})
+    assert lifted.graph.tensors["x"].shape == (2, 3) and isinstance(lifted.graph.ops[0], Block)
+    x = data(2, 3)
+    got = evaluate(lifted, {"x": x})
+    np.testing.assert_array_equal(got["x"], x)
+    np.testing.assert_allclose(got["y"], np.exp(x), rtol=1e-6)
 
 
 # --- whole models

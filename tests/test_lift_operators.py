@@ -12,6 +12,7 @@ from lifting import agree, build, data, evaluate, lift_model, node
 
 import tapestry
 from tapestry.ir.graph import Block, Opaque
+from tapestry.lift import lift
 
 RNG = np.random.default_rng(3)
 
@@ -188,6 +189,29 @@ def test_an_opaque_resize_to_sizes_is_cut_by_image_and_channel(tmp_path):
     consts = {"sizes": np.array([2, 3, 4, 3], np.int64)}
     one = node("Resize", "x _ _ sizes", mode="linear", antialias=1)
     held(build([one], {"x": data(2, 3, 7, 5)}, ["y"], consts), {"x": data(2, 3, 7, 5)}, tmp_path, dims=["b", "c"])
+
+
+@pytest.mark.parametrize(
+    "named, dims, more",
+    [
+        ([2, 3], ["b", "c"], {"mode": "cubic", "antialias": 1}),
+        ([-1], ["b", "c", "x2"], {"mode": "linear", "antialias": 1}),
+        ([3, 1], ["b", "x2"], {"mode": "nearest", "keep_aspect_ratio_policy": "not_larger"}),
+        ([2, 3], ["b", "c"], {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize", "extrapolation_value": 7.0}),
+    ],
+)  # fmt: skip
+def test_an_opaque_resize_that_names_axes_is_cut_along_the_others(tmp_path, named, dims, more):
+    x, consts = data(2, 3, 7, 5), {"sizes": np.array([4, 3][: len(named)], np.int64)}
+    if "coordinate_transformation_mode" in more:
+        consts["roi"] = np.array([0.2, -0.1, 0.9, 1.2], np.float32)
+    one = node("Resize", f"x {'roi' if 'roi' in consts else '_'} _ sizes", axes=named, **more)
+    made = build([one], {"x": x}, ["y"], consts)
+    want = onnxruntime.InferenceSession(made.SerializeToString()).run(None, {"x": x})[0]
+    onnx.save(made, tmp_path / "m.onnx")
+    assert [d.name for d in lift(tmp_path / "m.onnx", {}).graph.ops[0].dims] == dims
+    for pins in [(), *((f"y:{d}=2@d0",) for d in dims)]:
+        found = tapestry.compile(tmp_path / "m.onnx", devices=2, pins=pins).run({"x": x})
+        np.testing.assert_allclose(found["y"], want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("opset, axis", [(18, 1), (18, -1), (11, 1), (11, 2)])

@@ -105,10 +105,11 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
         if node.op_type in SAME_SHAPE and node.domain in ("", "ai.onnx"):
             node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output, name=node.name))
     folded = {t.name: onnx.helper.make_tensor_type_proto(t.data_type, list(t.dims)) for t in bare.graph.initializer}
+    given = {i.name: i.type for i in bare.graph.input} | folded
     for o in bare.graph.output:
         o.type.Clear()
-        if o.name in folded:
-            o.type.CopyFrom(folded[o.name])  # an output without a type would hide the constant's from its readers
+        if o.name in given:
+            o.type.CopyFrom(given[o.name])  # an output without a type would hide the input's or constant's from its readers
         elif o.name in hints:
             o.type.CopyFrom(hints[o.name])
     try:

@@ -179,14 +179,20 @@ def _keys(t: Expr, a: float, dtype: str) -> list[Expr]:
 
 
 def _sampled(n: Node) -> bool | None:
-    """Opaque; batch and channels commute where the node leaves those axes alone and does not name their sizes."""
+    """Opaque; axes that the node does not name commute, or else batch and channels where it leaves them alone."""
     x, y = n.shape(0), n.out().shape
-    crop = n.attr("coordinate_transformation_mode") == "tf_crop_and_resize"
-    if len(x) < 3 or x[:2] != y[:2] or n.attr("axes") is not None or crop:
+    named = n.attr("axes")
+    if named is not None:
+        free = [a for a in range(len(x)) if a not in {int(k) % len(x) for k in named}]
+    else:
+        crop = n.attr("coordinate_transformation_mode") == "tf_crop_and_resize"
+        free = [] if len(x) < 3 or x[:2] != y[:2] or crop else [0, 1]
+        if free and n.has(3) and not _name_space_alone(n):
+            free = []  # `sizes` names the whole batch: it would be wrong for a block of it, where scales stay right
+    if not free:
         return False
-    if n.has(3) and not _name_space_alone(n):
-        return False  # `sizes` names the whole batch: it would be wrong for a block of it, where scales stay right
-    n.opaque("interpolates", [Dim("b", x[0]), Dim("c", x[1])], {0: [0, 1]}, {0: [0, 1]})
+    dims = [Dim("bc"[a] if a < 2 else f"x{a}", x[a]) for a in free]
+    n.opaque("interpolates", dims, {0: free}, {0: free})
     return None
 
 

@@ -27,7 +27,7 @@ def bind(inputs: Mapping[str, list[int | str]], given: Given) -> dict[str, int]:
     """Symbol values from the user's ``shapes``.
 
     Raises:
-        ModelError: unknown name, not a positive integer, or a contradiction.
+        ModelError: unknown name, not an integer of at least 0, or a contradiction.
     """
     symbols = {s for dims in inputs.values() for s in dims if isinstance(s, str)}
     env: dict[str, int] = {}
@@ -59,10 +59,10 @@ def _sizes(name: str, value: int | str | Sequence[int]) -> list[int]:
     try:
         sizes = [int(p) for p in parts]
     except (TypeError, ValueError):
-        sizes = [0]
-    if any(s < 1 for s in sizes):
+        sizes = [-1]
+    if any(s < 0 for s in sizes):  # 0 is a size too: the first step of a decoder has a past without positions
         raise ModelError(
-            "sizes are positive integers", where=f"--shape {name}={value}",
+            "sizes are integers of at least 0", where=f"--shape {name}={value}",
             hint=f"for example --shape {name}=8 or {name}=8x3x224x224",
         )  # fmt: skip
     return sizes
