@@ -10,12 +10,13 @@ from pathlib import Path
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.fuzz import contractions, elementwise, hosts, reductions, views
+from tapestry.fuzz.blocks import blocks
 from tapestry.fuzz.draw import Draw
 from tapestry.fuzz.evaluate import Array, Unfit, model_of, onnx_type
 from tapestry.fuzz.running import running
 
 FAMILIES = {**elementwise.FAMILIES, **views.FAMILIES, **reductions.FAMILIES, **contractions.FAMILIES, **hosts.FAMILIES}
-RUNNING = "running"  # the family of models that are IR text
+RUNNING, BLOCKS = "running", "blocks"  # the families of models that are IR text
 WEIGHT = {
     "integers": 3,
     "matmul": 3,
@@ -85,10 +86,12 @@ def _proto(name: str, a: Array) -> TensorProto:
 def random_model(seed: object, most: int = 7) -> Model:
     """A model of up to ``most`` families, the same for the same seed."""
     rng = random.Random(f"model {seed}")  # noqa: S311
-    if rng.random() < 0.02:
-        text, inputs, outs = running(rng)
-        exact = frozenset(outs)
-        return Model(nodes=(), inputs=inputs, weights={}, outputs=outs, exact=exact, opset=18, families=(RUNNING,), text=text)
+    kind = rng.random()
+    if kind < 0.02:
+        return _of_text(RUNNING, *running(rng), exact=True)
+    if kind < 0.12:
+        text, inputs, outs, exact = blocks(rng)
+        return _of_text(BLOCKS, text, inputs, outs, exact=exact)
     names = list(FAMILIES)
     weights = [WEIGHT.get(n, 1) for n in names]
     while True:
@@ -99,6 +102,11 @@ def random_model(seed: object, most: int = 7) -> Model:
                 used.append(name)
         if d.nodes:
             return _finished(d, tuple(used))
+
+
+def _of_text(family: str, text: str, inputs: dict[str, Array], outs: dict[str, Array], *, exact: bool) -> Model:
+    sure = frozenset(outs if exact else ())
+    return Model(nodes=(), inputs=inputs, weights={}, outputs=outs, exact=sure, opset=18, families=(family,), text=text)
 
 
 def _attempt(d: Draw, name: str) -> bool:
