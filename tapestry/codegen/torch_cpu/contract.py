@@ -52,7 +52,7 @@ def matmul(
         x = x.reshape([1] * (len(names) - x.dim()) + list(x.shape))  # a literal has no axes
         x = x.expand([extent[n] if n in own else k for n, k in zip(names, x.shape, strict=True)])  # a guard may always hold
         alone = [i for i, n in enumerate(names) if n in reduced and n not in inner and x.shape[i] > 1]
-        x = x.sum(dim=alone, keepdim=True) if alone else x
+        x = x.sum(dim=alone, keepdim=True, dtype=x.dtype) if alone else x
         wanted = batch + (inner + outer if transpose else outer + inner)
         x = x.permute([names.index(n) for n in wanted] + [i for i, n in enumerate(names) if n not in wanted])
         sizes = [extent[n] for n in wanted]
