@@ -19,7 +19,7 @@ import tapestry.rewrites  # noqa: F401  (fills the table of rules)
 from tapestry import flags
 from tapestry.codegen import emit
 from tapestry.codegen.unfused import unfused
-from tapestry.errors import TapestryError
+from tapestry.errors import LawError, TapestryError
 from tapestry.ir import store
 from tapestry.ir.exact import PARTS
 from tapestry.ir.graph import Graph
@@ -27,6 +27,7 @@ from tapestry.ir.plan import Mesh, MeshAxis, Plan, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.ir.text import to_text
 from tapestry.lift import Lifted, lift
+from tapestry.lift.references import check_references
 from tapestry.plan.early import early
 from tapestry.plan.fixed import Fixed
 from tapestry.plan.fusion import Machine
@@ -399,13 +400,26 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
         streamed=plan.streamed,
         exact=build.exact,
     )
+    laws["model"] = check_references(plan.graph, Path(build.model), build.model_sha256)
     emitted = emit.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
     written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
     for name, source in emitted.items():
         if written.get(name) != source.encode():
-            raise TapestryError(f"kernel '{name}' is not what the plan generates", where=str(folder))
+            raise LawError(
+                "kernels", f"'{name}' is not what the plan generates", where=str(folder), why=_differs(written, name, source)
+            )
     laws["kernels"] = len(emitted)
     return build, laws
+
+
+def _differs(written: Mapping[str, bytes], name: str, source: str) -> str:
+    """The first line in which a kernel's file is not what is generated."""
+    if name not in written:
+        return "there is no such file"
+    there, want = written[name].decode(errors="replace").splitlines(), source.splitlines()
+    at = next((k for k, (a, b) in enumerate(zip(there, want, strict=False)) if a != b), min(len(there), len(want)))
+    said, right = (repr(text[at].strip()[:80]) if at < len(text) else "nothing" for text in (there, want))
+    return f"line {at + 1} is {said}, not {right}"
 
 
 def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int, int], None]) -> dict[str, Any]:

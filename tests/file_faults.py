@@ -20,7 +20,7 @@ FILE_FAULTS: dict[str, tuple[str, Change]] = {}
 
 
 def file_fault(by: str) -> Callable[[Change], Change]:
-    """Register a fault; ``by`` says what refuses it: "hash", "law", "plan", "kernel" or "weight"."""
+    """Register a fault; ``by`` says what refuses it: "hash", "law", "plan", "kernel", "weight" or "model"."""
 
     def put(f: Change) -> Change:
         FILE_FAULTS[f.__name__] = (by, f)
@@ -188,6 +188,23 @@ def weights_hash_edited_and_signed(folder, rng):
         hashes = sorted(set(re.findall(r'"([0-9a-f]{64})"', plan["graph"])))
         old = rng.choice(hashes)
         plan["graph"] = plan["graph"].replace(old, old[::-1])
+
+    edited(folder, change)
+
+
+@file_fault("model")
+def weights_exchanged_and_signed(folder, rng):
+    """A weight is read where another one of the same shape is, hash and all; where shapes differ, under another one's name."""
+
+    def change(plan):
+        found = re.findall(r'^weight (\S+): (\S+\[.*?\]) (at "[^"]+" .*)$', plan["graph"], flags=re.M)
+        pairs = [(a, b) for a in found for b in found if a[1] == b[1] and a[2] != b[2] and '""' not in a[2] + b[2]]
+        if pairs:
+            (_, _, one), (_, _, two) = rng.choice(pairs)
+            plan["graph"] = plan["graph"].replace(one, "@").replace(two, one).replace("@", two)
+        else:
+            name, _, ref = rng.choice([f for f in found if '""' not in f[2]])
+            plan["graph"] = plan["graph"].replace(ref, ref.replace(f'"{name}"', f'"{name}2"'))
 
     edited(folder, change)
 

@@ -25,7 +25,7 @@ def load(path: Path) -> ModelProto:
         ModelError: not there, not a protobuf, truncated, or without a graph.
     """
     try:
-        data = _bytes(path)
+        data = file_bytes(path)
     except (OSError, ValueError) as e:  # a ValueError of a NUL in the path
         why = str(e.strerror) if isinstance(e, OSError) else str(e)
         raise ModelError("cannot read the model", where=str(path), why=why, hint="check the path") from None
@@ -47,7 +47,7 @@ def load(path: Path) -> ModelProto:
     return model
 
 
-def _bytes(path: Path) -> bytes:
+def file_bytes(path: Path) -> bytes:
     """A model file's bytes: of a regular file (a pipe or a device has no end) of a size that a protobuf may have."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as f:
