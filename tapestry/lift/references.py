@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, helper
 
 from tapestry.errors import LawError, ModelError
 from tapestry.ir.graph import Graph, Opaque
@@ -80,9 +79,11 @@ def _nodes(graph: Graph, model: ModelProto) -> None:
         if not isinstance(op, Opaque) or len(found) != 1 or found[0].op_type != op.kind:
             continue  # of a function, of a body that was written out, or made of another node
         own, mine, where = _plain(found[0]), _plain(NodeProto.FromString(op.node)), f"node '{op.source[0]}' ({op.kind})"
+        default = _defaults(found[0], opsets)  # which preparation may write out
         for key in sorted({*own, *mine} - ({"seed"} - set(own))):
-            if own.get(key) != mine.get(key):
-                why = f"the plan has {mine.get(key)!r}, the model {own.get(key)!r}"
+            said, right = mine.get(key, default.get(key)), own.get(key, default.get(key))
+            if said != right:
+                why = f"the plan has {said}, the model {right}"
                 raise LawError(LAW, f"attribute '{key}' is not the model's", where=where, why=why)
         for domain, version in op.opsets:
             if opsets.get(domain, version) != version:
@@ -90,7 +91,17 @@ def _nodes(graph: Graph, model: ModelProto) -> None:
                 raise LawError(LAW, f"the opset of '{domain or 'ai.onnx'}' is not the model's", where=where, why=why)
 
 
-def _plain(node: NodeProto) -> dict[str, Any]:
+def _plain(node: NodeProto) -> dict[str, str]:
     """Numbers and strings among a node's attributes (as text, so that NaN is itself); notes of our own are none."""
     kept = [a for a in node.attribute if a.type in PLAIN and not a.name.startswith("tapestry.")]
     return {a.name: repr(helper.get_attribute_value(a)) for a in kept}
+
+
+def _defaults(node: NodeProto, opsets: dict[str, int]) -> dict[str, str]:
+    """Attributes that a node of its operator has without being given them."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    if not defs.has(node.op_type, domain=domain, max_inclusive_version=opsets.get(domain, 1)):
+        return {}
+    schema = defs.get_schema(node.op_type, domain=domain, max_inclusive_version=opsets.get(domain, 1))
+    stated = NodeProto(attribute=[a.default_value for a in schema.attributes.values() if a.default_value.type in PLAIN])
+    return _plain(stated)

@@ -18,6 +18,7 @@ from tapestry.lift.checks import node_name, subgraphs
 STEPS = 64  # more stay a loop
 NODES = 4096  # that one loop may become
 GROWTH = 1 << 12  # that all loops of a graph may become together, level by level: loops inside loops multiply
+MOST_STEPS = 1 << 16  # of a Loop that is lifted over all of them at once: its states exist after every one
 LEVELS = 3  # of loops inside loops that are written out
 SOURCE = "tapestry.source"
 WHY_NOT = "tapestry.not_linear"
@@ -110,7 +111,7 @@ class _Work:
             return False
         if len(body.input) != 2 + len(carried) or not all(self._tensor(n) for n in carried):
             return False
-        if count > 0 and self._as_scan(node, body, count):
+        if 0 < count <= MOST_STEPS and self._as_scan(node, body, count):
             return True
         if not self._fits(body, count):
             return False

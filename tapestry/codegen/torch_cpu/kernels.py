@@ -111,6 +111,8 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         return lambda ins: [states(ins)[0] for states in alone]
     frame = Frame(op.space, kernel.block)
     if layers.applies(op):
+        if not op.inner and (whole := _scan(op, graph, kernel)):
+            return whole
         return (None if op.inner else selection(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
     if len(parts := parts_of(op.monoid or "")) > 1:  # each in its own way
         runs = [_states(replace(op, monoid=name, body=op.body[a:b], then=()), graph, kernel) for name, a, b in parts]
