@@ -50,7 +50,7 @@ def test_every_problem_is_listed_with_what_to_do(tmp_path):
         [info("x", F, [2])], [info("y", F, [2])],
     )  # fmt: skip
     d = found(path)
-    assert [p["where"] for p in d["unsupported"]] == ["node 'first'", "node 'second'"]
+    assert [p["where"] for p in d["unsupported"]] == ["node 'first' (Magic)", "node 'second' (Other)"]
     assert all(p["what"] and p["why"] and p["hint"] for p in d["unsupported"])
     status, out, _ = run("doctor", path)
     assert status == 1 and out.count("unsupported:") == 2

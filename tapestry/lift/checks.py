@@ -234,7 +234,9 @@ def tensors(model: ModelProto) -> Iterator[TensorProto]:
             tensors = [a.t] if a.type == AttributeProto.TENSOR else list(a.tensors)
             for t in tensors:
                 if t.data_location == TensorProto.EXTERNAL and t.external_data:
-                    raise ModelError("external data in an attribute is not supported", where=node_name(node))
+                    hint = "keep the attribute's data inside the model, or make it an initializer"
+                    where = f"node '{node_name(node)}' ({node.op_type})"
+                    raise ModelError("external data in an attribute is not supported", where=where, hint=hint)
                 yield t
         for g in subgraphs(node):
             for t in g.initializer:

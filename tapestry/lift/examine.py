@@ -17,6 +17,7 @@ from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import HOST, Tensor, numpy_dtype
 from tapestry.lift import vendor
 from tapestry.lift.checks import check_operators, check_tensor, load, opsets_of, tensors
+from tapestry.lift.diagnosis import complete
 from tapestry.lift.model import SUSPECT, Lifted, input_dims, lift
 from tapestry.lift.symbols import Given, bind
 from tapestry.lift.weights import stored_tensors
@@ -84,7 +85,7 @@ def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
         inputs=inputs,
         bound=bound,
         assumed=assumed,
-        problems=tuple(problems),
+        problems=tuple(complete(e, model) for e in problems),
         lifted=lifted,
     )
 

@@ -80,6 +80,8 @@ def parse_place(t: TensorProto) -> Place:
     location = _safe_location(t.name, fields.get("location", ""))
     if t.raw_data or any(len(getattr(t, f)) for f in TYPED_FIELDS):
         raise _refuse(t.name, "the tensor has data of its own as well")
+    if t.data_type == TensorProto.STRING:
+        raise _refuse(t.name, "strings have no bytes of a fixed length", "keep strings inside the model")
     need = tensor_bytes(t)
     offset = _natural(t.name, "offset", fields.get("offset", "0"))
     length = _natural(t.name, "length", fields["length"]) if "length" in fields else need

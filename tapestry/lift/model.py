@@ -45,6 +45,7 @@ from tapestry.lift import (
 )  # fmt: skip
 from tapestry.lift.builder import DTYPE_OF, Builder, here
 from tapestry.lift.checks import check_attributes, check_structure, load
+from tapestry.lift.diagnosis import complete
 from tapestry.lift.external import dtype_name, parse_place
 from tapestry.lift.nodes import SUSPECT, lift_nodes
 from tapestry.lift.prepare import Prepared, infer, prepare, take_out_weights
@@ -98,6 +99,8 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
         except UnicodeDecodeError as e:
             what = "a name in the model is not text"
             raise ModelError(what, where=str(path), why=str(e), hint="the file is damaged") from None
+        except ModelError as e:
+            raise complete(e, model) from e.__cause__
         try:
             constraints.check(lifted.graph)
         except LawError as e:

@@ -62,7 +62,12 @@ def reshape(n: Node, out: str | Tensor, src: str, shape: Sequence[int], dims: Se
 @lifts("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 def lift_reshape(n: Node) -> None:
     """The same elements in the same order; inference has worked out the shape."""
-    reshape(n, n.out(), n.ins[0], n.out().shape)
+    before, after = n.b.tensor(n.ins[0]), n.out()
+    if before.size != after.size:
+        why = f"{list(before.shape)} has {before.size:,} elements, {list(after.shape)} {after.size:,}"
+        hint = "check the shape that the node asks for against the sizes given with --shape"
+        raise ModelError("not as many elements as before", where=n.where, why=why, hint=hint)
+    reshape(n, after, n.ins[0], after.shape)
 
 
 @lifts("Transpose")
