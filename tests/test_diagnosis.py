@@ -32,9 +32,7 @@ def test_a_refusal_says_where_why_and_what_to_do(kind, tmp_path):
     inits = [numpy_helper.from_array(a, n) for n, a in (*I64.items(), ("w", W))]
     graph = helper.make_graph([node], "g", [info("x", T.FLOAT, shape)], [info("y", T.FLOAT, None)], inits)
     path = tmp_path / "m.onnx"
-    path.write_bytes(
-        helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]).SerializeToString()
-    )
+    path.write_bytes(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]).SerializeToString())
     with pytest.raises(ModelError) as e:
         lift(path)
     assert "node 'n'" in e.value.where and kind in e.value.where + e.value.why and e.value.why and e.value.hint, str(e.value)
