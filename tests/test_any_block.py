@@ -162,14 +162,6 @@ def run(graph: Graph, feeds: dict[str, np.ndarray], block: Box, *, packed: bool,
     return [to_numpy(x) for x in kernel(given, [])]
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", CASES)
 def test_any_block(name: str) -> None:

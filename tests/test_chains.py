@@ -18,15 +18,10 @@ from tapestry.runtime.arena import Slot
 from tapestry.runtime.chains import together
 from tapestry.runtime.fixed import Given
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.skipif(native.library() is None, reason="there is no C compiler"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def layer(x, features, kernel, stride, pad, dilation, depthwise, added, g):

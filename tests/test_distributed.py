@@ -34,16 +34,8 @@ from tapestry.runtime.session import ModelFiles
 from tapestry.runtime.wire import Mismatch, Wire
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have: kernels round by the number of threads
 ENV = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the ranks have: kernels round by the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tapestry(*argv: object, **more) -> subprocess.Popen:

@@ -35,15 +35,8 @@ CASES = {  # channels, features, groups, sizes, kernel, attributes
     "one axis depthwise": (6, 6, 6, (17,), (3,), {"pads": [2, 1]}),
     "three axes": (3, 4, 1, (5, 4, 6), (2, 3, 2), {"pads": [1, 1, 0, 0, 1, 1], "strides": [1, 2, 1]}),
 }
+pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ["uint8 int8", "uint8 uint8", "int8 int8", "int8 uint8"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -24,15 +24,8 @@ from tapestry.rewrites.simplify import simplify
 from tapestry.runtime.fixed import Stretch
 from tapestry.verify import interp
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needed = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def convolve(x, weight, bias, residual, then, stride=1, padding=0, dilation=1, groups=1):
@@ -129,6 +122,19 @@ def test_nan_and_infinity_go_where_they_belong(key: str) -> None:
     assert torch.equal(got.isnan(), want.isnan())
     inside = ~want.isnan() & (want.abs() < 1e30)
     torch.testing.assert_close(got[inside].double(), want[inside], rtol=1e-4, atol=1e-3)
+
+
+@needed
+@pytest.mark.parametrize("key", CASES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_a_weight_that_is_not_finite_spoils_what_it_is_in_alone(key: str, bad: float) -> None:
+    channels, features, window, stride, padding, dilation, groups = CASES[key][0]
+    x = torch.randn(1, channels, 12, 12, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(features, channels // groups, window, window, generator=torch.Generator().manual_seed(1))
+    weight[1, 0, window // 2, window // 2] = bad
+    want = torch.nn.functional.conv2d(x, weight, None, stride, padding, dilation, groups)
+    _, got, _ = convolve(x, weight, torch.zeros(features), None, Epilogue(), stride, padding, dilation, groups)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @needed

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import TensorProto as T
 from small_models import N, f32, i64, net
 
@@ -17,19 +16,12 @@ from tapestry.codegen.torch_cpu.calls import Together
 from tapestry.codegen.torch_cpu.maps import Mapped
 from tapestry.codegen.torch_cpu.native import generated
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needed = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
 EDGES = np.array(
     [np.nan, np.inf, -np.inf, 0, -0.0, 1e-40, -1e-40, 88.7, 88.73, 89, -87.3, -88, -103.9, -104.1, 3e38, -3e38, 0.5, 1.5, -2.5],
     np.float32,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def compiled(model: onnx.ModelProto, folder: Path) -> tuple[api.Compiled, list[object]]:

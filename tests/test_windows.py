@@ -20,16 +20,8 @@ from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.verify import interp
 
+pytestmark = pytest.mark.usefixtures("threads")
 SIZE = (3, 4, 13, 10)
-
-
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest):
-    """One thread: our own kernels, where a compiler is; two: torch's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 class Case:

@@ -63,10 +63,17 @@ def _planes(x: Tensor) -> bool:
 
 
 def pack_winograd(weight: Tensor) -> Tensor:
-    """A 3 x 3 convolution's weight as 16 matrices, G g G' of Lavin and Gray (2015), each in panels."""
+    """A 3 x 3 convolution's weight as 16 matrices, G g G' of Lavin and Gray (2015), each in panels.
+
+    Where they are not finite the weight itself is at the beginning, and a NaN at the end.
+    """
     g = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
     matrices = torch.einsum("ar,kcrs,bs->abkc", g, weight.double(), g).float().flatten(0, 1)
-    return torch.cat([pack_panels(m) for m in matrices])
+    packed = torch.cat([pack_panels(m) for m in matrices])
+    if bool(packed.isfinite().all()):
+        return packed
+    plain = pack_convolution(weight)
+    return torch.cat([plain, torch.full((packed.numel() - plain.numel(),), float("nan"))])
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,10 +92,15 @@ static void plainly(const Conv *c, const Buffers *b) {
     free(taps);
 }
 
-/* w: 16 matrices features x channels, packed one after another. Channels and features are multiples of VL. */
+/* w: 16 matrices features x channels, packed one after another; where they would not be finite, a NaN at the end, and the weight
+ * itself at the beginning, packed for tapestry_conv. Channels and features are multiples of VL. */
 void tapestry_winograd(const Conv *c, const Buffers *b) {
     int64_t across = (c->out_w + 1) / 2, down = (c->out_h + 1) / 2, tiles = tiles_of(c), most = at_once(c, tiles);
     int64_t size = c->features * c->channels, wide = most * c->channels, out = most * c->features;
+    if (b->w[POINTS * size - 1] != b->w[POINTS * size - 1]) {
+        tapestry_conv(c, b);
+        return;
+    }
     float *v = tapestry_scratch(POINTS * (wide + out)), *m = v + POINTS * wide;
     vec finite = {};
     for (int64_t t0 = 0; t0 < tiles; t0 += most) {
