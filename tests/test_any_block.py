@@ -123,6 +123,18 @@ input i: i64[4]
 y: f32[4, 3] = op [n: 4, k: 3 | v: 0 sum]
   reads i[n], x[v, k]
   body where(eq(i, index(v)), x, 0.0)""",
+    "bytes beside floats": """input x: f8e4m3fn[4]
+y: f8e4m3fn[8] = op [i: 8]
+  reads x[i - 2] else 1.5
+  body x""",
+    "bytes beside integers": """input x: i4[4]
+y: i4[8] = op [i: 8]
+  reads x[i - 2] else -3
+  body x""",
+    "zeros beside complex numbers": """input x: c64[4]
+y: c64[8] = op [i: 8]
+  reads x[i - 2] else 0
+  body x""",
     "turned taps": """input x: f32[2, 3, 8, 8]
 input k: f32[3, 3, 4, 3]
 y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 3 sum, r: 3 sum, s: 3 sum]
@@ -159,7 +171,7 @@ def run(graph: Graph, feeds: dict[str, np.ndarray], block: Box, *, packed: bool,
         memory = [torch.full((int(np.prod([hi - lo for lo, hi in out])),), float("nan")) for _ in op.outs]
         recorder.bind(given, memory).run()
         return [to_numpy(a(m), "f32") for a, m in zip(recorder.arrays, memory, strict=True)]
-    return [to_numpy(x) for x in kernel(given, [])]
+    return [to_numpy(x, graph.tensors[t].dtype) for t, x in zip(op.outs, kernel(given, []), strict=True)]
 
 
 @pytest.mark.usefixtures("threads")
@@ -175,7 +187,8 @@ def test_any_block(name: str) -> None:
         got = run(graph, feeds, block, packed=packed, wide=wide)
         place = tuple(slice(*b) for b in block[: len(op.dims)])
         for t, a in zip(op.outs, got or (), strict=bool(got)):
-            np.testing.assert_allclose(a, want[t][place], rtol=1e-4, atol=1e-4, err_msg=f"{block} {packed=} {wide=}")
+            a, b = (v if v.dtype.kind == "c" else v.astype(np.float64) for v in (a, want[t][place]))
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{block} {packed=} {wide=}")
 
 
 @pytest.mark.parametrize(
@@ -210,5 +223,6 @@ def test_means_of_large_images_are_near() -> None:
     space = "[b: 1, c: 2 | h: 2000 sum, w: 2000 sum]"
     graph = parse(f"graph g\ninput x: f32[1, 2, 2000, 2000]\ny: f32[1, 2] = op {space}\n  {body}\noutput y")
     x = np.random.default_rng(0).uniform(0.1, 0.2, (1, 2, 2000, 2000)).astype(np.float32)
-    (got,) = run(graph, {"x": x}, whole(x.shape), packed=False, wide=True) or ()
-    np.testing.assert_allclose(got, x.mean((2, 3), dtype=np.float64), rtol=5e-6)
+    got = run(graph, {"x": x}, whole(x.shape), packed=False, wide=True)
+    assert got
+    np.testing.assert_allclose(got[0], x.mean((2, 3), dtype=np.float64), rtol=5e-6)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu import contract, scalars
@@ -12,6 +14,7 @@ from tapestry.codegen.torch_cpu.reads import Fetch, Frame, Remembered, Tensor, i
 from tapestry.ir.expr import Arg, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.types import STORED, numpy_dtype
 
 Run = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor]]
 """From the buffers of the reads, and the merged states in ``finish`` mode, to new contiguous buffers."""
@@ -75,7 +78,10 @@ def _fetchers(op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], 
         box = kernel.ins[k]
         assert box is not None
         r = op.reads[k]
-        out[k] = Remembered(reader(r, frame, box, graph.tensors[r.tensor].shape))
+        tensor = graph.tensors[r.tensor]
+        if r.other is not None and tensor.dtype in STORED and scalars.TORCH_DTYPES[tensor.dtype] == torch.uint8:  # held as bits
+            r = replace(r, other=int(np.array(r.other, numpy_dtype(tensor.dtype)).view(np.uint8)))
+        out[k] = Remembered(reader(r, frame, box, tensor.shape))
     return out
 
 
