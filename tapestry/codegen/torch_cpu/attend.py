@@ -11,6 +11,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import images, native
 from tapestry.codegen.torch_cpu.calls import Call, Ins, Recorded, shares
+from tapestry.codegen.torch_cpu.contract import points
 from tapestry.codegen.torch_cpu.points import held
 from tapestry.codegen.torch_cpu.streaming import Roles, match
 from tapestry.ir.expr import Acc, Arg, Const, Expr
@@ -68,9 +69,9 @@ def attention(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
     if plan is None:
         return None
     extent = {n: hi - lo for n, (lo, hi) in block.items()}
-    outer, inner = _length(extent, plan.outer), _length(extent, plan.inner)
-    rows, keys, depth = _length(extent, roles.rows), extent[roles.key], _length(extent, roles.depth)
-    if max(keys, depth) > images.DEEPEST or _length(extent, roles.columns) != depth:
+    outer, inner = points(plan.outer, extent), points(plan.inner, extent)
+    rows, keys, depth = points(roles.rows, extent), extent[roles.key], points(roles.depth, extent)
+    if max(keys, depth) > images.DEEPEST or points(roles.columns, extent) != depth:
         return None
     out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
     strides = [_out_stride(d.name, plan, out) for d in op.dims]
@@ -193,10 +194,6 @@ def _out_stride(name: str, plan: _Plan, out: dict[str, int]) -> int:
 
 def _three(*values: int) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * 3)(*values)
-
-
-def _length(extent: dict[str, int], names: Sequence[str]) -> int:
-    return int(np.prod([extent[n] for n in names], dtype=np.int64))
 
 
 __all__ = ["attention"]

@@ -6,8 +6,9 @@ Which of the two, and with which strides, dilations and groups, is read off the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ def matmul(
         x = x.permute([names.index(n) for n in wanted] + [i for i, n in enumerate(names) if n not in wanted])
         sizes = [extent[n] for n in wanted]
         x = x.reshape(sizes)
-        k, m, b = _size(inner, extent), _size(outer, extent), _size(batch, extent)
+        k, m, b = points(inner, extent), points(outer, extent), points(batch, extent)
         return x.reshape((b, k, m) if transpose else (b, m, k))
 
     def contract(a: Tensor, b: Tensor) -> Tensor:
@@ -70,11 +71,9 @@ def matmul(
     return contract
 
 
-def _size(names: list[str], extent: dict[str, int]) -> int:
-    n = 1
-    for name in names:
-        n *= extent[name]
-    return n
+def points(names: Sequence[str], extent: Mapping[str, int]) -> int:
+    """How many points some dimensions have together."""
+    return prod(extent[n] for n in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,10 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)
     if found is None or found.weight in op.then_reads():
         return plain
-    then, size = found.then, _size([d.name for d in op.dims], dict(zip((d.name for d in op.dims), frame.extents, strict=False)))
+    then, size = (
+        found.then,
+        contract.points([d.name for d in op.dims], dict(zip((d.name for d in op.dims), frame.extents, strict=False))),
+    )
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     tail = None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True)
     bias, residual = _part(op, kernel, then.bias), _part(op, kernel, then.residual)
@@ -157,8 +160,8 @@ def _product(
     if {*order} != {columns[0], *inner} or not {*inner} <= x_dims or {*rows} | {*columns} != {*wide}:
         return None
     names = [d.name for d in frame.dims]
-    n, k = extent[columns[0]], _size(inner, extent)
-    m = _size(rows, extent)
+    n, k = extent[columns[0]], contract.points(inner, extent)
+    m = contract.points(rows, extent)
     turn = [order.index(d) for d in (columns[0], *inner)]
     values = Expressions(op, graph, kernel, (x,), frame)
     axes = [names.index(d) for d in (*rows, *inner)]
@@ -240,13 +243,6 @@ def _plain_axes(op: Block, w: int, box: Box | None, block: dict[str, tuple[int, 
 
 def _dims(e: object) -> list[str]:
     return [str(e)] if getattr(e, "is_dim", False) else []
-
-
-def _size(names: list[str], extent: dict[str, int]) -> int:
-    n = 1
-    for name in names:
-        n *= extent[name]
-    return n
 
 
 def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tapestry.codegen.torch_cpu.contract import points
 from tapestry.codegen.torch_cpu.heads import states as our_states
 from tapestry.codegen.torch_cpu.points import Expressions
 from tapestry.codegen.torch_cpu.reads import Frame, Tensor
@@ -38,7 +39,8 @@ def streaming(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Ten
         return None
     roles, query, key, scale, bias = found
     box = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
-    if _length(box, roles.depth) != _length(box, roles.columns):
+    extent = {n: hi - lo for n, (lo, hi) in box.items()}
+    if points(roles.depth, extent) != points(roles.columns, extent):
         return None
     space = Frame(op.space, kernel.block)
     score = Frame((*op.dims, *op.reduce), kernel.block[: len(op.dims) + 1])
@@ -126,13 +128,6 @@ def _linear(e: Expr) -> tuple[float, Expr | None] | None:
 
 def _has_score(e: Expr) -> bool:
     return any(isinstance(x, Let) for x in walk(e))
-
-
-def _length(box: dict[str, tuple[int, int]], names: tuple[str, ...]) -> int:
-    n = 1
-    for name in names:
-        n *= box[name][1] - box[name][0]
-    return n
 
 
 class _Layout:
