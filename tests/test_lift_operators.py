@@ -11,6 +11,7 @@ import pytest
 from lifting import agree, build, data, evaluate, lift_model, node
 
 import tapestry
+from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.lift import lift
 
@@ -33,6 +34,39 @@ def held(made, feeds, folder, *, dims=None, devices=(1, 3), rtol=1e-5):
 
 
 # gathers
+
+
+def run_gather(folder, nodes, index, *, pins=(), devices=3):
+    made = build(nodes, {"i": index}, ["y"], {"table": data(5, 4), "s": np.array([1]), "e": np.array([9])})
+    onnx.save(made, folder / "m.onnx")
+    return tapestry.compile(folder / "m.onnx", devices=devices, pins=pins).run({"i": index})["y"]
+
+
+@pytest.mark.parametrize("pins", [(), ("y:v=3@d0",), ("y:x0=3@d0",)])
+@pytest.mark.parametrize("kind", [np.int64, np.int32])
+def test_an_index_outside_the_table_is_refused(tmp_path, pins, kind):
+    gather = [node("Gather", "table i")]
+    good = np.array([4, -5, 0], kind)
+    np.testing.assert_array_equal(run_gather(tmp_path, gather, good, pins=pins), data(5, 4)[good])
+    for bad in (5, -6):
+        with pytest.raises(TapestryError, match=f"input 'i' has an index outside.*\n.*{bad} where there are 5"):
+            run_gather(tmp_path, gather, np.array([4, bad, 0], kind), pins=pins)
+
+
+def test_an_index_that_is_not_used_may_be_anything(tmp_path):
+    sliced = [node("Slice", "i s e", "used"), node("Gather", "table used")]
+    np.testing.assert_array_equal(run_gather(tmp_path, sliced, np.array([99, 4, 0])), data(5, 4)[[4, 0]])
+    with pytest.raises(TapestryError, match="7 where"):
+        run_gather(tmp_path, sliced, np.array([99, 4, 7]))
+    clipped = [node("Min", "i s", "used"), node("Gather", "table used")]
+    np.testing.assert_array_equal(run_gather(tmp_path, clipped, np.array([99, 0])), data(5, 4)[[1, 0]])
+
+
+def test_a_reshape_that_cannot_be_is_refused_with_its_sizes(tmp_path):
+    """Exporters write sizes of their example down, which data propagation alone does not hold against the input."""
+    made = build([node("Reshape", "x s")], {"x": data(3, 4)}, ["y"], {"s": np.array([5, 2])})
+    with pytest.raises(ModelError, match=r"(?s)node 'y'.*\[3, 4\] are 12 elements, \[5, 2\] 10"):
+        lift_model(made, tmp_path)
 
 
 @pytest.mark.parametrize("axis, shape", [(0, (2, 5)), (1, (3, 9)), (-1, (3, 1)), (0, (7, 2))])

@@ -72,7 +72,7 @@ def lift_average_pool(n: Node) -> bool | None:
     return None
 
 
-@lifts("LpPool", since=18)
+@lifts("LpPool", since=2)
 def lift_lp_pool(n: Node) -> bool | None:
     """The p-norm of each window."""
     if not _supported(n):

@@ -1,14 +1,17 @@
-"""Random inputs that a model accepts: indices inside their tables, masks with every row partly open."""
+"""Inputs that a model accepts: random ones (indices inside their tables, masks with every row partly open), and whether
+given indices are inside their tables.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Arg, Call, Index, walk
-from tapestry.ir.graph import Block, Graph
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, walk
+from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.types import FLOATS, STORED, Tensor, numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -44,6 +47,71 @@ def _words(t: Tensor, rng: np.random.Generator) -> Array:
     sizes = [2 if s == "?" else int(s) for s in t.about.removeprefix("string[").removesuffix("]").split(", ") if s]
     letters = rng.integers(97, 123, (*sizes, 5)).astype(np.uint8)
     return np.array([bytes(w).decode() for w in letters.reshape(-1, 5)], object).reshape(sizes)
+
+
+Cells = tuple[slice, ...]
+Bounds = tuple[tuple[str, Cells, int], ...]
+
+
+def index_bounds(graph: Graph) -> Bounds:
+    """Inputs that say which elements of an axis are gathered: the cells so used and the size of that axis.
+
+    A gather is a sum over the axis that finds nothing for an index outside (`lift.gather`), where ONNX has an error. What a
+    model computes its indices from is not followed, nor are reads of which the cells are no plain slice.
+    """
+    found: dict[tuple[str, str, int], tuple[str, Cells, int]] = {}
+    for op in (op for op in graph.ops if isinstance(op, Block) and op.reduce):
+        for x in (x for e in op.point for x in walk(e)):
+            arg = _gathered(x, op)
+            cells = None if arg is None else _cells(op.reads[arg[0]], op.ranges)
+            if arg is not None and cells is not None and op.reads[arg[0]].tensor in graph.inputs:
+                one = (op.reads[arg[0]].tensor, cells, arg[1])
+                found.setdefault((one[0], str(cells), one[2]), one)
+    return tuple(found.values())
+
+
+def check_indices(feeds: Mapping[str, Any], bounds: Bounds) -> None:
+    """Raise a TapestryError for the first index outside what it indexes; it counts from the back where it is negative."""
+    for name, cells, size in bounds:
+        a = feeds[name][cells]
+        if a.size and not (-size <= a.min() and a.max() < size):
+            worst = a.min() if a.min() < -size else a.max()
+            raise TapestryError(
+                f"input '{name}' has an index outside of what it indexes", why=f"{worst} where there are {size} elements"
+            )
+
+
+def _gathered(x: Expr, op: Block) -> tuple[int, int] | None:
+    """Of ``where(i < 0, i + size, i) = v``: the read i and the size."""
+    if not isinstance(x, Call) or x.fn != "eq":
+        return None
+    front, v = x.args if isinstance(x.args[1], Index) else x.args[::-1]
+    if not isinstance(v, Index) or not v.aff.is_dim or not isinstance(front, Call) or front.fn != "where":
+        return None
+    test, moved, plain = front.args
+    while isinstance(plain, Call) and plain.fn == "cast":
+        plain = plain.args[0]
+    size = op.ranges.get(str(v.aff))
+    if not isinstance(plain, Arg) or size is None or not isinstance(test, Call) or test.fn != "lt":
+        return None
+    if not isinstance(moved, Call) or moved.fn != "add" or not isinstance(moved.args[1], Const):
+        return None
+    return (plain.pos, size) if moved.args[1].value == size else None
+
+
+def _cells(read: Read, ranges: Mapping[str, int]) -> Cells | None:
+    """The cells that a read of plain dimensions (times a step, from a start) has; None for any other."""
+    out: list[slice] = []
+    for e in read.index:
+        if not e.terms:
+            out.append(slice(e.const, e.const + 1))
+        elif len(e.terms) == 1 and isinstance(e.terms[0][0], str) and e.terms[0][1] > 0:
+            name, step = e.terms[0]
+            out.append(slice(e.const, e.const + step * (ranges[str(name)] - 1) + 1, step))
+        else:
+            return None
+    plain = read.other is None and not read.when and all(s.start >= 0 for s in out)
+    return tuple(out) if plain else None
 
 
 def _tables(graph: Graph) -> dict[str, int]:

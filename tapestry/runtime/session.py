@@ -19,6 +19,7 @@ from tapestry.ir.store import Build
 from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
 from tapestry.lift import read_weight
 from tapestry.plan.topology import from_data
+from tapestry.runtime.feeds import check_indices, index_bounds
 from tapestry.runtime.local import Machine, Measured, Target
 
 Array = np.ndarray[Any, Any]
@@ -75,6 +76,7 @@ class Session:
         if missing and weights is None:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
         self.machine = machine(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
+        self.bounds = index_bounds(build.plan.graph)
         self.machine.room = [limit - peak for limit, peak in zip(_limits(build), build.peak_bytes, strict=True)]
 
     def _weight(self, tensor: str, box: Box) -> Any:
@@ -90,10 +92,11 @@ class Session:
         """Run once.
 
         Raises:
-            TapestryError: an input is missing, unknown, or of another shape or dtype.
+            TapestryError: an input is missing, unknown, or of another shape or dtype, or has an index outside its table.
         """
         graph = self.build.plan.graph
         checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
+        check_indices(checked, self.bounds)
         start = time.perf_counter()
         outs, measured = self.machine.run(_Feeds(checked, self.to_target), progress)
         seconds = time.perf_counter() - start
