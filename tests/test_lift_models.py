@@ -207,6 +207,26 @@ def test_an_input_that_is_an_output_keeps_its_type(tmp_path, declared):
     np.testing.assert_allclose(got["y"], np.exp(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize("opset", [8, 11, 13, 18])
+def test_sizes_that_a_split_takes_apart_are_known(tmp_path, opset):
+    more = {"num_outputs": 2} if opset >= 18 else {}
+    nodes = [
+        node("Shape", "x", "s"), node("Split", "s", "m n", axis=0, **more), node("Concat", "n m", "t", axis=0),
+        node("Reshape", "x t", "y"), node("Tile", "x n", "z"),
+    ]  # fmt: skip
+    x = data(1, 4)
+    nodes[-1].input[1] = "s"
+    graph = agree(nodes, {"x": x}, ["y", "z"], opset=opset, folder=tmp_path)
+    assert not any(t.on_host for t in graph.tensors.values())
+
+
+@pytest.mark.parametrize("opset", [8, 9, 11])
+def test_folded_shapes_are_constants_of_the_models_opset(tmp_path, opset):
+    """onnxscript writes them as opset 12 does."""
+    nodes = [node("Shape", "x", "s"), node("Tile", "x s"), node("Shape", "y", "t"), node("Identity", "t", "u")]
+    agree(nodes, {"x": data(2, 2)}, ["y", "u"], opset=opset, folder=tmp_path)
+
+
 # --- whole models
 
 

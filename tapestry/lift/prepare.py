@@ -27,7 +27,7 @@ from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.inference import InferenceError, infer_shapes
 from tapestry.lift.registry import find
-from tapestry.lift.settle import settle
+from tapestry.lift.settle import settle, slice_sizes
 from tapestry.lift.unroll import LEVELS, SOURCE, STEPS, unroll
 from tapestry.lift.weights import stored_tensors
 
@@ -363,7 +363,22 @@ def run_passes(model: ModelProto) -> ModelProto:
         raise ModelError("the graph cannot be simplified", where="constant folding", why=f"{e}: {cause}"[:300]) from None
     for o in done.graph.output:
         o.type.CopyFrom(maps.get(o.name, o.type))
+    _store_sizes(done)
     return done
+
+
+def _store_sizes(model: ModelProto) -> None:
+    """Make initializers of the Constants of integers that folding writes for shapes: opset 12 has them, not every opset."""
+    kept: list[NodeProto] = []
+    for node in model.graph.node:
+        values = next((a for a in node.attribute if node.op_type == "Constant" and a.name in ("value_int", "value_ints")), None)
+        if values is None:
+            kept.append(node)
+            continue
+        array = np.array(values.ints if values.name == "value_ints" else values.i, np.int64)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, node.output[0]))
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
 
 
 def _without_types(model: ModelProto, names: Mapping[str, TypeProto]) -> ModelProto:
@@ -409,7 +424,7 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
         del model.graph.value_info[:]
         add_defaults(model, version)
         types = infer(model)
-        written = unroll(model, types, loops=steps and level < LEVELS)
+        written = unroll(model, types, loops=steps and level < LEVELS) or slice_sizes(model, types, version)
         open_shapes = any(
             n.op_type in ("Shape", "Size") and _static(types.get(n.input[0], TypeProto())) for n in model.graph.node
         )

@@ -2,10 +2,12 @@
 
 Pooling with ``ceil_mode``: inference counts a last window that begins in the padding. onnxruntime, torch and the
 specification's text leave it out; the node gets explicit padding. STFT: inference takes an absent ``onesided`` for 0,
-the specification's default is 1.
+the specification's default is 1. And where constants would not fold (a Split of sizes), the node is written so that they do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import onnx
 from onnx import ModelProto, NodeProto, TypeProto
@@ -66,3 +68,56 @@ def _settle(node: NodeProto, attributes: dict, size: list[int]) -> bool:
     node.attribute.append(onnx.helper.make_attribute("pads", [*pads[:rank], *after]))
     node.attribute.append(onnx.helper.make_attribute(AFTER, pads[rank:]))
     return True
+
+
+def slice_sizes(model: ModelProto, types: Mapping[str, TypeProto], version: int) -> bool:
+    """Write every Split of a list of integers (a shape, most often) as Slices, and tell whether there was any.
+
+    onnxscript folds no node of several outputs: the sizes would be unknown, and all that is reshaped by them.
+    """
+    nodes: list[NodeProto] = []
+    changed = False
+    for node in model.graph.node:
+        sizes = _pieces(node, types)
+        changed |= sizes is not None
+        if sizes is None:
+            nodes.append(node)
+            continue
+        at = 0
+        for o, n in zip(node.output, sizes, strict=True):
+            nodes += _slice(node, o, at, at + n, version)
+            at += n
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return changed
+
+
+def _pieces(node: NodeProto, types: Mapping[str, TypeProto]) -> list[int] | None:
+    """Lengths of what a Split of a list of integers gives; None of any other node."""
+    if node.op_type != "Split" or node.domain not in ("", "ai.onnx"):
+        return None
+    sizes = [_length(types.get(o)) for o in node.output]
+    known = [n for n in sizes if n is not None]
+    return known if len(known) == len(sizes) and _length(types.get(node.input[0])) == sum(known) else None
+
+
+def _length(type_: TypeProto | None) -> int | None:
+    """Of a list of 64-bit integers; None of anything else."""
+    t = type_.tensor_type if type_ is not None else TypeProto().tensor_type
+    dims = t.shape.dim
+    one = t.elem_type == onnx.TensorProto.INT64 and len(dims) == 1 and dims[0].HasField("dim_value")
+    return dims[0].dim_value if one else None
+
+
+def _slice(node: NodeProto, out: str, start: int, end: int, version: int) -> list[NodeProto]:
+    given = {"starts": [start], "ends": [end], "axes": [0]}
+    if version < 10:
+        made = [onnx.helper.make_node("Slice", node.input[:1], [out], f"{node.name}/{out}", **given)]
+    else:
+        names = {k: f"{out}/{k}" for k in given}
+        values = [onnx.helper.make_tensor(names[k], onnx.TensorProto.INT64, [1], v) for k, v in given.items()]
+        made = [onnx.helper.make_node("Constant", [], [v.name], v.name, value=v) for v in values]
+        made.append(onnx.helper.make_node("Slice", [node.input[0], *names.values()], [out], f"{node.name}/{out}"))
+    for m in made:
+        m.metadata_props.extend(node.metadata_props)
+    return made
