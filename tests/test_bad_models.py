@@ -229,9 +229,9 @@ def test_contradicting_sizes(tmp_path):
     refused(symbolic(tmp_path), "rank", shapes={"x": [2, 3]})
 
 
-@pytest.mark.parametrize("size", [0, -1, "many", "2x", ""])
-def test_sizes_are_positive(tmp_path, size):
-    refused(symbolic(tmp_path), "positive", shapes={"batch": size, "len": 4})
+@pytest.mark.parametrize("size", [-1, "many", "2x", ""])
+def test_sizes_are_not_negative(tmp_path, size):
+    refused(symbolic(tmp_path), "at least 0", shapes={"batch": size, "len": 4})
 
 
 # --- external data
