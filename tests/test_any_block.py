@@ -135,6 +135,21 @@ y: i4[8] = op [i: 8]
 y: c64[8] = op [i: 8]
   reads x[i - 2] else 0
   body x""",
+    "integers of which one has a dimension more": """input x: i32[3, 4, 2]
+input w: i32[4, 5]
+y: i32[3, 5] = op [i: 3, n: 5 | m: 4 sum, z: 2 sum]
+  reads x[i, m, z], w[m, n]
+  body x * w""",
+    "windows that step over the first cell": """input x: f32[2, 3, 7, 9]
+input k: f32[5, 3, 1, 3]
+y: f32[2, 5, 3, 4] = op [b: 2, o: 5, h: 3, w: 4 | c: 3 sum, r: 1 sum, s: 3 sum]
+  reads x[b, c, 2*h + 2*r - 1, 2*w + s] when 2*h + 2*r - 1 >= 0 else 0.0, k[o, c, r, s]
+  body x * k""",
+    "bytes whose windows step over the first cell": """input x: u8[2, 3, 7, 9]
+input k: i8[5, 3, 1, 3]
+y: i32[2, 5, 3, 4] = op [b: 2, o: 5, h: 3, w: 4 | c: 3 sum, r: 1 sum, s: 3 sum]
+  reads x[b, c, 2*h + 2*r - 1, 2*w + s] when 2*h + 2*r - 1 >= 0 else 0, k[o, c, r, s]
+  body cast(x, i32) * cast(k, i32)""",
     "turned taps": """input x: f32[2, 3, 8, 8]
 input k: f32[3, 3, 4, 3]
 y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 3 sum, r: 3 sum, s: 3 sum]

@@ -285,9 +285,12 @@ def _cut(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tupl
 
 
 def _axis(v: Window, at: dict[str, tuple[int, int]], box: tuple[int, int], extent: int) -> tuple[slice, tuple[int, int]]:
-    """(slice of the buffer, zeros to add before and after) along one spatial axis."""
+    """(slice of the buffer, zeros to add before and after) along one spatial axis.
+
+    A buffer may begin behind the first cell of the input: strides step over what lies between it and the padding.
+    """
     low, high = _extent(v, at)
-    inner = (max(low, 0), min(high, extent))
+    inner = (max(low, 0, box[0]), min(high, extent, box[1]))
     return slice(inner[0] - box[0], inner[1] - box[0]), (inner[0] - low, high - inner[1])
 
 
