@@ -15,7 +15,7 @@ from onnx import TensorProto as T
 from small_models import N
 
 import tapestry
-from tapestry.errors import LawError
+from tapestry.errors import BuildError, LawError
 from tapestry.pipeline import verify_build
 
 
@@ -111,3 +111,17 @@ def test_an_edited_kernel_is_refused_by_a_line_of_it(good, tmp_path):
     edited(folder, lambda plan: None)
     status, _, err = run("verify", folder)
     assert status == 1 and "law 'kernels' is broken" in err and "because: line " in err
+
+
+def test_what_stands_at_the_output_is_not_lost(good, tmp_path):
+    """A link stays a link to the build, with nothing beside it; a folder with files of somebody's is left alone."""
+    plan = tapestry.compile(good.parent / "m.onnx", devices=2)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    plan.save(tmp_path / "link")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"] and (tmp_path / "link").is_symlink()
+    assert verify_build(tmp_path / "real")
+    (tmp_path / "real" / "notes.txt").write_text("mine")
+    with pytest.raises(BuildError, match=r"notes\.txt"):
+        plan.save(tmp_path / "real")
+    assert (tmp_path / "real" / "notes.txt").read_text() == "mine"

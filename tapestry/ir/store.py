@@ -79,6 +79,11 @@ def write(
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": hashes}
     files["certificate.json"] = _certificate(body, _hash(body))
+    own = {name.split("/")[0] for name in files} | {"kernels"}
+    foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
+    if foreign:
+        what = f"the output has something that no build has: '{foreign[0]}'"
+        raise BuildError(what, where=str(folder), hint="another -o; everything in it would be lost")
     write_files(folder, files, "plan.json")
 
 
@@ -88,7 +93,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
     Raises:
         BuildError: the place holds something else.
     """
-    folder = folder.absolute()
+    folder = Path(os.path.realpath(folder))  # through a link: an exchange would leave the link beside the target
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
         raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
     folder.parent.mkdir(parents=True, exist_ok=True)
