@@ -110,14 +110,15 @@ def _length(type_: TypeProto | None) -> int | None:
 
 
 def _slice(node: NodeProto, out: str, start: int, end: int, version: int) -> list[NodeProto]:
-    given = {"starts": [start], "ends": [end], "axes": [0]}
+    name = f"{node.name}/{out}"
     if version < 10:
-        made = [onnx.helper.make_node("Slice", node.input[:1], [out], f"{node.name}/{out}", **given)]
+        made = [onnx.helper.make_node("Slice", node.input[:1], [out], name, starts=[start], ends=[end], axes=[0])]
     else:
-        names = {k: f"{out}/{k}" for k in given}
-        values = [onnx.helper.make_tensor(names[k], onnx.TensorProto.INT64, [1], v) for k, v in given.items()]
+        values = [
+            onnx.helper.make_tensor(f"{out}/{k}", onnx.TensorProto.INT64, [1], [v]) for k, v in (("from", start), ("to", end))
+        ]
         made = [onnx.helper.make_node("Constant", [], [v.name], v.name, value=v) for v in values]
-        made.append(onnx.helper.make_node("Slice", [node.input[0], *names.values()], [out], f"{node.name}/{out}"))
+        made.append(onnx.helper.make_node("Slice", [node.input[0], *(v.name for v in values)], [out], name))
     for m in made:
         m.metadata_props.extend(node.metadata_props)
     return made
