@@ -224,7 +224,8 @@ def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, chec
         document["passed"] = False
         document["reason"] = f"peak bytes {result.measured.peak} are not the plan's {planned}"
     if check:
-        _check(Path(compiled.build.model), feeds, result.outputs, document)
+        allowed = reference.tolerances(compiled.build.plan.graph)
+        _check(Path(compiled.build.model), feeds, result.outputs, allowed, document)
     return document
 
 
@@ -236,12 +237,14 @@ def _described(a: Any) -> dict[str, Any]:
     return {"shape": list(a.shape), "dtype": "string" if a.dtype == object else a.dtype.name}
 
 
-def _check(model: Path, feeds: Mapping[str, Any], outs: Mapping[str, Any], document: dict[str, Any]) -> None:
+def _check(
+    model: Path, feeds: Mapping[str, Any], outs: Mapping[str, Any], allowed: Mapping[str, float], document: dict[str, Any]
+) -> None:
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
     document["reference"], expected = reference.reference(model, feeds)
     spread: dict[str, float] | None = None
     for name, a in outs.items():
-        found = reference.compare(a, expected[name])
+        found = reference.compare(a, expected[name], allowed.get(name, 0.0))
         row = document["outputs"][name]
         row.update(max_abs_err=found.max_abs_err, rel_err=found.rel_err)
         passed = found.passed

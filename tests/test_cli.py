@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from command_line import attention_build, document, run
 from onnx import TensorProto as T
+from onnx import helper
 from small_models import N, case, f32, net, save
 
 import tapestry
@@ -95,6 +97,27 @@ def test_a_wrong_result_is_exit_1(build, tmp_path, monkeypatch):
         status, out, _err = run("run", build, "--check", "--json")
         assert status == 1, spoil
         assert json.loads(out)["passed"] is False
+
+
+def test_a_result_of_a_short_type_is_held_to_that_type(tmp_path):
+    """A float32 that was computed in bfloat16 may be off as bfloat16 is; one that was only stored so may not."""
+    from tapestry.verify import reference
+
+    nodes = [
+        N("Cast", ["x"], ["b"], to=T.BFLOAT16), N("MatMul", ["b", "b"], ["c"]), N("Cast", ["c"], ["rounded"], to=T.FLOAT),
+        N("Gather", ["h", "i"], ["r"]), N("Cast", ["r"], ["w"], to=T.FLOAT), N("Mul", ["w", "w"], ["moved"]),
+    ]  # fmt: skip
+    ins = [helper.make_tensor_value_info(*v) for v in (("x", T.FLOAT, [4, 4]), ("h", T.BFLOAT16, [5, 2]), ("i", T.INT64, [3]))]
+    outs = [helper.make_tensor_value_info(n, T.FLOAT, None) for n in ("rounded", "moved")]
+    graph = helper.make_graph(nodes, "g", ins, outs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "m.onnx")
+    graph = tapestry.compile(tmp_path / "m.onnx").build.plan.graph
+    allowed = reference.tolerances(graph)
+    assert allowed["rounded"] == 5e-2 and allowed["moved"] == 0.0
+    one = np.ones(4, np.float32)
+    assert reference.compare(one * np.float32(1.01), one, allowed["rounded"]).passed
+    assert not reference.compare(one * np.float32(1.1), one, allowed["rounded"]).passed
+    assert not reference.compare(one * np.float32(1.001), one, allowed["moved"]).passed
 
 
 def test_explain_verify_and_rules(build):

@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import ModelError
+from tapestry.ir.expr import Call, walk
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.types import FLOATS, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 SPREAD_FACTOR = 4.0  # a result may be this many times as far from one reference as two references are from each other
 SPREAD_LIMIT = 2e-2  # beyond this the references are no help
 TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2}  # rel_err; every other float 1e-4, integers and booleans exactly
+UNROUNDED = frozenset({"where", "max", "min", "neg", "abs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +85,37 @@ def _evaluator(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
     return dict(zip([o.name for o in loaded.graph.output], found, strict=True))
 
 
-def compare(out: Any, ref: Any) -> Difference:
+def tolerances(graph: Graph) -> dict[str, float]:
+    """Per tensor, the ``rel_err`` that rounding explains: of the coarsest float in which anything it depends on is computed.
+
+    A model of bfloat16 whose logits are cast to float32 is as near to its reference as bfloat16 is. What is merely read or
+    moved in a short type (a weight, an input, rows of a table) has not been rounded by anyone, and does not count.
+    """
+    out: dict[str, float] = {}
+    for op in graph.ops:
+        if isinstance(op, Block):
+            calls = (x for e in (*op.point, *op.then) for x in walk(e) if isinstance(x, Call))
+            dtypes = {x.dtype for x in calls if x.fn not in UNROUNDED}
+        else:
+            dtypes = {graph.tensors[t].dtype for t in op.outs}
+        own = max((TOLERANCE.get(numpy_dtype(d).name, 0.0) for d in dtypes & FLOATS), default=0.0)
+        level = max([own, *(out.get(t, 0.0) for t in op.inputs)])
+        out.update((t, level) for t in op.outs)
+    return out
+
+
+def compare(out: Any, ref: Any, tolerance: float = 0.0) -> Difference:
     """Compare an output with its reference. A NaN never passes, an infinity only where both have the same one.
+
+    Floats may be as far away as their type allows, or ``tolerance`` where that is more.
 
     Of a sequence the worst element counts, of a map the worst value, if the keys are the same; text and absent optionals
     are equal or not.
     """
     if isinstance(out, dict) and isinstance(ref, dict) and out.keys() == ref.keys():
-        return compare([out[k] for k in out], [np.asarray(ref[k]) for k in out])
+        return compare([out[k] for k in out], [np.asarray(ref[k]) for k in out], tolerance)
     if isinstance(out, list) and isinstance(ref, list) and len(out) == len(ref):
-        rows = [compare(a, b) for a, b in zip(out, ref, strict=True)]
+        rows = [compare(a, b, tolerance) for a, b in zip(out, ref, strict=True)]
         return max(rows, key=lambda d: (not d.passed, d.rel_err), default=Difference(0.0, 0.0, True))
     if not isinstance(out, np.ndarray) or not isinstance(ref, np.ndarray):
         same = out is None and ref is None
@@ -112,4 +137,5 @@ def compare(out: Any, ref: Any) -> Difference:
     worst, total = float(np.abs(gap).max()), float(np.linalg.norm(gap))
     rel = total / norm if norm > 0 else (0.0 if total == 0 else float("inf"))
     floating = out.dtype.kind == "f" or out.dtype.name == "bfloat16"
-    return Difference(worst, rel, rel <= TOLERANCE.get(out.dtype.name, 1e-4) if floating else total == 0)
+    limit = max(TOLERANCE.get(out.dtype.name, 1e-4), tolerance)
+    return Difference(worst, rel, rel <= limit if floating else total == 0)
