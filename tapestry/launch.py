@@ -24,7 +24,7 @@ from tapestry.runtime import shards
 from tapestry.runtime.batches import Batch
 from tapestry.runtime.local import Measured
 from tapestry.runtime.outputs import places
-from tapestry.runtime.session import ModelFiles, Result
+from tapestry.runtime.session import ModelFiles, Result, hold
 from tapestry.viz import measured
 
 Document = dict[str, Any]
@@ -112,6 +112,7 @@ def run(r: Request, how: Launch) -> Document:
             batches = streams.stream(r.stream, r.output, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, place)
+            hold(batches[0].feeds(compiled.build.plan.graph), compiled.build.plan.graph)  # here, before ranks fail by it
         found = _supervised(r, how, batches, compiled)
         if r.stream:
             document = {**{k: v for k, v in found.items() if k != "hosted"}, "passed": True}

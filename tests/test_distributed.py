@@ -246,6 +246,15 @@ def requests(folder: Path, count: int) -> Path:
     return folder
 
 
+def test_an_input_that_does_not_fit_is_the_inputs_fault(tmp_path):
+    """Found before ranks are started: exit status 2, as in one process, and no rank is blamed."""
+    name = api.load(attention_build()).build.plan.graph.inputs[0]
+    np.save(tmp_path / "x.npy", np.zeros((1, 1), np.float32))
+    asked = ("run", attention_build(), "--processes", 2, "--input", f"{name}={tmp_path / 'x.npy'}", "-q")
+    status, _, err = finished(tapestry(*asked))
+    assert status == 2 and f"input '{name}' is float32[1, 1]" in err and "rank" not in err
+
+
 def test_a_stream_goes_on_where_it_ended(tmp_path):
     ins, out = requests(tmp_path / "in", 6), tmp_path / "out"
     status, _, err = finished(tapestry("run", attention_build(), "--processes", 2, "--inputs", ins, "--output", out, "-q"))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import BuildError, TapestryError
+from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
 from tapestry.ir.opaque import HostValue
 from tapestry.ir.program import Load
@@ -139,6 +140,11 @@ def host_load_bytes(build: Build) -> int:
 
 def _part(value: Any, box: Box) -> Any:
     return value if isinstance(value, HostValue) else np.array(value[_slices(box)])
+
+
+def hold(feeds: Mapping[str, Any], graph: Graph) -> None:
+    """Raise what a run with these inputs would raise before anything is computed."""
+    check_indices(check_feeds(feeds, [graph.tensors[t] for t in graph.inputs]), index_bounds(graph))
 
 
 def check_feeds(feeds: Mapping[str, Any], wanted: list[Tensor]) -> dict[str, Any]:
