@@ -65,7 +65,7 @@ def test_an_index_that_is_not_used_may_be_anything(tmp_path):
 def test_a_reshape_that_cannot_be_is_refused_with_its_sizes(tmp_path):
     """Exporters write sizes of their example down, which data propagation alone does not hold against the input."""
     made = build([node("Reshape", "x s")], {"x": data(3, 4)}, ["y"], {"s": np.array([5, 2])})
-    with pytest.raises(ModelError, match=r"(?s)node 'y'.*\[3, 4\] are 12 elements, \[5, 2\] 10"):
+    with pytest.raises(ModelError, match=r"(?s)node 'y'.*\[3, 4\] has 12 elements, \[5, 2\] 10"):
         lift_model(made, tmp_path)
 
 
