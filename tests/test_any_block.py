@@ -150,6 +150,10 @@ input k: i8[5, 3, 1, 3]
 y: i32[2, 5, 3, 4] = op [b: 2, o: 5, h: 3, w: 4 | c: 3 sum, r: 1 sum, s: 3 sum]
   reads x[b, c, 2*h + 2*r - 1, 2*w + s] when 2*h + 2*r - 1 >= 0 else 0, k[o, c, r, s]
   body cast(x, i32) * cast(k, i32)""",
+    "no rows in steps, partly outside": """input x: f32[4, 3, 6]
+y: f32[4, 0, 4] = op [b: 4, o: 0, h: 4]
+  reads x[b, 2*o + 1, h - 1] when h - 1 >= 0 else 0.0
+  body abs(x)""",
     "turned taps": """input x: f32[2, 3, 8, 8]
 input k: f32[3, 3, 4, 3]
 y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 3 sum, r: 3 sum, s: 3 sum]

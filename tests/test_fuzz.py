@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 from seeded_kernel_bugs import BUGS, seeded  # noqa: E402
 
+from tapestry.fuzz.blocks import blocks  # noqa: E402
 from tapestry.fuzz.campaign import PLANS, fuzz  # noqa: E402
 from tapestry.fuzz.evaluate import replay  # noqa: E402
 from tapestry.fuzz.model import FAMILIES, RUNNING, Model, random_model  # noqa: E402
@@ -64,6 +65,18 @@ def test_models_pass_the_checker(tmp_path):
         model = random_model(seed)
         if not model.text:
             onnx.checker.check_model(str(model.save(tmp_path / "m.onnx")), full_check=False)
+
+
+def test_random_blocks_are_what_the_interpreter_makes_of_them():
+    """Two evaluators that share nothing, on projections of every kind."""
+    kinds: set[str] = set()
+    for k in range(250):
+        text, inputs, outputs, exact = blocks(random.Random(f"blocks {k}"))
+        found = interp.run(parse(text), inputs)
+        for name, want in outputs.items():
+            np.testing.assert_allclose(found[name], want, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5, err_msg=text)
+        kinds |= {w for w in ("mod", "floor", "when", "then", "cast", "max,", "softsum", "moments") if w in text}
+    assert len(kinds) >= 7, kinds
 
 
 def test_recipes_read_back_and_replay(tmp_path):

@@ -17,8 +17,9 @@ from test_triton_knobs import STREAMS
 from triton_kernels import compare, random_arrays, run_kernel
 
 from tapestry.codegen.triton import unavailable
+from tapestry.codegen.triton.source import generate
 from tapestry.ir.graph import Block, Graph, Tensor
-from tapestry.ir.kernel import whole
+from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.parse import parse
 from tapestry.ir.state import state_box
@@ -105,3 +106,17 @@ def test_of_small_models(name: str, simplified: bool) -> None:
     everything = tuple(t for op in graph.ops for t in op.outs)
     values = interp.run(replace(graph, outputs=everything), {**found.feeds, **found.weights}, wide=False)
     check_states(graph, {**found.feeds, **found.weights, **values})
+
+
+def test_a_state_without_cells_needs_no_program():
+    """States vary along fewer dimensions than the operation has: none here, but for two of no extent."""
+    text = """graph g
+input x: f32[0, 0, 8]
+y: f32[0, 0, 8] = op [i: 0, j: 0, k: 8 | l: 0 moments, m: 8 moments]
+  reads x[i, l, m], b = x[i, j, k]
+  body 1.0, x, 0.0
+  then b - acc1
+output y"""
+    block, state = ((0, 0), (0, 0), (0, 4), (0, 0), (0, 4)), ((0, 0), (0, 0), (0, 1))
+    kernel = Kernel(op=0, mode="partial", block=block, ins=(((0, 0), (0, 0), (0, 4)), None), outs=(state,) * 3)
+    assert generate(parse(text), kernel).grid == (0,)

@@ -202,6 +202,8 @@ def blocks(rng: random.Random) -> tuple[str, dict[str, Array], dict[str, Array],
             elif names := [*s.dims, *s.reduce]:
                 k = rng.randrange(len(s.reads))
                 s.reads[k] = varied(s.reads[k], names, rng)
+        if s.dims and rng.random() < 0.04:
+            s.dims[rng.choice(list(s.dims))] = 0
         if np.prod([*s.dims.values(), *s.reduce.values()], dtype=float) <= POINTS:
             break
     dtype = rng.choice(["f32", "f64"] if s.loose else ["f32", "f32", "f32", "f32", "f64", "f16", "i32", "i64", "i8", "u8"])
@@ -290,6 +292,6 @@ def _map_behind(m: Written) -> str:
     back = [m.rng.random() < 0.3 for _ in range(y.ndim)]
     dims = [f"o{k}: {y.shape[a]}" for k, a in enumerate(order)]
     index = [f"{y.shape[a] - 1} - o{order.index(a)}" if back[a] else f"o{order.index(a)}" for a in range(y.ndim)]
-    m.values["z"] = np.abs(np.flip(y, [a for a in range(y.ndim) if back[a]])).transpose(order)
+    m.values["z"] = np.abs(np.flip(y, tuple(a for a in range(y.ndim) if back[a]))).transpose(order)
     m.lines.append(f"z: {_sized(m.values['z'])} = op [{', '.join(dims)}]\n  reads y[{', '.join(index)}]\n  body abs(y)")
     return "z"

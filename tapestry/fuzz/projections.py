@@ -133,6 +133,10 @@ def settled(p: Projection, grid: Grid, rng: random.Random) -> tuple[Projection, 
     when = list(p.when)
     for e in p.index:
         parts = [t.at(grid) for t in e.terms]  # each for itself, as the laws bound floors and remainders
+        if not all(x.size for x in parts):  # nothing is read: any tensor holds it
+            index.append(e)
+            shape.append(rng.randint(0, 2))
+            continue
         lo, hi = (e.const + sum(int(end(x)) for x in parts) for end in (np.min, np.max))
         outside = rng.random() < 0.2
         before = -rng.randint(0, 1) if outside else rng.choice([0, 0, 0, 1, 2])

@@ -7,6 +7,7 @@ states are merged through the monoid. With ``wide`` all floats are computed in f
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -127,7 +128,7 @@ def _fold(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide: 
     box = (*box[: len(box) - inner], *((0, 1) for _ in range(inner)))
     extents = [hi - lo for lo, hi in box]
     fields = _points(op, op.body, box, graph, values, wide, lets)
-    flat = [np.broadcast_to(f, extents).reshape(*extents[:n], -1) for f in fields]
+    flat = [np.broadcast_to(f, extents).reshape(*extents[:n], math.prod(extents[n:])) for f in fields]
     zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
     state = [np.full(extents[:n], z.value, f.dtype) for z, f in zip(zero, flat, strict=True)]
     for k in range(flat[0].shape[-1]):
@@ -148,7 +149,7 @@ def _inner(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide:
         for axis, size in zip(mine, sizes, strict=True):
             full[axis] = size
         flat = np.moveaxis(np.broadcast_to(points, full), mine, range(-len(s.dims), 0))
-        flat = flat.reshape(*flat.shape[: -len(s.dims)], -1)
+        flat = flat.reshape(*flat.shape[: -len(s.dims)], math.prod(sizes))
         total = np.full(flat.shape[:-1], MONOIDS[s.monoid].zero((s.body.dtype,))[0].value, flat.dtype)
         for k in range(flat.shape[-1]):
             total = _merge(s.monoid, (s.body.dtype,), [total], [flat[..., k]])[0]

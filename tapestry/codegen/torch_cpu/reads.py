@@ -111,7 +111,7 @@ def _strided(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fetc
     """A view with one stride per dimension, of the buffer or of a padded copy of the block's footprint."""
     hull = [tuple(int(v) for v in bounds(e, frame.intervals)) for e in read.index]
     low = [h[0] for h in hull]
-    high = [h[1] + 1 for h in hull]
+    high = [max(h[0], h[1] + 1) for h in hull]
     sizes = [n if any(d.name in dims_of(e) for e in read.index) else 1 for d, n in zip(frame.dims, frame.extents, strict=True)]
     inside = all(lo >= 0 and hi <= n for lo, hi, n in zip(low, high, shape, strict=True))
     held = all(b[0] <= lo and hi <= b[1] for lo, hi, b in zip(low, high, box, strict=True))

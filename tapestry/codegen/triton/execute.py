@@ -69,10 +69,8 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
             where=tk.name,
             hint="set TRITON_INTERPRET=1 before triton is imported, or use the torch-cpu target",
         )
-    if 0 in tk.grid:
-        return
     buffers = [*(aligned(a) for a in arrays), *scratch(tk, arrays[-1].device)]
-    for one in tk.passes:
+    for one in tk.launches:
         function = load(tk, one=one)[one.grid]
         if interpreted:
             with corrected():

@@ -44,13 +44,13 @@ def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor], shared: Shared | None
     """
     assert len(arrays) == len(tk.args), f"{tk.name} takes {tk.args}"
     assert all(a.is_contiguous() for a in arrays), "buffers are row-major"
-    if 0 in tk.grid:
+    if not tk.launches:
         return lambda: None
     held = tuple(arrays)
     if interpreted() or held[0].device.type == "cpu":
         return lambda: launch(tk, held)
     buffers = (*held, *_between(tk, held[0].device, {} if shared is None else shared))
-    calls = tuple(_bound(tk, one, buffers) for one in tk.passes)
+    calls = tuple(_bound(tk, one, buffers) for one in tk.launches)
 
     def call(keep: tuple[torch.Tensor, ...] = buffers) -> None:
         for each in calls:
@@ -97,7 +97,7 @@ def compile_all(made: Sequence[TritonKernel], architecture: Architecture, thread
 
     A kernel that does not compile is left to `bind`, which says so.
     """
-    left = [(tk, one) for tk in {tk.source: tk for tk in made if 0 not in tk.grid}.values() for one in tk.passes]
+    left = [(tk, one) for tk in {tk.source: tk for tk in made}.values() for one in tk.launches]
     for tk, one in left:
         load(tk, one=one)  # modules are imported one after another
     with ThreadPoolExecutor(max(1, threads)) as pool:

@@ -139,7 +139,7 @@ class Scope:
         masks, masked = self._checks(access.checks, name)
         tails = [a for a in view.axes if a.ragged and (a in along or a in masked)]
         masks += [view.laid(a, a.inside()) for a in tails]
-        if any(a.block and a not in along for a in masked):
+        if any((a.block or view.suffix[id(a)]) and a not in along for a in masked):
             offset += f" + tl.zeros({view.shape}, tl.int32)"
         if native := raw and access.dtype in FLOAT8:
             self.frame.operands.add(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tapestry.codegen.triton.axes import identifier
 from tapestry.codegen.triton.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
@@ -29,7 +29,7 @@ from tapestry.codegen.triton.primitives import NARROW_POINTERS, POINTERS
 from tapestry.codegen.triton.scope import Frame, Written, frame
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Kernel
+from tapestry.ir.kernel import Kernel, size
 
 _WIDTH = 112
 
@@ -87,6 +87,11 @@ class TritonKernel:
         return self.passes[0].grid
 
     @property
+    def launches(self) -> tuple[Pass, ...]:
+        """The passes that have something to write: a copy of rows that are all outside of their tensor has not."""
+        return tuple(p for p in self.passes if 0 not in p.grid)
+
+    @property
     def num_warps(self) -> int:
         """Warps per program of the first pass."""
         return self.passes[0].num_warps
@@ -111,6 +116,7 @@ def generate(
     name = identifier(op.source[-1] if op.source else op.outs[0]) + ("" if kernel.mode == "full" else f"_{kernel.mode}")
     stages, copied, parts = _stages(found, chosen, name, target)
     buffers = _Buffers(found, copied, parts)
+    none = not any(map(size, kernel.outs))  # nothing to write: no program
     made: list[tuple[Frame, Written, Pass]] = []
     for k, (stage, turned, wish) in enumerate(stages):
         taken = {launch.function for _, _, launch in made}
@@ -118,7 +124,8 @@ def generate(
         if function in taken:  # names are cut at the end
             held, function = frame(stage.task, f"pass{k}_{wish}", CHIPS[target].float8)
         written = _emit(held, stage, turned, chip_of(target))
-        made.append((held, written, _pass(held, function, written, turned, buffers.of(held, k, len(stages)))))
+        launch = _pass(held, function, written, turned, buffers.of(held, k, len(stages)))
+        made.append((held, written, replace(launch, grid=(0,)) if none else launch))
     names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
     last = made[-1][0]
     lines = [*header(graph, kernel, found, made[-1][2].function, chosen, target), *_module(made)]
