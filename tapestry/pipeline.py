@@ -43,7 +43,7 @@ from tapestry.plan.task import Task, solve, staging
 from tapestry.plan.topology import Link, Topology, default_mesh, from_data, parse_bytes, parse_mesh, shared, to_data, topology
 from tapestry.rewrites.rule import Move, load_rules, parse_move
 from tapestry.rewrites.simplify import left_out, simplify
-from tapestry.verify import certificate
+from tapestry.verify import certificate, statements
 
 log = logging.getLogger("tapestry")
 Report = Callable[[str, float], None]
@@ -400,6 +400,7 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
         streamed=plan.streamed,
         exact=build.exact,
     )
+    laws["agreement"] += statements.check(plan)
     laws["model"] = check_references(plan.graph, Path(build.model), build.model_sha256)
     emitted = emit.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
     written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}

@@ -19,6 +19,7 @@ from small_models import N, case, f32, net, save
 import tapestry
 from tapestry.errors import BuildError, LawError, TapestryError
 from tapestry.rewrites.rule import RULES
+from tapestry.runtime.outputs import write
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -320,6 +321,12 @@ def test_python_interface(tmp_path):
     with pytest.raises(BuildError):
         tapestry.load(tmp_path)
     assert issubclass(LawError, TapestryError)
+
+
+def test_outputs_with_names_longer_than_a_file_may_have_are_files_all_the_same(tmp_path):
+    first, second = "a" * 300 + "1", "a" * 300 + "2"
+    found = write(tmp_path, {first: np.ones(2), second: np.zeros(2)})
+    assert [float(np.load(p)[0]) for p in found] == [1.0, 0.0] and sorted(tmp_path.iterdir()) == sorted(found)
 
 
 def test_scalars_and_inputs_that_are_outputs_run_from_a_build(tmp_path):

@@ -125,3 +125,11 @@ def test_what_stands_at_the_output_is_not_lost(good, tmp_path):
     with pytest.raises(BuildError, match=r"notes\.txt"):
         plan.save(tmp_path / "real")
     assert (tmp_path / "real" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "layouts", [{"inputs": {"z": [0]}}, {"inputs": {"x": [2]}}, {"outputs": {"y": [0, 0]}}, {"outputs": {"x": [0]}}]
+)
+def test_layouts_are_of_tensors_that_there_are(good, tmp_path, layouts):
+    with pytest.raises(LawError, match="law 'agreement'"):
+        verify_build(changed(good, tmp_path, lambda plan: plan.update(layouts)))

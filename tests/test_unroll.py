@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from lifting import data, evaluate, lift_model
@@ -10,6 +11,7 @@ from onnx import TensorProto as T
 from onnx import helper, numpy_helper
 
 import tapestry
+from tapestry.errors import ModelError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.lift import unroll
 
@@ -92,6 +94,26 @@ def test_a_loop_whose_end_depends_on_the_data_stays_and_says_so(tmp_path):
     made.graph.initializer.append(numpy_helper.from_array(np.float32(3), "limit"))
     graph = same(made, {"x": data(2, 4)}, tmp_path, native=False)
     assert any(isinstance(op, Opaque) and op.kind == "Loop" and "data" in op.why for op in graph.ops)
+
+
+@pytest.mark.parametrize("steps", [None, 2**63 - 1])
+@pytest.mark.parametrize("condition", ["keep", "on"])
+def test_a_loop_that_never_ends_is_refused(tmp_path, steps, condition):
+    made = loop(steps or 1, condition=condition)
+    if steps is None:
+        made.graph.node[0].input[0] = ""
+    onnx.save(made, tmp_path / "m.onnx")
+    for devices in (1, 2):
+        with pytest.raises(ModelError, match=r"\(Loop\): a loop that never ends\s+because: its condition is always true"):
+            tapestry.compile(tmp_path / "m.onnx", devices=devices)
+
+
+def test_a_loop_that_its_condition_ends_needs_no_number(tmp_path):
+    stop = [make("ReduceMax", ["y"], ["top"], keepdims=0), make("Less", ["top", "limit"], ["go"])]
+    made = loop(1, condition="go", extra=stop)
+    made.graph.node[0].input[0] = ""
+    made.graph.initializer.append(numpy_helper.from_array(np.float32(3), "limit"))
+    same(made, {"x": np.abs(data(2, 4)) + 1}, tmp_path, native=False)
 
 
 def test_a_long_loop_stays(tmp_path):

@@ -13,8 +13,10 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
+from tapestry.errors import ModelError
 from tapestry.lift.checks import node_name, subgraphs
 
+ENDLESS = 1 << 62  # steps: exporters write the greatest number where they mean none
 STEPS = 64  # more stay a loop
 NODES = 4096  # that one loop may become
 GROWTH = 1 << 12  # that all loops of a graph may become together, level by level: loops inside loops multiply
@@ -30,9 +32,14 @@ def unroll(model: ModelProto, types: Mapping[str, TypeProto], *, loops: bool) ->
     Args:
         types: of every value of the graph; sizes are bound.
         loops: whether Loop and Scan are written out as well; If always is.
+
+    Raises:
+        ModelError: a Loop never ends.
     """
     work = _Work(model, types)
     for node in model.graph.node:
+        if node.op_type == "Loop" and node.domain in ("", "ai.onnx"):
+            work.refuse_endless(node)
         kinds = {"If": work.branch, **({"Loop": work.loop, "Scan": work.scan} if loops else {})}
         write = kinds.get(node.op_type) if node.domain in ("", "ai.onnx") else None
         if write is None or not write(node):
@@ -98,6 +105,17 @@ class _Work:
         write = _Copies(self, node, body)
         write.rename(node.output, write.copy("", {}))
         return True
+
+    def refuse_endless(self, node: NodeProto) -> None:
+        """A Loop without a number of steps, or with the greatest, must have a condition that can become false."""
+        body = next(a.g for a in node.attribute if a.name == "body")
+        steps = self.value(node.input[0]) if node.input[0] else np.array(ENDLESS)
+        start = self.value(node.input[1]) if len(node.input) > 1 and node.input[1] else np.array(True)
+        if steps is None or start is None or steps.size != 1 or start.size != 1 or not start.reshape(-1)[0]:
+            return
+        if int(steps.reshape(-1)[0]) >= ENDLESS and self._true(body, body.output[0].name, body.input[1].name):
+            where, why = f"node '{node_name(node)}' (Loop)", "its condition is always true, and no number of steps ends it"
+            raise ModelError("a loop that never ends", where=where, why=why, hint="give the Loop a trip count, or a condition")
 
     def loop(self, node: NodeProto) -> bool:
         """A Loop of known length whose condition stays true: (step, condition, carried…) to (condition, carried…, seen…)."""

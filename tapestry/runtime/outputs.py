@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+LONGEST = 200  # characters of a file's name, with room for endings
 
 
 def write(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
@@ -57,5 +60,6 @@ def _arrays(outputs: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, A
 
 
 def file_name(tensor: str) -> str:
-    """A tensor's name as a file name inside the folder."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", tensor).lstrip(".") or "_"
+    """A tensor's name as a file name inside the folder; of one that is too long, its beginning and its hash."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", tensor).lstrip(".") or "_"
+    return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{hashlib.sha256(tensor.encode()).hexdigest()[:16]}"
