@@ -78,5 +78,7 @@ def refusing(kind: type[TapestryError], what: str, where: str, hint: str) -> Ite
     except (TapestryError, MemoryError, OSError):
         raise
     except Exception as e:
+        if "allocate memory" in str(e) or type(e).__name__ == "OutOfMemoryError":  # torch has no one type for it
+            raise MemoryError from e
         why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise kind(what, where=where, why=why, hint=hint) from e

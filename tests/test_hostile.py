@@ -16,7 +16,7 @@ from command_line import document, snapshot
 from small_models import save
 
 import tapestry
-from tapestry.errors import BuildError
+from tapestry.errors import BuildError, refusing
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 20.0  # per case; they take tenths
@@ -117,3 +117,10 @@ def test_a_huge_certificate_is_not_read(tmp_path):
     os.truncate(tmp_path / "b" / "certificate.json", 1 << 36)  # no bytes on the disk
     with pytest.raises(BuildError, match="sane size"):
         tapestry.load(tmp_path / "b")
+
+
+def test_more_memory_than_there_is_is_no_fault_of_the_file():
+    import torch
+
+    with pytest.raises(MemoryError), refusing(BuildError, "the build cannot be used", "b", "compile it again"):
+        torch.empty(1 << 55, dtype=torch.uint8)
