@@ -176,20 +176,13 @@ def group_query_attention(b: Body) -> list[str]:
     if b.has(1):
         q, k, v = (b.shaped(x, 0, 0, n, -1) for x, n in zip(b.ins[:3], (heads, groups, groups), strict=True))
     else:
-        q = b(
-            "Split",
-            b.shaped(b.ins[0], 0, 0, heads + 2 * groups, -1),
-            b.const([heads, groups, groups], np.int64),
-            axis=2,
-            outs=3,
-        )
+        parts = b.const([heads, groups, groups], np.int64)
+        q = b("Split", b.shaped(b.ins[0], 0, 0, heads + 2 * groups, -1), parts, axis=2, outs=3)
         k, v = f"{q}.1", f"{q}.2"
     length, last = _sized(b, q, 1), b("Cast", b.ins[5], to=TensorProto.INT64)
     total = b("Reshape", b("Cast", b.ins[6], to=TensorProto.INT64), b.const([1], np.int64))
     behind = b("Sub", b("Add", last, b.const([1], np.int64)), length)
-    past = b(
-        "Where", b("Equal", total, length), b("Sub", last, last), behind
-    )  # (batch): without a past, rows are padded behind
+    past = b("Where", b("Equal", total, length), b("Sub", last, last), behind)  # (batch); a prompt is padded at its end
     rows = b("Add", b.unsqueeze(past, 1), b.unsqueeze(_count(b, length), 0))  # (batch, length): the places of the queries
     if b.get("do_rotary", 0):
         b.need(b.has(7) and b.has(8))
@@ -237,15 +230,9 @@ def _repeated(b: Body, x: str, heads: int, groups: int) -> str:
     """(batch, groups, size, width) with every group once per head."""
     if heads == groups:
         return x
-    each = b(
-        "Concat",
-        *(_sized(b, x, k) for k in range(2)),
-        b.const([heads // groups], np.int64),
-        *(_sized(b, x, k) for k in (2, 3)),
-        axis=0,
-    )
-    many = b("Expand", b.unsqueeze(x, 2), each)
-    return b("Reshape", many, b("Concat", b.const([0, heads], np.int64), *(_sized(b, x, k) for k in (2, 3)), axis=0))
+    sizes = [_sized(b, x, k) for k in range(4)]
+    many = b("Expand", b.unsqueeze(x, 2), b("Concat", *sizes[:2], b.const([heads // groups], np.int64), *sizes[2:], axis=0))
+    return b("Reshape", many, b("Concat", b.const([0, heads], np.int64), *sizes[2:], axis=0))
 
 
 def _weights(b: Body, q: str, k: str, seen: str) -> str:
