@@ -53,6 +53,27 @@ def test_an_index_outside_the_table_is_refused(tmp_path, pins, kind):
             run_gather(tmp_path, gather, np.array([4, bad, 0], kind), pins=pins)
 
 
+@pytest.mark.parametrize("behind", ["MatMul", "Mul"])
+def test_an_index_that_a_one_hot_does_not_have_gives_zeros(tmp_path, behind):
+    """Summed with weights it looks like a gather, of which it would be an error."""
+    last = (
+        [node("MatMul", "h w", "y")]
+        if behind == "MatMul"
+        else [node("Mul", "h w", "p"), node("ReduceSum", "p axis", keepdims=0)]
+    )
+    weights = data(5, 3) if behind == "MatMul" else data(5)
+    index, stored = (
+        np.array([0, 7, -1, -9]),
+        {"d": np.array([5]), "v": np.float32([0, 1]), "w": weights, "axis": np.array([-1])},
+    )
+    made = build([node("OneHot", "i d v", "h"), *last], {"i": index}, ["y"], stored)
+    onnx.save(made, tmp_path / "m.onnx")
+    want = np.stack([weights[0], 0 * weights[0], weights[-1], 0 * weights[0]])
+    for devices in (1, 2):
+        found = tapestry.compile(tmp_path / "m.onnx", devices=devices).run({"i": index})["y"]
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
 def test_an_index_that_is_not_used_may_be_anything(tmp_path):
     sliced = [node("Slice", "i s e", "used"), node("Gather", "table used")]
     np.testing.assert_array_equal(run_gather(tmp_path, sliced, np.array([99, 4, 0])), data(5, 4)[[4, 0]])

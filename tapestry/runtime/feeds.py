@@ -12,6 +12,7 @@ import numpy as np
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph, Read
+from tapestry.ir.index import dims_of
 from tapestry.ir.types import FLOATS, STORED, Tensor, numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -82,11 +83,16 @@ def check_indices(feeds: Mapping[str, Any], bounds: Bounds) -> None:
 
 
 def _gathered(x: Expr, op: Block) -> tuple[int, int] | None:
-    """Of ``where(i < 0, i + size, i) = v``: the read i and the size."""
-    if not isinstance(x, Call) or x.fn != "eq":
+    """Of ``where(where(i < 0, i + size, i) = v, data at v, 0)``: the read i and the size.
+
+    A OneHot asks the same of its indices, which may be anything; what it takes does not depend on v.
+    """
+    if not isinstance(x, Call) or x.fn != "where" or not isinstance(x.args[0], Call) or x.args[0].fn != "eq":
         return None
-    front, v = x.args if isinstance(x.args[1], Index) else x.args[::-1]
+    front, v = x.args[0].args if isinstance(x.args[0].args[1], Index) else x.args[0].args[::-1]
     if not isinstance(v, Index) or not v.aff.is_dim or not isinstance(front, Call) or front.fn != "where":
+        return None
+    if not any(isinstance(a, Arg) and _varies(op.reads[a.pos], str(v.aff)) for a in walk(x.args[1])):
         return None
     test, moved, plain = front.args
     while isinstance(plain, Call) and plain.fn == "cast":
@@ -97,6 +103,10 @@ def _gathered(x: Expr, op: Block) -> tuple[int, int] | None:
     if not isinstance(moved, Call) or moved.fn != "add" or not isinstance(moved.args[1], Const):
         return None
     return (plain.pos, size) if moved.args[1].value == size else None
+
+
+def _varies(read: Read, name: str) -> bool:
+    return any(name in dims_of(e) for e in read.index)
 
 
 def _cells(read: Read, ranges: Mapping[str, int]) -> Cells | None:
