@@ -286,6 +286,7 @@ def i64(*values: int) -> np.ndarray:
 
 N = helper.make_node
 FOUND = {
+    "HardSwish in float64": lambda: case([N("HardSwish", ["x"], ["y"])], {"x": normal(5, 3).astype(np.float64)}, {}),
     "a norm of one element": lambda: case(
         [N("LayerNormalization", ["x", "s", "b"], ["z"]), N("Squeeze", ["z", "a"], ["y"])],
         {"x": normal(1)}, {"s": normal(1), "b": normal(1), "a": i64(0)}, simplified=(True, False),

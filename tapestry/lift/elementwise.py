@@ -65,6 +65,7 @@ def _mish(x: Expr) -> Expr:
     return call("mul", x, call("tanh", softplus(x)))
 
 
+SIXTH = float(np.float32(1 / 6))  # as an attribute in the body that ONNX gives a HardSwish of any type
 UNARY: dict[str, Callable[[Expr], Expr]] = {
     "Abs": _primitive("abs"), "Neg": _primitive("neg"), "Exp": _primitive("exp"), "Log": _primitive("log"),
     "Sqrt": _primitive("sqrt"), "Sin": _primitive("sin"), "Cos": _primitive("cos"), "Tan": _primitive("tan"),
@@ -74,7 +75,7 @@ UNARY: dict[str, Callable[[Expr], Expr]] = {
     "Ceil": _primitive("ceil"), "Round": _primitive("round"), "Sign": _primitive("sign"), "Not": _primitive("not"),
     "BitwiseNot": _primitive("not"), "IsNaN": _primitive("isnan"), "Relu": relu, "Softplus": softplus,
     "Softsign": _softsign, "Mish": _mish, "Reciprocal": lambda x: call("div", c(1, x), x),
-    "HardSwish": lambda x: call("mul", x, _hard_sigmoid(x, 1 / 6, 0.5)),
+    "HardSwish": lambda x: call("mul", x, _hard_sigmoid(x, SIXTH, 0.5)),
 }  # fmt: skip
 
 
