@@ -154,6 +154,11 @@ y: i32[2, 5, 3, 4] = op [b: 2, o: 5, h: 3, w: 4 | c: 3 sum, r: 1 sum, s: 3 sum]
 y: f32[4, 0, 4] = op [b: 4, o: 0, h: 4]
   reads x[b, 2*o + 1, h - 1] when h - 1 >= 0 else 0.0
   body abs(x)""",
+    "one channel, of which strides leave a column over": """input x: f32[2, 1, 7, 4]
+input k: f32[3, 1, 3, 3]
+y: f32[2, 3, 3, 1] = op [b: 2, o: 3, h: 3, w: 1 | c: 1 sum, r: 3 sum, s: 3 sum]
+  reads x[b, c, h + 2*r, 3*w + s], k[o, c, r, s]
+  body x * k""",
     "turned taps": """input x: f32[2, 3, 8, 8]
 input k: f32[3, 3, 4, 3]
 y: f32[2, 4, 6, 6] = op [b: 2, o: 4, h: 6, w: 6 | c: 3 sum, r: 3 sum, s: 3 sum]

@@ -198,10 +198,19 @@ def conv(
             piece = x[(rows, slice(first - x_box[1][0], first - x_box[1][0] + w.shape[1] * count), *takes)]
             if not even:
                 piece = torch.nn.functional.pad(piece, flat_pads)
-            parts.append(function(piece, w[o0:o1], None, stride, padding, dilation, count))
+            parts.append(function(channels_first(piece), channels_first(w[o0:o1]), None, stride, padding, dilation, count))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     return run
+
+
+def channels_first(x: Tensor) -> Tensor:
+    """The same tensor; one channel lies as one of several would.
+
+    Any stride of that axis is right, but torch takes some for channels last, and oneDNN's convolutions of those are wrong for
+    one channel where strides leave places over (torch 2.13, oneDNN's brgemm kernels).
+    """
+    return x.contiguous().view(-1).view(x.shape) if x.shape[1] == 1 else x
 
 
 @dataclass(frozen=True, slots=True)
