@@ -250,3 +250,18 @@ def test_means_of_large_images_are_near() -> None:
     got = run(graph, {"x": x}, whole(x.shape), packed=False, wide=True)
     assert got
     np.testing.assert_allclose(got[0], x.mean((2, 3), dtype=np.float64), rtol=5e-6)
+
+
+def test_nothing_is_picked_from_nothing() -> None:
+    """All of the columns are outside; the rows are told backwards."""
+    text = """graph g
+input x: f32[9, 3, 1]
+input w: f32[2]
+y: f32[8, 1] = op [b: 8, h: 1 | c: 2 sum]
+  reads x[8 - b, c + 1, 2*h - 1] when 2*h - 1 >= 0 else 1.0, w[c]
+  body x * w
+output y"""
+    ins = (((8, 9), (1, 3), (1, 1)), ((0, 2),))
+    kernel = Kernel(op=0, mode="full", block=((0, 1), (0, 1), (0, 2)), ins=ins, outs=(((0, 1), (0, 1)),))
+    (found,) = TorchCpu().kernel(parse(text), kernel)([torch.ones(0, 0, 0), torch.tensor([2.0, 3.0])], [])
+    assert found.tolist() == [[5.0]]

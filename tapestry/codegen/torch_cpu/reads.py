@@ -182,6 +182,8 @@ def _digit(atom: Atom, high: str, low: str) -> Atom:
 
 def _selected(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fetch | None:
     """Axes with floor or mod (or a negative step) of one dimension each, picked by index; the rest is strided."""
+    if any(hi <= lo for lo, hi in box):  # all of it is outside: there is nothing to pick
+        return None
     picks: list[tuple[int, Tensor]] = []
     index = list(read.index)
     new_box = list(box)
