@@ -17,6 +17,7 @@ from test_attention import close, feeds_of, fused
 import tapestry
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.parse import parse
 from tapestry.ir.plan import MeshAxis, Plan, Strategy
 from tapestry.ir.program import Free, Launch, Transfer
 from tapestry.plan import ring
@@ -30,6 +31,16 @@ CAUSAL = attention("where(ge(index(i - n + 3), 0), (acc0 * 0.3), f32(-inf))", s=
 EMPTY = attention("where(ge(index(i - n - 3), 0), (acc0 * 0.3), f32(-inf))", s=23, n=37, d=8, e=12, b=1, kept=KEPT)
 OPEN = attention("acc0 * 0.3", s=11, n=29, b=1)
 BIAS = attention("(acc0 * 0.25) + c", reads=", c[h, i, n]", inputs="input c: f32[{h}, {s}, {n}]\n", s=16, n=16, b=1)
+LINEAR = """graph linear
+input q: f32[2, 11, 5]
+input k: f32[2, 29, 5]
+input v: f32[2, 29, 7]
+y: f32[2, 11, 7] = op [h: 2, i: 11, e: 7 | n: 29 sum]
+  reads v[h, n, e], q[h, i, m], k[h, n, m]
+  let [m: 5 sum] q * k
+  body max(let0, 0.0) * v
+output y
+"""
 TEXTS = {"causal": CAUSAL, "fully masked rows": EMPTY, "open": OPEN, "bias": BIAS}
 
 
@@ -68,6 +79,23 @@ def test_with_another_axis_on_heads(name: str) -> None:
     graph, plan = made(TEXTS[name], 3, extra=2)
     feeds, program = feeds_of(graph), lower(plan)
     certificate.check(plan.annotated(), program, stated_peak=peak(program), mesh=plan.mesh)
+    want = interp.run(graph, feeds, wide=True)
+    outs, _ = execute(graph, program, Case(None, graph, feeds, {}, want))  # type: ignore[arg-type]
+    close(outs["y"], want["y"])
+
+
+def test_a_sum_that_nothing_follows() -> None:
+    """Scores that are weights as they stand: the last block's state is the result, copied by a kernel of its own."""
+    graph = parse(LINEAR)
+    (op,) = graph.ops
+    assert isinstance(op, Block) and op.inner and not op.lowers
+    mesh = (MeshAxis("d0", 3),)
+    (s,) = ring.rings(op, Strategy(("i",), (1,)), mesh)
+    plan = Plan(graph=graph, mesh=mesh, strategies=(s,))
+    program, feeds = lower(plan), feeds_of(graph)
+    certificate.check(plan.annotated(), program, stated_peak=peak(program), mesh=mesh)
+    run = simulate(plan, program, topology(mesh, "cpu"))
+    assert [t.mode for t in program.steps if isinstance(t, Launch)] == ["partial"] * 3 + ["finish"] and run.total > 0
     want = interp.run(graph, feeds, wide=True)
     outs, _ = execute(graph, program, Case(None, graph, feeds, {}, want))  # type: ignore[arg-type]
     close(outs["y"], want["y"])

@@ -262,13 +262,14 @@ class _Costs:
         full = compute.seconds_each(op, graph, block, final, {(t, b.tobytes()): b for _, t, b in prints}, topo)
         if not isinstance(op, Block) or not op.monoid:
             return {"full": full}
-        if not op.lowers:
+        axis = ring.axis_of(s)
+        if not op.lowers and axis is None:
             return {"full": full, "partial": full}
         after = {(t, b.tobytes()): b for k, t, b in prints if k in op.then_reads()}
         tail = replace(op, reduce=(), monoid=None, body=op.then, then=(), inner=())
         finish = compute.seconds_each(tail, graph, final, final, after, topo)
         launch = topo.each(lambda d: d.launch)
-        partial, axis = np.maximum(full - finish + launch, launch), ring.axis_of(s)
+        partial = np.maximum(full - finish + launch, launch)
         if axis is not None:  # a block at a time
             partial = (partial - launch) / topo.mesh[axis].size + launch
         return {"full": full, "partial": partial, "finish": finish}
