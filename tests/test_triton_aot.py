@@ -227,6 +227,11 @@ CASES = {
         f"{f} f64": f"graph g input x: f64[999] y: f64[999] = op [i: 999] reads x[i] body max({f}(x), x) output y"
         for f in ("atan", "round", "exp", "sqrt")
     },
+    **{
+        f"division {d}": f"""graph g input x: {d}[999] input y: {d}[999] a: {d}[999], b: {d}[999], c: {d}[999], d: {d}[999] =
+        op [i: 999] reads x[i], y[i] body x / y, mod(x, y), fmod(x, y), mod(x, {d}(7)) output a, b, c, d"""
+        for d in ("i64", "i8", "u8")
+    },
 }  # fmt: skip
 ON_MATRIX_UNITS = {"matmul f16", "matmul bf16", "matmul odd", "attention scores", "conv f16", "matmul odd, large"}
 ON_MATRIX_UNITS |= {"conv f16, large", "conv channels last", "gate and up", "matmul tf32", "matmul tf32x3"}

@@ -73,13 +73,17 @@ def test_pow() -> None:
 
 @pytest.mark.parametrize("dtype", ["i32", "i64", "i8", "u8", "f32"])
 def test_division_and_remainders(dtype: str) -> None:
-    values = np.arange(0 if dtype[0] == "u" else -7, 8)
-    x, y = (a.ravel().astype(numpy_dtype(dtype)) for a in np.meshgrid(values, values[values != 0]))
+    values = np.arange(0 if dtype[0] == "u" else -7, 8).astype(numpy_dtype(dtype))
+    if dtype != "f32":  # the lowest integer has no opposite, and over 0 the result is 0
+        values = np.append(values, np.iinfo(numpy_dtype(dtype)).min)
+    x, y = (a.ravel() for a in np.meshgrid(values, values if dtype != "f32" else values[values != 0]))
     n = len(x)
-    outs = ", ".join(f"o{i}: {dtype}[{n}]" for i in range(6))
+    outs = ", ".join(f"o{i}: {dtype}[{n}]" for i in range(9))
+    three = "3.0" if dtype == "f32" else f"{dtype}(3)"
     check(
         f"""graph g input x: {dtype}[{n}] input y: {dtype}[{n}] {outs} = op [i: {n}] reads x[i], y[i]
-        body x / y, mod(x, y), fmod(x, y), min(x, y), max(x, y), sign(x) output {", ".join(f"o{i}" for i in range(6))}""",
+        body x / y, mod(x, y), fmod(x, y), min(x, y), max(x, y), sign(x), x / {three}, mod(x, {three}), fmod({three}, y)
+        output {", ".join(f"o{i}" for i in range(9))}""",
         {"x": x, "y": y},
     )
 

@@ -79,7 +79,8 @@ PRIMITIVES: dict[str, tuple[int, str]] = {
 }  # fmt: skip
 """``philox(key, stream, draw, word, index)``: output word 0..3 of Philox4x32-10 (Salmon et al., SC'11) with counter
 ``(index lo, index hi, draw, stream)`` and the 64-bit key as (lo, hi), as an i64 in [0, 2^32). ``div`` of integers
-truncates towards zero, ``mod`` has the sign of the divisor, ``fmod`` of the dividend; ``min`` and ``max`` propagate NaN;
+truncates towards zero, ``mod`` has the sign of the divisor, ``fmod`` of the dividend, and all three are 0 where an
+integer divisor is 0 (as numpy's); ``min`` and ``max`` propagate NaN;
 ``round`` is half to even."""
 
 

@@ -267,9 +267,8 @@ def _sigmoid(x: Array) -> Array:
 
 def _truncated(a: Array, b: Array) -> Array:
     if np.issubdtype(a.dtype, np.integer):
-        safe = np.where(b == 0, 1, b)
-        q = np.abs(a) // np.abs(safe) if np.issubdtype(a.dtype, np.signedinteger) else a // safe
-        return np.where((a < 0) != (b < 0), -q, q) if np.issubdtype(a.dtype, np.signedinteger) else q
+        low = a // b  # 0 over 0
+        return low + ((np.fmod(a, b) != 0) & ((a < 0) != (b < 0)))
     return np.divide(a, b)
 
 

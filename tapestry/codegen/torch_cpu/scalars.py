@@ -23,7 +23,20 @@ TORCH_DTYPES |= {d: torch.uint8 for d in STORED if d not in TORCH_DTYPES}  # hel
 
 
 def _div(a: Tensor, b: Tensor) -> Tensor:
-    return torch.div(a, b) if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+    """Torch raises for an integer over 0, and the processor stops the process for the lowest one over -1."""
+    if a.is_floating_point():
+        return torch.div(a, b)
+    zero = b == 0
+    if not b.dtype.is_signed:
+        return torch.div(a, b.masked_fill(zero, 1), rounding_mode="trunc").masked_fill(zero, 0)
+    minus = b == -1
+    quotient = torch.div(a, b.masked_fill(zero | minus, 1), rounding_mode="trunc").masked_fill(zero, 0)
+    return torch.where(minus, -quotient, quotient)
+
+
+def _rest(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A remainder; that of an integer over 0 is 0, as over 1."""
+    return lambda a, b: fn(a, b if a.is_floating_point() else b.masked_fill(b == 0, 1))
 
 
 def _sign(x: Tensor) -> Tensor:
@@ -55,7 +68,7 @@ def _either(logical: Callable[..., Tensor], bitwise: Callable[..., Tensor]) -> C
 
 
 TABLE: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add, "mul": torch.mul, "div": _div, "mod": torch.remainder, "fmod": torch.fmod,
+    "add": torch.add, "mul": torch.mul, "div": _div, "mod": _rest(torch.remainder), "fmod": _rest(torch.fmod),
     "sub": torch.sub, "pow": torch.pow, "min": torch.minimum, "max": torch.maximum, "neg": torch.neg, "abs": torch.abs,
     "sign": _sign, "exp": torch.exp, "log": torch.log, "sqrt": root, "erf": torch.erf, "tanh": torch.tanh,
     "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "asin": torch.asin, "acos": torch.acos, "atan": torch.atan,

@@ -1,6 +1,6 @@
 """Triton source of the primitives that ``triton.language`` lacks; the generator copies those a kernel uses into its file.
 
-Each works on f32 and f64 tensors of any shape (``pow_int`` and ``mod`` on integers too). A literal takes the dtype of the
+Each works on f32 and f64 tensors of any shape (those that end in ``int`` on integers). A literal takes the dtype of the
 tensor it meets, but two literals that meet in ``tl.where`` are f32: one branch must be a tensor.
 """
 
@@ -9,6 +9,22 @@ from __future__ import annotations
 import re
 
 HELPERS: dict[str, str] = {
+    "div_int": '''
+def div_int(x, y):
+    """Quotient towards zero; over 0 it is 0."""
+    return x // (y + (y == 0)) * (y != 0)
+''',
+    "fmod_int": '''
+def fmod_int(x, y):
+    """Remainder with the sign of the dividend; over 0 it is 0."""
+    return x % (y + (y == 0))
+''',
+    "mod_int": '''
+def mod_int(x, y):
+    """Remainder with the sign of the divisor; over 0 it is 0."""
+    r = fmod_int(x, y)
+    return tl.where((r != 0) & ((r < 0) != (y < 0)), r + y, r)
+''',
     "mod": '''
 def mod(x, y):
     """Remainder with the sign of the divisor."""

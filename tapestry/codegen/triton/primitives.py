@@ -55,7 +55,7 @@ Row = str | Callable[[str], str]  # a format of the arguments, or a function fro
 
 def _div(dtype: str) -> str:
     """IEEE division: Triton's ``/`` on f32 is off by up to 2 ulp, enough to move a value across a rounding boundary."""
-    return {"f32": "tl.div_rn({0}, {1})", "f64": "({0} / {1})"}.get(compute(dtype), "({0} // {1})")
+    return {"f32": "tl.div_rn({0}, {1})", "f64": "({0} / {1})"}.get(compute(dtype), "@div_int({0}, {1})")
 
 
 def _extreme(name: str, boolean: str) -> Callable[[str], str]:
@@ -87,7 +87,8 @@ def _pow(dtype: str) -> str:
 ROWS: dict[str, Row] = {
     "add": lambda d: "({0} | {1})" if d == "bool" else "({0} + {1})", "sub": "({0} - {1})",
     "mul": lambda d: "({0} & {1})" if d == "bool" else "({0} * {1})", "div": _div,
-    "mod": lambda d: "({0} % {1})" if d.startswith("u") else "@mod({0}, {1})", "fmod": "({0} % {1})",
+    "mod": lambda d: "@mod({0}, {1})" if d in FLOATS else f"@{'f' * d.startswith('u')}mod_int({{0}}, {{1}})",
+    "fmod": lambda d: "({0} % {1})" if d in FLOATS else "@fmod_int({0}, {1})",
     "pow": _pow,
     "min": _extreme("minimum", "({0} & {1})"), "max": _extreme("maximum", "({0} | {1})"),
     "neg": "(-{0})", "abs": lambda d: "{0}" if d == "bool" or d.startswith("u") else "tl.abs({0})", "sign": _sign,
