@@ -133,9 +133,10 @@ def integers(d: Draw) -> None:
         return
     y: Value = d.mate(x)
     if op in ("Div", "Mod"):
-        a = d.data(x.shape[d.rng.randrange(x.rank + 1) :], x.dtype, lo=1)
+        a = d.data(x.shape[d.rng.randrange(x.rank + 1) :], x.dtype, lo=0)
         sign = -1 if a.dtype.kind == "i" and d.chance(0.3) else 1
-        y = d.weight(np.where(a == 0, np.asarray(3, a.dtype), a) * np.asarray(sign, a.dtype))
+        zero = 3 if d.chance(0.8) else 0  # over 0 the ONNX reference gives 0
+        y = d.weight(np.where(a == 0, np.asarray(zero, a.dtype), a) * np.asarray(sign, a.dtype))
     d.add(op, [x, y], exact=True)
 
 
