@@ -198,13 +198,14 @@ def weights_exchanged_and_signed(folder, rng):
 
     def change(plan):
         found = re.findall(r'^weight (\S+): (\S+\[.*?\]) (at "[^"]+" .*)$', plan["graph"], flags=re.M)
-        pairs = [(a, b) for a in found for b in found if a[1] == b[1] and a[2] != b[2] and '""' not in a[2] + b[2]]
+        pairs = [(a, b) for a in found for b in found if a[1] == b[1] and a[2] != b[2]]
         if pairs:
             (_, _, one), (_, _, two) = rng.choice(pairs)
             plan["graph"] = plan["graph"].replace(one, "@").replace(two, one).replace("@", two)
         else:
             name, _, ref = rng.choice([f for f in found if '""' not in f[2]])
-            plan["graph"] = plan["graph"].replace(ref, ref.replace(f'"{name}"', f'"{name}2"'))
+            bare = name.strip('"')
+            plan["graph"] = plan["graph"].replace(ref, ref.replace(f'"{bare}"', f'"{bare}2"'))
 
     edited(folder, change)
 
