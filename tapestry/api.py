@@ -212,10 +212,8 @@ def run_checked(
 
 def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, check: bool) -> dict[str, Any]:
     """What a run gave and used, held against the plan and, with ``check``, the reference."""
-    outputs = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in result.outputs.items()}
-    document: dict[str, Any] = {
-        "outputs": outputs, "reference": None, "passed": True, "peak_bytes": result.measured.peak,
-        "packed_bytes": result.measured.packed,
+    document = compared(compiled, feeds, result.outputs, check=check) | {
+        "peak_bytes": result.measured.peak, "packed_bytes": result.measured.packed,
         "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in result.measured.transfers.items()],
         "seconds": result.seconds,
     }  # fmt: skip
@@ -223,9 +221,16 @@ def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, chec
     if result.measured.peak != planned:
         document["passed"] = False
         document["reason"] = f"peak bytes {result.measured.peak} are not the plan's {planned}"
+    return document
+
+
+def compared(compiled: Compiled, feeds: Mapping[str, Any], outs: Mapping[str, Any], *, check: bool) -> dict[str, Any]:
+    """Outputs described and, with ``check``, held against the reference: ``outputs, reference, passed``."""
+    rows = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in outs.items()}
+    document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
         allowed = reference.tolerances(compiled.build.plan.graph)
-        _check(Path(compiled.build.model), feeds, result.outputs, allowed, document)
+        _check(Path(compiled.build.model), feeds, outs, allowed, document)
     return document
 
 

@@ -109,13 +109,15 @@ def run(r: Request, how: Launch) -> Document:
     with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
         place = r.output or Path(scratch) / "outputs"
         if r.stream:
-            batches = streams.stream(r.stream, r.output, store.identity(r.folder))
+            _comparable(compiled.build, how.check)
+            batches = streams.stream(r.stream, place if how.check else r.output, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, place)
             hold(batches[0].feeds(compiled.build.plan.graph), compiled.build.plan.graph)  # here, before ranks fail by it
         found = _supervised(r, how, batches, compiled)
         if r.stream:
             document = {**{k: v for k, v in found.items() if k != "hosted"}, "passed": True}
+            document |= _compared(compiled, batches) if how.check else {}
         else:
             document = _judged(compiled, batches[0], found, place, how.check)
     return document
@@ -141,18 +143,43 @@ def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api
     return found
 
 
+def _comparable(build: Build, check: bool) -> None:
+    """Results of a stream are compared as they were written, which loses what a sequence or a map was."""
+    other = next((n for n in build.program.outputs if build.plan.graph.tensors[n].on_host), None) if check else None
+    if other is not None:
+        raise TapestryError(
+            f"output '{other}' is no array of the plan, and results of a stream are compared as files", where="--check",
+            hint="a run with --input for each batch",
+        )  # fmt: skip
+
+
+def _compared(compiled: api.Compiled, batches: Sequence[Batch]) -> Document:
+    """Every batch of a stream, done before or now, against the reference."""
+    graph, checked = compiled.build.plan.graph, Document()
+    for b in batches:
+        assert b.output is not None
+        outputs = _written(compiled, b.output, {})
+        checked[b.name] = api.compared(compiled, {t: np.asarray(a) for t, a in b.feeds(graph).items()}, outputs, check=True)
+    return {"checked": checked, "passed": all(c["passed"] for c in checked.values())}
+
+
 def _judged(compiled: api.Compiled, batch: Batch, found: Document, place: Path, check: bool) -> Document:
-    graph, hosted = compiled.build.plan.graph, found.pop("hosted")
-    names = list(compiled.build.program.outputs)
+    outputs = _written(compiled, place, found.pop("hosted"))
+    moved = {t["kind"]: (t["count"], t["bytes"]) for t in found["transfers"]}
+    used = Measured(found["peak_bytes"], moved, found["packed_bytes"])
+    feeds = {t: np.asarray(a) for t, a in batch.feeds(compiled.build.plan.graph).items()}
+    document = api.judged(compiled, feeds, Result(outputs, used, found["seconds"]), check=check)
+    return {**found, **document}
+
+
+def _written(compiled: api.Compiled, place: Path, hosted: Mapping[str, Any]) -> dict[str, Any]:
+    """The results in a folder, and those that came as values of the host."""
+    names, tensors = list(compiled.build.program.outputs), compiled.build.plan.graph.tensors
     placed = places(place, {n: hosted.get(n, np.empty(0)) for n in names})
     outputs = {n: hosted[n] if n in hosted else np.load(placed[n][0], allow_pickle=False) for n in names}
     for n, a in outputs.items():
-        outputs[n] = a.view(numpy_dtype(graph.tensors[n].dtype)) if isinstance(a, np.ndarray) and a.dtype.kind == "V" else a
-    moved = {t["kind"]: (t["count"], t["bytes"]) for t in found["transfers"]}
-    used = Measured(found["peak_bytes"], moved, found["packed_bytes"])
-    feeds = {t: np.asarray(a) for t, a in batch.feeds(graph).items()}
-    document = api.judged(compiled, feeds, Result(outputs, used, found["seconds"]), check=check)
-    return {**found, **document}
+        outputs[n] = a.view(numpy_dtype(tensors[n].dtype)) if isinstance(a, np.ndarray) and a.dtype.kind == "V" else a
+    return outputs
 
 
 def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int = 4) -> tuple[Build, Document]:

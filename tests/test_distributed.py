@@ -16,9 +16,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 import torch
 from command_line import attention_build, document, run
+from onnx import helper
 from small_models import case, mesh_of, random_plan, save
 
 from tapestry import api
@@ -280,6 +282,33 @@ def test_a_stream_goes_on_where_it_ended(tmp_path):
         batches.stream([ins, ins], None, "x")
     with pytest.raises(TapestryError, match="no batches"):
         batches.stream([tmp_path / "nothing"], None, "x")
+
+
+def test_every_batch_of_a_stream_is_checked(tmp_path):
+    ins, out = requests(tmp_path / "in", 3), tmp_path / "out"
+    status, text, err = finished(tapestry("run", attention_build(), "--inputs", ins, "--output", out, "--check", "--json"))
+    found = json.loads(text)
+    assert status == 0 and found["passed"] and list(found["checked"]) == ["b00", "b01", "b02"], err
+    assert all(0 < batch["outputs"]["y"]["rel_err"] < 1e-4 for batch in found["checked"].values())
+    wrong = np.load(out / "b01" / "y.npy")
+    wrong[0] += 1
+    np.save(out / "b01" / "y.npy", wrong)
+    status, text, err = finished(tapestry("run", attention_build(), "--inputs", ins, "--output", out, "--check", "--json"))
+    found = json.loads(text)
+    assert status == 1 and not found["passed"], err
+    assert [n for n, batch in found["checked"].items() if not batch["passed"]] == ["b01"]
+    status, text, err = finished(tapestry("run", attention_build(), "--inputs", ins, "--check"))  # results go nowhere else
+    assert status == 0 and text.count("passed") == 3 and "FAILED" not in text, err
+
+
+def test_sequences_of_a_stream_are_not_compared(tmp_path):
+    x, y = helper.make_tensor_value_info("x", 1, [3]), helper.make_tensor_sequence_value_info("y", 1, None)
+    graph = helper.make_graph([helper.make_node("SequenceConstruct", ["x", "x"], ["y"])], "sequence", [x], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]), tmp_path / "m.onnx")
+    api.compile(tmp_path / "m.onnx").save(tmp_path / "build")
+    np.savez(tmp_path / "one.npz", x=np.ones(3, np.float32))
+    status, _, err = finished(tapestry("run", tmp_path / "build", "--inputs", tmp_path / "one.npz", "--check"))
+    assert status == 2 and "output 'y' is no array of the plan" in err and "--input for each batch" in err
 
 
 def test_a_batch_folder_of_arrays(tmp_path):

@@ -139,4 +139,16 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
     again = f", started again {document['restarts']} times" if document["restarts"] else ""
     skipped = f", {document['skipped']} done before" if document["skipped"] else ""
     line = f"{document['batches']} batches{skipped}{again}; the last took {document['seconds']:.3f} s"
-    return Group(*([ran(document)] if "outputs" in document else []), table, line)
+    results = [ran(document)] if "outputs" in document else [of_batches(document["checked"])] if "checked" in document else []
+    return Group(*results, table, line)
+
+
+def of_batches(checked: Mapping[str, Any]) -> RenderableType:
+    """How far each batch of a stream is from the reference, over its outputs."""
+    table = Table(title="Batches", title_justify="left")
+    for c in ("batch", "compared with", "rel err", ""):
+        table.add_column(c, justify="left" if c in ("batch", "compared with") else "right")
+    for name, found in checked.items():
+        worst = max((float(o["rel_err"]) for o in found["outputs"].values()), default=0.0)
+        table.add_row(name, found["reference"], f"{worst:.2e}", "passed" if found["passed"] else "FAILED")
+    return table
