@@ -138,6 +138,8 @@ def _run(args: argparse.Namespace) -> int:
     from tapestry.viz import progress, tables
 
     if args.processes or args.inputs or args.weights or args.trace:
+        if args.library:
+            raise TapestryError("a run by ranks uses no vendor library", where="--library", hint="leave it out")
         return _run_processes(args)
     compiled = api.load(args.build)
     compiled.libraries = args.library
