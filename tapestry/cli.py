@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
     from tapestry import api
     from tapestry.viz import progress, tables
 
-    if args.processes or args.inputs or args.weights or args.trace:
+    if args.processes is not None or args.threads is not None or args.inputs or args.weights or args.trace or args.max_restarts:
         if args.library:
             raise TapestryError("a run by ranks uses no vendor library", where="--library", hint="leave it out")
         return _run_processes(args)

@@ -284,6 +284,26 @@ def test_a_stream_goes_on_where_it_ended(tmp_path):
         batches.stream([tmp_path / "nothing"], None, "x")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--threads", 0), "--threads: 0 threads"),
+        (("--processes", 0), "0 processes for the 2 devices"),
+        (("--max-restarts", -1), "--max-restarts: -1 restarts"),
+        (("--processes", 2, "--port", 65536), "--port: there is no port 65536"),
+        (("--processes", 2, "--library"), "--library: a run by ranks uses no vendor library"),
+    ],
+)
+def test_numbers_that_no_run_has(given, said):
+    status, _, err = finished(tapestry("run", attention_build(), *given))
+    assert status == 2 and said in err
+
+
+def test_threads_of_a_run_in_one_process():
+    status, text, err = finished(tapestry("run", attention_build(), "--threads", 1, "--json"))
+    assert status == 0 and [r["rank"] for r in json.loads(text)["ranks"]] == [0], err
+
+
 def test_every_batch_of_a_stream_is_checked(tmp_path):
     ins, out = requests(tmp_path / "in", 3), tmp_path / "out"
     status, text, err = finished(tapestry("run", attention_build(), "--inputs", ins, "--output", out, "--check", "--json"))
