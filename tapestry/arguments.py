@@ -4,7 +4,20 @@ every ``--help`` imports it."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+
+
+def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
+    """A type of argument: integers from ``low`` to ``high``."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not {low} {'or more' if high == 1 << 63 else f'to {high}'}")
+        return value
+
+    return integer
 
 
 def run(p: argparse.ArgumentParser) -> None:
@@ -13,11 +26,11 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help="many batches; a rerun goes on")
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
-    p.add_argument("--seed", type=int, default=0, help="of random inputs, where none are given")
+    p.add_argument("--seed", type=whole(0), default=0, help="of random inputs, where none are given")
     p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
     p.add_argument("--timeout", type=float, default=30.0, metavar="S", help="silence for so long is a failure (30)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the real run on a clock, for https://ui.perfetto.dev")
-    p.add_argument("--threads", type=int, metavar="T", help="of each process (default: the cores, shared evenly)")
+    p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
 
 
 def checked(p: argparse.ArgumentParser) -> None:
@@ -28,27 +41,27 @@ def checked(p: argparse.ArgumentParser) -> None:
 
 def processes(p: argparse.ArgumentParser) -> None:
     """How ranks are started on this host."""
-    p.add_argument("--processes", type=int, metavar="N", help="run on N processes, devices shared evenly")
-    p.add_argument("--max-restarts", type=int, default=0, metavar="R", help="start again after a failure")
-    p.add_argument("--port", type=int, default=0, help="of the rendezvous; a free one by default")
+    p.add_argument("--processes", type=whole(1), metavar="N", help="run on N processes, devices shared evenly")
+    p.add_argument("--max-restarts", type=whole(0), default=0, metavar="R", help="start again after a failure")
+    p.add_argument("--port", type=whole(0, 65535), default=0, help="of the rendezvous; a free one by default")
 
 
 def calibrate(p: argparse.ArgumentParser) -> None:
     """What is measured, or fitted."""
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json")
-    p.add_argument("--threads", type=int, metavar="N", help="torch threads to measure with; all by default")
+    p.add_argument("--threads", type=whole(1), metavar="N", help="torch threads to measure with; all by default")
     p.add_argument("--from-trace", type=Path, metavar="FILE", help="fit to the trace of a real run (run --trace) instead")
 
 
 def fuzz(p: argparse.ArgumentParser) -> None:
     """How many cases, and when to end."""
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=whole(0), default=0)
     p.add_argument("--count", type=int, default=1000, metavar="N", help="cases: a model, a mesh, moves, strategies, layouts")
     p.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
     p.add_argument("--time", type=float, default=float("inf"), metavar="S", help="seconds after which no case is begun")
-    p.add_argument("--stop", type=int, default=20, metavar="N", help="different failures after which to end")
+    p.add_argument("--stop", type=whole(1), default=20, metavar="N", help="different failures after which to end")
     p.add_argument("--output", type=Path, metavar="DIR", help="a folder for what failed, shrunk: model.onnx, case.json, data")
-    p.add_argument("--jobs", type=int, metavar="J", help="in so many processes at a time, some cases on Triton's interpreter")
+    p.add_argument("--jobs", type=whole(1), metavar="J", help="in so many processes at a time, some on Triton's interpreter")
     p.add_argument("--log", type=Path, metavar="FILE", help="a line per 250 cases; with the same file a series goes on")
 
 
@@ -58,7 +71,7 @@ def tune(p: argparse.ArgumentParser) -> None:
     p.add_argument("--library", action="store_true", help="also the vendor's library, for run --library")
     p.add_argument("--again", action="store_true", help="also what was measured before")
     p.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="seconds for everything")
-    p.add_argument("--seed", type=int, default=0, help="of the random data")
+    p.add_argument("--seed", type=whole(0), default=0, help="of the random data")
 
 
 def doctor(p: argparse.ArgumentParser) -> None:
@@ -99,7 +112,7 @@ def explain(p: argparse.ArgumentParser) -> None:
     p.add_argument("--critical-path", action="store_true", help="the steps that the simulated time hangs on")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the simulated schedule, for https://ui.perfetto.dev")
     p.add_argument("--analyze", action="store_true", help="run it, and print estimated beside measured seconds per step")
-    p.add_argument("--processes", type=int, metavar="N", help="for --analyze: run on N processes (default: one per device)")
+    p.add_argument("--processes", type=whole(1), metavar="N", help="for --analyze: on N processes (default: one per device)")
 
 
 def compile(p: argparse.ArgumentParser) -> None:

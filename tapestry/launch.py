@@ -49,8 +49,6 @@ def request(args: argparse.Namespace) -> Request:
     """The request of a command line."""
     if not 1.0 <= args.timeout <= 1e6:
         raise TapestryError(f"a timeout of {args.timeout:g} s", where="--timeout", hint="1 or more")
-    if args.threads is not None and args.threads < 1:
-        raise TapestryError(f"{args.threads} threads", where="--threads", hint="1 or more")
     if args.inputs and args.input:
         raise TapestryError("--input is one batch, --inputs are many", where="--inputs")
     return Request(
@@ -107,10 +105,6 @@ def run(r: Request, how: Launch) -> Document:
     Raises:
         RunError: a rank failed. TapestryError: the input is at fault.
     """
-    if how.restarts < 0:
-        raise TapestryError(f"{how.restarts} restarts", where="--max-restarts", hint="0 or more")
-    if not 0 <= how.port < 1 << 16:
-        raise TapestryError(f"there is no port {how.port}", where="--port", hint="0 (any that is free) to 65535")
     compiled = api.load(r.folder)
     with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
         place = r.output or Path(scratch) / "outputs"

@@ -287,10 +287,12 @@ def test_a_stream_goes_on_where_it_ended(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--threads", 0), "--threads: 0 threads"),
-        (("--processes", 0), "0 processes for the 2 devices"),
-        (("--max-restarts", -1), "--max-restarts: -1 restarts"),
-        (("--processes", 2, "--port", 65536), "--port: there is no port 65536"),
+        (("--threads", 0), "argument --threads: 0 is not 1 or more"),
+        (("--processes", 3), "3 processes for the 2 devices"),
+        (("--processes", "two"), "argument --processes: invalid integer value: 'two'"),
+        (("--seed", -1), "argument --seed: -1 is not 0 or more"),
+        (("--max-restarts", -1), "argument --max-restarts: -1 is not 0 or more"),
+        (("--processes", 2, "--port", 65536), "argument --port: 65536 is not 0 to 65535"),
         (("--processes", 2, "--library"), "--library: a run by ranks uses no vendor library"),
     ],
 )

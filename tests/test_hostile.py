@@ -16,7 +16,7 @@ from command_line import document, snapshot
 from small_models import save
 
 import tapestry
-from tapestry.errors import BuildError, refusing
+from tapestry.errors import BuildError, TapestryError, refusing
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 20.0  # per case; they take tenths
@@ -124,3 +124,14 @@ def test_more_memory_than_there_is_is_no_fault_of_the_file():
 
     with pytest.raises(MemoryError), refusing(BuildError, "the build cannot be used", "b", "compile it again"):
         torch.empty(1 << 55, dtype=torch.uint8)
+
+
+def test_a_machine_without_room_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    model = save("mlp")
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(TapestryError, match="no process could be started") as e:
+        tapestry.compile(model)
+    assert "Resource temporarily unavailable" in str(e.value)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import onnx
 from onnx import ModelProto, shape_inference
 
-from tapestry.errors import ModelError
+from tapestry.errors import ModelError, TapestryError
 from tapestry.lift.checks import node_name
 
 HIDDEN = "tapestry.hidden"
@@ -72,7 +72,14 @@ def _apart(model: ModelProto, options: dict[str, Any]) -> tuple[int, bytes]:
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child runs nothing that other threads hold locks of
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as e:
+            os.close(reading)
+            os.close(writing)
+            raise TapestryError(
+                "no process could be started", where="shape inference", why=e.strerror, hint="end other processes; try again"
+            ) from None
     if child == 0:
         os.close(reading)
         _answer(model, options, writing)
