@@ -78,7 +78,7 @@ def _apart(model: ModelProto, options: dict[str, Any]) -> tuple[int, bytes]:
             os.close(reading)
             os.close(writing)
             raise TapestryError(
-                "no process could be started", where="shape inference", why=e.strerror, hint="end other processes; try again"
+                "no process could be started", where="shape inference", why=str(e), hint="end other processes; try again"
             ) from None
     if child == 0:
         os.close(reading)
