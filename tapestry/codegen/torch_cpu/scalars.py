@@ -27,9 +27,7 @@ def _div(a: Tensor, b: Tensor) -> Tensor:
     if a.is_floating_point():
         return torch.div(a, b)
     zero = b == 0
-    if not b.dtype.is_signed:
-        return torch.div(a, b.masked_fill(zero, 1), rounding_mode="trunc").masked_fill(zero, 0)
-    minus = b == -1
+    minus = b == -1 if b.dtype.is_signed else zero
     quotient = torch.div(a, b.masked_fill(zero | minus, 1), rounding_mode="trunc").masked_fill(zero, 0)
     return torch.where(minus, -quotient, quotient)
 
