@@ -39,8 +39,8 @@ class Trial:
         self.alone = execute(self.case.graph, self.program, self.case)
 
 
-def rank_main(rank: int, world: int, port: int, trials: list[Trial], slots: Any, pipe: Any) -> None:
-    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+def rank_main(rank: int, world: int, trials: list[Trial], slots: Any, pipe: Any) -> None:
+    client = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timedelta(seconds=60))
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=client, rank=rank, world_size=world, timeout=limit)
     found = []
@@ -62,16 +62,18 @@ def rank_main(rank: int, world: int, port: int, trials: list[Trial], slots: Any,
 
 def ranks_of(world: int, trials: list[Trial]) -> list[list[dict]]:
     """What every rank found, by trial."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     context, slots = multiprocessing.get_context("fork"), shared(world)
     pipes, processes = [], []
     for r in range(world):
         ours, theirs = context.Pipe()
-        p = context.Process(target=rank_main, args=(r, world, store.port, trials, slots, theirs))
+        p = context.Process(target=rank_main, args=(r, world, trials, slots, theirs))
         p.start()
         theirs.close()
         pipes.append(ours)
         processes.append(p)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    for p in pipes:  # only now: a process forked beside the store's thread may inherit a lock that nobody opens
+        p.send(store.port)
     found = [p.recv() for p in pipes]
     for p in processes:
         p.join()

@@ -401,6 +401,34 @@ def test_restarts_lose_and_repeat_nothing(tmp_path):
     assert all((out / name).stat().st_mtime_ns == t for name, t in before.items())
 
 
+FORKS = """
+import json, os, signal, sys
+from pathlib import Path
+
+forks = []  # the threads that each fork found
+os.register_at_fork(
+    before=lambda: forks.append([(t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]),
+    after_in_child=lambda: os.kill(os.getpid(), signal.SIGKILL) if len(forks) == 2 else None,
+)
+from tapestry.cli import main
+print(json.dumps([main(sys.argv[1:]), forks]))
+"""
+
+
+def test_no_rank_is_forked_while_the_store_is_open():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    argv = ["run", attention_build(), "--processes", 2, "--port", port, "--max-restarts", 1, "-q"]
+    command = [sys.executable, "-c", FORKS, *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120)
+    status, forks = json.loads(done.stdout)
+    assert (status, len(forks)) == (0, 4) and "rank 1 was killed by SIGKILL" in done.stderr, done.stderr
+    assert not any("tcpstore" in name for names in forks for name in names), forks
+
+
 def test_a_taken_port_is_named():
     import socket
 

@@ -4,17 +4,21 @@ Ranks are forked after torch is imported, which takes a tenth of a second where 
 in shared memory that says what it is doing. A rank that ends is seen at once; one that stands still is seen by its slot.
 Others' errors are heard for a tenth of a second more, because who notices first is seldom who is to blame. The kernel kills
 the ranks when this process dies.
+
+The rendezvous store opens after the last fork and is gone before the next: its thread takes locks of the C library for every
+rank that connects, and a process forked in that moment would inherit a lock that nobody opens.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -196,13 +200,12 @@ def supervise(
     Raises:
         RunError: who failed, at what step, and why; no process is left.
     """
-    store = _store(port, job.timeout)
     with _interruptible():
         for attempt in range(restarts + 1):
             run = Attempt(job, [], shared(world), advance)
             try:
-                _start(run, world, store.port, attempt, open_session)
-                found = run.result()
+                _fork(run, world, open_session)
+                found = _meet(run, port)
             except Interrupted as e:
                 doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
                 raise RunError(f"interrupted by {e}: all ranks are ended", why=doing) from None
@@ -214,6 +217,15 @@ def supervise(
                 raise RunError(found, hint="" if restarts else "--max-restarts R starts again after a failure")
             tell(f"{found}; starting again ({attempt + 1} of {restarts})")
     raise AssertionError("unreachable")
+
+
+def _meet(run: Attempt, port: int) -> dict[str, Any] | str:
+    """Open the store that the ranks wait for, tell them where, and see them to the end; the store ends with this call."""
+    store = _store(port, run.job.timeout)
+    for c in run.children:
+        with suppress(OSError):  # a rank that is gone already, as `Attempt.failed` will see
+            c.pipe.send(store.port)
+    return run.result()
 
 
 def _store(port: int, timeout: float) -> Any:
@@ -228,20 +240,21 @@ def _store(port: int, timeout: float) -> Any:
         raise RunError(what, where="rank 0, before the first step", hint="--port 0 takes a free one") from None
 
 
-def _start(run: Attempt, world: int, port: int, attempt: int, open_session: Open) -> None:
+def _fork(run: Attempt, world: int, open_session: Open) -> None:
     context = multiprocessing.get_context("fork")
     for rank in range(world):
         ours, theirs = context.Pipe()
-        args = (rank, world, port, attempt, run, theirs, open_session, os.getpid())
+        args = (rank, world, run, theirs, open_session, os.getpid())
         process = context.Process(target=_child, args=args, name=f"tapestry rank {rank}")
-        process.start()
+        try:
+            process.start()
+        except OSError as e:
+            raise RunError(f"no process for rank {rank}: {e.strerror}", hint="fewer --processes") from None
         theirs.close()
         run.children.append(Child(process, ours, rank))
 
 
-def _child(
-    rank: int, world: int, port: int, attempt: int, run: Attempt, pipe: Connection, open_session: Open, parent: int
-) -> None:
+def _child(rank: int, world: int, run: Attempt, pipe: Connection, open_session: Open, parent: int) -> None:
     """The whole life of a rank."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN if name == signal.SIGINT else signal.SIG_DFL)
@@ -250,13 +263,14 @@ def _child(
         os._exit(1)
     for c in run.children:
         c.pipe.close()
+    gc.freeze()  # what the parent made is the parent's to end: its threads are not here
     try:
         import torch.distributed as dist
 
         limit = timedelta(seconds=run.job.timeout)
-        client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit, use_libuv=True)
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=limit, use_libuv=True)
         me = Rank(
-            rank=rank, world=world, store=dist.PrefixStore(f"tapestry/{attempt}", client), slots=run.slots, local=rank,
+            rank=rank, world=world, store=store, slots=run.slots, local=rank,
             advance=lambda batch, steps: pipe.send(("batch", batch)) if rank == 0 else None,
         )  # fmt: skip
         document = work(me, run.job, open_session)
