@@ -14,6 +14,7 @@ from tapestry.codegen.triton.chips import PRECISIONS, chip_of, plain
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir import store
 from tapestry.ir.plan import Mesh
+from tapestry.lift import early
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import Result, Session, largest_constant
 from tapestry.verify import reference
@@ -230,7 +231,7 @@ def compared(compiled: Compiled, feeds: Mapping[str, Any], outs: Mapping[str, An
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
         allowed = reference.tolerances(compiled.build.plan.graph)
-        _check(Path(compiled.build.model), feeds, outs, allowed, document)
+        _check(early.runnable(Path(compiled.build.model)), feeds, outs, allowed, document)
     return document
 
 
@@ -243,7 +244,11 @@ def _described(a: Any) -> dict[str, Any]:
 
 
 def _check(
-    model: Path, feeds: Mapping[str, Any], outs: Mapping[str, Any], allowed: Mapping[str, float], document: dict[str, Any]
+    model: Path | bytes,
+    feeds: Mapping[str, Any],
+    outs: Mapping[str, Any],
+    allowed: Mapping[str, float],
+    document: dict[str, Any],
 ) -> None:
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
     document["reference"], expected = reference.reference(model, feeds)

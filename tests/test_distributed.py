@@ -1,4 +1,4 @@
-"""Runs on several processes: the same bits, bytes and peaks as planned; messages, shards and streams that are not right are refused;
+"""Runs on several processes: the same bits, bytes and peaks as planned; shards and streams that are not right are refused;
 failures end the run, named."""
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
 from tapestry.runtime import batches, shards
 from tapestry.runtime.parcels import owners
-from tapestry.runtime.pulse import COMPUTE, IDLE, PEER, PHASE, STEP, WAIT, Pulse, guilty, shared
 from tapestry.runtime.session import ModelFiles
-from tapestry.runtime.wire import Mismatch, Wire
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have: kernels round by the number of threads
@@ -162,40 +160,6 @@ def test_a_build_on_disk_keeps_the_counts_that_are_not_sent():
         found += any(isinstance(s, Reduce) and any(s.known) for s in program.steps)
         assert unpack(msgspec.json.decode(msgspec.json.encode(pack(program)), type=Packed)) == program
     assert found
-
-
-# --- messages
-
-
-def wire(**more) -> Wire:
-    return Wire(**({"rank": 0, "world": 2, "plan": bytes(range(16)), "pulse": Pulse(shared(2), 0)} | more))
-
-
-def test_a_message_says_what_it_is():
-    a, b = torch.arange(6, dtype=torch.int16).reshape(2, 3), torch.tensor([True, False, True])
-    pieces = [("a", (2, 3), torch.int16), ("b", (3,), torch.bool), ("none", (0, 4), torch.float64)]
-    message = wire()._pack(5, list(zip(pieces, (a, b, torch.empty(0, 4, dtype=torch.float64)), strict=True)))
-    got = wire(rank=1)._unpack(5, 0, message, pieces)
-    assert torch.equal(got[0], a) and torch.equal(got[1], b) and got[2].shape == (0, 4)
-    other = [("a", (3, 2), torch.int16), *pieces[1:]]
-    typed = [("a", (2, 3), torch.uint16), *pieces[1:]]
-    for bad in (
-        lambda: wire(rank=1)._unpack(6, 0, message, pieces), lambda: wire(rank=1, plan=bytes(16))._unpack(5, 0, message, pieces),
-        lambda: wire(rank=1, batch=2)._unpack(5, 0, message, pieces), lambda: wire(rank=0)._unpack(5, 1, message, pieces),
-        lambda: wire(rank=1)._unpack(5, 0, message, other), lambda: wire(rank=1)._unpack(5, 0, message, typed),
-    ):  # fmt: skip
-        with pytest.raises(Mismatch, match="sent a message that the plan has not"):
-            bad()
-
-
-def test_who_is_to_blame():
-    slots = shared(3)
-    slots[:, PHASE], slots[:, STEP], slots[:, PEER] = (WAIT, COMPUTE, WAIT), (7, 6, 6), (1, -1, 0)
-    assert guilty(slots, {2}) == [2]  # who is stopped
-    assert guilty(slots, set()) == [1]  # who waits for nobody
-    slots[:, PHASE] = (WAIT, WAIT, IDLE)
-    slots[:, PEER] = (1, 2, -1)
-    assert guilty(slots, set()) == [2]  # whom the least advanced one waits for
 
 
 # --- shards of weights
@@ -465,21 +429,6 @@ def test_a_gpu_per_rank(monkeypatch):
         device_of("triton", 6, 2)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert device_of("triton", 0, 0).type == "cpu"
-
-
-def test_headers_that_are_checked_at_the_end():
-    """On a GPU a header is looked at when the run is over: a message that differs ends it all the same."""
-    pieces = [("a", (2,), torch.float32)]
-    for batch in (0, 1):
-        message = wire(batch=batch)._pack(5, [(pieces[0], torch.ones(2))])
-        late = wire(rank=1, deferred=True, ahead=False)
-        assert late._unpack(5, 0, message, pieces)[0].tolist() == [1, 1]
-        if batch == 0:
-            late.check_all()
-            assert late.unchecked == []
-            continue
-        with pytest.raises(Mismatch, match="sent a message that the plan has not"):
-            late.check_all()
 
 
 @pytest.mark.slow

@@ -42,6 +42,8 @@ def load(path: Path) -> ModelProto:
             "the model has no graph", where=str(path), why=f"{len(data)} bytes, {len(model.graph.node)} nodes and no output",
             hint="export or download the file again",
         )  # fmt: skip
+    if not model.opset_import and model.ir_version < 3:  # which had no place to say it
+        model.opset_import.add(version=1)
     if not model.opset_import:
         raise ModelError("the model does not say its opset", where=str(path), why="opset_import is empty")
     return model

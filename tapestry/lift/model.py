@@ -20,6 +20,7 @@ from tapestry.lift import (
     attention,
     batched,
     conv,
+    early,
     einsum,
     elementwise,
     gather,
@@ -115,6 +116,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
     check_structure(model, path.parent, weights=weights)
     stored = take_out_weights(model)
     check_attributes(model)
+    early.modernize(model)
     inputs = input_dims(model, set(stored))
     env = bind(inputs, shapes)
     unified = {}

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, helper
 
-from tapestry.errors import LawError, ModelError
+from tapestry.errors import LawError, ModelError, refusing
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import Weight
 from tapestry.lift.checks import file_bytes, load, node_name
+from tapestry.lift.early import modernize
 from tapestry.lift.external import parse_place
 from tapestry.lift.weights import stored_tensors
 
@@ -52,6 +53,8 @@ def check_references(graph: Graph, model: Path, sha256: str) -> int:
     except (OSError, ValueError, ModelError):
         proto = None
     if proto is not None:
+        with refusing(ModelError, "the plan's model cannot be read", str(model), "compile it again"):
+            modernize(proto)
         stored = stored_tensors(proto)
         for name, ref in graph.weights.items():
             _weight(name, ref, stored.get(name))

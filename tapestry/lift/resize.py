@@ -90,9 +90,11 @@ def _nearest(n: Node, places: dict[int, Place]) -> bool:
     dims = n.out_dims()
     ranges = {d.name: d.size for d in dims}
     old = n.kind == "Upsample" or n.version < 11
-    rounding = "floor" if old else str(n.attr("nearest_mode", "round_prefer_floor"))
+    given = str(n.attr("nearest_mode", "round_prefer_floor"))
     index = here(dims)
     for a, (top, c) in places.items():
+        grows = n.kind == "Upsample" or n.out().shape[a] >= n.shape(0)[a]
+        rounding = given if not old else "floor" if grows else "ceil"  # Resize-10 does not say: as onnxruntime
         if rounding == "floor":
             index[a] = floordiv(top, c, ranges)
         elif rounding == "ceil":

@@ -33,8 +33,8 @@ class Difference:
     passed: bool
 
 
-def reference(model: Path, feeds: Mapping[str, Array]) -> tuple[str, dict[str, Array]]:
-    """(which evaluator, outputs by name).
+def reference(model: Path | bytes, feeds: Mapping[str, Array]) -> tuple[str, dict[str, Array]]:
+    """(which evaluator, outputs by name) of a file, or of the bytes of one.
 
     Raises:
         ModelError: neither evaluator runs the model.
@@ -45,10 +45,10 @@ def reference(model: Path, feeds: Mapping[str, Array]) -> tuple[str, dict[str, A
             return name, run(model, feeds)
         except Exception as e:  # both libraries raise many kinds; the message is passed on
             first = first or e
-    raise ModelError(f"no reference evaluator runs the model: {first}", where=str(model))
+    raise ModelError(f"no reference evaluator runs the model: {first}", where=str(model) if isinstance(model, Path) else "")
 
 
-def spread(model: Path, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
+def spread(model: Path | bytes, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
     """How far the ONNX reference evaluator is from onnxruntime, per output (``rel_err``): what single precision leaves open.
 
     Some models amplify rounding (an encoder-decoder with unscaled scores and random weights by 10^4 and more); there no
@@ -61,24 +61,25 @@ def spread(model: Path, feeds: Mapping[str, Array], expected: Mapping[str, Array
     return {name: compare(other[name], a).rel_err for name, a in expected.items() if name in other}
 
 
-def _onnxruntime(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
+def _onnxruntime(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry("session.disable_quant_qdq", "1")  # else it computes quantised models in integers instead
-    session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    given = str(model) if isinstance(model, Path) else model
+    session = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     found: list[Any] = list(session.run(names, {n: a for n, a in feeds.items() if n in known}))
     return dict(zip(names, found, strict=True))
 
 
-def _evaluator(model: Path, feeds: Mapping[str, Array]) -> dict[str, Array]:
+def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
     import onnx
     from onnx.reference import ReferenceEvaluator
 
-    loaded = onnx.load(str(model))
+    loaded = onnx.load(str(model)) if isinstance(model, Path) else onnx.load_from_string(model)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         found: list[Any] = list(ReferenceEvaluator(loaded).run(None, dict(feeds)))
