@@ -11,6 +11,7 @@ import numpy as np
 from onnx import NodeProto, helper
 
 from tapestry.fuzz.evaluate import Array, Unfit, is_float, node_values
+from tapestry.fuzz.forms import earlier
 
 LARGEST = 1500  # elements of a value: many small models find more than few large ones
 LOUDEST = 1e3  # magnitude of a value; beyond it tolerances relative to the greatest magnitude hide too much
@@ -171,7 +172,9 @@ class Draw:
         """
         names = [self._name("t") for _ in range(outs)]
         given = {k: a for k, a in attrs.items() if a is not None}
-        node = helper.make_node(op, [v.name if v else "" for v in ins], names, self._name(op), **given)
+        node = earlier(
+            helper.make_node(op, [v.name if v else "" for v in ins], names, self._name(op), **given), self.opset, self.weights
+        )
         found = node_values(node, {v.name: v.array for v in ins if v}, self.opset)
         sure = all(v.exact for v in ins if v) and exact
         made: list[Value] = []

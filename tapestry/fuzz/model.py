@@ -29,7 +29,7 @@ WEIGHT = {
     "pool": 2,
     "unary": 2,
 }
-OPSETS = (18, 20, 21, 22, 23)
+OPSETS = (*range(7, 18), *(18, 20, 21, 22, 23) * 3, 24, 25, 26)
 
 
 @dataclass(frozen=True, slots=True)

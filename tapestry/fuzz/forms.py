@@ -1,0 +1,122 @@
+"""A node of today's form as an earlier opset has it: counts and axes as attributes, what did not exist left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from onnx import AttributeProto, NodeProto, defs, helper
+
+from tapestry.fuzz.evaluate import Array, Unfit
+
+Attributes = dict[str, Any]
+Form = Callable[[int, list[Array | None], Attributes], int | None]
+"""(opset, constant inputs from the second on, attributes) to how many inputs stay, None for all of them."""
+
+
+def _axes(opset: int, given: list[Array | None], attributes: Attributes) -> int | None:
+    if attributes.pop("noop_with_empty_axes", 0):
+        raise Unfit("axes were never empty")
+    if given:
+        attributes["axes"] = _ints(given[0])
+    return 1
+
+
+def _split(opset: int, given: list[Array | None], attributes: Attributes) -> int | None:
+    attributes.pop("num_outputs", None)
+    if opset < 13 and given:
+        attributes["split"] = _ints(given[0])
+    return 1 if opset < 13 else None
+
+
+def _pad(opset: int, given: list[Array | None], attributes: Attributes) -> int | None:
+    if opset >= 11:
+        return None
+    attributes["pads"] = _ints(given[0])
+    if len(given) > 1:
+        attributes["value"] = float(_known(given[1]).reshape(-1)[0])
+    return 1
+
+
+def _slice(opset: int, given: list[Array | None], attributes: Attributes) -> int | None:
+    if opset >= 10:
+        return None
+    if len(given) > 3 and set(_ints(given[3])) != {1}:
+        raise Unfit("there were no steps")
+    attributes.update(zip(("starts", "ends", "axes"), map(_ints, given[:3]), strict=False))
+    return 1
+
+
+def _clip(opset: int, given: list[Array | None], attributes: Attributes) -> int | None:
+    if opset >= 11:
+        return None
+    attributes.update((k, float(_known(a).reshape(-1)[0])) for k, a in zip(("min", "max"), given, strict=False))
+    return 1
+
+
+def _topk(opset: int, given: list[Array | None], attributes: Attributes) -> int | None:
+    if opset < 10:
+        attributes["k"] = _ints(given[0])[0]
+    return 1 if opset < 10 else None
+
+
+REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+FORMS: dict[str, tuple[int, Form]] = {  # the first opset that has the form of today
+    **{f"Reduce{r}": (18, _axes) for r in REDUCTIONS},
+    "ReduceSum": (13, _axes), "Squeeze": (13, _axes), "Unsqueeze": (13, _axes), "Split": (18, _split), "Pad": (18, _pad),
+    "Slice": (10, _slice), "Clip": (11, _clip), "TopK": (10, _topk),
+}  # fmt: skip
+
+
+def earlier(node: NodeProto, opset: int, constants: Mapping[str, Array]) -> NodeProto:
+    """The node as an opset has it.
+
+    Args:
+        constants: what the weights hold.
+
+    Raises:
+        Unfit: it has no such node, or only for values that are known.
+    """
+    if not defs.has(node.op_type, max_inclusive_version=opset):
+        raise Unfit(f"opset {opset} has no {node.op_type}")
+    since, form = FORMS.get(node.op_type, (0, _axes))
+    attributes: Attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    keep: int | None = None
+    if opset < since:
+        keep = form(opset, [constants.get(i) if i else None for i in node.input[1:]], attributes)
+    schema = defs.get_schema(node.op_type, max_inclusive_version=opset)
+    ins = list(node.input)[:keep]
+    if schema.deprecated or not schema.min_input <= len(ins) <= schema.max_input:
+        raise Unfit(f"{node.op_type} of opset {opset} has other inputs")
+    places = np.array([attributes.get("axis", 0), *attributes.get("axes", [])])
+    if opset < 11 and (places < 0).any():
+        raise Unfit("axes were counted from the front")
+    out = helper.make_node(node.op_type, ins, list(node.output), node.name)
+    given = {a.name: a for a in node.attribute}
+    for name, value in attributes.items():
+        if name not in schema.attributes:
+            _default(node.op_type, name, value)
+        elif name in given:
+            out.attribute.append(given[name])
+        else:
+            kind = AttributeProto.INTS if isinstance(value, list) else None  # an empty list does not say
+            out.attribute.append(helper.make_attribute(name, value, attr_type=kind))
+    return out
+
+
+def _default(op: str, name: str, value: Any) -> None:
+    """That an attribute which an opset does not have is the one of every node."""
+    known = defs.get_schema(op).attributes.get(name)
+    if known is None or not known.default_value.type or helper.get_attribute_value(known.default_value) != value:
+        raise Unfit(f"an earlier {op} has no {name}")
+
+
+def _known(a: Array | None) -> Array:
+    if a is None:
+        raise Unfit("an attribute is a constant")
+    return a
+
+
+def _ints(a: Array | None) -> list[int]:
+    return [int(v) for v in _known(a).reshape(-1)]
