@@ -89,6 +89,8 @@ def earlier(node: NodeProto, opset: int, constants: Mapping[str, Array]) -> Node
     ins = list(node.input)[:keep]
     if schema.deprecated or not schema.min_input <= len(ins) <= schema.max_input:
         raise Unfit(f"{node.op_type} of opset {opset} has other inputs")
+    if opset < 11 and node.op_type == "OneHot":
+        raise Unfit("places were counted from the front, which constants are held to")
     places = np.array([attributes.get("axis", 0), *attributes.get("axes", [])])
     if opset < 11 and (places < 0).any():
         raise Unfit("axes were counted from the front")
