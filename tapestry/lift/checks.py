@@ -12,6 +12,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 
 from tapestry.errors import ModelError
 from tapestry.lift.external import check_file, check_inline, check_overlaps, parse_place, tensor_bytes
+from tapestry.lift.sparse import densify
 
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
 MAX_VERSION = (1 << 31) - 1
@@ -46,6 +47,7 @@ def load(path: Path) -> ModelProto:
         model.opset_import.add(version=1)
     if not model.opset_import:
         raise ModelError("the model does not say its opset", where=str(path), why="opset_import is empty")
+    densify(model)
     return model
 
 
@@ -118,8 +120,6 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
         check_tensor(t, folder, weights=weights)
     if weights:  # a plan without data may have places that stand for nothing
         check_overlaps(model.graph.initializer)
-    if model.graph.sparse_initializer:
-        raise ModelError("sparse initializers are not supported", why=f"{len(model.graph.sparse_initializer)} of them")
 
 
 def opsets_of(owner: ModelProto | FunctionProto) -> dict[str, int]:
