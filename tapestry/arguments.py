@@ -20,6 +20,14 @@ def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
     return integer
 
 
+def seconds(text: str) -> float:
+    """A type of argument: a time of at least 0, without end as well."""
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no time")
+    return value
+
+
 def run(p: argparse.ArgumentParser) -> None:
     """What is run, on what, and how long silence is borne."""
     p.add_argument("build", type=Path)
@@ -28,7 +36,7 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
     p.add_argument("--seed", type=whole(0), default=0, help="of random inputs, where none are given")
     p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
-    p.add_argument("--timeout", type=float, default=30.0, metavar="S", help="silence for so long is a failure (30)")
+    p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence for so long is a failure (30)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the real run on a clock, for https://ui.perfetto.dev")
     p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
 
@@ -46,6 +54,11 @@ def processes(p: argparse.ArgumentParser) -> None:
     p.add_argument("--port", type=whole(0, 65535), default=0, help="of the rendezvous; a free one by default")
 
 
+def by_ranks(args: argparse.Namespace) -> bool:
+    """Whether a run was asked for something that ranks do, or one rank alone."""
+    return any((args.processes, args.threads, args.inputs, args.weights, args.trace, args.max_restarts, args.port))
+
+
 def calibrate(p: argparse.ArgumentParser) -> None:
     """What is measured, or fitted."""
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json")
@@ -58,7 +71,7 @@ def fuzz(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=whole(0), default=0)
     p.add_argument("--count", type=int, default=1000, metavar="N", help="cases: a model, a mesh, moves, strategies, layouts")
     p.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
-    p.add_argument("--time", type=float, default=float("inf"), metavar="S", help="seconds after which no case is begun")
+    p.add_argument("--time", type=seconds, default=float("inf"), metavar="S", help="seconds after which no case is begun")
     p.add_argument("--stop", type=whole(1), default=20, metavar="N", help="different failures after which to end")
     p.add_argument("--output", type=Path, metavar="DIR", help="a folder for what failed, shrunk: model.onnx, case.json, data")
     p.add_argument("--jobs", type=whole(1), metavar="J", help="in so many processes at a time, some on Triton's interpreter")
@@ -70,7 +83,7 @@ def tune(p: argparse.ArgumentParser) -> None:
     p.add_argument("build", type=Path)
     p.add_argument("--library", action="store_true", help="also the vendor's library, for run --library")
     p.add_argument("--again", action="store_true", help="also what was measured before")
-    p.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="seconds for everything")
+    p.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="seconds for everything")
     p.add_argument("--seed", type=whole(0), default=0, help="of the random data")
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def _run(args: argparse.Namespace) -> int:
     from tapestry import api
     from tapestry.viz import progress, tables
 
-    if args.processes is not None or args.threads is not None or args.inputs or args.weights or args.trace or args.max_restarts:
+    if arguments.by_ranks(args):
         if args.library:
             raise TapestryError("a run by ranks uses no vendor library", where="--library", hint="leave it out")
         return _run_processes(args)
@@ -200,17 +201,18 @@ def _explain(args: argparse.Namespace) -> int:
 
     if args.analyze:
         return _analyze(args)
+    if args.processes:
+        raise TapestryError("nothing is run", where="--processes", hint="--analyze runs the build")
     build, _ = store.read(args.build)
     other = store.read(args.diff)[0] if args.diff else None
     timed = explain.schedule(build)
     found = explain.document(build, why=args.why, timed=timed)
     text = explain.text(build, found, critical=args.critical_path)
-    if args.trace:
-        found["trace"] = {"file": str(args.trace), **trace.write(args.trace, build.plan, timed)}
     if other is not None:
         found["diff"] = diff.compare(build, other, found)
         text = diff.text(found["diff"])
     if args.trace:
+        found["trace"] = {"file": str(args.trace), **trace.write(args.trace, build.plan, timed)}
         text += explain.trace_text(found["trace"])
     if args.json:
         _json({**build.report, **found, "text": text})
@@ -368,8 +370,6 @@ def _check_sharding(args: argparse.Namespace) -> int:
     found = check_file(args.model, _shapes(args.shape))
     errors = [f for f in found if f.level == "error" or (args.strict and f.code != "no-annotations")]
     if args.json:
-        from dataclasses import asdict
-
         rows = {k: [asdict(f) for f in found if (f in errors) == (k == "errors")] for k in ("errors", "warnings")}
         _json({"model": str(args.model), "passed": not errors, **rows})
         return 1 if errors else 0
