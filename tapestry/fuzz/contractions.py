@@ -186,16 +186,30 @@ def resize(d: Draw) -> None:
         k = d.rng.randint(1, x.shape[at])
         d.add("TopK", [x, d.ints(k)], 2, exact=True, axis=at, largest=d.rng.randrange(2))
         return
-    x = d.pick(rank=4, dtypes=("float32",))
-    scales = d.weight(np.array([1, 1, d.rng.choice([1, 2, 3]), d.rng.choice([1, 2])], np.float32))
-    mode, coordinates = d.rng.choice([("nearest", "asymmetric"), ("linear", "half_pixel"), ("linear", "align_corners")])
-    d.add(
-        "Resize",
-        [x, None, scales],
-        mode=mode,
-        coordinate_transformation_mode=coordinates,
-        nearest_mode="floor" if mode == "nearest" else None,
-    )
+    _resampled(d)
+
+
+def _resampled(d: Draw) -> None:
+    """Scales that binary fractions hold, so that no place lies on the other side of a border by rounding."""
+    mode = d.rng.choice(["nearest", "nearest", "linear", "cubic"])
+    x = d.pick(rank=4 if mode == "cubic" else range(2, 5), dtypes=("float32",))
+    scales = [d.rng.choice([0.25, 0.5, 1.5, 2, 2.5, 3]) for _ in x.shape]
+    scales = [f if n * f >= 1 and k >= x.rank - 2 else 1.0 for k, (n, f) in enumerate(zip(x.shape, scales, strict=True))]
+    how = d.rng.choice(["half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners"])
+    if how == "align_corners" and any(n * f % 1 for n, f in zip(x.shape, scales, strict=True)):
+        raise Unfit("onnxruntime rounds the length before it divides by it")
+    rounding = d.rng.choice(["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"]) if mode == "nearest" else None
+    empty = d.weight(np.zeros(0, np.float32))
+    place: list[Value | None] = [empty, d.weight(np.array(scales, np.float32))]
+    if d.chance(0.3):
+        sizes = d.ints(*(int(n * f) for n, f in zip(x.shape, scales, strict=True)))
+        place = [empty, empty if d.opset < 13 else None, sizes]
+    more: dict[str, Any] = {"cubic_coeff_a": d.rng.choice([-0.5, -0.75])} if mode == "cubic" else {}
+    if mode != "nearest" and d.chance(0.15):
+        more["antialias"] = 1
+    if mode == "cubic" and d.chance(0.2):
+        more["exclude_outside"] = 1
+    d.add("Resize", [x, *place], mode=mode, coordinate_transformation_mode=how, nearest_mode=rounding, **more)
 
 
 FAMILIES = {f.__name__: f for f in (matmul, gemm, einsum, conv, conv_transpose, pool, attention, recurrent, resize)}

@@ -146,10 +146,10 @@ def _cubic_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, s
     ranges = {d.name: d.size for d in dims}
     first, wide = floordiv(top, c, ranges), accumulator(n.dtype(0))
 
-    def cell(e: Aff) -> tuple[Read, Tensor]:
-        return n.read(src, [e if a == axis else dim(d.name) for a, d in enumerate(dims)], 0.0 if e.terms else None)
+    def cell(e: Aff, fill: float | None = None) -> tuple[Read, Tensor]:
+        return n.read(src, [e if a == axis else dim(d.name) for a, d in enumerate(dims)], fill)
 
-    reads = [*(cell(first + k) for k in (-1, 0, 1, 2)), cell(const(0)), cell(const(size - 1))]
+    reads = [*(cell(first + k, 0.0) for k in (-1, 0, 1, 2)), cell(const(0)), cell(const(size - 1))]
     t = call("div", cast(Index(modulo(top, c, ranges)), wide), literal(float(c), wide))
 
     def body(*cells: Expr) -> Expr:
