@@ -31,10 +31,81 @@ def test_resize_by_scales(tmp_path, scale):
         agree(node("Resize", "x _ scales", mode=mode), {"x": data(1, 2, 6, 5)}, ["y"], consts, folder=tmp_path, rtol=1e-5)
 
 
+# size and scale: in float64 the product is just below a whole number, in float32 (onnxruntime, exporters) it is that number
+ROUNDED_UP = [(5, 1.4), (10, 2.3)]
+
+
+def _rounded_up(opset, mode):
+    """A Resize by such scales and a pool of its result. (onnxruntime's own Shape of it, folded, is wrong.)"""
+    (h, a), (w, b) = ROUNDED_UP[0], ROUNDED_UP[1]
+    scales = np.array([1, 1, a, b], np.float32)
+    assert np.floor(h * np.float64(scales[2])) < np.float32(h) * scales[2] and np.float32(w) * scales[3] % 1 == 0
+    if opset < 9:
+        how, ins = {"scales": scales.tolist()}, ""
+    else:
+        how, ins = {}, "scales" if opset < 11 else "roi scales"
+    op = "Upsample" if opset < 10 else "Resize"
+    nodes = [
+        node(op, f"x {ins}", "y", mode=mode, **how),
+        node("MaxPool", "y", "p", kernel_shape=[2, 2], strides=[2, 2]),
+    ]
+    return nodes, {"x": data(1, 2, h, w)}, {"scales": scales, "roi": np.zeros(0, np.float32)} if opset >= 9 else {}
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize("opset", [7, 9, 10, 11, 13, 18])
+def test_resize_by_a_scale_that_rounds_up_has_the_size_that_float32_gives(tmp_path, opset, mode):
+    nodes, feeds, consts = _rounded_up(opset, mode)
+    graph = agree(nodes, feeds, ["y", "p"], consts, opset=opset, folder=tmp_path, rtol=1e-5)
+    assert graph.tensors["y"].shape == (1, 2, 7, 23) and graph.tensors["p"].shape == (1, 2, 3, 11)
+
+
+def test_one_resize_after_another_by_such_scales(tmp_path):
+    consts = {"a": np.array([1, 1, 1.4, 1], np.float32), "b": np.array([1, 1, 1, 2.3], np.float32)}
+    nodes = [
+        node("Resize", "x _ a", "m"),
+        node("Resize", "m _ b", "n"),
+        node("AveragePool", "n", "y", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1),
+    ]
+    graph = agree(nodes, {"x": data(1, 2, 5, 10)}, ["y"], consts, opset=13, folder=tmp_path)
+    assert graph.tensors["y"].shape == (1, 2, 4, 12)
+
+
+def test_nearest_cells_of_tensorflow_at_any_opset(tmp_path):
+    """`tf_half_pixel_for_nn` belongs to opset 11; tf2onnx writes it at every later one, and onnxruntime runs it."""
+    how = {"mode": "nearest", "coordinate_transformation_mode": "tf_half_pixel_for_nn", "nearest_mode": "floor"}
+    none = {"none": np.zeros(0, np.float32)}
+    for sizes in ([1, 2, 9, 11], [1, 2, 4, 3]):
+        agree(
+            node("Resize", "x none none sizes", **how),
+            {"x": data(1, 2, 6, 5)},
+            ["y"],
+            {"sizes": np.array(sizes, np.int64), **none},
+            opset=11,
+            folder=tmp_path,
+        )
+    graph = lift_model(
+        build(
+            [node("Resize", "x _ _ sizes", **how)],
+            {"x": data(1, 2, 6, 5)},
+            ["y"],
+            {"sizes": np.array(sizes, np.int64)},
+            opset=18,
+        ),
+        tmp_path,
+    ).graph
+    assert all(isinstance(op, Block) for op in graph.ops)
+
+
 def test_resize_that_floor_cannot_say_stays_opaque_and_splits_by_channel(tmp_path):
     consts = {"scales": np.array([1, 1, 2, 2], np.float32)}
     graph = agree(
-        node("Resize", "x _ scales", mode="linear", antialias=1), {"x": data(2, 3, 6, 5)}, ["y"], consts, folder=tmp_path, native=False
+        node("Resize", "x _ scales", mode="linear", antialias=1),
+        {"x": data(2, 3, 6, 5)},
+        ["y"],
+        consts,
+        folder=tmp_path,
+        native=False,
     )
     (op,) = graph.ops
     assert isinstance(op, Opaque) and [d.name for d in op.dims] == ["b", "c"]

@@ -27,7 +27,7 @@ from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.inference import InferenceError, infer_shapes
 from tapestry.lift.registry import find
-from tapestry.lift.settle import settle, slice_sizes
+from tapestry.lift.settle import RESIZES, settle, settle_scales, slice_sizes
 from tapestry.lift.unroll import LEVELS, SOURCE, STEPS, unroll
 from tapestry.lift.weights import stored_tensors
 
@@ -405,7 +405,8 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
     tag_sources(model)
     declared = ModelProto()
     declared.CopyFrom(model)
-    if settle(model):  # what the file declares may then be what onnx wrongly inferred
+    scaled = any(n.op_type in RESIZES for n in model.graph.node) and _infer(model, version)[1]
+    if settle(model) or scaled:  # what the file declares may then be what onnx wrongly inferred
         del declared.graph.value_info[:]
         for o in declared.graph.output:
             if o.type.HasField("tensor_type"):
@@ -423,7 +424,7 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
         model = run_passes(model)
         del model.graph.value_info[:]
         add_defaults(model, version)
-        types = infer(model)
+        types, _ = _infer(model, version)
         written = unroll(model, types, loops=steps and level < LEVELS) or slice_sizes(model, types, version)
         open_shapes = any(
             n.op_type in ("Shape", "Size") and _static(types.get(n.input[0], TypeProto())) for n in model.graph.node
@@ -435,6 +436,14 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
     check_declared(declared, types)
     hints = {v.name: v.type for v in (*declared.graph.value_info, *declared.graph.output) if _static(v.type)}
     return _with_hints(model, types, hints)
+
+
+def _infer(model: ModelProto, version: int) -> tuple[Types, bool]:
+    """`infer`, after every Resize by scales that it would get wrong is written anew, one after another; whether any was."""
+    types, found = infer(model), False
+    while settle_scales(model, types, version):
+        types, found = infer(model), True
+    return types, found
 
 
 def _with_hints(model: ModelProto, types: Types, hints: Types) -> Prepared:

@@ -65,9 +65,11 @@ def _places(n: Node) -> dict[int, Place] | None:
 
 
 def _rational(scale: np.float32 | None, size: int, wanted: int) -> Fraction | None:
-    """The scale as it was meant: wanted/size where that is the number given, else the simplest fraction that rounds to it."""
+    """The scale as it was meant: wanted/size where that is the number given or next to it (`settle_scales` may have taken
+    the next one), else the simplest fraction that rounds to it.
+    """
     whole = Fraction(wanted, size)
-    if scale is None or np.float32(float(whole)) == scale:
+    if scale is None or abs(np.float32(float(whole)) - scale) <= np.spacing(scale):
         return whole
     found = Fraction(float(scale)).limit_denominator(1 << 10)
     return found if found > 0 and np.float32(float(found)) == scale else None
@@ -82,6 +84,8 @@ def _place(how: str, o: Aff, scale: Fraction, size: int, wanted: int) -> Place |
     if how == "align_corners":
         ends = p * size - q  # (scale * size - 1) * q: the length before it is rounded down
         return (o * ((size - 1) * q), ends) if ends > 0 else (const(0), 1)
+    if how == "tf_half_pixel_for_nn":  # of opset 11; tf2onnx writes it at any
+        return o * (2 * q) + q, 2 * p
     return (const(0), 1) if how == "pytorch_half_pixel" else None
 
 

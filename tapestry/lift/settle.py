@@ -2,18 +2,22 @@
 
 Pooling with ``ceil_mode``: inference counts a last window that begins in the padding. onnxruntime, torch and the
 specification's text leave it out; the node gets explicit padding. STFT: inference takes an absent ``onesided`` for 0,
-the specification's default is 1. And where constants would not fold (a Split of sizes), the node is written so that they do.
+the specification's default is 1. Resize by a scale that is a little less than was meant (5 cells by
+1.4): inference multiplies in float64 and finds 6, onnxruntime and the exporters multiply in float32 and find 7.
+And where constants would not fold (a Split of sizes), the node is written so that they do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TypeProto
+from onnx import ModelProto, NodeProto, TypeProto, numpy_helper
 
 from tapestry.lift.inference import infer_shapes
 
+RESIZES = ("Resize", "Upsample")
 POOLS = ("MaxPool", "AveragePool", "LpPool")
 AFTER = "tapestry.after"  # the padding that was written in the file: what count_include_pad counts
 
@@ -68,6 +72,64 @@ def _settle(node: NodeProto, attributes: dict, size: list[int]) -> bool:
     node.attribute.append(onnx.helper.make_attribute("pads", [*pads[:rank], *after]))
     node.attribute.append(onnx.helper.make_attribute(AFTER, pads[rank:]))
     return True
+
+
+def settle_scales(model: ModelProto, types: Mapping[str, TypeProto], version: int) -> bool:
+    """Have a Resize by known scales give the sizes that float32 gives, and tell whether one had to be written anew. It is the
+    first one that has to be: the types behind it are then others.
+
+    With opset 11 the node gets the sizes themselves, before that scales that are greater by what rounding took away.
+    """
+    nodes = [n for n in model.graph.node if n.op_type in RESIZES and n.domain in ("", "ai.onnx")]
+    if not nodes:
+        return False
+    known = {t.name: t for t in model.graph.initializer}
+    known |= {n.output[0]: a.t for n in model.graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"}
+    return any(_settle_scales(model, n, types, known, version) for n in nodes)
+
+
+def _settle_scales(
+    model: ModelProto, node: NodeProto, types: Mapping[str, TypeProto], known: Mapping[str, onnx.TensorProto], version: int
+) -> bool:
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    modern = node.op_type == "Resize" and version >= 11
+    at = 2 if modern else 1
+    dims = types.get(node.input[0], TypeProto()).tensor_type.shape.dim
+    axes: list[int] = [a + len(dims) if a < 0 else a for a in attributes.get("axes", range(len(dims)))]
+    if len(node.input) > at and node.input[at] in known:
+        scales = numpy_helper.to_array(known[node.input[at]])
+    else:
+        scales = np.array(attributes.get("scales", []), np.float32)
+    crops = attributes.get("coordinate_transformation_mode") == b"tf_crop_and_resize"
+    if crops or len(node.input) > 3 or scales.dtype != np.float32 or not axes or scales.shape != (len(axes),):
+        return False
+    if not all(0 <= a < len(dims) and dims[a].HasField("dim_value") for a in axes):
+        return False
+    if not ((scales > 0) & (scales < np.iinfo(np.int16).max)).all():
+        return False
+    size = np.array([dims[a].dim_value for a in axes])
+    wanted = np.floor(size.astype(np.float32) * scales).astype(np.int64)
+    if (wanted == np.floor(size * scales.astype(np.float64))).all():
+        return False
+    made = numpy_helper.from_array(wanted if modern else _greater(size, scales, wanted), f"{node.output[0]}/sizes")
+    if modern:
+        none = numpy_helper.from_array(np.zeros(0, np.float32), f"{node.output[0]}/scales")
+        node.input[2] = "" if version >= 13 else none.name  # an input may not be left out before
+        node.input.append(made.name)
+        model.graph.initializer.extend([none] if version < 13 else [])
+    elif len(node.input) > 1:
+        node.input[1] = made.name
+    else:
+        next(a for a in node.attribute if a.name == "scales").floats[:] = numpy_helper.to_array(made).tolist()
+        return True
+    model.graph.initializer.append(made)
+    return True
+
+
+def _greater(size: np.ndarray, scales: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Scales of which the exact product too reaches the size that is wanted."""
+    low = size * scales.astype(np.float64) < wanted
+    return np.where(low, np.nextafter(scales, np.float32(np.inf)), scales).astype(np.float32)
 
 
 def slice_sizes(model: ModelProto, types: Mapping[str, TypeProto], version: int) -> bool:
