@@ -27,6 +27,7 @@ from tapestry.lift.checks import captured, node_name, subgraphs
 from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.inference import InferenceError, infer_shapes
 from tapestry.lift.registry import find
+from tapestry.lift.samples import sample_types
 from tapestry.lift.settle import RESIZES, settle, settle_scales, slice_sizes
 from tapestry.lift.unroll import LEVELS, SOURCE, STEPS, unroll
 from tapestry.lift.weights import stored_tensors
@@ -97,7 +98,17 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
     Raises:
         ModelError: an operator's inputs contradict each other in dtype or shape.
     """
-    bare, hints = ModelProto(), hints or {}
+    hints = dict(hints or {})
+    while True:
+        types = _infer_once(model, hints)
+        more = {n: t for n, t in sample_types(model, types).items() if n not in hints}
+        if not more:
+            return types
+        hints |= more
+
+
+def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto]) -> Types:
+    bare = ModelProto()
     bare.CopyFrom(model)
     del bare.graph.value_info[:]
     bare.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in hints.items())
@@ -170,14 +181,14 @@ def forget_stale(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
 
 
 def _contradicts(declared: TypeProto, found: TypeProto | None) -> bool:
-    """Whether two types of a tensor have one rank and different sizes."""
+    """Whether two types of a tensor have different ranks, or different sizes."""
     if found is None or not (declared.tensor_type.HasField("shape") and found.tensor_type.HasField("shape")):
         return False
     a, b = (t.tensor_type.shape.dim for t in (declared, found))
     known = (
         (x.dim_value, y.dim_value) for x, y in zip(a, b, strict=False) if x.HasField("dim_value") and y.HasField("dim_value")
     )
-    return len(a) == len(b) and any(x != y for x, y in known)
+    return len(a) != len(b) or any(x != y for x, y in known)
 
 
 def tag_sources(model: ModelProto) -> None:

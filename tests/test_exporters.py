@@ -1,0 +1,105 @@
+"""What exporters other than torch's write (tf2onnx, onnxmltools, skl2onnx, CatBoost): declarations that do not hold, functions of
+other opsets, operators of onnxruntime's own domain; whole models, on 1 and 2 devices, against onnxruntime.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from lifting import data
+from onnx import TensorProto as T
+from onnx import helper
+
+import tapestry
+
+F, L = T.FLOAT, T.INT64
+
+
+def value(name, kind, *shape):
+    return helper.make_tensor_value_info(name, kind, list(shape))
+
+
+def model(nodes, ins, outs, *, inits=(), opset=18, functions=(), domains=()):
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
+    graph = helper.make_graph(nodes, "g", ins, outs, list(inits))
+    return helper.make_model(graph, opset_imports=imports, ir_version=9, functions=list(functions))
+
+
+def held(made, feeds, folder, *, cut=None, rtol=1e-5):
+    """Compiled for 1 and 2 devices a model gives what onnxruntime gives; ``cut`` is a split forced on two. Its report is returned."""
+    path = folder / "m.onnx"
+    path.write_bytes(made.SerializeToString())
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    want = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
+    shapes = {n: a.shape for n, a in feeds.items() if a.ndim and a.dtype != object}
+    for devices in (1, 2):
+        compiled = tapestry.compile(path, devices=devices, shapes=shapes, pins=[cut] if cut and devices == 2 else ())
+        got = compiled.run(feeds)
+        for name, array in want.items():
+            assert got[name].shape == array.shape and got[name].dtype == array.dtype
+            np.testing.assert_allclose(got[name], array, rtol=rtol, atol=1e-5)
+    return compiled.report
+
+
+TREES = {
+    "nodes_treeids": [0, 0, 0], "nodes_nodeids": [0, 1, 2], "nodes_featureids": [1, 0, 0], "nodes_values": [0.1, 0.0, 0.0],
+    "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"], "nodes_truenodeids": [1, 0, 0], "nodes_falsenodeids": [2, 0, 0],
+}  # fmt: skip
+CLASSES = {"class_treeids": [0, 0, 0], "class_nodeids": [1, 1, 2], "class_ids": [0, 1, 2], "class_weights": [0.3, 0.6, 0.9]}
+TARGETS = {"target_treeids": [0, 0], "target_nodeids": [1, 2], "target_ids": [0, 1], "target_weights": [1.5, -2.0]}
+
+
+@pytest.mark.parametrize("declared", [(1,), (None,), (None, 3), ()], ids=str)
+def test_trees_are_cut_by_sample_whatever_the_file_declares(tmp_path, declared):
+    """onnxmltools declares labels of one sample (LightGBM), CatBoost other things; onnx infers nothing."""
+    nodes = [
+        helper.make_node(
+            "TreeEnsembleClassifier",
+            ["x"],
+            ["label", "raw"],
+            "c",
+            domain="ai.onnx.ml",
+            classlabels_int64s=[4, 7, 9],
+            **TREES,
+            **CLASSES,
+        ),
+        helper.make_node("TreeEnsembleRegressor", ["x"], ["value"], "r", domain="ai.onnx.ml", n_targets=2, **TREES, **TARGETS),
+        helper.make_node("Add", ["raw", "raw"], ["scores"], "a"),
+    ]
+    outs = [value("label", L, *declared), value("scores", F, None, 3), value("value", F, 1)]
+    made = model(nodes, [value("x", F, "n", 3)], outs, domains=["ai.onnx.ml"])
+    report = held(made, {"x": data(8, 3)}, tmp_path, cut="c:x0=2@d0")
+    assert report["host_values"] == {}
+
+
+@pytest.mark.parametrize(
+    "op, attributes, width",
+    [
+        ("LinearRegressor", {"coefficients": [0.5, -1.0, 2.0, 0.25, 1.0, -0.5], "targets": 2}, 2),
+        ("Normalizer", {"norm": "L1"}, 3),
+        ("Scaler", {"offset": [0.5], "scale": [2.0]}, 3),
+        ("Imputer", {"imputed_value_floats": [1.0], "replaced_value_float": 0.0}, 3),
+        ("SVMRegressor", {"coefficients": [0.5, 1.0], "support_vectors": [0.1, 0.2, 0.3, -1.0, 0.5, 0.0], "kernel_type": "RBF", "kernel_params": [0.4, 0.0, 3.0], "n_supports": 2, "rho": [0.2]}, 1),
+    ],
+)  # fmt: skip
+def test_samples_of_undeclared_shape(tmp_path, op, attributes, width):
+    nodes = [
+        helper.make_node(op, ["x"], ["m"], "o", domain="ai.onnx.ml", **attributes),
+        helper.make_node("Exp", ["m"], ["y"], "e"),
+    ]
+    made = model(nodes, [value("x", F, "n", 3)], [value("y", F, None, None)], domains=["ai.onnx.ml"])
+    report = held(made, {"x": data(8, 3)}, tmp_path)
+    assert report["host_values"] == {}
+    path = tmp_path / "m.onnx"
+    assert tapestry.compile(path, shapes={"n": 8}).build.plan.graph.tensors["y"].shape == (8, width)
+
+
+def test_an_output_declared_with_another_rank(tmp_path):
+    """skl2onnx (OneVsOneClassifier) declares a list of labels where it computes a column; onnxruntime warns, as we do."""
+    nodes = [helper.make_node("TopK", ["x", "k"], ["v", "i"], "t")]
+    made = model(
+        nodes, [value("x", F, "n", 3)], [value("i", L, None)], inits=[onnx.numpy_helper.from_array(np.array([1]), "k")]
+    )
+    held(made, {"x": data(5, 3)}, tmp_path)
