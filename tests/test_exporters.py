@@ -103,3 +103,26 @@ def test_an_output_declared_with_another_rank(tmp_path):
         nodes, [value("x", F, "n", 3)], [value("i", L, None)], inits=[onnx.numpy_helper.from_array(np.array([1]), "k")]
     )
     held(made, {"x": data(5, 3)}, tmp_path)
+
+
+def test_ranges_of_onnxruntime_s_own_domain_inside_a_loop(tmp_path):
+    """tf2onnx writes com.microsoft's Range, in loops too."""
+    one = onnx.numpy_helper.from_array(np.array(1), "one")
+    inside = [
+        helper.make_node("Range", ["zero", "four"], ["r"], "r", domain="com.microsoft"),
+        helper.make_node("Cast", ["r"], ["f"], "f", to=F),
+        helper.make_node("Add", ["h", "f"], ["hn"], "a"),
+        helper.make_node("Identity", ["c"], ["cn"], "i"),
+    ]
+    body = helper.make_graph(
+        inside, "b", [value("k", L), value("c", T.BOOL), value("h", F, 3, 4)], [value("cn", T.BOOL), value("hn", F, 3, 4)]
+    )
+    inits = [one, *(onnx.numpy_helper.from_array(np.array(v), n) for n, v in (("zero", 0), ("four", 4), ("three", 3)))]
+    made = model(
+        [helper.make_node("Loop", ["three", "", "x"], ["y"], "l", body=body)],
+        [value("x", F, 3, 4)],
+        [value("y", F, 3, 4)],
+        inits=inits,
+        domains=["com.microsoft"],
+    )
+    held(made, {"x": data(3, 4)}, tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from tapestry.lift.vendor import MICROSOFT, Body, Undefined, defines
+from tapestry.lift.vendor import CASTS, MICROSOFT, Body, Undefined, defines
 
 
 def _norm(b: Body, x: str, scale: str, bias: str, epsilon: float, *, centred: bool) -> list[str]:
@@ -145,3 +145,30 @@ def _swapped(b: Body, k: int) -> str:
     if not rank:
         raise Undefined
     return b("Transpose", b.ins[k], perm=[*range(rank - 2), rank - 1, rank - 2]) if rank > 1 else b.ins[k]
+
+
+STANDARD = {"Range": 11, "Trilu": 14, "GatherND": 11, "GridSample": 16}
+NEW_NAMES = {"bilinear": "linear", "bicubic": "cubic"}  # of GridSample's modes from opset 20
+
+
+@defines(*STANDARD)
+def standard(b: Body) -> list[str]:
+    """What has become an operator of ONNX, from the opset that has it; tf2onnx and older exporters of torch write these."""
+    b.need(b.version >= STANDARD[b.node_kind])
+    if b.node_kind == "Range":
+        return [b("Range", *_bounds(b))]
+    attributes = dict(b.attributes)
+    if b.node_kind == "GridSample" and b.version >= 20:
+        mode = b.get("mode", "bilinear")
+        attributes["mode"] = NEW_NAMES.get(mode, mode)
+    return [b(b.node_kind, *b.ins, **attributes)]
+
+
+def _bounds(b: Body) -> list[str]:
+    """Start, limit and step as scalars: a list of one will do, and the step is 1 where it is not given."""
+    start, limit, *step = (b("Squeeze", i) for i in b.ins)
+    if not step:
+        code = b.codes.get(b.ins[0], 0)
+        b.need(code != 0 or b.version >= CASTS)
+        step = [b("Cast", b.const(1.0), to=code) if code else b.scalar(1.0, start)]
+    return [start, limit, *step]
