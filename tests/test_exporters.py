@@ -13,6 +13,7 @@ from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
+from tapestry.errors import TapestryError
 
 F, L = T.FLOAT, T.INT64
 
@@ -126,3 +127,28 @@ def test_ranges_of_onnxruntime_s_own_domain_inside_a_loop(tmp_path):
         domains=["com.microsoft"],
     )
     held(made, {"x": data(3, 4)}, tmp_path)
+
+
+def written_for(version, op, **attributes):
+    """A function of another opset, called twice, once by another function."""
+    call = helper.make_node("inner", ["a"], ["b"], domain="local")
+    opsets = [helper.make_opsetid("", version)]
+    inner = helper.make_function("local", "inner", ["a"], ["b"], [helper.make_node(op, ["a"], ["b"], **attributes)], opsets)
+    both = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
+    outer = helper.make_function("local", "outer", ["a"], ["c"], [call, helper.make_node("Neg", ["b"], ["c"])], both)
+    nodes = [helper.make_node("outer", ["x"], ["m"], domain="local"), helper.make_node("inner", ["m"], ["y"], domain="local")]
+    return model(nodes, [value("x", F, "n", 3, 2)], [value("y", F, None, 3, 2)], functions=[inner, outer], domains=["local"])
+
+
+@pytest.mark.parametrize("version, op", [(14, "Relu"), (13, "Softmax"), (16, "LeakyRelu")])
+def test_functions_of_another_opset(tmp_path, version, op):
+    """skl2onnx's KNNImputer mixes opsets 14, 16 and 18."""
+    held(written_for(version, op), {"x": data(4, 3, 2)}, tmp_path)
+
+
+def test_a_function_whose_operators_have_changed_is_refused(tmp_path):
+    """Softmax of opset 12 is over all axes from its own on: taken for opset 18's it would be wrong in silence."""
+    path = tmp_path / "m.onnx"
+    path.write_bytes(written_for(12, "Softmax", axis=1).SerializeToString())
+    with pytest.raises(TapestryError, match="12 whereas model imports version 18"):
+        tapestry.compile(path, shapes={"n": 2})

@@ -48,6 +48,7 @@ from tapestry.lift.builder import DTYPE_OF, Builder, here
 from tapestry.lift.checks import check_attributes, check_structure, load
 from tapestry.lift.diagnosis import complete
 from tapestry.lift.external import dtype_name, parse_place
+from tapestry.lift.functions import align_functions
 from tapestry.lift.nodes import SUSPECT, lift_nodes
 from tapestry.lift.prepare import Prepared, infer, prepare, take_out_weights
 from tapestry.lift.symbols import Given, bind, dims_of, rewrite, unbound, unify
@@ -116,6 +117,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
     check_structure(model, path.parent, weights=weights)
     stored = take_out_weights(model)
     check_attributes(model)
+    align_functions(model)
     early.modernize(model)
     inputs = input_dims(model, set(stored))
     env = bind(inputs, shapes)
