@@ -233,7 +233,7 @@ def test_affine_grids(tmp_path, corners, size):
     "how, coefficient",
     list(itertools.product(["half_pixel", "align_corners", "asymmetric", "pytorch_half_pixel"], [-0.75, -0.5])),
 )
-@pytest.mark.parametrize("height, width", [(14, 10), (9, 17), (4, 3)])
+@pytest.mark.parametrize("height, width", [(14, 10), (9, 17), (4, 3), (1, 10)])
 def test_cubic_resize(tmp_path, how, coefficient, height, width):
     consts = {"sizes": np.array([2, 3, height, width], np.int64)}
     one = node("Resize", "x _ _ sizes", mode="cubic", coordinate_transformation_mode=how, cubic_coeff_a=coefficient)
