@@ -13,7 +13,6 @@ import resource
 import shutil
 import stat
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -477,7 +476,7 @@ def main(kind: str, folder: Path) -> None:
         place = folder / f"case{len(list(folder.iterdir()))}"
         place.mkdir()
         print(json.dumps({"begins": name}), flush=True)
-        path, began = str(make(place)), time.monotonic()
+        path, began = str(make(place)), sum(os.times()[:4])
         before = set(folder.rglob("*"))
         out = place / "out"
         commands = (
@@ -487,7 +486,7 @@ def main(kind: str, folder: Path) -> None:
         )
         results = [attempt(argv) for argv in commands]
         fresh = [str(p) for p in folder.rglob("*") if p not in before and out not in (p, *p.parents)]
-        print(json.dumps({"case": name, "results": results, "seconds": time.monotonic() - began, "fresh": fresh}), flush=True)
+        print(json.dumps({"case": name, "results": results, "seconds": sum(os.times()[:4]) - began, "fresh": fresh}), flush=True)
 
 
 def _mapped() -> int:

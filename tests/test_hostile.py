@@ -19,7 +19,7 @@ import tapestry
 from tapestry.errors import BuildError, TapestryError, refusing
 
 HERE = Path(__file__).resolve().parent
-SECONDS = 20.0  # per case; they take tenths
+SECONDS = 20.0  # of processor time per case; they take tenths (what waits for ever ends at the time limit of all)
 HARMLESS = {  # what may succeed, since nothing that the command reads is changed: the good build's constants are empty,
     # verify and explain do not open the model, and weights inside the model are found by name
     "constants.bin_empty": {"verify", "run", "explain"}, "resigned_weights_above": {"verify", "run", "explain"},
