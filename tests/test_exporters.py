@@ -14,6 +14,8 @@ from onnx import helper
 
 import tapestry
 from tapestry.errors import TapestryError
+from tapestry.ir.graph import Block, Opaque
+from tapestry.lift import lift
 
 F, L = T.FLOAT, T.INT64
 
@@ -152,3 +154,63 @@ def test_a_function_whose_operators_have_changed_is_refused(tmp_path):
     path.write_bytes(written_for(12, "Softmax", axis=1).SerializeToString())
     with pytest.raises(TapestryError, match="12 whereas model imports version 18"):
         tapestry.compile(path, shapes={"n": 2})
+
+
+def counting(limit, *, start=0, step=1, most=None, test="Less", by="state", kind=np.int32):
+    """A while loop of TensorFlow: a counter is carried, added to and compared; a state of floats, and what it was in every step."""
+    nodes = [
+        helper.make_node("Add", ["i", "one"], ["next"], "add"),
+        helper.make_node("Cast", ["next" if by == "state" else "k"], ["now"], "cast", to=F),
+        helper.make_node(test, ["now", "limit"], ["goes"], "test"),
+        helper.make_node("And", ["goes", "c"], ["on"], "and"),
+        helper.make_node("MatMul", ["h", "w"], ["hw"], "m"),
+        helper.make_node("Cast", ["i"], ["fi"], "fi", to=F),
+        helper.make_node("Add", ["hw", "fi"], ["hf"], "af"),
+        helper.make_node("Tanh", ["hf"], ["hn"], "t"),
+    ]
+    number = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    ins = [value("k", L), value("c", T.BOOL), value("i", number), value("h", F, None, 4)]
+    outs = [value("on", T.BOOL), value("next", number), value("hn", F, None, 4), value("hw", F, None, 4)]
+    held_here = [("one", kind(step)), ("limit", np.float32(limit)), ("w", data(4, 4) / 2)]
+    body = helper.make_graph(nodes, "b", ins, outs, [onnx.numpy_helper.from_array(np.asarray(v), n) for n, v in held_here])
+    inits = [onnx.numpy_helper.from_array(np.asarray(v), n) for n, v in (("start", kind(start)), ("yes", True))]
+    inits += [onnx.numpy_helper.from_array(np.array(most), "most")] if most is not None else []
+    loop = helper.make_node(
+        "Loop", ["most" if most is not None else "", "yes", "start", "x"], ["n", "y", "all"], "l", body=body
+    )
+    return model(
+        [loop],
+        [value("x", F, "b", 4)],
+        [value("n", number), value("y", F, None, 4), value("all", F, None, None, 4)],
+        inits=inits,
+    )
+
+
+@pytest.mark.parametrize(
+    "how, steps",
+    [
+        ({"limit": 6}, 6), ({"limit": 6, "step": 4, "start": 1}, 2), ({"limit": 6, "most": 4}, 4), ({"limit": 3, "most": 9}, 3),
+        ({"limit": 2.5, "by": "step"}, 4), ({"limit": -5, "step": -2, "test": "Greater"}, 3), ({"limit": 6, "kind": np.float32}, 6),
+        ({"limit": 0}, 1), ({"limit": (1 << 62) + 0.0, "most": 5}, 5), ({"limit": 1e9}, None),
+    ],
+)  # fmt: skip
+def test_a_loop_that_counts_to_a_known_number_is_written_out(tmp_path, how, steps):
+    """tf2onnx writes no trip count, or the greatest: the condition ends the loop."""
+    path = tmp_path / "m.onnx"
+    path.write_bytes(counting(**how).SerializeToString())
+    lifted = lift(path, {"b": 3})
+    assert all(isinstance(op, Block) for op in lifted.graph.ops) == (steps is not None)
+    if steps is not None:
+        assert lifted.graph.tensors["all"].shape == (steps, 3, 4)
+        held(counting(**how), {"x": data(6, 4)}, tmp_path)
+
+
+def test_a_loop_that_ends_by_its_data_stays_opaque(tmp_path):
+    made = counting(6)
+    body = made.graph.node[0].attribute[0].g
+    body.node[2].input[0] = "sum"
+    body.node.insert(2, helper.make_node("ReduceSum", ["h"], ["sum"], "s", keepdims=0))
+    path = tmp_path / "m.onnx"
+    path.write_bytes(made.SerializeToString())
+    assert any(isinstance(op, Opaque) for op in lift(path, {"b": 3}).graph.ops)
+    held(made, {"x": data(6, 4)}, tmp_path)

@@ -15,6 +15,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, nump
 
 from tapestry.errors import ModelError
 from tapestry.lift.checks import node_name, subgraphs
+from tapestry.lift.counting import counted
 
 ENDLESS = 1 << 62  # steps: exporters write the greatest number where they mean none
 STEPS = 64  # more stay a loop
@@ -118,15 +119,20 @@ class _Work:
             raise ModelError("a loop that never ends", where=where, why=why, hint="give the Loop a trip count, or a condition")
 
     def loop(self, node: NodeProto) -> bool:
-        """A Loop of known length whose condition stays true: (step, condition, carried…) to (condition, carried…, seen…)."""
+        """A Loop of known length: (step, condition, carried…) to (condition, carried…, seen…). Its condition stays true, or
+        becomes false after a number of steps that no data decide: TensorFlow's loops count so.
+        """
         body = next(a.g for a in node.attribute if a.name == "body")
-        steps = self.value(node.input[0]) if node.input[0] else None
+        steps = self.value(node.input[0]) if node.input[0] else np.array(ENDLESS)
         start = self.value(node.input[1]) if len(node.input) > 1 and node.input[1] else np.array(True)
         if steps is None or start is None or steps.size != 1 or start.size != 1 or not start.reshape(-1)[0]:
             return False
         count, carried = int(steps.reshape(-1)[0]), list(node.input[2:])
         if not self._true(body, body.output[0].name, body.input[1].name):
-            return False
+            last = counted(body, [self.value(n) for n in carried], self.value, count, self.version)
+            if last is None:
+                return False
+            count = last
         if len(body.input) != 2 + len(carried) or not all(self._tensor(n) for n in carried):
             return False
         if 0 < count <= MOST_STEPS and self._as_scan(node, body, count):
