@@ -6,10 +6,12 @@ import itertools
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
-from lifting import agree, build, data, node
+from lifting import agree, build, data, evaluate, lift_model, node
 
 import tapestry
+from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.lift import recurrent
 
@@ -103,3 +105,29 @@ def test_batch_and_hidden_dimensions_are_cut(tmp_path, kind, dim, devices):
         np.testing.assert_allclose(found[name], a, rtol=1e-5, atol=1e-6)
     if dim == "h":
         assert {row["kind"] for row in cut.report["transfers"]} == {"all_gather"}
+
+
+@pytest.mark.parametrize("kind, way", list(itertools.product(GATES, WAYS)))
+def test_batch_first_with_activations_that_have_parameters(tmp_path, kind, way):
+    """What neither onnxruntime (no ``layout`` 1) nor the ONNX reference evaluator (no parameters) runs."""
+    ways = 2 if way == "bidirectional" else 1
+    feeds, count = given(kind, ways), {"LSTM": 3, "GRU": 2, "RNN": 1}[kind] * ways
+    acts = {"activations": ["Affine"] * count, "activation_alpha": [0.25] * count, "activation_beta": [0.5] * count}
+    later = cell(kind, feeds, direction=way, **acts)
+    session = onnxruntime.InferenceSession(build([later], feeds, list(later.output), opset=14).SerializeToString())
+    want = [np.moveaxis(a, -2, 0) for a in session.run(None, feeds)]
+    first = feeds | {k: np.swapaxes(feeds[k], 0, 1) for k in ("x", "h", "c") if k in feeds}
+    made = cell(kind, first, direction=way, layout=1, **acts)
+    lifted = lift_model(build([made], first, list(made.output), opset=14), tmp_path)
+    found = evaluate(lifted, first)
+    for name, a in zip(made.output, want, strict=True):
+        np.testing.assert_allclose(found[name], a, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_evaluator_is_not_asked_for_what_it_ignores(tmp_path):
+    """It runs an RNN of float64 with a clip as one without."""
+    feeds = {k: a.astype(np.float64) for k, a in given("LSTM", 1).items()}
+    made = cell("LSTM", feeds, clip=0.1)
+    lifted = lift_model(build([made], feeds, list(made.output), opset=14), tmp_path)
+    with pytest.raises(TapestryError, match="ignores clip"):
+        evaluate(lifted, feeds)

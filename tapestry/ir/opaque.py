@@ -31,6 +31,9 @@ IR_VERSION = 10  # onnxruntime reads no model newer than 13
 ACCURATE = frozenset({"DFT", "STFT", "MelWeightMatrix"})  # the reference computes in float64, onnxruntime is off by 1e-4
 WRONG_IN_ORT = frozenset({"MaxUnpool"})  # it ignores the strides implied by output_shape
 
+RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+SIMPLE = frozenset({"hidden_size", "direction", "linear_before_reset"})  # attributes of recurrences that the reference heeds
+
 
 @dataclass(frozen=True, slots=True)
 class HostValue:
@@ -177,15 +180,43 @@ def _model(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> An
         for n, dtype, shape in types
     ]  # fmt: skip
     outputs = [helper.make_value_info(n, TypeProto()) for n in proto.output if n]
-    graph = helper.make_graph([proto], "node", inputs, outputs)
+    graph = helper.make_graph(_time_first(proto), "node", inputs, outputs)
     return helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets])
+
+
+def _time_first(node: Any) -> list[Any]:
+    """A recurrence with ``layout`` 1 (batch first), which onnxruntime does not have, as one with 0 between transpositions."""
+    from onnx import NodeProto, helper
+
+    if node.op_type not in RECURRENT or not any(a.name == "layout" and a.i for a in node.attribute):
+        return [node]
+    inner = NodeProto()
+    inner.CopyFrom(node)
+    kept = [a for a in node.attribute if a.name != "layout"]
+    del inner.attribute[:]
+    inner.attribute.extend(kept)
+    before, after = [], []
+    for k, name in enumerate(node.input):
+        if name and k in (0, 5, 6):  # X and the initial states; all else has no batch or nothing before it
+            inner.input[k] = f"{name}/layout0/{k}"
+            before.append(helper.make_node("Transpose", [name], [inner.input[k]], perm=[1, 0, 2]))
+    for k, name in enumerate(node.output):
+        if name:
+            inner.output[k] = f"{name}/layout0"
+            after.append(helper.make_node("Transpose", [inner.output[k]], [name], perm=[1, 0, 2] if k else [2, 0, 1, 3]))
+    return [*before, inner, *after]
 
 
 @lru_cache(maxsize=512)
 def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
     from onnx.reference import ReferenceEvaluator
 
-    evaluator = ReferenceEvaluator(_model(node, opsets, types))
+    proto = _model(node, opsets, types)
+    for n in proto.graph.node:
+        extra = [a.name for a in n.attribute if a.name not in SIMPLE]
+        if n.op_type in RECURRENT and (extra or (len(n.input) > 4 and n.input[4])):
+            raise NotImplementedError(f"the reference evaluator ignores {', '.join(extra) or 'sequence_lens'} of {n.op_type}")
+    evaluator = ReferenceEvaluator(proto)
     return lambda given: list(evaluator.run(None, dict(given)))
 
 
