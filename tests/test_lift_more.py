@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnxruntime
 import pytest
 from lifting import agree, build, data, evaluate, lift_model, node
 
@@ -217,3 +218,39 @@ def test_stft_has_one_side_unless_it_says_otherwise(tmp_path, onesided):
     model = node("STFT", "x step window", **({} if onesided is None else {"onesided": onesided}))
     out = split(tmp_path, model, {"x": data(3, 32, 1)}, consts=consts)
     assert out.build.plan.graph.tensors["y"].shape == (3, 7, 8 if onesided == 0 else 5, 2)
+
+
+@pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER", None])
+@pytest.mark.parametrize("extra", [[0, 0], [1, 0]])
+def test_a_transposed_convolution_of_a_size_that_is_asked_for(tmp_path, mode, extra):
+    """With ``output_padding``, and shorter than the input: onnx's inference finds other sizes, or none."""
+    x, w = data(2, 3, 4, 5), data(3, 2, 3, 2, seed=1)
+    attributes = {"strides": [2, 2], "output_padding": extra, **({"auto_pad": mode} if mode else {})}
+    graphs = [agree(node("ConvTranspose", "x w", output_shape=[7, 9], **attributes), {"x": x, "w": w}, ["y"], folder=tmp_path)]
+    if mode:
+        graphs.append(agree(node("ConvTranspose", "x w", **attributes), {"x": x}, ["y"], {"w": w}, folder=tmp_path))
+    assert [g.tensors["y"].shape[2:] for g in graphs] == [(7, 9), (8, 10)][: len(graphs)]
+    attributes["strides"] = [1, 1]
+    agree(node("ConvTranspose", "x w", output_shape=[3, 2], **attributes | {"output_padding": [0, 0]}), {"x": x, "w": w}, ["y"], folder=tmp_path)
+
+
+@pytest.mark.parametrize("rotated", [2, 4, 6])
+def test_a_rotary_embedding_of_pairs_before_an_odd_feature(tmp_path, rotated):
+    feeds = {"x": data(2, 3, 4, 7), "c": data(2, 4, rotated // 2, seed=1), "s": data(2, 4, rotated // 2, seed=2)}
+    made = node("RotaryEmbedding", "x c s", interleaved=1, rotary_embedding_dim=rotated)
+    agree(made, feeds, ["y"], opset=23, folder=tmp_path)
+
+
+@pytest.mark.parametrize("mode", range(4))
+def test_attention_shows_its_scores_over_a_cache_that_it_does_not(tmp_path, mode):
+    q, k, v = (data(2, 4, n, 6, seed=n) for n in (3, 2, 2))
+    feeds = {"q": q, "k": k, "v": v, "a": data(2, 4, 5, 6, seed=8), "b": data(2, 4, 5, 6, seed=9)}
+    made = node("Attention", "q k v _ a b", "y ka va s", qk_matmul_output_mode=mode)
+    model = build([made], feeds, ["y", "s"], opset=23)
+    want = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    made.output[1] = made.output[2] = ""  # (which onnxruntime does not have)
+    lifted = lift_model(build([made, node("Neg", "s", "z")], feeds, ["y", "s", "z"], opset=23), tmp_path)
+    assert lifted.graph.tensors["z"].shape == (2, 4, 3, 7)  # what follows has the right size as well
+    found = evaluate(lifted, feeds)
+    for name, a in zip(("y", "s", "z"), (*want, -want[1]), strict=True):
+        np.testing.assert_allclose(found[name], a, rtol=1e-4, atol=1e-5)

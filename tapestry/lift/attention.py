@@ -216,6 +216,7 @@ def lift_rotary(n: Node) -> None:
         odd = modulo(feature, 2, ranges)
         pair = floordiv(feature, 2, ranges)  # written so that the interval of the sum is the head, not more
         partner, angle = pair * 2 + modulo(feature + 1, 2, ranges), modulo(pair, half, ranges)
+        partner = modulo(partner, width, ranges) if width % 2 else partner  # the last one stays as it is
         first = call("eq", Index(odd), number(0, "i64"))
     else:
         partner, angle = modulo(feature + half, rotated, ranges), modulo(feature, half, ranges)

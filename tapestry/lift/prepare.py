@@ -28,7 +28,7 @@ from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.inference import InferenceError, infer_shapes
 from tapestry.lift.registry import find
 from tapestry.lift.samples import sample_types
-from tapestry.lift.settle import RESIZES, settle, settle_scales, slice_sizes
+from tapestry.lift.settle import RESIZES, name_cache, settle, settle_scales, slice_sizes
 from tapestry.lift.unroll import LEVELS, SOURCE, STEPS, unroll
 from tapestry.lift.weights import stored_tensors
 
@@ -113,6 +113,7 @@ def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto]) -> Types:
     del bare.graph.value_info[:]
     bare.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in hints.items())
     for node in bare.graph.node:
+        name_cache(node)
         if node.op_type in SAME_SHAPE and node.domain in ("", "ai.onnx"):
             node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output, name=node.name))
     folded = {t.name: onnx.helper.make_tensor_type_proto(t.data_type, list(t.dims)) for t in bare.graph.initializer}

@@ -4,12 +4,16 @@ Pooling with ``ceil_mode``: inference counts a last window that begins in the pa
 specification's text leave it out; the node gets explicit padding. STFT: inference takes an absent ``onesided`` for 0,
 the specification's default is 1. Resize by a scale that is a little less than was meant (5 cells by
 1.4): inference multiplies in float64 and finds 6, onnxruntime and the exporters multiply in float32 and find 7.
+ConvTranspose with ``auto_pad`` or ``output_shape``: inference adds ``output_padding`` to the size that is asked for, and
+finds nothing where an axis becomes shorter; the node gets explicit padding. Attention that shows its scores over a cache:
+inference counts the cache's keys only where the node has the output for all keys.
 And where constants would not fold (a Split of sizes), the node is written so that they do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx
@@ -27,7 +31,15 @@ def settle(model: ModelProto) -> bool:
     sides = [n for n in model.graph.node if n.op_type == "STFT" and not any(a.name == "onesided" for a in n.attribute)]
     for node in sides:
         node.attribute.append(onnx.helper.make_attribute("onesided", 1))
-    return _settle_pools(model) or bool(sides)
+    return any([_settle_pools(model), _settle_transposed(model), bool(sides)])
+
+
+def name_cache(node: NodeProto) -> None:
+    """Give an Attention that shows its scores over a cache names for all keys and values (passes take unused ones away)."""
+    if node.op_type == "Attention" and node.domain in ("", "ai.onnx") and len(node.output) > 3 and len(node.input) > 5:
+        for k in (1, 2):
+            if not node.output[k] and node.output[3] and node.input[3 + k]:
+                node.output[k] = f"{node.output[3]}/present{k}"
 
 
 def _settle_pools(model: ModelProto) -> bool:
@@ -43,11 +55,54 @@ def _settle_pools(model: ModelProto) -> bool:
     return changed
 
 
+def _settle_transposed(model: ModelProto) -> bool:
+    """Write out the padding of every ConvTranspose that has ``auto_pad`` or ``output_shape``."""
+    changed = False
+    for node in model.graph.node:
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        same = attributes.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
+        if node.op_type != "ConvTranspose" or node.domain not in ("", "ai.onnx") or not (same or "output_shape" in attributes):
+            continue
+        size, kernel = _spatial(model, node.input[0]), _spatial(model, node.input[1])
+        if size is not None and kernel is not None and len(size) == len(kernel):
+            changed |= _write_padding(node, attributes, size, kernel)
+    return changed
+
+
+def _write_padding(node: NodeProto, attributes: dict[str, Any], size: list[int], kernel: list[int]) -> bool:
+    """The size becomes ``output_shape``, or the input's times stride, or what there is where that is less (as onnxruntime and
+    inference have it); what is over goes to both sides, an odd cell to the end with SAME_UPPER."""
+    rank = len(size)
+    stride, dilation = (list(attributes.get(k, [1] * rank)) for k in ("strides", "dilations"))
+    extra = list(attributes.get("output_padding", [0] * rank))
+    wanted = list(attributes.get("output_shape", [n * s for n, s in zip(size, stride, strict=False)]))[-rank:]
+    if any(len(v) != rank for v in (stride, dilation, extra, wanted)):
+        return False
+    before, after = [], []
+    for a in range(rank):
+        total = stride[a] * (size[a] - 1) + extra[a] + dilation[a] * (kernel[a] - 1) + 1 - wanted[a]
+        extra[a] += max(-total, 0) if "output_shape" in attributes else 0
+        less = max(total, 0) // 2
+        more = max(total, 0) - less
+        upper = attributes.get("auto_pad") == b"SAME_UPPER"
+        before.append(less if upper else more)
+        after.append(more if upper else less)
+    for k in reversed(range(len(node.attribute))):
+        if node.attribute[k].name in ("auto_pad", "output_shape", "output_padding", "pads"):
+            del node.attribute[k]
+    node.attribute.append(onnx.helper.make_attribute("pads", [*before, *after]))
+    node.attribute.append(onnx.helper.make_attribute("output_padding", extra))
+    return True
+
+
 def _spatial(model: ModelProto, name: str) -> list[int] | None:
     inferred = infer_shapes(model)
     graph = inferred.graph
     types: dict[str, TypeProto] = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output)}
+    sizes = {t.name: list(t.dims) for t in graph.initializer}
     t = types.get(name, TypeProto()).tensor_type
+    if name in sizes:
+        return sizes[name][2:]
     known = t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
     return [d.dim_value for d in t.shape.dim][2:] if known else None
 
