@@ -159,18 +159,27 @@ class Draw:
 
     # nodes
     def add(
-        self, op: str, ins: Sequence[Value | None], outs: int = 1, *, exact: bool = False, loud: bool = False, **attrs: Any
+        self,
+        op: str,
+        ins: Sequence[Value | None],
+        outs: int | Sequence[bool] = 1,
+        *,
+        exact: bool = False,
+        loud: bool = False,
+        **attrs: Any,
     ) -> list[Value]:
         """A node, evaluated.
 
         Args:
+            outs: how many outputs, or which of them (others have no name).
             exact: the results are as exact as the inputs (moving data, selecting, integers).
             loud: a result may be of any magnitude, or infinite.
 
         Raises:
             Unfit: no evaluator runs it, or a result is not finite, too large, or of a type that is not lifted.
         """
-        names = [self._name("t") for _ in range(outs)]
+        wanted = [True] * outs if isinstance(outs, int) else outs
+        names = [self._name("t") if w else "" for w in wanted[: len(wanted) - [*reversed(wanted)].index(True)]]
         given = {k: a for k, a in attrs.items() if a is not None}
         node = earlier(
             helper.make_node(op, [v.name if v else "" for v in ins], names, self._name(op), **given), self.opset, self.weights
@@ -178,7 +187,7 @@ class Draw:
         found = node_values(node, {v.name: v.array for v in ins if v}, self.opset)
         sure = all(v.exact for v in ins if v) and exact
         made: list[Value] = []
-        for name in names:
+        for name in filter(None, names):
             a = found[name]
             if a.size > LARGEST or (not self.zeros and not a.size):
                 raise Unfit(f"{op}: {a.shape}")

@@ -72,7 +72,7 @@ def node_values(node: NodeProto, inputs: Mapping[str, Array], opset: int) -> dic
     """
     used = {n: np.asarray(inputs[n]) for n in dict.fromkeys(node.input) if n}
     wanted = {o: TensorProto.UNDEFINED for o in node.output if o}
-    model = model_of([node], used, wanted, opset)
+    model = model_of(_known_form(node), used, wanted, opset)
     try:
         _trust(node, used)
         return _onnxruntime(model, used)
@@ -80,9 +80,33 @@ def node_values(node: NodeProto, inputs: Mapping[str, Array], opset: int) -> dic
         if opset < KNOWN:
             raise Unfit(f"{node.op_type}: {first}") from None
         try:
+            _trust_reference(node, used)
             return _evaluator(model, used)
         except Exception as second:
             raise Unfit(f"{node.op_type}: {first}; {second}") from None
+
+
+def _known_form(node: NodeProto) -> list[NodeProto]:
+    """A recurrence whose batch comes first as one whose time does (onnxruntime has no other), between transpositions."""
+    if not any(a.name == "layout" and a.i for a in node.attribute):
+        return [node]
+    swap = {0: (1, 0, 2), 5: (1, 0, 2), 6: (1, 0, 2)}
+    back = {0: (2, 0, 1, 3), 1: (1, 0, 2), 2: (1, 0, 2)}
+    core = NodeProto()
+    core.CopyFrom(node)
+    del core.attribute[:]
+    core.attribute.extend(a for a in node.attribute if a.name != "layout")
+    first: list[NodeProto] = []
+    last: list[NodeProto] = []
+    for k, name in enumerate(node.input):
+        if name and k in swap:
+            core.input[k] = f"{name}/time{k}"
+            first.append(helper.make_node("Transpose", [name], [core.input[k]], perm=swap[k]))
+    for k, name in enumerate(node.output):
+        if name:
+            core.output[k] = f"{name}/time"
+            last.append(helper.make_node("Transpose", [core.output[k]], [name], perm=back[k]))
+    return [*first, core, *last]
 
 
 def _trust(node: NodeProto, used: Mapping[str, Array]) -> None:
@@ -92,6 +116,24 @@ def _trust(node: NodeProto, used: Mapping[str, Array]) -> None:
         raise Unfit("onnxruntime keeps axes of nothing that it should reduce")
     if node.op_type == "Shrink" and any(a.dtype == np.float64 for a in used.values()):
         raise Unfit("onnxruntime computes a Shrink of float64 in float32")
+
+
+def _trust_reference(node: NodeProto, used: Mapping[str, Array]) -> None:
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if node.op_type in ("LSTM", "GRU", "RNN"):
+        raise Unfit("the reference evaluator ignores activations, clip and lengths")
+    if node.op_type == "LpPool" and given.get("ceil_mode"):
+        raise Unfit("the reference evaluator counts cells twice")
+    if node.op_type.startswith("Global"):
+        raise Unfit("the reference evaluator drops axes")
+    if node.op_type != "Attention":
+        return
+    if len(node.output) > 3 and node.output[3] and given.get("softcap") and not given.get("qk_matmul_output_mode", 0):
+        raise Unfit("the reference evaluator shows capped scores as raw ones")
+    mask = used[node.input[3]] if len(node.input) > 3 and node.input[3] else None
+    windows = max(given.get("left_window_size", -1), given.get("right_window_size", -1)) >= 0
+    if given.get("is_causal") and mask is not None and mask.shape[-2:-1] == (1,) and not windows:
+        raise Unfit("the reference evaluator takes a mask's single row for all the queries that causality is about")
 
 
 def _onnxruntime(model: ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:

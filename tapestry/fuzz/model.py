@@ -9,13 +9,16 @@ from pathlib import Path
 
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from tapestry.fuzz import contractions, elementwise, hosts, reductions, views
+from tapestry.fuzz import contractions, elementwise, hosts, reductions, sequences, views, windows
 from tapestry.fuzz.blocks import blocks
 from tapestry.fuzz.draw import Draw
 from tapestry.fuzz.evaluate import Array, Unfit, model_of, onnx_type
 from tapestry.fuzz.running import running
 
-FAMILIES = {**elementwise.FAMILIES, **views.FAMILIES, **reductions.FAMILIES, **contractions.FAMILIES, **hosts.FAMILIES}
+FAMILIES = {
+    **elementwise.FAMILIES, **views.FAMILIES, **reductions.FAMILIES, **contractions.FAMILIES, **windows.FAMILIES,
+    **sequences.FAMILIES, **hosts.FAMILIES,
+}  # fmt: skip
 RUNNING, BLOCKS = "running", "blocks"  # the families of models that are IR text
 WEIGHT = {
     "integers": 3,
