@@ -157,11 +157,7 @@ class _Parser:
     def block(self, outs: tuple[str, ...]) -> Block:
         self.need("[")
         dims = tuple(d for d, _ in self.dims(("|", "]")))
-        reduce: tuple[tuple[Dim, str], ...] = ()
-        if self.take("|"):
-            reduce = self.dims(("]",))
-            if any(m not in MONOIDS for _, m in reduce) or len({m for _, m in reduce}) > 1:
-                raise self.fail("one known monoid for all reduced dimensions")
+        reduce, monoid = self.reduced() if self.take("|") else ((), None)
         self.need("]")
         names: dict[str, Arg] = {}
         reads: list[Read] = []
@@ -180,11 +176,18 @@ class _Parser:
         self.lets = ()
         then = self.exprs(names, tuple(e.dtype for e in body)) if self.take("then") else ()
         source, splits = self.tail()
-        monoid = reduce[0][1] if reduce else None
         return Block(
-            outs=outs, dims=dims, reduce=tuple(d for d, _ in reduce), monoid=monoid, reads=tuple(reads),
+            outs=outs, dims=dims, reduce=reduce, monoid=monoid, reads=tuple(reads),
             body=body, then=then, inner=inner, source=source, splits=splits,
         )  # fmt: skip
+
+    def reduced(self) -> tuple[tuple[Dim, ...], str]:
+        """``m: 3 sum, k: 4 sum``; or the monoid alone, where the one element is all that is reduced."""
+        reduce = self.dims(("]",)) if self.tokens[self.at + 1][1] == ":" else ()
+        monoids = {m for _, m in reduce} or {self.kind("ident", "a monoid")}
+        if len(monoids) > 1 or any(m not in MONOIDS for m in monoids):
+            raise self.fail("one known monoid for all reduced dimensions")
+        return tuple(d for d, _ in reduce), monoids.pop()
 
     def inner(self, names: dict[str, Arg]) -> tuple[Inner, ...]:
         """``let [m: 64 sum] q * k`` lines; the body may then use ``let0``, …"""

@@ -128,7 +128,7 @@ def _tail(op: Op) -> list[str]:
 
 
 def _space(op: Block) -> str:
-    reduced = ", ".join(f"{d.name}: {d.size} {op.monoid}" for d in op.reduce)
+    reduced = ", ".join(f"{d.name}: {d.size} {op.monoid}" for d in op.reduce) or op.monoid  # (over no dimension: one element)
     return f"[{_dims(op.dims)}" + (f" | {reduced}]" if op.monoid else "]")
 
 
