@@ -106,6 +106,20 @@ def test_sequences_come_and_go_as_lists(tmp_path):
         build.random_feeds()
 
 
+@pytest.mark.parametrize("at, want", [(0, [9, 5, 7]), (2, [5, 7, 9]), (-1, [5, 9, 7]), (-2, [9, 5, 7])])
+def test_a_tensor_is_inserted_where_it_says(tmp_path, at, want):
+    """At the end, at the front, and into a sequence of nothing: the ONNX reference takes places modulo the length."""
+    N = helper.make_node
+    nodes = [
+        N("SequenceEmpty", [], ["e"]), N("SequenceInsert", ["e", "a", "zero"], ["s"]), N("SequenceInsert", ["s", "b"], ["t"]),
+        N("SequenceInsert", ["t", "c", "at"], ["u"]), N("ConcatFromSequence", ["u"], ["y"], axis=0),
+    ]  # fmt: skip
+    ins, places = [info(n, T.FLOAT, [1]) for n in "abc"], {"at": np.array(at), "zero": np.array(0)}
+    path = save(tmp_path, nodes, ins, [info("y", T.FLOAT, [3])], places)
+    found = tapestry.compile(path, devices=2).run({n: np.array([v], np.float32) for n, v in zip("abc", (5, 7, 9), strict=True)})
+    assert found["y"].tolist() == want
+
+
 def test_a_declared_shape_that_the_data_contradicts_is_refused(tmp_path):
     path = save(
         tmp_path, [helper.make_node("Reshape", ["x", "s"], ["y"])], [info("x", T.FLOAT, [6]), info("s", T.INT64, [2])],
