@@ -116,6 +116,21 @@ def test_a_loop_that_its_condition_ends_needs_no_number(tmp_path):
     same(made, {"x": np.abs(data(2, 4)) + 1}, tmp_path, native=False)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loop_that_carries_nothing_and_has_no_condition(tmp_path, inside):
+    """Its inputs end in absent ones, at the top and inside of a branch that depends on the data."""
+    nodes = [make("Identity", ["on"], ["keep"]), make("Cast", ["t"], ["f"], to=T.FLOAT), make("Add", ["x", "f"], ["s"])]
+    ins, outs = [info("t", T.INT64, []), info("on", T.BOOL, [])], [info("keep", T.BOOL, []), info("s", T.FLOAT, [2])]
+    one = make("Loop", ["n", ""], ["y"], body=body(nodes, ins, outs))
+    given, feeds = [info("x", T.FLOAT, [2])], {"x": data(2)}
+    if inside:
+        other = body([make("Identity", ["w"], ["z"])], [], [info("z", T.FLOAT, [3, 2])])
+        one = make("If", ["c"], ["u"], then_branch=body([one], [], [info("y", T.FLOAT, [3, 2])]), else_branch=other)
+        given, feeds = [*given, info("c", T.BOOL, [])], {**feeds, "c": np.array(True)}
+    weights = {"n": np.array(3), "w": np.zeros((3, 2), np.float32)}
+    same(model([one], given, {"u" if inside else "y": T.FLOAT}, weights), feeds, tmp_path, native=not inside)
+
+
 def test_a_long_loop_stays(tmp_path):
     graph = same(loop(65), {"x": data(2, 4) * 1e-4}, tmp_path, native=False)
     assert any(isinstance(op, Opaque) and op.kind == "Loop" for op in graph.ops)

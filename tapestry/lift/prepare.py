@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, TypeProto
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 from onnx_ir.passes import common as passes
 from onnxscript.optimizer import fold_constants
 
@@ -376,7 +376,17 @@ def run_passes(model: ModelProto) -> ModelProto:
     for o in done.graph.output:
         o.type.CopyFrom(maps.get(o.name, o.type))
     _store_sizes(done)
+    _pad_loops(done.graph)
     return done
+
+
+def _pad_loops(graph: GraphProto) -> None:
+    """Give Loops back the name of no condition: onnxscript cuts absent inputs off, and onnx's inference counts on two."""
+    for node in graph.node:
+        if node.op_type == "Loop":
+            node.input.extend([""] * (2 - len(node.input)))
+        for inner in subgraphs(node):
+            _pad_loops(inner)
 
 
 def _store_sizes(model: ModelProto) -> None:
