@@ -10,6 +10,7 @@ import sys
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -163,6 +164,23 @@ def test_dequantising_floats_of_8_bits(tmp_path, axis):
     by = scale if axis is None else np.expand_dims(scale, 1 - axis)
     np.testing.assert_allclose(evaluate(graph, {"x": x})["t"], q.astype(np.float32) * by + x, rtol=1e-6)
     assert all(isinstance(op, Block) for op in graph.graph.ops)
+
+
+@pytest.mark.parametrize("size, block", [((5,), 3), ((4, 5), 2), ((5, 5), 4)])
+def test_blocks_of_4_bits_stay_with_the_axis_that_they_divide(tmp_path, size, block):
+    """Scales by blocks along the last axis, also of a vector: cut along the others, on three devices."""
+    x, w = RNG.integers(-9, 10, size).astype(np.float32), RNG.integers(-8, 8, size).astype(ml_dtypes.int4)
+    scale = 2.0 ** RNG.integers(-2, 2, (*size[:-1], -(-size[-1] // block))).astype(np.float32)
+    zero = RNG.integers(-3, 3, scale.shape).astype(ml_dtypes.int4)
+    nodes = [node(k, f"{n} s z", n + "y", axis=-1, block_size=block) for k, n in (("QuantizeLinear", "x"), ("DequantizeLinear", "w"))]
+    back = node("DequantizeLinear", "xy s z", "y", axis=-1, block_size=block)
+    stored = {"s": scale, "z": zero, "w": w}
+    onnx.save(build([*nodes, back], {"x": x}, ["y", "wy"], stored, opset=21, ir=10), tmp_path / "m.onnx")
+    found = tapestry.compile(tmp_path / "m.onnx", devices=3).run({"x": x})
+    wide = [np.repeat(a.astype(np.float32), block, -1)[..., : size[-1]] for a in (scale, zero)]
+    kept = np.clip(np.round(x / wide[0]) + wide[1], -8, 7)
+    assert np.array_equal(found["y"], (kept - wide[1]) * wide[0])
+    assert np.array_equal(found["wy"], (w.astype(np.float32) - wide[1]) * wide[0])
 
 
 @pytest.mark.parametrize("what", ["both signs", "positive", "negative", "zeros", "one"])

@@ -40,12 +40,14 @@ def emit_cells(n: Node, why: str) -> None:
     dims = n.out_dims()
     axis = min(n.axis(1, len(x.shape)), len(x.shape) - 1) if len(x.shape) > 1 else 0  # of the scales
     in_axes: dict[int, list[int | None]] = {0: list(range(len(dims)))}
-    blocked = False
+    blocked = bool(n.attr("block_size", 0))
     for k in range(1, len(n.ins)):
         if not n.has(k) or n.kind == "CastLike":
             continue
         shape = n.shape(k)
-        if len(shape) == 1 and shape != (1,) and len(x.shape) > 0:
+        if blocked and len(shape) == len(dims):
+            in_axes[k] = [a if a != axis and shape[a] == x.shape[a] else None for a in range(len(dims))]
+        elif len(shape) == 1 and shape != (1,) and len(x.shape) > 0:
             in_axes[k] = [0 if a == axis else None for a in range(len(dims))]
         elif len(shape) == len(dims) and len(dims) > 1:
             blocked = True
