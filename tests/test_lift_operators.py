@@ -213,6 +213,17 @@ def test_positions_of_the_greatest_values(tmp_path, shape, attributes):
     agree(node("MaxPool", "x", "y i", **attributes), {"x": np.abs(x) * -1 - 1e3}, ["y", "i"], folder=tmp_path)
 
 
+@pytest.mark.parametrize("channels, filters", [(0, 0), (0, 2), (2, 0)])
+def test_convolutions_of_no_channels_or_no_filters(tmp_path, channels, filters):
+    x, w, b = np.ones((1, channels, 4), np.float32), np.ones((filters, channels, 2), np.float32), np.arange(filters, dtype="f")
+    back = w.swapaxes(0, 1)
+    nodes = [node("Conv", "x w b", "y"), node("ConvTranspose", "x v", "z")]
+    onnx.save(build(nodes, {"x": x}, ["y", "z"], {"w": w, "v": back, "b": b}), tmp_path / "m.onnx")
+    found = tapestry.compile(tmp_path / "m.onnx", devices=2).run({"x": x})
+    assert np.array_equal(found["y"], np.zeros((1, filters, 3), np.float32) + b[:, None])
+    assert np.array_equal(found["z"], np.zeros((1, filters, 5), np.float32))
+
+
 def test_a_pool_and_its_unpool_under_splits(tmp_path):
     nodes = [
         node("MaxPool", "x", "p i", kernel_shape=[2, 2], strides=[2, 2]),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from tapestry.errors import ModelError
-from tapestry.ir.graph import Dim, Guard
+from tapestry.ir.expr import call
+from tapestry.ir.graph import Dim, Guard, Read
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
+from tapestry.ir.monoid import number
+from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node
 from tapestry.lift.linear import contract
 from tapestry.lift.registry import lifts
@@ -29,11 +32,19 @@ def lift_conv(n: Node) -> bool | None:
         raise ModelError("channels do not match", where=n.where, why=f"x {x.shape}, w {w.shape}, group {groups}")
     win = window(n, x.shape[2:], w.shape[2:])
     dims = (Dim("b", x.shape[0]), Dim("o", outs), *win.places)
+    bias = n.read(n.ins[2], [dim("o")]) if n.has(2) else None
+    if not w.size:
+        return _of_nothing(n, dims, bias)
     a = n.read(x.name, [dim("b"), channel(outs, x.shape[1], groups), *win.index()], 0 if win.leaves else None)
     b = n.read(w.name, [dim("o"), dim("c"), *(dim(d.name) for d in win.taps)])
-    bias = n.read(n.ins[2], [dim("o")]) if n.has(2) else None
     contract(n, n.out(), dims, (Dim("c", w.shape[1]), *win.taps), a, b, bias=bias)
     return None
+
+
+def _of_nothing(n: Node, dims: tuple[Dim, ...], bias: tuple[Read, Tensor] | None) -> None:
+    """Emit sums over no channels, or for no filters."""
+    zero = number(0, n.out().dtype)
+    n.block(n.out(), dims, [bias] if bias else [], lambda *b: call("add", zero, b[0]) if b else zero)
 
 
 def _transposed_pads(
@@ -77,11 +88,13 @@ def lift_conv_transpose(n: Node) -> bool | None:
         index.append(floordiv(reach, stride[a], ranges))
         if stride[a] > 1:
             guards.append(Guard(modulo(reach, stride[a], ranges), "eq"))
+    bias = n.read(n.ins[2], [dim("o")]) if n.has(2) else None
+    dims = (Dim("b", x.shape[0]), Dim("o", outs), *places)
+    if not w.size:
+        return _of_nothing(n, dims, bias)
     taken = channel(outs, x.shape[1], groups)
     a_read = n.read(x.name, [dim("b"), taken, *index], 0, tuple(guards))
     inner = modulo(dim("o"), per_group, {"o": outs})
     b_read = n.read(w.name, [taken, inner, *(dim(d.name) for d in taps)])
-    bias = n.read(n.ins[2], [dim("o")]) if n.has(2) else None
-    dims = (Dim("b", x.shape[0]), Dim("o", outs), *places)
     contract(n, n.out(), dims, (Dim("c", x.shape[1] // groups), *taps), a_read, b_read, bias=bias)
     return None

@@ -49,7 +49,7 @@ def lift_integer_conv(n: Node) -> bool | None:
     second = 3 if n.kind == "QLinearConv" else 1
     x, w = n.tensor(0), n.tensor(second)
     groups, outs = int(n.attr("group", 1)), w.shape[0]
-    fits = 3 <= len(x.shape) <= 5 and x.shape[1] == w.shape[1] * groups and outs % groups == 0
+    fits = 3 <= len(x.shape) <= 5 and x.shape[1] == w.shape[1] * groups and outs % groups == 0 and w.size
     if not fits or not _supported(n, second):
         return opaque_integer_conv(n)
     win = window(n, x.shape[2:], w.shape[2:])
