@@ -172,7 +172,9 @@ def test_blocks_of_4_bits_stay_with_the_axis_that_they_divide(tmp_path, size, bl
     x, w = RNG.integers(-9, 10, size).astype(np.float32), RNG.integers(-8, 8, size).astype(ml_dtypes.int4)
     scale = 2.0 ** RNG.integers(-2, 2, (*size[:-1], -(-size[-1] // block))).astype(np.float32)
     zero = RNG.integers(-3, 3, scale.shape).astype(ml_dtypes.int4)
-    nodes = [node(k, f"{n} s z", n + "y", axis=-1, block_size=block) for k, n in (("QuantizeLinear", "x"), ("DequantizeLinear", "w"))]
+    nodes = [
+        node(k, f"{n} s z", n + "y", axis=-1, block_size=block) for k, n in (("QuantizeLinear", "x"), ("DequantizeLinear", "w"))
+    ]
     back = node("DequantizeLinear", "xy s z", "y", axis=-1, block_size=block)
     stored = {"s": scale, "z": zero, "w": w}
     onnx.save(build([*nodes, back], {"x": x}, ["y", "wy"], stored, opset=21, ir=10), tmp_path / "m.onnx")

@@ -136,7 +136,9 @@ def test_a_reduction_over_no_dimension_reads_back():
     """ReduceMax of a scalar and what follows it: without its monoid the text would say that nothing follows."""
     x, acc = Arg(0, "f32"), (Acc(0, "f32"), Acc(1, "f32"))
     then = call("sub", call("max", acc[0], number(0, "f32")), acc[1])
-    op = Block(outs=("y",), dims=(), reduce=(), monoid="max.min", reads=(Read(tensor="x", index=()),), body=(x, x), then=(then,))
+    op = Block(
+        outs=("y",), dims=(), reduce=(), monoid="max.min", reads=(Read(tensor="x", index=()),), body=(x, x), then=(then,)
+    )
     tensors = {n: Tensor(name=n, dtype="f32", shape=(), kind=k) for n, k in (("x", "input"), ("y", "value"))}
     g = Graph(name="g", tensors=tensors, ops=(op,), inputs=("x",), outputs=("y",))
     assert parse(to_text(g)) == g
