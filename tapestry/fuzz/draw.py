@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from onnx import NodeProto, helper
 
-from tapestry.fuzz.evaluate import Array, Unfit, is_float, node_values
+from tapestry.fuzz.evaluate import Array, Unfit, is_float, node_values, reads
 from tapestry.fuzz.forms import earlier
 
 LARGEST = 1500  # elements of a value: many small models find more than few large ones
@@ -64,7 +65,8 @@ class Draw:
     values: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Array] = field(default_factory=dict)
     weights: dict[str, Array] = field(default_factory=dict)
-    count: int = 0
+    count: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # shared with the bodies inside
+    depth: int = 0  # of the control flow around it
 
     # choices
     def chance(self, p: float) -> bool:
@@ -110,7 +112,7 @@ class Draw:
     def weight(self, array: Any) -> Value:
         """A constant."""
         a = np.asarray(array)
-        v = Value(self._name("w"), a, exact=True, constant=True)
+        v = Value(self.name("w"), a, exact=True, constant=True)
         self.weights[v.name], self.values[v.name] = a, v
         return v
 
@@ -120,7 +122,7 @@ class Draw:
 
     def input(self, array: Array) -> Value:
         """A graph input, with the value that it will be fed."""
-        v = Value(self._name("x"), array, exact=True)
+        v = Value(self.name("x"), array, exact=True)
         self.inputs[v.name], self.values[v.name] = array, v
         return v
 
@@ -164,7 +166,7 @@ class Draw:
         ins: Sequence[Value | None],
         outs: int | Sequence[bool] = 1,
         *,
-        exact: bool = False,
+        exact: bool | Sequence[bool] = False,
         loud: bool = False,
         **attrs: Any,
     ) -> list[Value]:
@@ -172,36 +174,48 @@ class Draw:
 
         Args:
             outs: how many outputs, or which of them (others have no name).
-            exact: the results are as exact as the inputs (moving data, selecting, integers).
+            exact: the results are as exact as the inputs (moving data, selecting, integers); or which results are exact.
             loud: a result may be of any magnitude, or infinite.
 
         Raises:
             Unfit: no evaluator runs it, or a result is not finite, too large, or of a type that is not lifted.
         """
         wanted = [True] * outs if isinstance(outs, int) else outs
-        names = [self._name("t") if w else "" for w in wanted[: len(wanted) - [*reversed(wanted)].index(True)]]
+        names = [self.name("t") if w else "" for w in wanted[: len(wanted) - [*reversed(wanted)].index(True)]]
         given = {k: a for k, a in attrs.items() if a is not None}
         node = earlier(
-            helper.make_node(op, [v.name if v else "" for v in ins], names, self._name(op), **given), self.opset, self.weights
+            helper.make_node(op, [v.name if v else "" for v in ins], names, self.name(op), **given), self.opset, self.weights
         )
-        found = node_values(node, {v.name: v.array for v in ins if v}, self.opset)
-        sure = all(v.exact for v in ins if v) and exact
+        given_values = {n: self.values[n].array for n in reads(node) if n in self.values} | {v.name: v.array for v in ins if v}
+        found = node_values(node, given_values, self.opset)
+        sure = [all(v.exact for v in ins if v) and exact] * len(names) if isinstance(exact, bool) else exact
         made: list[Value] = []
-        for name in filter(None, names):
+        for name, certain in [(n, c) for n, c in zip(names, sure, strict=True) if n]:
             a = found[name]
             if a.size > LARGEST or (not self.zeros and not a.size):
                 raise Unfit(f"{op}: {a.shape}")
             if is_float(a) and not loud and not np.all(np.abs(a.astype(np.float64)) <= LOUDEST):  # NaN fails as well
                 raise Unfit(f"{op}: values of no use")
-            made.append(Value(name, a, sure))
+            made.append(Value(name, a, certain))
         self.nodes.append(node)
         self.values.update({v.name: v for v in made})
         return made
+
+    def attempt(self, family: Callable[[Draw], None]) -> bool:
+        """Let a family add its nodes; what it began and could not finish is taken back."""
+        nodes, values, inputs, weights = len(self.nodes), dict(self.values), dict(self.inputs), dict(self.weights)
+        try:
+            family(self)
+        except (Unfit, ValueError, IndexError):
+            del self.nodes[nodes:]
+            self.values, self.inputs, self.weights = values, inputs, weights
+            return False
+        return True
 
     def forget(self, v: Value) -> None:
         """Let nothing else read a value, and make it no output."""
         del self.values[v.name]
 
-    def _name(self, prefix: str) -> str:
-        self.count += 1
-        return f"{prefix}{self.count}"
+    def name(self, prefix: str) -> str:
+        """A name that nothing has."""
+        return f"{prefix}{next(self.count)}"

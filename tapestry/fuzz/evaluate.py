@@ -64,13 +64,24 @@ def _options() -> Any:
     return options
 
 
+def reads(node: NodeProto) -> list[str]:
+    """Names that a node reads, once each: its inputs, and what the bodies of its control flow capture."""
+    found = dict.fromkeys(i for i in node.input if i)
+    for a in node.attribute:
+        if a.HasField("g"):
+            inside = {i.name for i in a.g.input} | {t.name for t in a.g.initializer} | {o for n in a.g.node for o in n.output}
+            inner = [i for n in a.g.node for i in reads(n)] + [o.name for o in a.g.output]
+            found |= dict.fromkeys(i for i in inner if i not in inside)
+    return list(found)
+
+
 def node_values(node: NodeProto, inputs: Mapping[str, Array], opset: int) -> dict[str, Array]:
     """What a node's outputs are.
 
     Raises:
         Unfit: neither evaluator runs it.
     """
-    used = {n: np.asarray(inputs[n]) for n in dict.fromkeys(node.input) if n}
+    used = {n: np.asarray(inputs[n]) for n in reads(node)}
     wanted = {o: TensorProto.UNDEFINED for o in node.output if o}
     model = model_of(_known_form(node), used, wanted, opset)
     try:
@@ -185,14 +196,14 @@ def _wide_values(node: NodeProto, values: Mapping[str, Array], plain: Mapping[st
     try:
         return node_values(_wide_node(node), values, opset)
     except Unfit:
-        narrow = {n: np.asarray(values[n]).astype(plain[n].dtype) for n in node.input if n}
+        narrow = {n: np.asarray(values[n]).astype(plain[n].dtype) for n in reads(node)}
         found = {n: _widened(a) for n, a in node_values(node, narrow, opset).items()}
         return _wide_where_alike(node, values, opset, found) if opset < KNOWN else found
 
 
 def _wide_where_alike(node: NodeProto, values: Mapping[str, Array], opset: int, found: dict[str, Array]) -> dict[str, Array]:
     """What the reference evaluator says of an early node, where it is what onnxruntime found but for its rounding."""
-    used = {n: np.asarray(values[n]) for n in dict.fromkeys(node.input) if n}
+    used = {n: np.asarray(values[n]) for n in reads(node)}
     try:
         wide = _evaluator(model_of([node], used, dict.fromkeys(found, TensorProto.UNDEFINED), opset), used)
     except Exception:  # it raises many kinds

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from tapestry.fuzz import contractions, elementwise, hosts, reductions, sequences, views, windows
+from tapestry.fuzz import contractions, control, elementwise, hosts, narrow, reductions, sequences, views, windows
 from tapestry.fuzz.blocks import blocks
 from tapestry.fuzz.draw import Draw
-from tapestry.fuzz.evaluate import Array, Unfit, model_of, onnx_type
+from tapestry.fuzz.evaluate import Array, model_of, onnx_type, reads
 from tapestry.fuzz.running import running
 
 FAMILIES = {
     **elementwise.FAMILIES, **views.FAMILIES, **reductions.FAMILIES, **contractions.FAMILIES, **windows.FAMILIES,
-    **sequences.FAMILIES, **hosts.FAMILIES,
+    **sequences.FAMILIES, **hosts.FAMILIES, **control.FAMILIES, **narrow.FAMILIES,
 }  # fmt: skip
 RUNNING, BLOCKS = "running", "blocks"  # the families of models that are IR text
 WEIGHT = {
@@ -101,7 +101,7 @@ def random_model(seed: object, most: int = 7) -> Model:
         d = Draw(rng, rng.choice(OPSETS), zeros=rng.random() < 0.04)
         used: list[str] = []
         for name in rng.choices(names, weights, k=rng.randint(1, most)):
-            if _attempt(d, name):
+            if d.attempt(FAMILIES[name]):
                 used.append(name)
         if d.nodes:
             return _finished(d, tuple(used))
@@ -112,20 +112,8 @@ def _of_text(family: str, text: str, inputs: dict[str, Array], outs: dict[str, A
     return Model(nodes=(), inputs=inputs, weights={}, outputs=outs, exact=sure, opset=18, families=(family,), text=text)
 
 
-def _attempt(d: Draw, name: str) -> bool:
-    """Let a family add its nodes; what it began and could not finish is taken back."""
-    nodes, values, inputs, weights = len(d.nodes), dict(d.values), dict(d.inputs), dict(d.weights)
-    try:
-        FAMILIES[name](d)
-    except (Unfit, ValueError, IndexError):
-        del d.nodes[nodes:]
-        d.values, d.inputs, d.weights = values, inputs, weights
-        return False
-    return True
-
-
 def _finished(d: Draw, families: tuple[str, ...]) -> Model:
-    read = {i for n in d.nodes for i in n.input}
+    read = {i for n in d.nodes for i in reads(n)}
     made = [o for n in d.nodes for o in n.output if o in d.values]
     outputs = [t for t in made if t not in read or d.chance(0.1)]
     outputs = outputs or made[-1:]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tapestry.fuzz.evaluate import Array, Unfit, replay
+from tapestry.fuzz.evaluate import Array, Unfit, reads, replay
 from tapestry.fuzz.model import Model
 from tapestry.fuzz.recipe import Recipe
 from tapestry.fuzz.trial import Failure, Prepared, Refused, attempt, prepare
@@ -117,7 +117,7 @@ def trimmed(model: Model, outputs: set[str], cut: dict[str, Array] | None = None
     for node in reversed(model.nodes):
         if any(o in needed and o not in cut for o in node.output):
             nodes.append(node)
-            needed.update(i for i in node.input if i)
+            needed.update(reads(node))
     inputs = {**model.inputs, **cut}
     return replace(
         model, nodes=tuple(reversed(nodes)), outputs={t: a for t, a in model.outputs.items() if t in outputs},
