@@ -120,6 +120,32 @@ def test_a_tensor_is_inserted_where_it_says(tmp_path, at, want):
     assert found["y"].tolist() == want
 
 
+@pytest.mark.parametrize("go", [None, True, False])
+def test_a_loop_that_carries_a_sequence(tmp_path, go):
+    """onnxruntime's Python interface takes none; the reference takes no steps without a condition, and stacks nothing."""
+    N = helper.make_node
+    whole, seq = [info("i", T.INT64, []), info("c", T.BOOL, [])], helper.make_tensor_sequence_value_info
+    nodes = [
+        N("Identity", ["c"], ["d"]), N("Cast", ["i"], ["f"], to=T.FLOAT), N("Add", ["x", "f"], ["a"]),
+        N("SequenceInsert", ["s", "a", "i"], ["t"]), N("Mul", ["a", "a"], ["b"]),
+    ]  # fmt: skip
+    outs = [info("d", T.BOOL, []), seq("t", T.FLOAT, None), info("b", T.FLOAT, [2, 1])]
+    body = helper.make_graph(nodes, "body", [*whole, seq("s", T.FLOAT, None)], outs)
+    nodes = [N("Loop", ["n", "go" if go is not None else "", "s0"], ["s1", "y"], body=body)]
+    nodes += [N("ConcatFromSequence", ["s1"], ["z"], axis=1)]
+    ins = [info("x", T.FLOAT, [2, 1]), info("n", T.INT64, []), info("go", T.BOOL, []), seq("s0", T.FLOAT, None)]
+    path = save(tmp_path, nodes, ins, [info("y", T.FLOAT, [None, 2, 1]), info("z", T.FLOAT, [2, None])])
+    x, first = np.array([[5], [7]], np.float32), np.array([[1], [2]], np.float32)
+    feeds = {"x": x, "n": np.array(3), "go": np.array(True if go is None else go), "s0": [first]}
+    if go is False:
+        with pytest.raises(TapestryError, match="no evaluator runs Loop"):
+            tapestry.compile(path, devices=2).run(feeds)
+        return
+    found = tapestry.compile(path, devices=2).run(feeds)
+    assert np.array_equal(found["y"], np.stack([(x + k) ** 2 for k in range(3)]))
+    assert np.array_equal(found["z"], np.concatenate([x, x + 1, x + 2, first], 1))
+
+
 def test_a_declared_shape_that_the_data_contradicts_is_refused(tmp_path):
     path = save(
         tmp_path, [helper.make_node("Reshape", ["x", "s"], ["y"])], [info("x", T.FLOAT, [6]), info("s", T.INT64, [2])],

@@ -18,6 +18,7 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
+from tapestry.ir.reference import corrected
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -88,8 +89,6 @@ def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] 
 
 def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expected]) -> list[Any]:
     """The evaluators to try, the one to trust first."""
-    if op.kind == "SequenceInsert":
-        return [_inserted]
     dtypes = {d for d, _ in expected} | {a.dtype.name for a in feeds.values() if isinstance(a, np.ndarray)}
     stored = dtypes & (STORED | {numpy_dtype(d).name for d in STORED})
     if stored or any(not isinstance(a, np.ndarray) for a in feeds.values()):
@@ -218,26 +217,8 @@ def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -
         extra = [a.name for a in n.attribute if a.name not in SIMPLE]
         if n.op_type in RECURRENT and (extra or (len(n.input) > 4 and n.input[4])):
             raise NotImplementedError(f"the reference evaluator ignores {', '.join(extra) or 'sequence_lens'} of {n.op_type}")
-    evaluator = ReferenceEvaluator(proto)
+    evaluator = ReferenceEvaluator(proto, new_ops=corrected())
     return lambda given: list(evaluator.run(None, dict(given)))
-
-
-@lru_cache(maxsize=512)
-def _inserted(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
-    """SequenceInsert; the reference takes places modulo the length, so that the end is the beginning, and divides by 0."""
-    del opsets, types
-    names = _inputs(node)
-
-    def insert(given: Mapping[str, Any]) -> list[Any]:
-        held, tensor, *place = (given[n] for n in names if n)
-        found, length = list(held), len(held)
-        at = int(np.asarray(place[0]).reshape(())) if place else length
-        if not -length <= at <= length:
-            raise ValueError(f"place {at} in a sequence of {length}")
-        found.insert(at, tensor)  # a negative place counts from the end, as in Python
-        return [found]
-
-    return insert
 
 
 @lru_cache(maxsize=512)
