@@ -148,7 +148,7 @@ def test_the_command(tmp_path):
     assert status == 0 and "no wrong answer" in out
     assert run("fuzz", "--count", "0")[0] == 2
     with seeded("operands_swapped"):
-        status, out, _ = run("fuzz", "--seed", "7", "--count", "60", "--stop", "1", "--output", tmp_path / "bad")
+        status, out, _ = run("fuzz", "--seed", "7", "--count", "200", "--stop", "1", "--output", tmp_path / "bad")
     assert status == 1 and "FAILED case" in out and list((tmp_path / "bad").iterdir())
 
 

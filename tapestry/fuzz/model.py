@@ -13,6 +13,7 @@ from tapestry.fuzz import contractions, control, elementwise, hosts, narrow, red
 from tapestry.fuzz.blocks import blocks
 from tapestry.fuzz.draw import Draw
 from tapestry.fuzz.evaluate import Array, model_of, onnx_type, reads
+from tapestry.fuzz.functions import DOMAIN, called
 from tapestry.fuzz.running import running
 
 FAMILIES = {
@@ -45,6 +46,7 @@ class Model:
         symbols: (input, axis) to the name of a symbolic size.
         families: those that nodes came from.
         text: the model as IR text, where no ONNX nodes say it.
+        part: from which node to before which is written as a local function.
     """
 
     nodes: tuple[NodeProto, ...]
@@ -56,6 +58,7 @@ class Model:
     symbols: Mapping[tuple[str, int], str] = field(default_factory=dict)
     families: tuple[str, ...] = ()
     text: str = ""
+    part: tuple[int, int] = (0, 0)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -75,7 +78,11 @@ class Model:
         inits = [_proto(n, a) for n, a in self.weights.items()]
         outs = {n: onnx_type(a.dtype) for n, a in self.outputs.items()}
         ranks = {n: a.ndim for n, a in self.outputs.items()}
-        model = model_of(self.nodes, self.inputs, outs, self.opset, inits, self.symbols, ranks)
+        wrapped = called(self.nodes, *self.part, self.outputs, self.opset)
+        model = model_of(wrapped[0] if wrapped else self.nodes, self.inputs, outs, self.opset, inits, self.symbols, ranks)
+        if wrapped:
+            model.functions.append(wrapped[1])
+            model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
         path.write_bytes(model.SerializeToString())
         return path
 
@@ -121,8 +128,9 @@ def _finished(d: Draw, families: tuple[str, ...]) -> Model:
     if d.chance(0.25) and not d.zeros:
         for name, a in d.inputs.items():
             symbols |= {(name, k): f"n{n}" for k, n in enumerate(a.shape) if d.chance(0.4)}
+    part = sorted(d.rng.randrange(len(d.nodes) + 1) for _ in range(2)) if d.chance(0.15) else (0, 0)
     return Model(
-        nodes=tuple(d.nodes), inputs={n: a for n, a in d.inputs.items() if n in read},
+        part=(part[0], part[1]), nodes=tuple(d.nodes), inputs={n: a for n, a in d.inputs.items() if n in read},
         weights={n: a for n, a in d.weights.items() if n in read}, outputs={t: d.values[t].array for t in outputs},
         exact=frozenset(t for t in outputs if d.values[t].exact), opset=d.opset, families=families,
         symbols={k: s for k, s in symbols.items() if k[0] in read},

@@ -106,6 +106,8 @@ def _models(case: Case) -> Iterator[Case]:
         for t in node.output:
             if t in values and t not in model.outputs and np.isfinite(values[t].astype(np.float64)).all():
                 yield trimmed(replace(model, outputs={t: values[t]}), {t}), r
+    if model.part != (0, 0):
+        yield replace(model, part=(0, 0)), r
     if model.symbols:
         yield replace(model, symbols={}), r
 

@@ -30,7 +30,7 @@ def corrected() -> list[type]:
     class Loop(Theirs):
         """Theirs takes no steps without a condition, and concatenates what it should stack."""
 
-        def _run(self, M: Any, cond: Any = None, *first: Any, context: Any = None, **more: Any) -> tuple[Any, ...]:
+        def _run(self: Any, M: Any, cond: Any = None, *first: Any, context: Any = None, **more: Any) -> tuple[Any, ...]:
             names, body = self.body.input_names, {k: more.get(k) for k in ("attributes", "bindings")}
             values = {**(context or {}), **dict(zip(names[2:], first, strict=True))}
             going, step = cond is None or bool(np.asarray(cond).item()), 0
