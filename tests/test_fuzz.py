@@ -131,13 +131,13 @@ def test_a_failure_is_made_small(tmp_path):
 
 def test_a_campaign_writes_what_failed(tmp_path):
     with seeded("transposed_the_wrong_way"):
-        tally = fuzz(7, 200, output=tmp_path, stop=1, shrinking=5)
+        tally = fuzz(1, 60, output=tmp_path, stop=1, shrinking=5)
     (row,) = tally.failures
     folder = Path(row["files"])
     assert {p.name for p in folder.iterdir()} == {"model.onnx", "inputs.npz", "outputs.npz", "case.json"}
     onnx.checker.check_model(str(folder / "model.onnx"))
     assert json.loads((folder / "case.json").read_text())["recipe"] == row["recipe"]
-    assert fuzz(7, 1, first=row["case"]).failures == []  # healthy again, the case passes
+    assert fuzz(1, 1, first=row["case"]).failures == []  # healthy again, the case passes
 
 
 def test_the_command(tmp_path):
@@ -148,7 +148,7 @@ def test_the_command(tmp_path):
     assert status == 0 and "no wrong answer" in out
     assert run("fuzz", "--count", "0")[0] == 2
     with seeded("operands_swapped"):
-        status, out, _ = run("fuzz", "--seed", "7", "--count", "200", "--stop", "1", "--output", tmp_path / "bad")
+        status, out, _ = run("fuzz", "--seed", "1", "--count", "60", "--stop", "1", "--output", tmp_path / "bad")
     assert status == 1 and "FAILED case" in out and list((tmp_path / "bad").iterdir())
 
 
