@@ -54,6 +54,14 @@ def test_scales_and_zero_points(scale: str, shape: str, zero: str, then: str) ->
     assert len(RULE.apply(parse(text), report.moves[0]).ops) == 1
 
 
+def test_scales_along_one_cell_that_is_summed() -> None:
+    """Behind the sum its dimension is gone, of size 1 or not."""
+    text = linear("s[x0, x1]", shape="f32[5, 1]").replace("7", "1")
+    check_rule(RULE, RuleCase(before=text), np.random.default_rng(0))
+    (op,) = RULE.apply(parse(text), parse_move("narrow_factors@y{tensor=x}")).ops
+    assert isinstance(op, Block) and [str(e) for r in op.reads if r.tensor == "s" for e in r.index] == ["i", "0"]
+
+
 def refusal(text: str) -> str:
     graph = parse(text)
     found = [f for f in RULE.find(graph) if isinstance(f, Refusal)]

@@ -9,7 +9,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.contraction import narrow, products
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, cast, rewrite, walk
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read, with_ops
-from tapestry.ir.index import Aff, const, dims_of, span
+from tapestry.ir.index import Aff, const, dims_of, span, substitute
 from tapestry.ir.types import FLOAT8, FLOATS, Tensor
 from tapestry.rewrites.pattern import merge_reads, plain_index, read_dims, shift_args, substitute_expr, substitute_read
 from tapestry.rewrites.rule import Move, Refusal, register
@@ -214,13 +214,15 @@ def _moved(tensors: Mapping[str, Tensor], op: Block, maker: Block, s: Scaled, t:
     if fields is None:
         return f"'{t}' is not a factor of its own"
     read, base = op.reads[at], len(op.reads)
+    assert isinstance(s.value, Arg)
     env = dict(zip((d.name for d in maker.dims), read.index, strict=True))
-    moved = [substitute_read(r, env, op.ranges) for r in maker.reads]
-    others = [substitute_expr(e, env, op.ranges, shift_args(base)) for e in s.others]
+    single = {d.name: const(0) for d in op.reduce if d.size == 1}  # behind the sum its dimensions are gone
+    fixed = {d: substitute(e, single, op.ranges) for d, e in env.items()}
+    moved = [substitute_read(r, env if k == s.value.pos else fixed, op.ranges) for k, r in enumerate(maker.reads)]
+    others = [substitute_expr(e, fixed, op.ranges, shift_args(base)) for e in s.others]
     reads = {base + k: r for k, r in enumerate(moved)}
     if why := _varies(op, others, reads, t) or _outside(tensors, op, read, s, others, reads, t):
         return why
-    assert isinstance(s.value, Arg)
     place = base + s.value.pos
     if read.other is not None:
         moved[s.value.pos] = _kept(tensors, op, read, reads[place], s.zero)
