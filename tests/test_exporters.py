@@ -214,3 +214,20 @@ def test_a_loop_that_ends_by_its_data_stays_opaque(tmp_path):
     path.write_bytes(made.SerializeToString())
     assert any(isinstance(op, Opaque) for op in lift(path, {"b": 3}).graph.ops)
     held(made, {"x": data(6, 4)}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes"),
+    [
+        ("ConvTranspose", {"output_shape": [9, 3], "strides": [2, 1]}),
+        ("MaxPool", {"kernel_shape": [2, 2], "strides": [3, 3], "pads": [0, 0, 1, 1], "ceil_mode": 1}),
+    ],
+)
+def test_sizes_that_inference_gets_wrong_inside_of_a_function(tmp_path, op, attributes):
+    names = ["x", "w"] if op == "ConvTranspose" else ["x"]
+    body = [helper.make_node(op, names, ["z"], **attributes), helper.make_node("Relu", ["z"], ["r"])]
+    part = helper.make_function("local", "part", names, ["r"], body, [helper.make_opsetid("", 18)])
+    nodes = [helper.make_node("part", names, ["r"], "call", domain="local")]
+    ins = [value("x", F, 2, 3, 5, 5), value("w", F, 3, 4, 3, 3)][: len(names)]
+    made = model(nodes, ins, [value("r", F, None, None, None, None)], functions=[part], domains=["local"])
+    held(made, {"x": data(2, 3, 5, 5), "w": data(3, 4, 3, 3)} if len(names) > 1 else {"x": data(2, 3, 5, 5)}, tmp_path)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 from onnx_ir.passes import common as passes
@@ -28,7 +29,7 @@ from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.inference import InferenceError, infer_shapes
 from tapestry.lift.registry import find
 from tapestry.lift.samples import sample_types
-from tapestry.lift.settle import RESIZES, name_cache, settle, settle_scales, slice_sizes
+from tapestry.lift.settle import RESIZES, SETTLED, name_cache, settle, settle_scales, slice_sizes
 from tapestry.lift.unroll import LEVELS, SOURCE, STEPS, unroll
 from tapestry.lift.weights import stored_tensors
 
@@ -425,6 +426,8 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     tag_sources(model)
+    if any(n.op_type in SETTLED for f in model.functions for n in f.node):  # inference is wrong inside of functions too
+        model = onnx.inliner.inline_local_functions(model)
     declared = ModelProto()
     declared.CopyFrom(model)
     scaled = any(n.op_type in RESIZES for n in model.graph.node) and _infer(model, version)[1]

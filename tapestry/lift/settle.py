@@ -23,6 +23,7 @@ from tapestry.lift.inference import infer_shapes
 
 RESIZES = ("Resize", "Upsample")
 POOLS = ("MaxPool", "AveragePool", "LpPool")
+SETTLED = frozenset({*POOLS, *RESIZES, "STFT", "ConvTranspose"})
 AFTER = "tapestry.after"  # the padding that was written in the file: what count_include_pad counts
 
 
