@@ -231,3 +231,17 @@ def test_sizes_that_inference_gets_wrong_inside_of_a_function(tmp_path, op, attr
     ins = [value("x", F, 2, 3, 5, 5), value("w", F, 3, 4, 3, 3)][: len(names)]
     made = model(nodes, ins, [value("r", F, None, None, None, None)], functions=[part], domains=["local"])
     held(made, {"x": data(2, 3, 5, 5), "w": data(3, 4, 3, 3)} if len(names) > 1 else {"x": data(2, 3, 5, 5)}, tmp_path)
+
+
+def test_a_pool_behind_a_branch_that_is_known(tmp_path):
+    """What the pool reads has no shape before the branch is chosen, and inference a wrong one for the pool after."""
+    then = helper.make_graph([helper.make_node("Identity", ["x"], ["a"])], "then", [], [value("a", F)])
+    other = helper.make_graph([helper.make_node("Constant", [], ["b"], value_float=0.0)], "other", [], [value("b", F)])
+    then.output[0].type.tensor_type.ClearField("shape")
+    nodes = [
+        helper.make_node("If", ["c"], ["i"], "if", then_branch=then, else_branch=other),
+        helper.make_node("MaxPool", ["i"], ["y"], "pool", kernel_shape=[2, 2], strides=[3, 3], pads=[0, 0, 1, 1], ceil_mode=1),
+    ]
+    known = helper.make_tensor("c", T.BOOL, [], [True])
+    made = model(nodes, [value("x", F, 2, 3, 5, 5)], [value("y", F, None, None, None, None)], inits=[known])
+    held(made, {"x": data(2, 3, 5, 5)}, tmp_path)

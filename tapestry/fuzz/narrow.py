@@ -114,6 +114,8 @@ def integer_products(d: Draw) -> None:
     conv = d.chance(0.35)
     x = d.pick(rank=range(3, 5) if conv else range(1, 4), floating=False, dtypes=(one,))
     if conv:
+        if not x.array.size:
+            raise Unfit("onnxruntime leaves what was in the memory where a convolution of integers has no channels")
         w = d.fresh((d.size(4), x.shape[1], *(min(n, d.rng.choice([1, 2, 3])) for n in x.shape[2:])), two)
         columns = w.shape[0]
     else:
@@ -142,6 +144,8 @@ def quantised_products(d: Draw) -> None:
         return
     conv = d.chance(0.4)
     x = d.pick(rank=range(3, 5) if conv else range(2, 4), floating=False, dtypes=(kind,))
+    if conv and not x.array.size:
+        raise Unfit("as above")
     if conv:
         w = d.weight(d.data((d.size(4), x.shape[1], *(min(n, 2) for n in x.shape[2:])), kind))
         per = (w.shape[0],) if d.chance(0.5) else ()

@@ -29,7 +29,7 @@ from tapestry.lift.external import dtype_name, tensor_bytes
 from tapestry.lift.inference import InferenceError, infer_shapes
 from tapestry.lift.registry import find
 from tapestry.lift.samples import sample_types
-from tapestry.lift.settle import RESIZES, SETTLED, name_cache, settle, settle_scales, slice_sizes
+from tapestry.lift.settle import RESIZES, SETTLED, forget_sizes, name_cache, settle, settle_scales, slice_sizes
 from tapestry.lift.unroll import LEVELS, SOURCE, STEPS, unroll
 from tapestry.lift.weights import stored_tensors
 
@@ -431,11 +431,8 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
     declared = ModelProto()
     declared.CopyFrom(model)
     scaled = any(n.op_type in RESIZES for n in model.graph.node) and _infer(model, version)[1]
-    if settle(model) or scaled:  # what the file declares may then be what onnx wrongly inferred
-        del declared.graph.value_info[:]
-        for o in declared.graph.output:
-            if o.type.HasField("tensor_type"):
-                o.type.tensor_type.ClearField("shape")
+    if settle(model) or scaled:
+        forget_sizes(declared)
     add_defaults(model, version)
     del model.graph.value_info[:]
     types = infer(model)
@@ -448,6 +445,8 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
         model.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in types.items() if _static(t))
         model = run_passes(model)
         del model.graph.value_info[:]
+        if settle(model):  # what a branch that is gone now hid
+            forget_sizes(declared)
         add_defaults(model, version)
         types, _ = _infer(model, version)
         written = unroll(model, types, loops=steps and level < LEVELS) or slice_sizes(model, types, version)

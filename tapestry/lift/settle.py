@@ -35,6 +35,14 @@ def settle(model: ModelProto) -> bool:
     return any([_settle_pools(model), _settle_transposed(model), bool(sides)])
 
 
+def forget_sizes(declared: ModelProto) -> None:
+    """Forget what the file declares, which may be what onnx wrongly inferred."""
+    del declared.graph.value_info[:]
+    for o in declared.graph.output:
+        if o.type.HasField("tensor_type"):
+            o.type.tensor_type.ClearField("shape")
+
+
 def name_cache(node: NodeProto) -> None:
     """Give an Attention that shows its scores over a cache names for all keys and values (passes take unused ones away)."""
     if node.op_type == "Attention" and node.domain in ("", "ai.onnx") and len(node.output) > 3 and len(node.input) > 5:
