@@ -99,7 +99,10 @@ def node_values(node: NodeProto, inputs: Mapping[str, Array], opset: int) -> dic
 
 
 def _known_form(node: NodeProto) -> list[NodeProto]:
-    """A recurrence whose batch comes first as one whose time does (onnxruntime has no other), between transpositions."""
+    """A recurrence whose batch comes first as one whose time does (onnxruntime has no other), between transpositions.
+
+    `ir.opaque` does the same for what is judged here, and is not asked: a mistake in common would not be found.
+    """
     if not any(a.name == "layout" and a.i for a in node.attribute):
         return [node]
     swap = {0: (1, 0, 2), 5: (1, 0, 2), 6: (1, 0, 2)}

@@ -11,6 +11,7 @@ import numpy as np
 from tapestry.fuzz.draw import Draw, Value
 from tapestry.fuzz.evaluate import Array, Unfit, onnx_type
 
+NO_CHANNELS = "onnxruntime leaves what was in the memory where a convolution of integers has no channels"
 BYTES = ("uint8", "int8")
 QUANTISED = (*BYTES * 3, "int16", "uint16", "int4", "uint4", "float8_e4m3fn", "float8_e5m2")
 LETTERS = (
@@ -115,7 +116,7 @@ def integer_products(d: Draw) -> None:
     x = d.pick(rank=range(3, 5) if conv else range(1, 4), floating=False, dtypes=(one,))
     if conv:
         if not x.array.size:
-            raise Unfit("onnxruntime leaves what was in the memory where a convolution of integers has no channels")
+            raise Unfit(NO_CHANNELS)
         w = d.fresh((d.size(4), x.shape[1], *(min(n, d.rng.choice([1, 2, 3])) for n in x.shape[2:])), two)
         columns = w.shape[0]
     else:
@@ -145,7 +146,7 @@ def quantised_products(d: Draw) -> None:
     conv = d.chance(0.4)
     x = d.pick(rank=range(3, 5) if conv else range(2, 4), floating=False, dtypes=(kind,))
     if conv and not x.array.size:
-        raise Unfit("as above")
+        raise Unfit(NO_CHANNELS)
     if conv:
         w = d.weight(d.data((d.size(4), x.shape[1], *(min(n, 2) for n in x.shape[2:])), kind))
         per = (w.shape[0],) if d.chance(0.5) else ()
@@ -269,7 +270,7 @@ def letters(d: Draw) -> None:
 
 
 def ranked(d: Draw) -> None:
-    """TopK smallest and unsorted, Hardmax and ArgMax among ties."""
+    """TopK from either end, Hardmax and ArgMax, among ties."""
     x = d.pick(rank=range(1, 4), exact=True, dtypes=("float32", "int64", "int32", "float32"))
     at, kind = d.axis(x), d.rng.randrange(3)
     if not x.array.size:

@@ -21,7 +21,7 @@ from tapestry.lift.prepare import infer
 TARGET = 7  # whose forms are written
 PER_CHANNEL = 9  # from here on BatchNormalization's statistics are per channel
 COPIES = 1 << 10  # of a Tile that names one axis
-ALIGNED = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less", "PRelu"})
+ALIGNED = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less"})
 SELU = {"alpha": 1.6732, "gamma": 1.0507}  # before opset 6; six digits more from then on
 
 
@@ -91,7 +91,7 @@ def form(*ops: str) -> Callable[[Callable[[Old], None]], Callable[[Old], None]]:
     return add
 
 
-@form("Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less")
+@form(*ALIGNED)
 def _aligned(o: Old) -> None:
     """Axes of size 1 behind the second operand, where ``axis`` says that it ends before the first one does."""
     axis, spread = o.attributes.pop("axis", None), o.attributes.pop("broadcast", 0)
@@ -261,17 +261,17 @@ def _written(node: NodeProto, constants: dict[str, TensorProto], ranks: dict[str
 
 def _ranks(model: ModelProto, constants: dict[str, TensorProto]) -> dict[str, int]:
     """Ranks of all values that inference knows, from a copy in which aligned operands are the first operand itself."""
-    trial = ModelProto()
+    trial, aligned = ModelProto(), ALIGNED | {"PRelu"}
     trial.CopyFrom(model)
 
     def same(node: NodeProto) -> New:
-        if node.op_type in ALIGNED and len(node.input) == 2:
+        if node.op_type in aligned and len(node.input) == 2:
             node.input[1] = node.input[0]  # the result has the first operand's shape in any case
             del node.attribute[:]
             return [node], []
         return _written(node, constants, {})
 
-    if not any(n.op_type in ALIGNED for nodes in _bodies(trial.graph.node) for n in nodes):
+    if not any(n.op_type in aligned for nodes in _bodies(trial.graph.node) for n in nodes):
         return {}
     _replace(trial, same)
     _declare(trial)

@@ -105,13 +105,12 @@ def _write_padding(node: NodeProto, attributes: dict[str, Any], size: list[int],
 
 
 def _spatial(model: ModelProto, name: str) -> list[int] | None:
-    inferred = infer_shapes(model)
-    graph = inferred.graph
+    stored = next((t for t in model.graph.initializer if t.name == name), None)
+    if stored is not None:
+        return list(stored.dims)[2:]
+    graph = infer_shapes(model).graph
     types: dict[str, TypeProto] = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output)}
-    sizes = {t.name: list(t.dims) for t in graph.initializer}
     t = types.get(name, TypeProto()).tensor_type
-    if name in sizes:
-        return sizes[name][2:]
     known = t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
     return [d.dim_value for d in t.shape.dim][2:] if known else None
 
