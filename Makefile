@@ -35,11 +35,11 @@ lint: setup
 	@$(BIN)/pyright
 
 bench: setup
-	@$(BIN)/python bench/communication.py
-	@$(BIN)/python bench/compiler.py
-	@$(BIN)/python bench/scale.py
-	@$(BIN)/python bench/auto_shard.py
-	@$(BIN)/python bench/models.py
+	@$(BIN)/python -m bench communication
+	@$(BIN)/python -m bench compiler
+	@$(BIN)/python -m bench scale
+	@$(BIN)/python -m bench auto_shard
+	@$(BIN)/python -m bench models
 
 clean:
 	rm -rf build

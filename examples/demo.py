@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import light
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
@@ -18,11 +17,12 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 import tapestry
+from examples import light
 from tapestry.api import run_checked
 from tapestry.pipeline import verify_build
 from tapestry.viz import progress
+from tapestry.viz.format import human
 from tapestry.viz.tables import ms
-from tapestry.viz.words import human
 
 FOLDER = Path("build/demo")
 DEVICES = 4

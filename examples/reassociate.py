@@ -7,8 +7,8 @@ This is what makes linear attention linear: (q @ kᵀ) @ v costs T²·d for T to
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Read, replace_op
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.pattern import chain, contract, fresh, op_at, plain_index, read_dims, work
-from tapestry.rewrites.rule import Move, register
+from tapestry.rewrites.core.edit import chain, contract, fresh, op_at, plain_index, read_dims, work
+from tapestry.rewrites.core.rule import Move, register
 
 
 @register

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from tapestry import flags, pipeline
-from tapestry.codegen.triton.chips import PRECISIONS, chip_of, plain
+from tapestry.build import store
+from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
 from tapestry.errors import BuildError, TapestryError
-from tapestry.ir import store
 from tapestry.ir.plan import Mesh
-from tapestry.lift import early
+from tapestry.lift.normalize import opset_upgrade
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import Result, Session, largest_constant
-from tapestry.verify import reference
+from tapestry.verify import model_outputs
 from tapestry.viz.explain import explain
 
 Array = np.ndarray[Any, Any]
@@ -145,10 +145,10 @@ def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
 def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) -> Session:
     """A session on a GPU, or in Triton's interpreter; a machine of its own (a rank's) gets arrays, not bound kernels."""
     from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-    from tapestry.codegen.triton.device import DeviceTarget, chip_name, find_device
-    from tapestry.codegen.triton.target import TritonTarget
-    from tapestry.codegen.triton.tuned import local_cache
-    from tapestry.runtime.device import DeviceMachine
+    from tapestry.codegen.triton.run.device_target import DeviceTarget, chip_name, find_device
+    from tapestry.codegen.triton.run.target import TritonTarget
+    from tapestry.codegen.triton.run.tuned import local_cache
+    from tapestry.runtime.one_process.gpu_devices import DeviceMachine
 
     device = find_device()
     if "machine" in more:
@@ -180,9 +180,9 @@ def tune(
     Raises:
         TapestryError: there is no GPU, or the interpreter is on.
     """
-    from tapestry.codegen.triton import tune as tuner
-    from tapestry.codegen.triton.device import find_device
-    from tapestry.codegen.triton.tuned import local_cache
+    from tapestry.codegen.triton.run import tune as tuner
+    from tapestry.codegen.triton.run.device_target import find_device
+    from tapestry.codegen.triton.run.tuned import local_cache
 
     build, _ = store.read(Path(folder))
     device = find_device()
@@ -230,8 +230,8 @@ def compared(compiled: Compiled, feeds: Mapping[str, Any], outs: Mapping[str, An
     rows = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in outs.items()}
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
-        allowed = reference.tolerances(compiled.build.plan.graph)
-        _check(early.runnable(Path(compiled.build.model)), feeds, outs, allowed, document)
+        allowed = model_outputs.tolerances(compiled.build.plan.graph)
+        _check(opset_upgrade.runnable(Path(compiled.build.model)), feeds, outs, allowed, document)
     return document
 
 
@@ -251,16 +251,16 @@ def _check(
     document: dict[str, Any],
 ) -> None:
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
-    document["reference"], expected = reference.reference(model, feeds)
+    document["reference"], expected = model_outputs.reference(model, feeds)
     spread: dict[str, float] | None = None
     for name, a in outs.items():
-        found = reference.compare(a, expected[name], allowed.get(name, 0.0))
+        found = model_outputs.compare(a, expected[name], allowed.get(name, 0.0))
         row = document["outputs"][name]
         row.update(max_abs_err=found.max_abs_err, rel_err=found.rel_err)
         passed = found.passed
-        if not passed and found.rel_err < reference.SPREAD_LIMIT and document["reference"] == "onnxruntime":
-            spread = reference.spread(model, feeds, expected) if spread is None else spread
+        if not passed and found.rel_err < model_outputs.SPREAD_LIMIT and document["reference"] == "onnxruntime":
+            spread = model_outputs.spread(model, feeds, expected) if spread is None else spread
             row["reference_spread"] = spread.get(name)
-            limit = min(reference.SPREAD_FACTOR * spread.get(name, 0.0), reference.SPREAD_LIMIT)
+            limit = min(model_outputs.SPREAD_FACTOR * spread.get(name, 0.0), model_outputs.SPREAD_LIMIT)
             passed = found.rel_err <= limit
         document["passed"] = document["passed"] and passed

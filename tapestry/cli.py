@@ -196,8 +196,8 @@ def _shard_weights(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from tapestry.ir import store
-    from tapestry.viz import diff, explain, trace
+    from tapestry.build import store
+    from tapestry.viz import build_diff, explain, trace
 
     if args.analyze:
         return _analyze(args)
@@ -209,8 +209,8 @@ def _explain(args: argparse.Namespace) -> int:
     found = explain.document(build, why=args.why, timed=timed)
     text = explain.text(build, found, critical=args.critical_path)
     if other is not None:
-        found["diff"] = diff.compare(build, other, found)
-        text = diff.text(found["diff"])
+        found["diff"] = build_diff.compare(build, other, found)
+        text = build_diff.text(found["diff"])
     if args.trace:
         found["trace"] = {"file": str(args.trace), **trace.write(args.trace, build.plan, timed)}
         text += explain.trace_text(found["trace"])
@@ -255,9 +255,9 @@ def _kernels(args: argparse.Namespace) -> int:
     if args.json:
         _json(document)
     elif not args.quiet:
-        from tapestry.viz import kernels
+        from tapestry.viz import kernel_table
 
-        kernels.show(document)
+        kernel_table.show(document)
     return 0
 
 
@@ -293,10 +293,10 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _opt(args: argparse.Namespace) -> int:
     import tapestry.rewrites  # noqa: F401
-    from tapestry.ir import constraints
-    from tapestry.ir.parse import parse
-    from tapestry.ir.text import to_text
-    from tapestry.rewrites.rule import apply_moves, load_rules, parse_move
+    from tapestry.ir import laws as constraints
+    from tapestry.ir.syntax.parser import parse
+    from tapestry.ir.syntax.printer import to_text
+    from tapestry.rewrites.core.rule import apply_moves, load_rules, parse_move
 
     for path in args.rules:
         load_rules(path)
@@ -323,7 +323,7 @@ def _rules(args: argparse.Namespace) -> int:
     import inspect
 
     import tapestry.rewrites  # noqa: F401
-    from tapestry.rewrites.rule import RULES, Refusal, load_rules
+    from tapestry.rewrites.core.rule import RULES, Refusal, load_rules
 
     for path in args.rules:
         load_rules(path)
@@ -332,7 +332,7 @@ def _rules(args: argparse.Namespace) -> int:
     chosen = [RULES[args.rule]] if args.rule else list(RULES.values())
     if args.refused:
         from tapestry.lift import lift
-        from tapestry.rewrites.simplify import simplify
+        from tapestry.rewrites.core.fixpoint import simplify
 
         graph = simplify(lift(args.refused, _shapes(args.shape), weights=False).graph)
         found = [str(m) for r in chosen for m in r.find(graph) if isinstance(m, Refusal)]
@@ -350,8 +350,8 @@ def _rules(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from tapestry.ir import store
-    from tapestry.plan.exported import export
+    from tapestry.build import store
+    from tapestry.sharding.export_sharding import export
 
     build, _ = store.read(args.build)
     done = export(build, args.output, copy=args.copy_data)
@@ -365,7 +365,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _check_sharding(args: argparse.Namespace) -> int:
-    from tapestry.plan.check_sharding import check_file
+    from tapestry.sharding.check_sharding import check_file
 
     found = check_file(args.model, _shapes(args.shape))
     errors = [f for f in found if f.level == "error" or (args.strict and f.code != "no-annotations")]
@@ -395,20 +395,20 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _auto_shard(args: argparse.Namespace) -> int:
-    from tapestry.plan.stages import sharding
-    from tapestry.viz import progress, stages, tables
+    from tapestry.sharding.auto_shard import auto_shard
+    from tapestry.viz import progress, stage_table, tables
 
-    options = sharding.Options(
+    options = auto_shard.Options(
         model=args.input_model, devices=args.num_devices, output=args.output_model, optimal=args.optimal_perf,
-        processes=args.num_processes, proportions=args.memory_proportion or sharding.PROPORTIONS, shapes=_shapes(args.shape),
+        processes=args.num_processes, proportions=args.memory_proportion or auto_shard.PROPORTIONS, shapes=_shapes(args.shape),
         topology=args.topology, memory=args.memory,
     )  # fmt: skip
     with progress.bar("auto-shard", quiet=args.quiet or args.json) as advance:
-        document = sharding.auto_shard(options, lambda stage, seconds: advance(None, None, stage))
+        document = auto_shard.auto_shard(options, lambda stage, seconds: advance(None, None, stage))
     if args.json:
         _json(document)
     elif not args.quiet:
-        tables.show(stages.sharded(document))
+        tables.show(stage_table.sharded(document))
     return 0
 
 

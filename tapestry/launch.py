@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from tapestry import api, arguments, flags
+from tapestry.build import store
+from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
-from tapestry.ir import store
-from tapestry.ir.store import Build
 from tapestry.ir.types import numpy_dtype
-from tapestry.runtime import batches as streams
-from tapestry.runtime import shards
-from tapestry.runtime.batches import Batch
-from tapestry.runtime.local import Measured
+from tapestry.runtime.one_process.logical_devices import Measured
 from tapestry.runtime.outputs import places
+from tapestry.runtime.processes import batches as streams
+from tapestry.runtime.processes import weight_shards
+from tapestry.runtime.processes.batches import Batch
 from tapestry.runtime.session import ModelFiles, Result, hold
 from tapestry.viz import measured
 
@@ -74,13 +74,13 @@ def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compile
     build, constants = compiled.build, b"".join(compiled.constants.values())
     flags.before_torch()
     import tapestry.codegen.torch_cpu.kernels  # noqa: F401  (forked ranks find it imported)
-    from tapestry.runtime.parcels import owners
-    from tapestry.runtime.worker import Job
+    from tapestry.runtime.processes.step_messages import owners
+    from tapestry.runtime.processes.worker import Job
 
     owners(build.program.devices, world)
     identity = store.identity(r.folder)
     if r.weights is not None:
-        shards.reader(r.weights, build, identity)
+        weight_shards.reader(r.weights, build, identity)
     return Job(
         build=build, constants=constants, identity=identity, batches=tuple(batches), shards=r.weights, timeout=r.timeout,
         trace=r.trace is not None, threads=r.threads or max(1, (os.cpu_count() or 1) // world),
@@ -126,7 +126,7 @@ def run(r: Request, how: Launch) -> Document:
 def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api.Compiled) -> Document:
     """Run, and write the trace if one is asked for."""
     job = _job(r, how.processes, batches, compiled)
-    from tapestry.runtime.supervisor import supervise
+    from tapestry.runtime.processes.supervisor import supervise
 
     done = {b.number for b in batches if b.done}
 
@@ -189,7 +189,7 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
     r = Request(folder=folder, trace=trace or Path(os.devnull))
     how = Launch(processes=processes or min(devices, os.cpu_count() or 1))
     job = _job(r, how.processes, _single(r, (), None, runs), compiled)
-    from tapestry.runtime.supervisor import supervise
+    from tapestry.runtime.processes.supervisor import supervise
 
     found = supervise(job, how.processes, api.open_session)
     analysis = measured.analysis(compiled.build, found["slices"], found["batch_seconds"])
@@ -199,9 +199,9 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
 
 
 def shard_weights(folder: Path, output: Path) -> Document:
-    """Write the slices of a build's weights; see `runtime.shards`."""
+    """Write the slices of a build's weights; see `runtime.processes.weight_shards`."""
     build, _ = store.read(folder)
-    return shards.write(output, build, store.identity(folder), ModelFiles(build))
+    return weight_shards.write(output, build, store.identity(folder), ModelFiles(build))
 
 
 # under torchrun
@@ -241,8 +241,8 @@ def _ranked(r: Request) -> Document:
     else:
         batches = _single(r, compiled.build.plan.graph.inputs, r.output)
     job = _job(r, place["world"], batches, compiled)
-    from tapestry.runtime.pulse import Pulse, describe, shared
-    from tapestry.runtime.worker import Rank, cause, work
+    from tapestry.runtime.processes.heartbeat import Pulse, describe, shared
+    from tapestry.runtime.processes.worker import Rank, cause, work
 
     shared_store = _rendezvous(place, r.timeout)
     slots = shared(place["world"])

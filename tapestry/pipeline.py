@@ -14,36 +14,36 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import tapestry.plan.annotations as marking
 import tapestry.rewrites  # noqa: F401  (fills the table of rules)
+import tapestry.sharding.annotations as marking
 from tapestry import flags
-from tapestry.codegen import emit
+from tapestry.build import store
+from tapestry.codegen import kernel_sources
 from tapestry.codegen.unfused import unfused
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir import store
-from tapestry.ir.exact import PARTS
+from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, Plan, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
-from tapestry.ir.text import to_text
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import Lifted, lift
-from tapestry.lift.references import check_references
-from tapestry.plan.early import early
-from tapestry.plan.fixed import Fixed
+from tapestry.lift.model_references import check_references
 from tapestry.plan.fusion import Machine
+from tapestry.plan.hoist_transfers import early
+from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.pipelines.stage_choice import parse_request
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
-from tapestry.plan.search.budget import Budget
 from tapestry.plan.search.pareto import fronts, undominated
 from tapestry.plan.search.planner import Found, search
 from tapestry.plan.search.resume import Start, fingerprint, start_of
-from tapestry.plan.search.staging import parse_request
 from tapestry.plan.simulate import ASSUMPTION, simulate
-from tapestry.plan.structure import replay
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.structural_search import replay
 from tapestry.plan.task import Task, solve, staging
 from tapestry.plan.topology import Link, Topology, default_mesh, from_data, parse_bytes, parse_mesh, shared, to_data, topology
-from tapestry.rewrites.rule import Move, load_rules, parse_move
-from tapestry.rewrites.simplify import left_out, simplify
-from tapestry.verify import certificate, statements
+from tapestry.rewrites.core.fixpoint import left_out, simplify
+from tapestry.rewrites.core.rule import Move, load_rules, parse_move
+from tapestry.verify import certificate, layout_laws
 
 log = logging.getLogger("tapestry")
 Report = Callable[[str, float], None]
@@ -136,7 +136,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         )  # fmt: skip
     with clock("codegen"):
         knobs = _tuned(found, options)
-        kernels = emit.triton_sources(found.plan.graph, found.program, options.target, options.precision, knobs)
+        kernels = kernel_sources.triton_sources(found.plan.graph, found.program, options.target, options.precision, knobs)
     build = replace(_build(lifted, found, topo, options, moves), knobs=knobs)
     document = _report(lifted, found, topo, alone, kernels, laws, moves)
     document["seconds"] = {**clock.seconds, "total": round(time.perf_counter() - start, 4)}
@@ -296,12 +296,12 @@ def _as_staged(options: Options, stages: int, micro: int) -> Options:
 
 def _tuned(found: Found, options: Options) -> dict[str, dict[str, Any]]:
     """Knobs measured for the plan's kernels on this machine, where it has a GPU of the target's kind."""
-    from tapestry.codegen.triton.tuned import cache_of_target, recorded
+    from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
 
     if not options.target.startswith("triton"):
         return {}
     cache = cache_of_target(flags.cache_folder(), options.target, options.precision)
-    return {} if cache is None else recorded(cache, found.plan.graph, emit.kernels(found.plan.graph, found.program))
+    return {} if cache is None else recorded(cache, found.plan.graph, kernel_sources.kernels(found.plan.graph, found.program))
 
 
 def _debug(found: Found) -> None:
@@ -400,9 +400,9 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
         streamed=plan.streamed,
         exact=build.exact,
     )
-    laws["agreement"] += statements.check(plan)
+    laws["agreement"] += layout_laws.check(plan)
     laws["model"] = check_references(plan.graph, Path(build.model), build.model_sha256)
-    emitted = emit.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
+    emitted = kernel_sources.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
     written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
     for name, source in emitted.items():
         if written.get(name) != source.encode():
@@ -430,13 +430,13 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
         TapestryError: the target is unknown, or the output is a folder with other things in it.
     """
     from tapestry.codegen.triton import compile_ahead
-    from tapestry.codegen.triton.report import rows_of, summary
+    from tapestry.codegen.triton.run.report import rows_of, summary
 
     build, _ = store.read(folder)
     graph = build.plan.graph
-    counts = emit.launches(graph, build.program)
+    counts = kernel_sources.launches(graph, build.program)
     knobs = build.knobs if target == build.target else {}
-    made = emit.named_kernels(graph, build.program, target, build.precision, knobs)
+    made = kernel_sources.named_kernels(graph, build.program, target, build.precision, knobs)
     files: dict[str, bytes] = {}
     rows: list[dict[str, Any]] = []
     for done, (name, (kernel, source)) in enumerate(made.items()):
@@ -444,12 +444,12 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
         stem = name.removesuffix(".py")
         files[name] = source.source.encode()
         compiled = compile_ahead(source, target)
-        found = rows_of(graph, kernel, source, stem, compiled, counts.get(emit.key_of(graph, kernel), 0))
+        found = rows_of(graph, kernel, source, stem, compiled, counts.get(kernel_sources.key_of(graph, kernel), 0))
         for each, row in zip(compiled, found, strict=True):
             for kind, text in each.asm.items():
                 files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
         rows += found
-    opaque = emit.without_kernel(graph)
+    opaque = kernel_sources.without_kernel(graph)
     model = summary(rows, list(opaque), build.report.get("unfused", {}))
     document = {"target": target, "precision": build.precision, "kernels": rows, "model": model, "opaque": opaque}
     files["resources.json"] = json.dumps(document, indent=1).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tapestry.ir.graph import Graph, Op
-from tapestry.rewrites.pattern import is_view
+from tapestry.rewrites.core.edit import is_view
 
 
 def unfused(graph: Graph) -> dict[str, int]:

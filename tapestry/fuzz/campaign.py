@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import TapestryError
-from tapestry.fuzz.model import Model, random_model
+from tapestry.fuzz.generate.random_model import Model, random_model
 from tapestry.fuzz.recipe import Recipe
 from tapestry.fuzz.shrink import outcome, shrink
 from tapestry.fuzz.trial import Failure, Prepared, Refused, attempt, draw_recipe, prepare

@@ -89,7 +89,7 @@ def _read(s: Series) -> list[Document]:
 
 
 def _chunk(s: Series, first: int, count: int) -> Document:
-    argv = [sys.executable, "-m", "tapestry.cli", "fuzz", "--seed", str(s.seed), "--first", str(first), "--count", str(count)]
+    argv = [sys.executable, "-m", "tapestry", "fuzz", "--seed", str(s.seed), "--first", str(first), "--count", str(count)]
     argv += ["--json", *(["--output", str(s.output)] if s.output else [])]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, env=flags.interpreted(), timeout=PATIENCE)  # noqa: S603

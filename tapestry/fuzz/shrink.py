@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tapestry.fuzz.evaluate import Array, Unfit, reads, replay
-from tapestry.fuzz.model import Model
+from tapestry.fuzz.generate.evaluate import Array, Unfit, reads, replay
+from tapestry.fuzz.generate.random_model import Model
 from tapestry.fuzz.recipe import Recipe
 from tapestry.fuzz.trial import Failure, Prepared, Refused, attempt, prepare
 from tapestry.ir.plan import Layout, Strategy

@@ -18,20 +18,20 @@ from tapestry import api, flags
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.errors import LawError, TapestryError
-from tapestry.fuzz.evaluate import Array, Unfit, is_float, replay
-from tapestry.fuzz.model import Model
+from tapestry.fuzz.generate.evaluate import Array, Unfit, is_float, replay
+from tapestry.fuzz.generate.random_model import Model
 from tapestry.fuzz.recipe import Recipe, devices, planned, random_recipe, rewritten
 from tapestry.ir.graph import Graph
-from tapestry.ir.parse import parse
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift import Lifted, lift, read_weight
-from tapestry.plan.fixed import Fixed
+from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.search.planner import search
-from tapestry.plan.staged import lower_plan
 from tapestry.plan.topology import topology
-from tapestry.rewrites.simplify import simplify
-from tapestry.runtime.local import Machine, Measured
+from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.runtime.one_process.logical_devices import Machine, Measured
 from tapestry.runtime.outputs import paths
 from tapestry.verify import certificate
 
@@ -147,7 +147,7 @@ def _plan(graph: Graph, recipe: Recipe) -> tuple[Plan, Program]:
 
 def _generated() -> TorchCpu:
     """Generated kernels, in Triton's interpreter."""
-    from tapestry.codegen.triton.target import TritonTarget
+    from tapestry.codegen.triton.run.target import TritonTarget
 
     return TritonTarget()
 
@@ -201,7 +201,7 @@ def _on_processes(p: Prepared, folder: Path, count: int) -> Failure | None:
     argv = [
         sys.executable,
         "-m",
-        "tapestry.cli",
+        "tapestry",
         "run",
         str(folder / "b"),
         "--processes",

@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from tapestry.interop.sharding import ShardedDim, ShardingSpec, SimpleShard
+from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, SimpleShard
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.plan import Layout, Mesh, coordinates, device_count, interval, part
 
@@ -69,7 +69,7 @@ class Placement:
 
 
 def placement(spec: ShardingSpec, shape: tuple[int, ...]) -> Placement:
-    """The placement of a tensor; the spec is structurally right (`interop.check`)."""
+    """The placement of a tensor; the spec is structurally right (`interop.annotation_rules`)."""
     axes, radix, owner = _parts(spec, shape)
     groups = dict(spec.groups)
     pieces: dict[int, tuple[Intervals, ...]] = {}

@@ -8,7 +8,7 @@ Monoids compose. A `product` makes two reductions one pass; products need no reg
 pair is a reduction whose lifted values refer to the result of another one, the *centre*: states are moved to a common centre by
 an action and then merged. ``max`` with the action ``exp(old - new)`` on sums gives log-sum-exp, the softmax, and, with a sum
 of vectors, flash attention. A `driven` pair is the other semidirect product, in which a state acts on all that came before:
-``prod`` acting on ``sum`` is a linear recurrence. That an action is one is proved (`ir.action`) when the monoid is made.
+``prod`` acting on ``sum`` is a linear recurrence. That an action is one is proved (`ir.monoid_action`) when the monoid is made.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Action = Callable[[State, State, State], State]
 def rebased(name: str, centre: Monoid, acted: Monoid, act: Action, fields: tuple[str, ...]) -> Monoid:
     """``centre ⋉ acted``: states refer to a centre and are moved to the merged one before they are merged.
 
-    Needed of the action, and proved by `ir.action.prove_rebased`: ``act(c, c, s) = s``,
+    Needed of the action, and proved by `ir.monoid_action.prove_rebased`: ``act(c, c, s) = s``,
     ``act(c', c'', act(c, c', s)) = act(c, c'', s)``, ``act(c, c', s + t) = act(c, c', s) + act(c, c', t)``.
     """
     n = len(centre.fields)
@@ -94,7 +94,7 @@ def rebased(name: str, centre: Monoid, acted: Monoid, act: Action, fields: tuple
         return c + acted.combine(act(a[:n], c, a[n:]), act(b[:n], c, b[n:]))
 
     def prove() -> None:
-        from tapestry.ir.action import prove_rebased
+        from tapestry.ir.monoid_action import prove_rebased
 
         prove_rebased(centre, acted, act)
 
@@ -107,7 +107,7 @@ def rebased(name: str, centre: Monoid, acted: Monoid, act: Action, fields: tuple
 def driven(name: str, by: Monoid, acted: Monoid, act: Callable[[State, State], State], fields: tuple[str, ...]) -> Monoid:
     """``by ⋉ acted`` in order: what comes later acts on the state before, ``(a, s)(b, t) = (ab, act(b, s) + t)``.
 
-    Needed of the action, and proved by `ir.action.prove_driven`: ``act(1, s) = s``, ``act(ab, s) = act(b, act(a, s))``,
+    Needed of the action, and proved by `ir.monoid_action.prove_driven`: ``act(1, s) = s``, ``act(ab, s) = act(b, act(a, s))``,
     ``act(a, s + t) = act(a, s) + act(a, t)``. Not commutative.
     """
     n = len(by.fields)
@@ -116,7 +116,7 @@ def driven(name: str, by: Monoid, acted: Monoid, act: Callable[[State, State], S
         return by.combine(a[:n], b[:n]) + acted.combine(act(b[:n], a[n:]), b[n:])
 
     def prove() -> None:
-        from tapestry.ir.action import prove_driven
+        from tapestry.ir.monoid_action import prove_driven
 
         prove_driven(by, acted, act)
 
@@ -183,7 +183,7 @@ def _scale(by: State, s: State) -> State:
 
 
 def _proved_moments() -> None:
-    from tapestry.ir.action import prove_moments
+    from tapestry.ir.monoid_action import prove_moments
 
     prove_moments(_moments)
 

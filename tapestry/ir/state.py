@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from tapestry.ir.contraction import dims_read
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.index import Floor, dims_of
 from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS, lowest, number
+from tapestry.ir.recognise.contraction import dims_read
 
 
 @lru_cache(maxsize=1 << 12)

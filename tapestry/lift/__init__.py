@@ -1,6 +1,6 @@
 """ONNX to Graph. `lift` reads a model file, `read_weight` the data behind its weights."""
 
-from tapestry.lift.model import Lifted, lift
-from tapestry.lift.weights import read_weight
+from tapestry.lift.file.weight_data import read_weight
+from tapestry.lift.onnx_to_graph import Lifted, lift
 
 __all__ = ["Lifted", "lift", "read_weight"]

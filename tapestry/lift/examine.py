@@ -12,15 +12,15 @@ import onnx
 from onnx import ModelProto
 
 from tapestry.errors import ModelError, refusing
-from tapestry.ir import opaque
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import HOST, Tensor, numpy_dtype
-from tapestry.lift import vendor
-from tapestry.lift.checks import check_operators, check_tensor, load, opsets_of, tensors
-from tapestry.lift.diagnosis import complete
-from tapestry.lift.model import SUSPECT, Lifted, input_dims, lift
-from tapestry.lift.symbols import Given, bind
-from tapestry.lift.weights import stored_tensors
+from tapestry.lift.file.diagnosis import complete
+from tapestry.lift.file.structure import check_operators, check_tensor, load, opsets_of, tensors
+from tapestry.lift.file.symbols import Given, bind
+from tapestry.lift.file.weight_data import stored_tensors
+from tapestry.lift.microsoft import contrib
+from tapestry.lift.onnx_to_graph import SUSPECT, Lifted, input_dims, lift
+from tapestry.onnx_eval import opaque_node
 
 TRIAL = 8  # the size that an unbound symbol has in the report
 
@@ -60,7 +60,7 @@ def examine(path: Path, shapes: Given = {}) -> Examined:  # noqa: B006
 
 def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
     nodes = len(model.graph.node)
-    vendor.define(model)
+    contrib.define(model)
     problems = [*_operators(model), *_data(model, path.parent)]
     stored = set(stored_tensors(model))
     inputs: Mapping[str, list[int | str]] = {}
@@ -135,7 +135,7 @@ def _evaluators(graph: Graph) -> list[ModelError]:
     out: list[ModelError] = []
     for op in graph.ops:
         if isinstance(op, Opaque):
-            why = opaque.unsupported(op, [_array(graph.tensors[t]) if t else None for t in op.ins])
+            why = opaque_node.unsupported(op, [_array(graph.tensors[t]) if t else None for t in op.ins])
             if why:
                 where = f"node '{', '.join(op.source)}' ({op.kind})"
                 hint = "replace the node, or give the model a function for it"

@@ -19,9 +19,9 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.cost import transfer
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.lower import exchange, lower
+from tapestry.plan.pipelines.staged_plan import stage_ops, stage_plan, stage_topology
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import layouts
-from tapestry.plan.staged import stage_ops, stage_plan, stage_topology
 from tapestry.plan.strategy import Boxes, Pin, footprints, out_layout, scatters, tensor_boxes
 from tapestry.plan.topology import Topology
 

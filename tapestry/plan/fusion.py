@@ -3,7 +3,7 @@
 The rules that cost nothing are simplifications and have been applied already. Those here are choices, so they are moves: a map
 computed by its readers (`inline_map`), a contraction by the reduction that reads it (`fuse_contraction`), contractions of one
 factor side by side (`fuse_sums`), and contractions that read 8 bits as they are (`narrow_factors`), for devices that multiply
-those. An operation is priced by its tiles (`rewrites.footprint`): its launch, each tensor once from memory, what every tile
+those. An operation is priced by its tiles (`tile_footprint`): its launch, each tensor once from memory, what every tile
 loads once from the cache in between, and each primitive as often as the tiles compute it. A device that runs expressions
 operator by operator (torch on a CPU) has no tiles, but a price for every operator, and what a reduction computes before it
 reduces is written and read again.
@@ -14,18 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from tapestry.ir.contraction import dims_read, folded_roles, kept, products, whole_rows
 from tapestry.ir.expr import Call, Expr, walk
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.recognise.contraction import dims_read, folded_roles, kept, products, whole_rows
 from tapestry.ir.types import itemsize
-from tapestry.plan.topology.model import Device
-from tapestry.rewrites.footprint import Tile, evaluated, loaded, tile_of
-from tapestry.rewrites.fuse_contraction import FuseContraction
-from tapestry.rewrites.fuse_sums import FuseSums
-from tapestry.rewrites.inline_map import InlineMap
-from tapestry.rewrites.narrow_factors import NarrowFactors
-from tapestry.rewrites.rule import Move
-from tapestry.rewrites.simplify import simplify
+from tapestry.plan.topology.fabric import Device
+from tapestry.rewrites.contractions.fuse_contraction import FuseContraction
+from tapestry.rewrites.contractions.fuse_dequantize import NarrowFactors
+from tapestry.rewrites.contractions.fuse_siblings import FuseSums
+from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.rule import Move
+from tapestry.rewrites.core.tile_footprint import Tile, evaluated, loaded, tile_of
+from tapestry.rewrites.maps.inline_map import InlineMap
 
 CACHE = 2.0  # bandwidth of the cache that tiles share (L2), as a multiple of the memory's: 5.5 of 3.35 TB/s on H100
 _NONE = frozenset[str]()

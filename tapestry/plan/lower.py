@@ -19,8 +19,8 @@ from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated
 from tapestry.ir.state import counted, varies
-from tapestry.ir.text import signature
-from tapestry.plan import ring
+from tapestry.ir.syntax.printer import signature
+from tapestry.plan import ring_attention
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, scatters, tensor_boxes
 
@@ -92,9 +92,9 @@ class _Lowering:
         for op, s in zip(graph.ops, self.plan.strategies, strict=True):
             key = (signature(op, graph), s)
             if key not in known:
-                mesh, turning = self.plan.mesh, ring.travelling(op, s)
+                mesh, turning = self.plan.mesh, ring_attention.travelling(op, s)
                 known[key] = [
-                    (k, ring.held(op, graph, s, mesh, k, 0) if k in turning else boxes)
+                    (k, ring_attention.held(op, graph, s, mesh, k, 0) if k in turning else boxes)
                     for k, _, boxes in footprints(op, graph, s, mesh)
                 ]
             names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
@@ -150,7 +150,7 @@ class _Lowering:
             if self.used.get(t, i) < i - 1:  # gone since; only the operation right before leaves it loaded
                 self.held[t] = []
             self.used[t] = i
-        turning = ring.travelling(op, s)
+        turning = ring_attention.travelling(op, s)
         for k, t, boxes in self.needs[i]:
             ins[k] = self.fetch(t, boxes)
         block = op_boxes(op, s.dims, self.plan.mesh)
@@ -210,18 +210,18 @@ class _Lowering:
     def round(self, i: int, op: Op, ins: list[str]) -> None:
         """A partial state for each block that comes by, merged with those before; what travels moves on in between."""
         graph, mesh, s = self.plan.graph, self.plan.mesh, self.plan.strategies[i]
-        axis, turning, states = ring.axis_of(s), ring.travelling(op, s), tuple[str, ...]()
+        axis, turning, states = ring_attention.axis_of(s), ring_attention.travelling(op, s), tuple[str, ...]()
         assert isinstance(op, Block) and axis is not None
         body, then, dtypes = op.body_reads(), op.then_reads(), [e.dtype for e in op.body]
         for step in range(mesh[axis].size):
             moved: dict[tuple[str, bytes], str] = {}
             for k in sorted(turning) if step else ():
-                boxes = ring.held(op, graph, s, mesh, k, step)
+                boxes = ring_attention.held(op, graph, s, mesh, k, step)
                 key = ins[k], boxes.tobytes()
                 if key not in moved:
                     moved[key] = self.passed_on(op.reads[k].tensor, ins[k], boxes, axis)
                 ins[k] = moved[key]
-            block = ring.blocks(op, s, mesh, step)
+            block = ring_attention.blocks(op, s, mesh, step)
             local = block[:, : len(op.dims)]
             new = tuple(
                 self.buffer(op.outs[0], _state_boxes(op, k, local), part=k, dtype=d, tag=".part") for k, d in enumerate(dtypes)
@@ -240,7 +240,7 @@ class _Lowering:
             return found
         dst = self.buffer(tensor, boxes)
         self.held[tensor].remove(dst)  # what comes by is for this operation alone
-        messages = ring.passed_on(boxes, self.plan.mesh, axis)
+        messages = ring_attention.passed_on(boxes, self.plan.mesh, axis)
         self.steps.append(Transfer(kind="permute", src=src, dst=dst, messages=messages))
         return dst
 

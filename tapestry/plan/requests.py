@@ -15,11 +15,11 @@ from tapestry.errors import PlanError
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Split
 from tapestry.ir.kernel import cut
 from tapestry.ir.plan import Layout, Mesh
-from tapestry.ir.scan import as_scan
+from tapestry.ir.recognise.running_state import as_scan
 from tapestry.plan.strategy import Pin
-from tapestry.rewrites import block_scan
-from tapestry.rewrites.rule import Move, apply_moves
-from tapestry.rewrites.split import refusal
+from tapestry.rewrites.core.rule import Move, apply_moves
+from tapestry.rewrites.partition import block_scan
+from tapestry.rewrites.partition.split import refusal
 
 
 def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[str] = ()) -> dict[int, tuple[Pin, ...]]:

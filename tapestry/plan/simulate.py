@@ -19,13 +19,13 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, size
 from tapestry.ir.plan import Layout, Plan, Stage, Strategy
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
-from tapestry.ir.text import signature
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
-from tapestry.plan import ring
+from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import Way, merge
+from tapestry.plan.pipelines.staged_plan import link_between, stage_topology
 from tapestry.plan.search.problem import load_seconds
-from tapestry.plan.staged import link_between, stage_topology
 from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, scatters, tensor_boxes
 from tapestry.plan.topology import Topology
 
@@ -262,7 +262,7 @@ class _Costs:
         full = compute.seconds_each(op, graph, block, final, {(t, b.tobytes()): b for _, t, b in prints}, topo)
         if not isinstance(op, Block) or not op.monoid:
             return {"full": full}
-        axis = ring.axis_of(s)
+        axis = ring_attention.axis_of(s)
         if not op.lowers and axis is None:
             return {"full": full, "partial": full}
         after = {(t, b.tobytes()): b for k, t, b in prints if k in op.then_reads()}

@@ -14,21 +14,21 @@ from dataclasses import dataclass, replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Plan, device_count
-from tapestry.plan.fixed import Fixed
 from tapestry.plan.fusion import Machine, fused
+from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.memory.fit import Fitted, fit
+from tapestry.plan.memory.refit import refitted
+from tapestry.plan.pipelines.stage_choice import Choice, Request, choose
 from tapestry.plan.requests import parse_pins
-from tapestry.plan.search.budget import Budget
-from tapestry.plan.search.fit import Fitted, fit
 from tapestry.plan.search.planner import Found, TooBig, cheapest, search
 from tapestry.plan.search.problem import Problem, build
-from tapestry.plan.search.refit import refitted
 from tapestry.plan.search.resume import Start
-from tapestry.plan.search.staging import Choice, Request, choose
+from tapestry.plan.solver.budget import Budget
 from tapestry.plan.strategy import Pin
-from tapestry.plan.structure import improve, variants
+from tapestry.plan.structural_search import improve, variants
 from tapestry.plan.topology import Topology
-from tapestry.rewrites.rule import Move
-from tapestry.rewrites.simplify import OPTIONAL, left_out, without
+from tapestry.rewrites.core.fixpoint import OPTIONAL, left_out, without
+from tapestry.rewrites.core.rule import Move
 
 STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
 FIRST = 0.7  # of the time, for the model as it is

@@ -57,7 +57,7 @@ Bounds = tuple[tuple[str, Cells, int], ...]
 def index_bounds(graph: Graph) -> Bounds:
     """Inputs that say which elements of an axis are gathered: the cells so used and the size of that axis.
 
-    A gather is a sum over the axis that finds nothing for an index outside (`lift.gather`), where ONNX has an error. What a
+    A gather is a sum over the axis that finds nothing for an index outside (`gather`), where ONNX has an error. What a
     model computes its indices from is not followed, nor are reads of which the cells are no plain slice.
     """
     found: dict[tuple[str, str, int], tuple[str, Cells, int]] = {}

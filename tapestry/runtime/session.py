@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
-from tapestry.ir.opaque import HostValue
 from tapestry.ir.program import Load
-from tapestry.ir.store import Build
 from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
 from tapestry.lift import read_weight
+from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.plan.topology import from_data
 from tapestry.runtime.feeds import check_indices, index_bounds
-from tapestry.runtime.local import Machine, Measured, Target
+from tapestry.runtime.one_process.logical_devices import Machine, Measured, Target
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]

@@ -5,7 +5,7 @@ arithmetic), covers from a coordinate sweep (the planner cuts by arithmetic). Ea
 every device: the cells of a tensor, or the partial states of an operation over known parts of its reduced dimensions.
 
 What a step does to names (which buffers are alive, what they hold) is checked at every step; what it does to boxes depends on
-lists of boxes alone and is proved once for equal lists (`verify.lists`), on all devices. Counts are of checks either way.
+lists of boxes alone and is proved once for equal lists (`verify.box_lists`), on all devices. Counts are of checks either way.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tapestry.errors import LawError
-from tapestry.ir import constraints
-from tapestry.ir.constraints import where
+from tapestry.ir import laws
 from tapestry.ir.expr import Acc, Arg, Call, Const
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import size, whole
+from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Mesh, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
-from tapestry.ir.text import signature
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, HOST, itemsize
-from tapestry.verify import blocks, deadlock, exchange
+from tapestry.verify import block_laws, deadlock, exchange
+from tapestry.verify.box_lists import Array, Boxes, Breach, Lists, Spans, first
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
-from tapestry.verify.lists import Array, Boxes, Breach, Lists, Spans, first
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,9 @@ def check(
     """
     zeros = np.zeros(program.devices, np.int64)
     r = _Replay(graph, program, Lists(), zeros, zeros.copy(), streamed=streamed)
-    r.lists.laws.update(constraints.check(graph))
+    r.lists.laws.update(laws.check(graph))
     if exact:
-        r.lists.laws["exact"] = constraints.exact_splits(graph)
+        r.lists.laws["exact"] = laws.exact_splits(graph)
     r.signatures = [signature(op, graph) for op in graph.ops]
     loose = sorted(streamed - set(graph.weights))
     r.law("agreement", not loose, "what is streamed are no weights", "the plan", loose)
@@ -140,7 +140,7 @@ def check(
     if places is not None:
         _stages(r, places)
     for i, op in enumerate(graph.ops):
-        blocks.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
+        block_laws.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
     r.lists.laws[deadlock.LAW] += deadlock.check(program)
     for d, peak in enumerate(r.peak.tolist()):
@@ -221,7 +221,7 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
     outer = len(extents) - len(inner)
     uncut = extents[n:] if step.mode == "full" else inner
     fact = ("block", number, extents, uncut)
-    r.lists.prove(fact, name, {"split_partition": 2 * taking}, lambda: blocks.in_space(points, extents, uncut))
+    r.lists.prove(fact, name, {"split_partition": 2 * taking}, lambda: block_laws.in_space(points, extents, uncut))
     _reads(r, step, op, points, name)
     if step.mode == "finish":
         _merged_states(r, step, points, name)
@@ -246,7 +246,7 @@ def _with_others(r: _Replay, step: Launch, points: Spans, parts: Parts, name: st
         ok = content is not None and content.op == step.op and b.field == k and b.tensor == op.outs[0]
         r.law("read_after_write", ok, f"'{s}' does not hold field {k} of the operation", name)
         assert content is not None
-        same = first(blocks.state(op, k, rows).equals(r.spans(b)) | ~points.there)
+        same = first(block_laws.state(op, k, rows).equals(r.spans(b)) | ~points.there)
         r.law("read_after_write", same < 0, f"'{s}' does not hold field {k} of the block on device {same}", name)
         merged.add(content.parts)
         fact = ("others", r.lists.number(content.parts), r.lists.number(step.blocks), len(op.dims), len(op.reduce))
@@ -281,7 +281,7 @@ def _reads_inside(r: _Replay, step: Launch, op: Op, k: int, points: Spans, b: Bu
     if bad >= 0:
         return Breach("read_after_write", f"'{b.name}' is not alive on device {bad}")
     if step.mode == "finish" and isinstance(op, Block):
-        points = blocks.with_whole(points, tuple(d.size for d in (*op.reduce, *op.inner_dims)))
+        points = block_laws.with_whole(points, tuple(d.size for d in (*op.reduce, *op.inner_dims)))
     key = ("hull", r.signatures[step.op], k, r.lists.number(step.blocks), step.mode == "finish")
     hull: Spans = r.lists.made(key, lambda: r.lists.footprint(op, r.graph, k, points))
     bad = first(hull.inside(held))
@@ -306,11 +306,11 @@ def _merged_states(r: _Replay, step: Launch, points: Spans, name: str) -> None:
         ok = content is not None and content.op == step.op and b.field == k
         r.law("read_after_write", ok, f"'{s}' does not hold field {k} of the operation", name)
         assert content is not None
-        same = first(blocks.state(op, k, points).equals(r.spans(b)) | ~points.there)
+        same = first(block_laws.state(op, k, points).equals(r.spans(b)) | ~points.there)
         r.law("read_after_write", same < 0, f"'{s}' does not hold field {k} of the block on device {same}", name)
         fact = ("complete", r.lists.number(step.blocks), r.lists.number(content.parts), extents)
         counts = {"written_once": 2 * taking, "read_after_write": taking - 1}
-        r.lists.prove(fact, name, counts, lambda c=content: blocks.complete(points.there, c.parts, extents))
+        r.lists.prove(fact, name, counts, lambda c=content: block_laws.complete(points.there, c.parts, extents))
 
 
 def _launch_outs(r: _Replay, step: Launch, op: Op, points: Spans, content: Content, name: str) -> None:
@@ -334,8 +334,8 @@ def _launch_outs(r: _Replay, step: Launch, op: Op, points: Spans, content: Conte
 def _written(op: Op, k: int, points: Spans, shape: tuple[int, ...], mode: str) -> Spans:
     """What each device writes of a result or, in ``partial`` mode, of a field."""
     if mode == "partial" and isinstance(op, Block):
-        return blocks.state(op, k, points.keep(slice(0, len(op.dims))))
-    return blocks.written(op, k, points, shape)
+        return block_laws.state(op, k, points.keep(slice(0, len(op.dims))))
+    return block_laws.written(op, k, points, shape)
 
 
 def _transfer(r: _Replay, step: Transfer, name: str) -> None:

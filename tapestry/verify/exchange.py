@@ -10,8 +10,8 @@ import numpy as np
 
 from tapestry.ir.kernel import Box, whole
 from tapestry.ir.program import Message
+from tapestry.verify.box_lists import Breach, Spans, first, spans_of
 from tapestry.verify.boxes import coverage
-from tapestry.verify.lists import Breach, Spans, first, spans_of
 
 Parts = tuple[tuple[Box, ...] | None, ...]
 """Per device, the boxes of the reduced dimensions that its states have merged."""

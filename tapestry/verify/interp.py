@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import LawError
-from tapestry.ir import opaque
-from tapestry.ir.constraints import where
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Graph, Opaque, Read
 from tapestry.ir.index import bounds, evaluate
 from tapestry.ir.kernel import Box, cut
+from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.philox import philox
 from tapestry.ir.types import HOST, numpy_dtype
+from tapestry.onnx_eval import opaque_node
 
 Array = np.ndarray[Any, Any]
 
@@ -37,7 +37,7 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict
 
     def stored(name: str, a: Any) -> Any:
         t = graph.tensors[name]
-        return opaque.HostValue(a) if t.on_host else np.asarray(a).astype(numpy_dtype(t.dtype, wide))
+        return opaque_node.HostValue(a) if t.on_host else np.asarray(a).astype(numpy_dtype(t.dtype, wide))
 
     values = {n: stored(n, a) for n, a in feeds.items()}
     for op in graph.ops:
@@ -49,18 +49,18 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict
 def _opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool) -> list[Any]:
     arrays = [values[t] if t else None for t in op.ins]
     if not op.dims:  # whole; values of the host are never taken apart
-        return opaque.run(op, arrays, _expected(op, graph, (), wide))
+        return opaque_node.run(op, arrays, _expected(op, graph, (), wide))
     cuts = _cuts(op.splits)
     pieces: list[tuple[tuple[tuple[int, int], ...], list[Array]]] = []
     for box in itertools.product(*([cut(d.size, cuts.get(d.name, 1), k) for k in range(cuts.get(d.name, 1))] for d in op.dims)):
         ins = [None if a is None else a[_slices(a.ndim, axes, box)] for a, axes in zip(arrays, op.in_axes, strict=True)]
-        pieces.append((box, opaque.run(op, ins, _expected(op, graph, box, wide))))
+        pieces.append((box, opaque_node.run(op, ins, _expected(op, graph, box, wide))))
     return [_assemble(op, i, pieces) for i in range(len(op.outs))]
 
 
-def _expected(op: Opaque, graph: Graph, box: Box, wide: bool) -> list[opaque.Expected]:
+def _expected(op: Opaque, graph: Graph, box: Box, wide: bool) -> list[opaque_node.Expected]:
     """Dtype and shape of each output over a block; with wide inputs some nodes give wide outputs, and some do not."""
-    out: list[opaque.Expected] = []
+    out: list[opaque_node.Expected] = []
     for t, axes in zip(op.outs, op.out_axes, strict=True):
         shape = list(graph.tensors[t].shape)
         for (lo, hi), axis in zip(box, axes, strict=True):

@@ -9,8 +9,8 @@ from typing import Any
 
 from tapestry.ir.graph import Graph, Op, Opaque
 from tapestry.lift.examine import Examined
-from tapestry.rewrites.simplify import simplify
-from tapestry.rewrites.split import splittable
+from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.partition.split import splittable
 
 Document = dict[str, Any]
 SHOWN = 12  # rows of a long list on a terminal

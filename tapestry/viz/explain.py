@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tapestry.build.store import Build
 from tapestry.ir.graph import Opaque
 from tapestry.ir.kernel import shape, size
 from tapestry.ir.plan import MeshAxis
@@ -24,13 +25,12 @@ from tapestry.ir.program import (
     peak_bytes,
     transfer_bytes,
 )  # fmt: skip
-from tapestry.ir.store import Build
 from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import ASSUMPTION, COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
-from tapestry.viz import chart
-from tapestry.viz.words import duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
+from tapestry.viz import memory_chart
+from tapestry.viz.format import duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
 
 Document = dict[str, Any]
 
@@ -331,7 +331,7 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
     weights, first = memory["weight_bytes"], memory["first_step"]
     above = [max(0, b - weights) for b in memory["alive_bytes"][first:]]
     yield f"memory on device {worst} over steps {first} to {memory['steps'] - 1}, above {human(weights)} of weights:"
-    lines = chart.area(above)
+    lines = memory_chart.area(above)
     labels = [human(max(above, default=0)), *[""] * (len(lines) - 2), "0 B"]
     for label, line in zip(labels, lines, strict=True):
         yield f"  {label:>11} │{line}".rstrip()

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from tapestry.build.store import Build
 from tapestry.ir.program import Launch, Reduce, Transfer, payload_bytes, transfer_bytes
-from tapestry.ir.store import Build
 from tapestry.viz import explain
-from tapestry.viz.words import step_text
+from tapestry.viz.format import step_text
 
 Slices = Sequence[np.ndarray[Any, Any]]  # per rank: rows of (batch, step, device, stream, start, end), nanoseconds
 Row = dict[str, Any]

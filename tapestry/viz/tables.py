@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
-from tapestry.viz.words import human, moves_text
+from tapestry.viz.format import human, moves_text
 
 
 def compiled(report: Mapping[str, Any]) -> RenderableType:

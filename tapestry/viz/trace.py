@@ -18,7 +18,7 @@ import numpy as np
 from tapestry.ir.plan import Plan, coordinates
 from tapestry.ir.program import Launch, Program, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.plan.simulate import ASSUMPTION, STREAMS, Schedule, Timed
-from tapestry.viz.words import split_text, step_text
+from tapestry.viz.format import split_text, step_text
 
 MAX_SLICES = 400_000  # of all devices; where there are more, only the first devices are shown
 MAX_FLOWS = 100_000

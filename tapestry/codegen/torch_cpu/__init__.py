@@ -8,21 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import chains, exact, kernels, scalars
-from tapestry.codegen.torch_cpu.calls import Call, Calls, Recorded, Together, batch
-from tapestry.codegen.torch_cpu.dense import Packable
-from tapestry.codegen.torch_cpu.maps import Mapped
+from tapestry.codegen.torch_cpu import exact_kernels as exact
+from tapestry.codegen.torch_cpu import kernels
+from tapestry.codegen.torch_cpu.base import scalars
+from tapestry.codegen.torch_cpu.c import conv_chain
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Recorded, Together, batch
+from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, shape
-from tapestry.ir.opaque import HostValue
 from tapestry.ir.types import HOST
+from tapestry.onnx_eval.opaque_node import HostValue
 
 
 class TorchCpu:
-    """Implements `tapestry.runtime.local.Target` on torch tensors.
+    """Implements `tapestry.runtime.one_process.logical_devices.Target` on torch tensors.
 
     Args:
-        exact: compute in canonical blocks, so that results do not depend on the number of devices (`ir.exact`).
+        exact: compute in canonical blocks, so that results do not depend on the number of devices (`ir.canonical_parts`).
     """
 
     def __init__(self, exact: bool = False) -> None:
@@ -54,11 +57,11 @@ class TorchCpu:
 
     def follows(self, before: Recorded | Together, after: Recorded | Together) -> int | None:
         """The input that ``after`` may read while ``before`` makes it, where that pays."""
-        return chains.follows(before, after)
+        return conv_chain.follows(before, after)
 
     def chain(self, calls: Sequence[Call]) -> Call | None:
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
-        return chains.chain(calls)
+        return conv_chain.chain(calls)
 
     def place(self, box: Box, dtype: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Memory of a box's size as an array of it, for what may have a place of its own."""

@@ -9,34 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import (
-    contract,
-    dense,
-    eights,
-    groups,
-    integers,
-    layers,
-    norms,
-    rows,
-    scalars,
-    scan,
-    several,
-    windows,
-)
-from tapestry.codegen.torch_cpu.attend import attention
-from tapestry.codegen.torch_cpu.local import localise
-from tapestry.codegen.torch_cpu.maps import mapped
-from tapestry.codegen.torch_cpu.pieces import pieces
-from tapestry.codegen.torch_cpu.points import Expressions, Run, held, product
-from tapestry.codegen.torch_cpu.reads import Frame, Tensor
-from tapestry.codegen.torch_cpu.selection import selection
-from tapestry.ir import opaque
-from tapestry.ir.contraction import part
+from tapestry.codegen.torch_cpu.base import contract, grouped_rows, scalars
+from tapestry.codegen.torch_cpu.base.local_view import localise
+from tapestry.codegen.torch_cpu.base.piecewise import pieces
+from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held, product
+from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
+from tapestry.codegen.torch_cpu.c import conv_int8, pooling, row_norms, sibling_sums
+from tapestry.codegen.torch_cpu.c.attention_c import attention
+from tapestry.codegen.torch_cpu.c.maps_c import mapped
+from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
+from tapestry.codegen.torch_cpu.torch_ops.selection import selection
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.monoid import SUMS, parts_of
-from tapestry.ir.scan import as_scan
+from tapestry.ir.recognise.contraction import part
+from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.types import HOST, STORED, numpy_dtype
+from tapestry.onnx_eval import opaque_node
 
 
 def build(graph: Graph, kernel: Kernel) -> Run:
@@ -53,13 +42,13 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         found = (
             attention(op, graph, kernel)
             or norms.layer_norm(op, graph, kernel)
-            or rows.rms_norm(op, graph, kernel)
-            or rows.mean(op, graph, kernel)
-            or windows.pooled(op, kernel)
+            or row_norms.rms_norm(op, graph, kernel)
+            or row_norms.mean(op, graph, kernel)
+            or pooling.pooled(op, kernel)
         )
         if found:
             return found
-        if cut := groups.regrouped(op, graph, kernel):
+        if cut := grouped_rows.regrouped(op, graph, kernel):
             run, wanted = build(*cut), [shape(b) for b in kernel.outs]
             return lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)]
     states = _states(op, graph, kernel)
@@ -69,7 +58,7 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         return dense.partial(op, graph, kernel, plain)
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
     plain = mapped(op, graph, kernel, lambda ins, _: tail(ins, states(ins)))
-    return eights.packable(op, graph, kernel, plain) or several.packable(op, graph, kernel, plain, _whole)
+    return conv_int8.packable(op, graph, kernel, plain) or sibling_sums.packable(op, graph, kernel, plain, _whole)
 
 
 def _whole(op: Block, graph: Graph, kernel: Kernel) -> Run:
@@ -120,9 +109,9 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     special = (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)
-        or windows.transposed(op, graph, kernel)
-        or windows.max_pool(op, kernel)
-        or eights.convolution(op, graph, kernel, frame)
+        or pooling.transposed(op, graph, kernel)
+        or pooling.max_pool(op, kernel)
+        or conv_int8.convolution(op, graph, kernel, frame)
         or integers.product(op, graph, kernel, frame)
         or product(op, graph, kernel, frame)
         or selection(op, graph, kernel, frame)
@@ -139,10 +128,10 @@ def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor 
     found = as_scan(op)
     if found is None or any(d.size == 0 for d in op.space):
         return None
-    runs = scan.runs(op, found, kernel.block)
+    runs = running_scan.runs(op, found, kernel.block)
     body = Expressions(runs.op, graph, kernel, runs.op.body, runs.frame)
     shape = runs.frame.extents
-    return lambda ins: scan.states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
+    return lambda ins: running_scan.states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
 
 
 def _convolution(
@@ -181,8 +170,8 @@ def _opaque(op: Opaque, graph: Graph, kernel: Kernel) -> Run:
 
     def run(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Any]:
         arrays = [None if c is None else _argument(held(x), c, d) for x, c, d in zip(ins, takes, dtypes, strict=True)]
-        found = opaque.run(op, arrays, expected)
-        kept = [opaque.HostValue(a) if d == HOST else np.array(a) for a, (d, _) in zip(found, expected, strict=True)]
+        found = opaque_node.run(op, arrays, expected)
+        kept = [opaque_node.HostValue(a) if d == HOST else np.array(a) for a, (d, _) in zip(found, expected, strict=True)]
         return [from_numpy(a) for a in kept]
 
     return run
@@ -211,7 +200,7 @@ def to_numpy(x: Any, dtype: str = "") -> Any:
 
 def from_numpy(a: Any) -> Any:
     """A tensor with the array's bits (it may share them); values of the host stay as they are."""
-    if isinstance(a, opaque.HostValue):
+    if isinstance(a, opaque_node.HostValue):
         return a
     a = np.ascontiguousarray(a).reshape(a.shape)  # numpy would make a scalar a vector
     if a.dtype.name == "bfloat16":

@@ -17,7 +17,7 @@ from math import ceil, log2, prod
 import numpy as np
 
 from tapestry.plan.topology import Fabric, Topology
-from tapestry.plan.topology.model import digits
+from tapestry.plan.topology.fabric import digits
 from tapestry.plan.topology.routing import routes
 
 

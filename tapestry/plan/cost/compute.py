@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.contraction import dims_read, kept, products
 from tapestry.ir.expr import Call, Index, arg_positions, count_calls, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.scan import as_scan
+from tapestry.ir.recognise.contraction import dims_read, kept, products
+from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes
@@ -26,7 +26,7 @@ def sizes(boxes: Boxes) -> np.ndarray:
 
 def work(op: Op, block: Boxes) -> np.ndarray:
     """Points of each device's block at which the body is computed: those of its index space, but for a scan one for each
-    element that runs (`ir.scan`), in every segment that the block meets."""
+    element that runs (`ir.recognise.running_state`), in every segment that the block meets."""
     found = as_scan(op)
     if found is None:
         return sizes(block)

@@ -12,8 +12,8 @@ from math import prod
 
 import numpy as np
 
-from tapestry.plan.cost.overlap import Along, Axes, Senders
-from tapestry.plan.topology.model import Fabric
+from tapestry.plan.cost.footprint_overlap import Along, Axes, Senders
+from tapestry.plan.topology.fabric import Fabric
 from tapestry.plan.topology.routing import routes
 
 CHUNK = 1 << 22  # numbers in an array

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tapestry.ir.program import peak_bytes
-from tapestry.plan.search.budget import Budget
-from tapestry.plan.search.network import solve
 from tapestry.plan.search.planner import Found, Prices, found_plan, raise_price
 from tapestry.plan.search.problem import Problem
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.network import solve
 
 STEPS = 24
 SHARE = 0.3  # of the time left, for one graph

@@ -13,13 +13,13 @@ from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import Launch, Program, Reduce, alive_at, peak_bytes
-from tapestry.plan.fixed import Fixed
+from tapestry.plan.layout_constraints import Fixed
 from tapestry.plan.lower import lower
-from tapestry.plan.search import turning
-from tapestry.plan.search.budget import Budget
-from tapestry.plan.search.network import Factor, Solution, evaluate, solve
+from tapestry.plan.search import to_ring
 from tapestry.plan.search.problem import Problem, build, memory_row
 from tapestry.plan.search.resume import Start, beginning, fingerprint
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.network import Factor, Solution, evaluate, solve
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology
 
@@ -112,14 +112,14 @@ def turned(found: Found) -> Found:
     """The plan with gathers of keys and values as rings, where only so it fits (or is nearer to it), or where it is faster."""
     assert found.problem
     topo = found.problem.topo
-    other = turning.turned(found.plan, topo)
+    other = to_ring.turned(found.plan, topo)
     if other is None:
         return found
     plan, program, extra = other
     new = replace(found, plan=plan, program=program, objective=found.objective + extra)
     if peak(found) > topo.device.memory:
         return new if peak(new) < peak(found) else found
-    right = peak(new) <= topo.device.memory and turning.faster((plan, program), (found.plan, found.program), topo)
+    right = peak(new) <= topo.device.memory and to_ring.faster((plan, program), (found.plan, found.program), topo)
     return new if right else found
 
 

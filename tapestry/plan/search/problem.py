@@ -13,11 +13,11 @@ import numpy as np
 
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, Strategy
-from tapestry.ir.text import signature
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
-from tapestry.plan.fixed import Fixed, Key, allowed
-from tapestry.plan.search.network import Factor
+from tapestry.plan.layout_constraints import Fixed, Key, allowed
+from tapestry.plan.solver.network import Factor
 from tapestry.plan.strategy import (
     MAX_STRATEGIES,
     Boxes,

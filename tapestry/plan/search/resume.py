@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tapestry.ir.plan import Plan, Strategy, still
-from tapestry.ir.text import to_text
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.topology import to_data
 

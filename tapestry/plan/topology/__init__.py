@@ -1,11 +1,11 @@
 """Devices and what joins them: levels, shapes of links, arbitrary maps of links, presets and files."""
 
-from tapestry.plan.topology.data import from_data, to_data
-from tapestry.plan.topology.files import GiB, default_mesh, parse_bytes, topology
+from tapestry.plan.topology.fabric import Device, Fabric, Link, Topology, Wire, fabrics
 from tapestry.plan.topology.meshes import MAX_DEVICES, parse_mesh
-from tapestry.plan.topology.model import Device, Fabric, Link, Topology, Wire, fabrics
 from tapestry.plan.topology.presets import PRESETS
 from tapestry.plan.topology.shares import shared
+from tapestry.plan.topology.topology_data import from_data, to_data
+from tapestry.plan.topology.topology_files import GiB, default_mesh, parse_bytes, topology
 
 __all__ = [
     "MAX_DEVICES",

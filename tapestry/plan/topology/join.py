@@ -8,10 +8,10 @@ from typing import Any
 
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import Mesh, device_count
-from tapestry.plan.topology.model import Fabric, Link, divides
+from tapestry.plan.topology.fabric import Fabric, Link, divides
 from tapestry.plan.topology.presets import Level, Source
 from tapestry.plan.topology.routing import routes
-from tapestry.plan.topology.shapes import MAX_JOINED, balanced, of_map, pairs, wires
+from tapestry.plan.topology.wire_shapes import MAX_JOINED, balanced, of_map, pairs, wires
 
 Joined = tuple[tuple[Link, ...], tuple[Fabric, ...], tuple[str, ...]]
 MAX_WIRES = 1 << 16

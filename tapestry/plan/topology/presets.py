@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tapestry.plan.topology.model import Device, Link
+from tapestry.plan.topology.fabric import Device, Link
 
 GiB = 1 << 30
 REST = 1 << 30

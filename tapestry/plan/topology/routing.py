@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from tapestry.errors import TapestryError
-from tapestry.plan.topology.model import Wire
+from tapestry.plan.topology.fabric import Wire
 
 REFERENCE = 1 << 20  # bytes
 

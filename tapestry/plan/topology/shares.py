@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tapestry.ir.plan import MeshAxis, coordinates
-from tapestry.plan.topology.model import Device, Topology
+from tapestry.plan.topology.fabric import Device, Topology
 
 FINEST = 32  # the largest weight
 MEASURES: tuple[Callable[[Device], float], ...] = (

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from tapestry.codegen.torch_cpu import native
-from tapestry.codegen.torch_cpu.print_c import PRELUDE
+from tapestry.codegen.torch_cpu.c.print_c import PRELUDE
 
 FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv")
 MOST = 64  # functions that are compiled at once; the operations beyond run as they would without a compiler

@@ -1,0 +1,455 @@
+"""Faults injected into runs on several processes: every one must end the run with the guilty rank named, and leave nothing
+behind.
+
+    .venv/bin/python -m bench faults [--count 200] [--jobs 2] [--processes 3] [--stop-timeout 6] [--seed 0] [--only KIND …]
+
+Kinds (see `FAULTS`): a random rank is killed, stopped, starved of memory, made slow, made to send something else, unable to
+read its weights or to write its results, or of another build; the port is taken; the launcher is interrupted or killed; a rank
+is stopped for less than the timeout, which the run must survive. At the end a stream of 50 batches with 5 kills and
+--max-restarts must lose and repeat nothing. The moment is random, within the run. A fault is handled if the run ended in time
+(a kill: 2 s; all others: the timeout and 2 s) with exit status 1, one message that names the rank (or the launcher, the port)
+and where it was, no process of its session is left, and no result is half-written. Launchers are forks of a process that has
+imported torch, so that a fault costs no two seconds of imports. Writes bench/results/faults.json; exits 1 if a fault is not
+handled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from bench.support import record
+from bench.support.record import ROOT, WORK, Row
+from bench.support.sessions import HANG, Run, children, gone
+from tapestry import flags
+
+BATCHES = 50
+FOLDER = WORK / "faults"
+Patch = Callable[[], None]
+
+
+def model(path: Path) -> None:
+    """Layers enough that a batch takes some tens of milliseconds and every step talks."""
+    rng, n, layers = np.random.default_rng(0), 768, 12
+    nodes, weights = [], []
+    last = "x"
+    for k in range(layers):
+        w = (rng.standard_normal((n, n)) / n**0.5).astype(np.float32)
+        weights.append(numpy_helper.from_array(w, f"w{k}"))
+        nodes += [
+            helper.make_node("MatMul", [last, f"w{k}"], [f"m{k}"]),
+            helper.make_node("Softmax", [f"m{k}"], [f"s{k}"], axis=0),
+        ]
+        last = f"s{k}"
+    info = [helper.make_tensor_value_info(last if k else "x", TensorProto.FLOAT, [96, n]) for k in range(2)]
+    graph = helper.make_graph(nodes, "faults", info[:1], info[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+
+
+def prepare(folder: Path, processes: int) -> None:
+    """Builds, shards, 50 batches and what is expected of them; in a process of its own, because it computes."""
+    import torch
+
+    from tapestry import api, cli
+
+    torch.set_num_threads(1)  # as the ranks have: kernels round by the number of threads
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "in").mkdir(parents=True)
+    model(folder / "model.onnx")
+    for name, extra in (("build", []), ("other", ["--pin", f"m0:i={processes}@d0"])):
+        made = ["compile", folder / "model.onnx", "-o", folder / name, "--devices", processes, *extra, "-q"]
+        assert cli.main(list(map(str, made))) == 0
+    assert cli.main(["shard-weights", str(folder / "build"), "-o", str(folder / "shards"), "-q"]) == 0
+    compiled = api.load(folder / "build")
+    (folder / "expected").mkdir()
+    for k in range(BATCHES):
+        feeds = compiled.random_feeds(k)
+        np.savez(folder / "in" / f"b{k:02}.npz", **feeds)
+        np.savez(folder / "expected" / f"b{k:02}.npz", **compiled.run(feeds))
+
+
+class Bench:
+    """One folder of builds, and how to run and judge in it."""
+
+    def __init__(self, folder: Path, processes: int, timeout: float, rng: random.Random) -> None:
+        self.folder, self.n, self.timeout, self.rng = folder, processes, timeout, rng
+        self.expected: dict[str, dict[str, Any]] = {}
+        for p in sorted((folder / "expected").glob("*.npz")):
+            with np.load(p) as found:
+                self.expected[p.stem] = dict(found)
+
+    def fork(self, main: Callable[[], int], patch: Patch | None = None, env: dict[str, str] | None = None) -> Run:
+        """A fork that leads a session of its own."""
+        said = Path(tempfile.mkstemp(prefix="said-", dir=self.folder)[1])
+        pid = os.fork()
+        if pid:
+            return Run(pid, said)
+        code = 70
+        try:
+            os.setsid()
+            file = os.open(said, os.O_WRONLY)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.environ.update(env or {})
+            if patch:
+                patch()
+            code = main()
+        except SystemExit as e:
+            code = int(e.code or 0)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def start(self, *more: object, patch: Patch | None = None) -> Run:
+        """A run over the batches."""
+        from tapestry import cli
+
+        shutil.rmtree(self.folder / "out", ignore_errors=True)
+        argv = [
+            "run", self.folder / "build", "--processes", self.n, "--inputs", self.folder / "in", "--output",
+            self.folder / "out", "--timeout", self.timeout, "--threads", 1, "-q", *more,
+        ]  # fmt: skip
+        return self.fork(lambda: cli.main(list(map(str, argv))), patch)
+
+    def running(self, run: Run) -> list[int]:
+        """Process ids by rank, at a random moment once the first batch is done."""
+        end = time.monotonic() + HANG
+        while time.monotonic() < end and run.poll() is None:
+            found = children(run.pid)
+            if len(found) == self.n and self.batches():
+                time.sleep(self.rng.random() * 0.3)
+                return found
+            time.sleep(0.005)
+        raise TimeoutError(f"the ranks did not start: {run.said.read_text()}")
+
+    def whole(self) -> bool:
+        """Whether every batch folder that is there is complete and right, and nothing else is there."""
+        out = self.folder / "out"
+        found = [p for p in out.iterdir() if p.name != "run.json"] if out.is_dir() else []
+        return all(p.name.startswith(".") or self.right(p) for p in found)
+
+    def right(self, folder: Path) -> bool:
+        return all(np.array_equal(np.load(folder / f"{t}.npy"), a) for t, a in self.expected[folder.name].items())
+
+    def batches(self) -> int:
+        out = self.folder / "out"
+        return len(list(out.glob("b*"))) if out.is_dir() else 0
+
+    def judged(self, kind: str, run: Run, since: float, words: str, within: float, status: int = 1) -> Row:
+        """What came of a fault: how the run ended, whether the words (a regular expression) were said, and what was left."""
+        seconds, code, said = run.finish(since)
+        named = bool(re.search(words, said)) and "Traceback" not in said
+        once = status != 1 or said.count("tapestry run:") == 1 or said.count("tapestry.runtime: ") == 1
+        row: Row = {"kind": kind, "seconds": round(seconds, 3), "status": code, "named": named, "gone": gone(run.pid)}
+        row |= {
+            "whole": self.whole(),
+            "ok": code == status and named and once and seconds <= within,
+            "said": said.strip()[:300],
+        }
+        run.said.unlink(missing_ok=True)
+        return row
+
+
+WHERE = r"(at step|between|waiting|done|computing|starting|reading)"
+
+
+def signalled(b: Bench, kind: str, number: signal.Signals, within: float) -> Row:
+    """A signal to a rank."""
+    run = b.start()
+    pids, guilty = b.running(run), b.rng.randrange(b.n)
+    since = time.monotonic()
+    os.kill(pids[guilty], number)
+    return b.judged(kind, run, since, rf"rank {guilty} (was killed|is stopped).*{WHERE}", within)
+
+
+def kill(b: Bench) -> Row:
+    return signalled(b, "kill", signal.SIGKILL, 2.0)
+
+
+def abort(b: Bench) -> Row:
+    """What a crash in a library looks like."""
+    return signalled(b, "abort", b.rng.choice([signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS]), 2.0)
+
+
+def stop(b: Bench) -> Row:
+    return signalled(b, "stop", signal.SIGSTOP, b.timeout + 2)
+
+
+def pause(b: Bench) -> Row:
+    """Stopped for less than the timeout: late, but no failure."""
+    run = b.start()
+    victim, since = b.rng.choice(b.running(run)), time.monotonic()
+    os.kill(victim, signal.SIGSTOP)
+    time.sleep(b.timeout * 0.3)
+    os.kill(victim, signal.SIGCONT)
+    row = b.judged("pause", run, since, "", HANG, status=0)
+    return row | {"ok": row["ok"] and b.batches() == BATCHES}
+
+
+def memory(b: Bench) -> Row:
+    """One rank may have no more address space than half of what it has."""
+    run = b.start()
+    pids, guilty = b.running(run), b.rng.randrange(b.n)
+    since = time.monotonic()
+    used = int(Path(f"/proc/{pids[guilty]}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pids[guilty], resource.RLIMIT_AS, (used // 2, used // 2))
+    return b.judged("memory", run, since, rf"rank {guilty}.*memory", b.timeout + 2)
+
+
+def in_rank(guilty: int, step: int, act: Callable[[Any], None]) -> Patch:
+    """For the launcher, whose ranks are forks of it: the guilty one acts when it comes to a step of batch 3."""
+
+    def patch() -> None:
+        from tapestry.runtime.processes.distributed import RankMachine
+
+        before = RankMachine._do
+
+        def do(self: Any, i: int, *args: Any) -> None:
+            if self.wire.rank == guilty and self.wire.batch == 3 and i >= step:
+                act(self)
+            before(self, i, *args)
+
+        RankMachine._do = do  # type: ignore[method-assign]
+
+    return patch
+
+
+def slow(b: Bench) -> Row:
+    """A rank that computes and computes: it is not stopped, but it makes no progress."""
+    guilty, step = b.rng.randrange(b.n), b.rng.randrange(30)
+    run = b.start(patch=in_rank(guilty, step, lambda machine: time.sleep(HANG)))
+    b.running(run)
+    return b.judged("slow", run, time.monotonic(), rf"rank {guilty} is slow.*{WHERE}", b.timeout + 4)
+
+
+def error(b: Bench) -> Row:
+    """A rank whose kernel raises."""
+
+    def act(machine: Any) -> None:
+        raise ValueError("injected")
+
+    guilty, step = b.rng.randrange(b.n), b.rng.randrange(30)
+    run = b.start(patch=in_rank(guilty, step, act))
+    return b.judged("error", run, time.monotonic(), rf"rank {guilty}: .*injected", HANG)
+
+
+def message(b: Bench) -> Row:
+    """A rank that sends messages of another batch."""
+
+    def act(machine: Any) -> None:
+        machine.wire.batch += 1000
+
+    guilty, step = b.rng.randrange(b.n), b.rng.randrange(30)
+    run = b.start(patch=in_rank(guilty, step, act))
+    return b.judged(
+        "message", run, time.monotonic(), rf"rank {guilty} sent a message that the plan has not|rank {guilty}", HANG
+    )
+
+
+def weights(b: Bench) -> Row:
+    """A file of slices that is cut short: a rank that reads it says so."""
+    path = b.rng.choice(sorted((b.folder / "shards").glob("*.safetensors")))
+    data = path.read_bytes()
+    path.write_bytes(data[: b.rng.randrange(len(data) // 2)])
+    since = time.monotonic()
+    try:
+        return b.judged("weights", b.start("--weights", b.folder / "shards"), since, rf"rank \d: .*{path.name}", HANG)
+    finally:
+        path.write_bytes(data)
+
+
+def disk(b: Bench) -> Row:
+    """Rank 0 may write no file of more than some bytes: its results do not get in."""
+    run = b.start()
+    pids, since = b.running(run), time.monotonic()
+    resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (1000, 1000))
+    return b.judged("disk", run, since, r"rank 0: .*(File too large|cannot write|write)|rank 0 was killed by SIGXFSZ", HANG)
+
+
+def inputs(b: Bench) -> Row:
+    """A batch in the middle that does not read."""
+    path = b.folder / "in" / f"b{b.rng.randrange(5, 30):02}.npz"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 3])
+    since = time.monotonic()
+    try:
+        return b.judged("inputs", b.start(), since, rf"rank \d: .*{path.name}", HANG)
+    finally:
+        path.write_bytes(data)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def version(b: Bench) -> Row:
+    """One rank holds another build; ranks as torchrun starts them."""
+    from tapestry import launch
+
+    guilty, port_, since = b.rng.randrange(1, b.n), free_port(), time.monotonic()
+    shutil.rmtree(b.folder / "out", ignore_errors=True)
+    runs: list[Run] = []
+    for r in range(b.n):
+        env = {"RANK": str(r), "WORLD_SIZE": str(b.n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_)}
+        argv = [str(b.folder / ("other" if r == guilty else "build")), "--timeout", str(b.timeout * 4), "-q"]
+        runs.append(b.fork(lambda argv=argv: launch.main(argv), env=env))
+    rows = [b.judged("version", run, since, f"rank {guilty} has another build than rank 0|rank", HANG) for run in runs]
+    told = any(f"rank {guilty} has another build than rank 0" in r["said"] for r in rows)
+    good = {k: all(r[k] for r in rows) for k in ("gone", "whole", "ok")}
+    return {**rows[guilty], **good, "named": told, "seconds": max(r["seconds"] for r in rows), "ok": good["ok"] and told}
+
+
+def port(b: Bench) -> Row:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        taken, since = int(s.getsockname()[1]), time.monotonic()
+        return b.judged("port", b.start("--port", taken), since, f"port {taken} is taken", HANG)
+
+
+def interrupt(b: Bench) -> Row:
+    run = b.start()
+    b.running(run)
+    since = time.monotonic()
+    os.kill(run.pid, b.rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
+    return b.judged("interrupt", run, since, "interrupted by SIG", 2.0)
+
+
+def launcher(b: Bench) -> Row:
+    """The launcher itself is killed: nobody is left to tell, but no rank may stay."""
+    run = b.start()
+    b.running(run)
+    since = time.monotonic()
+    os.kill(run.pid, signal.SIGKILL)
+    row = b.judged("launcher", run, since, "", 2.0, status=-signal.SIGKILL)
+    return row | {"ok": row["gone"]}
+
+
+def stream(b: Bench, kills: int = 5) -> Row:
+    """50 batches, 5 kills: every batch is there once, with the right result."""
+    run = b.start("--max-restarts", kills)
+    since, times = time.monotonic(), list[dict[str, int]]()
+    done = lambda: {p.name: p.stat().st_mtime_ns for p in (b.folder / "out").glob("b*")}  # noqa: E731
+    for k in range(kills):
+        while b.batches() < (k + 1) * BATCHES // (kills + 2) and run.poll() is None:
+            time.sleep(0.005)
+        pids = children(run.pid)
+        if run.poll() is None and pids:
+            os.kill(b.rng.choice(pids), signal.SIGKILL)
+        times.append(done())
+        while set(children(run.pid)) & set(pids) and run.poll() is None:
+            time.sleep(0.005)
+    row = b.judged("stream", run, since, "starting again", HANG, status=0)
+    last = done()
+    repeated = sum(last.get(n) != t for seen in times for n, t in seen.items())
+    again = row["said"].count("starting again") == kills or len(row["said"]) == 300
+    return row | {"ok": row["ok"] and b.batches() == BATCHES and repeated == 0 and again, "repeated": repeated}
+
+
+FAULTS: dict[str, tuple[Callable[[Bench], Row], float]] = {
+    "kill": (kill, 0.28), "abort": (abort, 0.08), "stop": (stop, 0.12), "memory": (memory, 0.06), "slow": (slow, 0.08),
+    "error": (error, 0.04), "message": (message, 0.05), "weights": (weights, 0.06), "disk": (disk, 0.03),
+    "inputs": (inputs, 0.02), "version": (version, 0.03), "port": (port, 0.03), "interrupt": (interrupt, 0.06),
+    "launcher": (launcher, 0.03), "pause": (pause, 0.03),
+}  # fmt: skip
+
+
+def job(number: int, kinds: list[str], args: argparse.Namespace, pipe: Any) -> None:
+    """One worker: its own folder, one fault after another."""
+    folder = FOLDER / f"job{number}"
+    command = [sys.executable, "-m", "bench", "faults", "--prepare", str(folder), "--processes", str(args.processes)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    b = Bench(folder, args.processes, args.stop_timeout, random.Random(f"{args.seed} {number}"))
+    for kind in kinds:
+        try:
+            row = (stream if kind == "stream" else FAULTS[kind][0])(b)
+        except TimeoutError as e:
+            row = {"kind": kind, "seconds": HANG, "status": 999, "named": False, "gone": True, "whole": True, "ok": False}
+            row["said"] = str(e)[:300]
+        pipe.send(row)
+    pipe.close()
+
+
+def good(row: Row) -> bool:
+    return bool(row["ok"] and row["gone"] and row["whole"])
+
+
+def table(rows: list[Row]) -> None:
+    """By kind, and in all."""
+    for kind in dict.fromkeys(r["kind"] for r in rows):
+        mine = [r for r in rows if r["kind"] == kind]
+        times = sorted(r["seconds"] for r in mine)
+        counts = f"{len(mine):4} faults, {sum(map(good, mine)):4} handled"
+        print(f"{kind:10} {counts}, median {times[len(times) // 2]:.2f} s, most {times[-1]:.2f} s")
+    hangs, orphans = sum(r["status"] == 999 for r in rows), sum(not r["gone"] for r in rows)
+    unnamed, bad = sum(not r["named"] for r in rows), sum(not good(r) for r in rows)
+    print(f"{len(rows)} in all: {hangs} hangs, {orphans} with orphans, {unnamed} without the guilty named, {bad} not handled")
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--stop-timeout", type=float, default=6.0, help="the --timeout of the runs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.prepare:
+        prepare(args.prepare, args.processes)
+        return 0
+    flags.before_torch()
+    import tapestry.codegen.torch_cpu.kernels
+    import tapestry.runtime.processes.supervisor  # noqa: F401  (forks find everything imported)
+
+    total = sum(FAULTS[k][1] for k in args.only)
+    kinds = [k for k in args.only for _ in range(max(1, round(args.count * FAULTS[k][1] / total)))]
+    random.Random(args.seed).shuffle(kinds)
+    kinds.append("stream")
+    context, pipes = multiprocessing.get_context("fork"), []
+    for n in range(args.jobs):
+        ours, theirs = context.Pipe(duplex=False)
+        context.Process(target=job, args=(n, kinds[n :: args.jobs], args, theirs)).start()
+        theirs.close()
+        pipes.append(ours)
+    rows: list[Row] = []
+    while pipes:
+        for pipe in multiprocessing.connection.wait(pipes):
+            try:
+                rows.append(pipe.recv())  # type: ignore[union-attr]
+            except EOFError:
+                pipes.remove(pipe)  # type: ignore[arg-type]
+                continue
+            if not good(rows[-1]):
+                print(f"NOT HANDLED: {rows[-1]}", file=sys.stderr, flush=True)
+    table(rows)
+    more = {"processes": args.processes, "timeout": args.stop_timeout, "jobs": args.jobs, "load": os.getloadavg()[0]}
+    record.write("faults", rows, **more)
+    return 0 if all(map(good, rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The compiler on large meshes and deep models, planned for the links of the preset h100, on a machine without any of them.
+
+    .venv/bin/python -m bench scale [--quick]
+
+`llama_7b` and `llama_70b` (graphs of shared/models without weights) at batch 8 and sequence 4096 on 8, 64 (8x8) and 1024
+(8x16x8) devices; decoders of Llama-8B's sizes with 1 to 80 layers on 2x4. Every row is one `tapestry compile --no-weights` in a
+process of its own: "total" is the compiler's own clock from the file to the verified plan, "CPU" the seconds of all cores with
+starting Python and writing the build, "verify" a `tapestry verify` of what was written. Writes bench/results/scale.json;
+exits 1 where a target is missed. ``--quick`` leaves out the 1024 devices and more than 16 layers.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.support import llama_layers, record
+from bench.support.record import Row
+
+FOLDER = record.WORK / "scale"
+SHAPES = {"s72": "8", "s53": "4096"}
+MESHES = ("8", "8x8", "8x16x8")
+LAYERS = (1, 2, 4, 8, 16, 32, 80)
+STAGES = ("lift", "simplify", "search", "verify", "codegen", "total")
+GOALS = {  # seconds, megabytes of resident memory, gap
+    ("llama_70b", "8x8"): {"total_s": 20.0, "peak_mb": 4096.0, "gap": 0.01},
+    ("llama_70b", "8x16x8"): {"total_s": 60.0, "gap": 0.05},
+    ("llama_7b", "8x8"): {"gap": 0.01},
+    ("llama_7b", "8x16x8"): {"gap": 0.05},
+    ("layers 1", "2x4"): {"total_s": 5.0},
+}
+
+
+def tapestry(*arguments: str) -> tuple[str, float, float, float]:
+    """Standard output, wall seconds, CPU seconds and peak megabytes of one command."""
+    start = time.perf_counter()
+    out = FOLDER / "out.json"
+    with out.open("wb") as f, (FOLDER / "err.txt").open("wb") as e:
+        process = subprocess.Popen([sys.executable, "-m", "tapestry", *arguments], stdout=f, stderr=e)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    wall = time.perf_counter() - start
+    if process.returncode:
+        raise SystemExit(f"tapestry {' '.join(arguments)}: {(FOLDER / 'err.txt').read_text()}")
+    return out.read_text(), wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+
+def measure(name: str, path: Path, mesh: str, shapes: dict[str, str]) -> Row:
+    """One `tapestry compile`, and one `tapestry verify` of its build."""
+    build = FOLDER / "build"
+    bound = [a for item in shapes.items() for a in ("--shape", "=".join(item))]
+    options = ["--mesh", mesh, "--topology", "h100", "--no-weights", "--json"]
+    text, wall, cpu, peak = tapestry("compile", str(path), "-o", str(build), *options, *bound)
+    _, verify, verify_cpu, _ = tapestry("verify", str(build))
+    r = json.loads(text)
+    keep = ("nodes", "ops", "signatures", "devices", "objective_s", "lower_bound_s", "gap", "seconds")
+    return {
+        "model": name, "mesh": mesh, **{k: r[k] for k in keep}, "wall_s": wall, "cpu_s": cpu, "peak_mb": peak,
+        "plan_mb": (build / "plan.json").stat().st_size / 1e6, "verify_wall_s": verify, "verify_cpu_s": verify_cpu,
+        "goals": GOALS.get((name, mesh), {}), "load": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def missed(row: Row) -> list[str]:
+    """Goals that a row does not reach."""
+    found = {"total_s": row["seconds"]["total"], "peak_mb": row["peak_mb"], "gap": row["gap"]}
+    return [k for k, goal in row["goals"].items() if found[k] > goal]
+
+
+def rows(quick: bool) -> list[Row]:
+    """All cases."""
+    out: list[Row] = []
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in ("llama_7b", "llama_70b"):
+        packed, path = record.SHARED / f"{name}.onnx.gz", FOLDER / f"{name}.onnx"
+        if not packed.is_file():
+            print(f"{name}: skipped, the folder of exported models is not beside the checkout")
+            continue
+        path.write_bytes(gzip.decompress(packed.read_bytes()))
+        out += [measure(name, path, mesh, SHAPES) for mesh in MESHES if not (quick and mesh == MESHES[-1])]
+    for layers in LAYERS[:5] if quick else LAYERS:
+        out.append(measure(f"layers {layers}", llama_layers.write(layers, FOLDER), "2x4", {}))
+    shutil.rmtree(FOLDER)
+    return out
+
+
+def main() -> int:
+    """Measure, print and record."""
+    quick = "--quick" in sys.argv
+    found = rows(quick)
+    table = Table(title="tapestry compile --topology h100, seconds", title_justify="left")
+    table.add_column("model")
+    for c in ("mesh", "ops", *STAGES, "CPU", "verify", "MB", "plan MB", "gap", "goal"):
+        table.add_column(c, justify="right")
+    for r in found:
+        numbers = [f"{r['seconds'].get(k, 0.0):.2f}" for k in STAGES]
+        sizes = [f"{r['peak_mb']:.0f}", f"{r['plan_mb']:.1f}", f"{r['gap']:.2%}"]
+        goal = "" if not r["goals"] else f"[red]missed: {', '.join(missed(r))}" if missed(r) else "ok"
+        table.add_row(
+            r["model"], r["mesh"], str(r["ops"]), *numbers, f"{r['cpu_s']:.1f}", f"{r['verify_cpu_s']:.1f}", *sizes, goal
+        )
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    if not quick:
+        record.write("scale", found, topology="h100", shapes=SHAPES)
+    return 1 if any(missed(r) for r in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Real models on several processes: the same results as in one, and the bytes and memory that were planned; and the speed of
+two processes beside one.
+
+    .venv/bin/python -m bench distributed [--only NAME …] [--meshes 2 3 4 2x2] [--models FOLDER] [--batches 3]
+    .venv/bin/python -m bench distributed --scaling [--rounds 5] [--models FOLDER]      # BERT-base, batch 8, 128 tokens
+
+Every build runs on one process per device, in one process, and its model as a plan for one device in one process, one thread
+each, with the same inputs. A case passes when all outputs have the same bits in one process and in many, agree with the
+one-device plan to 1e-4, the bytes that the ranks hand to torch.distributed are the plan's, and the peak of every device's
+buffers is the plan's. Of memory, per rank and the worst of them: `grown_bytes` is the most that was resident (VmHWM) while
+batches ran, less what was resident before weights were loaded (Python, torch and the plan); the plan counts the buffers of it
+(`peak_bytes`), packed weights beyond them (`packed_bytes`) and messages on their way (`staged_bytes`); the rest is what torch
+and the allocator keep. Times are medians of the batches after the first: seconds on the clock, and processor seconds of the
+busiest rank. Writes bench/results/distributed.json (`--scaling`: distributed_scaling.json); exits 1 if a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.correctness.models import materialize
+from bench.support import record
+from bench.support.record import ROOT, WORK, Row
+from tapestry import api
+
+MODELS: dict[str, dict[str, str]] = {
+    "resnet50": {"input": "4x3x224x224"},
+    "bert_base": dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), "8x64"),
+    "gpt2": {"input_ids": "4x64", "attention_mask": "4x64"},
+    "llama_tiny": {"input_ids": "4x32", "attention_mask": "4x32"},
+    "t5_small": {"input_ids": "4x8", "attention_mask": "4x8", "decoder_input_ids": "4x4"},
+    "unet": {"x": "4x3x128x128"},
+}
+FOLDER = WORK / "distributed"
+
+
+def tapestry(*argv: object) -> tuple[int, dict[str, Any], str]:
+    """Exit status, JSON and errors of a command."""
+    command = [sys.executable, "-m", "tapestry", *map(str, argv), "--json", "-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    return done.returncode, json.loads(done.stdout) if done.stdout.strip() else {}, done.stderr.strip()
+
+
+def run(build: Path, processes: int, tag: str, threads: int) -> tuple[dict[str, Any], str]:
+    """The batches of ``FOLDER/in`` on so many processes."""
+    out = FOLDER / tag
+    shutil.rmtree(out, ignore_errors=True)
+    more = ["--inputs", FOLDER / "in", "--output", out, "--threads", threads, "--timeout", 120]
+    status, found, error = tapestry("run", build, "--processes", processes, *more)
+    return found, error if status else ""
+
+
+def same(one: str, batches: int) -> tuple[bool, float]:
+    """Whether two runs wrote the same bits, and the largest relative difference otherwise."""
+    worst, equal = 0.0, True
+    for k in range(batches):
+        for p in sorted((FOLDER / one / f"b{k}").glob("*.npy")):
+            a, b = np.load(p), np.load(FOLDER / "many" / f"b{k}" / p.name)
+            equal = equal and a.shape == b.shape and a.tobytes() == b.tobytes()
+            worst = max(worst, float(np.linalg.norm((a - b).ravel()) / max(float(np.linalg.norm(a.ravel())), 1e-30)))
+    return equal, worst
+
+
+def compiled(model: Path, mesh: str, shapes: list[object]) -> tuple[Path, dict[str, Any], str]:
+    """A build, the document of the command that made it, and what it said if it failed."""
+    build = FOLDER / f"build-{mesh}"
+    status, made, error = tapestry("compile", model, "-o", build, "--mesh", mesh, "--time-limit", 20, *shapes)
+    return build, made, error if status else ""
+
+
+def feed(build: Path, batches: int) -> None:
+    """Write ``FOLDER/in``."""
+    shutil.rmtree(FOLDER / "in", ignore_errors=True)
+    (FOLDER / "in").mkdir(parents=True)
+    for k in range(batches):
+        np.savez(FOLDER / "in" / f"b{k}.npz", **api.load(build).random_feeds(k))
+
+
+def spent(found: dict[str, Any]) -> dict[str, float]:
+    """Seconds on the clock and processor seconds of the busiest rank, medians of the batches after the first."""
+    cpu = (statistics.median(r["cpu_seconds"][1:]) for r in found["ranks"])
+    return {"seconds": statistics.median(found["batch_seconds"][1:]), "cpu_seconds": max(cpu)}
+
+
+def memory(found: dict[str, Any]) -> dict[str, int]:
+    """What the worst rank grew by, and the parts of it that are known."""
+    rank = max(found["ranks"], key=lambda r: r["resident_bytes"]["running"] - r["resident_bytes"]["before"])
+    grown = rank["resident_bytes"]["running"] - rank["resident_bytes"]["before"]
+    planned = sum(found["peak_bytes"][d] + found["packed_bytes"][d] for d in rank["devices"]) + rank["staged_bytes"]
+    packed = sum(found["packed_bytes"][d] for d in rank["devices"])
+    return {"grown_bytes": grown, "known_bytes": planned, "packed_bytes": packed, "staged_bytes": rank["staged_bytes"]}
+
+
+def case(name: str, model: Path, shapes: list[object], mesh: str, batches: int) -> Row:
+    """One model on one mesh."""
+    alone, _, first = compiled(model, "1", shapes)
+    build, made, error = compiled(model, mesh, shapes)
+    if first or error:
+        return {"model": name, "mesh": mesh, "ok": False, "note": (first or error)[:300]}
+    feed(build, batches)
+    devices = len(made["peak_bytes"])
+    runs = [run(alone, 1, "alone", 1), run(build, 1, "one", 1), run(build, devices, "many", 1)]
+    failed = next((note for _, note in runs if note), "")
+    if failed:
+        return {"model": name, "mesh": mesh, "ok": False, "note": failed[:300]}
+    single, one, many = (found for found, _ in runs)
+    equal, _ = same("one", batches)
+    _, worst = same("alone", batches)
+    planned = sum(t["bytes"] for t in made["transfers"])
+    sent = sum(r["payload_bytes"] for r in many["ranks"]) / batches
+    peaks = many["peak_bytes"] == made["peak_bytes"] == one["peak_bytes"]
+    return {
+        "model": name, "mesh": mesh, "ok": equal and worst < 1e-4 and sent == planned and peaks, "same_bits": equal,
+        "rel_diff_to_one_device": worst, "planned_bytes": planned, "sent_bytes": sent, "peaks_as_planned": peaks,
+        "peak_bytes": max(made["peak_bytes"]), "unsharded_peak": made["unsharded_peak_bytes"], **memory(many),
+        "one_device": spent(single), "processes": spent(many), "simulated_s": made["simulated_s"],
+    }  # fmt: skip
+
+
+def scaling(model: Path, rounds: int) -> Row:
+    """One process on a plan for one device, and two on a plan for two, in turns."""
+    shapes: list[object] = [x for k in MODELS["bert_base"] for x in ("--shape", f"{k}=8x128")]
+    builds = [compiled(model, mesh, shapes)[0] for mesh in ("1", "2")]
+    feed(builds[0], 5)
+    rows: list[list[dict[str, float]]] = []
+    for _ in range(rounds):
+        pair = [run(b, n, "many", 1) for n, b in enumerate(builds, 1)]
+        note = next((note for _, note in pair if note), "")
+        if note:
+            return {"model": "bert_base", "ok": False, "note": note[:300]}
+        rows.append([spent(found) for found, _ in pair])
+        print(json.dumps(rows[-1]), flush=True)
+    one, two = ({k: statistics.median(r[n][k] for r in rows) for k in rows[0][n]} for n in (0, 1))
+    ratios = {k: statistics.median(r[0][k] / r[1][k] for r in rows) for k in one}
+    return {
+        "model": "bert_base", "batch": 8, "tokens": 128, "rounds": rows, "one": one, "two": two, "speed_up": ratios["seconds"],
+        "processor_seconds_ratio": ratios["cpu_seconds"], "load": os.getloadavg()[0], "ok": True,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(MODELS))
+    parser.add_argument("--meshes", nargs="*", default=["2", "3", "4", "2x2"])
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--models", type=Path, help="a folder of NAME.onnx")
+    parser.add_argument("--scaling", action="store_true", help="the speed of two processes beside one, and nothing else")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.scaling:
+        found = args.models / "bert_base.onnx" if args.models else materialize("bert_base", WORK / "models")
+        row = scaling(found, args.rounds) if found else {"skipped": "no folder of exported models", "ok": True}
+        print(json.dumps({k: v for k, v in row.items() if k != "rounds"}, indent=1))
+        record.write("distributed_scaling", [row])
+        return 0 if row["ok"] else 1
+    kept = {(r["model"], r.get("mesh")): r for r in record.read("distributed") if "one_device" in r}
+    rows: list[Row] = []
+    for name in args.only:
+        given = args.models / f"{name}.onnx" if args.models else None
+        model = given or materialize(name, WORK / "models")
+        if model is None or not model.is_file():
+            rows.append({"model": name, "skipped": "no folder of exported models beside the checkout", "ok": True})
+            continue
+        shapes: list[object] = [x for k, v in MODELS[name].items() for x in ("--shape", f"{k}={v}")]
+        for mesh in args.meshes:
+            rows.append(case(name, model, shapes, mesh, args.batches))
+            print(json.dumps(rows[-1]), flush=True)
+        kept |= {(r["model"], r.get("mesh")): r for r in rows}
+        record.write("distributed", list(kept.values()))
+    return 0 if all(r["ok"] for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

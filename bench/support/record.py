@@ -1,0 +1,38 @@
+"""Where benchmark results go: one JSON document per benchmark, with what it was measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+WORK = ROOT / "build" / "bench"
+SHARED = ROOT.parent / "shared" / "models"  # exported models, an optional folder beside the checkout
+
+Row = dict[str, Any]
+
+
+def machine() -> Row:
+    """What the numbers were measured on."""
+    packages = {p: version(p) for p in ("torch", "onnx", "onnxruntime", "highspy", "islpy", "numpy")}
+    return {"cores": os.cpu_count(), "arch": platform.machine(), "python": platform.python_version(), **packages}
+
+
+def read(name: str) -> list[Row]:
+    """The rows of an earlier run."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
+
+
+def write(name: str, rows: Sequence[Row], **more: Any) -> Path:
+    """Write ``bench/results/NAME.json``."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **more, "rows": list(rows)}, indent=1) + "\n")
+    return path

@@ -1,0 +1,290 @@
+"""Build directories: plans as data on disk, written atomically, read strictly, held together by hashes.
+
+``plan.json`` holds the graph's text, the topology, the strategies and the program; ``constants.bin`` the small derived
+constants; ``kernels/`` Triton source. ``certificate.json`` lists the SHA-256 of every other file and of itself: a strict
+schema alone would accept one single-bit flip in eight. Nothing in a build directory is ever executed as it stands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tapestry.build.packed_program import Packed, pack, unpack
+from tapestry.errors import BuildError, TextError
+from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
+from tapestry.ir.program import Program
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
+
+VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
+MAX_PLAN_BYTES = 1 << 30
+MAX_CERTIFICATE_BYTES = 1 << 26  # a line per kernel
+MAX_TENSOR = 1 << 50  # bytes: what can be counted in 64 bits, with room
+MAX_WEIGHT = 1 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What a build directory says.
+
+    Attributes:
+        model: path of the ONNX file, and ``model_sha256`` its hash.
+        topology: the topology as data (for people and for another search).
+        target: the target to run on.
+        report: the document that ``compile`` printed.
+        moves: the structural rewrites that were chosen, in order.
+        constants: byte ranges (offset, length) of derived constants in ``constants.bin``.
+        exact: results are the same bits on any number of devices (`ir.canonical_parts`).
+        precision: of products of f32 in generated kernels: ``ieee``, ``tf32x3`` or ``tf32``.
+        knobs: those of generated kernels that were measured where the plan was made, by the kernel's key.
+    """
+
+    model: str
+    model_sha256: str
+    plan: Plan
+    program: Program
+    topology: Mapping[str, Any]
+    target: str
+    memory: int
+    peak_bytes: tuple[int, ...]
+    report: Mapping[str, Any]
+    moves: tuple[str, ...]
+    constants: Mapping[str, tuple[int, int]]
+    exact: bool = False
+    precision: str = "ieee"
+    knobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+
+
+def write(
+    folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]
+) -> None:
+    """Write a build directory in one step: it appears whole, or not at all.
+
+    Raises:
+        BuildError: the place holds something that is not a build directory.
+    """
+    files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values())}
+    files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": hashes}
+    files["certificate.json"] = _certificate(body, _hash(body))
+    own = {name.split("/")[0] for name in files} | {"kernels"}
+    foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
+    if foreign:
+        what = f"the output has something that no build has: '{foreign[0]}'"
+        raise BuildError(what, where=str(folder), hint="another -o; everything in it would be lost")
+    write_files(folder, files, "plan.json")
+
+
+def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
+    """Make a folder of exactly these files in one step; a folder in its place must hold the file ``mark``, or nothing.
+
+    Raises:
+        BuildError: the place holds something else.
+    """
+    folder = Path(os.path.realpath(folder))  # through a link: an exchange would leave the link beside the target
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
+        raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        for name, data in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_bytes(data)
+        temporary.chmod(0o755)
+        _swap(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _certificate(body: Mapping[str, Any], digest: str) -> bytes:
+    """The one way of writing a certificate: another space in it makes another file, which is refused."""
+    return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True).encode()
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _swap(new: Path, old: Path) -> None:
+    """Put ``new`` in the place of ``old`` (which then stands where ``new`` was)."""
+    if not old.exists():
+        os.rename(new, old)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    at_cwd, exchange = -100, 2
+    if hasattr(libc, "renameat2") and libc.renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), exchange) == 0:
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", dir=old.parent)) / "old"
+    os.rename(old, aside)
+    os.rename(new, old)
+    shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def encode(build: Build) -> bytes:
+    """``plan.json``."""
+    p = build.plan
+    document: dict[str, Any] = {
+        "version": VERSION, "model": build.model, "model_sha256": build.model_sha256, "target": build.target,
+        "memory": build.memory, "peak_bytes": build.peak_bytes, "topology": build.topology, "moves": build.moves,
+        "graph": to_text(p.graph), "mesh": [(a.name, a.size) for a in p.mesh],
+        "strategies": [(s.dims, s.out) for s in p.strategies], "inputs": p.inputs, "outputs": p.outputs,
+        "rings": {i: s.ring for i, s in enumerate(p.strategies) if s.ring}, "streamed": sorted(p.streamed),
+        "stages": [(s.first, [(a.name, a.size) for a in s.mesh]) for s in p.stages], "stage_of": p.stage_of,
+        "arrivals": [(a.tensor, a.stage, a.layout) for a in p.arrivals],
+        "program": pack(build.program),
+        "constants": build.constants, "report": build.report, "exact": build.exact,
+        "precision": build.precision, "knobs": build.knobs,
+    }  # fmt: skip
+    if any(a.weights for a in p.mesh):
+        document["weights"] = [a.weights for a in p.mesh]
+    return msgspec.json.encode(document)
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    model: str
+    model_sha256: str
+    target: str
+    memory: int
+    peak_bytes: tuple[int, ...]
+    topology: dict[str, Any]
+    moves: tuple[str, ...]
+    graph: str
+    mesh: list[tuple[str, int]]
+    strategies: list[tuple[tuple[str | None, ...], tuple[int | None, ...]]]
+    inputs: dict[str, tuple[int | None, ...]]
+    outputs: dict[str, tuple[int | None, ...]]
+    streamed: frozenset[str]
+    program: Packed
+    constants: dict[str, tuple[int, int]]
+    report: dict[str, Any]
+    weights: list[tuple[int, ...]] = []
+    stages: list[tuple[int, list[tuple[str, int]]]] = []
+    stage_of: tuple[int, ...] = ()
+    arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
+    exact: bool = False
+    precision: str = "ieee"
+    knobs: dict[str, dict[str, Any]] = {}
+    rings: dict[int, tuple[str | None, ...]] = {}
+
+
+def decode(data: bytes, where: str = "plan.json") -> Build:
+    """Read ``plan.json``.
+
+    Raises:
+        BuildError: it is not a plan of this version.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Version).version
+        if version != VERSION:
+            raise BuildError(f"a plan of version {version}, not {VERSION}", where=where, hint="compile the model again")
+        d = msgspec.json.decode(data, type=_Document)
+        program = unpack(d.program)
+        graph = parse(d.graph)
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:
+        raise BuildError(f"not a plan: {e}", where=where, hint="compile the model again") from None
+    odd = next((t for t in graph.tensors.values() if min(t.shape, default=0) < 0 or t.nbytes > MAX_TENSOR), None)
+    if odd is not None:
+        raise BuildError(f"not a plan: '{odd.name}' has shape {list(odd.shape)}", where=where, hint="compile the model again")
+    weights = d.weights or [()] * len(d.mesh)
+    shared = len(weights) == len(d.mesh) and all(
+        not w or (len(w) == n and min(w) > 0 and max(w) <= MAX_WEIGHT) for (_, n), w in zip(d.mesh, weights, strict=True)
+    )
+    if not shared:
+        raise BuildError("not a plan: the shares of a mesh axis", where=where, hint="compile the model again")
+    mesh = tuple(MeshAxis(n, s, w) for (n, s), w in zip(d.mesh, weights, strict=True))
+    plan = Plan(
+        graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
+        strategies=tuple(Strategy(dims, out, d.rings.get(i, ())) for i, (dims, out) in enumerate(d.strategies)),
+        streamed=d.streamed,
+        stages=tuple(Stage(first, tuple(MeshAxis(n, s) for n, s in mesh)) for first, mesh in d.stages),
+        stage_of=d.stage_of, arrivals=tuple(Arrival(*a) for a in d.arrivals),
+    )  # fmt: skip
+    consistent = len(plan.strategies) == len(graph.ops) and program.devices == plan.devices and not stages_refused(plan)
+    consistent = consistent and all(
+        len(s.dims) == len(s.out) == len(at.mesh) and len(s.ring) in (0, len(at.mesh))
+        for s, at in zip(plan.strategies, plan.places, strict=True)
+    )
+    if not consistent or len(d.peak_bytes) != program.devices:
+        raise BuildError("not a plan: mesh, strategies and program disagree", where=where, hint="compile the model again")
+    return Build(
+        model=d.model, model_sha256=d.model_sha256, plan=plan, program=program, topology=d.topology, target=d.target,
+        memory=d.memory, peak_bytes=d.peak_bytes, report=d.report, moves=d.moves, constants=d.constants,
+        exact=d.exact, precision=d.precision, knobs=d.knobs,
+    )  # fmt: skip
+
+
+def read(folder: Path) -> tuple[Build, dict[str, int]]:
+    """A build directory, with the counts of its certificate, after checking every file against its hash.
+
+    Raises:
+        BuildError: a file is missing, extra, too large, of another kind, or not what its hash says.
+    """
+    laws, files = _read_certificate(folder)
+    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
+    for name in sorted(found ^ (set(files) | {"certificate.json"})):
+        raise BuildError(f"'{name}' is {'not in the certificate' if name in found else 'missing'}", where=str(folder))
+    for name, digest in files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
+            raise BuildError(f"'{name}' is not a plain file of a sane size", where=str(folder))
+        if _sha256(path) != digest:
+            raise BuildError(
+                f"'{name}' is not what the certificate's hash says", where=str(folder), hint="compile the model again"
+            )
+    return decode((folder / "plan.json").read_bytes(), str(folder / "plan.json")), laws
+
+
+def identity(folder: Path) -> str:
+    """The hash that holds a build together: two builds with the same one are the same, byte for byte.
+
+    Raises:
+        BuildError: it is not a build directory.
+    """
+    _read_certificate(folder)
+    return str(msgspec.json.decode((folder / "certificate.json").read_bytes())["sha256"])
+
+
+def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+    path = folder / "certificate.json"
+    if not folder.is_dir() or not path.is_file() or path.is_symlink():
+        raise BuildError(
+            "not a build directory: no certificate.json", where=str(folder), hint="tapestry compile MODEL -o BUILD"
+        )
+    if path.stat().st_size > MAX_CERTIFICATE_BYTES:
+        raise BuildError("certificate.json is not of a sane size", where=str(folder), hint="compile the model again")
+    try:
+        data = path.read_bytes()
+        body = msgspec.json.decode(data, type=dict[str, Any])
+        stated = body.pop("sha256")
+        laws = msgspec.convert(body["laws"], dict[str, int])
+        files = msgspec.convert(body["files"], dict[str, str])
+        honest = stated == _hash(body) and body["passed"] is True and _certificate(body, stated) == data
+    except (msgspec.MsgspecError, KeyError, ValueError, UnicodeDecodeError, RecursionError) as e:
+        raise BuildError(f"certificate.json does not read: {e}", where=str(folder)) from None
+    if not honest:
+        raise BuildError("certificate.json is not what its own hash says", where=str(folder), hint="compile the model again")
+    if "plan.json" not in files or any(Path(f).is_absolute() or ".." in Path(f).parts for f in files):
+        raise BuildError("certificate.json names files outside the build", where=str(folder))
+    return laws, files

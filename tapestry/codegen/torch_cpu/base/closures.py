@@ -1,0 +1,166 @@
+"""Expressions as closures over torch operators, made once: natives by structure, literals as numbers, in place if it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tapestry.codegen.torch_cpu.base import scalars
+from tapestry.codegen.torch_cpu.base.torch_unary import NATIVE, native
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
+
+Tensor = torch.Tensor
+Args = Mapping[int, Tensor]
+Value = Callable[[Args, Sequence[Tensor]], Tensor]
+
+_PLACE: dict[str, Callable[..., Tensor]] = {
+    "add": torch.Tensor.add_, "sub": torch.Tensor.sub_, "mul": torch.Tensor.mul_, "div": torch.Tensor.div_,
+    "exp": torch.Tensor.exp_, "sqrt": lambda x: scalars.root(x, x), "tanh": torch.Tensor.tanh_, "erf": torch.Tensor.erf_,
+    "sigmoid": torch.Tensor.sigmoid_, "neg": torch.Tensor.neg_, "abs": torch.Tensor.abs_,
+}  # fmt: skip
+_BOUND = {"max": (torch.clamp_min, torch.Tensor.clamp_min_), "min": (torch.clamp_max, torch.Tensor.clamp_max_)}
+_NUMBERS = ("add", "sub", "mul", "div", "pow")  # a literal may be a number: it is rounded to the tensor's dtype all the same
+_FLOATS = ("f32", "f64")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value, and whether it is a new tensor that nobody else holds."""
+
+    run: Value
+    fresh: bool
+
+
+def compile_value(e: Expr, index: Mapping[Index, Tensor], *, owned: bool) -> Node:
+    """The value of an expression from those of its reads and of the reduced state.
+
+    Args:
+        index: values of its index expressions.
+        owned: the states are new dense tensors, and nobody needs them afterwards.
+    """
+    uses = sum(isinstance(x, Acc) for x in _uses(e))
+    return _node(e, index, owned and uses == 1)
+
+
+def _uses(e: Expr) -> list[Expr]:
+    """Leaves that are evaluated, with natives as one use of their argument."""
+    found = native(e)
+    if found:
+        return _uses(found[1])
+    return [x for a in e.args for x in _uses(a)] if isinstance(e, Call) else [e]
+
+
+def _node(e: Expr, index: Mapping[Index, Tensor], owned: bool) -> Node:
+    match e:
+        case Arg():
+            at = e.pos
+            return Node(lambda args, _: args[at], False)
+        case Acc():
+            field = e.field
+            return Node(lambda _, states: states[field], owned)
+        case Let():
+            at = e.pos
+            return Node(lambda _, states: states[at], False)
+        case Const():
+            two = torch.tensor([e.value, e.value], dtype=scalars.TORCH_DTYPES[e.dtype])
+            literal = two[0]  # a part of its memory, so that no result is taken to be a buffer of its own
+            return Node(lambda args, states: literal, False)
+        case Index():
+            values = index[e]
+            return Node(lambda args, states: values, False)
+    found = native(e)
+    if found:
+        return _unary(_node(found[1], index, owned), *NATIVE[found[0]])
+    if e.dtype in _FLOATS and len(e.args) == 2 and isinstance(e.args[1], Const):
+        bound = _bound(e, index, owned)
+        if bound:
+            return bound
+    parts = [_node(a, index, owned) for a in e.args]
+    if e.fn == "cast":
+        dtype, source = e.dtype, e.args[0].dtype
+        return Node(lambda args, states: scalars.cast(parts[0].run(args, states), dtype, source), False)
+    if e.dtype in _FLOATS and e.fn in _PLACE:
+        if len(parts) == 1:
+            return _unary(parts[0], scalars.TABLE[e.fn], _PLACE[e.fn])
+        return _binary(e.fn, parts[0], parts[1])
+    if e.fn == "where":
+        return _where(*parts)
+    fn = e.fn
+    return Node(lambda args, states: scalars.apply(fn, [p.run(args, states) for p in parts]), False)
+
+
+def _bound(e: Call, index: Mapping[Index, Tensor], owned: bool) -> Node | None:
+    """A tensor and a number."""
+    literal = e.args[1]
+    assert isinstance(literal, Const)
+    number = float(literal.value)
+    inner = e.args[0]
+    lower = _lower(inner) if e.fn == "min" and number == number else None
+    if lower is not None and isinstance(inner, Call):  # torch's clamp, as ours, takes the upper bound where the two cross
+        x = _node(inner.args[0], index, owned)
+        return _unary(x, lambda t: torch.clamp(t, lower, number), lambda t: t.clamp_(lower, number))
+    if e.fn in _BOUND and number == number:
+        new, place = _BOUND[e.fn]
+    elif e.fn in _NUMBERS:
+        new = scalars.TABLE[e.fn] if e.fn != "div" else torch.div
+        place = _PLACE.get(e.fn, torch.Tensor.pow_)
+    else:
+        return None
+    x = _node(inner, index, owned)
+    if not any(isinstance(a, Arg | Acc | Let) for a in walk(inner)):  # a number too: the table keeps its dtype
+        return None
+    return _unary(x, lambda t: new(t, number), lambda t: place(t, number))
+
+
+def _where(test: Node, yes: Node, no: Node) -> Node:
+    """A choice; where its test is one for many points (a row without keys) and nowhere true, there is none to make."""
+
+    def run(args: Args, states: Sequence[Tensor]) -> Tensor:
+        c, b = test.run(args, states), no.run(args, states)
+        a = yes.run(args, states)
+        rare = c.numel() * 16 <= b.numel() and a.dim() <= b.dim() and c.dim() <= b.dim() and a.numel() <= b.numel()
+        if rare and _covers(b, c) and _covers(b, a) and not bool(c.any()):
+            return b
+        return scalars.apply("where", [c, a, b])
+
+    return Node(run, no.fresh)
+
+
+def _lower(e: Expr) -> float | None:
+    """The number in ``max(x, number)``."""
+    if not isinstance(e, Call) or e.fn != "max" or not isinstance(e.args[1], Const) or isinstance(e.args[0], Const):
+        return None
+    number = float(e.args[1].value)
+    return number if number == number else None
+
+
+def _unary(x: Node, new: Callable[[Tensor], Tensor], place: Callable[[Tensor], Tensor]) -> Node:
+    run, do = x.run, place if x.fresh else new
+    return Node(lambda args, states: do(run(args, states)), True)
+
+
+def _binary(fn: str, left: Node, right: Node) -> Node:
+    """Into the operand that is new and as large as the result."""
+    new, place, a, b = scalars.TABLE[fn], _PLACE[fn], left.run, right.run
+    either = right.fresh and fn in ("add", "mul")
+    if not left.fresh and not either:
+        return Node(lambda args, states: new(a(args, states), b(args, states)), True)
+
+    def run(args: Args, states: Sequence[Tensor]) -> Tensor:
+        x, y = a(args, states), b(args, states)
+        if left.fresh and _covers(x, y):
+            return place(x, y)
+        if either and _covers(y, x):
+            return place(y, x)
+        return new(x, y)
+
+    return Node(run, True)
+
+
+def _covers(x: Tensor, y: Tensor) -> bool:
+    """Whether the result has the shape of x (both are of one dtype)."""
+    if x.shape == y.shape:
+        return True
+    return x.dim() >= y.dim() and all(m == n or n == 1 for m, n in zip(reversed(x.shape), reversed(y.shape), strict=False))

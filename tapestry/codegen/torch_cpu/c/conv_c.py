@@ -1,0 +1,181 @@
+"""Convolutions by our own kernels (`native`): images with adjacent channels, the whole epilogue in the same pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.base import contract
+from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Link, shares
+
+Tensor = torch.Tensor
+Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call]
+"""From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
+DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
+MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
+MOST_REREAD = 1 << 14  # cells of a weight that may be read again for every few rows of an image
+FEW = 4  # rows: what they take is reading the weight
+MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
+
+
+@functools.cache
+def zeros(n: int) -> Tensor:
+    """What taps outside the image read."""
+    return torch.zeros(n)
+
+
+def pack_panels(matrix: Tensor) -> Tensor:
+    """A (features, depth) matrix as panels of features for `tile.h`."""
+    lib = native.library()
+    assert lib is not None
+    rows, depth = matrix.shape
+    plain = matrix.contiguous()
+    out = torch.empty(lib.tapestry_packed_size(rows, depth))
+    lib.tapestry_pack(plain.data_ptr(), out.data_ptr(), rows, depth)
+    return out
+
+
+def pack_convolution(weight: Tensor) -> Tensor:
+    """A convolution's weight (features, channels, height, width) with the channels of a tap together."""
+    return pack_panels(weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1))
+
+
+def pack_depthwise(weight: Tensor) -> Tensor:
+    """A depthwise convolution's weight (channels, 1, height, width), by tap."""
+    return weight.permute(1, 2, 3, 0).contiguous().reshape(-1)
+
+
+def last(x: Tensor) -> Tensor:
+    """The image with adjacent channels, as it is if it has them."""
+    if x.stride(1) == 1 or x.shape[1] == 1:
+        return x
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _planes(x: Tensor) -> bool:
+    """Whether an image is a few planes side by side, of which our kernel makes pixels as it goes."""
+    return 2 <= x.shape[1] <= MOST_PLANES and x.is_contiguous() and x.stride(1) != 1
+
+
+def pack_winograd(weight: Tensor) -> Tensor:
+    """A 3 x 3 convolution's weight as 16 matrices, G g G' of Lavin and Gray (2015), each in panels.
+
+    Where they are not finite the weight itself is at the beginning, and a NaN at the end.
+    """
+    g = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
+    matrices = torch.einsum("ar,kcrs,bs->abkc", g, weight.double(), g).float().flatten(0, 1)
+    packed = torch.cat([pack_panels(m) for m in matrices])
+    if bool(packed.isfinite().all()):
+        return packed
+    plain = pack_convolution(weight)
+    return torch.cat([plain, torch.full((packed.numel() - plain.numel(),), float("nan"))])
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A convolution with its epilogue, and how its weight is packed; equal keys make equal copies.
+
+    Attributes:
+        link: what it is to a chain, if it may be part of one.
+    """
+
+    call: Convolve
+    pack: Callable[[Tensor], Tensor]
+    key: str
+    link: Link | None = None
+
+
+def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> Kernel | None:
+    """A convolution; ``None`` where there is no kernel for it.
+
+    Args:
+        weight: the weight's shape (features, channels of a group, height, width).
+        shape: the output's shape (images, features, height, width).
+    """
+    lib = available()
+    if lib is None or weight[1] * weight[2] * weight[3] > DEEPEST or weight[2] * weight[3] > DEEPEST >> 8:
+        return None
+    call: Any
+    if parts.groups > 1:
+        if weight[1] != 1 or parts.groups != weight[0]:
+            return None
+        call, pack, key = lib.tapestry_depthwise, pack_depthwise, "taps"
+    elif _in_tiles(parts, weight, lib.tapestry_lanes()):
+        call, pack, key = lib.tapestry_winograd, pack_winograd, "winograd"
+    else:
+        call, pack, key = lib.tapestry_conv, pack_convolution, "panels"
+    small = weight[0] * weight[1] * weight[2] * weight[3] <= MOST_REREAD
+    single = tuple(weight[2:]) == parts.stride == (1, 1) and not any(parts.padding)
+    link = Link(4 * shape[1] * shape[2] * shape[3], single or key == "taps") if small and key != "winograd" else None
+    return Kernel(_caller(call, parts, weight, shape, then), pack, key, link)
+
+
+def available() -> Any:
+    """The library, where torch is to use one thread: our kernels know no more."""
+    return native.library() if torch.get_num_threads() == 1 else None
+
+
+def _in_tiles(parts: contract.Call, weight: Sequence[int], lanes: int) -> bool:
+    """Whether tiles of transformed images pay: few channels are done with before they are transformed."""
+    features, channels = weight[:2]
+    near = tuple(weight[2:]) == (3, 3) and parts.stride == parts.dilation == (1, 1)
+    whole = channels % lanes == 0 and features % lanes == 0
+    return near and whole and min(channels, features) >= 32 and channels + features > 64
+
+
+def _caller(call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> Convolve:
+    images, features, out_h, out_w = shape
+    _, channels, in_h, in_w = parts.input
+    nothing = zeros(weight[3] * max(channels, 64))
+    sizes = (images, channels, features, in_h, in_w, out_h, out_w, weight[2], weight[3], *parts.stride, *parts.padding,
+             *parts.dilation)  # fmt: skip
+    y_strides = (out_h * out_w * features, 1, out_w * features, features)
+    clamp = (int(then.clamped), then.low, then.high)
+    known: dict[tuple[int, ...], Any] = {}
+    planes: Any = native.library()
+    planes = planes.tapestry_planes if parts.groups == 1 and call is not planes.tapestry_winograd else None
+
+    def layout(x: tuple[int, ...], r: tuple[int, ...], apart: bool) -> Any:
+        pixel = x[1 if apart else 3]
+        return native.Conv(*sizes, x[0], x[2], pixel, *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp)
+
+    def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
+        apart = planes is not None and _planes(image)
+        x, r = image if apart else last(image), None if residual is None else last(residual)
+        strides = x.stride() + (y_strides if r is None else r.stride())
+        if strides not in known:
+            known[strides] = layout(strides[:4], strides[4:], apart)
+        given = (x, w, bias, r, nothing, out)
+        fixed = shares(x, image) and (r is None or residual is None or shares(r, residual))
+        return Call(planes if apart else call, known[strides], native.Buffers(*map(_at, given)), given, fixed)
+
+    return record
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
+    """Rows times packed weights: (m, k) and (m, n) residuals to (m, n); ``None`` where there is no kernel for it."""
+    lib = available()
+    if lib is None or k > DEEPEST or (n * k > MOST_LINEAR and m > FEW):
+        return None
+    rows = (m * n, m * n, n)
+    sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)
+    conv = native.Conv(*sizes, int(then.clamped), then.low, then.high)
+    kernel: Any = lib.tapestry_conv
+
+    def record(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
+        return Call(kernel, conv, native.Buffers(*map(_at, (x, w, bias, residual, None, out))), (x, w, bias, residual, out))
+
+    return record
+
+
+__all__ = ["Convolve", "Kernel", "available", "convolve", "last", "multiply", "pack_panels"]

@@ -1,0 +1,312 @@
+"""Linear layers and convolutions on weights packed once, when they are loaded.
+
+What is packed is a whole weight buffer, for our own kernels (`images`) where there are some, else in oneDNN's blocked layouts.
+oneDNN's fused clamps drop a NaN, so only the bias is fused there; the rest of the epilogue runs in place on the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tapestry.codegen.torch_cpu.base import contract, scalars
+from tapestry.codegen.torch_cpu.base.epilogue import Epilogue, epilogue
+from tapestry.codegen.torch_cpu.base.local_view import localise
+from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
+from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
+from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Link, Recorded, shares
+from tapestry.codegen.torch_cpu.c.pooling import transposed
+from tapestry.ir.expr import Acc, Arg, Expr
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.index import bounds
+from tapestry.ir.kernel import Box, Kernel
+
+States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]
+"""From the buffers (the weight packed), the bias and the residual to the result of the epilogue, over the map dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """How one weight is packed; equal keys make equal copies."""
+
+    key: tuple[object, ...]
+    run: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Packable:
+    """A kernel that may read a weight packed: ``packs`` by position of the read; without, it is an ordinary kernel."""
+
+    plain: Run
+    packs: dict[int, Pack]
+    packed: Run
+
+    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
+        """Compute on buffers as they are."""
+        return self.plain(ins, states)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """``run`` is torch's operator; or ``record`` our kernel, on flat memory that ``array`` makes the result of."""
+
+    weight: int
+    pack: Pack
+    then: Epilogue
+    run: States | None = None
+    record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], Call] | None = None
+    array: Callable[[Tensor], Tensor] = lambda memory: memory
+    link: Link | None = None
+
+    def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
+        """The result, in new memory."""
+        if self.run:
+            return self.run(ins, bias, residual)
+        assert self.record
+        memory = torch.empty(size)
+        self.record(ins, bias, residual, memory).run()
+        return self.array(memory)
+
+
+def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
+    """The kernel with its packed form, where it has one."""
+    frame = Frame(op.space, kernel.block)
+    if kernel.mode != "full" or not torch.backends.mkldnn.is_available() or any(hi <= lo for lo, hi in kernel.block):
+        return plain
+    if op.inner or op.monoid != "sum" or len(op.body) != 1 or op.body[0].dtype != "f32":
+        return plain
+    if transposed(op, graph, kernel):
+        return plain
+    found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)
+    if found is None or found.weight in op.then_reads():
+        return plain
+    then, size = (
+        found.then,
+        contract.points([d.name for d in op.dims], dict(zip((d.name for d in op.dims), frame.extents, strict=False))),
+    )
+    base = Frame(op.dims, kernel.block[: len(op.dims)])
+    tail = None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True)
+    bias, residual = _part(op, kernel, then.bias), _part(op, kernel, then.residual)
+
+    def packed(ins: Ins, _: Sequence[Tensor]) -> list[Tensor]:
+        out = found(ins, bias(ins) if bias else None, residual(ins) if residual else None, size)
+        return tail(ins, [out]) if tail else [out]
+
+    def record(ins: Ins, memory: Tensor) -> Call:
+        assert found.record
+        return found.record(ins, bias(ins) if bias else None, residual(ins) if residual else None, memory)
+
+    whole = found.record and (tail is None or then.rest == (Acc(0, "f32"),))
+    return Packable(plain, {found.weight: found.pack}, Recorded(found.array, record, size, found.link) if whole else packed)
+
+
+def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
+    """A part of a sum, merged after those that are given, with its packed form, where it has one."""
+    alone = replace(op, then=(Acc(0, "f32"),))
+    found = packable(alone, graph, replace(kernel, mode="full"), plain)
+    if not isinstance(found, Packable):
+        return plain
+
+    def packed(ins: Ins, before: Sequence[Tensor]) -> list[Tensor]:
+        new = found.packed(ins, [])
+        return scalars.combine("sum", list(before), new, ("f32",)) if before else new
+
+    return replace(found, packed=packed)
+
+
+def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] | None:
+    """What the block reads of a buffer whose axes are dimensions."""
+    if k is None:
+        return None
+    block = dict(zip((d.name for d in op.dims), kernel.block, strict=False))
+    box = kernel.ins[k]
+    assert box is not None
+    at = tuple(slice(block[str(e)][0] - o, block[str(e)][1] - o) for e, (o, _) in zip(op.reads[k].index, box, strict=True))
+    if all(s == slice(0, hi - lo) for s, (lo, hi) in zip(at, box, strict=True)):
+        return lambda ins: held(ins[k])
+    take = Remembered(lambda buffer: buffer[at])
+    return lambda ins: take(held(ins[k]))
+
+
+def _linear(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Dense | None:
+    """Rows of one factor times a weight read by columns and the reduced dimensions alone."""
+    found = contract.sides(op)
+    if found is None or not op.reduce:
+        return None
+    a, b, a_dims, b_dims = found
+    for x, w, x_dims, w_dims in ((a, b, a_dims, b_dims), (b, a, b_dims, a_dims)):
+        if x.dtype == "f32" and isinstance(w, Arg) and w.dtype == "f32":
+            dense = _product(op, graph, kernel, frame, x, w.pos, x_dims, w_dims)
+            if dense:
+                return dense
+    return None
+
+
+def _product(
+    op: Block, graph: Graph, kernel: Kernel, frame: Frame, x: Expr, w: int, x_dims: frozenset[str], w_dims: frozenset[str]
+) -> _Dense | None:  # fmt: skip
+    extent = dict(zip((d.name for d in frame.dims), frame.extents, strict=True))
+    block = dict(zip((d.name for d in frame.dims), frame.box, strict=True))
+    wide = [d.name for d in op.dims if extent[d.name] > 1]
+    columns = [n for n in wide if n in w_dims]
+    inner = [d.name for d in op.reduce if extent[d.name] > 1]
+    order = _plain_axes(op, w, kernel.ins[w], block)
+    if order is None or len(columns) != 1 or columns[0] in x_dims or not inner:
+        return None
+    rows = [n for n in wide if n in x_dims]
+    if {*order} != {columns[0], *inner} or not {*inner} <= x_dims or {*rows} | {*columns} != {*wide}:
+        return None
+    names = [d.name for d in frame.dims]
+    n, k = extent[columns[0]], contract.points(inner, extent)
+    m = contract.points(rows, extent)
+    turn = [order.index(d) for d in (columns[0], *inner)]
+    values = Expressions(op, graph, kernel, (x,), frame)
+    axes = [names.index(d) for d in (*rows, *inner)]
+    axes += [i for i in range(len(names)) if i not in axes]
+    full = [extent[d] for d in (*rows, *inner)] + [1] * (len(axes) - len(rows) - len(inner))
+    wanted = [extent[d.name] for d in op.dims]
+    back = [(*rows, *columns).index(d) for d in wide]
+    sizes = [extent[d] for d in (*rows, *columns)]
+    then = epilogue(op, kernel, columns[0], whole=True)
+    ours = conv_c.multiply(m, n, k, then)
+    then = then if ours else epilogue(op, kernel, columns[0], whole=False)
+
+    def matrix(value: Tensor) -> Tensor:
+        return value.permute(axes).expand(full).reshape(m, k).contiguous()
+
+    at = x.pos if isinstance(x, Arg) else None
+    fetch = Remembered(lambda buffer: matrix(values.fetch[at](buffer))) if at is not None else None
+    result = Remembered(lambda out: out.reshape(sizes).permute(back).reshape(wanted))
+    forth = [back.index(i) for i in range(len(back))]
+    added = Remembered(lambda r: r.reshape([extent[d] for d in wide]).permute(forth).reshape(m, n).contiguous())
+
+    def rows_of(ins: Ins) -> Tensor:
+        return fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
+
+    lay = _Rows(w, at, rows_of, added, result)
+    pack = functools.partial(_pack_linear, [extent[d] for d in order], turn, 0 if ours else m)
+    if not ours:
+        return _Dense(w, Pack(("linear", m, n, k, *turn), pack), then, lay.by_one_dnn)
+    record = functools.partial(lay.record, ours)
+    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result)
+
+
+def _pack_linear(shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:
+    """A weight for our kernel, or for oneDNN's on so many rows."""
+    plain = buffer.reshape(shape).permute(turn).flatten(1).contiguous()
+    return torch.ops.mkldnn._reorder_linear_weight(plain, rows) if rows else conv_c.pack_panels(plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A linear layer as matrices: ``rows`` gives the left one, ``added`` a residual as one, ``result`` undoes that."""
+
+    weight: int
+    at: int | None
+    rows: Callable[[Ins], Tensor]
+    added: Callable[[Tensor], Tensor]
+    result: Callable[[Tensor], Tensor]
+
+    def by_one_dnn(self, ins: Ins, bias: Tensor | None, _: Tensor | None) -> Tensor:
+        """The result by oneDNN, with a bias."""
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        return self.result(multiply(self.rows(ins), held(ins[self.weight]), bias, "none", [], ""))
+
+    def record(self, ours: conv_c.Convolve, ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call:
+        """The call of our kernel."""
+        left, more = self.rows(ins), None if residual is None else self.added(residual)
+        call = ours(left, held(ins[self.weight]), bias, more, memory)
+        moved = more is not None and residual is not None and not shares(more, residual)
+        call.fixed &= self.at is not None and shares(left, held(ins[self.at])) and not moved
+        return call
+
+
+def _plain_axes(op: Block, w: int, box: Box | None, block: dict[str, tuple[int, int]]) -> list[str] | None:
+    """The dimension of each axis of a buffer that is read whole, axes of one cell left out."""
+    read = op.reads[w]
+    if box is None or read.when:
+        return None
+    out: list[str] = []
+    for e, b in zip(read.index, box, strict=True):
+        if b[1] - b[0] == 1 and not any(block[d] != b for d in _dims(e)):
+            if bounds(e, {n: (lo, hi - 1) for n, (lo, hi) in block.items()}) != (b[0], b[1] - 1):  # in part outside
+                return None
+            continue
+        if not e.is_dim or block[str(e)] != b or str(e) in out:
+            return None
+        out.append(str(e))
+    return out
+
+
+def _dims(e: object) -> list[str]:
+    return [str(e)] if getattr(e, "is_dim", False) else []
+
+
+def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
+    """A convolution over two axes whose weight buffer is read whole, as one call."""
+    here = localise(op, graph, kernel)
+    found = contract.conv_of(here)
+    point = sum(hi - lo > 1 for lo, hi in kernel.block[len(op.dims) :]) <= 1 and found and op.ranges.get(found.channel, 1) > 1
+    if point and not conv_c.available():
+        return None  # linear: less to set up
+    if found is None or len(found.windows) != 2 or len(here.op.dims) != len(op.dims):
+        return None
+    x, w = here.held[found.x], here.held[found.w]
+    box = kernel.ins[found.w]
+    parts = contract.call(here.op, found, here.frame, x.box, w.box, x.shape)
+    whole = all(isinstance(t, slice) for t in w.take) and box is not None
+    if parts is None or not whole or any(s != slice(0, hi - lo) for s, (lo, hi) in zip(w.take, box or (), strict=True)):
+        return None
+    read, cut = x.take, parts
+
+    def image(buffer: Tensor) -> Tensor:
+        piece = buffer[read][cut.take]
+        return torch.nn.functional.pad(piece, cut.extra) if cut.extra else piece
+
+    fetch, at = Remembered(image), found.x
+    shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
+    weight = [hi - lo for lo, hi in box or ()]
+    then = epilogue(op, kernel, found.feature, whole=True)
+    ours = conv_c.convolve(parts, weight, shape, then)
+    if not ours:
+        if parts.input[1] == 1:  # wrong sums for some: see `contract.channels_first`
+            return None
+        pack, convolve = _one_dnn(parts)
+        key = ("conv", *parts.padding, *parts.stride, *parts.dilation, parts.groups, *parts.input)
+
+        def run(ins: Ins, bias: Tensor | None, _: Tensor | None) -> Tensor:
+            return convolve(fetch(held(ins[at])), held(ins[found.w]), bias).reshape(shape)
+
+        return _Dense(found.w, Pack(key, pack), epilogue(op, kernel, found.feature, whole=False), run)
+    strides = (shape[1] * shape[2] * shape[3], 1, shape[1] * shape[3], shape[1])
+
+    def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call:
+        x = fetch(held(ins[at]))
+        call = ours.call(x, held(ins[found.w]), bias, residual, memory)
+        call.fixed &= shares(x, held(ins[at]))
+        return call
+
+    array = lambda memory: memory.as_strided(shape, strides)  # noqa: E731
+    link = ours.link and replace(ours.link, image=at)
+    return _Dense(found.w, Pack((ours.key,), ours.pack), then, record=record, array=array, link=link)
+
+
+def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor | None], Tensor]]:
+    """(how oneDNN packs a convolution's weight, its convolution with a bias)."""
+    stride, dilation, pads, count = list(parts.stride), list(parts.dilation), list(parts.padding), parts.groups
+    call = torch.ops.mkldnn._convolution_pointwise.default
+
+    def pack(buffer: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_convolution_weight(buffer, pads, stride, dilation, count, list(parts.input))
+
+    def convolve(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return call(x.contiguous(memory_format=torch.channels_last), w, bias, pads, stride, dilation, count, "none", [], "")
+
+    return pack, convolve
+
+
+__all__ = ["Pack", "Packable", "packable", "partial"]

@@ -1,0 +1,166 @@
+"""Reductions of a product, tile by tile: the product stays in registers, bias, activation and residual included.
+
+Where reduced dimensions are columns of the product, the lanes of a tile's rows are folded and merged into the rows' states, and
+a program goes through all columns. Where they are taps of a window (a pool behind a convolution), the products of one tap after
+another are merged lane by lane.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tapestry.codegen.triton.emit.emit_dot import Axes, dot_options, k_loop, mentions, operands, tile_order
+from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.task.chips import Chip
+from tapestry.codegen.triton.task.descriptors import operand_boxes
+from tapestry.codegen.triton.task.kernel_kind import Operation
+from tapestry.codegen.triton.task.lowered import Access, Check, Task
+from tapestry.codegen.triton.task.tiles import Folded, power_of_two
+from tapestry.codegen.triton.text.axes import Axis, View
+from tapestry.codegen.triton.text.folds import lane_reduction, tile_reduction
+from tapestry.codegen.triton.text.scope import Frame, Scope, Written
+from tapestry.ir.expr import Expr, Index, rewrite
+from tapestry.ir.index import dim, dims_of, substitute
+from tapestry.ir.recognise.contraction import Kept
+
+
+def emit_folded(frame: Frame, op: Operation, f: Folded, knobs: Knobs, chip: Chip) -> Written:
+    """Outputs (``full``) or states (``partial``)."""
+    if f.row is not None:
+        frame.task = _rows(frame.task, f.row)
+        knobs = replace(knobs, bn=max(knobs.bn, power_of_two(f.row.over.size)))  # whole rows, whatever is asked for
+    task, namer, c = frame.task, frame.namer, f.product
+    ax, outer = _axes(frame, f, knobs)
+    product = namer.take("product")
+    accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{k}") for k in range(len(task.body)))
+    boxes = operand_boxes(task, c) if knobs.descriptors and chip.descriptors else None
+    loads, rows, columns = operands(frame, c, ax, boxes, knobs)
+    how = dot_options(c.operand, op.precision, knobs.bk, chip)
+    step = f"{product} = tl.dot({rows[c.a]}, {columns[c.b]}, {product}, {how})"
+    inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, step), boxes is not None)
+    scalars = [(a, "") for a in (ax.batch, outer)]
+    tile = Scope(frame, View([*scalars, (ax.m, "[:, None]"), (ax.n, "[None, :]")], task.ranges), (product,), narrow=True)
+    if f.folds:
+        start, merge = tile_reduction(frame, tile, ax.n, accs, once=outer.size * ax.n.tiles == 1)
+    else:
+        start, merge = lane_reduction(frame, tile, accs)
+    own = ""
+    if f.row is not None:
+        own = namer.take("element")
+        (text,) = tile.printer.all((_on_row(f.row.value, f.row),))
+        merge = [f"{own} = {text}", *merge]
+    last = _results(frame, ax, accs, own, folds=f.folds)
+    turn = [f"{product} = tl.zeros((ROWS, COLS), tl.float32)", *inner, *tile.lines, *merge]
+    loop = _turns(frame, ax, outer, turn, last if own else [], folds=f.folds)
+    n = [] if f.folds else [*_index(frame, ax.n, "pid_n * COLS", [*turn, *last]), *ax.n.lines]
+    lines = (
+        frame.program(),
+        *_program(ax, knobs, folds=f.folds),
+        *ax.batch.lines,
+        *_index(frame, ax.m, "pid_m * ROWS", [*turn, *last]),
+        *ax.m.lines,
+        *n,
+        *start,
+        *loop,
+        *last,
+    )
+    programs = ax.batch.tiles * ax.m.tiles * (1 if f.folds else ax.n.tiles)
+    return Written(constants=(("ROWS", knobs.bm), ("COLS", knobs.bn), ("BK", knobs.bk)), lines=lines, programs=programs)
+
+
+def _axes(frame: Frame, f: Folded, knobs: Knobs) -> tuple[Axes, Axis]:
+    """The axes of the product's tiles, and that of what tiles go through one after another."""
+    namer, c = frame.namer, f.product
+    outer = Axis(f.outer, 0, "", namer, "turn")
+    ax = Axes(
+        Axis(c.batch, 0, "", namer, "batch"),
+        Axis(c.m, knobs.bm, "ROWS", namer, "m"),
+        Axis(c.n, knobs.bn, "COLS", namer, "n"),
+        Axis(c.k, knobs.bk, "BK", namer, "k"),
+        Axis(c.taps, 0, "", namer, "tap"),
+        "",
+        m_0="pid_m * ROWS",
+        n_0="pid_n * COLS",
+        outer=outer,
+    )
+    ax.k_0 = namer.take(f"{ax.k.name}_0")
+    if f.folds:
+        ax.n_0 = namer.take(f"{ax.n.name}_0") if ax.n.tiles > 1 else "0"
+    return ax, outer
+
+
+def _index(frame: Frame, axis: Axis, start: str, lines: list[str]) -> list[str]:
+    """The line that says which points of an axis a tile has, where any other line asks."""
+    text = f"{start} + tl.arange(0, {axis.tile})" if start != "0" else f"tl.arange(0, {axis.tile})"
+    wide = f"({text}).to(tl.int64)" if frame.wide else text
+    return [f"{axis.name} = {wide}"] if axis.lines or mentions(lines, axis.name) else []
+
+
+def _program(ax: Axes, knobs: Knobs, *, folds: bool) -> list[str]:
+    """The tile that a program computes; of tiles that are folded, neighbours go through the same columns."""
+    if not folds:
+        return tile_order(ax, "pid", knobs.group)
+    if ax.batch.size == 1:
+        return ["pid_m = pid"]
+    return [f"{ax.batch.name} = pid // {ax.m.tiles}", f"pid_m = pid % {ax.m.tiles}"]
+
+
+def _turns(frame: Frame, ax: Axes, outer: Axis, turn: list[str], last: list[str], *, folds: bool) -> list[str]:
+    """One product after another: every tile of the columns that are folded, at every point of the outer dimensions."""
+    columns = ax.n.tiles if folds else 1
+    own = [*_index(frame, ax.n, ax.n_0, [*turn, *last]), *ax.n.lines] if folds else []
+    wide = [f"{outer.name} = {outer.name}.to(tl.int64)"] if frame.wide and outer.size > 1 else []
+    body = [*wide, *outer.lines, *own, *turn]
+    if outer.size * columns == 1:
+        return body
+    if columns == 1:
+        head = f"for {outer.name} in range(0, {outer.size}):"
+    elif outer.size == 1:
+        head = f"for {ax.n_0} in range(0, {ax.n.size}, COLS):"
+    else:
+        count = frame.namer.take("turn")
+        head = f"for {count} in range(0, {outer.size * columns}):"
+        body = [f"{outer.name} = {count} % {outer.size}", f"{ax.n_0} = {count} // {outer.size} * COLS", *body]
+    return [head, *(f"    {line}" for line in body)]
+
+
+def _rows(task: Task, row: Kept) -> Task:
+    """The task with the row's elements no state: what is computed at each column is computed at each lane that is one."""
+    lane = dim(row.over.name)
+    env = {row.column.name: lane - row.first}
+    part = (Check(lane, ">=", row.first), Check(lane, "<", row.first + row.column.size))
+
+    def access(a: Access) -> Access:
+        moved = [(substitute(c.aff, env), c) for c in a.checks]
+        checks = tuple(Check(e - e.const, c.op, c.bound - e.const) for e, c in moved)
+        along = any(row.column.name in dims_of(e) for e in (a.offset, *(c.aff for c in a.checks)))
+        more = part if along and row.column.size < row.over.size else ()
+        return replace(a, offset=substitute(a.offset, env), checks=(*checks, *more))
+
+    assert task.monoid is not None
+    return replace(
+        task, dims=tuple(d for d in task.dims if d != row.column), monoid=task.monoid.removesuffix(".sum"),
+        reads={p: access(a) for p, a in task.reads.items()}, outs=tuple(map(access, task.outs)),
+        body=tuple(_on_row(e, row) for e in task.body[:-1]), then=tuple(_on_row(e, row) for e in task.then),
+    )  # fmt: skip
+
+
+def _on_row(e: Expr, row: Kept) -> Expr:
+    env = {row.column.name: dim(row.over.name) - row.first}
+    return rewrite(e, lambda x: replace(x, aff=substitute(x.aff, env)) if isinstance(x, Index) else x)
+
+
+def _results(frame: Frame, ax: Axes, accs: tuple[str, ...], own: str, *, folds: bool) -> list[str]:
+    """Lines that store what ``then`` makes of the states (``full``), or the states (``partial``).
+
+    Args:
+        own: the lanes themselves, where results are those of every column of a row.
+    """
+    task = frame.task
+    lanes = [(ax.m, "")] if folds and not own else [(ax.m, "[:, None]"), (ax.n, "[None, :]")]
+    states = (*(f"{a}[:, None]" for a in accs), own) if own else accs
+    last = Scope(frame, View([(ax.batch, ""), *lanes], task.ranges), states, narrow=bool(own))
+    values = last.results(task.then) if task.mode == "full" else list(accs)
+    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
+        last.store(access, name, value)
+    return last.lines

@@ -1,0 +1,43 @@
+"""Gathers (`tiles.Selection`): the places are loaded once for each row, and what stands there along the columns."""
+
+from __future__ import annotations
+
+from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.task.tiles import Selection
+from tapestry.codegen.triton.text.axes import Axis, View
+from tapestry.codegen.triton.text.scope import Frame, Scope, Written
+
+
+def emit_gather(frame: Frame, s: Selection, knobs: Knobs) -> Written:
+    """Outputs (``full``) or the picked elements (``partial``); a place outside the block gives zero."""
+    task, namer = frame.task, frame.namer
+    rows = Axis(s.rows, knobs.rows, "ROWS", namer, "row")
+    cols = Axis(s.columns, knobs.cols, "COLS", namer, "col")
+    over = Axis((s.over,), 0, "", namer, "place")  # known at run time: a number for each row, not one of the grid's
+    first = Scope(frame, View([(rows, "")], task.ranges))
+    (wanted,) = first.printer.all((s.wanted,))
+    inside = namer.take("inside")
+    place = over.name
+    lines = [
+        *first.lines,
+        f"{place} = {wanted}" + (f" - {s.shift}" if s.shift > 0 else f" + {-s.shift}" if s.shift else ""),
+        f"{inside} = ({place} >= 0) & ({place} < {s.over.size})",
+        f"{place} = tl.where({inside}, {place}, 0).to({'tl.int64' if frame.wide else 'tl.int32'})",
+    ]
+    acc = namer.take("acc")
+    axes = [(over, "[:, None]"), (rows, "[:, None]"), (cols, "[None, :]")]
+    tile = Scope(frame, View(axes, task.ranges), (acc,))
+    (picked,) = tile.printer.all((s.picked,))
+    tile.lines.append(f"{acc} = tl.where({inside}[:, None], {picked}, 0)")
+    values = tile.results(task.then) if task.mode == "full" else [acc]
+    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
+        tile.store(access, name, value)
+    head = [
+        frame.program(),
+        *([f"pid_row = pid // {cols.tiles}"] if cols.tiles > 1 else []),
+        f"{rows.name} = {'pid_row' if cols.tiles > 1 else 'pid'} * ROWS + tl.arange(0, ROWS)",
+        f"{cols.name} = " + (f"pid % {cols.tiles} * COLS + tl.arange(0, COLS)" if cols.tiles > 1 else "tl.arange(0, COLS)"),
+    ]
+    body = (*head, *rows.lines, *lines, *over.lines, *cols.lines, *tile.lines)
+    constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
+    return Written(constants=constants, lines=body, programs=rows.tiles * cols.tiles)

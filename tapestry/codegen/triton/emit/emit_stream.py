@@ -1,0 +1,264 @@
+"""Sums weighted by a softmax, in one pass over the keys: two products per tile, and states moved to each new maximum.
+
+The centre of the states is the running maximum; the action of the monoid, ``exp(old - new)``, moves sums to it. A row whose
+maximum is still minus infinity keeps the centre 0: nothing has any weight there, whatever the centre is. Maxima are kept in the
+units of the product, before a positive factor that all scores have; that factor and log2(e) meet in one constant.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from tapestry.codegen.triton.emit.emit_dot import described, dot_options, factor
+from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.task.chips import Chip
+from tapestry.codegen.triton.task.descriptors import TileBox, stream_boxes
+from tapestry.codegen.triton.task.kernel_kind import Operation
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES
+from tapestry.codegen.triton.task.tiles import Stream, power_of_two
+from tapestry.codegen.triton.text.axes import Axis, View
+from tapestry.codegen.triton.text.ranges import KeyRange, key_range, unguarded
+from tapestry.codegen.triton.text.scope import Frame, Scope, Written
+from tapestry.ir.expr import Acc, Call, Const, Expr, Let, walk
+from tapestry.ir.graph import Dim
+from tapestry.ir.monoid import lowest
+
+_NONE = 'float("-inf")'
+
+
+@dataclass(slots=True)
+class _Axes:
+    batch: Axis
+    rows: Axis
+    key: Axis
+    depth: Axis
+    columns: Axis
+    start: str  # where the tile of keys begins
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What the steps of one kernel share."""
+
+    s: Stream
+    ax: _Axes
+    knobs: Knobs
+    boxes: tuple[TileBox | None, TileBox | None, TileBox | None]
+    how: tuple[str, str]  # options of the two products
+    state: tuple[str, str, str]
+    query: str
+    score: Expr  # over Let(0), in units of the product
+    scale: float  # by which the score is to be multiplied
+
+
+def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
+    """Outputs (``full``) or the states (``partial``): maximum and sum of weights by rows, weighted sums by rows and columns."""
+    namer, s = frame.namer, op.streamed
+    assert s is not None
+    least = 32 if s.operand == "f8" else 16
+    widths = [max(w, power_of_two(_points(dims))) for w, dims in ((least, s.depth), (16, s.columns))]
+    ax = _Axes(
+        Axis(s.batch, 0, "", namer, "batch"),
+        Axis(s.rows, knobs.bm, "BM", namer, "row"),
+        Axis((s.key,), knobs.bn, "BN", namer, "key"),
+        Axis(s.depth, widths[0], "DEPTH", namer, "depth"),
+        Axis(s.columns, widths[1], "WIDTH", namer, "column"),
+        "",
+    )
+    boxes = stream_boxes(frame.task, s) if knobs.descriptors and chip.descriptors else (None, None, None)
+    once, query = _query(frame, s, ax, boxes[0], knobs)
+    state = (namer.take("top"), namer.take("total"), namer.take("acc"))
+    how = tuple(dot_options(d, op.precision, w, chip) for d, w in ((s.operand, widths[0]), (s.weights, knobs.bn)))
+    score, scale = _scaled(frame.task.body[0])
+    plan = _Plan(s, ax, knobs, boxes, (how[0], how[1]), state, query, score, scale)
+    ax.start = namer.take(f"{ax.key.name}_0")
+    keys = key_range(frame, ax.batch, ax.rows, ax.key, "BM")
+    steps = _loops(frame, plan, keys)
+    last = _results(frame, plan)
+    top, total, acc = state
+    lines = (
+        frame.program(),
+        *_program(ax, keys.grows),
+        *ax.batch.lines,
+        f"{ax.rows.name} = {_index(frame, 'pid_row * BM + tl.arange(0, BM)')}",
+        *ax.rows.lines,
+        *([f"{ax.depth.name} = tl.arange(0, DEPTH)"] if ax.depth.lines or _named(ax.depth.name, [*once, *steps]) else []),
+        *ax.depth.lines,
+        f"{ax.columns.name} = tl.arange(0, WIDTH)",
+        *ax.columns.lines,
+        *once,
+        f"{top} = tl.full((BM,), {_NONE}, tl.float32)",
+        f"{total} = tl.zeros((BM,), tl.float32)",
+        f"{acc} = tl.zeros((BM, WIDTH), tl.float32)",
+        *keys.lines,
+        *steps,
+        *_maximum(frame, plan),
+        *last,
+    )
+    constants = (("BM", knobs.bm), ("BN", knobs.bn), ("DEPTH", widths[0]), ("WIDTH", widths[1]))
+    return Written(constants=constants, lines=lines, programs=ax.batch.tiles * ax.rows.tiles)
+
+
+def _points(dims: tuple[Dim, ...]) -> int:
+    n = 1
+    for d in dims:
+        n *= d.size
+    return n
+
+
+def _named(name: str, lines: list[str]) -> bool:
+    """Whether any of the lines says a name."""
+    return any(re.search(rf"\b{name}\b", line) for line in lines)
+
+
+def _index(frame: Frame, text: str) -> str:
+    return f"({text}).to(tl.int64)" if frame.wide else text
+
+
+def _program(ax: _Axes, grows: bool) -> list[str]:
+    """Tiles of rows of one batch point follow each other: they read the same keys and values. Most keys first."""
+    lines, row = [], "pid"
+    if ax.batch.size > 1:
+        lines, row = [f"{ax.batch.name} = pid // {ax.rows.tiles}"], f"pid % {ax.rows.tiles}"
+    return [*lines, f"pid_row = {ax.rows.tiles - 1} - {row}" if grows and ax.rows.tiles > 1 else f"pid_row = {row}"]
+
+
+def _scaled(e: Expr) -> tuple[Expr, float]:
+    """A score as (masked product, positive factor): ``where(c, let0 * s, -inf)`` is that of ``where(c, let0, -inf)`` and s."""
+    if isinstance(e, Call) and e.fn == "where" and e.args[2] == lowest(e.dtype):
+        inner, scale = _scaled(e.args[1])
+        return Call(fn=e.fn, args=(e.args[0], inner, e.args[2]), dtype=e.dtype), scale
+    if isinstance(e, Call) and e.fn in ("mul", "div"):
+        a, b = e.args if not isinstance(e.args[0], Const) or e.fn == "div" else e.args[::-1]
+        if isinstance(a, Let) and isinstance(b, Const) and 1e-6 < float(b.value) < 1e6:
+            return a, float(b.value) if e.fn == "mul" else 1.0 / float(b.value)
+    return e, 1.0
+
+
+def _query(frame: Frame, s: Stream, ax: _Axes, box: TileBox | None, knobs: Knobs) -> tuple[list[str], str]:
+    """Lines that load the queries' tile, which stays, and its name."""
+    if box is not None:
+        scalars = View([(ax.batch, "")], frame.task.ranges)
+        sizes = (knobs.bm, ax.depth.block)
+        name, lines = described(frame, s.query, box, scalars, ("pid_row * BM", "0"), ("BM", "DEPTH"), sizes)
+        return lines, name
+    scope = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.depth, "[None, :]")], frame.task.ranges))
+    name = factor(scope, s.query, ax.depth, s.kind(s.query), "q")
+    return scope.lines, name
+
+
+def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
+    """The loop over tiles that need no mask, if there are any, and the loop over the others."""
+    lines: list[str] = []
+    spans = [(keys.first, keys.clear, False), (keys.clear, keys.end, True)] if keys.clear else [(keys.first, keys.end, True)]
+    for first, end, masked in spans:
+        body = _step(frame, plan, masked)
+        # one loop of a kernel at most: two are more than Triton 3.9's pass takes
+        special = ", warp_specialize=True" if plan.knobs.warp_specialize and (not masked or len(spans) == 1) else ""
+        lines.append(f"for {plan.ax.start} in tl.range({first}, {end}, BN{special}):")
+        lines += [f"    {line}" for line in body if line]
+    return lines
+
+
+def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
+    """One tile of keys: scores, the new centre, weights, and the states moved to it and added to."""
+    task, namer, ax = frame.task, frame.namer, plan.ax
+    top, total, acc = plan.state
+    score = namer.take("score")
+    key = Axis(ax.key.dims, ax.key.block, ax.key.tile, namer, "key") if not masked else ax.key
+    if not masked:
+        key.size = key.size // key.block * key.block  # whole tiles only: no lane is past the end
+    copies, keys, values, later = _copies(frame, plan, key)
+    tile = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (key, "[None, :]")], task.ranges), (score,))
+    (shown,) = tile.printer.all((plan.score if masked else unguarded(plan.score),))
+    if masked and key.ragged:
+        shown = f"tl.where({tile.view.laid(key, key.inside())}, {shown}, {_NONE})"
+    high, centre, scale, weights = (namer.take(n) for n in ("highest", "centre", "scale", "weights"))
+    half = "" if plan.s.weights == "f32" else f".to({TRITON_TYPES[plan.s.weights]})"
+    by = repr(plan.scale * math.log2(math.e))
+    own = [
+        *copies,
+        f"{score} = tl.dot({plan.query}, {keys}, tl.zeros((BM, BN), tl.float32), {plan.how[0]})",
+        *tile.lines,
+        f"{score} = {shown}" if shown != score else "",
+        f"{high} = tl.maximum({top}, tl.max({score}, 1))",
+        f"{centre} = tl.where({high} == {_NONE}, 0.0, {high})",
+        f"{scale} = tl.exp2(({top} - {centre}) * {by})",
+        f"{weights} = tl.exp2(({score} - {centre}[:, None]) * {by})",
+        *later,
+        f"{total} = {total} * {scale} + tl.sum({weights}, 1)",
+        f"{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], {plan.how[1]})",
+        f"{top} = {high}",
+    ]
+    used = key.lines or _named(key.name, own)
+    index = [f"{key.name} = {_index(frame, f'{ax.start} + tl.arange(0, BN)')}"] if used else []
+    return [*index, *key.lines, *own]
+
+
+def _copies(frame: Frame, plan: _Plan, key: Axis) -> tuple[list[str], str, str, list[str]]:
+    """Lines that load keys (depth by keys), their name, that of the values (keys by columns), and the lines that load those."""
+    s, ax, ranges = plan.s, plan.ax, frame.task.ranges
+    scalars = View([(ax.batch, "")], ranges)
+    if (box := plan.boxes[1]) is not None:
+        sizes = (ax.key.block, ax.depth.block)
+        name, first = described(frame, s.keys, box, scalars, (ax.start, "0"), ("BN", "DEPTH"), sizes)
+        keys = f"tl.trans({name})"
+    else:
+        left = Scope(frame, View([(ax.batch, ""), (ax.depth, "[:, None]"), (key, "[None, :]")], ranges))
+        keys, first = factor(left, s.keys, ax.depth, s.kind(s.keys), "k"), left.lines
+    if (box := plan.boxes[2]) is not None:
+        sizes = (ax.key.block, ax.columns.block)
+        values, second = described(frame, s.value, box, scalars, (ax.start, "0"), ("BN", "WIDTH"), sizes)
+    else:
+        right = Scope(frame, View([(ax.batch, ""), (key, "[:, None]"), (ax.columns, "[None, :]")], ranges))
+        values, second = factor(right, s.value, key, s.weights, "v"), right.lines
+    return first, keys, values, second
+
+
+def _maximum(frame: Frame, plan: _Plan) -> list[str]:
+    """Lines that turn the last centre into the maximum of the scores, where anything reads it."""
+    top, total, _ = plan.state
+    if frame.task.mode == "full" and not any(isinstance(e, Acc) and e.field == 0 for out in frame.task.then for e in walk(out)):
+        return []
+    scaled = [f"{top} = {top} * {plan.scale!r}"] if plan.scale != 1.0 else []
+    return [*scaled, f"{top} = tl.where({total} == {total}, {top}, {total})  # a NaN among the scores is one of the row"]
+
+
+def _by_share(e: Expr) -> Expr:
+    """``x / total`` as x times what one weight of the row is worth: a division per row, not one per element.
+
+    A total is at least 1, the weight of the maximum; else it is 0 or NaN, and both ways the result is NaN.
+    """
+    if not isinstance(e, Call):
+        return e
+    args = tuple(map(_by_share, e.args))
+    if e.fn == "div" and e.dtype == "f32" and args[1] == Acc(1, "f32"):
+        return Call(fn="mul", args=(args[0], Acc(3, "f32")), dtype="f32")
+    return Call(fn=e.fn, args=args, dtype=e.dtype)
+
+
+def _results(frame: Frame, plan: _Plan) -> list[str]:
+    """Stores of what ``then`` makes of the states, or of the states themselves."""
+    task, ax, state = frame.task, plan.ax, plan.state
+    over = View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.columns, "[None, :]")], task.ranges)
+    if task.mode == "full":
+        share = frame.namer.take("share")
+        then = tuple(map(_by_share, task.then))
+        first = [f"{share} = 1.0 / {state[1]}"] if then != task.then else []
+        last = Scope(frame, over, (f"{state[0]}[:, None]", f"{state[1]}[:, None]", state[2], f"{share}[:, None]"))
+        for access, name, value in zip(task.outs, frame.outs, last.results(then), strict=True):
+            last.store(access, name, value)
+        return [*first, *last.lines]
+    lines: list[str] = []
+    for k, (access, name) in enumerate(zip(task.outs, frame.outs, strict=True)):
+        if k == 2:
+            scope, value = Scope(frame, over), state[k]
+        elif ax.columns in over.axes_of(access.offset):  # a result of its own, as wide as the sums
+            scope, value = Scope(frame, over), f"{state[k]}[:, None]"
+        else:
+            scope, value = Scope(frame, View([(ax.batch, ""), (ax.rows, "")], task.ranges)), state[k]
+        scope.store(access, name, value)
+        lines += scope.lines
+    return lines

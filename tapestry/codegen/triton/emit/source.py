@@ -1,0 +1,241 @@
+"""From a kernel of the Program to a Triton source file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tapestry.codegen.triton.emit.emit_dot import emit_dot
+from tapestry.codegen.triton.emit.emit_folded import emit_folded
+from tapestry.codegen.triton.emit.emit_gather import emit_gather
+from tapestry.codegen.triton.emit.emit_map import emit_map
+from tapestry.codegen.triton.emit.emit_nest import emit_nest
+from tapestry.codegen.triton.emit.emit_reduce import emit_reduce
+from tapestry.codegen.triton.emit.emit_rows import emit_rows
+from tapestry.codegen.triton.emit.emit_scan import emit_scan
+from tapestry.codegen.triton.emit.emit_stream import emit_stream
+from tapestry.codegen.triton.emit.header import header
+from tapestry.codegen.triton.emit.split_passes import Parts, in_parts
+from tapestry.codegen.triton.model.kernel_config import Knobs, default_knobs, splits
+from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
+from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type
+from tapestry.codegen.triton.task.kernel_kind import Operation, on_chip, operation
+from tapestry.codegen.triton.task.lowered import lower, task_text
+from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
+from tapestry.codegen.triton.text.axes import identifier
+from tapestry.codegen.triton.text.device_functions import sources
+from tapestry.codegen.triton.text.scope import Frame, Written, frame
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Kernel, size
+
+_WIDTH = 112
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One launch of a kernel.
+
+    Attributes:
+        function: its name in the source.
+        grid: number of programs.
+        params: parameters in order; ``signature`` has their Triton types.
+        takes: for each parameter the buffer it is about: a number below ``len(args)`` is one of the caller's arrays, the
+            others are scratch buffers in order.
+        descriptors: parameters that are tensor descriptors of their buffer.
+    """
+
+    function: str
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    params: tuple[str, ...]
+    takes: tuple[int, ...]
+    signature: Mapping[str, str]
+    descriptors: Mapping[str, Descriptor] = field(default_factory=dict[str, Descriptor])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonKernel:
+    """A generated kernel: one launch, or two where a reduced dimension is in parts over the grid.
+
+    Attributes:
+        name: of the kernel, and of the first function in ``source``.
+        source: a whole Python file that imports only ``triton`` and ``triton.language``.
+        args: the caller's arrays in order: the reads (one for each position in ``reads``), states, then outputs.
+        reads: positions, in the operation, of the reads that are arguments.
+        scratch: (dtype, elements) of buffers that live between the passes; 16-byte aligned, contents undefined.
+        passes: the launches in order.
+    """
+
+    name: str
+    source: str
+    args: tuple[str, ...]
+    reads: tuple[int, ...]
+    passes: tuple[Pass, ...]
+    scratch: tuple[tuple[str, int], ...] = ()
+    kind: str = ""
+    knobs: Knobs = Knobs()  # noqa: RUF009  (frozen)
+    target: str = DEFAULT
+    precision: str = "ieee"
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Programs of the first pass."""
+        return self.passes[0].grid
+
+    @property
+    def launches(self) -> tuple[Pass, ...]:
+        """The passes that have something to write: a copy of rows that are all outside of their tensor has not."""
+        return tuple(p for p in self.passes if 0 not in p.grid)
+
+    @property
+    def num_warps(self) -> int:
+        """Warps per program of the first pass."""
+        return self.passes[0].num_warps
+
+
+def generate(
+    graph: Graph, kernel: Kernel, knobs: Knobs | None = None, *, target: str = DEFAULT, precision: str = "ieee"
+) -> TritonKernel:
+    """Triton source for one kernel; ``knobs`` replace those that the model chooses for the target.
+
+    Raises:
+        TapestryError: the operation is opaque, or target or precision unknown.
+    """
+    if precision not in PRECISIONS:
+        raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
+    target = plain(target)
+    if CHIPS[target].backend == "hip" and precision == "tf32x3":
+        precision = "ieee"  # AMD's matrix units multiply f32 as it is
+    found = on_chip(operation(graph, kernel, precision), CHIPS[target])
+    chosen = knobs or default_knobs(found, target)
+    op = graph.ops[kernel.op]
+    name = identifier(op.source[-1] if op.source else op.outs[0]) + ("" if kernel.mode == "full" else f"_{kernel.mode}")
+    stages, copied, parts = _stages(found, chosen, name, target)
+    buffers = _Buffers(found, copied, parts)
+    none = not any(map(size, kernel.outs))  # nothing to write: no program
+    made: list[tuple[Frame, Written, Pass]] = []
+    for k, (stage, turned, wish) in enumerate(stages):
+        taken = {launch.function for _, _, launch in made}
+        held, function = frame(stage.task, wish, CHIPS[target].float8)
+        if function in taken:  # names are cut at the end
+            held, function = frame(stage.task, f"pass{k}_{wish}", CHIPS[target].float8)
+        written = _emit(held, stage, turned, chip_of(target))
+        launch = _pass(held, function, written, turned, buffers.of(held, k, len(stages)))
+        made.append((held, written, replace(launch, grid=(0,)) if none else launch))
+    names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
+    last = made[-1][0]
+    lines = [*header(graph, kernel, found, made[-1][2].function, chosen, target), *_module(made)]
+    scratch = (*(found.staged.scratch if found.staged is not None and copied else ()), *(parts.scratch if parts else ()))
+    return TritonKernel(
+        name=made[-1][2].function, source="\n".join(lines) + "\n", reads=buffers.positions, passes=tuple(p for _, _, p in made),
+        args=tuple(f"{n}_ptr" for n in (*(names[p] for p in buffers.positions), *last.states, *last.outs)),
+        scratch=scratch, kind=found.kind, knobs=chosen, target=target, precision=precision,
+    )  # fmt: skip
+
+
+def _stages(
+    found: Operation, knobs: Knobs, name: str, target: str
+) -> tuple[list[tuple[Operation, Knobs, str]], tuple[int, ...], Parts | None]:  # fmt: skip
+    """The passes of a kernel as (operation, knobs, name), which reads are copied first, and the parts, if there are any."""
+    stages: list[tuple[Operation, Knobs, str]] = []
+    base, copied = found, tuple[int, ...]()
+    if found.staged is not None and knobs.staged:
+        base, copied = found.staged.product, tuple(p for p, _ in found.staged.copies)
+        stages += [(copy, default_knobs(copy, target), f"{name}_rows") for _, copy in found.staged.copies]
+    if knobs.split_k > 1 and (cut := splits(base, knobs.split_k)):
+        parts = in_parts(base, cut, knobs.split_k)
+        stages += [(parts.first, knobs, f"{name}_parts"), (parts.second, default_knobs(parts.second, target), name)]
+        return stages, copied, parts
+    return [*stages, (base, knobs, name)], copied, None
+
+
+def kernel_key(graph: Graph, kernel: Kernel) -> str:
+    """Equal for kernels whose sources are the same up to names: wherever they stand in the model or in a tensor."""
+    return hashlib.sha256(task_text(lower(graph, kernel)).encode()).hexdigest()
+
+
+def _pass(held: Frame, function: str, written: Written, knobs: Knobs, buffers: Mapping[str, int]) -> Pass:
+    """One launch; ``buffers`` gives the number of the buffer behind each variable name."""
+    accesses = (*held.task.reads.values(), *held.task.states, *held.task.outs)
+    names = (*held.reads.values(), *held.states, *held.outs)
+    kinds = {n: (NARROW_POINTERS if n in held.operands else POINTERS)[a.dtype] for n, a in zip(names, accesses, strict=True)}
+    params = [(f"{n}_ptr", kind, n) for n, kind in kinds.items() if n in held.pointers]
+    params += [(p, descriptor_type(d), n) for p, (n, d) in held.descriptors.items()]
+    return Pass(
+        function=function, grid=(written.programs,), num_warps=knobs.num_warps, num_stages=knobs.num_stages,
+        params=tuple(p for p, _, _ in params), takes=tuple(buffers[n] for _, _, n in params),
+        signature={p: t for p, t, _ in params}, descriptors={p: d for p, (_, d) in held.descriptors.items()},
+    )  # fmt: skip
+
+
+class _Buffers:
+    """Which buffer is behind each variable: reads, states and outputs of the caller, then copies, then the states of parts."""
+
+    def __init__(self, found: Operation, copied: tuple[int, ...], parts: Parts | None) -> None:
+        self.positions = tuple(found.task.reads)
+        self.copied, self.parts = copied, parts
+        self.total = len(self.positions) + len(found.task.states) + len(found.task.outs)
+
+    def of(self, held: Frame, stage: int, stages: int) -> dict[str, int]:
+        """For one pass, variable name to the number of its buffer."""
+        task = held.task
+        if stage < len(self.copied):
+            (name,) = held.reads.values()
+            return {name: self.positions.index(self.copied[stage]), held.outs[0]: self.total + stage}
+        found = {n: self._read(p) for p, n in held.reads.items()}
+        found |= {n: len(self.positions) + k for k, n in enumerate(held.states)}
+        outs = self.total - len(task.outs) if stage == stages - 1 else self.total + len(self.copied)
+        return found | {n: outs + k for k, n in enumerate(held.outs)}
+
+    def _read(self, p: int) -> int:
+        if self.parts is not None and p >= self.parts.base:
+            return self.total + len(self.copied) + p - self.parts.base
+        return self.total + self.copied.index(p) if p in self.copied else self.positions.index(p)
+
+
+def _emit(held: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
+    if op.kind == "dot" and op.product is not None:
+        return emit_dot(held, op, knobs, chip)
+    if op.kind == "folded" and op.folded is not None:
+        return emit_folded(held, op, op.folded, knobs, chip)
+    if op.kind == "stream" and op.streamed is not None:
+        return emit_stream(held, op, knobs, chip)
+    if op.kind == "gather" and op.picked is not None:
+        return emit_gather(held, op.picked, knobs)
+    if op.kind == "scan":
+        return emit_scan(held, knobs, reverse=op.reverse)
+    plain_forms = {"map": emit_map, "rows": emit_rows, "reduce": emit_reduce, "nest": emit_nest}
+    return plain_forms[op.kind](held, knobs)
+
+
+def _module(made: list[tuple[Frame, Written, Pass]]) -> list[str]:
+    lines = ["", "import triton", "import triton.language as tl", ""]
+    helpers = {h for held, _, _ in made for h in held.helpers}
+    for function in (*sources(helpers), *dict.fromkeys(f for held, _, _ in made for f in held.functions)):
+        lines += ["", function, ""]
+    for _, written, launch in made:
+        lines += ["", "@triton.jit", f"def {launch.function}({', '.join(launch.params)}):"]
+        lines += [f"    {c}: tl.constexpr = {v}" for c, v in written.constants]
+        lines += [w for line in written.lines for w in _wrapped(f"    {line}")]
+        lines += [""]
+    return lines[:-1]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A long load or store with each argument in a line of its own."""
+    found = re.match(r"( *)((?:\w+ = )?tl\.(?:load|store)\()(.*)\)(\.to\(\S+\))?$", line)
+    if len(line) <= _WIDTH or not found:
+        return [line]
+    indent, head, inner, cast = found.groups()
+    parts, depth = [""], 0
+    for c in inner:
+        depth += (c in "([") - (c in ")]")
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [indent + head, *(f"{indent}    {p.strip()}," for p in parts), f"{indent}){cast or ''}"]

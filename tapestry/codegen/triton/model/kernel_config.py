@@ -1,0 +1,465 @@
+"""What a tuner may turn in each kernel, and the values that a model of the chip chooses without measuring.
+
+`default_knobs` is the best of `candidates` by the model; a tuner measures `candidates` and passes the winner to
+`source.generate`. All candidates give the same result up to the order of rounding; ``split_k`` and tile sizes change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tapestry.codegen.triton.task.chips import Chip, chip_of
+from tapestry.codegen.triton.task.descriptors import aligned, operand_boxes
+from tapestry.codegen.triton.task.kernel_kind import Operation, on_chip
+from tapestry.codegen.triton.task.lowered import Access, Task, points
+from tapestry.codegen.triton.task.primitives import HALVES, compute, operand_size
+from tapestry.codegen.triton.task.tiles import (
+    Contraction,
+    Folded,
+    Selection,
+    Stream,
+    exact_dtype,
+    power_of_two,
+    row_dims,
+    turned,
+)
+from tapestry.ir.expr import arg_positions
+from tapestry.ir.graph import Dim
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.recognise.contraction import INT8
+from tapestry.ir.types import FLOAT8, itemsize
+
+LONGEST = 16384  # elements of a row that are kept in registers, by up to 16 warps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What a tuner may turn; tile sizes are powers of two.
+
+    Attributes:
+        block: elements per program of a map (``rows`` by ``cols`` where memory is turned and rows is above 1).
+        rows, cols: tile of a reduction, row operation or scan, over map and reduced points.
+        bm, bn, bk: tile of a contraction; of a streaming sum, queries (bm) and keys (bn).
+        group: rows of tiles that neighbouring programs share, for the L2 cache.
+        persistent: as many programs as multiprocessors, each going through several tiles of a contraction.
+        staged: operands of a contraction are copied first into rows that can be read 16 bytes at a time (`staging`).
+        split_k: parts of the reduced dimension that become programs of their own; a second pass merges their states.
+        descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
+        warp_specialize: producer and consumer warps of their own (on sm90 with ``num_warps=4`` only). Not among the
+            candidates: with host descriptors, Triton 3.9 compiles neither contractions nor streaming sums so.
+    """
+
+    block: int = 1024
+    rows: int = 1
+    cols: int = 1024
+    bm: int = 64
+    bn: int = 64
+    bk: int = 32
+    group: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+    persistent: bool = False
+    staged: bool = False
+    split_k: int = 1
+    descriptors: bool = False
+    warp_specialize: bool = False
+
+
+def default_knobs(operation: Operation, target: str = "sm90") -> Knobs:
+    """The candidate that the model takes for the fastest on a target (``sm80``, ``sm90``, ``sm100``, ``gfx942``).
+
+    Raises:
+        TapestryError: unknown target.
+    """
+    return next(candidates(operation, target))
+
+
+def candidates(operation: Operation, target: str = "sm90") -> Iterator[Knobs]:
+    """Knobs worth measuring, each once, the model's choice first; every one of them fits the target.
+
+    Raises:
+        TapestryError: unknown target.
+    """
+    chip = chip_of(target)
+    operation = on_chip(operation, chip)
+    if operation.product is not None:
+        found = _either(operation, chip)
+    elif operation.kind == "stream" and operation.streamed is not None:
+        found = _stream(operation, operation.streamed, chip)
+    else:
+        found = _around(_simple(operation, chip), operation, chip)
+    seen: set[Knobs] = set()
+    for k in found:
+        if k not in seen:
+            seen.add(k)
+            yield k
+
+
+# contractions -----------------------------------------------------------------------------------------------------------
+
+# (bm, bn, bk, stages, warps) for operands of 16 or 8 bits; bk counts elements of 2 bytes. The large ones are those that
+# Inductor seeds its persistent TMA template with on Hopper, the others halve them down to what small extents fill.
+_HALF = (
+    (128, 256, 64, 3, 8), (256, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4),
+    (64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 32, 64, 4, 4), (64, 32, 64, 4, 4), (64, 16, 128, 4, 4),
+    (32, 64, 64, 4, 4), (32, 32, 64, 4, 2), (16, 64, 64, 4, 4), (16, 32, 128, 4, 2), (16, 16, 128, 4, 1),
+)  # fmt: skip
+_TF32 = (
+    (128, 128, 32, 3, 8), (128, 64, 32, 4, 4), (64, 128, 32, 4, 4), (64, 64, 32, 4, 4), (64, 32, 32, 4, 4), (32, 32, 32, 3, 4),
+    (16, 16, 32, 3, 4),
+)  # fmt: skip
+_IEEE = (
+    (64, 64, 16, 3, 4), (64, 32, 16, 3, 4), (32, 64, 16, 3, 4), (32, 32, 16, 3, 4), (32, 32, 32, 3, 4), (16, 32, 32, 3, 2),
+    (32, 16, 32, 3, 2), (16, 16, 32, 3, 1),
+)  # fmt: skip
+_PARTS = (1, 2, 4, 8, 16)
+_LAUNCH = 3e-6  # seconds that a second pass takes besides its bytes
+_GATHERED = 2.5e12  # FLOP/s of a multiprocessor whose operands come one element at a time: loads decide, not matrix units
+_FILL = 1.2e-6  # seconds from a program's start to its first product, and for its epilogue
+
+
+def _either(operation: Operation, chip: Chip) -> Iterator[Knobs]:
+    """Candidates of a contraction on its operands as they are and, where that helps, on copies of them, by predicted time."""
+    found = _dot(operation, chip)
+    if (on_copies := operation.staged) is not None and (chip.descriptors or not on_copies.padded):  # else masks cut rows up
+        cost = on_copies.moved / chip.bandwidth + _LAUNCH * len(on_copies.copies)
+        more = _dot(on_copies.product, chip)
+        found = sorted([*found, *((t + cost, replace(k, staged=True)) for t, k in more)], key=lambda f: f[0])
+    return (k for _, k in found[:24])
+
+
+def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
+    """Candidates of a contraction with their predicted times, the fastest first."""
+    c, f = operation.product, operation.folded
+    assert c is not None
+    held = len(c.pairs) + (_lanes_held(operation.task, f) if f else 0)
+    m, n = points(c.m), points(c.n)
+    half, ready = c.operand != "f32", chip.descriptors and operand_boxes(operation.task, c) is not None
+    table = _table(operation, half)
+    size, smooth = operand_size(c.operand), _smooth(operation, c)
+    rough = half and not c.masked and not (ready or aligned(operation.task, c))
+    least = 16 if size > 1 else 32  # points of k that a matrix instruction takes
+    tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
+    gathered = rough or (half and not ready and not (smooth if size == 1 else _runs(operation, c)))  # elements one by one
+    slow = max(3.0, chip.flops[c.operand] / chip.units / _GATHERED) if gathered else 1.0
+    # wgmma and tcgen05 take 64 rows at least
+    tall_enough = 64 if (half or operation.precision != "ieee") and chip.arch in (90, 100) and m >= 64 and n >= 64 else 16
+    fewest = min(bm * bn for bm, bn, *_ in table if bm >= tall_enough)
+    found: list[tuple[float, Knobs]] = []
+    for bm, bn, bk, stages, warps in table:
+        if bm < tall_enough:
+            continue
+        bk = bk * 2 // size if half else bk
+        bk = min(least if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(least, power_of_two(points(c.k))))
+        if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
+            continue
+        if chip.arch == 80 and bm * bn * held >= 128 * 128:
+            warps = 8  # sums and operands are all in registers
+        if rough and bm * bn > 64 * 32 * warps:
+            continue  # a load for each element, with its address and mask in registers
+        most = (128 * 256 if held == 1 or chip.arch in (90, 100) else 128 * 128) if half else 64 * 64 * 2
+        if bm * bn * held > max(most, bm * bn if held == 1 else fewest * held):
+            continue  # each sum has an accumulator of its own, and each lane of a product that taps are merged into
+        if c.operand == "f8" and chip.arch == 90 and bm * bn * len(c.pairs) > 64 * 32 * warps:
+            continue  # running sums beside the accumulators (`emit_dot.dot_options`)
+        stages = min(stages, 2) if chip.backend == "hip" else stages
+        if c.operand == "i8" and chip.arch == 80 and bm * bn * len(c.pairs) > 128 * 128:
+            continue  # ptxas spills
+        while stages > 2 and stages * (bm * tall + bn * wide) * bk * size > chip.shared:
+            stages -= 1
+        if (shared := stages * (bm * tall + bn * wide) * bk * size) > chip.shared and chip.backend != "hip":
+            continue
+        stored = shared + bm * bn * _stored(operation, chip)
+        for parts in fold_parts(operation, bm, bn, chip) if f else _PARTS:
+            if parts > 1 and not splits(operation, parts, 1 if f else bk):
+                continue
+            knobs = Knobs(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
+            timed = (_timed(each, operation, c, chip) for each in _forms(knobs, ready, c, chip, stored))
+            found += [(slow * t, each) for t, each in timed]
+    return sorted(found, key=lambda f: f[0])
+
+
+def _timed(k: Knobs, operation: Operation, c: Contraction, chip: Chip) -> tuple[float, Knobs]:
+    """Predicted time; a product that is reduced has no persistent grid."""
+    if operation.folded:
+        k = replace(k, persistent=False)
+        return _folded_seconds(k, operation, operation.folded, chip), k
+    extents = points(c.batch), points(c.m), points(c.n), points(c.k) * points(c.taps)
+    return _dot_seconds(k, extents, c.operand, operation.precision, chip), k
+
+
+def _table(operation: Operation, half: bool) -> tuple[tuple[int, int, int, int, int], ...]:
+    """(bm, bn, bk, stages, warps). Of whole rows, the depth and stages of others, and warps enough to hold the product and
+    what becomes of it."""
+    f = operation.folded
+    table = _HALF if half else _IEEE if operation.precision == "ieee" else _TF32
+    if f is None or f.row is None:
+        return table
+    width = max(16, power_of_two(points(f.product.n)))
+    _, _, depth, stages, _ = table[0]
+    sizes = [(bm, warps) for bm in (128, 64, 32, 16) for warps in (4, 8) if bm * width <= 64 * 32 * warps]
+    return tuple((bm, width, depth, stages, warps) for bm, warps in sizes)
+
+
+def _lanes_held(task: Task, f: Folded) -> int:
+    """Values that each lane of a reduced product keeps besides its sum: states, or what folding several fields takes."""
+    if f.folds:
+        return 1 if len(task.body) > 1 else 0
+    return sum(max(1, itemsize(compute(e.dtype)) // 4) for e in task.body)
+
+
+def fold_parts(operation: Operation, bm: int, bn: int, chip: Chip) -> list[int]:
+    """Numbers of parts of the columns that are folded, where programs that go through all of them do not fill the chip."""
+    f = operation.folded
+    if f is None or not f.folds or f.row or operation.task.mode != "full":
+        return [1]
+    c = f.product
+    programs = points(c.batch) * -(-points(c.m) // bm)
+    wanted = min(2 * chip.units // max(1, programs), points(c.n) * points(f.outer) // bn)
+    longest = max((d.size for d in operation.task.reduce), default=1)
+    return [1, *(p for p in range(2, wanted + 1) if longest % p == 0)]
+
+
+def _folded_seconds(k: Knobs, operation: Operation, f: Folded, chip: Chip) -> float:
+    """Predicted time of a product that is reduced tile by tile: its tiles, as programs go through them, one after another."""
+    c = f.product
+    depth = points(c.k) * points(c.taps)
+    batch, m, n = points(c.batch), points(c.m), points(c.n)
+    turns = points(f.outer) * (-(-n // k.bn) if f.folds else 1)
+    programs = batch * -(-m // k.bm) * (1 if f.folds else -(-n // k.bn)) * k.split_k
+    one = replace(k, split_k=1)
+    each = _dot_seconds(one, (1, min(m, k.bm), min(n, k.bn), depth), c.operand, operation.precision, chip) - _FILL
+    whole = _dot_seconds(one, (batch * points(f.outer), m, n, depth), c.operand, operation.precision, chip)
+    fields = sum(itemsize(compute(e.dtype)) for e in operation.task.body)
+    second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * fields / chip.bandwidth
+    return max(-(-programs // chip.units) * -(-turns // k.split_k) * max(0.0, each) + _FILL, whole) + second
+
+
+def splits(operation: Operation, parts: int, depth: int = 1) -> str:
+    """The reduced dimension that ``parts`` programs may share, each with ``depth`` points at least; ``""`` for none."""
+    task = operation.task
+    if operation.kind not in ("dot", "stream", "reduce", "folded") or task.mode != "full":
+        return ""
+    if task.monoid is None or not MONOIDS[task.monoid].commutative:
+        return ""
+    dims = (operation.streamed.key,) if operation.streamed else task.reduce
+    whole = [d for d in dims if d.size % parts == 0 and d.size // parts >= max(2, depth)]
+    return max(whole, key=lambda d: d.size).name if whole else ""
+
+
+def _forms(knobs: Knobs, ready: bool, c: Contraction, chip: Chip, held: int) -> Iterator[Knobs]:
+    """The same tiles with plain loads, and with descriptors on a persistent grid where the chip has them.
+
+    ``held`` are the bytes of shared memory that a persistent program needs: it loads a tile while it stores another.
+    """
+    if ready and knobs.bm >= 64 and knobs.bn >= 16:
+        tiles = -(-points(c.m) // knobs.bm) * -(-points(c.n) // knobs.bn) * points(c.batch) * knobs.split_k
+        yield replace(knobs, descriptors=True, persistent=tiles > chip.units and held <= chip.shared)
+    yield knobs
+
+
+def _stored(operation: Operation, chip: Chip) -> int:
+    """Bytes of shared memory per cell of a tile that is stored: the results on their way to a descriptor.
+
+    On Blackwell, sums that meet something that is read are laid out anew, in f32.
+    """
+    task = operation.task
+    met = chip.arch == 100 and task.mode == "full" and bool(arg_positions(task.then))
+    return max(itemsize(a.dtype) for a in task.outs) + (4 if met else 0)
+
+
+def _dot_seconds(k: Knobs, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip) -> float:
+    """Predicted time: whole waves of tiles at the rate that a tile of this shape reaches, against memory's time.
+
+    A tile's rate grows with its products per element staged, bm*bn/(bm+bn), up to 128 x 256; descriptors and persistence take
+    the addresses and the start of each tile out of the way.
+    """
+    batch, m, n, depth = extents
+    size = operand_size(operand)
+    peak = chip.flops["vector" if precision == "ieee" else "tf32"] if operand == "f32" else chip.flops[operand]
+    peak /= 3 if precision == "tf32x3" and size == 4 else 1
+    rate = peak / chip.units * min(1.0, (k.bm * k.bn / (k.bm + k.bn) / 85) ** 0.5) * (1.0 if k.descriptors else 0.8)
+    rate *= 0.97 if k.num_warps == 4 and k.bm * k.bn >= 128 * 128 and not k.warp_specialize else 1.0
+    tiles = batch * -(-m // k.bm) * -(-n // k.bn) * k.split_k
+    share = -(-depth // k.split_k)
+    waves = -(-tiles // chip.units)
+    fill = _FILL if k.persistent else _FILL * min(waves, 4)
+    compute = waves * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate + fill
+    moved = batch * (m * depth + depth * n + m * n) * size
+    staged = tiles * (k.bm + k.bn) * share * size / (2.5 * chip.bandwidth)  # from the L2 cache
+    memory = max(moved / chip.bandwidth / min(1.0, 0.25 + 0.75 * tiles / chip.units), staged)
+    second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * n * 4 / chip.bandwidth
+    return max(compute, memory) + second
+
+
+def _runs(operation: Operation, c: Contraction) -> bool:
+    """Whether every operand lies contiguous along k or, unchecked, along its own dimension."""
+    return all(_contiguous(a, c.k) or (not a.checks and _contiguous(a, c.m + c.n)) for a in _factors(operation, c))
+
+
+def _smooth(operation: Operation, c: Contraction) -> bool:
+    """Whether every operand lies contiguous along k, so that a tile's rows are copied 16 bytes at a time."""
+    return all(_contiguous(a, c.k) for a in _factors(operation, c))
+
+
+def _factors(operation: Operation, c: Contraction) -> list[Access]:
+    """The reads that the factors are made of."""
+    used = arg_positions(tuple(c.value(e, operation.task) for pair in c.pairs for e in pair))
+    return [a for p, a in operation.task.reads.items() if p in used]
+
+
+# streaming sums ---------------------------------------------------------------------------------------------------------
+
+
+# (bm, bn, warps, stages) by the wider of the heads' widths, for 16-bit operands and for f32
+_STREAMS = {
+    "wide": ((64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (16, 32, 4, 2)),
+    "128": (
+        (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 3),
+        (16, 32, 4, 3),
+    ),
+    "64": (
+        (128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3),
+    ),
+}  # fmt: skip
+_PLAIN = {"wide": ((32, 16, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)), "64": ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))}
+
+
+def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
+    """Candidates of a streaming sum, by rows (bm) and keys (bn) of a tile; the heads' widths are whole."""
+    half = s.operand != "f32" and s.weights in HALVES
+    wide = max(points(s.depth), points(s.columns))
+    rows, keys = max(16, power_of_two(points(s.rows))), max(16, power_of_two(s.key.size))
+    table = _STREAMS["wide" if wide > 128 else "128" if wide > 64 else "64"] if half else _PLAIN["wide" if wide > 64 else "64"]
+    if not half and wide > 64 and chip.arch == 80:
+        table = (table[1], table[0], *table[2:])  # ptxas spills with the other
+    if half and 64 < wide <= 128 and chip.arch == 100:
+        table = (table[1], table[0], *table[2:])  # 128 keys: a program has the multiprocessor's tensor memory for itself
+    small = {exact_dtype(e) for e in (s.query, s.keys, s.value)} & (FLOAT8 | INT8)
+    if half and wide > 64 and not chip.descriptors and small:
+        table = tuple(row for row in table if row[0] <= 64)  # what is widened to f16 passes through registers
+    tall = points(s.batch) * -(-points(s.rows) // table[0][0])
+    for bm, bn, warps, stages in table:
+        if bm > rows and bm > 16:
+            continue
+        bn = min(bn, keys)
+        warps = 8 if chip.arch == 80 and bm >= 128 else warps  # its products take operands from registers
+        stages = 1 if chip.backend == "hip" else min(stages, 2) if chip.shared < 200_000 and wide > 64 else stages
+        parts = _key_parts(operation, points(s.batch) * -(-points(s.rows) // bm), s.key.size, bn, chip)
+        base = Knobs(bm=bm, bn=bn, num_warps=warps if bm * bn >= 32 * 32 or not half else 4, num_stages=stages)
+        ready = chip.descriptors and half
+        for split in sorted({1, *parts}, reverse=tall < chip.units):
+            yield replace(base, split_k=split, descriptors=ready)
+            if ready:
+                yield replace(base, split_k=split)
+
+
+def _key_parts(operation: Operation, programs: int, keys: int, bn: int, chip: Chip) -> list[int]:
+    """Numbers of parts of the keys that fill the chip (flash-decoding), when the other dimensions do not."""
+    if programs >= chip.units // 2 or keys < 8 * bn:
+        return []
+    wanted = min(chip.units * 2 // max(1, programs), keys // (2 * bn))
+    return [p for p in (1 << i for i in range(wanted.bit_length() - 1, 0, -1)) if splits(operation, p, bn)][:2]
+
+
+# everything that memory decides -----------------------------------------------------------------------------------------
+
+
+def _simple(operation: Operation, chip: Chip) -> Knobs:
+    task = operation.task
+    if operation.kind == "map":
+        return _map(task)
+    if operation.kind == "rows":
+        return _rows(task)
+    if operation.kind == "scan":
+        return _scan(task)
+    if operation.kind == "gather" and operation.picked is not None:
+        return _gather(operation.picked)
+    return _reduce(operation, chip)
+
+
+def _around(first: Knobs, operation: Operation, chip: Chip) -> Iterator[Knobs]:
+    """The model's choice, then its neighbours in every knob that the kind has."""
+    yield first
+    for warps in (first.num_warps * 2, first.num_warps // 2):
+        if 1 <= warps <= (16 if chip.warp == 64 else 32):
+            yield replace(first, num_warps=warps)
+    if operation.kind == "map":
+        for block in (first.block * 2, first.block // 2, first.block * 4):
+            if 64 <= block <= 8192:
+                yield replace(first, rows=1, block=block, num_warps=max(1, min(16, first.num_warps * block // first.block)))
+        return
+    for rows in (first.rows * 2, first.rows // 2):
+        if 1 <= rows <= 64:
+            yield replace(first, rows=rows)
+    if operation.kind == "reduce":
+        for cols in (first.cols * 2, first.cols // 2):
+            if 1 <= cols <= 8192 and first.cols > 1:
+                yield replace(first, cols=cols)
+
+
+def _map(task: Task) -> Knobs:
+    """Tiles of a map: 4 KiB of output (16 bytes per thread and access), fewer for a small block.
+
+    Where reads run along another dimension than writes: 64 x 64.
+    """
+    width = max(itemsize(a.dtype) for a in task.outs)
+    flat = min(max(1024, 4096 // width), power_of_two(points(task.dims)))
+    if (found := turned(task)) is None:
+        return Knobs(block=flat)
+    tall, wide = (min(64, power_of_two(task.dims[k].size)) for k in found)
+    return Knobs(block=flat, rows=tall, cols=wide, num_warps=4 if tall * wide <= 2048 else 8)
+
+
+def _rows(task: Task) -> Knobs:
+    """A row to a program, or several short ones; warps by the length of what is kept in registers."""
+    found = row_dims(task)
+    assert found is not None
+    longest = LONGEST if len(task.body) == 1 or task.monoid in ("moments", "logsumexp") else LONGEST // 2
+    width = min(longest, max(power_of_two(points(task.reduce)), power_of_two(points(found[1]))))
+    height = max(1, min(power_of_two(points(found[0])), 1024 // width))
+    held = width * height
+    warps = 1 if held <= 512 else 2 if held <= 1024 else 4 if held <= 4096 else 8 if held <= 8192 else 16
+    return Knobs(rows=height, cols=width, num_warps=warps)
+
+
+def _reduce(operation: Operation, chip: Chip) -> Knobs:
+    """Tiles of a reduction: about 2048 elements (1024 with several fields), long along what lies contiguous in memory."""
+    task = operation.task
+    rows, cols = points(task.dims), points(task.reduce)
+    lanes = 2048 if len(task.body) == 1 else 1024
+    if task.monoid and not MONOIDS[task.monoid].commutative:
+        return Knobs(rows=min(128, power_of_two(rows)), cols=1)  # lanes would merge out of order
+    along_rows = any(_contiguous(a, task.dims) and not _contiguous(a, task.reduce) for a in task.reads.values())
+    width = min(power_of_two(cols), 32 if along_rows else lanes)
+    height = min(power_of_two(rows), max(1, lanes // max(1, width)))
+    while height > 8 and -(-rows // height) < chip.units:
+        height //= 2
+    width = min(power_of_two(cols), max(width, lanes // height if not along_rows else width))
+    parts = 1
+    programs = -(-rows // height)
+    while programs * parts < chip.units and points(task.reduce) // parts >= 8192 and splits(operation, parts * 2, 1024):
+        parts *= 2
+    return Knobs(rows=height, cols=max(1, width), num_warps=4 if height * width >= 512 else 1, split_k=parts)
+
+
+def _gather(s: Selection) -> Knobs:
+    """Tiles of 2048 elements, long along the columns."""
+    width = min(1024, power_of_two(points(s.columns)))
+    height = max(1, min(power_of_two(points(s.rows)), 2048 // width))
+    return Knobs(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
+
+
+def _scan(task: Task) -> Knobs:
+    """Tiles of 2048 elements, long along what lies contiguous in memory."""
+    rows, steps = points(task.dims), points(task.reduce)
+    along = any(a.offset.coef(task.reduce[0].name) in (1, -1) for a in task.reads.values())
+    width = min(power_of_two(steps), 1024 if along else 64)
+    height = min(power_of_two(rows), max(1, 2048 // width))
+    return Knobs(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
+
+
+def _contiguous(access: Access, dims: tuple[Dim, ...]) -> bool:
+    """Whether neighbours along one of the dimensions are neighbours in memory."""
+    return any(access.offset.coef(d.name) in (1, -1) and d.size > 1 for d in dims)

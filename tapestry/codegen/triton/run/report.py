@@ -1,0 +1,104 @@
+"""Rows of ``tapestry kernels``: what a compiled kernel takes and must do, from machine code, limits and exact footprints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from tapestry.codegen.triton.emit.source import Pass, TritonKernel
+from tapestry.codegen.triton.model.kernel_work import roofline, work_of
+from tapestry.codegen.triton.run.compile_ahead import Compiled, Resources
+from tapestry.codegen.triton.task.chips import CHIPS, Chip
+from tapestry.codegen.triton.task.kernel_kind import on_chip, operation
+from tapestry.codegen.triton.task.lowered import points
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel
+from tapestry.ir.types import itemsize
+
+# the matrix instructions of any chip, fastest first, as opcodes begin
+MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "IMMA", "HMMA", "v_mfma")
+
+
+def occupancy(found: Resources, warps: int, chip: Chip) -> float:
+    """Resident warps of a multiprocessor over the most that it holds: what registers, shared memory and programs leave.
+
+    Source: CUDA Occupancy Calculator; registers are allocated per warp in units of ``chip.grain``.
+    """
+    each = -(-max(1, found.registers) * chip.warp // chip.grain) * chip.grain
+    by_registers = chip.registers // each // warps
+    by_shared = chip.shared_unit // (found.shared + 1024) if found.shared else chip.programs
+    programs = min(chip.programs, chip.warps // warps, by_registers, by_shared)
+    return programs * warps / chip.warps
+
+
+def matrix_instruction(found: Resources) -> str:
+    """The opcode that products run on; ``""`` for none."""
+    return next((m for m in MATRIX if found.instructions.get(m)), "")
+
+
+def rows_of(
+    graph: Graph, kernel: Kernel, made: TritonKernel, stem: str, compiled: Sequence[Compiled], launches: int
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each pass of a kernel; work and roofline are those of the whole kernel and stand in its last row."""
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    chip = CHIPS[compiled[0].target]
+    found = on_chip(operation(graph, kernel, made.precision), chip)
+    work = work_of(graph, kernel, found)
+    knobs = {f.name: getattr(made.knobs, f.name) for f in fields(made.knobs)}
+    out: list[dict[str, Any]] = []
+    copies = len(made.passes) - 1 - _in_parts(made)
+    for k, (one, each) in enumerate(zip(made.passes, compiled, strict=True)):
+        last = one is made.passes[-1]
+        kind = "copy" if k < copies else f"{made.kind} in parts" if not last else "merge" if _in_parts(made) else made.kind
+        row = {"kernel": stem if last else f"{stem}.{k}", **_machine(one, each.resources, chip), "kind": kind}
+        row |= {
+            "mode": kernel.mode,
+            "nodes": list(op.source),
+            "launches": launches,
+            "precision": made.precision,
+            "knobs": knobs,
+        }
+        if (c := found.product) is not None and kind.startswith("dot"):
+            row["extents"] = [points(c.batch), points(c.m), points(c.n), points((*c.k, *c.taps))]
+            row["operand"] = c.operand
+        row |= {"flops": work.flops, "matrix_flops": work.matrix_flops, "bytes": work.bytes} if last else {}
+        row |= {"scratch_bytes": scratch_bytes(made), "roofline_s": roofline(work, found, chip)} if last else {}
+        out.append(row)
+    return out
+
+
+def _in_parts(made: TritonKernel) -> bool:
+    """Whether the last pass merges the states that the one before it wrote."""
+    return len(made.passes) > 1 and made.passes[-2].function.startswith(f"{made.name}_parts")
+
+
+def _machine(one: Pass, found: Resources, chip: Chip) -> dict[str, Any]:
+    """What the machine code says."""
+    wide = found.wide_bytes / found.global_bytes if found.global_bytes else 1.0
+    return {
+        "grid": list(one.grid), "num_warps": one.num_warps, **asdict(found), "shared_limit": chip.shared,
+        "occupancy": round(occupancy(found, one.num_warps, chip), 4), "matrix": matrix_instruction(found),
+        "wide_share": round(wide, 4), "descriptors": len(one.descriptors),
+    }  # fmt: skip
+
+
+def scratch_bytes(made: TritonKernel) -> int:
+    """Bytes written and read again between two passes."""
+    return 2 * sum(n * itemsize(d) for d, n in made.scratch)
+
+
+def summary(rows: Sequence[Mapping[str, Any]], opaque: Sequence[str], unfused: Mapping[str, Any]) -> dict[str, Any]:
+    """Over one run of the model on one device: launches, bytes and roofline time, against a kernel for each ONNX node."""
+    ends = [r for r in rows if "bytes" in r]
+    out: dict[str, Any] = {
+        "kernels": len(rows), "launches": sum(r["launches"] for r in rows),
+        "bytes": sum(r["launches"] * (r["bytes"] + r["scratch_bytes"]) for r in ends),
+        "flops": sum(r["launches"] * r["flops"] for r in ends),
+        "roofline_s": sum(r["launches"] * r["roofline_s"] for r in ends),
+        "spilling": [r["kernel"] for r in rows if r["spills"]], "opaque": list(opaque),
+    }  # fmt: skip
+    if unfused:
+        out |= {"unfused_kernels": unfused["kernels"], "unfused_bytes": unfused["bytes"]}
+    return out

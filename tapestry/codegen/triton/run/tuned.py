@@ -1,0 +1,151 @@
+"""What was measured for a kernel on a kind of GPU, kept in the user's cache: one small file per kernel, device and version.
+
+An entry is a hint about speed and nothing else: every choice gives the right result, so a damaged or foreign entry is ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tapestry.codegen.triton.emit.source import kernel_key
+from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.task.chips import plain
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Kernel
+
+log = logging.getLogger("tapestry")
+FORMAT = 1
+MOST = 1 << 16  # no knob is larger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The knobs of a kernel (``None``: the model's own), and whether the vendor's library was faster still."""
+
+    knobs: Knobs | None = None
+    library: bool = False
+
+
+Tuned = Callable[[Graph, Kernel], Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Measured choices of one kind of GPU under one version of Triton.
+
+    Attributes:
+        folder: the user's cache (`flags.cache_folder`).
+        device, version: the GPU's name, Triton's version.
+        precision: of products of f32.
+    """
+
+    folder: Path
+    device: str
+    version: str
+    precision: str = "ieee"
+
+    def __call__(self, graph: Graph, kernel: Kernel) -> Choice:
+        """What was measured for a kernel; the defaults where nothing was."""
+        return self.read(self.key(graph, kernel)) or Choice()
+
+    def key(self, graph: Graph, kernel: Kernel) -> str:
+        """The name of a kernel's entry: what its source depends on, and the precision of products."""
+        return f"{kernel_key(graph, kernel)} {self.precision}"
+
+    def path(self, key: str) -> Path:
+        """The file of an entry."""
+        text = f"{FORMAT}|{key}|{self.device}|{self.version}"
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
+
+    def read(self, key: str) -> Choice | None:
+        """An entry; ``None`` where there is none, or (with a warning) where it is damaged."""
+        path = self.path(key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            log.warning("tuning cache: %s is ignored: %s", path, e.strerror)
+            return None
+        try:
+            return _choice(json.loads(data), key, self)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            log.warning("tuning cache: %s is ignored: it is damaged (%s)", path, e)
+            return None
+
+    def write(self, key: str, choice: Choice, measured: Mapping[str, Any]) -> None:
+        """Write an entry, whole or not at all."""
+        body: dict[str, Any] = {
+            "format": FORMAT, "key": key, "device": self.device, "triton": self.version, "library": choice.library,
+            "knobs": asdict(choice.knobs) if choice.knobs else None, "measured": dict(measured),
+        }  # fmt: skip
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=".", suffix=".tmp", delete=False) as f:
+            json.dump({**body, "sha256": _digest(body)}, f, indent=1)
+        os.replace(f.name, self.path(key))
+
+
+def local_cache(folder: Path, device: Any, precision: str = "ieee") -> Cache | None:
+    """The cache of a torch device's kind; ``None`` for the CPU: the interpreter's times say nothing."""
+    if device.type == "cpu":
+        return None
+    import torch
+
+    return Cache(folder / "tune", torch.cuda.get_device_name(device), version("triton"), precision)
+
+
+def recorded(cache: Cache, graph: Graph, kernels: Iterable[Kernel]) -> dict[str, dict[str, Any]]:
+    """What was measured for kernels, as data by `source.kernel_key`: what a build keeps."""
+    found = {kernel_key(graph, k): cache(graph, k).knobs for k in kernels}
+    return {key: asdict(knobs) for key, knobs in found.items() if knobs is not None}
+
+
+def cache_of_target(folder: Path, target: str, precision: str) -> Cache | None:
+    """The cache of this machine's GPU, if anything was ever tuned here and the GPU is of the target's kind."""
+    if not (folder / "tune").is_dir():
+        return None
+    import torch
+
+    from tapestry.codegen.triton.run.device_target import chip_name
+
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return local_cache(folder, device, precision) if chip_name(device) == plain(target) else None
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _choice(document: Any, key: str, cache: Cache) -> Choice:
+    body = dict(document)
+    if body.pop("sha256") != _digest(body):
+        raise ValueError("its hash is another one")
+    if [body["format"], body["key"], body["device"], body["triton"]] != [FORMAT, key, cache.device, cache.version]:
+        raise ValueError("it is about another kernel, device or version")
+    return Choice(knobs=None if body["knobs"] is None else as_knobs(body["knobs"]), library=body["library"] is True)
+
+
+def as_knobs(values: Mapping[str, Any]) -> Knobs:
+    """Knobs from data.
+
+    Raises:
+        ValueError: a knob that there is not, or a value that it cannot have.
+    """
+    known = {f.name: f.default for f in fields(Knobs)}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"no knob '{name}'")
+        if type(value) is not type(known[name]) or (type(value) is int and not 1 <= value <= MOST):
+            raise ValueError(f"knob {name} cannot be {value!r}")
+    return Knobs(**dict(values))

@@ -1,0 +1,66 @@
+"""Grouped contractions: a dimension that one factor reads only as ``floor(o/k)`` is really two, the group and the rest.
+
+Cut in two, the group is a batch dimension and the rest belongs to the other factor alone: a grouped convolution becomes a
+batched matrix product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tapestry.codegen.triton.task.lowered import Access, Check, Task
+from tapestry.ir.expr import Expr, Index, rewrite
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import Aff, Floor, dim, dims_of, substitute
+
+
+def split_groups(task: Task) -> Task:
+    """The task with every such dimension cut in two (the same points in the same order); itself when there is none."""
+    for d in task.dims:
+        for k in _group_sizes(task, d):
+            task = _cut(task, d, k)
+            break
+    return task
+
+
+def _group_sizes(task: Task, d: Dim) -> list[int]:
+    """Group sizes k such that some read depends on d by ``floor(d/k)`` alone; only whole groups can be cut."""
+    sizes: set[int] = set()
+    for access in task.reads.values():
+        affs = (access.offset, *(c.aff for c in access.checks))
+        atoms = {a for e in affs for a, _ in e.terms if d.name in dims_of(Aff(((a, 1),)))}
+        if len(atoms) == 1 and isinstance(atom := atoms.pop(), Floor) and atom.arg == dim(d.name):
+            sizes.add(atom.div)
+    return [k for k in sorted(sizes) if d.size % k == 0 and k < d.size]
+
+
+def _cut(task: Task, d: Dim, k: int) -> Task:
+    taken = set(task.ranges)
+    outer, inner = (next(n for n in (f"{d.name}_{s}", f"{d.name}_{s}_") if n not in taken) for s in ("group", "in"))
+    ranges = {n: s for n, s in task.ranges.items() if n != d.name} | {outer: d.size // k, inner: k}
+    both = {d.name: dim(outer) * k + dim(inner)}
+
+    def aff(e: Aff) -> Aff:
+        return substitute(e, both, ranges)
+
+    def check(c: Check) -> Check:
+        e = aff(c.aff)
+        return Check(e - e.const, c.op, c.bound - e.const)
+
+    def access(a: Access) -> Access:
+        return replace(a, offset=aff(a.offset), checks=tuple(check(c) for c in a.checks))
+
+    def leaf(e: Expr) -> Expr:
+        return Index(aff(e.aff), e.dtype) if isinstance(e, Index) else e
+
+    at = task.dims.index(d)
+    return replace(
+        task,
+        dims=(*task.dims[:at], Dim(outer, d.size // k), Dim(inner, k), *task.dims[at + 1 :]),
+        reads={p: access(a) for p, a in task.reads.items()},
+        states=tuple(access(a) for a in task.states),
+        outs=tuple(access(a) for a in task.outs),
+        body=tuple(rewrite(e, leaf) for e in task.body),
+        then=tuple(rewrite(e, leaf) for e in task.then),
+        inner=tuple(replace(s, body=rewrite(s.body, leaf)) for s in task.inner),
+    )

@@ -1,0 +1,348 @@
+"""Which dimensions form which tile axis: contractions, streaming sums, rows, gathers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tapestry.codegen.triton.task.lowered import Task, points
+from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, common_operand
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, arg_positions, walk
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import Aff, dim, dims_of
+from tapestry.ir.monoid import SUMS
+from tapestry.ir.recognise.contraction import INT8, Kept, Narrow, kept, narrow, whole_rows
+from tapestry.ir.state import counts_ones
+from tapestry.ir.types import FLOAT8, FLOATS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contraction:
+    """``sum(a * b)`` with the map dimensions of a alone (m), b alone (n) and the others (batch); k and taps are reduced.
+
+    Taps are the reduced dimensions that meet map dimensions in a mask, such as the rows and columns of a convolution's
+    kernel. Stepping through them one by one leaves masks along m or n alone instead of over whole tiles.
+    """
+
+    a: Expr
+    b: Expr
+    m: tuple[Dim, ...]
+    n: tuple[Dim, ...]
+    batch: tuple[Dim, ...]
+    k: tuple[Dim, ...]
+    taps: tuple[Dim, ...]
+    operand: str  # `primitives.common_operand`
+    masked: bool  # whether masks are over whole tiles after all
+    more: tuple[tuple[Expr, Expr], ...] = ()  # factors of further sums side by side, with the same m and n
+
+    @property
+    def pairs(self) -> tuple[tuple[Expr, Expr], ...]:
+        """The factors of every sum."""
+        return ((self.a, self.b), *self.more)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What the factors are exactly."""
+        return frozenset(exact_dtype(e) for pair in self.pairs for e in pair)
+
+    def kind(self, e: Expr) -> str:
+        """What one factor is multiplied as."""
+        return exact_dtype(e) if self.operand == "f8" else self.operand
+
+    def value(self, e: Expr, task: Task) -> Expr:
+        """What is loaded of one factor: of an integer less a zero point, the integer."""
+        found = shifted(e, task) if self.operand == "i8" else None
+        return found.value if found else e
+
+
+SUMMED = frozenset({"f32", "f16", "bf16", "i32"})  # dtypes of sums that matrix units make
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def contraction(task: Task) -> Contraction | None:
+    """The task as a matrix product, or ``None`` where ``tl.dot`` does not apply or does not pay."""
+    if task.monoid not in SUMS or any(e.dtype not in SUMMED for e in task.body):
+        return None
+    first, *others = [_sum_of_products(task, k) for k in range(len(task.body))]
+    if first is None or None in others:
+        return None
+    found = replace(first, more=tuple((c.a, c.b) for c in others if c))
+    operand = _operand(found, task)  # of all of them
+    if not operand or any(c and replace(c, a=first.a, b=first.b) != first for c in others):
+        return None
+    return replace(found, operand=operand)
+
+
+def _operand(c: Contraction, task: Task) -> str:
+    """What the factors of all sums are multiplied as; ``""`` where matrix units have no such products."""
+    whole = [shifted(e, task) for pair in c.pairs for e in pair]
+    if all(whole):
+        # a sum of floats that are integers is one of integers if no sum of them can overflow, rounded once
+        most = max(n.largest for n in whole if n) ** 2 * points(task.reduce)
+        if all(e.dtype == "i32" for e in task.body) or most < 1 << 31:
+            return "i8"
+    if any(e.dtype not in FLOATS for e in task.body):
+        return ""
+    operand = common_operand(c.kinds)
+    if operand == "f8" and any(bare_read(e) is None for pair in c.pairs for e in pair):
+        return "f16"  # computed in f32, and not rounded for a product
+    return "f16" if operand == "i8" else operand
+
+
+def _sum_of_products(task: Task, field: int) -> Contraction | None:
+    """One field of the task as a matrix product."""
+    body = task.body[field]
+    while isinstance(body, Call) and body.fn == "cast" and body.args[0].dtype in FLOATS:
+        body = body.args[0]
+    if not (isinstance(body, Call) and body.fn == "mul") or body.dtype not in SUMMED:
+        return None
+    a, b = body.args
+    of_a, of_b = _dims(a, task), _dims(b, task)
+    m = tuple(d for d in task.dims if d.name in of_a - of_b)
+    n = tuple(d for d in task.dims if d.name in of_b - of_a)
+    if points(m) < 2 or points(n) < 2 or points(task.reduce) < 2:
+        return None
+    if points(m) < 64 <= points(n):  # matrix units take 64 rows at a time, but as few columns as 8
+        a, b, m, n = b, a, n, m
+    return _product(task, a, b, m, n, tuple(d for d in task.dims if d not in m + n))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """``sum over key of exp(score - max) * value`` with ``score`` made of ``sum over depth of query * keys``.
+
+    Rows are the map dimensions of the query alone, columns those of the values alone, batch the others.
+    """
+
+    query: Expr
+    keys: Expr
+    value: Expr
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    batch: tuple[Dim, ...]
+    key: Dim
+    depth: tuple[Dim, ...]
+    operand: str  # of the first product
+    weights: str  # of the second: f16 for values of 8 bits, for weights rounded to 8 would show
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What the factors of the first product are exactly."""
+        return frozenset({exact_dtype(self.query), exact_dtype(self.keys)})
+
+    def kind(self, e: Expr) -> str:
+        """What one of them is multiplied as."""
+        return exact_dtype(e) if self.operand == "f8" else self.operand
+
+
+def stream(task: Task) -> Stream | None:
+    """The task as a streaming softmax-weighted sum of products, by its projections; ``None`` when it is none."""
+    if task.monoid != "softsum" or task.mode == "finish" or len(task.inner) != 1 or len(task.reduce) != 1:
+        return None
+    s, key, value = task.inner[0], task.reduce[0], task.body[2]
+    if s.monoid != "sum" or not (isinstance(s.body, Call) and s.body.fn == "mul") or not counts_ones(task.body):
+        return None
+    if value.dtype not in FLOATS - {"f64"} or s.body.dtype not in FLOATS - {"f64"} or points(s.dims) > 256:
+        return None
+    depth, keyed = {d.name for d in s.dims if d.size > 1}, {key.name} if key.size > 1 else set[str]()
+    of_v, of_s = _dims(value, task), _dims(task.body[0], task)
+    for q, k in (s.body.args, s.body.args[::-1]):
+        of_q, of_k = _dims(q, task), _dims(k, task)
+        if of_q & keyed or not keyed <= of_k or not depth <= of_q & of_k or of_v & depth:
+            continue
+        columns = tuple(d for d in task.dims if d.name in of_v - of_q - of_k - of_s)
+        rows = tuple(d for d in task.dims if d.name in (of_q | of_s) - of_k - of_v)
+        batch = tuple(d for d in task.dims if d not in rows + columns)
+        if points(columns) > 256:
+            continue
+        first = common_operand(frozenset({exact_dtype(q), exact_dtype(k)}))
+        if first == "i8" or (first == "f8" and None in (bare_read(q), bare_read(k))):
+            first = "f16"
+        second = exact_dtype(value)
+        return Stream(
+            query=q, keys=k, value=value, rows=rows, columns=columns, batch=batch, key=key, depth=s.dims, operand=first,
+            weights="f16" if second in FLOAT8 | INT8 else second if second in HALVES else "f32",
+        )  # fmt: skip
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A reduction of a product, tile by tile: the product has the map dimensions and the reduced ones as rows, columns, batch.
+
+    Attributes:
+        product: of one tile; its columns are reduced dimensions where the tile is folded along them.
+        outer: reduced dimensions that tiles go through one after another.
+        folds: whether columns are reduced.
+        row: the element that rows keep, where a tile has whole rows.
+    """
+
+    product: Contraction
+    outer: tuple[Dim, ...]
+    folds: bool
+    row: Kept | None = None
+
+
+def folded(task: Task) -> Folded | None:
+    """The task as a reduction of an inner sum of products; ``None`` where ``tl.dot`` does not apply."""
+    if task.monoid in (None, "softsum") or task.mode == "finish" or len(task.inner) != 1 or task.inner[0].monoid != "sum":
+        return None
+    body = task.inner[0].body
+    while isinstance(body, Call) and body.fn == "cast" and body.args[0].dtype in FLOATS:
+        body = body.args[0]
+    if not (isinstance(body, Call) and body.fn == "mul") or body.dtype not in FLOATS - {"f64"} or points(task.inner_dims) < 2:
+        return None
+    a, b = body.args
+    outer = frozenset(d.name for d in task.inner_dims)
+    row = kept(task.monoid, task.dims, task.reduce, task.body) if task.mode == "full" else None
+    found = whole_rows(task.dims, task.reduce, _dims(a, task) - outer, _dims(b, task) - outer, row)
+    if found is None:
+        return None
+    m, n = found.rows, found.columns
+    if found.turned:
+        a, b = b, a
+    elif not found.folds and points(m) < 64 <= points(n):
+        a, b, m, n = b, a, n, m
+    used = arg_positions((body,))
+    inside = replace(
+        task, dims=task.dims + task.reduce, reduce=task.inner_dims, reads={p: r for p, r in task.reads.items() if p in used}
+    )
+    product = _product(inside, a, b, m, n, found.batch)
+    operand = common_operand(product.kinds)
+    product = replace(product, operand="f16" if operand in ("f8", "i8") else operand)  # which has them all
+    return Folded(product=product, outer=found.taps, folds=found.folds, row=row)
+
+
+def _product(task: Task, a: Expr, b: Expr, m: tuple[Dim, ...], n: tuple[Dim, ...], batch: tuple[Dim, ...]) -> Contraction:
+    """The contraction of two factors over the reduced dimensions."""
+    taps = _entangled(task)
+    k = tuple(d for d in task.reduce if d not in taps)
+    masked = bool(taps) and points(k) < 16
+    if masked:  # too few for a tile's depth
+        k, taps = task.reduce, ()
+    return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=k, taps=taps, operand="", masked=masked)
+
+
+def _entangled(task: Task) -> tuple[Dim, ...]:
+    """Reduced dimensions that stand beside map dimensions in one check, floor or mod."""
+    mapped = {d.name for d in task.dims if d.size > 1}
+    found: set[str] = set()
+    for access in task.reads.values():
+        for group in (*(c.aff for c in access.checks), *(Aff((t,)) for t in access.offset.terms)):
+            if dims_of(group) & mapped:
+                found |= dims_of(group) - mapped
+    return tuple(d for d in task.reduce if d.name in found)
+
+
+def exact_dtype(e: Expr) -> str:
+    """The dtype that an expression's value has before widening casts, which lose nothing."""
+    if isinstance(e, Call) and e.fn == "cast" and (inner := exact_dtype(e.args[0])) in EXACT_IN.get(e.dtype, ()):
+        return inner
+    return e.dtype
+
+
+def bare_read(e: Expr) -> int | None:
+    """The position of the read that an expression is, but for widening casts."""
+    exact = exact_dtype(e)
+    while isinstance(e, Call) and e.fn == "cast" and e.dtype != exact:
+        e = e.args[0]
+    return e.pos if isinstance(e, Arg) else None
+
+
+def shifted(e: Expr, task: Task) -> Narrow | None:
+    """A factor as an integer of 8 bits less a zero point that all points of the reduction share; ``None`` where it is none."""
+    found = narrow(e)
+    summed = {d.name for d in task.reduce}
+    return found if found is None or found.shift is None or not dims_used(found.shift, task) & summed else None
+
+
+def dims_used(e: Expr, task: Task) -> frozenset[str]:
+    """Dimensions that an expression mentions, in its indices and reads."""
+    out: set[str] = set()
+    for x in walk(e):
+        if isinstance(x, Index):
+            out |= dims_of(x.aff)
+        elif isinstance(x, Arg):
+            access = task.reads[x.pos]
+            out |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
+        elif isinstance(x, Let):
+            out |= dims_used(task.inner[x.pos].body, task) - {d.name for d in task.inner[x.pos].dims}
+    return frozenset(out)
+
+
+def _dims(e: Expr, task: Task) -> frozenset[str]:
+    """Dimensions of more than one point that a value varies along."""
+    return frozenset(d for d in dims_used(e, task) if task.ranges[d] > 1)
+
+
+def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
+    """(rows, columns): dimensions that the states vary along, and the others; ``None`` where there are no others."""
+    if not task.monoid or task.mode == "finish" or task.inner:
+        return None
+    kept = task.outs if task.mode == "partial" else ()  # a read of nothing varies along no dimension, its state may
+    used = frozenset[str]().union(*(dims_of(a.offset) for a in kept), *(dims_used(e, task) for e in task.body))
+    rows = tuple(d for d in task.dims if d.name in used or d.size == 1)
+    columns = tuple(d for d in task.dims if d not in rows)
+    return (rows, columns) if columns else None
+
+
+def without_columns(task: Task) -> Task:
+    """States alone (``partial``): the columns do not take part."""
+    found = row_dims(task)
+    return replace(task, dims=found[0]) if found else task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """``sum_v where(wanted == v, picked, 0)``: the element at one place, or none.
+
+    Rows are the map dimensions that the place depends on, columns the others; ``shift`` is the first v of the block.
+    """
+
+    wanted: Expr
+    picked: Expr
+    over: Dim
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    shift: int
+
+
+def selection(task: Task) -> Selection | None:
+    """The task as a gather; ``None`` when it is none."""
+    e = task.body[0] if len(task.body) == 1 else None
+    if task.monoid not in ("sum", "any") or task.inner or len(task.reduce) != 1 or not isinstance(e, Call) or e.fn != "where":
+        return None
+    test, picked, zero = e.args
+    if not isinstance(test, Call) or test.fn != "eq" or not isinstance(zero, Const) or zero.value != 0:
+        return None
+    over = task.reduce[0]
+    for wanted, v in (test.args, test.args[::-1]):
+        if not isinstance(v, Index) or v.aff - v.aff.const != dim(over.name):
+            continue
+        used = dims_used(wanted, task)
+        several = any(d.size > 1 for d in task.dims if d.name in used)  # one place is a scalar, not a vector of rows
+        if several and over.name not in used:
+            return Selection(
+                wanted=wanted, picked=picked, over=over, shift=v.aff.const, rows=tuple(d for d in task.dims if d.name in used),
+                columns=tuple(d for d in task.dims if d.name not in used),
+            )  # fmt: skip
+    return None
+
+
+def turned(task: Task) -> tuple[int, int] | None:
+    """Positions of the dimension that some reads run along in memory, and of the writes' own; ``None`` if it is one."""
+    ends = [k for k, d in enumerate(task.dims) if d.size > 1 and all(a.offset.coef(d.name) == 1 for a in task.outs)]
+    if len(ends) != 1 or task.dims[ends[0]].size < 16:
+        return None
+    along: dict[int, int] = {}
+    for a in task.reads.values():
+        steps = [(k, a.offset.coef(d.name)) for k, d in enumerate(task.dims) if d.size >= 16]
+        if any(k == ends[0] and step in (0, 1) for k, step in steps):
+            continue  # it runs along the writes, or is the same there
+        for k, step in steps:
+            if step == 1:
+                along[k] = along.get(k, 0) + points(task.dims)
+    return (max(along, key=lambda k: along[k]), ends[0]) if along else None

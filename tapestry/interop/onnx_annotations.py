@@ -1,0 +1,169 @@
+"""Write annotations into a model's file: specs, stages, metadata; external data stays reachable; the file appears whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx
+from onnx import ModelProto, TensorProto
+
+from tapestry.errors import TapestryError
+from tapestry.interop.sharding_specs import (  # fmt: skip
+    IR_VERSIONS,
+    DeviceConfiguration,
+    NodeConfiguration,
+    ShardingSpec,
+    clear,
+    configuration_proto,
+    name_of,
+    node_proto,
+    set_metadata,
+)
+
+MESH = "tapestry.mesh"  # model: names and sizes of the mesh axes, "d0=2,d1=4"
+SHAPES = "tapestry.shapes"  # model: JSON, sizes of the inputs that the plan was made for
+FIXED = "tapestry.fixed"  # model: JSON, layouts in which inputs start and outputs end, as the user asked
+MOVES = "tapestry.moves"  # model: JSON, structural rewrites of the plan, in order
+STAGES = "tapestry.stages"  # model: JSON, devices and mesh of each pipeline stage, and the number of micro-batches
+PARTIAL = "tapestry.partial"  # node: JSON list, reductions cut over devices and where each is completed
+INTERNAL = "tapestry.internal"  # node: JSON, placements of operations inside the node whose results have no ONNX name
+KEYS = (MESH, SHAPES, FIXED, MOVES, STAGES, PARTIAL, INTERNAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Everything to write.
+
+    Attributes:
+        outs: specs of tensors where they are written.
+        reads: (node, tensor) to the spec in which a node reads a tensor.
+        stages: pipeline stage by node.
+        nodes: metadata by the tensor that a node writes, or by the node's name.
+        model: metadata of the model.
+        shapes: sizes of graph outputs that the file does not declare.
+    """
+
+    configuration: DeviceConfiguration
+    outs: Mapping[str, ShardingSpec] = field(default_factory=dict)
+    reads: Mapping[tuple[str, str], ShardingSpec] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict)
+    nodes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    model: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def annotate(model: ModelProto, marks: Marks) -> int:
+    """Put annotations on a model, in the place of any that it has; returns the number of specs written."""
+    clear(model)
+    first, last = IR_VERSIONS
+    model.ir_version = min(max(model.ir_version, first), last)
+    model.configuration.append(configuration_proto(marks.configuration))
+    for holder in (model, *model.graph.node):
+        for key in KEYS:
+            set_metadata(holder, key, None)
+    for key, value in marks.model.items():
+        set_metadata(model, key, value)
+    for o in model.graph.output:
+        if o.name in marks.shapes and o.type.HasField("tensor_type") and not o.type.tensor_type.HasField("shape"):
+            o.type.tensor_type.shape.SetInParent()
+            for n in marks.shapes[o.name]:
+                o.type.tensor_type.shape.dim.add(dim_value=n)
+    return sum(_node(node, marks) for node in model.graph.node)
+
+
+def _node(node: onnx.NodeProto, marks: Marks) -> int:
+    name = name_of(node)
+    specs = [marks.reads[(name, t)] for t in dict.fromkeys(node.input) if (name, t) in marks.reads]
+    specs += [marks.outs[t] for t in dict.fromkeys(node.output) if t in marks.outs]
+    stage = marks.stages.get(name)
+    if specs or stage is not None:
+        node.device_configurations.append(node_proto(NodeConfiguration(marks.configuration.name, tuple(specs), stage)))
+    for who in dict.fromkeys((name, *node.output)):
+        for key, value in marks.nodes.get(who, {}).items():
+            set_metadata(node, key, value)
+    return len(specs)
+
+
+def write(model: ModelProto, source: Path, target: Path, *, copy: bool = False) -> None:
+    """Write a model that was read from ``source`` to ``target`` in one step, and let onnx check it first.
+
+    Args:
+        copy: whether external data that cannot be reached from the target's folder is copied there.
+
+    Raises:
+        TapestryError: the data would be out of reach, the place is taken by something else, or onnx refuses the file.
+    """
+    source, target = source.resolve(), target.absolute()
+    if target.is_dir() or target.resolve() == source:
+        why = "it is a folder" if target.is_dir() else "it is the model that the build was made from"
+        raise TapestryError("cannot write there", where=str(target), why=why, hint="another -o")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    moved = _relocate(model, source.parent, target.resolve().parent, copy)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".onnx", dir=target.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as f:
+            f.write(model.SerializeToString())
+        for old, new in moved.items():
+            shutil.copyfile(old, new)
+        _accepted(temporary, source)
+        temporary.chmod(0o644)
+        os.replace(temporary, target)
+    except ValueError as e:  # protobuf's limit of 2 GiB
+        hint = "keep weights as external data"
+        raise TapestryError("the model does not serialise", where=str(target), why=str(e)[:200], hint=hint) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def external(model: ModelProto) -> Iterator[TensorProto]:
+    """Initializers whose data is in another file."""
+    return (t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL)
+
+
+def _relocate(model: ModelProto, here: Path, there: Path, copy: bool) -> dict[Path, Path]:
+    """Make locations relative to the new folder; returns the files to copy."""
+    if here == there:
+        return {}
+    copies: dict[Path, Path] = {}
+    for t in external(model):
+        for entry in t.external_data:
+            if entry.key != "location":
+                continue
+            data = here / entry.value
+            if data.is_relative_to(there):  # a location may not leave the model's folder
+                entry.value = data.relative_to(there).as_posix()
+                continue
+            if not copy:
+                raise TapestryError(
+                    "the external data would be out of reach", where=f"initializer '{t.name}'",
+                    why=f"'{data}' is not inside '{there}', and ONNX locations may not leave the model's folder",
+                    hint="write beside the original model, or --copy-data",
+                )  # fmt: skip
+            new = there / Path(entry.value).name
+            if new.exists() and not _same_file(new, data):
+                raise TapestryError("the external data's place is taken", where=str(new), hint="an empty folder for -o")
+            copies[data] = new
+            entry.value = new.name
+    return copies
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return a.is_file() and b.is_file() and a.stat().st_size == b.stat().st_size
+
+
+def _accepted(path: Path, source: Path) -> None:
+    """Ask onnx's checker, unless it refuses the original as well."""
+    try:
+        onnx.checker.check_model(str(path))
+    except Exception as e:
+        try:
+            onnx.checker.check_model(str(source))
+        except Exception:
+            return
+        raise TapestryError("onnx refuses the annotated model", where=str(path), why=" ".join(str(e).split())[:300]) from None

@@ -1,0 +1,137 @@
+"""Gather, GatherElements, GatherND: a view of known positions, else a sum over the axis of ``where(index = v, x, 0)``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tapestry.ir.expr import Arg, Expr, Index, call, cast
+from tapestry.ir.graph import Dim, Read
+from tapestry.ir.index import Aff, const, dim, span
+from tapestry.ir.monoid import number
+from tapestry.ir.types import Tensor
+from tapestry.lift.building.affine_values import affine_value
+from tapestry.lift.building.builder import Node, axes, here
+from tapestry.lift.building.registry import lifts
+from tapestry.lift.movement.shape import reshape
+
+Operand = tuple[Read, Tensor]
+
+
+def wrap(value: Aff, size: int, ranges: dict[str, int]) -> Aff | None:
+    """A position counted from the front; None where that cannot be told, or it leaves the axis."""
+    lo, hi = span(value, ranges)
+    if hi < 0:
+        value, lo, hi = value + size, lo + size, hi + size
+    return value if lo >= 0 and hi < size else None
+
+
+@lifts("Gather")
+def lift_gather(n: Node) -> bool | None:
+    """y[.., i.., ..] = x[.., index[i..], ..]."""
+    x, rank, places = n.tensor(0), len(n.shape(0)), len(n.shape(1))
+    axis = n.axis(0, rank)
+    dims = n.out_dims()
+    ranges = {d.name: d.size for d in dims}
+    spots = here(dims)
+    inner = spots[axis : axis + places]
+    if n.out().size == 0:
+        return False
+    position = affine_value(n.b, n.ins[1], tuple(inner), ranges)
+    position = None if position is None else wrap(position, x.shape[axis], ranges)
+    if position is not None:
+        n.view(n.out(), x.name, dims, [*spots[:axis], position, *spots[axis + places :]])
+        return None
+    select(n, n.outs[0], x.name, n.ins[1], dims, axis, places)
+    return None
+
+
+def select(n: Node, out: str, data: str, index: str, dims: Sequence[Dim], axis: int, places: int) -> str:
+    """Emit a gather by data-dependent positions, as a sum over the axis: split over it, each part adds what it holds."""
+    spots = here(dims)
+    index_read = n.read(index, spots[axis : axis + places])
+    data_read = n.read(data, [*spots[:axis], dim("v"), *spots[axis + places :]])
+    return _pick(n, out, dims, data_read, index_read, data_read[1].shape[axis])
+
+
+def _pick(n: Node, out: str, dims: Sequence[Dim], data: Operand, index: Operand, size: int) -> str:
+    """``sum_v where(index = v, data, 0)``, where ``data`` is read at ``v`` and a negative index counts from the back."""
+    dtype = data[1].dtype
+    hit = call("eq", _from_front(cast(Arg(1, index[1].dtype), "i64"), size), Index(dim("v")))
+    body: Expr = call("where", hit, Arg(0, dtype), number(0, dtype))
+    return n.reduce([out], dims, [Dim("v", size)], "any" if dtype == "bool" else "sum", [data, index], [body])[0]
+
+
+def _from_front(i: Expr, size: int) -> Expr:
+    return call("where", call("lt", i, number(0, "i64")), call("add", i, number(size, "i64")), i)
+
+
+@lifts("GatherElements")
+def lift_gather_elements(n: Node) -> bool | None:
+    """y[.., i, ..] = x[.., index[.., i, ..], ..], whose other axes may be shorter than those of x."""
+    x, at = n.tensor(0), n.axis(0, len(n.shape(0)))
+    if n.out().size == 0 or x.size == 0:
+        return False
+    dims = n.out_dims()
+    spots = here(dims)
+    data = n.read(x.name, [*spots[:at], dim("v"), *spots[at + 1 :]])
+    _pick(n, n.outs[0], dims, data, n.read(n.ins[1], spots), x.shape[at])
+    return None
+
+
+@lifts("GatherND")
+def lift_gather_nd(n: Node) -> bool | None:
+    """y[b.., i.., r..] = x[b.., index[b.., i.., 0], index[b.., i.., 1], .., r..], by the row-major index of what is picked."""
+    if n.out().size == 0 or n.tensor(0).size == 0:
+        return False
+    if lift_affine_gather_nd(n):
+        return None
+    x, index = n.tensor(0), n.tensor(1)
+    batch, count = int(n.attr("batch_dims", 0)), index.shape[-1]
+    picked, outer = x.shape[batch : batch + count], len(index.shape) - 1
+    size = math.prod(picked)
+    rows = axes((*x.shape[:batch], size, *x.shape[batch + count :]), "r")
+    table = reshape(n, n.temp("rows"), x.name, [d.size for d in rows], rows)
+    dims = n.out_dims()
+    spots = here(dims)
+    data = n.read(table, [*spots[:batch], dim("v"), *spots[outer:]])
+    _pick(n, n.outs[0], dims, data, n.read(_flat(n, dims[:outer], picked), spots[:outer]), size)
+    return None
+
+
+def _flat(n: Node, dims: Sequence[Dim], picked: Sequence[int]) -> str:
+    """Row-major positions in a tensor of shape ``picked``; -size - 1, which is nowhere, where a coordinate is outside."""
+    reads = [n.read(n.ins[1], [*here(dims), const(k)]) for k in range(len(picked))]
+
+    def body(*coordinates: Expr) -> Expr:
+        flat: Expr = number(0, "i64")
+        inside: Expr = number(1, "bool")
+        for c, size in zip(coordinates, picked, strict=True):
+            i = _from_front(cast(c, "i64"), size)
+            fits = call("and", call("ge", i, number(0, "i64")), call("lt", i, number(size, "i64")))
+            inside = call("and", inside, fits)
+            flat = call("add", call("mul", flat, number(size, "i64")), i)
+        return call("where", inside, flat, number(-math.prod(picked) - 1, "i64"))
+
+    return n.block(n.temp("flat"), dims, reads, body)
+
+
+def lift_affine_gather_nd(n: Node) -> bool:
+    """GatherND by positions that are known index expressions, as a view; False when they are not."""
+    x, index = n.tensor(0), n.tensor(1)
+    batch, count = int(n.attr("batch_dims", 0)), index.shape[-1]
+    dims = axes(n.out().shape)
+    ranges = {d.name: d.size for d in dims}
+    spots = here(dims)
+    outer = spots[: len(index.shape) - 1]
+    if n.out().size == 0:
+        return False
+    found: list[Aff] = []
+    for k in range(count):
+        at = affine_value(n.b, index.name, (*outer, dim("k") * 0 + k), ranges)
+        at = None if at is None else wrap(at, x.shape[batch + k], ranges)
+        if at is None:
+            return False
+        found.append(at)
+    n.view(n.out(), x.name, dims, [*spots[:batch], *found, *spots[len(index.shape) - 1 :]])
+    return True

@@ -1,0 +1,100 @@
+"""Conv and ConvTranspose: sums of products whose projections are the sliding window; ``b, o, h, w | c, r, s``."""
+
+from __future__ import annotations
+
+from tapestry.errors import ModelError
+from tapestry.ir.expr import call
+from tapestry.ir.graph import Dim, Guard, Read
+from tapestry.ir.index import Aff, const, dim, floordiv, modulo
+from tapestry.ir.monoid import number
+from tapestry.ir.types import Tensor
+from tapestry.lift.building.builder import Node
+from tapestry.lift.building.registry import lifts
+from tapestry.lift.operators.linear import contract
+from tapestry.lift.operators.window import KERNEL, SPATIAL, window
+
+
+def channel(outs: int, ins: int, groups: int) -> Aff:
+    """Input channel of output channel ``o`` and reduced channel ``c``: the group's first one plus c."""
+    ranges = {"o": outs, "c": ins // groups}
+    group = floordiv(dim("o"), outs // groups, ranges)
+    return group * (ins // groups) + (dim("c") if ins // groups > 1 or groups == 1 else const(0))
+
+
+@lifts("Conv")
+def lift_conv(n: Node) -> bool | None:
+    """Convolution, grouped or not, 1-D to 3-D; padding is the value of reads that leave the input."""
+    x, w = n.tensor(0), n.tensor(1)
+    if not 3 <= len(x.shape) <= 5:
+        return False
+    groups, outs = int(n.attr("group", 1)), w.shape[0]
+    if x.shape[1] != w.shape[1] * groups or outs % groups:
+        raise ModelError("channels do not match", where=n.where, why=f"x {x.shape}, w {w.shape}, group {groups}")
+    win = window(n, x.shape[2:], w.shape[2:])
+    dims = (Dim("b", x.shape[0]), Dim("o", outs), *win.places)
+    bias = n.read(n.ins[2], [dim("o")]) if n.has(2) else None
+    if not w.size:
+        return _of_nothing(n, dims, bias)
+    a = n.read(x.name, [dim("b"), channel(outs, x.shape[1], groups), *win.index()], 0 if win.leaves else None)
+    b = n.read(w.name, [dim("o"), dim("c"), *(dim(d.name) for d in win.taps)])
+    contract(n, n.out(), dims, (Dim("c", w.shape[1]), *win.taps), a, b, bias=bias)
+    return None
+
+
+def _of_nothing(n: Node, dims: tuple[Dim, ...], bias: tuple[Read, Tensor] | None) -> None:
+    """Emit sums over no channels, or for no filters."""
+    zero = number(0, n.out().dtype)
+    n.block(n.out(), dims, [bias] if bias else [], lambda *b: call("add", zero, b[0]) if b else zero)
+
+
+def _transposed_pads(
+    n: Node, size: tuple[int, ...], kernel: tuple[int, ...], stride: list[int], dilation: list[int]
+) -> list[int]:
+    """Padding before each axis of a ConvTranspose, from its pads, auto_pad and output_shape attributes."""
+    rank = len(size)
+    extra = [int(v) for v in n.attr("output_padding", [0] * rank)]
+    mode, wanted = n.attr("auto_pad", "NOTSET"), n.attr("output_shape")
+    if mode == "VALID":
+        return [0] * rank
+    if wanted is None and mode in ("NOTSET", ""):
+        return [int(p) for p in n.attr("pads", [0] * 2 * rank)][:rank]
+    out = [int(v) for v in wanted][-rank:] if wanted is not None else [s * st for s, st in zip(size, stride, strict=True)]
+    before = []
+    for a in range(rank):
+        total = stride[a] * (size[a] - 1) + extra[a] + (kernel[a] - 1) * dilation[a] + 1 - out[a]
+        total = max(total, 0)
+        before.append(total // 2 if mode == "SAME_UPPER" else total - total // 2)
+    return before
+
+
+@lifts("ConvTranspose")
+def lift_conv_transpose(n: Node) -> bool | None:
+    """The adjoint of a convolution: position h reads input (h + pad - d*r) / stride where that is whole and inside."""
+    x, w = n.tensor(0), n.tensor(1)
+    rank = len(x.shape) - 2
+    if not 1 <= rank <= 3:
+        return False
+    groups = int(n.attr("group", 1))
+    per_group, outs = w.shape[1], w.shape[1] * groups
+    stride = [int(v) for v in n.attr("strides", [1] * rank)]
+    dilation = [int(v) for v in n.attr("dilations", [1] * rank)]
+    before = _transposed_pads(n, x.shape[2:], w.shape[2:], stride, dilation)
+    places = tuple(Dim(name, s) for name, s in zip(SPATIAL[rank], n.out().shape[2:], strict=True))
+    taps = tuple(Dim(name, s) for name, s in zip(KERNEL[rank], w.shape[2:], strict=True))
+    ranges = {d.name: d.size for d in (*places, *taps)}
+    index, guards = [], []
+    for a in range(rank):
+        reach = dim(places[a].name) + before[a] - dim(taps[a].name) * dilation[a]
+        index.append(floordiv(reach, stride[a], ranges))
+        if stride[a] > 1:
+            guards.append(Guard(modulo(reach, stride[a], ranges), "eq"))
+    bias = n.read(n.ins[2], [dim("o")]) if n.has(2) else None
+    dims = (Dim("b", x.shape[0]), Dim("o", outs), *places)
+    if not w.size:
+        return _of_nothing(n, dims, bias)
+    taken = channel(outs, x.shape[1], groups)
+    a_read = n.read(x.name, [dim("b"), taken, *index], 0, tuple(guards))
+    inner = modulo(dim("o"), per_group, {"o": outs})
+    b_read = n.read(w.name, [taken, inner, *(dim(d.name) for d in taps)])
+    contract(n, n.out(), dims, (Dim("c", x.shape[1] // groups), *taps), a_read, b_read, bias=bias)
+    return None

@@ -1,0 +1,271 @@
+"""Element-wise operators: one expression per operator, operands broadcast as numpy does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from tapestry.ir.expr import Arg, Expr, call, cast
+from tapestry.ir.graph import Block, Read
+from tapestry.ir.monoid import number
+from tapestry.ir.types import FLOATS, INTEGERS, Tensor
+from tapestry.lift.building.builder import DTYPE_OF, Node, here, literal
+from tapestry.lift.building.registry import lifts
+
+
+def c(value: float, like: Expr) -> Expr:
+    """A literal of the same dtype as an expression."""
+    return literal(value, like.dtype)
+
+
+def emit_map(n: Node, body: Callable[..., Expr], count: int | None = None) -> None:
+    """Emit output 0 as ``body`` over the node's first ``count`` inputs (all when None), broadcast to its shape."""
+    dims = n.out_dims()
+    reads: list[tuple[Read, Tensor]] = []
+    operands: list[Expr] = []
+    for k in range(len(n.ins) if count is None else count):
+        e, read = n.operand(k, dims)
+        if read is not None:
+            e = Arg(len(reads), read[1].dtype)
+            reads.append(read)
+        assert e is not None
+        operands.append(e)
+    result = body(*operands)
+    out = n.out()
+    assert result.dtype == out.dtype, f"{n.where}: body is {result.dtype}, output {out.dtype}"
+    n.b.emit(Block(outs=(out.name,), dims=dims, reads=tuple(r for r, _ in reads), body=(result,), source=(n.source,)), [out])
+
+
+def _primitive(fn: str) -> Callable[..., Expr]:
+    return lambda *xs: call(fn, *xs)
+
+
+def relu(x: Expr) -> Expr:
+    """max(x, 0); a NaN stays one."""
+    return call("max", x, c(0, x))
+
+
+def sigmoid(x: Expr) -> Expr:
+    """1 / (1 + exp(-x))."""
+    return call("sigmoid", x)
+
+
+def softplus(x: Expr) -> Expr:
+    """log(1 + exp(x)), without overflow: max(x, 0) + log1p(exp(-|x|))."""
+    return call("add", relu(x), call("log1p", call("exp", call("neg", call("abs", x)))))
+
+
+def _softsign(x: Expr) -> Expr:
+    return call("div", x, call("add", c(1, x), call("abs", x)))
+
+
+def _mish(x: Expr) -> Expr:
+    return call("mul", x, call("tanh", softplus(x)))
+
+
+SIXTH = float(np.float32(1 / 6))  # as an attribute in the body that ONNX gives a HardSwish of any type
+UNARY: dict[str, Callable[[Expr], Expr]] = {
+    "Abs": _primitive("abs"), "Neg": _primitive("neg"), "Exp": _primitive("exp"), "Log": _primitive("log"),
+    "Sqrt": _primitive("sqrt"), "Sin": _primitive("sin"), "Cos": _primitive("cos"), "Tan": _primitive("tan"),
+    "Asin": _primitive("asin"), "Acos": _primitive("acos"), "Atan": _primitive("atan"), "Sinh": _primitive("sinh"),
+    "Cosh": _primitive("cosh"), "Asinh": _primitive("asinh"), "Acosh": _primitive("acosh"), "Atanh": _primitive("atanh"),
+    "Erf": _primitive("erf"), "Tanh": _primitive("tanh"), "Sigmoid": sigmoid, "Floor": _primitive("floor"),
+    "Ceil": _primitive("ceil"), "Round": _primitive("round"), "Sign": _primitive("sign"), "Not": _primitive("not"),
+    "BitwiseNot": _primitive("not"), "IsNaN": _primitive("isnan"), "Relu": relu, "Softplus": softplus,
+    "Softsign": _softsign, "Mish": _mish, "Reciprocal": lambda x: call("div", c(1, x), x),
+    "HardSwish": lambda x: call("mul", x, _hard_sigmoid(x, SIXTH, 0.5)),
+}  # fmt: skip
+
+
+@lifts(*UNARY)
+def lift_unary(n: Node) -> None:
+    """One input, one primitive or short formula."""
+    emit_map(n, UNARY[n.kind], 1)
+
+
+BINARY = {
+    "Sub": "sub", "Div": "div", "Equal": "eq", "Greater": "gt", "Less": "lt", "GreaterOrEqual": "ge",
+    "LessOrEqual": "le", "BitwiseAnd": "and", "BitwiseOr": "or", "BitwiseXor": "xor", "And": "and", "Or": "or", "Xor": "xor",
+}  # fmt: skip
+MOST_OPERANDS = 64  # of one expression, which is as deep as they are many
+VARIADIC = {"Add": "add", "Mul": "mul", "Sum": "add", "Max": "max", "Min": "min", "Mean": "add"}
+
+
+@lifts(*BINARY)
+def lift_binary(n: Node) -> bool | None:
+    """Two inputs, one primitive."""
+    if n.attr("broadcast", 0) and n.version < 7:
+        return False  # the old, axis-based broadcasting
+    emit_map(n, _primitive(BINARY[n.kind]))
+    return None
+
+
+@lifts(*VARIADIC)
+def lift_variadic(n: Node) -> bool | None:
+    """Any number of inputs, merged from the left; Mean divides by their number."""
+    fn, count = VARIADIC[n.kind], len(n.ins)
+    if (n.attr("broadcast", 0) and n.version < 7) or count > MOST_OPERANDS:
+        return False
+
+    def body(*xs: Expr) -> Expr:
+        total = xs[0]
+        for x in xs[1:]:
+            total = call(fn, total, x)
+        return call("div", total, c(count, total)) if n.kind == "Mean" else total
+
+    emit_map(n, body)
+    return None
+
+
+@lifts("Pow")
+def lift_pow(n: Node) -> bool | None:
+    """x ** y in the dtype of x; squares and square roots become what they are."""
+    if n.attr("broadcast", 0) and n.version < 7:
+        return False
+    power = n.const(1)
+    exponent = float(power.reshape(-1)[0]) if power is not None and power.size == 1 else math.nan
+    if exponent == 2 and len(n.shape(1)) <= len(n.shape(0)):
+        emit_map(n, lambda x: call("mul", x, x), 1)
+    elif exponent == 0.5 and n.dtype(0) in FLOATS and len(n.shape(1)) <= len(n.shape(0)):
+        emit_map(n, lambda x: call("sqrt", x), 1)
+    else:
+        wide = "f64" if n.dtype(0) in INTEGERS and n.dtype(1) in FLOATS else n.dtype(0)
+        emit_map(n, lambda x, y: cast(call("pow", cast(x, wide), cast(y, wide)), n.dtype(0)))
+    return None
+
+
+@lifts("Mod")
+def lift_mod(n: Node) -> None:
+    """Sign of the divisor, or of the dividend with ``fmod=1``."""
+    emit_map(n, _primitive("fmod" if n.attr("fmod", 0) else "mod"))
+
+
+@lifts("BitShift")
+def lift_shift(n: Node) -> None:
+    """Shifts of unsigned integers; a shift by the width or more gives 0 on every target."""
+    fn = "shl" if n.attr("direction") == "LEFT" else "shr"
+    emit_map(n, _primitive(fn))
+
+
+@lifts("Where")
+def lift_where(n: Node) -> None:
+    """Selection."""
+    emit_map(n, _primitive("where"))
+
+
+@lifts("Cast", since=6)
+def lift_cast(n: Node) -> bool | None:
+    """Conversion between supported dtypes (float8 and strings stay with ONNX)."""
+    if int(n.attr("to")) not in DTYPE_OF:
+        return False
+    emit_map(n, lambda x: cast(x, n.out().dtype), 1)
+    return None
+
+
+@lifts("CastLike")
+def lift_cast_like(n: Node) -> None:
+    """Conversion to another tensor's dtype."""
+    emit_map(n, lambda x: cast(x, n.out().dtype), 1)
+
+
+@lifts("IsInf")
+def lift_isinf(n: Node) -> None:
+    """Infinities of the signs asked for."""
+    positive, negative = n.attr("detect_positive", 1), n.attr("detect_negative", 1)
+
+    def body(x: Expr) -> Expr:
+        if positive and negative:
+            return call("isinf", x)
+        if not (positive or negative):
+            return call("and", call("isinf", x), number(0, "bool"))
+        return call("and", call("isinf", x), call("gt" if positive else "lt", x, c(0, x)))
+
+    emit_map(n, body, 1)
+
+
+@lifts("Clip")
+def lift_clip(n: Node) -> None:
+    """min(max(x, low), high); bounds are attributes before opset 11, optional scalar inputs after."""
+    dims = n.out_dims()
+    reads, x = [n.read(n.ins[0], [*here(dims)])], Arg(0, n.dtype(0))
+    e: Expr = x
+    for k, (fn, name) in enumerate((("max", "min"), ("min", "max")), start=1):
+        bound: Expr | None = None
+        if n.has(k):
+            bound, read = n.operand(k, dims)
+            if read is not None:
+                reads.append(read)
+                bound = Arg(len(reads) - 1, read[1].dtype)
+        elif n.version < 11 and n.attr(name) is not None:
+            bound = c(float(n.attr(name)), x)
+        if bound is not None:
+            e = call(fn, e, bound)
+    n.block(n.out(), dims, reads, lambda *_: e)
+
+
+def _hard_sigmoid(x: Expr, alpha: float, beta: float) -> Expr:
+    line = call("add", call("mul", c(alpha, x), x), c(beta, x))
+    return call("max", c(0, x), call("min", c(1, x), line))
+
+
+def _steps(x: Expr, below: Expr, above: Expr) -> Expr:
+    return call("where", call("lt", x, c(0, x)), below, above)
+
+
+def _f32(value: float) -> float:
+    """ONNX attributes are f32: defaults must be rounded as the attributes are."""
+    return float(np.float32(value))
+
+
+@lifts("LeakyRelu", "Elu", "Selu", "Celu", "ThresholdedRelu", "HardSigmoid", "Shrink", "Swish")
+def lift_activation(n: Node) -> None:
+    """Activations with parameters in attributes."""
+    defaults = {"LeakyRelu": 0.01, "HardSigmoid": 0.2, "Selu": 1.67326319217681884765625}
+    a = float(n.attr("alpha", _f32(defaults.get(n.kind, 1.0))))
+
+    def body(x: Expr) -> Expr:
+        expm1 = call("sub", call("exp", x), c(1, x)) if n.dtype(0) in FLOATS else x
+        if n.kind == "LeakyRelu":
+            return _steps(x, call("mul", c(a, x), x), x)
+        if n.kind == "Elu":
+            return _steps(x, call("mul", c(a, x), expm1), x)
+        if n.kind == "Selu":
+            gamma = float(n.attr("gamma", 1.05070102214813232421875))
+            return call("mul", c(gamma, x), call("where", call("gt", x, c(0, x)), x, call("mul", c(a, x), expm1)))
+        if n.kind == "Celu":
+            bent = call("sub", call("exp", call("div", x, c(a, x))), c(1, x))
+            return call("add", relu(x), call("min", c(0, x), call("mul", c(a, x), bent)))
+        if n.kind == "ThresholdedRelu":
+            return call("where", call("gt", x, c(a, x)), x, c(0, x))
+        if n.kind == "Swish":
+            return call("mul", x, sigmoid(call("mul", c(a, x), x) if a != 1 else x))
+        if n.kind == "Shrink":
+            edge, bias = (float(n.attr(k, v)) for k, v in (("lambd", 0.5), ("bias", 0.0)))
+            high = call("where", call("gt", x, c(edge, x)), call("sub", x, c(bias, x)), c(0, x))
+            return call("where", call("lt", x, c(-edge, x)), call("add", x, c(bias, x)), high)
+        return _hard_sigmoid(x, a, float(n.attr("beta", 0.5)))
+
+    emit_map(n, body, 1)
+
+
+@lifts("PRelu", since=7)
+def lift_prelu(n: Node) -> None:
+    """x or slope * x; the slope broadcasts to x."""
+    emit_map(n, lambda x, s: _steps(x, call("mul", s, x), x))
+
+
+@lifts("Gelu")
+def lift_gelu(n: Node) -> None:
+    """0.5 x (1 + erf(x / sqrt 2)), or its tanh form."""
+
+    def body(x: Expr) -> Expr:
+        half = call("mul", c(0.5, x), x)
+        if n.attr("approximate", "none") == "none":
+            return call("mul", half, call("add", c(1, x), call("erf", call("mul", x, c(math.sqrt(0.5), x)))))
+        cube = call("mul", call("mul", x, x), x)
+        inner = call("mul", c(math.sqrt(2 / math.pi), x), call("add", x, call("mul", c(0.044715, x), cube)))
+        return call("mul", half, call("add", c(1, x), call("tanh", inner)))
+
+    emit_map(n, body, 1)

@@ -1,0 +1,142 @@
+"""ai.onnx.ml: what is arithmetic becomes block operations; trees, vectors and tables work row by row or cell by cell."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tapestry.ir.expr import Expr, call, cast
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import Aff, const, dim
+from tapestry.ir.types import FLOATS, Tensor
+from tapestry.lift.building.builder import Node, axes, here, literal
+from tapestry.lift.building.registry import lifts
+from tapestry.lift.movement.gather import select
+from tapestry.lift.operators.linear import contract
+
+ML = "ai.onnx.ml"
+
+
+def known(n: Node, name: str, value: np.ndarray) -> str:
+    """A constant that the node's attributes give."""
+    made = n.temp(name)
+    n.b.made[made] = np.ascontiguousarray(value)
+    n.b.tensors[made] = Tensor(name=made, dtype={"f": "f32", "i": "i64"}[value.dtype.kind], shape=value.shape)
+    return made
+
+
+def _floats(n: Node, name: str) -> np.ndarray:
+    return np.array(n.attr(name, []), np.float32)
+
+
+@lifts("Scaler", domain=ML)
+def lift_scaler(n: Node) -> bool | None:
+    """(x - offset) * scale, one of each or one per feature (the last axis)."""
+    x, offset, scale = n.tensor(0), _floats(n, "offset"), _floats(n, "scale")
+    if (
+        not x.shape
+        or (n.out().dtype, n.out().shape) != ("f32", x.shape)
+        or any(v.size not in (1, x.shape[-1]) for v in (offset, scale))
+    ):
+        return False
+    dims = n.out_dims()
+
+    def per_feature(v: np.ndarray) -> list[Aff]:
+        return [const(0) if v.size == 1 else dim(dims[-1].name)]
+
+    reads = [n.read(known(n, k, v), per_feature(v)) for k, v in (("offset", offset), ("scale", scale))]
+    body = lambda v, a, b: call("mul", call("sub", cast(v, "f32"), a), b)  # noqa: E731
+    n.block(n.out(), dims, [n.read(x.name, here(dims)), *reads], body)
+    return None
+
+
+@lifts("Binarizer", domain=ML)
+def lift_binarizer(n: Node) -> bool | None:
+    """1 above the threshold, else 0."""
+    if (n.out().dtype, n.out().shape) != (n.dtype(0), n.shape(0)):
+        return False
+    dims, dtype = n.out_dims(), n.dtype(0)
+    edge = float(n.attr("threshold", 0.0))
+    limit = literal(edge if dtype in FLOATS else int(np.floor(edge)), dtype)
+
+    def body(v: Expr) -> Expr:
+        return call("where", call("gt", v, limit), literal(1, dtype), literal(0, dtype))
+
+    n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], body)
+    return None
+
+
+@lifts("LinearRegressor", domain=ML)
+def lift_linear_regressor(n: Node) -> bool | None:
+    """x times the coefficients of every target, and an intercept."""
+    x, targets, weights = n.tensor(0), int(n.attr("targets", 1)), _floats(n, "coefficients")
+    shift = _floats(n, "intercepts")
+    plain = n.attr("post_transform", "NONE") == "NONE" and x.dtype == "f32" and len(x.shape) == 2
+    if (
+        not plain
+        or weights.size != targets * x.shape[1]
+        or shift.size not in (0, targets)
+        or n.out().shape != (x.shape[0], targets)
+    ):
+        return False
+    w = known(n, "coefficients", weights.reshape(targets, -1))
+    bias = n.read(known(n, "intercepts", shift), [dim("n")]) if shift.size else None
+    dims = (Dim("i", x.shape[0]), Dim("n", targets))
+    a, b = n.read(x.name, [dim("i"), dim("m")]), n.read(w, [dim("n"), dim("m")])
+    contract(n, n.out(), dims, [Dim("m", x.shape[1])], a, b, bias=bias)
+    return None
+
+
+@lifts("ArrayFeatureExtractor", domain=ML)
+def lift_array_feature_extractor(n: Node) -> bool | None:
+    """Features (of the last axis) by their numbers."""
+    x, index = n.tensor(0), n.tensor(1)
+    if len(x.shape) < 2 or n.out().shape != (*x.shape[:-1], index.size):
+        return False
+    dims = n.out_dims()
+    flat = n.temp("index")
+    one = axes((index.size,), "k")
+    n.view(flat, index.name, one, [*[const(0)] * (len(index.shape) - 1), dim("k0")][: len(index.shape)])
+    select(n, n.outs[0], x.name, flat, dims, len(x.shape) - 1, 1)
+    return None
+
+
+@lifts("LabelEncoder", domain=ML)
+def lift_label_encoder(n: Node) -> None:
+    """A table's value for every cell."""
+    _rows(n, "looks values up in a table", len(n.shape(0)))
+
+
+@lifts("Imputer", domain=ML)
+def lift_imputer(n: Node) -> None:
+    """Row by row: the values to put in go with the features, the last axis."""
+    _rows(n, "replaces what is missing", len(n.shape(0)) - 1)
+
+
+@lifts("OneHotEncoder", domain=ML)
+def lift_one_hot_encoder(n: Node) -> None:
+    """Cell by cell, into a new last axis."""
+    _rows(n, "compares with a list of categories", len(n.shape(0)))
+
+
+@lifts(
+    "TreeEnsemble", "TreeEnsembleRegressor", "TreeEnsembleClassifier", "SVMRegressor", "SVMClassifier", "LinearClassifier",
+    "Normalizer", "FeatureVectorizer", domain=ML,
+)  # fmt: skip
+def lift_rows(n: Node) -> None:
+    """Sample by sample: the first of two axes."""
+    _rows(n, "takes all features of a sample together", int(len(n.shape(0)) == 2))
+
+
+def _rows(n: Node, why: str, count: int) -> None:
+    """Opaque, splittable along the first axes, which all inputs and outputs share."""
+    shape, axes_ = n.shape(0), list(range(count))
+    fit = all(
+        t.shape[:count] == shape[:count] for t in (*(n.tensor(k) for k in range(len(n.ins))), *map(n.out, range(len(n.outs))))
+    )
+    axes_ = axes_ if fit else []
+    n.opaque(
+        why,
+        [Dim(f"x{a}", shape[a]) for a in axes_],
+        dict.fromkeys(range(len(n.ins)), axes_),
+        dict.fromkeys(range(len(n.outs)), axes_),
+    )

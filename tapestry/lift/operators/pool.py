@@ -1,0 +1,146 @@
+"""Pooling: the window of a convolution under max or sum, and LRN's window over channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tapestry.errors import ModelError
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
+from tapestry.ir.graph import Dim, Read
+from tapestry.ir.index import Aff, dim
+from tapestry.ir.monoid import highest, lowest, number
+from tapestry.ir.types import Tensor
+from tapestry.lift.building.builder import Node, accumulator, literal
+from tapestry.lift.building.registry import lifts
+from tapestry.lift.operators.window import KERNEL, SPATIAL, Window, window
+
+
+def _window(n: Node) -> Window:
+    return window(n, n.shape(0)[2:], [int(k) for k in n.attr("kernel_shape")])
+
+
+def _dims(n: Node, win: Window) -> tuple[Dim, ...]:
+    b, c = n.shape(0)[:2]
+    return (Dim("b", b), Dim("c", c), *win.places)
+
+
+def _supported(n: Node) -> bool:
+    return 3 <= len(n.shape(0)) <= 5
+
+
+@lifts("MaxPool")
+def lift_max_pool(n: Node) -> bool | None:
+    """The greatest value of each window, and with Indices its row-major position in the whole tensor, the first of several."""
+    if not _supported(n):
+        return False
+    win = _window(n)
+    other = lowest(n.dtype(0)).value if win.leaves else None
+    x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], other)
+    if n.wants(1):
+        if n.attr("storage_order", 0):
+            n.opaque("its Indices output counts positions in the whole tensor, column by column")
+            return None
+        state, then = [Arg(0, x[1].dtype), _position(n, win)], [Acc(0, x[1].dtype), Acc(1, "i64")]
+        n.reduce(n.outs[:2], _dims(n, win), win.taps, "argmax", [x], state, then)
+        return None
+    n.reduce([n.outs[0]], _dims(n, win), win.taps, "max", [x], [Arg(0, x[1].dtype)])
+    return None
+
+
+def _position(n: Node, win: Window) -> Expr:
+    """Row-major position of a window's cell; behind all others where it lies in the padding, which never counts."""
+    flat: Aff = dim("b") * n.shape(0)[1] + dim("c")
+    inside: Expr = number(1, "bool")
+    for e, size in zip(win.index(), n.shape(0)[2:], strict=True):
+        flat = flat * size + e
+        fits = call("and", call("ge", Index(e), number(0, "i64")), call("lt", Index(e), number(size, "i64")))
+        inside = call("and", inside, fits)
+    return call("where", inside, Index(flat), highest("i64")) if win.leaves else Index(flat)
+
+
+@lifts("AveragePool")
+def lift_average_pool(n: Node) -> bool | None:
+    """Sum over each window divided by the number of taps inside the input, or inside the padded input."""
+    if not _supported(n):
+        return False
+    win = _window(n)
+    x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], 0 if win.leaves else None)
+    wide = accumulator(n.dtype(0))
+    count = cast(win.count(bool(n.attr("count_include_pad", 0))), wide)
+    then = cast(call("div", Acc(0, wide), count), n.dtype(0))
+    n.reduce([n.outs[0]], _dims(n, win), win.taps, "sum", [x], [cast(Arg(0, n.dtype(0)), wide)], [then])
+    return None
+
+
+@lifts("LpPool", since=2)
+def lift_lp_pool(n: Node) -> bool | None:
+    """The p-norm of each window."""
+    if not _supported(n):
+        return False
+    win, p = _window(n), int(n.attr("p", 2))
+    x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], 0 if win.leaves else None)
+    body, then = norm(p, cast(Arg(0, n.dtype(0)), accumulator(n.dtype(0))))
+    n.reduce([n.outs[0]], _dims(n, win), win.taps, "sum", [x], [body], [cast(then, n.dtype(0))])
+    return None
+
+
+def norm(p: int, x: Expr) -> tuple[Expr, Expr]:
+    """Body and then of a p-norm under ``sum``: sum(|x|^p)^(1/p)."""
+    if p < 1:
+        raise ModelError("not a norm", why=f"p is {p}")
+    size, acc = call("abs", x), Acc(0, x.dtype)
+    if p == 1:
+        return size, acc
+    if p == 2:
+        return call("mul", x, x), call("sqrt", acc)
+    return call("pow", size, literal(p, x.dtype)), call("pow", acc, literal(1 / p, x.dtype))
+
+
+@lifts("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
+def lift_global_pool(n: Node) -> bool | None:
+    """One window as large as the input; spatial output axes of size 1 are kept, as a view."""
+    if not _supported(n):
+        return False
+    x, rank = n.tensor(0), len(n.shape(0)) - 2
+    taps = tuple(Dim(k, s) for k, s in zip(KERNEL[rank], x.shape[2:], strict=True))
+    dims = (Dim("b", x.shape[0]), Dim("c", x.shape[1]))
+    read = n.read(x.name, [dim("b"), dim("c"), *(dim(t.name) for t in taps)])
+    wide, then = accumulator(x.dtype), None
+    body: Expr = cast(Arg(0, x.dtype), wide)
+    if n.kind == "GlobalMaxPool":
+        body = Arg(0, x.dtype)
+    elif n.kind == "GlobalLpPool":
+        body, then = norm(int(n.attr("p", 2)), body)
+    else:
+        count = 1
+        for t in taps:
+            count *= t.size
+        then = call("div", Acc(0, wide), literal(count, wide))
+    monoid = "max" if n.kind == "GlobalMaxPool" else "sum"
+    inner = n.reduce([n.temp("r")], dims, taps, monoid, [read], [body], [cast(then, x.dtype)] if then else [])[0]
+    places = [Dim(k, 1) for k in SPATIAL[rank]]
+    n.view(n.out(), inner, (*dims, *places), [dim("b"), dim("c")])
+    return None
+
+
+@lifts("LRN")
+def lift_lrn(n: Node) -> bool | None:
+    """x / (bias + alpha/size * sum of squares over neighbouring channels) ^ beta."""
+    if not _supported(n):
+        return False
+    x, size = n.tensor(0), int(n.attr("size"))
+    if size < 1:
+        raise ModelError("a window of no channels", where=n.where, why=f"size is {size}")
+    names = ("b", "c", *SPATIAL[len(x.shape) - 2])
+    dims = tuple(Dim(k, s) for k, s in zip(names, x.shape, strict=True))
+    spots = [dim(d.name) for d in dims]
+    near = n.read(x.name, [spots[0], dim("c") + dim("k") - (size - 1) // 2, *spots[2:]], 0)
+    own = n.read(x.name, spots)
+    wide = accumulator(x.dtype)
+    v: Callable[[int], Expr] = lambda k: cast(Arg(k, x.dtype), wide)  # noqa: E731
+    alpha, beta, bias = (float(n.attr(k, d)) for k, d in (("alpha", 0.0001), ("beta", 0.75), ("bias", 1.0)))
+    scale = call("add", literal(bias, wide), call("mul", literal(alpha / size, wide), Acc(0, wide)))
+    then = call("div", v(1), call("pow", scale, literal(beta, wide)))
+    reads: list[tuple[Read, Tensor]] = [near, own]
+    n.reduce([n.outs[0]], dims, [Dim("k", size)], "sum", reads, [call("mul", v(0), v(0))], [cast(then, x.dtype)])
+    return None

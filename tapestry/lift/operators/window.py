@@ -1,0 +1,113 @@
+"""Sliding windows: what convolution and pooling share (names, padding, projections, how much of a window is inside)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tapestry.errors import ModelError
+from tapestry.ir.expr import Expr, Index, call
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import Aff, const, dim, floordiv, span
+from tapestry.ir.monoid import number
+from tapestry.lift.building.builder import Node
+from tapestry.lift.normalize.inference_fixes import AFTER
+
+SPATIAL = {1: ("w",), 2: ("h", "w"), 3: ("t", "h", "w")}
+KERNEL = {1: ("s",), 2: ("r", "s"), 3: ("q", "r", "s")}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A sliding window, axis by axis: sizes of the input, kernel and output, and how positions relate.
+
+    Position ``o`` of the output and ``k`` of the kernel read ``stride * o + dilation * k - before`` of the input.
+    """
+
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    out: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def places(self) -> tuple[Dim, ...]:
+        """The output's spatial dimensions."""
+        return tuple(Dim(n, s) for n, s in zip(SPATIAL[len(self.out)], self.out, strict=True))
+
+    @property
+    def taps(self) -> tuple[Dim, ...]:
+        """The kernel's dimensions."""
+        return tuple(Dim(n, s) for n, s in zip(KERNEL[len(self.kernel)], self.kernel, strict=True))
+
+    def start(self, axis: int) -> Aff:
+        """First input position of a window."""
+        return dim(SPATIAL[len(self.out)][axis]) * self.stride[axis] - self.before[axis]
+
+    def index(self) -> list[Aff]:
+        """Input position per spatial axis."""
+        taps = KERNEL[len(self.kernel)]
+        return [self.start(a) + dim(taps[a]) * self.dilation[a] for a in range(len(self.size))]
+
+    @property
+    def leaves(self) -> bool:
+        """Whether some position is outside the input."""
+        ranges = {d.name: d.size for d in (*self.places, *self.taps)}
+        spans = [span(e, ranges) for e in self.index()]
+        return any(lo < 0 or hi >= s for (lo, hi), s in zip(spans, self.size, strict=True))
+
+    def count(self, padded: bool) -> Expr:
+        """How many taps of a window are inside the input (or inside the padded input), as an i64 expression."""
+        total: Expr | None = None
+        for a in range(len(self.size)):
+            inside = self._inside(a, padded)
+            total = inside if total is None else call("mul", total, inside)
+        assert total is not None
+        return total
+
+    def _inside(self, a: int, padded: bool) -> Expr:
+        k, d, end = self.kernel[a], self.dilation[a], self.size[a] + (self.after[a] if padded else 0)
+        ranges = {SPATIAL[len(self.out)][a]: self.out[a]}
+        first = self.start(a)
+        stop = floordiv(const(end - 1) - first, d, ranges) + 1  # taps below it are before the end
+        skip = floordiv(const(d - 1) - first, d, ranges)  # taps from it on are after the beginning
+        whole, zero = number(k, "i64"), number(0, "i64")
+        high: Expr = whole if span(stop, ranges)[0] >= k else call("min", whole, Index(stop))
+        if padded or span(skip, ranges)[1] <= 0:
+            return high
+        return call("sub", high, call("max", zero, Index(skip)))
+
+
+def _pads(n: Node, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    rank = len(size)
+    mode = n.attr("auto_pad", "NOTSET")
+    if mode in ("NOTSET", ""):
+        return [int(p) for p in n.attr("pads", [0] * 2 * rank)]
+    if mode == "VALID":
+        return [0] * 2 * rank
+    before, after = [], []
+    for s, k, st, d in zip(size, kernel, stride, dilation, strict=True):
+        need = max((-(-s // st) - 1) * st + d * (k - 1) + 1 - s, 0)
+        small = need // 2
+        before.append(small if mode == "SAME_UPPER" else need - small)
+        after.append(need - before[-1])
+    return before + after
+
+
+def window(n: Node, size: Sequence[int], kernel: Sequence[int]) -> Window:
+    """The window of a Conv or pooling node over an input of the given spatial sizes.
+
+    Raises:
+        ModelError: more than three spatial axes, or lists of the wrong length.
+    """
+    rank = len(size)
+    stride = [int(v) for v in n.attr("strides", [1] * rank)]
+    dilation = [int(v) for v in n.attr("dilations", [1] * rank)]
+    if not 1 <= rank <= 3 or {len(kernel), len(stride), len(dilation)} != {rank}:
+        why = f"{rank} spatial axes, strides {stride}, kernel {list(kernel)}"
+        raise ModelError("unsupported window", where=n.where, why=why)
+    pads = _pads(n, size, kernel, stride, dilation)
+    before, after = pads[:rank], n.attr(AFTER, pads[rank:])
+    return Window(tuple(size), tuple(kernel), n.out().shape[2:], tuple(stride), tuple(dilation), tuple(before), tuple(after))

@@ -1,0 +1,233 @@
+# pyright: basic
+# onnx and onnxruntime come without complete types
+"""Run the ONNX node inside an opaque operation: exact, unhurried, and the same for every part of Tapestry.
+
+onnxruntime runs the node where it can, otherwise the ONNX reference evaluator, which has every operator but some of them
+wrong (linear Resize, for one). `_evaluators` says where the order is the other way round, and why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Opaque
+from tapestry.ir.types import HOST, STORED, numpy_dtype
+from tapestry.onnx_eval.reference_fixes import corrected
+
+Array = np.ndarray[Any, Any]
+Evaluator = Callable[[Mapping[str, Any]], Sequence[Any]]
+Expected = tuple[str, tuple[int, ...]]  # dtype ("" for any) and shape of a result; a host value may have any
+RELEASED = 26  # the newest opset that onnxruntime takes
+RANDOM = frozenset(
+    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
+)
+IR_VERSION = 10  # onnxruntime reads no model newer than 13
+ACCURATE = frozenset({"DFT", "STFT", "MelWeightMatrix"})  # the reference computes in float64, onnxruntime is off by 1e-4
+WRONG_IN_ORT = frozenset({"MaxUnpool"})  # it ignores the strides implied by output_shape
+
+RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+SIMPLE = frozenset({"hidden_size", "direction", "linear_before_reset"})  # attributes of recurrences that the reference heeds
+
+
+@dataclass(frozen=True, slots=True)
+class HostValue:
+    """A value of the host (`Tensor.on_host`): an array of any shape, a list for a sequence, a dictionary for a map,
+    None for an empty optional."""
+
+    value: Any
+
+
+def run(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected]) -> list[Any]:
+    """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
+
+    Args:
+        arrays: one per ``op.ins`` (``None`` where the input is absent), in the order of the node's inputs.
+        expected: dtype and shape of each output as the graph has it; results are held to it.
+
+    Raises:
+        TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
+    """
+    declared = _inputs(op.node)  # and after them what its subgraphs read of the graph around it
+    names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
+    given = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+    types = tuple((n, *_type(a)) for n, a in given.items())
+    feeds = {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
+    failures: list[str] = []
+    for make in _evaluators(op, feeds, expected):
+        made = make.__wrapped__ if _draws(op.node) else make  # a generator's state must not go on from run to run
+        try:
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                found = list(made(op.node, op.opsets, types)(feeds))
+        except Exception as e:  # both libraries raise many kinds
+            failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
+            continue
+        return [_held_to(op, _plain(x), e) for x, e in zip(found, expected, strict=True)]
+    raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
+
+
+def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] | None]) -> str:
+    """Why no evaluator can be made for a node whose inputs have these dtypes and shapes; "" when one can."""
+    declared = _inputs(op.node)
+    names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
+    types = tuple((n, *(a or (np.dtype(object), None))) for n, a in zip(names, arrays, strict=True) if n)
+    failures: list[str] = []
+    for make in (_onnxruntime, _reference):
+        try:
+            make(op.node, op.opsets, types)
+        except Exception as e:  # both libraries raise many kinds
+            failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
+    return "; ".join(failures) if len(failures) == 2 else ""
+
+
+def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expected]) -> list[Any]:
+    """The evaluators to try, the one to trust first."""
+    dtypes = {d for d, _ in expected} | {a.dtype.name for a in feeds.values() if isinstance(a, np.ndarray)}
+    stored = dtypes & (STORED | {numpy_dtype(d).name for d in STORED})
+    if stored or any(not isinstance(a, np.ndarray) for a in feeds.values()):
+        return [_reference]  # onnxruntime's Python interface takes none of these, or gives other types back
+    corners = op.kind == "Resize" and b"align_corners" in op.node  # onnxruntime rounds the length first when shrinking
+    if op.kind in ACCURATE or op.kind in WRONG_IN_ORT or corners:
+        return [_reference, _onnxruntime]
+    return [_onnxruntime, _reference]
+
+
+def _type(a: Array | HostValue) -> tuple[Any, tuple[int | None, ...] | None]:
+    """Element type and shape for an evaluator; what depends on the data is left open, so that sessions are shared."""
+    if not isinstance(a, HostValue):
+        return a.dtype, a.shape
+    value = a.value
+    return (value.dtype, (None,) * value.ndim) if isinstance(value, np.ndarray) else (np.dtype(object), None)
+
+
+def _plain(x: Any) -> Any:
+    """Arrays as arrays (evaluators give scalars at times), sequences as lists, maps as they are, an empty optional as None."""
+    if x is None:
+        return None
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_plain(y) for y in x]
+    a = np.asarray(x)
+    return a.astype(object) if a.dtype.kind in "US" else a
+
+
+def _held_to(op: Opaque, found: Any, expected: Expected) -> Any:
+    """The result, if it is what the graph says of it."""
+    dtype, shape = expected
+    if dtype == HOST:
+        return found
+    is_array = isinstance(found, np.ndarray)
+    if is_array and found.shape == shape and (not dtype or found.dtype == numpy_dtype(dtype)):
+        return found
+    what = f"{found.dtype.name}{list(found.shape)}" if is_array else type(found).__name__
+    raise TapestryError(
+        "the result is not what the model declares", where=f"node '{', '.join(op.source)}' ({op.kind})",
+        why=f"it is {what}, declared {dtype}{list(shape)}", hint="these inputs ask for another shape; leave it undeclared",
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _inputs(node: bytes) -> tuple[str, ...]:
+    from onnx import NodeProto
+
+    return tuple(NodeProto.FromString(node).input)
+
+
+def _unchanged(node: Any, version: int) -> bool:
+    """Whether a node, with all that is inside it, means the same at the newest opset that onnxruntime knows."""
+    from onnx import defs
+
+    if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type, RELEASED, ""):
+        return False
+    if defs.get_schema(node.op_type, RELEASED, "").since_version != defs.get_schema(node.op_type, version, "").since_version:
+        return False
+    inner = [n for a in node.attribute for g in (a.g, *a.graphs) for n in g.node]
+    return all(_unchanged(n, version) for n in inner)
+
+
+@lru_cache(maxsize=512)
+def _draws(node: bytes) -> bool:
+    """Whether a node, or one inside it, is random."""
+    from onnx import NodeProto
+
+    stack = [NodeProto.FromString(node)]
+    while stack:
+        at = stack.pop()
+        if at.op_type in RANDOM:
+            return True
+        stack += [n for a in at.attribute for g in (a.g, *a.graphs) for n in g.node]
+    return False
+
+
+Types = tuple[tuple[str, Any, tuple[int | None, ...] | None], ...]
+
+
+def _model(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Any:
+    from onnx import NodeProto, TypeProto, helper
+
+    proto = NodeProto.FromString(node)
+    opsets = tuple((d, RELEASED if d == "" and v > RELEASED and _unchanged(proto, v) else v) for d, v in opsets)
+    inputs = [
+        helper.make_value_info(n, TypeProto()) if (dtype, shape) == (np.dtype(object), None)  # the reference asks for none
+        else helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(dtype), shape)
+        for n, dtype, shape in types
+    ]  # fmt: skip
+    outputs = [helper.make_value_info(n, TypeProto()) for n in proto.output if n]
+    graph = helper.make_graph(_time_first(proto), "node", inputs, outputs)
+    return helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets])
+
+
+def _time_first(node: Any) -> list[Any]:
+    """A recurrence with ``layout`` 1 (batch first), which onnxruntime does not have, as one with 0 between transpositions."""
+    from onnx import NodeProto, helper
+
+    if node.op_type not in RECURRENT or not any(a.name == "layout" and a.i for a in node.attribute):
+        return [node]
+    inner = NodeProto()
+    inner.CopyFrom(node)
+    kept = [a for a in node.attribute if a.name != "layout"]
+    del inner.attribute[:]
+    inner.attribute.extend(kept)
+    before, after = [], []
+    for k, name in enumerate(node.input):
+        if name and k in (0, 5, 6):  # X and the initial states; all else has no batch or nothing before it
+            inner.input[k] = f"{name}/layout0/{k}"
+            before.append(helper.make_node("Transpose", [name], [inner.input[k]], perm=[1, 0, 2]))
+    for k, name in enumerate(node.output):
+        if name:
+            inner.output[k] = f"{name}/layout0"
+            after.append(helper.make_node("Transpose", [inner.output[k]], [name], perm=[1, 0, 2] if k else [2, 0, 1, 3]))
+    return [*before, inner, *after]
+
+
+@lru_cache(maxsize=512)
+def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
+    from onnx.reference import ReferenceEvaluator
+
+    proto = _model(node, opsets, types)
+    for n in proto.graph.node:
+        extra = [a.name for a in n.attribute if a.name not in SIMPLE]
+        if n.op_type in RECURRENT and (extra or (len(n.input) > 4 and n.input[4])):
+            raise NotImplementedError(f"the reference evaluator ignores {', '.join(extra) or 'sequence_lens'} of {n.op_type}")
+    evaluator = ReferenceEvaluator(proto, new_ops=corrected())
+    return lambda given: list(evaluator.run(None, dict(given)))
+
+
+@lru_cache(maxsize=512)
+def _onnxruntime(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
+    import onnxruntime as ort
+
+    model = _model(node, opsets, types)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    known = {i.name for i in session.get_inputs()}
+    return lambda given: session.run(None, {n: a for n, a in given.items() if n in known})

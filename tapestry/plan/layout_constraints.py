@@ -1,0 +1,108 @@
+"""Layouts that the search must keep to, as annotations of the model give them: a filter on every operation's strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tapestry.errors import PlanError
+from tapestry.ir.canonical_parts import may_cut
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.index import dims_of
+from tapestry.ir.plan import Layout, Mesh, Strategy
+from tapestry.plan.strategy import out_layout
+
+Dims = tuple[str | None, ...]
+Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims | None, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What is given.
+
+    Attributes:
+        outs: tensor to the layout it must have when it is written.
+        reads: (ONNX node, tensor) to the layout in which the node reads it: a mesh axis that cuts a tensor's axis must
+            cut a dimension that walks it.
+        dims: first output of an operation to exactly what each mesh axis cuts.
+        exact: only cuts that leave every bit as it is on one device (`ir.canonical_parts`).
+    """
+
+    outs: Mapping[str, Layout] = field(default_factory=dict)
+    reads: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
+    dims: Mapping[str, Dims] = field(default_factory=dict)
+    exact: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.outs or self.reads or self.dims or self.exact)
+
+    def key(self, op: Op) -> Key:
+        """What concerns an operation, without names: equal for operations that are planned alike."""
+        if not self:
+            return (), (), None, False
+        outs = tuple((n, self.outs[t]) for n, t in enumerate(op.outs) if t in self.outs)
+        reads = tuple(
+            (n, self.reads[(s, t)]) for n, t in enumerate(op.inputs) for s in dict.fromkeys(op.source) if (s, t) in self.reads
+        )
+        return outs, reads, self.dims.get(op.outs[0]), self.exact
+
+
+def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -> list[Strategy]:
+    """The strategies that keep to what is given.
+
+    Raises:
+        PlanError: none does; names the tensor.
+    """
+    outs, reads, dims, exact = key
+    if exact:
+        found = [s for s in found if _same_bits(op, s, mesh)]
+        if not found:
+            raise PlanError("the split asked for would change results in the last bits", where=f"node '{', '.join(op.source)}'",
+                            hint="another --pin, or no --exact")  # fmt: skip
+    for n, layout in outs:
+        kept = [s for s in found if out_layout(op, s.out, n) == layout]
+        found = _some(kept, op, op.outs[n], f"no split of the operation ends with it {_text(layout, mesh)}")
+    if dims is not None:
+        found = _some([s for s in found if s.dims == dims], op, op.outs[0], f"no split of the operation cuts {dims}")
+    for n, layout in reads:
+        tensor = op.inputs[n]
+        cuts = [(a, k) for a, k in enumerate(layout) if k is not None and mesh[a].size > 1]
+        kept = [s for s in found if all(_walked(op, s, tensor, a, k) for a, k in cuts)]
+        found = _some(kept, op, tensor, f"no split of the operation (within its other specs) reads it {_text(layout, mesh)}")
+    return found
+
+
+def _same_bits(op: Op, s: Strategy, mesh: Mesh) -> bool:
+    parts: dict[str, int] = {}
+    for d, a in zip(s.dims, mesh, strict=True):
+        if d is not None:
+            parts[d] = parts.get(d, 1) * a.size
+    return all(may_cut(op, d, n) for d, n in parts.items())
+
+
+def _some(kept: list[Strategy], op: Op, tensor: str, why: str) -> list[Strategy]:
+    if not kept:
+        raise PlanError(
+            f"the sharding given for '{tensor}' is impossible", where=f"node '{', '.join(op.source)}'", why=why,
+            hint="change the annotation, or --ignore-sharding",
+        )  # fmt: skip
+    return kept
+
+
+def _walked(op: Op, s: Strategy, tensor: str, mesh_axis: int, axis: int) -> bool:
+    """Whether a mesh axis cuts a dimension that walks an axis of a tensor, in every read of it."""
+    cut = s.dims[mesh_axis]
+    if not isinstance(op, Block):
+        names = [d.name for d in op.dims]
+        return cut is not None and all(op.in_axes[k][names.index(cut)] == axis for k, t in enumerate(op.ins) if t == tensor)
+    body, end = op.body_reads(), s.out[mesh_axis]
+    after = cut if end is None else op.dims[end].name  # what is read after a reduction follows the output
+    for k, r in enumerate(op.reads):
+        if r.tensor == tensor and (cut if k in body else after) not in dims_of(r.index[axis]):
+            return False
+    return True
+
+
+def _text(layout: Layout, mesh: Mesh) -> str:
+    cuts = [f"cut on axis {k} over mesh axis {a.name} ({a.size})" for a, k in zip(mesh, layout, strict=True) if k is not None]
+    return " and ".join(cuts) or "whole on every device"

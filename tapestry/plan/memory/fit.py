@@ -1,0 +1,186 @@
+"""When no plan fits in space: the same splits in time, recomputation and streamed weights, searched around the planner.
+
+A state is a rewritten graph. Its trial plans it with as few streamed weights as fit (with all of them where even that is too
+much). States are rewritten where their plan needs most; the cheapest plan that fits is kept until the time is over or
+nothing gets better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Layout
+from tapestry.ir.program import alive_at, peak_bytes
+from tapestry.plan.memory.floor import least_seconds
+from tapestry.plan.memory.peaks import excess, fewest, moves, streamable
+from tapestry.plan.search.pareto import Point
+from tapestry.plan.search.planner import Found, peak, spatial, too_big
+from tapestry.plan.search.problem import build
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.topology import Topology
+from tapestry.rewrites.core.rule import RULES, Move
+
+BEAM = 2  # states rewritten in one round
+CHOICES = 5  # splits tried per state
+PATIENCE = 2  # rounds without a better plan before the search stops
+NEAR = 1.01  # times the bound: good enough to stop
+MORE_SECONDS = 10.0  # to look for a cheaper plan after the first one that fits
+TRIAL_SECONDS = 4.0  # for planning one state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A plan that fits, the moves that led to its graph, what a person should know of why, and all plans met that fit."""
+
+    found: Found
+    moves: tuple[Move, ...]
+    report: Mapping[str, object]
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A rewritten graph with its plan: one that fits, or the one with the least memory that was found."""
+
+    graph: Graph
+    moves: tuple[Move, ...]
+    found: Found
+
+
+def fit(
+    graph: Graph,
+    topo: Topology,
+    first: Found,
+    *,
+    inputs: Mapping[str, Layout] | None = None,
+    outputs: Mapping[str, Layout] | None = None,
+    budget: Budget,
+    known: tuple[Found, Sequence[Move]] | None = None,
+) -> Fitted:
+    """The cheapest plan that was found to fit, by splits in time, recomputation and streamed weights.
+
+    Args:
+        first: the plan without them, which does not fit.
+        inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
+        known: a plan that fits, with the moves to its graph, to go on from; what is found is never worse.
+
+    Raises:
+        TooBig: nothing fits; says by how many bytes, on which device, for which tensors, and what was tried.
+    """
+    bound = least_seconds(graph, topo)
+    search = _Search(topo, inputs or {}, outputs or {}, bound, budget)
+    states = [search.plan(graph, ()), _State(graph, (), first)]
+    if known:
+        states.append(_State(known[0].plan.graph, tuple(known[1]), known[0]))
+    best = search.explore(states)
+    if peak(best.found) > topo.device.memory:
+        raise too_big(min(best.found, first, key=peak), topo.device.memory, budget, search.tried())
+    found = replace(best.found, bound=min(bound, best.found.objective))
+    return Fitted(found=found, moves=best.moves, report=_report(first, found, topo, search.trials), points=tuple(search.points))
+
+
+@dataclass(slots=True)
+class _Search:
+    """What is fixed during the search, and what it has looked at."""
+
+    topo: Topology
+    inputs: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+    bound: float
+    budget: Budget
+    trials: int = 0
+    points: list[Point] = field(default_factory=list[Point])
+    kinds: dict[str, int] = field(default_factory=dict[str, int])
+    met: set[tuple[str, ...]] = field(default_factory=set[tuple[str, ...]])
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device."""
+        return self.topo.device.memory
+
+    def explore(self, states: list[_State]) -> _State:
+        """Rewrite the best states round by round; returns the best one."""
+        best, idle = min(states, key=self.rank), 0
+        beam = states
+        while beam and idle < PATIENCE and not self.budget.over():
+            if self.rank(best) <= (False, self.bound * NEAR):
+                break
+            beam = sorted((c for s in beam for c in self.children(s)), key=self.rank)[:BEAM]
+            better = bool(beam) and self.rank(beam[0]) < self.rank(best)
+            best, idle = (beam[0], 0) if better else (best, idle + 1)
+        return best
+
+    def rank(self, state: _State) -> tuple[bool, float, int]:
+        """Smaller is better: what fits by cost, the rest by its peak and then by all that is above the limit over time."""
+        most = peak(state.found)
+        if most <= self.limit:
+            return False, state.found.objective, 0
+        return True, float(most), excess(state.found.program, self.topo)
+
+    def children(self, state: _State) -> list[_State]:
+        """The states that one list of moves leads to."""
+        out: list[_State] = []
+        for group in moves(state.graph, state.found, self.topo, CHOICES):
+            if self.budget.over():
+                break
+            key = tuple(map(str, (*state.moves, *group)))
+            if key in self.met:
+                continue
+            self.met.add(key)
+            graph, done = _applied(state.graph, group)
+            if done:
+                self.kinds[done[0].rule] = self.kinds.get(done[0].rule, 0) + 1
+                out.append(self.plan(graph, (*state.moves, *done)))
+        return out
+
+    def plan(self, graph: Graph, done: tuple[Move, ...]) -> _State:
+        """The best plan of a graph with as few streamed weights as fit, or with all where none fits."""
+        every = self.spatial(graph, streamable(graph, tuple(self.inputs), self.limit))
+        if peak(every) > self.limit or not every.plan.streamed:
+            return _State(graph, done, every)
+        plain = self.spatial(graph, frozenset())
+        found = plain if peak(plain) <= self.limit else self.spatial(graph, fewest(every, self.topo))
+        best = min((f for f in (every, found) if peak(f) <= self.limit), key=lambda f: f.objective)
+        self.points.append(Point(best.objective, peak(best), tuple(map(str, done))))
+        self.budget = self.budget.part(MORE_SECONDS)
+        return _State(graph, done, best)
+
+    def spatial(self, graph: Graph, streamed: frozenset[str]) -> Found:
+        """The planner's own search, for a while."""
+        self.trials += 1
+        problem = build(graph, self.topo, {}, self.inputs, self.outputs, streamed=streamed)
+        return spatial(problem, self.budget.part(TRIAL_SECONDS), squeeze=False)
+
+    def tried(self) -> str:
+        """For the error: what was tried."""
+        kinds = ", ".join(f"{n} × {k}" for k, n in sorted(self.kinds.items())) or "no rewrite applies"
+        return f"; tried {self.trials} plans with all weights streamed and these moves: {kinds}"
+
+
+def _applied(graph: Graph, group: tuple[Move, ...]) -> tuple[Graph, tuple[Move, ...]]:
+    """All moves of a group that are still legal after the ones before. (Nothing is simplified: that would undo them.)"""
+    done: list[Move] = []
+    for m in group:
+        try:
+            graph = RULES[m.rule].apply(graph, m)
+        except TapestryError:
+            continue
+        done.append(m)
+    return graph, tuple(done)
+
+
+def _report(first: Found, found: Found, topo: Topology, trials: int) -> dict[str, object]:
+    """Why the plan is not only spatial: by how much the best of those did not fit, and what this one does instead."""
+    most, at = peak_bytes(first.program)
+    device = topo.tightest(most)
+    buffers = first.program.buffers
+    alive = sorted(alive_at(first.program, at[device]), key=lambda b: -buffers[b].nbytes(device))[:4]
+    streamed = found.plan.streamed
+    return {
+        "spatial_peak_bytes": most[device], "device": device, "short_bytes": most[device] - topo.memories()[device],
+        "largest": [{"buffer": b, "bytes": buffers[b].nbytes(device)} for b in alive], "trials": trials,
+        "streamed": sorted(streamed), "streamed_bytes": sum(found.plan.graph.tensors[t].nbytes for t in streamed),
+    }  # fmt: skip

@@ -1,0 +1,177 @@
+"""Whether a plan gets pipeline stages: what the user asks for, when it can pay, and which of two plans is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tapestry.errors import PlanError, TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import device_count
+from tapestry.ir.program import peak_bytes
+from tapestry.plan.pipelines.pipeline_search import MICRO_BATCHES, Staged, search_stages
+from tapestry.plan.pipelines.sequence import sequence
+from tapestry.plan.search.planner import Found
+from tapestry.plan.simulate import TRANSFER, simulate
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.topology import Topology
+from tapestry.rewrites.core.rule import Move
+
+AUTO_SHARE = 0.5  # of what the plan without stages took: seconds for stages that nobody asked for
+LEAST_SECONDS, MOST_SECONDS = 2.0, 5.0  # and the limits of that; where it would be more, they are not looked for
+SLOW = 2.0  # a mesh axis is slow if a byte takes so many times longer than on the fastest
+WAITING = 0.05  # stages may pay if the spatial plan spends at least this share of its time on transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``stages``: how many (``None``: as is best; 1: no stages). ``micro``: micro-batches (``None``: as is best)."""
+
+    stages: int | None = None
+    micro: int | None = None
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the user insists on stages."""
+        return (self.stages or 1) > 1 or (self.micro or 1) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The plan taken, the rewrites that it needs, and what the JSON document says of plans with stages and without."""
+
+    found: Found
+    staged: bool
+    moves: tuple[Move, ...]
+    report: dict[str, Any]
+
+
+def parse_request(stages: str, micro: str, topo: Topology) -> Request:
+    """``auto`` or a number each.
+
+    Raises:
+        TapestryError: not a number, or more stages than devices.
+    """
+    wanted = Request(_number(stages, "--stages"), _number(micro, "--micro-batches"))
+    devices = device_count(topo.mesh)
+    if (wanted.stages or 1) > devices:
+        raise TapestryError(f"{wanted.stages} stages on {devices} devices", where="--stages", hint="at least one device each")
+    if wanted.stages == 1 and (wanted.micro or 1) > 1:
+        raise TapestryError("micro-batches without stages", where="--micro-batches", hint="--stages auto, or a number above 1")
+    if topo.kinds and wanted.explicit:
+        raise TapestryError("pipeline stages on devices of several kinds are not planned", where="--stages", hint="--stages 1")
+    if devices == 1 and wanted.explicit:
+        raise TapestryError("pipeline stages need more than one device", where="--stages", hint="--devices or --mesh")
+    return wanted
+
+
+def _number(text: str, where: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise TapestryError(f"'{text}' is neither 'auto' nor a number from 1 to 4096", where=where)
+    return int(text)
+
+
+def choose(
+    graph: Graph, topo: Topology, spatial: Found | PlanError, request: Request, budget: Budget, *, tight: bool = False,
+    spent: float = 0.0,
+) -> Choice:  # fmt: skip
+    """The better of the spatial plan and the best one with stages; the latter if it is asked for.
+
+    Without being asked, a plan with stages must be better in its objective and not worse on the simulated clock.
+
+    Args:
+        spatial: the plan without stages, or why there is none.
+        tight: whether the plan without stages fits only by splits in time or streamed weights.
+        spent: seconds that it took.
+
+    Raises:
+        PlanError: nothing fits, or there is no plan as asked for.
+    """
+    unfit = isinstance(spatial, PlanError)
+    staged: Staged | None = None
+    quick = tight or unfit or AUTO_SHARE * spent <= MOST_SECONDS
+    if request.explicit or (request.stages != 1 and quick and _may_pay(spatial, topo, tight)):
+        upper = float("inf") if unfit or request.explicit else spatial.objective
+        part = budget if request.explicit or unfit or tight else budget.part(max(LEAST_SECONDS, AUTO_SHARE * spent))
+        insist = request.explicit or unfit
+        micro = MICRO_BATCHES if request.micro is None else (request.micro,)
+        staged = search_stages(graph, topo, stages=request.stages, micro=micro, upper=upper, budget=part, insist=insist)
+        if staged is None and request.explicit:
+            raise _impossible(graph, topo, request)
+    if staged is None:
+        if unfit:
+            raise spatial
+        return Choice(spatial, False, (), {"stages": [], "micro_batches": 1})
+    report = _report(spatial, staged, topo)
+    taken = unfit or request.explicit or (
+        staged.found.objective < spatial.objective and report["simulated_s"] <= report["spatial_simulated_s"]
+    )  # fmt: skip
+    report["chosen"] = taken
+    if not taken:
+        assert isinstance(spatial, Found)
+        return Choice(spatial, False, (), {"stages": [], "micro_batches": 1, "pipeline": report})
+    found = staged.found
+    if not request.explicit and isinstance(spatial, Found):  # a bound of all plans, with stages or without
+        found = replace(found, bound=min(found.bound, spatial.bound))
+    data = {"stages": stages_data(staged), "micro_batches": staged.sequence.micro, "pipeline": report}
+    return Choice(found, True, staged.sequence.moves, data)
+
+
+def _may_pay(spatial: Found | PlanError, topo: Topology, tight: bool) -> bool:
+    """Whether stages can pay at all: nothing fits without, or the plan waits for links of which some are slow.
+
+    Stages are of devices of one kind. Without communication a spatial plan uses all devices all the time, and stages
+    only add bubbles.
+    """
+    links = [link.beta for a, link in zip(topo.mesh, topo.links, strict=True) if a.size > 1]
+    if not links or topo.kinds:
+        return False
+    if tight or isinstance(spatial, PlanError):
+        return True
+    if max(links) < SLOW * min(links):
+        return False
+    timed = simulate(spatial.plan, spatial.program, topo)
+    return bool(timed.busy(TRANSFER).max() > WAITING * timed.total)
+
+
+def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
+    n = request.stages or 2
+    if len(graph.ops) < n:
+        return PlanError(f"{len(graph.ops)} operations cannot make {n} stages", where="--stages", hint="fewer stages")
+    if request.micro and sequence(graph, request.micro) is None:
+        what = f"the batch cannot be cut into {request.micro} equal micro-batches"
+        return PlanError(what, where="--micro-batches", hint="a number that divides the batch, or auto")
+    return PlanError(
+        f"no plan of {request.stages or 'several'} stages fits", where="--stages",
+        why=f"each device has {topo.device.memory:,} bytes", hint="more memory (--memory), or --stages auto",
+    )  # fmt: skip
+
+
+def _report(spatial: Found | PlanError, staged: Staged, topo: Topology) -> dict[str, Any]:
+    """Both plans, by their own objectives and on the simulated clock."""
+    out: dict[str, Any] = {
+        "objective_s": staged.found.objective, "lower_bound_s": staged.found.bound, "exact": staged.exact,
+        "simulated_s": simulate(staged.found.plan, staged.found.program, topo).total, "stages": len(staged.seconds),
+        "micro_batches": staged.sequence.micro, "spatial_objective_s": None, "spatial_simulated_s": None,
+    }  # fmt: skip
+    if isinstance(spatial, Found):
+        out["spatial_objective_s"] = spatial.objective
+        out["spatial_simulated_s"] = simulate(spatial.plan, spatial.program, topo).total
+    else:
+        out["spatial_refused"] = spatial.what
+    return out
+
+
+def stages_data(staged: Staged) -> list[dict[str, Any]]:
+    """The stages of a plan as data: seconds are per micro-batch."""
+    plan = staged.found.plan
+    peak, _ = peak_bytes(staged.found.program)
+    return [
+        {
+            "devices": list(s.devices), "mesh": ",".join(f"{a.name}={a.size}" for a in s.mesh),
+            "ops": plan.stage_of.count(k), "seconds": seconds, "peak_bytes": [peak[d] for d in s.devices],
+        }
+        for k, (s, seconds) in enumerate(zip(plan.stages, staged.seconds, strict=True))
+    ]  # fmt: skip

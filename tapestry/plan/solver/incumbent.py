@@ -1,0 +1,151 @@
+"""What a search on a network with usages knows: the best choice, and the network that is left at the best prices."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tapestry.plan.solver.ascent import Messages
+from tapestry.plan.solver.bound import Certificate, Multipliers, certify, rule_out
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.lagrange import ascend, force
+from tapestry.plan.solver.mip import Program
+from tapestry.plan.solver.network_reduction import Reduction, reduce
+from tapestry.plan.solver.pairs import Instance, Pairs, Solution
+
+CLOSED = 1e-9
+FORCE = 0.5  # of the time left, for raising prices until a choice keeps to the limits
+
+
+@dataclass(slots=True)
+class Search:
+    """The best choice and the best bound so far."""
+
+    given: Instance
+    budget: Budget
+    choice: np.ndarray
+    cost: float = np.inf
+    bound: float = -np.inf
+    tiny: float = 0.0  # differences below are rounding
+    log: list[tuple[float, str, float, float]] = field(default_factory=list[tuple[float, str, float, float]])
+    began: float = field(default_factory=time.monotonic)
+
+    def offer(self, net: Pairs, done: Reduction, label: np.ndarray) -> None:
+        """Take labels for the nodes left of a network as the best choice if they are, when put back into the given problem."""
+        start = net.start[:-1]
+        full = start.copy()
+        full[net.node[label]] = label
+        self.start(done.lift(full) - start)
+
+    def start(self, choice: np.ndarray) -> None:
+        """Take a whole choice as the best one if it is allowed and better."""
+        cost = self.given.cost(choice)
+        if cost < self.cost and self.given.peak(choice) <= self.given.limit:
+            self.choice, self.cost = choice.copy(), cost
+
+    def labels(self, net: Pairs) -> np.ndarray:
+        """The best choice as labels of the nodes left."""
+        nodes = net.nodes()
+        return net.start[nodes] + self.choice[nodes]
+
+    def raise_bound(self, bound: float) -> None:
+        """The best bound, never above the cost of a known choice."""
+        self.bound = min(max(self.bound, bound), self.cost)
+
+    def note(self, what: str) -> None:
+        """For reports."""
+        self.log.append((time.monotonic() - self.began, what, self.cost, self.bound))
+
+    def closed(self) -> bool:
+        """Whether the best choice is proved to be optimal, or that there is none."""
+        if self.bound == np.inf:
+            return True
+        return bool(np.isfinite(self.cost)) and self.cost - self.bound <= CLOSED * abs(self.cost) + self.tiny
+
+    def solution(self) -> Solution:
+        """For callers."""
+        return Solution([int(c) for c in self.choice], self.cost, self.bound)
+
+
+@dataclass(slots=True)
+class Stage:
+    """What is left of the problem: costs moved so that the least of each node and pair add up to the bound at these prices."""
+
+    net: Pairs
+    done: Reduction
+    price: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def proof(self) -> Certificate:
+        """The bound, and what labels and joint choices add to it."""
+        return certify(self.net, _priced(self.net, self.price))
+
+    def copy(self) -> Stage:
+        """To be continued in another direction."""
+        return Stage(self.net.copy(), self.done.copy(), self.price)
+
+    def reduce(self) -> None:
+        """Reduce the network, and keep the prices of times that are left (those of others go to the next one)."""
+        times, price = self.net.usage.time, self.price
+        reduce(self.net, self.done)
+        now = self.net.usage.time
+        self.price = np.zeros(len(now))
+        if len(now):
+            at = np.flatnonzero(price)
+            np.add.at(self.price, np.minimum(np.searchsorted(now, times[at]), len(now) - 1), price[at])
+
+    def move(self, given: Multipliers) -> None:
+        """Move costs along messages; the prices stay apart."""
+        self.net.move(given.tails, given.heads)
+        self.price = given.price
+
+
+def _priced(net: Pairs, price: np.ndarray) -> Multipliers:
+    slots = net.slots()
+    return Multipliers(price, np.zeros(len(slots[1])), np.zeros(len(slots[3])))
+
+
+def raise_prices(state: Search, stage: Stage, budget: Budget, rounds: int = 1000) -> float:
+    """Look for better prices and messages, and move costs along them; returns the bound."""
+    net, messages = stage.net, Messages(stage.net)
+
+    def found(choice: np.ndarray, cost: float) -> float:
+        if cost + net.constant < state.cost:
+            state.offer(net, stage.done, messages.label[messages.first + choice])
+        return state.cost - net.constant
+
+    ascent = ascend(messages, stage.price, budget, found, rounds=rounds)
+    if not np.isfinite(state.cost):
+        force(ascent, state.budget.share(FORCE), found)
+    stage.move(ascent.multipliers())
+    return stage.proof().bound
+
+
+def tighten(state: Search, stage: Stage) -> None:
+    """Rule out what no better choice uses, and reduce; when nothing is left, the best choice is optimal."""
+    if np.isfinite(state.cost):
+        rule_out(stage.net, stage.proof(), state.cost)
+        stage.reduce()
+        if not len(stage.net.nodes()):
+            state.offer(stage.net, stage.done, np.zeros(0, np.int64))
+
+
+def integer(state: Search, net: Pairs, done: Reduction, budget: Budget) -> tuple[bool, float]:
+    """Solve the integer program of a network until the time is up: (whether to the end, a lower bound)."""
+    program, bound, sharp = Program(net), -np.inf, False
+    while True:
+        start = state.labels(net) if np.isfinite(state.cost) else None
+        point = program.integer(budget, start)
+        if point is None:  # a program without choices, while none is known, is solved
+            none = program.infeasible() and not sharp and not np.isfinite(state.cost)
+            return none, np.inf if none else bound
+        if not sharp:
+            bound = max(bound, point.bound)
+        state.offer(net, done, np.flatnonzero(point.weight > 0.5))
+        if not program.add_rows(point.weight):
+            if not program.sharpen(point.weight):
+                return point.proved and not sharp, bound
+            sharp = True
+        if budget.over():
+            return False, bound

@@ -1,0 +1,252 @@
+"""Prices for the resource: the best Lagrangian bound of a network with usages, and choices found on the way.
+
+The prices maximise a cutting-plane model of the dual (Kelley 1960) inside a box around the best ones (Marsten, Hogan and
+Blankenship 1975): every choice of the nodes is a cut. Only times at which some choice passed the limit get a price. For given
+prices the bound comes from message passing and the choice from its decoding, improved one node at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tapestry.plan.solver.ascent import Messages
+from tapestry.plan.solver.bound import Multipliers
+from tapestry.plan.solver.budget import Budget
+
+CUTS = 150  # choices that the model remembers
+FLOOR = 2e-4  # smallest box, as a part of the bound
+STALL = 25  # rounds without progress after which it goes on in another way, or stops
+PACE, SLOW = 0.01, 1e-4  # of steps along the excess: at first, and when they may stop
+NEWS = 3  # times that get a price in one round
+GENTLE = 0.3  # of the time for making a choice fit, at the highest peaks alone
+GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
+MESSAGES = 5  # rounds of growing prices for which messages are left as they are
+
+
+@dataclass(slots=True)
+class Ascent:
+    """State of the search for prices; those of ``price`` are per limit: what using the limit once costs."""
+
+    messages: Messages
+    price: np.ndarray
+    best: float = -np.inf
+    best_price: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    best_message: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    active: list[int] = field(default_factory=list[int])
+    costs: list[float] = field(default_factory=list[float])
+    over: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    box: float = 0.0
+    least_box: float = 0.0
+    pace: float = 0.0  # of steps along the excess
+
+    def unary(self) -> np.ndarray:
+        """Costs of labels at the present prices."""
+        m, use = self.messages, self.messages.net.usage
+        return m.unary + use.priced(self.price / self._unit(), len(m.net.unary))[m.label]
+
+    def _unit(self) -> np.ndarray:
+        return np.maximum(self.messages.net.usage.limit, 1.0)
+
+    def excess(self, choice: np.ndarray) -> np.ndarray:
+        """Over time, usage above the limit as a part of the limit."""
+        m, use = self.messages, self.messages.net.usage
+        weight = np.zeros(len(m.net.unary))
+        weight[m.label[m.first + choice]] = 1.0
+        return (use.of(weight) - use.limit) / self._unit()
+
+    def offset(self) -> float:
+        """What the limits are worth at the present prices."""
+        return float((self.price * (self.messages.net.usage.limit / self._unit())).sum())
+
+    def multipliers(self) -> Multipliers:
+        """The best ones, for a certificate."""
+        net = self.messages.net
+        tails, heads = self.messages.spread(self.best_message)
+        return Multipliers(self.best_price / self._unit() if len(net.usage.limit) else self.best_price, tails, heads)
+
+    def cut(self, cost: float, over: np.ndarray) -> None:
+        """Remember a choice; forget the one that says least at the best prices."""
+        self.costs.append(cost)
+        self.over.append(over.astype(np.float32))
+        if len(self.costs) > CUTS:
+            price = self.best_price[self.active]
+            value = [c + float(o[self.active] @ price) for c, o in zip(self.costs[:-20], self.over[:-20])]
+            k = int(np.argmax(value))
+            del self.costs[k], self.over[k]
+
+    def watch(self, over: np.ndarray) -> None:
+        """Give a price to the highest peaks that are not near a time that has one."""
+        if not len(over):
+            return
+        near, rest = max(len(over) // 200, 1), over.copy()
+        for t in self.active:
+            rest[max(0, t - near) : t + near + 1] = -1.0
+        for _ in range(NEWS):
+            t = int(rest.argmax())
+            if rest[t] <= 0:
+                break
+            self.active.append(t)
+            rest[max(0, t - near) : t + near + 1] = -1.0
+        t = int(over.argmax())
+        if over[t] > 0 and t not in self.active:
+            self.active.append(t)
+
+    def step(self, over: np.ndarray, least: float) -> None:
+        """New prices: by the model, or when that has stalled along the excess (Polyak 1969) from the present ones."""
+        if not self.active or not self.costs:
+            return
+        at = np.array(self.active)
+        if self.pace:
+            way = over[at] * ((self.price[at] > 0) | (over[at] > 0))
+            target = least if np.isfinite(least) else self.best + 0.1 * abs(self.best)
+            length = self.pace * max(target - self.best, self.box) / max(float(way @ way), 1e-12)
+            self.price = self.price.copy()
+            self.price[at] = np.maximum(self.price[at] + length * way, 0.0)
+            return
+        center = self.best_price[at]
+        rows = np.array([o[at] for o in self.over], float)
+        found = _model(np.array(self.costs), rows, np.maximum(center - self.box, 0.0), center + self.box)
+        self.price = np.zeros_like(self.price)
+        self.price[at] = np.maximum(found, 0.0)
+
+
+def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The prices in a box that maximise ``min_k costs[k] + rows[k] · prices``."""
+    import highspy
+
+    n, k = len(low), len(costs)
+    scale = max(float(np.abs(costs).max()), 1e-300)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = n + 1, k
+    lp.col_cost_ = np.append(np.zeros(n), -1.0)
+    lp.col_lower_, lp.col_upper_ = np.append(low / scale, -highspy.kHighsInf), np.append(high / scale, highspy.kHighsInf)
+    lp.row_lower_, lp.row_upper_ = np.full(k, -highspy.kHighsInf), costs / scale
+    matrix = lp.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.start_ = np.arange(k + 1) * (n + 1)
+    matrix.index_ = np.tile(np.arange(n + 1), k)
+    matrix.value_ = np.hstack([-rows, np.ones((k, 1))]).ravel()
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("threads", 1)
+    highs.passModel(lp)
+    highs.run()
+    value = np.array(highs.getSolution().col_value)
+    return value[:n] * scale if len(value) > n else (low + high) / 2
+
+
+def ascend(
+    messages: Messages,
+    price: np.ndarray,
+    budget: Budget,
+    found: Callable[[np.ndarray, float], float],
+    sweeps: int = 3,
+    rounds: int = 1000,
+) -> Ascent:
+    """Raise the bound until it stalls, meets the best choice or time is up.
+
+    Args:
+        price: to start from, for each time (of the resource, not per limit).
+        found: told every choice that keeps to the limits, with its cost (less the network's constant); returns the least
+            cost known.
+    """
+    use = messages.net.usage
+    state = Ascent(messages, price * np.maximum(use.limit, 1.0))
+    state.best_price, state.best_message = state.price, messages.message.copy()
+    state.active = [int(t) for t in np.flatnonzero(price)]
+    unary, least, last, stall = state.unary(), np.inf, -np.inf, 0
+    for k in range(rounds):
+        bound = 0.0
+        for _ in range(sweeps if k else 10 * sweeps):
+            messages.sweep(unary, reverse=False)
+            bound = messages.sweep(unary, reverse=True)
+            if budget.over():
+                break
+        choice = messages.descend(unary, messages.decode(unary), 5)
+        (cost, allowed), over = messages.cost(messages.unary, choice), state.excess(choice)
+        _judge(state, bound - state.offset(), cost)
+        if allowed and over.max(initial=0.0) <= 0:
+            least = found(choice, cost)
+        state.cut(cost, over)
+        stall = 0 if state.best > last + 2e-5 * abs(last) or not np.isfinite(last) else stall + 1
+        last = state.best if stall == 0 else last
+        if stall > STALL and not state.pace and state.active:
+            state.pace, stall, state.price = PACE, 0, state.best_price
+        elif state.pace and stall and stall % 8 == 0:
+            state.pace, state.price = state.pace * 0.6, state.best_price
+        closed = np.isfinite(least) and least - state.best <= 1e-9 * abs(least)
+        if closed or (stall > STALL and state.pace < SLOW) or budget.over():
+            break
+        state.watch(over)
+        state.step(over, least)
+        unary = state.unary()
+    return state
+
+
+def force(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float]) -> bool:
+    """Raise the best prices wherever the limit is passed until a choice keeps to it; whether one did.
+
+    First at the highest peaks alone, which costs least; where that takes too long, wherever there is a peak.
+    """
+    messages, kept = state.messages, state.messages.message.copy()
+    fits = _push(state, budget.share(GENTLE), found, gentle=True) or _push(state, budget, found, gentle=False)
+    messages.message = kept
+    return fits
+
+
+def _push(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float], *, gentle: bool) -> bool:
+    """Prices from the best ones upwards.
+
+    The choice of the round before gives way node by node; now and then messages follow the prices, so that nodes which
+    forbidden joint choices tie together give way together.
+    """
+    messages, use = state.messages, state.messages.net.usage
+    state.price = state.best_price.copy()
+    window = max(1, int(np.median(use.hi - use.lo))) if len(use.lo) else 1  # about as long as a usage lasts
+    step = 0.02 * max(abs(state.best), 1e-300) * (1.0 if gentle else min(1.0, window / max(len(use.limit), 1)))
+    last, fits = messages.decode(state.unary()), False
+    for k in range(60 if gentle else 400):
+        unary = state.unary()
+        tries = [messages.descend(unary, last, 10 if gentle else 5)]
+        if not gentle and k % MESSAGES == MESSAGES - 1:
+            messages.sweep(unary, reverse=False)
+            messages.sweep(unary, reverse=True)
+            tries.append(messages.descend(unary, messages.decode(unary), 5))
+        seen = [(float(state.excess(c).max(initial=0.0)), *messages.cost(messages.unary, c), c) for c in tries]
+        for over, cost, allowed, choice in seen:
+            if allowed and over <= 0:
+                found(choice, cost)
+                fits = True
+        last = min(seen, key=lambda s: (not s[2], s[0]))[3]
+        if fits or budget.over():
+            break
+        over = state.excess(last)
+        state.watch(over)
+        at = np.array([t for t in state.active if over[t] > 0], np.int64) if gentle else _peaks(over, window)
+        state.price[at] = state.price[at] * (1.2 if gentle else GROWTH) + step
+    return fits
+
+
+def _peaks(over: np.ndarray, window: int) -> np.ndarray:
+    """The time of the largest excess in each window where there is any."""
+    padded = np.append(over, np.full(-len(over) % window, -np.inf)).reshape(-1, window)
+    at = np.arange(len(padded)) * window + padded.argmax(axis=1)
+    return at[over[at] > 0] if len(over) else at[:0]
+
+
+def _judge(state: Ascent, bound: float, cost: float) -> None:
+    """Keep better prices; widen the box when they are much better, else shrink it."""
+    first = not np.isfinite(state.best)
+    if first:
+        state.box = 0.1 * abs(bound)
+        state.least_box = FLOOR * abs(cost) * 1e-3
+    if bound > state.best:
+        if not first and bound > state.best + 2e-5 * abs(state.best):
+            state.box = min(state.box * 1.3, 0.1 * abs(bound))
+        state.best, state.best_price, state.best_message = bound, state.price, state.messages.message.copy()
+    else:
+        state.box *= 0.7
+    state.box = max(state.box, FLOOR * abs(state.best), state.least_box)

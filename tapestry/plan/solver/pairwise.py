@@ -1,0 +1,115 @@
+"""Large networks of pairs with usages over time: a choice, and a certified lower bound.
+
+Exact reductions; prices and messages for the bound, which with the best known choice rule out labels and joint choices;
+again reductions; the integer program on what is left when it is small enough. Otherwise neighbourhoods of the best choice for
+the choice, and branch and bound for the bound, in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tapestry.plan.solver.branch import Tree
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.incumbent import Search, Stage, integer, raise_prices, tighten
+from tapestry.plan.solver.mip import Program
+from tapestry.plan.solver.neighbourhood import LEAST, improve, kinds
+from tapestry.plan.solver.network_reduction import Reduction, reduce
+from tapestry.plan.solver.pairs import Infeasible, Instance, Solution, from_instance
+
+EXACT = 150_000  # joint choices up to which the whole network goes to HiGHS
+BRANCH = 400_000  # the same for branch and bound: where prices take seconds
+SHARE = 0.2  # of the time left, for the first search for prices, or one linear relaxation
+TURN = 0.04  # of the time, for neighbourhoods or for branching before the other's turn
+TRIES = 2  # searches for prices of the whole
+
+
+def solve(given: Instance, time_limit: float | Budget, start: Sequence[int] | None = None, bound: float = -np.inf) -> Solution:
+    """Minimise within the limit of the usages.
+
+    Args:
+        time_limit: seconds, or a budget that may be interrupted.
+        start: a choice to improve on.
+        bound: a lower bound that is already proved.
+
+    Returns:
+        The best choice found, never worse than ``start``; its cost is infinite when none was, and so is the bound when there
+        is none.
+    """
+    return search(given, time_limit, start, bound).solution()
+
+
+def search(given: Instance, time_limit: float | Budget, start: Sequence[int] | None = None, bound: float = -np.inf) -> Search:
+    """`solve`, with what it saw on the way."""
+    state = Search(given, Budget.of(time_limit), np.zeros(len(given.sizes), np.int64), bound=bound)
+    if start is not None:
+        state.start(np.asarray(start, np.int64))
+    stage = Stage(from_instance(given), Reduction())
+    state.tiny = stage.net.tiny
+    if state.closed():
+        return state
+    try:
+        reduce(stage.net, stage.done)
+        stage.price = np.zeros(len(stage.net.usage.limit))
+        state.note(f"reduced to {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
+        _work(state, stage)
+    except Infeasible:
+        state.bound = state.cost
+    return state
+
+
+def _work(state: Search, stage: Stage) -> None:
+    """Bound and improve in turns until the best choice is proved or the time is up; once in any case."""
+    budget, rng = state.budget, np.random.default_rng(0)
+    known = kinds(budget.left())
+    turn, tree = max(TURN * budget.left(), 2.0), None
+    tried: list[float] = []
+    while not tried or not (state.closed() or budget.left() < LEAST):
+        if not tried or (tree is None and state.cost < tried[-1] and len(tried) < TRIES):
+            tried.append(state.cost)
+            _shrink(state, stage)
+            if not state.closed() and len(stage.net.a) <= EXACT:
+                _exact(state, stage)
+        elif len(stage.net.a) <= BRANCH:
+            tree = tree or Tree(stage.copy())
+            tree.run(state, budget.part(2 * turn))
+        if not state.closed():
+            improve(state, stage, budget.part(turn if tree else 2 * turn), known, rng)
+
+
+def _shrink(state: Search, stage: Stage) -> None:
+    """Bound, rule out and reduce while that makes the network much smaller."""
+    while True:
+        before, share = stage.net.weight(), SHARE if not np.isfinite(state.bound) else SHARE / 2
+        state.raise_bound(raise_prices(state, stage, state.budget.share(share)))
+        state.note(f"prices for {int((stage.price > 0).sum())} times")
+        tighten(state, stage)
+        if not len(stage.net.nodes()):
+            state.raise_bound(state.cost)
+        state.note(f"left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
+        if state.closed() or state.budget.over() or stage.net.weight() > 0.7 * before:
+            return
+
+
+def _exact(state: Search, stage: Stage) -> None:
+    """The linear relaxation, then the integer program of what it does not rule out."""
+    if state.budget.over():
+        return
+    program = Program(stage.net)
+    point = program.relax(state.budget.share(SHARE))
+    if program.infeasible() and not np.isfinite(state.cost):
+        raise Infeasible
+    if point is None or point.multipliers is None:
+        return
+    stage.move(point.multipliers)
+    state.raise_bound(stage.proof().bound)
+    tighten(state, stage)
+    state.note(f"linear relaxation; left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
+    if not state.closed() and len(stage.net.nodes()):
+        _, bound = integer(state, stage.net, stage.done, state.budget.share(0.5))
+        state.raise_bound(bound)
+        state.note("integer program")
+    elif not len(stage.net.nodes()):
+        state.raise_bound(state.cost)

@@ -1,0 +1,169 @@
+"""Topology files, and a topology for a mesh from a file or a preset (docs/topology.md)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from tapestry.errors import TapestryError
+from tapestry.interop import instance_map
+from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
+from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Link, Topology, weakest
+from tapestry.plan.topology.join import joined
+from tapestry.plan.topology.meshes import parse_mesh
+from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
+
+__all__ = ["GiB", "default_mesh", "parse_bytes", "topology"]
+
+
+def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topology:
+    """A topology from a preset's name or a JSON file, for a mesh; ``memory`` (bytes per device) overrides its own.
+
+    Raises:
+        TapestryError: the file does not read, or does not fit the mesh; a device that cannot reach another is named.
+    """
+    found = SOURCES[source] if source in SOURCES else _read(Path(source))
+    try:
+        links, fabrics, notes = joined(found, mesh)
+        kinds = _kinds(found, mesh)
+    except TapestryError as e:
+        raise TapestryError(e.what, where=e.where or source, why=e.why, hint=e.hint) from None
+    out = Topology(name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes)
+    if memory is not None:
+        kinds = [replace(d, memory=memory) for d in kinds]
+    alike = all(d == kinds[0] for d in kinds)
+    return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
+
+
+def _kinds(source: Source, mesh: Mesh) -> list[Device]:
+    """Every device; what is said later of a device replaces what was said before."""
+    out = [source.device] * device_count(mesh)
+    names, where = [a.name for a in mesh], coordinates(mesh)
+    for other in source.others:
+        missing = [a for a in other.at if a not in names]
+        far = [n for n in other.numbers if not 0 <= n < len(out)]
+        if missing or far:
+            raise TapestryError(
+                f"there is no mesh axis '{missing[0]}'" if missing else f"there is no device {far[0]}",
+                hint=f"of {len(out)} devices",
+            )
+        for n, at in enumerate(where):
+            if n in other.numbers or (other.at and all(at[names.index(a)] in ks for a, ks in other.at.items())):
+                out[n] = other.device
+    return out
+
+
+def default_mesh(source: str) -> Mesh | None:
+    """The mesh that a topology file states, or the devices of its map, if any."""
+    if source in SOURCES or not Path(source).is_file():
+        return None
+    document = _document(Path(source))
+    if document.get("mesh") is None and isinstance(document.get("instance_map"), str):
+        return (MeshAxis("d0", instance_map.parse(document["instance_map"]).count),)
+    text = document.get("mesh")
+    return None if text is None else parse_mesh(str(text))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as e:
+        raise TapestryError(
+            f"not a topology: {e}", where=str(path), hint=f"a JSON file, or one of {', '.join(PRESETS)}"
+        ) from None
+    if not isinstance(found, dict):
+        raise TapestryError("not a topology: not a JSON object", where=str(path))
+    return found
+
+
+def _read(path: Path) -> Source:
+    data = _document(path)
+    try:
+        device = _device(data["device"])
+        levels = tuple(
+            Level(int(v.get("devices", REST)), Link(float(v["alpha"]), float(v["beta"])), _spec(v))
+            for v in data.get("levels", ())
+        )
+        axes, whole = _interconnect(data)
+        others = tuple(_other(data["device"], o) for o in data.get("others", ()))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+        raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=str(path), hint="see docs/topology.md") from None
+    every = [device, *(o.device for o in others)]
+    rates = [*(r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())), *(v.reach for v in levels)]
+    costs = [*(c for d in every for c in (d.launch, d.host_latency)), *(c for v in levels for c in (v.link.alpha, v.link.beta))]
+    sane = all(isfinite(x) and x > 0 for x in rates) and all(isfinite(x) and x >= 0 for x in costs)
+    if not sane or [bool(levels), bool(axes), bool(whole)].count(True) != 1:
+        raise TapestryError(
+            "not a topology: rates must be positive, costs not negative, one of 'levels', 'interconnect', 'instance_map' given",
+            where=str(path), hint="see docs/topology.md",
+        )  # fmt: skip
+    return Source(device, levels, axes, whole, others)
+
+
+def _other(base: Mapping[str, Any], o: Mapping[str, Any]) -> Other:
+    """Devices that differ from the file's ``device`` in what is given."""
+    numbers = tuple(int(n) for n in o.get("devices", ()))
+    at = {str(a): tuple(int(k) for k in ks) for a, ks in o.get("at", {}).items()}
+    if bool(numbers) == bool(at):
+        raise ValueError("'others' need 'devices' or 'at'")
+    return Other(_device({**base, **{k: v for k, v in o.items() if k not in ("devices", "at")}}), numbers, at)
+
+
+def _device(d: Mapping[str, Any]) -> Device:
+    flops = {str(k): float(v) for k, v in d["flops"].items()}
+    flops.setdefault("other", min(flops.values()))
+    return Device(
+        memory=parse_bytes(str(d["memory"])), bandwidth=float(d["bandwidth"]), launch=float(d.get("launch", 0.0)),
+        vector=float(d.get("vector", flops["other"])), flops=flops, host=float(d.get("host", HOST)),
+        host_latency=float(d.get("host_latency", HOST_LATENCY)), name=str(d.get("name", "")),
+    )  # fmt: skip
+
+
+def _interconnect(data: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """(specs by mesh axis, spec of the whole mesh); at most one of them is not empty."""
+    given = data.get("interconnect")
+    if "instance_map" in data:
+        link = data.get("link", {})
+        given = {"map": str(data["instance_map"]), "alpha": link["alpha"], "beta": link["beta"], "links": data.get("links", [])}
+    if given is None:
+        return {}, {}
+    if "shape" in given or "map" in given:
+        return {}, _spec(given)
+    return {str(name): _spec(spec) for name, spec in given.items()}, {}
+
+
+def _spec(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of one shape, in the types that `join` expects; empty when no shape is named."""
+    if "shape" not in given and "map" not in given:
+        return {}
+    out: dict[str, Any] = {k: str(given[k]) for k in ("shape", "map") if k in given}
+    out |= {k: int(given[k]) for k in ("children", "centre", "rings") if k in given}
+    out["sizes"] = tuple(int(n) for n in given.get("sizes", ()))
+    out["alpha"], out["beta"] = float(given["alpha"]), float(given["beta"])
+    out["links"] = {
+        (int(v["from"]), int(v["to"])): Link(float(v.get("alpha", out["alpha"])), float(v.get("beta", out["beta"])))
+        for v in given.get("links", ())
+    }
+    costs = [c for k in (Link(out["alpha"], out["beta"]), *out["links"].values()) for c in (k.alpha, k.beta)]
+    if not all(isfinite(c) and c >= 0 for c in costs) or (
+        out["sizes"] and (min(out["sizes"]) < 1 or prod(out["sizes"]) > 1 << 20)
+    ):
+        raise ValueError("costs must not be negative, sizes not below 1")
+    return out
+
+
+def parse_bytes(text: str) -> int:
+    """``16GiB``, ``800MB`` or a number of bytes."""
+    m = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kKMGT]?)(i?)[bB]?\s*", text)
+    if not m:
+        raise TapestryError(f"'{text}' is not an amount of memory", hint="16GiB, 800MB or a number of bytes")
+    power = " KMGT".index(m.group(2).upper() or " ")
+    value = int(float(m.group(1)) * (1024 if m.group(3) else 1000) ** power)
+    if value <= 0:
+        raise TapestryError(f"'{text}' is no memory at all")
+    return value

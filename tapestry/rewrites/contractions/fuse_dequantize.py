@@ -1,0 +1,321 @@
+"""Contractions read integers and floats of 8 bits as they are; zero points go with them, scales behind the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tapestry.errors import TapestryError
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, cast, rewrite, walk
+from tapestry.ir.graph import Block, Graph, Guard, Op, Read, with_ops
+from tapestry.ir.index import Aff, const, dims_of, span, substitute
+from tapestry.ir.recognise.contraction import narrow, products
+from tapestry.ir.types import FLOAT8, FLOATS, Tensor
+from tapestry.rewrites.core.edit import merge_reads, plain_index, read_dims, shift_args, substitute_expr, substitute_read
+from tapestry.rewrites.core.rule import Move, Refusal, register
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """``(value - zero)`` of 8 bits, widened, then multiplied and divided by what ``by`` lists."""
+
+    value: Expr
+    zero: Expr | None
+    by: tuple[tuple[str, Expr], ...] = ()
+
+    @property
+    def others(self) -> tuple[Expr, ...]:
+        """Everything but the value."""
+        return (*([self.zero] if self.zero is not None else []), *(e for _, e in self.by))
+
+    def widened(self, dtype: str) -> Expr:
+        """The difference, unscaled."""
+        return cast(self.value if self.zero is None else call("sub", cast(self.value, "i32"), self.zero), dtype)
+
+
+def scaled(e: Expr) -> Scaled | None:
+    """An expression as a scaled value of 8 bits; roundings to 16 bits in between, which only lose digits, are left out."""
+    if not isinstance(e, Call):
+        return None
+    if e.fn == "cast" and e.dtype in FLOATS:
+        inner = e.args[0]
+        if inner.dtype in FLOATS:
+            return scaled(inner)
+        if inner.dtype in FLOAT8:
+            return Scaled(inner, None)
+        found = narrow(inner)
+        return Scaled(found.value, found.shift) if found else None
+    for a, b in (e.args, e.args[::-1]) if e.fn == "mul" else (e.args,) if e.fn == "div" else ():
+        if (s := scaled(a)) is not None:
+            return replace(s, by=(*s.by, (e.fn, b)))
+    return None
+
+
+@register
+class NarrowFactors:
+    """Let a contraction read what it was made to read dequantised: bytes, for the matrix units that multiply bytes.
+
+    What is made of 8 bits by another operation (quantised there and dequantised at once) is stored in 8 bits.
+
+    before:
+        graph g
+        input q: i8[4, 6]
+        input s: f32[4]
+        input w: f32[6, 3]
+        x: f32[4, 6] = op [x0: 4, x1: 6]
+          reads q[x0, x1], s[x0]
+          body cast((cast(q, i32) - i32(5)), f32) * s
+        y: f32[4, 3] = op [i: 4, n: 3 | m: 6 sum]
+          reads x[i, m], w[m, n]
+          body x * w
+          then max(acc0, 0.0)
+        output y
+    move: narrow_factors@y{tensor=x}
+    after:
+        graph g
+        input q: i8[4, 6]
+        input s: f32[4]
+        input w: f32[6, 3]
+        y: f32[4, 3] = op [i: 4, n: 3 | m: 6 sum]
+          reads w[m, n], q[i, m], s[i]
+          body cast((cast(q, i32) - i32(5)), f32) * w
+          then max((acc0 * s), 0.0)
+        output y
+    legal when: the tensor is a factor of a product under a sum, read through one projection; its scales and zero point do not
+    vary along what is summed; where the contraction looks outside it and finds 0, the zero point is known. Scales are finite:
+    an infinite one times 0 is a NaN only where the 0 stands alone.
+    """
+
+    name = "narrow_factors"
+    kind = "move"
+
+    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
+        """One move or refusal per contraction and tensor of scaled values of 8 bits that it reads."""
+        makers = graph.producers()
+        for op in graph.ops:
+            for t in op.inputs:
+                maker = graph.ops[makers[t]] if t in makers else None
+                if isinstance(op, Block) and op.monoid and maker is not None and _result(maker):
+                    found = _narrowed(graph.tensors, op, maker, t)
+                    move = Move(self.name, op.outs[0], (("tensor", t),))
+                    yield Refusal(self.name, op.outs[0], found) if isinstance(found, str) else move
+
+    def apply(self, graph: Graph, move: Move) -> Graph:
+        """Let one contraction read one tensor's 8 bits."""
+        at, t = graph.find(move.at), move.text("tensor")
+        made = graph.producers().get(t, -1)
+        op, maker = (graph.ops[k] if k >= 0 else None for k in (at, made))
+        if not isinstance(op, Block) or maker is None or not op.monoid or not _result(maker):
+            raise TapestryError(f"'{t}' is no scaled tensor of 8 bits that a reduction reads", where=str(move))
+        found = _narrowed(graph.tensors, op, maker, t)
+        if isinstance(found, str):
+            raise TapestryError(found, where=str(move))
+        ops = [[o] for o in graph.ops]
+        ops[made], ops[at] = list(found.makers), [found.op]
+        return _pruned(graph, [o for part in ops for o in part], t, found.new)
+
+    def choose(self, graph: Graph) -> tuple[Graph, list[Move]]:
+        """All of them: each saves bytes and arithmetic."""
+        ops: list[list[Op]] = [[o] for o in graph.ops]
+        makers, tensors, moves = graph.producers(), dict(graph.tensors), list[Move]()
+        for at, op in enumerate(graph.ops):
+            for t in op.inputs:
+                now, maker = ops[at][-1], ops[makers[t]][-1] if t in makers else None
+                if not isinstance(now, Block) or not now.monoid or maker is None or not _result(maker):
+                    continue
+                found = _narrowed(tensors, now, maker, t)
+                if isinstance(found, str):
+                    continue
+                ops[makers[t]][-1:], ops[at][-1:] = found.makers, [found.op]
+                tensors |= {n.name: n for n in found.new}
+                moves.append(Move(self.name, op.outs[0], (("tensor", t),)))
+        flat = [o for part in ops for o in part]
+        for m in moves:
+            flat = _dropped(graph, flat, m.text("tensor"))
+        return with_ops(graph, tuple(flat), tuple(tensors.values())) if moves else graph, moves
+
+
+def _pruned(graph: Graph, ops: list[Op], t: str, new: tuple[Tensor, ...]) -> Graph:
+    return with_ops(graph, tuple(_dropped(graph, ops, t)), new)
+
+
+def _dropped(graph: Graph, ops: list[Op], t: str) -> list[Op]:
+    """The operations without the one that makes a tensor, if nobody reads it any more."""
+    if t in graph.outputs or any(t in o.inputs for o in ops):
+        return ops
+    return [o for o in ops if t not in o.outs]
+
+
+def _result(maker: Op) -> Scaled | None:
+    """An operation's result as a scaled value of 8 bits."""
+    if not isinstance(maker, Block) or len(maker.outs) != 1 or (maker.monoid and not maker.then):
+        return None
+    found = scaled((maker.then if maker.monoid else maker.body)[0])
+    if found is None or any(isinstance(x, Acc | Let) for e in found.others for x in walk(e)):
+        return None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The contraction, what takes the place of its factor's maker, and the tensors that are new."""
+
+    op: Block
+    makers: tuple[Op, ...]
+    new: tuple[Tensor, ...] = ()
+
+
+def _narrowed(tensors: Mapping[str, Tensor], op: Block, maker: Op, t: str) -> _Found | str:
+    """The contraction on the 8 bits of its factor ``t``, or why not."""
+    assert isinstance(maker, Block)
+    if op.splits or maker.splits:
+        return "an operation that is split already is not changed"
+    if op.inner or products(op) is None:
+        return f"'{t}' is not read by a sum of products"
+    makers, new = (maker,), ()
+    s = _result(maker)
+    assert s is not None
+    if maker.monoid or not isinstance(s.value, Arg):
+        makers, tensor = _cut(tensors, maker, s)
+        new, tensors, s = (tensor,), {**tensors, tensor.name: tensor}, _result(makers[-1])
+    assert s is not None and isinstance(s.value, Arg)
+    mapped = makers[-1]
+    found = _moved(tensors, op, mapped, s, t)
+    return found if isinstance(found, str) else _Found(found, makers, new)
+
+
+def _cut(tensors: Mapping[str, Tensor], maker: Block, s: Scaled) -> tuple[tuple[Block, Block], Tensor]:
+    """An operation in two, with a tensor of 8 bits in between."""
+    old = tensors[maker.outs[0]]
+    name = f"{old.name}.q"
+    while name in tensors:
+        name += "_"
+    first = replace(maker, outs=(name,), **({"then": (s.value,)} if maker.monoid else {"body": (s.value,)}))
+    whole = (maker.then if maker.monoid else maker.body)[0]
+    at = len(maker.reads)
+
+    def put(e: Expr) -> Expr:
+        if e == s.value:
+            return Arg(at, s.value.dtype)
+        return Call(e.fn, tuple(put(a) for a in e.args), e.dtype) if isinstance(e, Call) else e
+
+    reads = (*maker.reads, Read(tensor=name, index=plain_index(maker.dims)))
+    second = Block(outs=maker.outs, dims=maker.dims, reads=reads, body=(put(whole),), source=maker.source)
+    return (merge_reads(first), merge_reads(second)), Tensor(name=name, dtype=s.value.dtype, shape=old.shape)
+
+
+def _moved(tensors: Mapping[str, Tensor], op: Block, maker: Block, s: Scaled, t: str) -> Block | str:
+    """The contraction reading what a map reads, with the map's scales behind the sum."""
+    used = [k for k, r in enumerate(op.reads) if r.tensor == t and k in op.body_reads()]
+    if len(used) != 1:
+        return f"'{t}' is read through {len(used)} projections"
+    (at,) = used
+    fields = _fields(op, at)
+    if fields is None:
+        return f"'{t}' is not a factor of its own"
+    read, base = op.reads[at], len(op.reads)
+    assert isinstance(s.value, Arg)
+    env = dict(zip((d.name for d in maker.dims), read.index, strict=True))
+    single = {d.name: const(0) for d in op.reduce if d.size == 1}  # behind the sum its dimensions are gone
+    fixed = {d: substitute(e, single, op.ranges) for d, e in env.items()}
+    moved = [substitute_read(r, env if k == s.value.pos else fixed, op.ranges) for k, r in enumerate(maker.reads)]
+    others = [substitute_expr(e, fixed, op.ranges, shift_args(base)) for e in s.others]
+    reads = {base + k: r for k, r in enumerate(moved)}
+    if why := _varies(op, others, reads, t) or _outside(tensors, op, read, s, others, reads, t):
+        return why
+    place = base + s.value.pos
+    if read.other is not None:
+        moved[s.value.pos] = _kept(tensors, op, read, reads[place], s.zero)
+    zero = others[0] if s.zero is not None else None
+    by = tuple((fn, e) for (fn, _), e in zip(s.by, others[s.zero is not None :], strict=True))
+    now = Scaled(Arg(place, s.value.dtype), zero, by)
+    body = tuple(_with(e, at, now) if f in fields else e for f, e in enumerate(op.body))
+
+    def after(x: Expr) -> Expr:
+        if isinstance(x, Acc) and x.field in fields:
+            for fn, e in by:
+                x = call(fn, x, cast(e, x.dtype))
+        return x
+
+    ends = op.then or tuple(Acc(f, e.dtype) for f, e in enumerate(op.body))
+    then = tuple(rewrite(e, after) for e in ends) if by else op.then
+    source = tuple(dict.fromkeys(maker.source + op.source))
+    return merge_reads(replace(op, reads=(*op.reads, *moved), body=body, then=then, source=source))
+
+
+def _fields(op: Block, at: int) -> frozenset[int] | None:
+    """The sums that have read ``at`` as a factor; ``None`` where it stands anywhere else in the body."""
+    out: set[int] = set()
+    for f, pair in enumerate(products(op) or ()):
+        mine = [any(isinstance(x, Arg) and x.pos == at for x in walk(e)) for e in pair]
+        if all(mine):
+            return None
+        if any(mine):
+            if not _bare(pair[mine.index(True)], at):
+                return None
+            out.add(f)
+    return frozenset(out)
+
+
+def _bare(e: Expr, at: int) -> bool:
+    """Whether a factor is a read, but for casts between floats."""
+    while isinstance(e, Call) and e.fn == "cast" and e.dtype in FLOATS:
+        e = e.args[0]
+    return isinstance(e, Arg) and e.pos == at
+
+
+def _with(e: Expr, at: int, now: Scaled) -> Expr:
+    """A product with one factor replaced."""
+    assert isinstance(e, Call)
+    if e.fn == "mul":
+        return call("mul", *(now.widened(a.dtype) if _bare(a, at) else a for a in e.args))
+    return Call(e.fn, tuple(_with(a, at, now) for a in e.args), e.dtype)
+
+
+def _varies(op: Block, others: list[Expr], reads: Mapping[int, Read], t: str) -> str:
+    """Whether a scale or zero point varies along what is summed."""
+    summed = {d.name for d in op.reduce if d.size > 1}
+    for x in (x for e in others for x in walk(e)):
+        dims = dims_of(x.aff) if isinstance(x, Index) else read_dims(reads[x.pos]) if isinstance(x, Arg) else frozenset[str]()
+        if found := sorted(dims & summed):
+            return f"scales or zero points of '{t}' vary along {', '.join(found)}, which is summed"
+    return ""
+
+
+def _outside(
+    tensors: Mapping[str, Tensor], op: Block, read: Read, s: Scaled, others: list[Expr], reads: Mapping[int, Read], t: str
+) -> str:  # fmt: skip
+    """Why what the contraction finds outside the tensor cannot be said in 8 bits."""
+    if read.other is None:
+        return ""
+    assert isinstance(s.value, Arg)
+    if read.other != 0:
+        return f"'{t}' is read as {read.other} outside its cells"
+    if s.zero is not None and not isinstance(s.zero, Const):
+        return f"'{t}' is read as 0 outside its cells, and its zero point is known only when it runs"
+    for x in (x for e in others for x in walk(e) if isinstance(x, Arg)):
+        r = reads[x.pos]
+        if r.other is None and not _stays(r, tensors[r.tensor].shape, op.ranges):
+            return f"'{t}' is read outside its cells, where it has no scale"
+    return ""
+
+
+def _stays(r: Read, shape: tuple[int, ...], ranges: Mapping[str, int]) -> bool:
+    """Whether a read never leaves its tensor."""
+    spans = [span(e, ranges) for e in r.index]
+    return all(lo >= 0 and hi < n for (lo, hi), n in zip(spans, shape, strict=True))
+
+
+def _kept(tensors: Mapping[str, Tensor], op: Block, read: Read, inner: Read, zero: Expr | None) -> Read:
+    """The read of the 8 bits, which gives the zero point where the contraction found 0."""
+    other = int(zero.value) if isinstance(zero, Const) else 0
+    guards = (*read.when, *inner.when)
+    if inner.index != read.index or tensors[inner.tensor].shape != tensors[read.tensor].shape:
+        for e, n in zip(read.index, tensors[read.tensor].shape, strict=True):
+            guards = (*guards, *_inside(e, n, op.ranges))
+    return replace(inner, when=tuple(dict.fromkeys(guards)), other=other)
+
+
+def _inside(e: Aff, n: int, ranges: Mapping[str, int]) -> list[Guard]:
+    lo, hi = span(e, ranges)
+    return ([Guard(e, "ge")] if lo < 0 else []) + ([Guard(const(n - 1) - e, "ge")] if hi >= n else [])

@@ -1,0 +1,291 @@
+"""What rewrite rules share: views, replacing dimensions, merging reads, fresh names, contractions.
+
+Rules are derived from projections, so most of them need the same steps: find a Block, replace some of its dimensions by
+expressions over others, renumber reads, and give the pieces names that nobody has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+from tapestry.errors import TapestryError
+from tapestry.ir.expr import Arg, Expr, Index, arg_positions, call, depth, rewrite
+from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
+from tapestry.ir.index import Aff, Ranges, atoms, dim, dims_of, substitute
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.recognise.contraction import factors
+from tapestry.rewrites.core.rule import Move, Refusal
+
+Leaf = Callable[[Expr], Expr]
+MOST_ATOMS = 100  # of a read's projection: a chain of reshapes and transposes doubles them with every other step
+MOST_DEPTH = 100  # of an expression: whatever follows it by recursion, its text's parser first of all, goes as deep
+
+
+def too_long(read: Read, *before: Read) -> bool:
+    """Whether a composed projection is longer than anybody would write, and than what it is made of: isl's time and the
+    text grow with it."""
+
+    def length(r: Read) -> int:
+        return sum(map(atoms, r.index)) + sum(atoms(g.aff) for g in r.when)
+
+    return length(read) > max([MOST_ATOMS, *map(length, before)])
+
+
+def too_deep(outer: Iterable[Expr], inner: Iterable[Expr]) -> bool:
+    """Whether an expression put into another one may be nested too deeply."""
+    return depth(outer) + depth(inner) > MOST_DEPTH
+
+
+def is_view(op: Op) -> TypeGuard[Block]:
+    """Whether an operation only moves cells: one read, passed on as it is."""
+    if not isinstance(op, Block) or op.monoid or op.splits or len(op.outs) != 1 or len(op.reads) != 1:
+        return False
+    return isinstance(op.body[0], Arg)
+
+
+def substitute_read(read: Read, env: Mapping[str, Aff], ranges: Ranges) -> Read:
+    """A read with dimensions replaced by expressions; ``ranges`` are the dimensions afterwards."""
+    return replace(
+        read,
+        index=tuple(substitute(e, env, ranges) for e in read.index),
+        when=tuple(Guard(substitute(g.aff, env, ranges), g.op) for g in read.when),
+    )
+
+
+def substitute_expr(e: Expr, env: Mapping[str, Aff], ranges: Ranges, leaf: Leaf = lambda x: x) -> Expr:
+    """An expression with dimensions replaced inside ``index(…)``, and every other leaf by ``leaf(it)``."""
+
+    def put(x: Expr) -> Expr:
+        return replace(x, aff=substitute(x.aff, env, ranges)) if isinstance(x, Index) else leaf(x)
+
+    return rewrite(e, put)
+
+
+def shift_args(by: int) -> Leaf:
+    """For leaves: reads moved ``by`` positions up."""
+    return lambda x: replace(x, pos=x.pos + by) if isinstance(x, Arg) else x
+
+
+def inline(gone: Mapping[int, Expr], places: Mapping[int, int]) -> Leaf:
+    """For leaves: reads that are gone replaced by what computes them, the others renumbered."""
+
+    def put(x: Expr) -> Expr:
+        if not isinstance(x, Arg):
+            return x
+        return gone[x.pos] if x.pos in gone else replace(x, pos=places[x.pos])
+
+    return put
+
+
+def merge_reads(op: Block) -> Block:
+    """The operation with equal reads made one, and reads that nothing uses dropped."""
+    op = prune(op)
+    places: dict[str, int] = {}  # by text, which tells 0.0 from -0.0 and from False
+    number = [places.setdefault(repr(r), len(places)) for r in op.reads]
+    if len(places) == len(op.reads):
+        return op
+    kept = tuple(op.reads[number.index(n)] for n in range(len(places)))
+    leaf = inline({}, dict(enumerate(number)))
+    return map_exprs(replace(op, reads=kept), lambda e: rewrite(e, leaf))
+
+
+def op_at(graph: Graph, move: Move) -> tuple[int, Op]:
+    """Position of the operation that a move names, and the operation.
+
+    Raises:
+        TapestryError: there is none.
+    """
+    at = graph.find(move.at)
+    if at < 0:
+        raise TapestryError(f"no operation writes '{move.at}'", where=str(move))
+    return at, graph.ops[at]
+
+
+def block_at(graph: Graph, move: Move) -> tuple[int, Block]:
+    """Like `op_at`, for moves that need a Block.
+
+    Raises:
+        TapestryError: there is no such operation, or it is opaque.
+    """
+    at, op = op_at(graph, move)
+    if not isinstance(op, Block):
+        raise TapestryError(f"'{move.at}' is opaque: {op.why}", where=str(move))
+    return at, op
+
+
+def accept(refusal: Refusal | None, move: Move) -> None:
+    """Raise a refusal as the error of a move; nothing when there is none.
+
+    Raises:
+        TapestryError: with the refusal's reason and witness.
+    """
+    if refusal:
+        raise TapestryError(refusal.reason, where=str(move), why=refusal.witness)
+
+
+def fresh(graph: Graph, base: str) -> str:
+    """A tensor name that the graph does not have: ``base``, or ``base`` with underscores."""
+    while base in graph.tensors:
+        base += "_"
+    return base
+
+
+def fresh_dim(op: Op, base: str) -> str:
+    """A dimension name that the operation does not have: ``base``, or ``base`` with a number."""
+    names, n, out = {d.name for d in op.space}, 0, base
+    while out in names:
+        out, n = f"{base}{n}", n + 1
+    return out
+
+
+def resized(dims: tuple[Dim, ...], name: str, size: int) -> tuple[Dim, ...]:
+    """The dimensions with one of them of another size."""
+    return tuple(Dim(d.name, size) if d.name == name else d for d in dims)
+
+
+def reindex(op: Block, env: Mapping[str, Aff], space: tuple[Dim, ...]) -> Block:
+    """The operation with dimensions replaced by expressions, in reads, guards and ``index(…)``; its dims are left alone.
+
+    Args:
+        env: what replaces a dimension; those missing stay.
+        space: the dimensions afterwards, with which floors and mods are simplified.
+    """
+    ranges = {d.name: d.size for d in (*space, *op.inner_dims)}
+    moved = replace(op, reads=tuple(substitute_read(r, env, ranges) for r in op.reads))
+    return map_exprs(moved, lambda e: substitute_expr(e, env, ranges))
+
+
+def read_dims(read: Read) -> frozenset[str]:
+    """Dimensions that the place or the guards of a read depend on."""
+    return frozenset(n for e in (*read.index, *(g.aff for g in read.when)) for n in dims_of(e))
+
+
+def prune(op: Block) -> Block:
+    """The operation without the reads that nothing uses."""
+    kept = sorted(arg_positions(op.point + op.then))
+    leaf = inline({}, {old: new for new, old in enumerate(kept)})
+    return map_exprs(replace(op, reads=tuple(op.reads[k] for k in kept)), lambda e: rewrite(e, leaf))
+
+
+def plain_index(dims: tuple[Dim, ...]) -> tuple[Aff, ...]:
+    """The projection that names every dimension once, in order."""
+    return tuple(dim(d.name) for d in dims)
+
+
+def splits_in(op: Op, dims: tuple[Dim, ...]) -> tuple[Split, ...]:
+    """The operation's splits of those dimensions."""
+    names = {d.name for d in dims}
+    return tuple(s for s in op.splits if s.dim in names)
+
+
+def single_consumer(graph: Graph, tensor: str) -> int | None:
+    """Position of the only operation that reads a tensor; ``None`` when there are others or it is an output."""
+    readers = [i for i, op in enumerate(graph.ops) if tensor in op.inputs]
+    return readers[0] if len(readers) == 1 and tensor not in graph.outputs else None
+
+
+def order_matters(op: Block, name: str) -> bool:
+    """Whether cutting a reduced dimension would merge states in another order than the monoid allows.
+
+    States are merged in the row-major order of the reduced dimensions: cutting the first keeps that order.
+    """
+    return op.monoid is not None and not MONOIDS[op.monoid].commutative and op.reduce[0].name != name
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """A sum of products of two reads, and nothing else: ``sum over reduce of left * right``."""
+
+    left: Read
+    right: Read
+    reduce: tuple[Dim, ...]
+
+
+def contraction(op: Op) -> Contraction | None:
+    """The operation as a contraction; ``None`` when it is something else."""
+    if not isinstance(op, Block) or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits or op.inner:
+        return None
+    pair = factors(op)
+    if pair is None or {type(e) for e in pair} != {Arg} or pair[0] == pair[1] or pair[0].dtype != op.body[0].dtype:
+        return None
+    if any(r.other is not None for r in op.reads):
+        return None
+    return Contraction(op.reads[0], op.reads[1], op.reduce)
+
+
+def contract(
+    graph: Graph, out: str, dims: tuple[Dim, ...], factors: tuple[Read, Read], reduce: tuple[Dim, ...], source: tuple[str, ...]
+) -> Block:
+    """The operation ``out[dims] = sum over reduce of factors[0] * factors[1]``; ``out`` or a factor may be a new tensor."""
+    dtype = next(graph.tensors[r.tensor].dtype for r in factors if r.tensor in graph.tensors)
+    return Block(
+        outs=(out,), dims=dims, reduce=reduce, monoid="sum", reads=factors, source=source,
+        body=(call("mul", Arg(0, dtype), Arg(1, dtype)),),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """``sum over outer of (sum over inner of x * a) * b``, with all three reads over one index space.
+
+    Attributes:
+        at: position of the operation that computes the inner sum, read by the outer one alone.
+        factors: x, a and b.
+    """
+
+    at: int
+    factors: tuple[Read, Read, Read]
+    inner: tuple[Dim, ...]
+    outer: tuple[Dim, ...]
+
+
+def chain(graph: Graph, op: Op) -> Chain | None:
+    """The operation as a contraction whose left factor is a contraction; ``None`` when it is not."""
+    outer = contraction(op)
+    at = graph.producers().get(outer.left.tensor) if outer else None
+    if outer is None or at is None or single_consumer(graph, outer.left.tensor) is None:
+        return None
+    maker = graph.ops[at]
+    inner = contraction(maker)
+    if inner is None or not isinstance(maker, Block):
+        return None
+    taken = {d.name for d in op.space}
+    env = dict(zip((d.name for d in maker.dims), outer.left.index, strict=True))
+    renamed: list[Dim] = []
+    for d in inner.reduce:
+        name = d.name
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        renamed.append(Dim(name, d.size))
+        env[d.name] = dim(name)
+    ranges = op.ranges | {d.name: d.size for d in renamed}
+    x, a = (substitute_read(r, env, ranges) for r in (inner.left, inner.right))
+    return Chain(at, (x, a, outer.right), tuple(renamed), outer.reduce)
+
+
+def work(graph: Graph) -> int:
+    """Index points of all blocks: what a rule may compare to tell whether it saves arithmetic."""
+    total = 0
+    for op in graph.ops:
+        points = 1
+        for d in op.space:
+            points *= d.size
+        total += points
+    return total
+
+
+def repeatable(op: Op) -> bool:
+    """Whether running a node again gives the same results (an opaque random node does not)."""
+    return isinstance(op, Block) or not op.kind.startswith(("Random", "Multinomial", "Bernoulli", "Dropout"))
+
+
+def renamed(op: Op, rename: Mapping[str, str]) -> Op:
+    """The operation reading other tensors."""
+    if not rename or not any(t in rename for t in op.inputs):
+        return op
+    if isinstance(op, Block):
+        return replace(op, reads=tuple(replace(r, tensor=rename.get(r.tensor, r.tensor)) for r in op.reads))
+    return replace(op, ins=tuple(rename.get(t, t) for t in op.ins))

@@ -1,0 +1,171 @@
+"""What a rewrite rule is: it finds Moves (or says why not), and applies one.
+
+A rule is a class with a name, a kind, ``find`` and ``apply``; its docstring shows ``before`` and ``after`` in IR text
+under those headings and says when it is legal. `register` puts it in the table, from inside this package or from a
+user's own file; `rewrites.core.rule_check.check_rule` holds every registered rule to the laws.
+
+Two kinds are kept apart: ``simplify`` rules always help and run to a fixpoint; ``move`` rules are choices and are
+searched. A simplify rule may offer ``sweep`` to apply all its moves in one linear pass.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar, runtime_checkable
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.syntax.printer import name as quoted_name
+
+Param = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One application of a rule: ``split@y{dim=n,parts=8,to=mesh.d0}``."""
+
+    rule: str
+    at: str
+    params: tuple[tuple[str, Param], ...] = ()
+
+    def __str__(self) -> str:
+        inside = ",".join(f"{k}={v}" for k, v in self.params)
+        return f"{self.rule}@{quoted_name(self.at)}" + (f"{{{inside}}}" if inside else "")
+
+    def text(self, key: str) -> str:
+        """A parameter that is a word."""
+        value = self._get(key)
+        if not isinstance(value, str):
+            raise TapestryError(f"parameter '{key}' is {value}, not a word", where=str(self))
+        return value
+
+    def number(self, key: str) -> int:
+        """A parameter that is an integer."""
+        value = self._get(key)
+        if not isinstance(value, int):
+            raise TapestryError(f"parameter '{key}' is '{value}', not an integer", where=str(self))
+        return value
+
+    def _get(self, key: str) -> Param:
+        found = dict(self.params).get(key)
+        if found is None:
+            raise TapestryError(f"parameter '{key}' is missing", where=str(self))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a rule does not apply at an operation, with a concrete point where there is one."""
+
+    rule: str
+    at: str
+    reason: str
+    witness: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.rule}@{quoted_name(self.at)}: {self.reason}" + (f" (e.g. {self.witness})" if self.witness else "")
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """See the module's docstring."""
+
+    name: str
+    kind: str
+
+    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
+        """Every place where the rule applies, and refusals where a user might expect it to."""
+        ...
+
+    def apply(self, graph: Graph, move: Move) -> Graph:
+        """The graph after one move.
+
+        Raises:
+            TapestryError: the move is not legal here; the message is the refusal's.
+        """
+        ...
+
+
+@runtime_checkable
+class Sweeping(Protocol):
+    """A rule that can apply all its moves in one linear pass."""
+
+    def sweep(self, graph: Graph) -> Graph:
+        """The graph after every move that the rule finds."""
+        ...
+
+
+@runtime_checkable
+class Sized(Protocol):
+    """A rule whose moves cut something into parts: the search asks for the sizes of the mesh's axes."""
+
+    def sized(self, graph: Graph, parts: int) -> Iterator[Move | Refusal]:
+        """Every place where the rule applies with so many parts, and refusals."""
+        ...
+
+
+RULES: dict[str, Rule] = {}
+R = TypeVar("R", bound=type)
+
+
+def register(rule: R) -> R:
+    """Class decorator: put a rule in the table."""
+    instance = rule()
+    if not isinstance(instance, Rule):
+        raise TapestryError(f"{rule.__name__} is not a rule", hint="give it name, kind, find(graph) and apply(graph, move)")
+    if instance.name in RULES:
+        raise TapestryError(f"a rule named '{instance.name}' is registered already")
+    if instance.kind not in ("simplify", "move"):
+        raise TapestryError(f"rule '{instance.name}' is of kind '{instance.kind}'", hint="'simplify' or 'move'")
+    RULES[instance.name] = instance
+    return rule
+
+
+def parse_move(text: str) -> Move:
+    """Read ``rule@tensor{key=value,…}``; the tensor may be quoted.
+
+    Raises:
+        TapestryError: the text is not a move.
+    """
+    m = re.fullmatch(r'\s*(\w+)@("(?:[^"\\]|\\.)*"|[^{"]+?)\s*(?:\{(.*)\})?\s*', text)
+    if not m:
+        raise TapestryError(f"'{text}' is not a move", hint="split@y{dim=n,parts=8,to=mesh.d0}")
+    params: list[tuple[str, Param]] = []
+    for item in filter(None, (m.group(3) or "").split(",")):
+        key, eq, value = item.partition("=")
+        if not eq:
+            raise TapestryError(f"'{item}' is not key=value", where=text)
+        params.append((key.strip(), int(value) if re.fullmatch(r"-?\d+", value.strip()) else value.strip()))
+    at = m.group(2)
+    return Move(m.group(1), at[1:-1].replace('\\"', '"') if at.startswith('"') else at, tuple(params))
+
+
+def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
+    """Replay a list of moves."""
+    for move in moves:
+        if move.rule not in RULES:
+            raise TapestryError(f"no rule named '{move.rule}'", hint=f"one of {', '.join(sorted(RULES))}")
+        graph = RULES[move.rule].apply(graph, move)
+    return graph
+
+
+def load_rules(path: str | Path) -> None:
+    """Import a user's file of rules (its ``@register`` lines put them in the table). It is the user's own code.
+
+    Raises:
+        TapestryError: the file is missing or fails to import.
+    """
+    path = Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"tapestry_rules_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise TapestryError("no such file of rules", where=str(path))
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except TapestryError:
+        raise
+    except Exception as e:
+        raise TapestryError(f"the rules do not import: {e}", where=str(path)) from e

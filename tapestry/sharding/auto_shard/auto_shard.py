@@ -1,0 +1,294 @@
+"""``tapestry auto-shard``: a model over N devices as pipeline stages, PopRT's way and by dynamic programming."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tapestry.errors import PlanError, TapestryError
+from tapestry.ir.plan import MeshAxis
+from tapestry.lift import lift
+from tapestry.lift.file.structure import check_structure, load
+from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
+from tapestry.sharding.auto_shard import candidates, stage_annotations
+from tapestry.sharding.auto_shard import dynamic_program as dynamic
+from tapestry.sharding.auto_shard.initial_scheme import initial
+from tapestry.sharding.auto_shard.node_graph import PICO, NodeGraph, node_graph
+from tapestry.sharding.auto_shard.scheme_cost import Evaluation, Problem, Scheme, Workers, bits
+from tapestry.sharding.auto_shard.traversal import traverse
+
+# PopRT withholds a share of memory for operators' temporaries, by default 0.6, and falls back to 0.3 and 0.1. Here the
+# proportion is what weights and activations may take: the rest of it.
+PROPORTIONS = (0.4, 0.7, 0.9)
+FINE = 160  # subgraphs that the dynamic program cuts between
+COARSE = 8  # subgraphs per device that the heuristic moves about
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What ``tapestry auto-shard`` takes; see README."""
+
+    model: Path
+    devices: int
+    output: Path | None = None
+    optimal: bool = False
+    processes: int = 2
+    proportions: Sequence[float] = PROPORTIONS
+    shapes: Mapping[str, Any] = field(default_factory=dict)
+    topology: str = "cpu"
+    memory: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A scheme and how it was found; ``best`` is over the subgraphs of ``problem``."""
+
+    best: Evaluation | None
+    proportion: float | None
+    schemes: int
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """Both searches over one choice of candidates; ``least`` is the scheme that is least over its memory."""
+
+    candidates: str
+    counts: Mapping[str, int]
+    problem: Problem
+    cuts: dynamic.Family
+    heuristic: Outcome
+    dynamic: Outcome
+    least: Evaluation
+
+
+def check(options: Options) -> None:
+    """Refuse options that make no sense.
+
+    Raises:
+        TapestryError: which, and what would do.
+    """
+    if not 1 <= options.devices <= MAX_DEVICES:
+        raise TapestryError(f"{options.devices} devices", where="--num-devices", hint=f"1 to {MAX_DEVICES:,}")
+    if not 1 <= options.processes <= 256:
+        raise TapestryError(f"{options.processes} processes", where="--num-processes", hint="1 to 256")
+    bad = [p for p in options.proportions if not 0 < p <= 1]
+    if bad or not options.proportions:
+        raise TapestryError(
+            f"{bad[0] if bad else 'nothing'} is not a share of a device's memory", where="--memory-proportion",
+            hint="numbers above 0 and at most 1, tried in order",
+        )  # fmt: skip
+
+
+def auto_shard(options: Options, report: Report = lambda stage, seconds: None) -> dict[str, Any]:
+    """Find stages, write the annotated model, and say what was found, as one document.
+
+    Raises:
+        TapestryError: bad options, a model at fault, more devices than subgraphs, or memory that cannot suffice.
+    """
+    check(options)
+    clock = _Clock(report)
+    path = options.model.absolute()
+    topo = topology(
+        (MeshAxis("d0", options.devices),), options.topology, parse_bytes(options.memory) if options.memory else None
+    )
+    model = load(path)
+    target = stage_annotations.output_path(path, options.output)
+    stage_annotations.check_output(model, path, target)
+    with clock("lift"):
+        lifted = lift(path, options.shapes, weights=False)
+        check_structure(model, path.parent, weights=False)  # sorts nodes as lifting does
+    with clock("graph"):
+        graph = node_graph(model, lifted.graph, topo)
+    attempt = _search(graph, options, topo.device.memory, clock)
+    document = _document(attempt, options, graph, topo.device.memory)
+    with clock("write"):
+        stage_annotations.annotate_stages(model, document["node_stages"], options.devices)
+        stage_annotations.write(model, path, target)
+    return {"model": str(path), "output": str(target), **document, "seconds": clock.total()}
+
+
+class _Clock:
+    """Seconds per stage of the work, shown as they pass."""
+
+    def __init__(self, report: Report) -> None:
+        self.seconds: dict[str, float] = {}
+        self.report, self.start = report, time.perf_counter()
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self.report(stage, 0.0)
+        yield
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - start, 4)
+
+    def total(self) -> dict[str, float]:
+        """All of them, and their sum."""
+        return {**self.seconds, "total": round(time.perf_counter() - self.start, 4)}
+
+
+def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock) -> Attempt:
+    """Joins as candidates, as PopRT has it; every node where those make fewer subgraphs than there are devices."""
+    most = 0
+    for name, tops in (("joins", candidates.joins(graph)), ("every node", candidates.everywhere(graph))):
+        units = candidates.subgraphs(graph, tops)
+        most = max(most, len(units))
+        if len(units) >= options.devices:
+            attempt = plan(graph, units, options, memory, clock, name)
+            if attempt.dynamic.best is None:
+                raise _too_large(attempt, graph, options, memory)
+            return attempt
+    raise TapestryError(
+        f"{options.devices} devices are more than the model has subgraphs", where="--num-devices",
+        why=f"{len(graph.names)} nodes make {most} subgraph(s), and every stage needs one", hint=f"at most {most}",
+    )  # fmt: skip
+
+
+def plan(
+    graph: NodeGraph, units: list[candidates.Unit], options: Options, memory: int, clock: _Clock | None = None, name: str = ""
+) -> Attempt:
+    """Run the heuristic on merged subgraphs, then the dynamic program on finer ones with what the heuristic saw."""
+    clock = clock or _Clock(lambda stage, seconds: None)
+    n = options.devices
+    coarse = candidates.merge(graph, units, COARSE * n, n)
+    fine = candidates.refine(graph, coarse, max(FINE, 3 * n))
+    problem, merged = Problem(graph, fine), Problem(graph, coarse)
+    capacities = [(p, int(p * memory)) for p in options.proportions]
+    with clock("heuristic"):
+        heuristic, seen = _heuristic(problem, merged, options, capacities)
+    with clock("dynamic"):
+        program, cuts = _dynamic(problem, merged, n, capacities, seen)
+    counts = {"all": len(units), "heuristic": len(coarse), "dynamic": len(fine)}
+    return Attempt(
+        candidates=name, counts=counts, problem=problem, cuts=cuts, heuristic=heuristic, dynamic=program,
+        least=min(map(problem.evaluate, seen), key=lambda e: e.memory),
+    )  # fmt: skip
+
+
+def _heuristic(
+    problem: Problem, merged: Problem, options: Options, capacities: list[tuple[float, int]]
+) -> tuple[Outcome, list[Scheme]]:
+    """PopRT's search: traversal at the first proportion, then the scheme that is least over at the others."""
+    start = initial(merged, options.devices)
+    with Workers(merged, options.processes) as workers:
+        seen = traverse(merged, start, capacities[0][1], workers, optimal=options.optimal)
+    assert seen.least is not None
+    best, proportion = seen.best, capacities[0][0]
+    if best is None:
+        proportion = next((p for p, c in capacities if seen.least.memory <= c), None)
+        best = None if proportion is None else seen.least
+    schemes = dict.fromkeys(e.scheme for e in (best, seen.least) if e is not None)
+    known = [merged.translate(s, problem) for s in (*schemes, start)]
+    found = problem.evaluate(known[0]) if best is not None else None
+    return Outcome(best=found, proportion=proportion, schemes=seen.schemes, facts={"moves": seen.moves}), known
+
+
+def _dynamic(
+    problem: Problem, merged: Problem, devices: int, capacities: list[tuple[float, int]], known: list[Scheme]
+) -> tuple[Outcome, dynamic.Family]:
+    """The dynamic program at the first proportion at which anything fits."""
+    cuts = dynamic.family(problem, known, merged)
+    facts = {"complete": cuts.complete}
+    for p, capacity in capacities:
+        best = dynamic.solve(problem, devices, capacity, cuts, known)
+        if best is not None:
+            return Outcome(best=best, proportion=p, schemes=len(cuts.cuts), facts=facts), cuts
+    return Outcome(best=None, proportion=None, schemes=len(cuts.cuts), facts=facts), cuts
+
+
+def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int) -> PlanError:
+    """By how much it does not fit, in which stage, at which node, because of which tensors."""
+    problem, n = attempt.problem, options.devices
+    share = max(options.proportions)
+    capacity = int(share * memory)
+    best = dynamic.least_memory(problem, n, attempt.cuts, [attempt.least.scheme]) or attempt.least
+    at = max(range(n), key=lambda k: best.stages[k].memory)
+    cost, node = best.stages[at], best.stages[at].node
+    weights = {w for u in bits(best.scheme[at]) for w in problem.weights[u]}
+    largest = sorted(weights, key=lambda w: -graph.weight_bytes[w])[:3]
+    why = (
+        f"of all splits found the best still needs {cost.memory:,} bytes in stage {at}: {cost.weights:,} of weights and "
+        f"{cost.peak:,} of activations at node '{graph.names[node]}'; {share:g} of {memory:,} bytes are {capacity:,}"
+    )
+    if weights:
+        why += f"; its largest weights: {', '.join(f'{graph.weight_names[w]} {graph.weight_bytes[w]:,}' for w in largest)}"
+    alone, need = _largest_node(graph)
+    hint = f"--num-devices above {n}, a larger --memory"
+    if need > capacity:
+        why += f"; node '{graph.names[alone]}' alone needs {need:,}"
+        hint = "a larger --memory: no number of devices helps a single node"
+    if share < 1:
+        hint += ", or --memory-proportion 1"
+    return PlanError(
+        f"the model does not fit in {n} stage(s): {cost.memory - capacity:,} bytes too many",
+        where=f"node '{graph.names[node]}'", why=why, hint=hint,
+    )  # fmt: skip
+
+
+def _largest_node(graph: NodeGraph) -> tuple[int, int]:
+    """The node whose own weights and data need the most bytes, and how many: a bound for any number of stages."""
+    need = [0] * len(graph.names)
+    for s in graph.steps:
+        need[s.node] = max(need[s.node], sum(graph.sizes[t] for t in {*s.reads, *s.writes}))
+    total = [sum(graph.weight_bytes[w] for w in row) + a for row, a in zip(graph.weights, need)]
+    at = max(range(len(total)), key=lambda k: total[k])
+    return at, total[at]
+
+
+# the document
+
+
+def _document(attempt: Attempt, options: Options, graph: NodeGraph, memory: int) -> dict[str, Any]:
+    heuristic, program = attempt.heuristic, attempt.dynamic
+    assert program.best is not None and program.proportion is not None
+    same = (
+        heuristic.best is not None and heuristic.proportion == program.proportion and heuristic.best.rank == program.best.rank
+    )
+    chosen = heuristic.best if same and heuristic.best is not None else program.best
+    problem = attempt.problem
+    node_stages = [0] * len(graph.names)
+    for stage, mask in enumerate(chosen.scheme):
+        for u in bits(mask):
+            for k in problem.units[u]:
+                node_stages[k] = stage
+    return {
+        "nodes": len(graph.names), "devices": options.devices, "topology": options.topology, "memory_bytes": memory,
+        "proportions": list(options.proportions), "candidates": attempt.candidates,
+        "subgraphs": dict(attempt.counts),
+        "heuristic": _outcome(heuristic, problem, memory), "dynamic": _outcome(program, problem, memory),
+        "chosen": "heuristic" if same else "dynamic", "proportion": program.proportion,
+        "sharding_nodes": [_ends(problem, mask) for mask in chosen.scheme[:-1]], "node_stages": node_stages,
+    }  # fmt: skip
+
+
+def _outcome(outcome: Outcome, problem: Problem, memory: int) -> dict[str, Any]:
+    e = outcome.best
+    base = {"fits": e is not None, "proportion": outcome.proportion, "schemes": outcome.schemes, **outcome.facts}
+    if e is None:
+        return {**base, "stages": []}
+    flops = [s.flops for s in e.stages]
+    mean = sum(s.time for s in e.stages) / len(e.stages)
+    return {
+        **base, "interval_s": e.interval / PICO, "latency_s": e.latency / PICO,
+        "throughput_per_s": PICO / e.interval if e.interval else None, "peak_bytes": e.memory,
+        "balance": mean / e.interval if e.interval else 1.0,  # 1: all stages take equally long
+        "flops_balance": sum(flops) / len(flops) / max(flops) if max(flops) else 1.0,
+        "stages": [
+            {
+                "stage": k, "nodes": sum(len(problem.units[u]) for u in bits(e.scheme[k])), "ends": _ends(problem, e.scheme[k]),
+                "weight_bytes": s.weights, "activation_bytes": s.peak, "memory_bytes": s.memory, "share": s.memory / memory,
+                "flops": s.flops, "compute_s": s.compute / PICO, "receive_s": s.receive / PICO,
+            }
+            for k, s in enumerate(e.stages)
+        ],
+    }  # fmt: skip
+
+
+def _ends(problem: Problem, mask: int) -> list[str]:
+    """The sharding nodes of a stage: candidates that nothing else in the stage needs."""
+    return [problem.graph.names[problem.units[u][-1]] for u in bits(mask) if not problem.children[u] & mask]

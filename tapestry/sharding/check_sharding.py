@@ -1,0 +1,257 @@
+"""``tapestry check-sharding``: the structure of a model's annotations, then their meaning on the lifted operations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import lcm, prod
+from pathlib import Path
+
+from onnx import ModelProto, NodeProto
+
+from tapestry.errors import ModelError, TapestryError
+from tapestry.interop import annotation_semantics, onnx_annotations, sharding_specs
+from tapestry.interop.annotation_rules import Context, Finding, Shape, check
+from tapestry.interop.placement import Placement, describe, placement
+from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, name_of
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.plan import device_count
+from tapestry.ir.types import itemsize
+from tapestry.lift import lift
+from tapestry.lift.file.structure import load
+from tapestry.lift.file.symbols import Given
+from tapestry.lift.normalize.inference import infer_shapes
+from tapestry.lift.normalize.prepare import take_out_weights
+from tapestry.plan.topology import MAX_DEVICES, parse_mesh
+
+MAX_SYMBOL = 1 << 12
+Placements = Mapping[str, Placement]
+
+
+def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
+    """Everything wrong with a file's annotations, structural findings first.
+
+    Args:
+        shapes: sizes of symbolic dimensions; without them a size that every cut divides is assumed.
+
+    Raises:
+        ModelError: the file is no model.
+    """
+    model = load(path)
+    declared = _declared(model)
+    ours = onnx_annotations.MESH in sharding_specs.metadata(model)  # then uneven cuts are agreed upon
+    found = [f for f in check(model, declared) if not (ours and f.code == "uneven")]
+    found += _metadata(model)
+    if not sharding_specs.annotated(model):
+        return [Finding("warning", "no-annotations", "", "", "the model has no multi-device annotations"), *found]
+    wrong = {(f.node, f.tensor) for f in found if f.level == "error"}
+    try:
+        graph = lift(path, shapes or _sizes(model, declared), weights=False).graph
+    except ModelError as e:
+        text = f"what the operators mean was not checked: {e.what} ({e.where}: {e.why})"
+        return [*found, Finding("warning", "not-lifted", "", "", text)]
+    for c in sharding_specs.configurations(model):
+        if c.name and c.num_devices and c.num_devices > MAX_DEVICES:
+            text = f"configuration '{c.name}' has {c.num_devices:,} devices: what the operators mean was not checked"
+            found.append(Finding("warning", "many-devices", "", "", text))
+        elif c.name and c.num_devices:
+            found += _Meaning(model, graph, c.name, wrong).findings()
+    return found
+
+
+def _declared(model: ModelProto) -> Context:
+    """Shapes of all values: what the file declares, completed by onnx's inference."""
+    bare = ModelProto()
+    bare.CopyFrom(model)
+    try:
+        take_out_weights(bare)
+        bare = infer_shapes(bare, strict_mode=False, data_prop=False)
+    except Exception:  # a damaged model: what it declares has to do
+        bare = model
+    shapes: dict[str, Shape | None] = {}
+    symbols: dict[str, int | None] = {}
+    for v in (*bare.graph.value_info, *bare.graph.input, *bare.graph.output):
+        if not v.type.HasField("tensor_type"):
+            if v.type.WhichOneof("value"):
+                shapes[v.name] = None
+        elif v.type.tensor_type.HasField("shape"):
+            dims = v.type.tensor_type.shape.dim
+            shapes[v.name] = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in dims)
+            symbols |= {d.dim_param: None for d in dims if d.dim_param}
+    shapes |= {t.name: tuple(t.dims) for t in (*bare.graph.initializer, *model.graph.initializer)}
+    return Context(shapes, symbols)
+
+
+def _sizes(model: ModelProto, context: Context) -> dict[str, int | str | list[int]]:
+    """Sizes for the lifting: what the file's metadata says, else one that every cut divides."""
+    try:
+        stated = json.loads(sharding_specs.metadata(model).get(onnx_annotations.SHAPES, "{}"))
+    except ValueError:
+        stated = {}
+    weights = {t.name for t in model.graph.initializer}
+    inputs = [i.name for i in model.graph.input if i.name not in weights]
+    symbolic = {i for i in inputs if any(isinstance(d, str) for d in context.shapes.get(i) or ())}
+    if isinstance(stated, dict) and symbolic and symbolic <= stated.keys():
+        return {k: stated[k] for k in symbolic}
+    parts = 1
+    for node in model.graph.node:
+        for c in sharding_specs.node_configurations(node):
+            for x in (x for s in c.specs for d in s.dims for x in d.shards):
+                grown = lcm(parts, max(1, x.num_shards or 1))
+                parts = grown if grown <= MAX_SYMBOL else parts
+    used = {d for i in symbolic for d in context.shapes[i] or () if isinstance(d, str)}
+    return dict.fromkeys(used, 2 * parts)
+
+
+def _metadata(model: ModelProto) -> Iterator[Finding]:
+    """Our own metadata must agree with the protos."""
+    text = sharding_specs.metadata(model).get(onnx_annotations.MESH)
+    if text is None:
+        return
+    try:
+        count = device_count(parse_mesh(text))
+    except TapestryError as e:
+        yield Finding("error", "mesh", "", "", f"{onnx_annotations.MESH}: {e.what}")
+        return
+    sizes = [c.num_devices for c in sharding_specs.configurations(model)]
+    if count not in sizes:
+        yield Finding(
+            "error", "mesh", "", "", f"{onnx_annotations.MESH} '{text}' has {count} devices, the configurations {sizes}"
+        )
+
+
+@dataclass(slots=True)
+class _Meaning:
+    """The meaning of one configuration's specs."""
+
+    model: ModelProto
+    graph: Graph
+    name: str
+    wrong: set[tuple[str, str]]
+
+    def findings(self) -> list[Finding]:
+        """Findings of every annotated node that is still an operation of its own after lifting."""
+        ops: dict[str, list[Op]] = {}
+        for op in self.graph.ops:
+            for s in op.source:
+                ops.setdefault(s, []).append(op)
+        cache: dict[tuple[object, ...], Placement] = {}
+        written: dict[str, Placement] = {}
+        out: list[Finding] = []
+        for node in self.model.graph.node:
+            mine = self._specs(node, cache)
+            if mine:
+                for op in ops.get(name_of(node), []):
+                    out += self._op(node, op, mine, written)
+            written |= {t: p for t, p in mine.items() if t in node.output}
+        return out
+
+    def _specs(self, node: NodeProto, cache: dict[tuple[object, ...], Placement]) -> dict[str, Placement]:
+        found: dict[str, Placement] = {}
+        mine = (c for c in sharding_specs.node_configurations(node) if c.configuration == self.name)
+        specs: list[ShardingSpec] = [s for c in mine for s in c.specs]
+        for s in specs:
+            if s.tensor is None or s.tensor not in self.graph.tensors or (name_of(node), s.tensor) in self.wrong:
+                continue
+            shape = self.graph.tensors[s.tensor].shape
+            if not all(_fits(d, shape) for d in s.dims):
+                continue
+            key = (s.devices, s.groups, s.dims, shape)
+            if key not in cache:
+                cache[key] = placement(s, shape)
+            found[s.tensor] = cache[key]
+        return found
+
+    def _op(self, node: NodeProto, op: Op, mine: Placements, written: Placements) -> Iterator[Finding]:
+        name = name_of(node)
+        own = {t: mine[t] for t in op.inputs if t in mine}
+        inherited = {t: written[t] for t in op.inputs if t in written and t not in own}
+        found = annotation_semantics.clash(op, own)
+        if found is not None:
+            yield Finding("error", *_clash_text(op, found, name))
+            return
+        both = {**inherited, **own}
+        found = annotation_semantics.clash(op, both) if inherited else None
+        if found is not None:
+            code, node_name, tensor, text = _clash_text(op, found, name)
+            text = f"as their producers leave them, {text}: a reshard is implied"
+            yield Finding("warning", f"{code}-inherited", node_name, tensor, text)
+        for t, p in own.items():
+            if t in written and written[t].pieces != p.pieces:
+                yield self._reshard(name, t, written[t], p)
+        yield from _not_identical(op, own, name)
+        outs = {t: mine[t] for t in op.outs if t in mine}
+        stated = onnx_annotations.PARTIAL in sharding_specs.metadata(node)
+        for m in annotation_semantics.missing(op, self.graph, outs, both):
+            if m.how != "reduction" or not stated:
+                yield self._missing(name, m)
+
+    def _reshard(self, node: str, tensor: str, before: Placement, after: Placement) -> Finding:
+        device = max(after.pieces, key=lambda d: _lacking(before, after, d))
+        lacking = _lacking(before, after, device) * itemsize(self.graph.tensors[tensor].dtype)
+        text = f"it is written {describe(before, device)} and read {describe(after, device)} on device {device}"
+        return Finding("warning", "reshard", node, tensor, f"{text}: {lacking:,} bytes to receive there")
+
+    def _missing(self, node: str, m: annotation_semantics.Missing) -> Finding:
+        nbytes = m.cells * itemsize(self.graph.tensors[m.tensor].dtype)
+        text = {
+            "reduction": "the reduced axis is cut: partial results have to be completed (an all-reduce or reduce-scatter)",
+            "halo": f"a halo exchange is implied, device {m.device} lacks {nbytes:,} bytes of it",
+            "reshard": f"a reshard is implied, device {m.device} lacks {nbytes:,} bytes of it for its part of the output",
+        }[m.how]
+        return Finding("warning", m.how, node, m.tensor, text)
+
+
+def _fits(d: ShardedDim, shape: tuple[int, ...]) -> bool:
+    """Whether an axis has a cell for every part (not so where a symbol was given a small size)."""
+    return all(x.num_shards is not None and (len(d.shards) > 1 or x.num_shards <= shape[d.axis or 0]) for x in d.shards)
+
+
+def _lacking(before: Placement, after: Placement, device: int) -> int:
+    """Cells that a device has after and not before."""
+    piece, old = after.pieces[device], before.pieces.get(device)
+    cells = prod(sum(hi - lo for lo, hi in iv) for iv in piece)
+    if old is None:
+        return cells
+    common = prod(
+        sum(max(0, min(b, d) - max(a, c)) for a, b in mine for c, d in theirs) for mine, theirs in zip(piece, old, strict=True)
+    )
+    return cells - common
+
+
+def _clash_text(op: Op, found: annotation_semantics.Clash, node: str) -> tuple[str, str, str, str]:
+    """(code, node, tensor, message) for a point that no device can compute."""
+    point = ", ".join(f"{n}={v}" for n, v in found.point.items())
+    cells = " and ".join(f"'{t}'{list(c)} (on {_devices(h)})" for t, c, h in found.cells)
+    if not isinstance(op, Block):
+        text = f"{op.kind} is computed whole along some axes of its inputs, and no device holds them: {cells}"
+        return "not-splittable", node, found.cells[0][0], text
+    reduced = bool(op.reduce)
+    code = "contraction" if reduced else "agreement"
+    lone = next((t for t, _, h in found.cells if not h), None)
+    why = f"point ({point}) needs {cells}"
+    text = "no device holds these cells" if lone else "no device holds them together, the device sets do not meet"
+    return code, node, lone or found.cells[-1][0], f"{why}: {text}"
+
+
+def _devices(found: tuple[int, ...]) -> str:
+    return f"device{'s' * (len(found) > 1)} {', '.join(map(str, found))}" if found else "no device"
+
+
+def _not_identical(op: Op, placed: Mapping[str, Placement], node: str) -> Iterator[Finding]:
+    """The formalism asks for identical cuts of inputs along a common axis; holding more than is needed is no error here."""
+    if not isinstance(op, Block):
+        return
+    for d in op.space:
+        seen: dict[str, object] = {}
+        for r in op.reads:
+            axis = next((k for k, e in enumerate(r.index) if e.is_dim and e.coef(d.name) == 1), None)
+            if axis is not None and r.tensor in placed and placed[r.tensor].shape[axis] == d.size:
+                p = placed[r.tensor]
+                seen.setdefault(r.tensor, {n: piece[axis] for n, piece in p.pieces.items()})
+        if len({str(sorted(v.items())) for v in seen.values() if isinstance(v, dict)}) > 1:
+            names = " and ".join(f"'{t}'" for t in seen)
+            text = f"{names} are not placed alike along '{d.name}'; each device has what it needs, and some more than that"
+            yield Finding("warning", "not-identical", node, next(iter(seen)), text)
+            return

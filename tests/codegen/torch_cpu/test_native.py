@@ -1,0 +1,275 @@
+"""The torch-cpu target's kernels in C: what torch computes, NaN and infinities included, and no less without a compiler."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto as T
+
+from tapestry import api
+from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.base import contract
+from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
+from tapestry.codegen.torch_cpu.c import attention_c, conv_c
+from tapestry.codegen.torch_cpu.c import attention_c_states as heads
+from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
+from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.rule_check import random_feeds
+from tapestry.runtime.one_process.static_schedule import Stretch
+from tapestry.verify import interp
+from tests.support.attention_cases import GUARDED, PLAIN, attention
+from tests.support.small_models import N, f32, net
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needed = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+
+
+def convolve(x, weight, bias, residual, then, stride=1, padding=0, dilation=1, groups=1):
+    want = torch.nn.functional.conv2d(x.double(), weight.double(), bias.double(), stride, padding, dilation, groups)
+    want = want + residual(want.shape).double() if residual else want
+    more = residual(want.shape).contiguous(memory_format=torch.channels_last) if residual else None
+    parts = contract.Call((), (), tuple(x.shape), (stride,) * 2, (padding,) * 2, (dilation,) * 2, groups)
+    kernel = conv_c.convolve(parts, tuple(weight.shape), tuple(want.shape), then)
+    assert kernel
+    memory = torch.full((want.numel(),), float("nan"))
+    kernel.call(conv_c.last(x), kernel.pack(weight), bias, more, memory).run()
+    n, k, h, w = want.shape
+    return kernel.key, memory.view(n, h, w, k).permute(0, 3, 1, 2), want.clamp(then.low, then.high)
+
+
+CASES = {
+    "panels": [
+        (3, 64, 7, 2, 3, 1, 1),
+        (5, 17, 1, 1, 0, 1, 1),
+        (40, 100, 3, 2, 1, 2, 1),
+        (600, 33, 1, 2, 0, 1, 1),
+        (16, 16, 3, 1, 1, 1, 1),
+    ],
+    "winograd": [(64, 48, 3, 1, 1, 1, 1), (32, 64, 3, 1, 0, 1, 1), (96, 32, 3, 1, 2, 1, 1)],
+    "taps": [(40, 40, 3, 1, 1, 1, 40), (16, 16, 3, 2, 1, 1, 16), (33, 33, 5, 1, 2, 2, 33)],
+}
+
+
+@needed
+@pytest.mark.parametrize(("key", "case"), [(k, c) for k, cases in CASES.items() for c in cases])
+@pytest.mark.parametrize("size", [(9, 14), (23, 8)])
+@pytest.mark.parametrize("added", [False, True])
+def test_convolutions(key: str, case: tuple[int, ...], size: tuple[int, int], added: bool) -> None:
+    channels, features, window, stride, padding, dilation, groups = case
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, channels, *size, generator=g)
+    weight = torch.randn(features, channels // groups, window, window, generator=g) / window
+    residual = (lambda shape: torch.randn(shape, generator=torch.Generator().manual_seed(1))) if added else None
+    then = Epilogue(bias=0, residual=1 if added else None, low=-1.0, high=6.0)
+    bias = torch.randn(features, generator=g)
+    found, got, want = convolve(x, weight, bias, residual, then, stride, padding, dilation, groups)
+    assert found == key
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@needed
+@pytest.mark.parametrize("size", [(1, 1), (2, 7), (5, 3), (7, 7), (14, 15)])
+@pytest.mark.parametrize(
+    ("window", "stride", "padding", "dilation"), [(3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 1), (3, 2, 2, 2), (2, 1, 1, 1)]
+)
+def test_depthwise_at_borders(size: tuple[int, int], window: int, stride: int, padding: int, dilation: int) -> None:
+    """Rows and columns of which some taps are padding, where all are, and where images are narrower than a tile."""
+    g = torch.Generator().manual_seed(0)
+    x, weight, bias = torch.randn(2, 19, *size, generator=g), torch.randn(19, 1, window, window, generator=g), torch.randn(19)
+    then = Epilogue(bias=0, low=-1.0, high=6.0)
+    _, got, want = convolve(x, weight, bias, None, then, stride, padding, dilation, 19)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@needed
+@pytest.mark.parametrize("channels", [2, 3, 4])
+@pytest.mark.parametrize("case", [(24, 3, 2, 1, 1), (70, 7, 2, 3, 1), (16, 3, 1, 5, 2), (9, 1, 1, 0, 1), (512, 8, 8, 0, 1)])
+def test_planes_give_what_pixels_give(channels: int, case: tuple[int, ...]) -> None:
+    features, window, stride, padding, dilation = case
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, channels, 65, 120, generator=g)
+    x[1, 1, 7, 9] = float("nan")
+    weight, bias = torch.randn(features, channels, window, window, generator=g), torch.randn(features, generator=g)
+    parts = contract.Call((), (), tuple(x.shape), (stride,) * 2, (padding,) * 2, (dilation,) * 2, 1)
+    want = torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation)
+    kernel = conv_c.convolve(parts, tuple(weight.shape), tuple(want.shape), Epilogue(bias=0))
+    assert kernel
+    outs = torch.full((2, want.numel()), float("nan"))
+    recorded = [
+        kernel.call(given, kernel.pack(weight), bias, None, out) for given, out in zip((x, conv_c.last(x)), outs, strict=True)
+    ]
+    assert [c.function.__name__ for c in recorded] == ["tapestry_planes", "tapestry_conv"] and recorded[0].fixed
+    for c in recorded:
+        c.run()
+    assert outs[0].numpy().tobytes() == outs[1].numpy().tobytes() and bool(outs[0].isnan().any())
+    n, k, h, w = want.shape
+    torch.testing.assert_close(outs[0].view(n, h, w, k).permute(0, 3, 1, 2), want, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@needed
+@pytest.mark.parametrize("key", CASES)
+def test_nan_and_infinity_go_where_they_belong(key: str) -> None:
+    channels, features, window, stride, padding, dilation, groups = CASES[key][0]
+    x = torch.randn(1, channels, 12, 12, generator=torch.Generator().manual_seed(0))
+    x[0, 1, 2, 3], x[0, 2, 9, 9], x[0, 0, 5, 10] = float("nan"), float("inf"), 1e36
+    weight = torch.randn(features, channels // groups, window, window, generator=torch.Generator().manual_seed(1)) * 4
+    _, got, want = convolve(x, weight, torch.zeros(features), None, Epilogue(low=0.0), stride, padding, dilation, groups)
+    assert bool(want.isnan().any())
+    assert torch.equal(got.isnan(), want.isnan())
+    inside = ~want.isnan() & (want.abs() < 1e30)
+    torch.testing.assert_close(got[inside].double(), want[inside], rtol=1e-4, atol=1e-3)
+
+
+@needed
+@pytest.mark.parametrize("key", CASES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_a_weight_that_is_not_finite_spoils_what_it_is_in_alone(key: str, bad: float) -> None:
+    channels, features, window, stride, padding, dilation, groups = CASES[key][0]
+    x = torch.randn(1, channels, 12, 12, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(features, channels // groups, window, window, generator=torch.Generator().manual_seed(1))
+    weight[1, 0, window // 2, window // 2] = bad
+    want = torch.nn.functional.conv2d(x, weight, None, stride, padding, dilation, groups)
+    _, got, _ = convolve(x, weight, torch.zeros(features), None, Epilogue(), stride, padding, dilation, groups)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@needed
+@pytest.mark.parametrize(("rows", "keys", "depth"), [(5, 7, 20), (49, 33, 64), (128, 600, 16)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_states_of_attention(rows: int, keys: int, depth: int, masked: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 3, depth, generator=g).transpose(1, 2) for n in (rows, keys, keys))
+    mask = torch.randn(2, 1, rows, keys, generator=g) if masked else None
+    if mask is not None:
+        mask[0, 0, 1], mask[1, 0, 2, 3], mask[0, 0, 3, 2], mask[1, 0, 4, 1] = -torch.inf, -torch.inf, torch.inf, torch.nan
+    found = heads.states(q, k, v, mask, 0.25)
+    assert found
+    score = q.double() @ k.double().transpose(-1, -2) * 0.25 + (0 if mask is None else mask)
+    top = score.amax(-1, keepdim=True)
+    weights = torch.where(score == top, 1.0, torch.exp(score - top))
+    wanted = top[..., 0], weights.sum(-1), weights @ v.double()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+BIAS = "input c: f32[{h}, {s}, {n}]\n", ", c[h, i, n]"
+ROWS = "input c: f32[{b}, {n}]\n", ", c[b, n]"
+
+
+@needed
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (6, 2), (3, 1)])
+@pytest.mark.parametrize("then", ["acc0 * 0.25", "(acc0 * 0.25) + c", "acc0 + c"])
+@pytest.mark.parametrize("weight", [PLAIN, GUARDED])
+@pytest.mark.parametrize("bias", [BIAS, ROWS])
+@pytest.mark.parametrize("bad", [0.5, np.nan, np.inf, -np.inf])
+def test_attention_on_buffers_as_they_are(
+    heads: int, shared: int, then: str, weight: str, bias: tuple[str, str], bad: float
+) -> None:
+    inputs, reads = bias if "c" in then.replace("acc", "") else ("", "")
+    text = attention(then, reads=reads, inputs=inputs, weight=weight, h=heads, kv=shared, s=51, n=35, d=20, e=20)
+    graph = simplify(parse(text))
+    feeds = random_feeds(graph, np.random.default_rng(heads))
+    feeds["q"][1, 2, 3, 4] = bad
+    if "c" in feeds:
+        feeds["c"][-1, ..., 3], feeds["c"][0, ...] = bad, -np.inf if bad == -np.inf else feeds["c"][0, ...]
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+    kernel = Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, 51, 20)),))
+    run = attention_c.attention(op, graph, kernel)
+    assert run
+    turned = [torch.from_numpy(feeds[r.tensor]) for r in op.reads]
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in turned]  # heads side by side
+    want = interp.run(graph, feeds, wide=True)["y"]
+    for given in (turned, [x.contiguous() for x in turned], [x.mT.contiguous().mT if x.dim() == 4 else x for x in turned]):
+        got = run(given, [])[0].numpy()
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@needed
+@pytest.mark.parametrize("shape", [(1, 3, 224, 224), (2, 4, 7, 9), (3, 2, 5, 1), (2, 3, 1, 4), (1, 5, 6, 7)])
+def test_planes_side_by_side(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for given in (x, x.flip(0)[:, :, :, ::1], x.transpose(2, 3)):
+        out = conv_c.last(given)
+        assert out.is_contiguous(memory_format=torch.channels_last) and torch.equal(out, given)
+
+
+def network() -> onnx.ModelProto:
+    nodes = [
+        N("Conv", ["x", "w", "b"], ["c"], pads=[1] * 4), N("Relu", ["c"], ["d"]), N("Conv", ["d", "v"], ["e"], pads=[1] * 4),
+        N("Add", ["e", "d"], ["f"]), N("Relu", ["f"], ["g"]), N("Conv", ["g", "u"], ["h"], group=32, pads=[1] * 4),
+        N("Clip", ["h", "lo", "hi"], ["k"]), N("ReduceMean", ["k", "axes"], ["m"], keepdims=0), N("MatMul", ["m", "t"], ["y"]),
+    ]  # fmt: skip
+    weights = {
+        "w": f32(32, 8, 3, 3), "b": f32(32), "v": f32(32, 32, 3, 3), "u": f32(32, 1, 3, 3), "t": f32(32, 10),
+        "lo": np.float32(0), "hi": np.float32(6), "axes": np.array([2, 3], np.int64),
+    }  # fmt: skip
+    return net(nodes, {"x": (T.FLOAT, (2, 8, 11, 9))}, {"y": T.FLOAT, "k": T.FLOAT}, weights)
+
+
+def runs(folder: Path) -> tuple[api.Compiled, dict[str, np.ndarray]]:
+    path = folder / "m.onnx"
+    if not path.is_file():
+        onnx.save(network(), path)
+    c = api.compile(path, mesh="1")
+    return c, c.run(c.random_feeds(0))
+
+
+@needed
+def test_stretches_give_what_steps_give_and_hold_what_the_plan_says(tmp_path: Path) -> None:
+    c, outs = runs(tmp_path)
+    schedule = c.session.machine.schedule
+    assert schedule and any(isinstance(a, Stretch) and len(a.born) for a in schedule.actions) and schedule.placed
+    kept = {t: a.copy() for t, a in outs.items()}
+    used = c.session.run(c.random_feeds(1)).measured
+    assert used.peak == list(c.build.peak_bytes)
+    c.session.machine.schedule = None
+    again = c.session.run(c.random_feeds(0))
+    assert again.measured.peak == list(c.build.peak_bytes)
+    for t, a in outs.items():
+        np.testing.assert_array_equal(a, kept[t])  # a later run leaves them alone
+        np.testing.assert_array_equal(a, again.outputs[t])
+
+
+@needed
+def test_runs_at_once_do_not_meet(tmp_path: Path) -> None:
+    c, _ = runs(tmp_path)
+    wanted = [c.run(c.random_feeds(s)) for s in range(4)]
+    wrong: list[int] = []
+
+    def work(s: int) -> None:
+        for _ in range(10):
+            if any(not np.array_equal(a, wanted[s][t]) for t, a in c.run(c.random_feeds(s)).items()):
+                wrong.append(s)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("how", [("TAPESTRY_NATIVE", "0"), ("CC", "no-such-compiler")])
+def test_without_kernels_torch_does(how: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, outs = runs(tmp_path)
+    monkeypatch.setenv(*how)
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+        _, plain = runs(tmp_path)
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+    for t, a in outs.items():
+        np.testing.assert_allclose(a, plain[t], rtol=1e-4, atol=1e-5 * float(np.abs(plain[t]).max()))

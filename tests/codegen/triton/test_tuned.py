@@ -1,0 +1,116 @@
+"""The cache of measured choices: what is read back is what was written, and anything else is ignored with a warning."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tapestry import api
+from tapestry.codegen import kernel_sources
+from tapestry.codegen.triton import Knobs
+from tapestry.codegen.triton.run import tuned
+from tapestry.codegen.triton.run.tuned import Cache, Choice, as_knobs, local_cache
+from tapestry.codegen.triton.run.tuned import _digest as digest
+from tapestry.errors import BuildError
+from tapestry.pipeline import verify_build
+from tests.support.small_models import save
+
+CHOICE = Choice(knobs=Knobs(bm=32, bn=128, num_warps=8), library=True)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    found = Cache(tmp_path / "tune", "NVIDIA H200", "3.9.0")
+    found.write("key", CHOICE, {"seconds": 1e-4})
+    return found
+
+
+def test_an_entry_comes_back(cache: Cache) -> None:
+    assert cache.read("key") == CHOICE
+    cache.write("key", Choice(), {})
+    assert cache.read("key") == Choice()
+    assert [p.suffix for p in cache.folder.iterdir()] == [".json"]  # nothing half-written is left
+
+
+def test_entries_are_of_one_kernel_device_and_version(cache: Cache) -> None:
+    assert cache.read("other") is None
+    assert replace(cache, device="NVIDIA H100").read("key") is None
+    assert replace(cache, version="3.6.0").read("key") is None
+
+
+def rewritten(path: Path, **changes: object) -> str:
+    """An entry with other content and a right hash."""
+    body = json.loads(path.read_text()) | changes
+    del body["sha256"]
+    return json.dumps({**body, "sha256": digest(body)})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda p: "", lambda p: "[]", lambda p: "{", lambda p: "null", lambda p: "{}", lambda p: "[" * 100_000,
+        lambda p: p.read_text()[:-9], lambda p: p.read_text().replace("128", "256"),
+        lambda p: rewritten(p, device="NVIDIA H100"), lambda p: rewritten(p, key="another"), lambda p: rewritten(p, format=0),
+        lambda p: rewritten(p, knobs={"bm": 0}), lambda p: rewritten(p, knobs={"bm": 1 << 30}), lambda p: rewritten(p, knobs={"bm": "32"}),
+        lambda p: rewritten(p, knobs={"speed": 1}), lambda p: rewritten(p, knobs=[3]), lambda p: rewritten(p, knobs={"bm": True}),
+    ],
+)  # fmt: skip
+def test_damaged_entries_are_ignored_with_a_warning(cache: Cache, damage, caplog: pytest.LogCaptureFixture) -> None:
+    path = cache.path("key")
+    path.write_text(damage(path))
+    with caplog.at_level(logging.WARNING, "tapestry"):
+        assert cache.read("key") is None
+    assert "is ignored" in caplog.text and str(path) in caplog.text
+    cache.write("key", CHOICE, {})
+    assert cache.read("key") == CHOICE
+
+
+def test_bytes_that_are_no_text(cache: Cache) -> None:
+    cache.path("key").write_bytes(b"\xff\xfe\x00")
+    assert cache.read("key") is None
+
+
+def test_a_folder_in_the_place_of_an_entry(cache: Cache) -> None:
+    cache.path("other").mkdir()
+    assert cache.read("other") is None
+
+
+def test_the_interpreter_has_no_cache(tmp_path: Path) -> None:
+    assert local_cache(tmp_path, torch.device("cpu")) is None
+
+
+def test_knobs_from_data() -> None:
+    assert as_knobs({"bm": 32, "num_stages": 2}) == Knobs(bm=32, num_stages=2)
+
+
+def test_a_build_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled where there is a GPU that was tuned on: its knobs are in the plan, and its kernels are generated with them."""
+    plain = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
+    assert plain.build.knobs == {}
+    cache = Cache(tmp_path / "tune", "NVIDIA H200", "3.9.0")
+    graph, program = plain.build.plan.graph, plain.build.program
+    first = kernel_sources.kernels(graph, program)[0]
+    changed = replace(next(iter(kernel_sources.triton_kernels(graph, program).values())).knobs, num_warps=16, num_stages=5)
+    cache.write(cache.key(graph, first), Choice(knobs=changed), {})
+    monkeypatch.setattr(tuned, "cache_of_target", lambda folder, target, precision: cache)
+    found = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
+    assert list(found.build.knobs) == [kernel_sources.key_of(graph, first)]
+    assert kernel_sources.triton_kernels(graph, program, knobs=found.build.knobs)[f"{next(iter(plain.kernels))}"].knobs == changed
+    found.save(tmp_path / "b")
+    build, _ = verify_build(tmp_path / "b")
+    assert build.knobs == found.build.knobs
+    broken = {k: {"bm": -1} for k in build.knobs}
+    with pytest.raises(BuildError, match="knob bm"):
+        kernel_sources.triton_sources(graph, program, knobs=broken)
+
+
+def test_without_a_gpu_nothing_is_looked_up(tmp_path: Path) -> None:
+    assert tuned.cache_of_target(tmp_path, "triton:sm90", "ieee") is None
+    (tmp_path / "tune").mkdir()
+    if not torch.cuda.is_available():
+        assert tuned.cache_of_target(tmp_path, "triton:sm90", "ieee") is None

@@ -1,0 +1,62 @@
+"""Transfers that were moved ahead: same results, bytes and peaks, every law, and the same time on the clock."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tapestry.ir.program import Reduce, Transfer, allocated
+from tapestry.plan.hoist_transfers import early
+from tapestry.plan.lower import lower
+from tapestry.plan.simulate import simulate
+from tapestry.plan.topology import topology
+from tapestry.verify import certificate
+from tests.support.small_models import case, execute, mesh_of, peak, planned_transfers, random_plan
+
+
+@pytest.mark.parametrize("name", ["attention", "branches", "norms", "selections"])
+def test_earlier_and_otherwise_the_same(name):
+    c, moved = case(name), 0
+    for mesh in ("2", "3", "2x2"):
+        for seed in range(6):
+            plan = random_plan(c.graph, mesh_of(mesh), random.Random(f"{name} {mesh} {seed}"))
+            before = lower(plan)
+            after = early(before)
+            if after.steps == before.steps:
+                continue
+            moved += 1
+            assert peak(after) == peak(before) and planned_transfers(after) == planned_transfers(before)
+            assert sorted(map(str, after.steps)) == sorted(map(str, before.steps))
+            certificate.check(plan.annotated(), after, limit=1 << 40, stated_peak=peak(after), places=plan.places)
+            ours, theirs = execute(c.graph, after, c)[0], execute(c.graph, before, c)[0]
+            assert all(a.tobytes() == theirs[t].tobytes() for t, a in ours.items())
+            topo = topology(plan.mesh, "cpu")
+            clocks = [simulate(plan, p, topo) for p in (after, before)]
+            served = [{str(p.steps[t.step]): t.op for t in x.timed} for p, x in zip((after, before), clocks, strict=True)]
+            assert served[0] == served[1]
+            assert clocks[0].total == pytest.approx(clocks[1].total)
+    assert moved or name != "branches"
+
+
+def test_a_transfer_stands_right_behind_what_it_sends():
+    """Unless the links or memory are in its way: every launch that it waits for without need is accounted for."""
+    ahead = 0
+    for name, seed in ((n, s) for n in ("attention", "branches", "norms", "selections") for s in range(30)):
+        before = lower(random_plan(case(name).graph, mesh_of("3"), random.Random(seed)))
+        steps = early(before).steps
+        for i, step in enumerate(steps):
+            if not isinstance(step, Transfer) or before.steps.index(step) <= i:
+                continue
+            ahead += 1
+            behind = steps[i - 1]
+            free = not isinstance(behind, Transfer | Reduce) and step.src not in allocated(behind)
+            assert not free or rises(before, steps, i, step)
+    assert ahead > 5
+
+
+def rises(program, steps, i: int, step: Transfer) -> bool:
+    """Whether a device's peak would rise were a transfer one place earlier."""
+    moved = replace(program, steps=(*steps[: i - 1], step, steps[i - 1], *steps[i + 1 :]))
+    return any(a > b for a, b in zip(peak(moved), peak(program), strict=True))

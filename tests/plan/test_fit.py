@@ -1,0 +1,289 @@
+"""Plans in time: streamed weights, rewritten graphs, and the search that makes a plan fit where none does in space."""
+
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tapestry.errors import LawError, TapestryError
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.index import evaluate
+from tapestry.ir.program import Free, Load
+from tapestry.ir.syntax.parser import parse
+from tapestry.plan.lower import lower
+from tapestry.plan.memory.fit import Fitted, fit
+from tapestry.plan.memory.floor import least_cells, least_seconds
+from tapestry.plan.memory.peaks import fewest
+from tapestry.plan.search.planner import TooBig, search, spatial
+from tapestry.plan.search.problem import build, load_seconds
+from tapestry.plan.simulate import simulate
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.topology import topology
+from tapestry.rewrites.core.rule import RULES, Move
+from tapestry.rewrites.partition.micro_batch import batch_move
+from tapestry.rewrites.partition.split_time import time_move
+from tapestry.verify import certificate, interp
+from tests.support.command_line import document, run
+from tests.support.small_models import Case, assert_same, case, execute, mesh_of, peak, random_plan, save
+
+MODELS = (
+    "conv_chain",
+    "pools",
+    "mlp",
+    "norms",
+    "attention",
+    "gathers",
+    "reductions",
+    "opaques",
+    "residual",
+    "noise",
+    "selections",
+)
+HUGE = 1 << 60
+
+ATTENTION = """graph attention
+input q: f32[{n}, 4]
+input k: f32[{n}, 4]
+input v: f32[{n}, 4]
+s: f32[{n}, {n}] = op [i: {n}, j: {n} | d: 4 sum]
+  reads q[i, d], k[j, d]
+  body q * k
+l: f32[{n}] = op [i: {n} | j: {n} max]
+  reads s[i, j]
+  body s
+e: f32[{n}, {n}] = op [i: {n}, j: {n}]
+  reads s[i, j], l[i]
+  body exp(s - l)
+t: f32[{n}] = op [i: {n} | j: {n} sum]
+  reads e[i, j]
+  body e
+y: f32[{n}, 4] = op [i: {n}, d: 4 | j: {n} sum]
+  reads e[i, j], t[i], v[j, d]
+  body (e / t) * v
+output y
+"""
+
+SKIP = """graph skip
+input x: f32[]
+a: f32[1024] = op [i: 1024]
+  reads x[]
+  body x * cast(index(i), f32)
+m: f32[] = op [ | i: 1024 max]
+  reads a[i]
+  body a
+b: f32[1024] = op [i: 1024]
+  reads m[]
+  body m * cast(index(i), f32)
+c: f32[1024] = op [i: 1024 | j: 1024 max]
+  reads b[j]
+  body b
+d: f32[1024] = op [i: 1024 | j: 1024 min]
+  reads c[j]
+  body c
+n: f32[] = op [ | i: 1024 max]
+  reads d[i]
+  body d
+y: f32[] = op [ | i: 1024 sum]
+  reads a[i], n[]
+  body a * n
+output y
+"""
+
+
+def rewritten(graph: Graph, rng: random.Random, count: int) -> Graph:
+    """The graph after random moves in time, wherever they are legal."""
+    for _ in range(count):
+        op = rng.choice(graph.ops)
+        moves = [Move("recompute", op.outs[0], (("keep", 1),))]
+        if op.space:
+            d, parts = rng.choice(op.space), rng.randint(2, 4)
+            moves.append(time_move(op, d.name, parts, rng.choice([0, 1, 3, 9])))
+        batch = batch_move(graph, 2)
+        moves += [batch] if batch and len(graph.ops) < 40 else []
+        try:
+            m = rng.choice(moves)
+            graph = RULES[m.rule].apply(graph, m)
+        except TapestryError:
+            continue
+    return graph
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
+def test_any_moves_any_strategies_any_streamed_weights(name: str, mesh: str) -> None:
+    c = case(name)
+    for seed in range(3):
+        rng = random.Random(f"{name} {mesh} {seed}")
+        graph = rewritten(c.graph, rng, 3)
+        plan = random_plan(graph, mesh_of(mesh), rng, layouts=0.1)
+        streamed = frozenset(t for t in graph.weights if rng.random() < 0.7 and t not in graph.outputs and t not in plan.inputs)
+        plan = replace(plan, streamed=streamed)
+        program = lower(plan)
+        certificate.check(plan.annotated(), program, stated_peak=peak(program), mesh=plan.mesh, streamed=streamed)
+        found, measured = execute(graph, program, c, streamed)
+        assert_same(found, c.expected, graph, seed)
+        assert measured.peak == peak(program)
+
+
+def streaming(name: str, mesh: str) -> tuple[Case, Fitted]:
+    """A model with 60 % of the memory that its fastest plan takes."""
+    c = case(name)
+    topo = topology(mesh_of(mesh), memory=HUGE)
+    free = search(c.graph, topo)
+    least = max(max(t.nbytes for t in c.graph.tensors.values()) * 2, int(0.6 * max(peak(free.program))))
+    topo = topology(mesh_of(mesh), memory=least)
+    first = spatial(build(c.graph, topo, {}, {}, {}), Budget.of(1.0))
+    return c, fit(c.graph, topo, first, budget=Budget.of(20.0))
+
+
+@pytest.mark.parametrize("name", ["conv_chain", "mlp", "attention", "residual"])
+@pytest.mark.parametrize("mesh", ["1", "2"])
+def test_a_fitted_plan_fits_runs_and_is_bounded(name: str, mesh: str) -> None:
+    c, fitted = streaming(name, mesh)
+    plan, program = fitted.found.plan, fitted.found.program
+    limit = max(peak(program))
+    certificate.check(plan.annotated(), program, limit=limit, stated_peak=peak(program), mesh=plan.mesh, streamed=plan.streamed)
+    found, measured = execute(plan.graph, program, c, plan.streamed)
+    assert_same(found, c.expected, plan.graph)
+    assert measured.peak == peak(program)
+    assert 0 < fitted.found.bound <= fitted.found.objective
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rewrites_never_cost_less_than_the_bound(name: str) -> None:
+    graph = case(name).graph
+    for seed, mesh in itertools.product(range(4), ("1", "3")):
+        topo = topology(mesh_of(mesh), memory=HUGE)
+        other = rewritten(graph, random.Random(f"{name} {seed}"), 3)
+        assert search(other, topo).objective >= least_seconds(graph, topo) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_least_cells_is_an_underestimate(name: str) -> None:
+    graph, checked = case(name).graph, 0
+    for op in graph.ops:
+        if not isinstance(op, Block) or math.prod(d.size for d in op.space) > 100_000:
+            continue
+        grid = np.indices([d.size for d in op.space]).reshape(len(op.space), -1)
+        env = {d.name: grid[i] for i, d in enumerate(op.space)}
+        for r in op.reads:
+            shape = graph.tensors[r.tensor].shape
+            cells = np.stack([np.broadcast_to(evaluate(e, env), grid.shape[1:]) for e in r.index]) if r.index else None
+            if cells is None:
+                continue
+            ok = np.all((cells >= 0) & (cells < np.array(shape)[:, None]), axis=0)
+            for g in r.when:
+                value = np.broadcast_to(evaluate(g.aff, env), grid.shape[1:])
+                ok = ok & ((value >= 0) if g.op == "ge" else (value == 0))
+            exact = np.unique(np.ravel_multi_index(cells[:, ok], shape)).size if ok.any() else 0
+            assert least_cells(op, r, shape) <= exact, (op.outs, r)
+            checked += 1
+    assert checked
+
+
+# streaming
+
+
+def test_streamed_weights_cost_their_loads() -> None:
+    graph = case("mlp").graph
+    topo = topology(mesh_of("1"), memory=HUGE)
+    plain = search(graph, topo)
+    streamed = frozenset(t for t in graph.weights)
+    found = spatial(build(graph, topo, {}, {}, {}, streamed=streamed), Budget.of(1.0))
+    loads = [found.program.buffers[s.buffer] for s in found.program.steps if isinstance(s, Load)]
+    seconds = sum(load_seconds(b.nbytes(0), topo.device) for b in loads if b.tensor in streamed)
+    assert found.objective - plain.objective == pytest.approx(seconds, rel=1e-6)
+    assert simulate(found.plan, found.program, topo).total == pytest.approx(found.objective, rel=1e-6)
+    assert max(peak(found.program)) < max(peak(plain.program))
+
+
+@pytest.mark.parametrize("mesh", ["1", "2"])
+@pytest.mark.parametrize("name", ["mlp", "conv_chain", "attention", "residual"])
+def test_the_fewest_streamed_weights_are_worked_out_exactly(name: str, mesh: str) -> None:
+    graph = case(name).graph
+    free = topology(mesh_of(mesh), memory=HUGE)
+    every = spatial(build(graph, free, {}, {}, {}, streamed=frozenset(graph.weights) - set(graph.outputs)), Budget.of(1.0))
+    for share in (1.0, 1.2, 1.5, 2.0):
+        topo = topology(mesh_of(mesh), memory=int(max(peak(every.program)) * share))
+        chosen = fewest(every, topo)
+        now = max(peak(lower(replace(every.plan, streamed=chosen))))
+        assert now <= topo.device.memory
+        assert all(max(peak(lower(replace(every.plan, streamed=chosen - {t})))) > topo.device.memory for t in chosen)
+
+
+def test_only_a_streamed_weight_may_be_freed() -> None:
+    graph = case("mlp").graph
+    plan = random_plan(graph, mesh_of("2"), random.Random(1), layouts=0.0)
+    streamed = frozenset(graph.weights)
+    program = lower(replace(plan, streamed=streamed))
+    certificate.check(plan.annotated(), program, mesh=plan.mesh, streamed=streamed)
+    with pytest.raises(LawError, match="holds a weight, which stays loaded"):
+        certificate.check(plan.annotated(), program, mesh=plan.mesh, streamed=streamed - {next(iter(sorted(streamed)))})
+    with pytest.raises(LawError, match="are no weights"):
+        certificate.check(plan.annotated(), program, mesh=plan.mesh, streamed=streamed | {graph.outputs[0]})
+    loads = [i for i, s in enumerate(program.steps) if isinstance(s, Load) and program.buffers[s.buffer].tensor in streamed]
+    for i in loads:
+        with pytest.raises(LawError):
+            certificate.check(
+                plan.annotated(), replace(program, steps=program.steps[:i] + program.steps[i + 1 :]), streamed=streamed
+            )
+    frees = next(i for i, s in enumerate(program.steps) if isinstance(s, Free))
+    late = replace(program, steps=program.steps[:frees] + program.steps[frees + 1 :])
+    with pytest.raises(LawError, match="not what is stated"):
+        certificate.check(plan.annotated(), late, stated_peak=[p - 1 for p in peak(late)], streamed=streamed)
+
+
+# what the search finds
+
+
+def fitted(text: str, limit: int, seconds: float = 4.0) -> tuple[Graph, Fitted]:
+    graph, topo = parse(text), topology(mesh_of("1"), memory=limit)
+    first = spatial(build(graph, topo, {}, {}, {}), Budget.of(1.0))
+    found = fit(graph, topo, first, budget=Budget.of(seconds))
+    assert max(peak(found.found.program)) <= limit < max(peak(first.program))
+    rng = np.random.default_rng(0)
+    feeds = {t: rng.standard_normal(graph.tensors[t].shape).astype(np.float32) for t in graph.inputs}
+    old, new = interp.run(graph, feeds, wide=True), interp.run(found.found.plan.graph, feeds, wide=True)
+    for t, want in old.items():
+        np.testing.assert_allclose(new[t], want, rtol=1e-9)
+    return graph, found
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2, 0.1])
+def test_a_long_attention_is_cut_over_queries(share: float) -> None:
+    n = 96
+    _, found = fitted(ATTENTION.format(n=n), int(2 * n * n * 4 * share))
+    assert any(m.rule == "split_time" and m.text("dim") == "i" for m in found.moves)
+
+
+def test_a_tensor_that_waits_is_computed_again() -> None:
+    _, found = fitted(SKIP, 10_000)  # b and c, or c and d; a would make it 12,288
+    assert [m.rule for m in found.moves] == ["recompute"]
+
+
+def test_what_cannot_fit_says_by_how_much_and_what_was_tried() -> None:
+    graph, topo = parse(SKIP), topology(mesh_of("1"), memory=4000)
+    with pytest.raises(TooBig) as e:
+        fit(graph, topo, spatial(build(graph, topo, {}, {}, {}), Budget.of(1.0)), budget=Budget.of(20.0))
+    text = str(e.value)
+    assert "bytes of 4,000" in text and "too many" in text and "device 0" in text and "tried" in text and "split_time" in text
+
+
+def test_the_command_line_fits_checks_and_explains(tmp_path) -> None:
+    folder, model = tmp_path / "b", save("mlp")
+    free = document("compile", model, "-o", folder)
+    limit = int(free["unsharded_peak_bytes"] * 0.7)
+    assert "fit" not in free
+    made = document("compile", model, "-o", folder, "--memory", str(limit), "--time-limit", "5")
+    assert max(made["peak_bytes"]) <= limit and made["fit"]["short_bytes"] == free["peak_bytes"][0] - limit
+    assert made["unsharded_peak_bytes"] == free["unsharded_peak_bytes"]
+    assert made["fit"]["streamed"] or made["moves"]
+    assert json.loads((folder / "plan.json").read_text())["streamed"] == made["fit"]["streamed"]
+    assert document("run", folder, "--check")["peak_bytes"] == made["peak_bytes"]
+    assert run("verify", folder, "-q")[0] == 0
+    text = run("explain", folder)[1]
+    assert "no plan in space fits" in text and f"{made['fit']['short_bytes']:,} bytes more" in text

@@ -1,0 +1,57 @@
+"""The front of latency against memory: no point beats another, and each is the cost of a plan that exists."""
+
+from __future__ import annotations
+
+import itertools
+
+from tapestry.ir.plan import Plan
+from tapestry.ir.program import peak_bytes
+from tapestry.ir.syntax.printer import to_text
+from tapestry.plan.lower import lower
+from tapestry.plan.search.pareto import Point, front, fronts, undominated
+from tapestry.plan.search.problem import build
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.network import evaluate
+from tapestry.plan.structural_search import replay, variants
+from tapestry.plan.topology import topology
+from tapestry.rewrites.core.rule import Move
+from tests.support.small_models import case, mesh_of
+
+
+def test_undominated_points() -> None:
+    points = [Point(3.0, 5), Point(1.0, 9), Point(2.0, 9), Point(2.0, 6), Point(2.5, 7), Point(3.0, 5)]
+    assert undominated(points) == [Point(1.0, 9), Point(2.0, 6), Point(3.0, 5)]
+
+
+def test_graphs_that_rewrites_make_are_on_the_front() -> None:
+    """Points name the moves of their graph; no point of the model as it is beats the joint front."""
+    graph, topo = case("conv_chain").graph, topology(mesh_of("2"))
+    graphs = [(graph, list[Move]()), *variants(graph, topo.mesh)]
+    assert len(graphs) > 1
+    problems = [(build(g, topo, {}, {}, {}), tuple(map(str, moves))) for g, moves in graphs]
+    alone, found = front(problems[0][0], 20.0), fronts(problems, Budget.of(20.0))
+    for p in alone:
+        assert any(q.objective_s <= p.objective_s and q.peak_bytes <= p.peak_bytes for q in found)
+    assert {p.moves for p in found} <= {moves for _, moves in problems}
+    each = [front(p, 20.0, moves) for p, moves in problems]
+    assert found == undominated([p for points in each for p in points])
+    for g, moves in graphs[1:]:
+        assert to_text(replay(graph, moves)) == to_text(g)
+    stopped = Budget.of(20.0)
+    stopped.interrupt.set()
+    assert len(fronts(problems, stopped)) == 1
+
+
+def test_front_is_on_the_true_front() -> None:
+    graph = case("mlp").graph
+    problem = build(graph, topology(mesh_of("2")), {}, {}, {})
+    everything = []
+    for choice in itertools.product(*map(range, problem.sizes)):
+        strategies = tuple(m.strategies[c] for m, c in zip(problem.menus, choice, strict=True))
+        program = lower(Plan(graph=graph, mesh=problem.topo.mesh, strategies=strategies))
+        everything.append(Point(evaluate(choice, problem.factors), max(peak_bytes(program)[0])))
+    found, truth = front(problem, 10.0), undominated(everything)
+    assert found[0].objective_s == min(p.objective_s for p in everything)
+    assert all(any(abs(p.objective_s - q.objective_s) < 1e-15 and p.peak_bytes == q.peak_bytes for q in everything) for p in found)
+    assert all(a.objective_s <= b.objective_s and a.peak_bytes > b.peak_bytes for a, b in itertools.pairwise(found))
+    assert found[-1].peak_bytes <= 1.2 * truth[-1].peak_bytes

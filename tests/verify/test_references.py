@@ -1,0 +1,135 @@
+"""What neither laws nor kernels speak of: which weights a plan reads, and what its opaque nodes are."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+
+import numpy as np
+import pytest
+from onnx import NodeProto, helper, numpy_helper
+from onnx import TensorProto as T
+
+import tapestry
+from tapestry.errors import BuildError, LawError
+from tapestry.pipeline import verify_build
+from tests.support.command_line import run
+from tests.support.file_faults import edited
+from tests.support.small_models import N
+
+
+@pytest.fixture(scope="module", params=["inline", "external"])
+def good(request, tmp_path_factory):
+    """A plan with two weights of one shape and an opaque node."""
+    folder = tmp_path_factory.mktemp("references")
+    info = helper.make_tensor_value_info
+    rng = np.random.default_rng(0)
+    weights = [numpy_helper.from_array(rng.standard_normal((12, 12), np.float32), n) for n in ("v", "w")]
+    nodes = [
+        N("MatMul", ["x", "v"], ["a"]), N("Relu", ["a"], ["b"]), N("MatMul", ["b", "w"], ["c"]),
+        N("TopK", ["c", "k"], ["y", "at"], name="top", largest=0),
+    ]  # fmt: skip
+    graph = helper.make_graph(nodes, "g", [info("x", T.FLOAT, [8, 12])], [info("y", T.FLOAT, None)], weights)
+    graph.initializer.append(numpy_helper.from_array(np.array([5]), "k"))
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    if request.param == "external":
+        (folder / "data.bin").write_bytes(b"".join(w.raw_data for w in graph.initializer[:2]))
+        for k, w in enumerate(graph.initializer[:2]):
+            w.ClearField("raw_data")
+            w.data_location = T.EXTERNAL
+            for key, value in {"location": "data.bin", "offset": str(576 * k), "length": "576"}.items():
+                w.external_data.add(key=key, value=value)
+    (folder / "m.onnx").write_bytes(model.SerializeToString())
+    tapestry.compile(folder / "m.onnx", devices=2).save(folder / "good")
+    assert verify_build(folder / "good")[1]["model"] == 4
+    return folder / "good"
+
+
+def changed(good, folder, change):
+    shutil.copytree(good, folder / "b")
+    edited(folder / "b", change)
+    return folder / "b"
+
+
+def exchange_weights(plan):
+    one, two = re.findall(r"^weight [vw]: \S+ \S+ (at .*)$", plan["graph"], flags=re.M)
+    plan["graph"] = plan["graph"].replace(one, "@").replace(two, one).replace("@", two)
+
+
+def node_changed(change):
+    def apply(plan):
+        text = re.search(r'node "([^"]+)"', plan["graph"])[1]
+        node = NodeProto.FromString(base64.b64decode(text))
+        change(node)
+        plan["graph"] = plan["graph"].replace(text, base64.b64encode(node.SerializeToString()).decode())
+
+    return apply
+
+
+def largest(node):
+    next(a for a in node.attribute if a.name == "largest").i = 1
+
+
+def without_largest(node):
+    kept = [a for a in node.attribute if a.name != "largest"]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+
+
+def sorted_too(node):
+    node.attribute.append(helper.make_attribute("sorted", 0))
+
+
+def another_operator(node):
+    node.op_type = "Unique"
+
+
+def opset(plan):
+    plan["graph"] = plan["graph"].replace('opsets "" 18', 'opsets "" 11')
+
+
+@pytest.mark.parametrize(
+    "change",
+    [exchange_weights, opset, *map(node_changed, (largest, without_largest, sorted_too, another_operator))],
+    ids=["weights", "opset", "attribute", "attribute gone", "attribute added", "operator"],
+)
+def test_another_function_than_the_models_is_refused(good, tmp_path, change):
+    with pytest.raises(LawError, match="law 'model' is broken") as e:
+        verify_build(changed(good, tmp_path, change))
+    assert e.value.where and e.value.why
+
+
+def test_a_plan_without_its_model_is_checked_as_far_as_it_goes(good, tmp_path):
+    assert run("verify", changed(good, tmp_path, lambda plan: plan.update(model="/nowhere/m.onnx")), "-q")[0] == 0
+
+
+def test_an_edited_kernel_is_refused_by_a_line_of_it(good, tmp_path):
+    folder = changed(good, tmp_path, lambda plan: None)
+    path = sorted((folder / "kernels").iterdir())[0]
+    path.write_text(path.read_text().replace("+", "-", 1))
+    edited(folder, lambda plan: None)
+    status, _, err = run("verify", folder)
+    assert status == 1 and "law 'kernels' is broken" in err and "because: line " in err
+
+
+def test_what_stands_at_the_output_is_not_lost(good, tmp_path):
+    """A link stays a link to the build, with nothing beside it; a folder with files of somebody's is left alone."""
+    plan = tapestry.compile(good.parent / "m.onnx", devices=2)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    plan.save(tmp_path / "link")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"] and (tmp_path / "link").is_symlink()
+    assert verify_build(tmp_path / "real")
+    (tmp_path / "real" / "notes.txt").write_text("mine")
+    with pytest.raises(BuildError, match=r"notes\.txt"):
+        plan.save(tmp_path / "real")
+    assert (tmp_path / "real" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "layouts", [{"inputs": {"z": [0]}}, {"inputs": {"x": [2]}}, {"outputs": {"y": [0, 0]}}, {"outputs": {"x": [0]}}]
+)
+def test_layouts_are_of_tensors_that_there_are(good, tmp_path, layouts):
+    with pytest.raises(LawError, match="law 'agreement'"):
+        verify_build(changed(good, tmp_path, lambda plan: plan.update(layouts)))

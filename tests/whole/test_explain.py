@@ -1,0 +1,416 @@
+"""Explaining a plan: the simulated schedule, alternatives against brute force, comparisons, traces, text and documents."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+import tapestry
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Plan, Strategy
+from tapestry.ir.program import Launch, Load, Reduce, Transfer, allocated
+from tapestry.ir.syntax.parser import parse
+from tapestry.plan.alternatives import best_alternatives
+from tapestry.plan.lower import lower
+from tapestry.plan.search.planner import search
+from tapestry.plan.search.problem import HOST_SECONDS_PER_BYTE
+from tapestry.plan.search.problem import build as problem_of
+from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, reads_of, simulate
+from tapestry.plan.solver.network import evaluate
+from tapestry.plan.strategy import Pin, strategies
+from tapestry.plan.topology import PRESETS, Topology, from_data, parse_mesh, to_data, topology
+from tapestry.viz import build_diff, explain, memory_chart, trace
+from tests.support.command_line import document, run
+from tests.support.small_models import case, random_plan, save
+
+MODELS = ("mlp", "conv_chain", "attention", "residual", "reductions", "opaques")
+
+
+def ladder() -> Graph:
+    """A chain: every operation reads only the one before, through three products and a reduction."""
+    return parse("""graph ladder
+input x: f32[64, 64]
+input w: f32[64, 64]
+input v: f32[64, 64]
+a: f32[64, 64] = op [i: 64, n: 64 | m: 64 sum]
+  reads x[i, m], w[m, n]
+  body x * w
+  then max(acc0, 0.0)
+b: f32[64, 64] = op [i: 64, n: 64 | m: 64 sum]
+  reads a[i, m], v[m, n]
+  body a * v
+  then max(acc0, 0.0)
+c: f32[64] = op [i: 64 | n: 64 sum]
+  reads b[i, n]
+  body b
+output c
+""")
+
+
+def branches() -> Graph:
+    """Two independent products of one input; the second one's transfer may pass while the first one computes."""
+    return parse("""graph branches
+input x: f32[256, 256]
+input w: f32[256, 256]
+a: f32[256, 256] = op [i: 256, n: 256 | m: 256 sum]
+  reads x[i, m], w[m, n]
+  body x * w
+b: f32[256, 256] = op [i: 256, n: 256 | m: 256 sum]
+  reads a[i, m], w[m, n]
+  body a * w
+c: f32[256, 256] = op [i: 256, n: 256 | m: 256 sum]
+  reads a[m, i], w[m, n]
+  body a * w
+output b, c
+""")
+
+
+def planned(plan: Plan, topo: Topology) -> tuple[Schedule, float]:
+    """(its schedule, its cost in the search's tables)."""
+    problem = problem_of(plan.graph, topo, {}, plan.inputs, plan.outputs)
+    choice = [m.strategies.index(s) for m, s in zip(problem.menus, plan.strategies, strict=True)]
+    return simulate(plan, lower(plan), topo), evaluate(choice, problem.factors)
+
+
+# --- the schedule
+
+
+def assert_schedule(s: Schedule) -> None:
+    """No stream does two things at once; nothing begins before what it reads is there; members keep together."""
+    free, ready = np.zeros((2, s.program.devices)), {}
+    for t in s.timed:
+        takes = ~np.isnan(t.end)
+        assert (t.took[takes] >= 0).all() and np.allclose((t.end - t.start)[takes], t.took[takes], rtol=1e-9, atol=1e-18)
+        assert (t.start[takes] >= free[t.stream][takes]).all()
+        free[t.stream][takes] = t.end[takes]
+        for b in reads_of(s.program.steps[t.step]):
+            assert (t.start[takes] >= ready.get(b, np.zeros(s.program.devices))[takes]).all()
+        ready |= {b: np.where(takes, t.end, 0.0) for b in allocated(s.program.steps[t.step])}
+        if t.stream == TRANSFER:
+            for d in np.flatnonzero(takes):
+                assert len({(t.start[m], t.end[m]) for m in t.members(int(d))}) == 1
+    assert s.total == free.max()
+
+
+def assert_critical(s: Schedule) -> None:
+    path = critical_path(s)
+    assert path[0].timed.start[path[0].device] == 0 and path[-1].timed.end[path[-1].device] == s.total
+    for a, b in itertools.pairwise(path):
+        assert a.timed.end[a.device] == b.timed.start[b.device] and a.timed.step < b.timed.step
+        assert a.device == b.device or a.device in b.timed.members(b.device)
+    assert sum(h.seconds for h in path) == pytest.approx(s.total, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", ["3", "2x2"])
+def test_schedules_of_random_plans(name, mesh):
+    graph, rng = case(name).graph, random.Random(f"{name}{mesh}")
+    topo = topology(parse_mesh(mesh), rng.choice(PRESETS))
+    for _ in range(3):
+        plan = random_plan(graph, topo.mesh, rng)
+        s, objective = planned(plan, topo)
+        assert_schedule(s)
+        assert_critical(s)
+        assert s.total >= max(s.busy(COMPUTE).max(), s.busy(TRANSFER).max()) * (1 - 1e-12)
+        assert s.total <= objective * (1 + 1e-6)  # the objective adds up what the schedule may overlap or share
+        steps = [st for st in s.program.steps if not isinstance(st, Launch)]
+        assert len(s.timed) == len(s.program.steps) - sum(type(st).__name__ in ("Load", "Free") for st in steps)
+
+
+@pytest.mark.parametrize("mesh", ["1", "4", "2x2"])
+def test_a_chain_takes_what_the_objective_says(mesh):
+    """Nothing overlaps, blocks are equal: the schedule is the objective less what breaks ties (host loads). (An operation that is both scattered and
+    all-reduced is scattered first, which may be cheaper than the objective's order.)"""
+    topo = topology(parse_mesh(mesh))
+    for n in range(40):
+        plan = random_plan(ladder(), topo.mesh, random.Random(n), layouts=0)
+        s, objective = planned(plan, topo)
+        loads = [s.program.buffers[x.buffer] for x in s.program.steps if isinstance(x, Load)]
+        ties = HOST_SECONDS_PER_BYTE * sum(max(b.nbytes(d) for d in range(s.program.devices)) for b in loads)
+        merges = [x.op for x in s.program.steps if isinstance(x, Reduce)]
+        assert s.total <= objective
+        if len(set(merges)) == len(merges):
+            assert s.total == pytest.approx(objective - ties, rel=1e-9), n
+
+
+def test_a_transfer_passes_while_another_kernel_runs():
+    topo = topology(parse_mesh("4"))
+    rows, columns = Strategy(("i",), (0,)), Strategy(("n",), (1,))
+    plan = Plan(graph=branches(), mesh=topo.mesh, strategies=(rows, rows, columns))
+    s, objective = planned(plan, topo)
+    assert_schedule(s)
+    moved = sum(t.seconds for t in s.timed if t.stream == TRANSFER)
+    assert moved > 0 and s.total <= objective - 0.5 * moved
+    late = next(t for t in s.timed if isinstance(s.program.steps[t.step], Transfer))
+    other = next(t for t in s.timed if t.stream == COMPUTE and t.op == 1)
+    assert late.start[0] < other.end[0] and other.start[0] < late.end[0]
+
+
+def test_topologies_come_back():
+    for name in PRESETS:
+        topo = topology(parse_mesh("dp=2,tp=8"), name, 12345)
+        assert from_data(json.loads(json.dumps(to_data(topo)))) == topo
+    data = to_data(topo)
+    for wrong in (
+        {},
+        {**data, "links": []},
+        {**data, "device": {}},
+        {**data, "mesh": 3},
+        {**data, "device": {**data["device"], "flops": {"f32": 1.0}}},
+    ):
+        with pytest.raises(TapestryError, match="not a topology"):
+            from_data(wrong)
+
+
+# --- why
+
+
+@pytest.mark.parametrize("name", ["ladder", "mlp", "residual", "reductions"])
+@pytest.mark.parametrize("mesh", ["4", "2x2"])
+def test_alternatives_are_the_best_there_are(name, mesh):
+    """Against evaluating every plan that differs in one operation; for optimal and for random plans."""
+    graph = ladder() if name == "ladder" else case(name).graph
+    topo, rng = topology(parse_mesh(mesh)), random.Random(name)
+    for plan in (search(graph, topo).plan, random_plan(graph, topo.mesh, rng), random_plan(graph, topo.mesh, rng)):
+        problem = problem_of(graph, topo, {}, plan.inputs, plan.outputs)
+        menus = [m.strategies for m in problem.menus]
+        now = [m.index(s) for m, s in zip(menus, plan.strategies, strict=True)]
+        cost = evaluate(now, problem.factors)
+        for i, found in enumerate(best_alternatives(plan, topo)):
+            others = {
+                k: evaluate([*now[:i], k, *now[i + 1 :]], problem.factors) - cost for k in range(len(menus[i])) if k != now[i]
+            }
+            assert len(others) == len(strategies(graph.ops[i], topo.mesh)) - 1
+            if not others:
+                assert found is None
+                continue
+            assert found is not None and found.strategy != plan.strategies[i]
+            assert found.seconds == pytest.approx(min(others.values()), abs=1e-15)
+            assert others[menus[i].index(found.strategy)] == pytest.approx(found.seconds, abs=1e-15)
+            largest = max((abs(p.seconds) for p in found.parts), default=0.0)
+            assert sum(p.seconds for p in found.parts) == pytest.approx(found.seconds, abs=1e-2 * largest + 1e-15)
+            ties = [p for p in found.parts if p.what == "host load"]
+            assert all(abs(p.seconds) < 1e-8 for p in ties), "the parts explain everything but the tie-break"
+
+
+def test_optimal_plans_have_no_better_alternative_and_pins_may():
+    topo, graph = topology(parse_mesh("4")), ladder()
+    best = search(graph, topo).plan
+    assert all(a is None or a.seconds >= -1e-15 for a in best_alternatives(best, topo))
+    pins = {0: (Pin("m", 0),)}
+    forced = search(graph, topo, pins=pins).plan
+    found = best_alternatives(forced, topo, pins)[0]
+    assert found is not None and found.seconds < 0 and found.excess == 0
+
+
+def test_memory_as_the_reason():
+    wide = topology(parse_mesh("4"))
+    free = search(case("mlp").graph, wide)
+    best_alone = best_alternatives(free.plan, wide)
+    assert all(a is None or a.excess is None for a in best_alone)
+    tight = replace(wide, device=replace(wide.device, memory=600))
+    kept = search(case("mlp").graph, tight)
+    found = [a for a in best_alternatives(kept.plan, tight) if a is not None and a.seconds < -1e-15]
+    assert kept.objective > free.objective and found
+    assert any(a.excess for a in found)
+
+
+# --- builds
+
+
+@cache
+def built(name: str = "mlp", mesh: str = "4", pins: tuple[str, ...] = (), layouts: tuple[str, ...] = ()):
+    return tapestry.compile(save(name), mesh=mesh, pins=pins, layouts=layouts)
+
+
+def test_text_says_what_and_why():
+    one = built("conv_chain", "4", ("conv1:h=4@d0",), ("x:2=4@d0",))
+    text = explain.explain(one.build, why=True, critical=True)
+    for part in (
+        "pinned conv1:h=4@d0", "    pinned by conv1:h=4@d0", "'x' is fixed: axis 2 over d0", "split h/4@d0", "next best: ", "each device computes its own part of 'h'", "every device computes all of it", "objective", "simulated",
+        "in all, ", " µs", "peak memory per device", "of weights:", "█", "at step", "critical path, ", "overlap", "compute ",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "the pin forbids it" in text
+    assert text == explain.explain(one.build, why=True, critical=True)
+    plain = one.explain()
+    assert "next best" not in plain and "critical path" not in plain and "pinned by" in plain
+
+
+@pytest.mark.parametrize("name", ["attention", "opaques"])
+def test_documents_add_up(name):
+    b = built(name, "2x2").build
+    d = explain.document(b, why=True)
+    s = explain.schedule(b)
+    assert [r["outs"] for r in d["operations"]] == [list(op.outs) for op in b.plan.graph.ops]
+    assert sum(t["bytes"] for t in d["steps"]) == sum(t["bytes"] for t in b.report["transfers"])
+    assert len(d["steps"]) == sum(t["count"] for t in b.report["transfers"])
+    spent = sum(r["seconds"] + r["transfer_seconds"] for r in d["operations"]) + sum(
+        t["seconds"] for t in d["steps"] if t["op"] is None
+    )
+    assert spent == pytest.approx(sum(t.seconds for t in s.timed)) and spent >= d["simulated"]["seconds"] * (1 - 1e-9)
+    memory = d["memory"]
+    assert (
+        max(memory["alive_bytes"])
+        == memory["alive_bytes"][memory["peak_step"]]
+        == max(b.peak_bytes)
+        == memory["peak_bytes"][memory["device"]]
+    )
+    assert sum(h["share"] for h in d["critical_path"]) == pytest.approx(1)
+    assert {"split", "seconds_more", "parts", "bytes_over_memory"} <= set(
+        next(r["next_best"] for r in d["operations"] if r["next_best"])
+    )
+    json.dumps(d, allow_nan=False)
+
+
+def test_charts_keep_peaks():
+    values = [0] * 1000
+    values[503] = 8
+    assert len(memory_chart.columns(values, 72)) == 72 and max(memory_chart.columns(values, 72)) == 8
+    lines = memory_chart.area(values, 72, 3)
+    assert len(lines) == 3 and {len(x) for x in lines} == {72} and all(x.count("█") == 1 for x in lines)
+    assert memory_chart.area([8, 1, 0], 10, 1) == ["█▁ "] and memory_chart.area([], 10, 1) == [""]
+
+
+def test_a_plan_does_not_differ_from_itself():
+    b = built().build
+    d = build_diff.compare(b, b)
+    assert d["same"] and not (d["operations"] or d["transfers"] or d["only_in_first"] or d["only_in_second"])
+    assert "the same plan" in build_diff.text(d)
+
+
+def test_plans_differ_where_they_do():
+    one, two = built().build, built(pins=("up:m=4@d0",)).build
+    d = build_diff.compare(one, two)
+    assert not d["same"] and d["objective_s"][0] < d["objective_s"][1] and d["requests"][1]["pins"] == ["up:m=4@d0"]
+    row = next(r for r in d["operations"] if "up" in r["nodes"])
+    assert "m/4@d0" in row["split"][1] and row["split"][0] != row["split"][1] and row["seconds"][0] != row["seconds"][1]
+    for kind in {t["kind"] for x in (one, two) for t in x.report["transfers"]}:
+        counts = [next((t["bytes"] for t in x.report["transfers"] if t["kind"] == kind), 0) for x in (one, two)]
+        shown = next((t["bytes"] for t in d["transfers"] if t["kind"] == kind), counts)
+        assert shown == counts
+    text = build_diff.text(d)
+    assert "m/4@d0" in text and "objective" in text and "up" in text
+    back = build_diff.compare(two, one)
+    assert {r["name"]: r["seconds"][::-1] for r in back["operations"]} == {r["name"]: r["seconds"] for r in d["operations"]}
+
+
+def test_operations_match_by_results_then_by_nodes():
+    a, b = built("mlp").build.plan.graph.ops, built("residual").build.plan.graph.ops
+    assert build_diff.match(a, a) == ([(i, i) for i in range(len(a))], [], [])
+    renamed = tuple(replace(op, outs=tuple(f"{t}_new" for t in op.outs)) for op in a)
+    assert build_diff.match(a, renamed) == ([(i, i) for i in range(len(a))], [], [])
+    assert build_diff.match(a, renamed[1:])[1:] == ([0], [])
+    pairs, left, right = build_diff.match(a, b)
+    assert len(pairs) + len(left) == len(a) and len(pairs) + len(right) == len(b)
+
+
+# --- traces
+
+
+def assert_trace(data: dict, devices: int) -> None:
+    """What Perfetto's JSON importer asks for, and more: no overlaps on a track, arrows that begin and end in slices."""
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    flows: dict[int, list[dict]] = defaultdict(list)
+    for e in data["traceEvents"]:
+        assert (
+            isinstance(e["name"], str)
+            and e["ph"] in "XMsf"
+            and isinstance(e["pid"], int)
+            and isinstance(e["tid"], int)
+            and e["ts"] >= 0
+        )
+        if e["ph"] == "X":
+            assert e["dur"] >= 0 and e["args"]["kind"] == e["cat"]
+            tracks[e["pid"], e["tid"]].append((round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)))
+        elif e["ph"] in "sf":
+            flows[e["id"]].append(e)
+    for slices in tracks.values():
+        assert all(b[0] >= a[1] for a, b in itertools.pairwise(sorted(slices)))
+    assert {d for d, _ in tracks} == set(range(devices))
+    for begin, end in flows.values():
+        assert (
+            begin["ph"] == "s"
+            and end["ph"] == "f"
+            and end["bp"] == "e"
+            and begin["ts"] <= end["ts"]
+            and begin["pid"] != end["pid"]
+        )
+        for e in (begin, end):
+            assert any(lo <= round(e["ts"] * 1e3) <= hi for lo, hi in tracks[e["pid"], e["tid"]])
+    named = {(e["pid"], e["tid"]) for e in data["traceEvents"] if e["name"] == "thread_name"}
+    assert set(tracks) <= named and len(flows) == data["otherData"]["flows"]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("attention", "2x2"), ("conv_chain", "4"), ("mlp", "1")])
+def test_traces(tmp_path, name, mesh):
+    b = built(name, mesh).build
+    s = explain.schedule(b)
+    counts = trace.write(tmp_path / "new" / "t.json", b.plan, s)
+    data = json.loads((tmp_path / "new" / "t.json").read_text())
+    assert_trace(data, b.program.devices)
+    slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert len(slices) == counts["slices"] == sum(int((~np.isnan(t.end)).sum()) for t in s.timed)
+    assert max(e["ts"] + e["dur"] for e in slices) == pytest.approx(s.total * 1e6, abs=2e-3)
+
+
+def test_traces_of_random_plans(tmp_path):
+    topo = topology(parse_mesh("2x3"))
+    for n in range(5):
+        plan = random_plan(case("attention").graph, topo.mesh, random.Random(n))
+        assert trace.write(tmp_path / "t.json", plan, simulate(plan, lower(plan), topo))["flows"] > 0
+        assert_trace(json.loads((tmp_path / "t.json").read_text()), 6)
+
+
+def test_a_trace_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    b, path = built().build, tmp_path / "t.json"
+    path.write_text("before")
+
+    def fail(*_args, **_named):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(trace.json, "dump", fail)
+    with pytest.raises(OSError, match="disk full"):
+        trace.write(path, b.plan, explain.schedule(b))
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_large_traces_are_cut_and_say_so(monkeypatch):
+    topo = topology(parse_mesh("2x2"))
+    plan = random_plan(case("attention").graph, topo.mesh, random.Random(1))
+    s = simulate(plan, lower(plan), topo)
+    arrows = trace.trace(plan, s)[1]["flows"]
+    monkeypatch.setattr(trace, "MAX_SLICES", 2 * len(s.timed))
+    events, counts = trace.trace(plan, s)
+    assert counts["devices"] == 2 and counts["devices_left_out"] == 2 and {e["pid"] for e in events} == {0, 1}
+    assert counts["flows_left_out"] > 0 and counts["flows"] + counts["flows_left_out"] == arrows
+    monkeypatch.setattr(trace, "MAX_FLOWS", 3)
+    assert trace.trace(plan, s)[1]["flows"] == 3
+
+
+# --- the command
+
+
+def test_the_command(tmp_path):
+    for folder, pins in (("a", ()), ("b", ("up:m=4@d0",))):
+        built(pins=pins).save(tmp_path / folder)
+    a, b = tmp_path / "a", tmp_path / "b"
+    d = document("explain", a, "--why", "--critical-path", "--diff", b, "--trace", tmp_path / "t.json")
+    assert {"operations", "steps", "memory", "simulated", "critical_path", "diff", "trace", "text", "objective_s"} <= set(d)
+    assert d["operations"][0]["next_best"] and d["diff"]["operations"] and d["trace"]["slices"] > 0
+    assert_trace(json.loads((tmp_path / "t.json").read_text()), 4)
+    status, text, _ = run("explain", a, "--why", "--critical-path", "--trace", tmp_path / "t.json")
+    assert status == 0 and "next best" in text and "critical path" in text and "slices on 4 devices" in text
+    status, text, _ = run("explain", a, "--diff", a)
+    assert status == 0 and "the same plan" in text
+    assert run("explain", a, "--diff", tmp_path / "none")[0] == 2
+    assert run("explain", a, "--trace", a)[0] == 2  # a folder
+    assert document("explain", b)["operations"][0]["pins"] == ["up:m=4@d0"]

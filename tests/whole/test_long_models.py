@@ -1,0 +1,88 @@
+"""Valid models of unusual length, width or rank: compiled in bounded time, or refused with a message."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from onnx import TensorProto as T
+from onnx import helper, numpy_helper
+
+import tapestry
+from tapestry.errors import ModelError
+from tapestry.ir.graph import Block, Opaque
+from tapestry.rewrites.core.edit import MOST_ATOMS, too_long
+from tests.support.command_line import run
+from tests.support.small_models import N
+
+
+def written(folder, nodes, shape=(2, 3), inits=()):
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(nodes, "g", [info("x", T.FLOAT, shape)], [info("y", T.FLOAT, None)], list(inits))
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    (folder / "m.onnx").write_bytes(model.SerializeToString())
+    return folder / "m.onnx"
+
+
+def same_as_the_reference(path, folder, devices=2):
+    tapestry.compile(path, devices=devices, time_limit=2.0).save(folder / "b")
+    status, _, err = run("run", folder / "b", "--check", "-q")
+    assert status == 0, err
+    return tapestry.load(folder / "b").build.plan.graph
+
+
+def test_a_chain_of_a_thousand_maps(tmp_path):
+    """Fused whole it would be nested deeper than anything that follows expressions by recursion can go."""
+    ends = ["x", *(f"t{k}" for k in range(1, 1200)), "y"]
+    nodes = [N("Neg" if k % 2 else "Relu", [ends[k]], [ends[k + 1]]) for k in range(1200)]
+    same_as_the_reference(written(tmp_path, nodes), tmp_path)
+
+
+def test_views_that_do_not_compose_into_one_short_projection(tmp_path):
+    """Each step nests the projection of the one before; composed whole, the text doubles with every other step."""
+    nodes, last = [], "x"
+    for k in range(40):
+        nodes += [N("Reshape", [last, "ab"[k % 2]], [f"r{k}"]), N("Transpose", [f"r{k}"], [f"t{k}"], perm=[2, 0, 1])]
+        last = f"t{k}"
+    shapes = [numpy_helper.from_array(np.array(s), n) for n, s in (("a", [3, 7, 10]), ("b", [5, 6, 7]))]
+    graph = same_as_the_reference(written(tmp_path, [*nodes, N("Relu", [last], ["y"])], (210,), shapes), tmp_path)
+    reads = [r for op in graph.ops if isinstance(op, Block) for r in op.reads]
+    assert len(graph.ops) < 40 and MOST_ATOMS > 30 and not any(too_long(r) for r in reads)
+
+
+def test_a_sum_of_many_inputs(tmp_path):
+    same_as_the_reference(written(tmp_path, [N("Sum", ["x"] * 1500, ["y"])]), tmp_path)
+
+
+@pytest.mark.parametrize("rank", [33, 80, 1500])
+def test_a_tensor_of_too_many_dimensions_is_refused(tmp_path, rank):
+    with pytest.raises(ModelError, match="too many dimensions"):
+        tapestry.compile(written(tmp_path, [N("Relu", ["x"], ["y"])], [1] * rank), devices=2)
+
+
+def loop(folder, count):
+    """x multiplied by the same number, again and again."""
+    info = helper.make_tensor_value_info
+    ins = [info("i", T.INT64, []), info("go", T.BOOL, []), info("v", T.FLOAT, [2, 3])]
+    outs = [info("on", T.BOOL, []), info("u", T.FLOAT, [2, 3])]
+    body = helper.make_graph([N("Mul", ["v", "a"], ["u"]), N("Identity", ["go"], ["on"])], "b", ins, outs)
+    inits = [
+        numpy_helper.from_array(v, n) for n, v in (("n", np.int64(count)), ("t", np.array(True)), ("a", np.float32(0.9999)))
+    ]
+    return written(folder, [N("Loop", ["n", "t", "x"], ["y"], body=body)], inits=inits)
+
+
+def test_a_long_loop_of_a_constant_factor_takes_linear_work(tmp_path):
+    """The factor's state varies along the steps alone; computed pair by pair, 30,000 steps took gigabytes."""
+    plan = tapestry.compile(loop(tmp_path, 30_000), devices=2, time_limit=1.0)
+    feeds = plan.random_feeds()
+    began = time.process_time()
+    (y,) = plan.run(feeds).values()
+    assert time.process_time() - began < 10  # hundredths of a second; more than a minute pair by pair
+    assert np.allclose(y, feeds["x"] * np.float32(0.9999) ** np.float64(30_000), rtol=1e-2)
+
+
+def test_a_loop_of_more_steps_than_memory_has_stays_a_loop(tmp_path):
+    graph = tapestry.compile(loop(tmp_path, 10**18), devices=2, time_limit=1.0).build.plan.graph
+    assert [op.kind for op in graph.ops if isinstance(op, Opaque)] == ["Loop"]
