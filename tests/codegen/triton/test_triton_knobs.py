@@ -8,8 +8,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of
 
 import pytest
 
-from tapestry.codegen.triton import Knobs, candidates, default_knobs, generate
-from tapestry.codegen.triton.task import kernel_kind
+from tapestry.codegen.triton import Knobs, candidates, default_knobs, generate, operation
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.errors import TapestryError
 from tapestry.ir.syntax.parser import parse
@@ -86,9 +85,9 @@ def test_streaming_sums_in_every_form(name: str, descriptors: bool, parts: int) 
 
 def test_heads_that_share_keys_are_rows_of_one_tile_when_queries_are_few() -> None:
     graph = parse(STREAMS["one query for eight heads"])
-    found = kernel_kind(graph, kernel_of(graph))
+    found = operation(graph, kernel_of(graph))
     assert found.streamed is not None and points(found.streamed.rows) == 4
-    many = kernel_kind(g := parse(attention("bf16", PLAIN, (8, 2), (64, 96), 32)), kernel_of(g))
+    many = operation(g := parse(attention("bf16", PLAIN, (8, 2), (64, 96), 32)), kernel_of(g))
     assert many.streamed is not None and [d.name for d in many.streamed.rows] == ["i"]
 
 
@@ -136,7 +135,7 @@ def test_unknown_precision_and_target() -> None:
 def test_candidates_fit_and_begin_with_the_default(target: str) -> None:
     for text in (matmul("bf16", 512, 512, 512), matmul("f32", 64, 64, 64), STREAMS["causal"], STREAMS["plain"]):
         graph = parse(text)
-        found = kernel_kind(graph, kernel_of(graph))
+        found = operation(graph, kernel_of(graph))
         options = list(candidates(found, target))
         assert options[0] == default_knobs(found, target) and len(options) == len(set(options)) > 1
         if target in ("sm80", "gfx942"):
@@ -164,4 +163,4 @@ def test_operands_copied_into_rows_first(parts: int, descriptors: bool) -> None:
 def test_the_model_copies_operands_of_large_products_only() -> None:
     for text, wanted in ((CONV, False), (matmul("bf16", 2047, 2049, 2047), True), (matmul("bf16", 2048, 2048, 2048), False)):
         graph = parse(text)
-        assert default_knobs(kernel_kind(graph, kernel_of(graph))).staged == wanted
+        assert default_knobs(operation(graph, kernel_of(graph))).staged == wanted
