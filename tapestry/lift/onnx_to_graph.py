@@ -16,9 +16,8 @@ from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.types import PACKED, Tensor, Weight
-from tapestry.lift.building import opaque
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
-from tapestry.lift.building.nodes import SUSPECT, lift_nodes
+from tapestry.lift.building.nodes import SUSPECT, Prepared, lift_nodes
 from tapestry.lift.file.diagnosis import complete
 from tapestry.lift.file.external_data import dtype_name, parse_place
 from tapestry.lift.file.structure import check_attributes, check_structure, load
@@ -28,10 +27,9 @@ from tapestry.lift.microsoft import contrib, contrib_attention, contrib_float, c
 from tapestry.lift.movement import gather, resize, scatter, shape
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.function_opsets import align_functions
-from tapestry.lift.normalize.prepare import Prepared, infer, prepare, take_out_weights
+from tapestry.lift.normalize.prepare import infer, prepare, take_out_weights
 from tapestry.lift.operators import (
     attention,
-    batched,
     conv,
     einsum,
     elementwise,
@@ -40,15 +38,17 @@ from tapestry.lift.operators import (
     loss,
     ml,
     norm,
+    opaque_operators,
     pool,
     quantize,
     random,
     reduce,
 )
 from tapestry.lift.recurrences import linear_scan, rnn
+from tapestry.lift.recurrences.loop_body import step_types
 
 FAMILIES = (  # they register lifters, and definitions of vendors' operators
-    attention, batched, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque, pool, quantize, random,
+    attention, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque_operators, pool, quantize, random,
     linear_scan, rnn, reduce, resize, scatter, shape, contrib_attention, contrib_float, contrib_quant,
 )  # fmt: skip
 
@@ -111,7 +111,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
     stored = take_out_weights(model)
     check_attributes(model)
     align_functions(model)
-    opset_upgrade.modernize(model)
+    opset_upgrade.upgrade(model)
     inputs = input_dims(model, set(stored))
     env = bind(inputs, shapes)
     unified = {}
@@ -120,7 +120,7 @@ def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int
         unbound(inputs, env)
     rewrite(model, env)
     names = [i.name for i in model.graph.input if i.name not in stored]
-    prepared = prepare(model, steps=steps, bound=bool(env))
+    prepared = prepare(model, step_types, steps=steps, bound=bool(env))
     builder = lift_nodes(prepared, seed, steps)
     graph, constants = _assemble(builder, prepared, names, stored, path, weights)
     return Lifted(graph=graph, model=path, constants=constants, nodes=nodes, shapes=env, unified=unified)
