@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
+from tapestry.codegen.torch_cpu.attention_c import attention
 from tapestry.codegen.torch_cpu.base import contract, grouped_rows, scalars
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held, product
+from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
-from tapestry.codegen.torch_cpu.c import conv_int8, pooling, row_norms, sibling_sums
-from tapestry.codegen.torch_cpu.c.attention_c import attention
+from tapestry.codegen.torch_cpu.c import pooling, row_norms
 from tapestry.codegen.torch_cpu.c.maps_c import mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
-from tapestry.codegen.torch_cpu.torch_ops.selection import gather
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.monoid import parts_of

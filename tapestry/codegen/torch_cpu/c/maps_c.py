@@ -12,10 +12,9 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
 from tapestry.codegen.torch_cpu.c.print_c import Chosen, Piece, Writer, written
-from tapestry.codegen.torch_cpu.native import generated
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
@@ -47,7 +46,7 @@ class Mapped:
 
     def recorder(self) -> Recorded | None:
         """The operation as one that writes where it is told; ``None`` without a working compiler."""
-        return self.recorded if generated.function(self.name) else None
+        return self.recorded if generated_c.function(self.name) else None
 
 
 def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
@@ -63,14 +62,14 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     names = tuple(d.name for d in op.dims)
     tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
     writer = Writer(names, {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}, out)
-    name = generated.register(writer.function(found))
+    name = generated_c.register(writer.function(found))
     extents = shape(out)
     record = functools.partial(_record, name, used)
     return Mapped(plain, name, Recorded(lambda memory: memory.view(extents), record, size(out)))
 
 
 def _record(name: str, used: Sequence[int], ins: Ins, memory: Tensor) -> Call:
-    function: Any = generated.function(name)
+    function: Any = generated_c.function(name)
     given = [held(ins[k]).contiguous() for k in used]
     buffers = (ctypes.c_void_p * (len(given) + 1))(*(x.data_ptr() for x in given), memory.data_ptr())
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
