@@ -12,7 +12,6 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
-from tapestry.codegen.torch_cpu.base.selection import selected_parts
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
 from tapestry.codegen.torch_cpu.c.print_c import Chosen, Piece, Writer, written
@@ -20,6 +19,7 @@ from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
+from tapestry.ir.recognise.selection import selection
 
 Tensor = torch.Tensor
 LEAST = 1 << 10  # points: fewer take no time in torch's operators either
@@ -85,10 +85,10 @@ def _pieces(op: Block, kernel: Kernel) -> list[Piece] | None:
     if op.monoid is None:
         found = [Piece(box, body[0]) for box, body in cut_pieces(op.body, op, kernel.block)] if len(op.body) == 1 else []
     else:
-        parts = selected_parts(op) if len(op.body) == len(op.then) == 1 else None
-        if parts is None or parts[1].dtype != "f32":
+        parts = selection(op) if len(op.then) == 1 else None
+        if parts is None or parts.shift or parts.picked.dtype != "f32":
             return None
-        chosen = Chosen(op.reduce[0].name, *parts, kernel.block[-1])
+        chosen = Chosen(parts.over.name, parts.wanted, parts.picked, kernel.block[-1])
         found = [Piece(kernel.block[:-1], op.then[0], chosen)]
     fine = all(p.value.dtype == "f32" and written(_exprs(p)) for p in found)
     return found if fine and len(found) <= MOST_PIECES else None
