@@ -112,11 +112,18 @@ def import_graph(files: Iterable[Path], root: Path) -> dict[str, set[str]]:
         tree = ast.parse(p.read_text())
         checks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
         typing = {id(x) for n in checks for x in ast.walk(n)}
-        statements = [list(imported(n)) for n in ast.walk(tree) if id(n) not in typing]
-        named = {x for names in statements for x in names[1:] or names if x in modules}
-        packages = {names[0] for names in statements if names[1:] and not all(x in modules for x in names[1:])}
-        graph[name] = (named | packages & set(modules)) - {name}
+        named = {x for n in ast.walk(tree) if id(n) not in typing for x in targets(n, modules)}
+        graph[name] = named - {name}
     return graph
+
+
+def targets(node: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:
+    """The modules among these that an import statement needs: of ``from a import b`` ``a.b`` if that is one, else ``a``."""
+    if isinstance(node, ast.Import):
+        yield from (a.name for a in node.names if a.name in modules)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        within = [f"{node.module}.{a.name}" for a in node.names]
+        yield from (m for m in (x if x in modules else node.module for x in within) if m in modules)
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
