@@ -10,7 +10,7 @@ from typing import Protocol
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, uncast, walk
 from tapestry.ir.graph import Block, Dim, Inner
 from tapestry.ir.index import dim, dims_of
-from tapestry.ir.monoid import MONOIDS, Primitive, Product, primitive_of
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product, primitive_of
 from tapestry.ir.recognise.exponential import exponential
 
 INT8 = frozenset({"i8", "u8"})
@@ -86,7 +86,7 @@ def only_sums(monoid: str | None) -> bool:
     """Whether a monoid is one sum, or several side by side."""
     structure = MONOIDS[monoid].structure if monoid in MONOIDS and monoid else None
     parts = [p.structure for p in structure.parts] if isinstance(structure, Product) else [structure]
-    return all(isinstance(p, Primitive) and p.fn == "add" for p in parts)
+    return all(isinstance(p, ByPrimitive) and p.fn == "add" for p in parts)
 
 
 def products(op: Nest) -> tuple[tuple[Expr, Expr], ...] | None:

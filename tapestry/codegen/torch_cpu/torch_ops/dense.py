@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tapestry.codegen.torch_cpu.base import contract, scalars
+from tapestry.codegen.torch_cpu.base import contract, state_merges
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
@@ -113,7 +113,7 @@ def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
 
     def packed(ins: Ins, before: Sequence[Tensor]) -> list[Tensor]:
         new = found.packed(ins, [])
-        return scalars.combine("sum", list(before), new, ("f32",)) if before else new
+        return state_merges.combine("sum", list(before), new, ("f32",)) if before else new
 
     return replace(found, packed=packed)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.base import scalars
+from tapestry.codegen.torch_cpu.base import scalars, state_merges
 from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.run import library
@@ -93,7 +93,7 @@ class DeviceTarget:
             merged = self.merge(monoid, [[f.cpu() for f in fields] for fields in states])
             return [f.to(self.device) for f in merged]
         stacked = [torch.stack(list(fields), dim=-1) for fields in zip(*states, strict=True)]
-        return scalars.reduce(monoid, stacked, stacked[0].dim() - 1)
+        return state_merges.reduce(monoid, stacked, stacked[0].dim() - 1)
 
     def merges_on_host(self, fields: Sequence[Tensor]) -> str:
         """Why states are merged on the host; "" where they are not."""
