@@ -24,6 +24,7 @@ from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel
+from tapestry.ir.recognise.contraction import sides
 
 States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]
 """From the buffers (the weight packed), the bias and the residual to the result of the epilogue, over the map dimensions."""
@@ -134,7 +135,7 @@ def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] |
 
 def _linear(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Dense | None:
     """Rows of one factor times a weight read by columns and the reduced dimensions alone."""
-    found = contract.sides(op)
+    found = sides(op)
     if found is None or not op.reduce:
         return None
     a, b, a_dims, b_dims = found
