@@ -15,7 +15,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, apply_moves, load_rules, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, apply_moves, load_rules, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, documented, random_feeds, same
 from tapestry.rewrites.partition.split import halo, refusals, splittable
 from tapestry.verify import interp
@@ -355,11 +355,10 @@ def test_the_example_rule_is_checked_and_betters_a_plan() -> None:
         del RULES["reassociate"]
 
 
-class Wrong:
+class Wrong(Rule):
     """A rule that replaces a piece of text: wrong in whatever way a test wants."""
 
     name = "wrong"
-    kind = "move"
 
     def __init__(self, old: str, new: str) -> None:
         self.old, self.new = old, new

@@ -13,11 +13,11 @@ from tapestry.ir.monoid import number
 from tapestry.ir.recognise.contraction import dims_read
 from tapestry.ir.recognise.selection import selection
 from tapestry.rewrites.core.edit import merge_reads
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @register
-class SelectFirst:
+class SelectFirst(Rule):
     """Pick a cell before computing with it: of a log-softmax only the class that is wanted.
 
     What is left is a selection of the input itself, which goes over it like the log-sum-exp, and so becomes one pass with it.
@@ -47,7 +47,7 @@ class SelectFirst:
     """
 
     name = "select_first"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per selection of something computed."""
