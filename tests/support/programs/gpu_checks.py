@@ -1,6 +1,6 @@
 """Checks of the GPU runtime, each in a process of its own: Triton decides when it is imported whether it interprets.
 
-    python tests/gpu_checks.py NAME [cpu|cuda]
+    python -m tests.support.programs.gpu_checks NAME [cpu|cuda]
 
 On the CPU (``TRITON_INTERPRET=1``) the same code runs as on a GPU, but for capture and the compiled launcher.
 """
