@@ -34,11 +34,9 @@ from tapestry.plan.search.planner import Found, search
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.structural_search import replay
 from tapestry.plan.task import Task, staging
 from tapestry.plan.topology import Link, Topology, shared
-from tapestry.rewrites.core import fixpoint as driver
-from tapestry.rewrites.core.fixpoint import left_out
+from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import Move, parse_move
 from tapestry.sharding.annotations import Annotations, Given, constraints, staged
 from tapestry.verify import certificate
@@ -140,8 +138,8 @@ def resume(
         return graph, constraints, start
     try:
         moves = [parse_move(m) for m in earlier.moves]
-        disabled = left_out(moves)
-        again = replay(driver.simplify(lifted.graph, leave=disabled) if disabled else graph, moves)
+        disabled = driver.disabled_by(moves)
+        again = driver.replay(driver.simplify(lifted.graph, disabled=disabled) if disabled else graph, moves)
     except TapestryError as e:
         log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
         return graph, constraints, start
@@ -173,7 +171,7 @@ def state_task(
         folded=_folded(lifted), inputs=constraints.inputs, outputs=constraints.outputs,
         fixed=replace(given.fixed if given else Fixed(), exact=exact), start=start, rewritable=free,
         request=staging(request, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
-        machine=machine if free and not same_model else None, disabled_rules=left_out(constraints.moves),
+        machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves),
         lifted=lifted.graph if free and not earlier else None,
     )  # fmt: skip
     return task, Budget.of(time_limit, interrupt)

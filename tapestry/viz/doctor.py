@@ -9,7 +9,7 @@ from typing import Any
 
 from tapestry.ir.graph import Graph, Op, Opaque
 from tapestry.lift.examine import Examined
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.partition.split import splittable
 
 Document = dict[str, Any]

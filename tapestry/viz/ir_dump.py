@@ -46,7 +46,7 @@ def dump(name: str, values: Iterable[object]) -> str:
             more = list(_plan_lines(found)) if isinstance(found, Found) else []
             return "\n".join([f"# after {name}", *more, to_text(graph)])
         if isinstance(value, ModelSource | Prepared):
-            return f"// after {name}\n{onnx.printer.to_text(value.model)}\n"
+            return f"# after {name}\n{onnx.printer.to_text(value.model)}\n"
     return f"# after {name}: no IR yet\n"
 
 
