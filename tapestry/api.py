@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -248,8 +248,9 @@ def _described(a: Any) -> dict[str, Any]:
     """Shape and dtype of an output; of a sequence or a map, how many elements, and none of an empty optional."""
     if not isinstance(a, np.ndarray):
         kind = "none" if a is None else "map" if isinstance(a, dict) else "sequence"
-        return {"shape": None if a is None else [len(a)], "dtype": kind}
-    return {"shape": list(a.shape), "dtype": "string" if a.dtype == object else a.dtype.name}
+        return {"shape": None if a is None else [len(cast("Sized", a))], "dtype": kind}
+    array = cast("Array", a)
+    return {"shape": list(array.shape), "dtype": "string" if array.dtype == object else array.dtype.name}
 
 
 def _check(

@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from onnx import helper
 
@@ -126,8 +126,7 @@ def resume(
         return graph, constraints, Start()
     if model_hash(lifted) != earlier.model_sha256:
         log.warning("--resume: the build is of another model: its strategies are tried where they apply, its bound is not used")
-    record, bound = earlier.report.get("search"), earlier.report.get("lower_bound_s")
-    key = record.get("problem") if isinstance(record, Mapping) else None
+    key, bound = search_of(earlier).get("problem"), earlier.report.get("lower_bound_s")
     if earlier.plan.stages:
         log.warning("--resume: a plan with pipeline stages is searched anew")
         return graph, constraints, Start()
@@ -144,6 +143,12 @@ def resume(
         log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
         return graph, constraints, start
     return again, replace(constraints, moves=(*constraints.moves, *moves)), start
+
+
+def search_of(build: store.Build) -> Mapping[str, Any]:
+    """How the search of a build ended, as its report says; empty where it says nothing."""
+    record = build.report.get("search")
+    return cast("Mapping[str, Any]", record) if isinstance(record, Mapping) else {}
 
 
 def cut_pinned_scans(

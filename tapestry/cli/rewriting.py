@@ -13,11 +13,11 @@ from tapestry.errors import TapestryError
 
 def opt(args: argparse.Namespace) -> Outcome:
     """``tapestry opt``: apply moves to IR text."""
-    import tapestry.rewrites  # noqa: F401
     from tapestry.ir import laws
     from tapestry.ir.syntax.parser import parse
     from tapestry.ir.syntax.printer import to_text
-    from tapestry.rewrites.core.rule import apply_moves, load_rules, parse_move
+    from tapestry.rewrites import load_rules
+    from tapestry.rewrites.core.rule import apply_moves, parse_move
 
     for path in args.rules:
         load_rules(path)
@@ -38,13 +38,13 @@ def opt(args: argparse.Namespace) -> Outcome:
 
 def rules(args: argparse.Namespace) -> Outcome:
     """``tapestry rules``: the rules, or where they do not apply to a model."""
-    import tapestry.rewrites  # noqa: F401
-    from tapestry.rewrites.core.rule import RULES, Refusal, load_rules
+    from tapestry.rewrites import RULES, load_rules
+    from tapestry.rewrites.core.rule import Refusal
 
     for path in args.rules:
         load_rules(path)
     if args.rule is not None and args.rule not in RULES:
-        close = get_close_matches(args.rule, RULES, 1)
+        close = get_close_matches(str(args.rule), RULES, 1)
         tip = f"'{close[0]}' is similar; " if close else ""
         raise TapestryError(f"there is no rule '{args.rule}'", hint=f"{tip}one of {', '.join(sorted(RULES))}")
     chosen = [RULES[args.rule]] if args.rule else list(RULES.values())

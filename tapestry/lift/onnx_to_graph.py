@@ -71,8 +71,8 @@ class Lifted:
     model: Path
     constants: dict[str, np.ndarray]
     nodes: int
-    shapes: dict[str, int] = field(default_factory=dict)
-    unified: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, int] = field(default_factory=dict[str, int])
+    unified: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

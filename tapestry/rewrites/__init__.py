@@ -3,6 +3,8 @@
 from tapestry.rewrites.contractions import fuse_contraction as fuse_contraction
 from tapestry.rewrites.contractions import fuse_dequantize as fuse_dequantize
 from tapestry.rewrites.contractions import fuse_siblings as fuse_siblings
+from tapestry.rewrites.core.rule import RULES as RULES
+from tapestry.rewrites.core.rule import load_rules as load_rules
 from tapestry.rewrites.maps import cleanup as cleanup
 from tapestry.rewrites.maps import compose_views as compose_views
 from tapestry.rewrites.maps import drop_results as drop_results
