@@ -17,9 +17,8 @@ from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.types import PACKED, Tensor, Weight
-from tapestry.lift.building import opaque
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
-from tapestry.lift.building.nodes import SUSPECT
+from tapestry.lift.building.nodes import SUSPECT, Prepared
 from tapestry.lift.building.nodes import lift_nodes as build_nodes
 from tapestry.lift.file.diagnosis import complete
 from tapestry.lift.file.external_data import dtype_name, parse_place
@@ -30,10 +29,9 @@ from tapestry.lift.microsoft import contrib, contrib_attention, contrib_float, c
 from tapestry.lift.movement import gather, resize, scatter, shape
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.function_opsets import align_functions
-from tapestry.lift.normalize.prepare import Prepared, infer, prepare, take_out_weights
+from tapestry.lift.normalize.prepare import infer, prepare, take_out_weights
 from tapestry.lift.operators import (
     attention,
-    batched,
     conv,
     einsum,
     elementwise,
@@ -42,15 +40,17 @@ from tapestry.lift.operators import (
     loss,
     ml,
     norm,
+    opaque_operators,
     pool,
     quantize,
     random,
     reduce,
 )
 from tapestry.lift.recurrences import linear_scan, rnn
+from tapestry.lift.recurrences.loop_body import step_types
 
 FAMILIES = (  # they register lifters, and definitions of vendors' operators
-    attention, batched, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque, pool, quantize, random,
+    attention, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque_operators, pool, quantize, random,
     linear_scan, rnn, reduce, resize, scatter, shape, contrib_attention, contrib_float, contrib_quant,
 )  # fmt: skip
 
@@ -131,7 +131,7 @@ def read_model(model: Path, weights: bool) -> ModelSource:
         stored = take_out_weights(proto)
         check_attributes(proto)
         align_functions(proto)
-        opset_upgrade.modernize(proto)
+        opset_upgrade.upgrade(proto)
     inputs = tuple(i.name for i in proto.graph.input if i.name not in stored)
     return ModelSource(model=proto, path=path, inputs=inputs, stored=stored, nodes=nodes, has_weights=weights)
 
@@ -151,7 +151,7 @@ def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:
 def normalize(source: ModelSource, symbols: Symbols, unroll_steps: bool) -> Prepared:
     """The model with shapes inferred, constants folded, functions, loops and branches written out."""
     with _reading(source.model, source.path):
-        return prepare(source.model, steps=unroll_steps, bound=bool(symbols.sizes))
+        return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes))
 
 
 def lift_nodes(source: ModelSource, symbols: Symbols, prepared: Prepared, unroll_steps: bool, seed: int) -> Lifted:
