@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tapestry.cli import _parser
+from tapestry.cli.entry import command_parser
 from tests.support.paths import ROOT
 
 BIN = Path(sys.executable).parent
@@ -263,7 +263,7 @@ def test_readme_shows_every_command():
 
 @pytest.mark.parametrize("line", tapestry_lines())
 def test_readme_commands_parse(line):
-    _parser().parse_args(shlex.split(line, comments=True)[1:])
+    command_parser().parse_args(shlex.split(line, comments=True)[1:])
 
 
 def test_readme_targets_and_files_exist():
