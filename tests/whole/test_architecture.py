@@ -1,11 +1,10 @@
 """The house rules that tools can check: import order, linters, sizes of files and functions, one reader of the environment,
-one importer of islpy, and a README whose commands exist."""
+one importer of islpy. The pages are tested in tests/docs."""
 
 from __future__ import annotations
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tapestry.cli import _parser
 from tests.support.paths import ROOT
 
 BIN = Path(sys.executable).parent
 PACKAGE = sorted((ROOT / "tapestry").rglob("*.py"))
 OURS = sorted(p for d in ("tapestry", "tests", "bench", "examples") for p in (ROOT / d).rglob("*.py"))
-README = (ROOT / "README.md").read_text()
 
 MAX_FILE, MAX_FUNCTION = 500, 50
 LONG_FUNCTIONS: dict[str, int] = {}  # "path:function" -> lines, at most 60: each needs a reason beside it
@@ -102,36 +99,3 @@ def test_every_pin_meets_what_the_package_asks_for():
     lines = [x for x in (ROOT / "constraints.txt").read_text().splitlines() if x and not x.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", x) for x in lines)
     assert any(x.startswith("torch==") for x in lines)
-
-
-# the README
-
-
-def shell_lines() -> list[str]:
-    """Commands in the README's shell blocks, continued lines joined, comments dropped."""
-    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", README, re.DOTALL)
-    lines = [x.strip() for b in blocks for x in b.replace("\\\n", " ").splitlines()]
-    return [x for x in lines if x and not x.startswith("#")]
-
-
-def tapestry_lines() -> list[str]:
-    return [x for x in shell_lines() if x.startswith(".venv/bin/tapestry ")]
-
-
-def test_readme_shows_every_command():
-    shown = {shlex.split(x)[1] for x in tapestry_lines()}
-    assert shown == {"compile", "run", "explain", "verify", "kernels", "opt", "rules", "export", "check-sharding", "auto-shard", "calibrate", "doctor", "shard-weights", "tune"}
-
-
-@pytest.mark.parametrize("line", tapestry_lines())
-def test_readme_commands_parse(line):
-    _parser().parse_args(shlex.split(line, comments=True)[1:])
-
-
-def test_readme_targets_and_files_exist():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    asked = {shlex.split(x, comments=True)[1] for x in shell_lines() if x.startswith("make ")}
-    assert asked and asked <= set(targets)
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    scripts = re.findall(r"\b(?:bench|examples|docs)/[\w.]+\.(?:py|md|json|tap)\b", README)
-    assert [p for p in {*links, *scripts} if not (ROOT / p).exists()] == []
