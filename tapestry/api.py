@@ -16,7 +16,8 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.plan import Mesh
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.runtime.feeds import random_feeds
-from tapestry.runtime.session import Result, Session, largest_constant
+from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant
+from tapestry.runtime.target_protocol import Target
 from tapestry.verify import model_outputs
 from tapestry.viz.explain import explain
 
@@ -51,8 +52,7 @@ class Compiled:
     def session(self) -> Session:
         """The plan with its weights loaded."""
         if self._session is None:
-            more = {"libraries": True} if self.libraries else {}
-            self._session = open_session(self.build, b"".join(self.constants.values()), **more)
+            self._session = open_session(self.build, b"".join(self.constants.values()), libraries=self.libraries)
         return self._session
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,41 +129,49 @@ def load(folder: str | Path) -> Compiled:
     return Compiled(build, constants, kernels, laws)
 
 
-def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
-    """A session of a build on its target; ``more`` is for `Session`."""
+def open_session(
+    build: store.Build, constants: bytes, *, weights: Slices | None = None, make: MakeExecutor[Target] | None = None,
+    libraries: bool = False,
+) -> Session:  # fmt: skip
+    """A session of a build on its target.
+
+    Args:
+        weights: gives slices from elsewhere than the model's files.
+        make: the executor, where it is a rank's and moves arrays itself; by default the target's own.
+        libraries: on a GPU, whether products may run in the vendor's library.
+    """
     flags.before_torch()
-    from tapestry.codegen.torch_cpu import TorchCpu
-    from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+    from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
     if build.target.startswith("triton"):
-        return _triton_session(build, constants, more)
-    if more.pop("libraries", False):
+        return _triton_session(build, constants, weights, make, libraries)
+    from tapestry.codegen.torch_cpu import TorchCpu
+
+    if libraries:
         raise TapestryError("there is no library to choose", where="--library", hint="compile with --target triton:sm90")
-    return Session(build, constants, TorchCpu(build.exact), (from_numpy, to_numpy), **more)
+    return Session(build, constants, TorchCpu(build.exact), make or LocalExecutor, weights)
 
 
-def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) -> Session:
-    """A session on a GPU, or in Triton's interpreter; a machine of its own (a rank's) gets arrays, not bound kernels."""
-    from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-    from tapestry.codegen.triton.run.device_target import DeviceTarget, chip_name, find_device
-    from tapestry.codegen.triton.run.target import TritonTarget
+def _triton_session(
+    build: store.Build, constants: bytes, weights: Slices | None, make: MakeExecutor[Target] | None, libraries: bool
+) -> Session:
+    """A session on a GPU, or in Triton's interpreter; a rank gets kernels on arrays, not bound ones."""
+    from tapestry.codegen.triton.run.device_target import TritonTarget, chip_name, find_device
     from tapestry.codegen.triton.run.tuned import local_cache
-    from tapestry.runtime.one_process.gpu_devices import DeviceMachine
+    from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 
     device = find_device()
-    if "machine" in more:
-        own = TritonTarget(device, build.target, build.precision)
-        return Session(build, constants, own, (own.from_numpy, own.to_numpy), **more)
-    machine: Any = DeviceMachine  # arrays are torch's, as for every target
-    target: Any = DeviceTarget(
+    if make is not None:
+        return Session(build, constants, TritonTarget(device, target=build.target, precision=build.precision), make, weights)
+    target = TritonTarget(
         device,
         local_cache(flags.cache_folder(), device, build.precision),
-        libraries=bool(more.pop("libraries", False)),
+        libraries=libraries,
         target=build.target,
         precision=build.precision,
         knobs=build.knobs if chip_name(device, build.target) == plain(build.target) else {},
     )
-    return Session(build, constants, target, (from_numpy, to_numpy), machine=machine, **more)
+    return Session(build, constants, target, GpuExecutor, weights)
 
 
 def tune(
@@ -207,8 +215,8 @@ def run_checked(
     """Run once; the document is what ``tapestry run --json`` prints."""
     result = compiled.session.run(feeds, progress)
     found = judged(compiled, feeds, result, check=check)
-    described = getattr(compiled.session.machine, "described", None)
-    return result, found | ({"gpu": described()} if described else {})
+    described = compiled.session.executor.described()
+    return result, found | ({"gpu": described} if described else {})
 
 
 def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, check: bool) -> dict[str, Any]:

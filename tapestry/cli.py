@@ -234,7 +234,7 @@ def _analyze(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from tapestry.pipeline import verify_build
+    from tapestry.saved_build import verify_build
 
     build, laws = verify_build(args.build)
     if args.json:
@@ -247,7 +247,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _kernels(args: argparse.Namespace) -> int:
-    from tapestry.pipeline import emit_kernels
+    from tapestry.saved_build import emit_kernels
     from tapestry.viz import progress
 
     with progress.bar("kernels", quiet=args.quiet or args.json) as report:

@@ -77,6 +77,13 @@ def test_only_what_is_volatile_may_differ():
     assert normal("error 4.2e-03") != normal("error 4.3e-03")
 
 
+def test_every_command_is_shown_somewhere_besides_its_flags():
+    text = "".join(p.text for p in PAGES if not p.name.endswith("flags.md"))
+    flags = (ROOT / "docs" / "reference" / "flags.md").read_text()
+    commands = re.findall(r"^## ([\w-]+)$", flags, re.MULTILINE)
+    assert len(commands) > 10 and [c for c in commands if f"tapestry {c}" not in text] == []
+
+
 def test_make_targets_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     asked = {t for p in PAGES for t in re.findall(r"`make ([\w-]+)`", p.text)}

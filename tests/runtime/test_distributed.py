@@ -28,8 +28,8 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
 from tapestry.runtime.processes import batches, weight_shards
-from tapestry.runtime.processes.step_messages import owners
 from tapestry.runtime.session import ModelFiles
+from tapestry.runtime.step_messages import owners
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import ROOT
 from tests.support.small_models import case, mesh_of, random_plan, save
@@ -72,7 +72,7 @@ def finished(p: subprocess.Popen, seconds: float = 120) -> tuple[int, str, str]:
 )
 def test_random_plans_give_the_same_bits_bytes_and_peaks(asked):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.ranks", json.dumps(asked)], capture_output=True, text=True, env=ENV, timeout=900
+        [sys.executable, "-m", "tests.support.programs.ranks", json.dumps(asked)], capture_output=True, text=True, env=ENV, timeout=900
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -16,6 +16,7 @@ from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, HOST, Tensor
 from tapestry.lift.file.external_data import dtype_name
+from tapestry.lift.file.protos import captured, static_shape
 
 DTYPE_OF: dict[int, str] = {
     TensorProto.DOUBLE: "f64", TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16",
@@ -49,10 +50,9 @@ MAX_RANK = 32  # an index space may have as many reduced dimensions again, and a
 
 def tensor_of(name: str, type_: TypeProto | None) -> Tensor:
     """The tensor of an ONNX type, or the value of the host where no device could hold one."""
-    if type_ is not None and type_.HasField("tensor_type"):
-        t = type_.tensor_type
-        if t.elem_type in DTYPE_OF and t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim):
-            return _sane(Tensor(name=name, dtype=DTYPE_OF[t.elem_type], shape=tuple(d.dim_value for d in t.shape.dim)))
+    shape = static_shape(type_)
+    if type_ is not None and shape is not None and type_.tensor_type.elem_type in DTYPE_OF:
+        return _sane(Tensor(name=name, dtype=DTYPE_OF[type_.tensor_type.elem_type], shape=tuple(shape)))
     return Tensor(name=name, dtype=HOST, shape=(), about=about(type_))
 
 
@@ -164,8 +164,6 @@ class Node:
 
     def beyond_blocks(self) -> str:
         """Why the node cannot become block operations, whatever it computes; "" when nothing speaks against it."""
-        from tapestry.lift.file.structure import captured
-
         for name in (*self.ins, *captured(self.proto), *self.outs):
             t = self.b.tensor(name) if name else None
             if t is not None and t.on_host:
@@ -285,13 +283,6 @@ class Node:
         if value is not None and value.size == 1 and self.dtype(k) != "":
             return literal(value.reshape(-1)[0].item(), self.dtype(k)), None
         return None, self.read(self.ins[k], broadcast(self.shape(k), dims))
-
-    def opaque(self, why: str, dims: Sequence[Dim] = (), in_axes: Mapping[int, Sequence[int | None]] | None = None,
-               out_axes: Mapping[int, Sequence[int | None]] | None = None) -> None:  # fmt: skip
-        """Emit the node as it is; the axes of ``dims`` in each input and output, None where one has no such axis."""
-        from tapestry.lift.building.opaque import emit_opaque
-
-        emit_opaque(self, why, dims, in_axes or {}, out_axes or {})
 
 
 def axes(shape: Sequence[int], prefix: str = "x") -> tuple[Dim, ...]:

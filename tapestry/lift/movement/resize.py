@@ -19,6 +19,7 @@ from tapestry.ir.index import Aff, const, dim, floordiv, modulo, span
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, Tensor
 from tapestry.lift.building.builder import Node, accumulator, axes, here, literal
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 
 Place = tuple[Aff, int]  # numerator and denominator of the coordinate sampled
@@ -198,7 +199,7 @@ def _sampled(n: Node) -> bool | None:
     if not free:
         return False
     dims = [Dim("bc"[a] if a < 2 else f"x{a}", x[a]) for a in free]
-    n.opaque("interpolates", dims, {0: free}, {0: free})
+    emit_opaque(n, "interpolates", dims, {0: free}, {0: free})
     return None
 
 

@@ -11,6 +11,7 @@ from tapestry.ir.index import Aff, const, dim, dims_of, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.lift.building.affine_values import affine_value, fit
 from tapestry.lift.building.builder import Node, axes, here
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.movement.gather import wrap
 
@@ -29,7 +30,7 @@ def lift_scatter_elements(n: Node) -> None:
             return
     same = [a for a in range(len(data)) if a != at and data[a] == index[a]]
     dims, inside = [Dim(f"x{a}", data[a]) for a in same], dict.fromkeys(range(3), same)
-    n.opaque("writes where the data say", dims, inside, {0: same})
+    emit_opaque(n, "writes where the data say", dims, inside, {0: same})
 
 
 @lifts("ScatterND")
@@ -45,7 +46,7 @@ def lift_scatter_nd(n: Node) -> None:
             return
     inside = list(range(count, len(data)))
     dims = [Dim(f"x{a}", data[a]) for a in inside]
-    n.opaque("writes where the data say", dims, {0: inside, 2: [outer + a - count for a in inside]}, {0: inside})
+    emit_opaque(n, "writes where the data say", dims, {0: inside, 2: [outer + a - count for a in inside]}, {0: inside})
 
 
 def _component(n: Node, places: Sequence[Dim], c: int) -> Aff | None:

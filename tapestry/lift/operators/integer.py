@@ -16,8 +16,8 @@ from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, axes, broadcast, literal
 from tapestry.lift.building.registry import lifts
-from tapestry.lift.operators.batched import opaque_integer_conv
 from tapestry.lift.operators.conv import channel
+from tapestry.lift.operators.opaque_operators import opaque_integer_conv
 from tapestry.lift.operators.quantize import REAL, saturated
 from tapestry.lift.operators.window import window
 

@@ -9,6 +9,7 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.types import FLOATS, Tensor
 from tapestry.lift.building.builder import Node, axes, here, literal
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.movement.gather import select
 from tapestry.lift.operators.linear import contract
@@ -134,7 +135,8 @@ def _rows(n: Node, why: str, count: int) -> None:
         t.shape[:count] == shape[:count] for t in (*(n.tensor(k) for k in range(len(n.ins))), *map(n.out, range(len(n.outs))))
     )
     axes_ = axes_ if fit else []
-    n.opaque(
+    emit_opaque(
+        n,
         why,
         [Dim(f"x{a}", shape[a]) for a in axes_],
         dict.fromkeys(range(len(n.ins)), axes_),

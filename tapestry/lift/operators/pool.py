@@ -11,6 +11,7 @@ from tapestry.ir.index import Aff, dim
 from tapestry.ir.monoid import highest, lowest, number
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, accumulator, literal
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.operators.window import KERNEL, SPATIAL, Window, window
 
@@ -38,7 +39,7 @@ def lift_max_pool(n: Node) -> bool | None:
     x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], other)
     if n.wants(1):
         if n.attr("storage_order", 0):
-            n.opaque("its Indices output counts positions in the whole tensor, column by column")
+            emit_opaque(n, "its Indices output counts positions in the whole tensor, column by column")
             return None
         state, then = [Arg(0, x[1].dtype), _position(n, win)], [Acc(0, x[1].dtype), Acc(1, "i64")]
         n.reduce(n.outs[:2], _dims(n, win), win.taps, "argmax", [x], state, then)

@@ -18,7 +18,7 @@ from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, axes, here, literal
 from tapestry.lift.building.registry import lifts
-from tapestry.lift.normalize.prepare import SOURCE
+from tapestry.lift.file.protos import SOURCE
 
 BITS = 24  # of a uniform number: what an f32 holds exactly
 Reading = tuple[Read, Tensor]

@@ -11,7 +11,7 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv, span
 from tapestry.ir.monoid import number
 from tapestry.lift.building.builder import Node
-from tapestry.lift.normalize.inference_fixes import AFTER
+from tapestry.lift.file.protos import AFTER
 
 SPATIAL = {1: ("w",), 2: ("h", "w"), 3: ("t", "h", "w")}
 KERNEL = {1: ("s",), 2: ("r", "s"), 3: ("q", "r", "s")}

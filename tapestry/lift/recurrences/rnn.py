@@ -17,6 +17,7 @@ from tapestry.ir.index import const, dim
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, here, literal
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.movement.shape import concat
 from tapestry.lift.normalize.unroll import STEPS
@@ -258,7 +259,7 @@ def _whole(n: Node, why: str) -> None:
         if n.has(k):
             ins[k] = [axis]
     out: dict[int, list[int | None]] = {0: [0 if first else 2], 1: [0 if first else 1], 2: [0 if first else 1]}
-    n.opaque(why, [Dim("b", batch)], ins, out)
+    emit_opaque(n, why, [Dim("b", batch)], ins, out)
 
 
 def _join(n: Node, out: str | Tensor, parts: Sequence[str], shape: tuple[str, ...], axis: int) -> str:

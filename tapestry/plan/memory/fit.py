@@ -58,14 +58,14 @@ def fit(
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
     budget: Budget,
-    known: tuple[Found, Sequence[Move]] | None = None,
+    previous: tuple[Found, Sequence[Move]] | None = None,
 ) -> Fitted:
     """The cheapest plan that was found to fit, by splits in time, recomputation and streamed weights.
 
     Args:
         first: the plan without them, which does not fit.
         inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
-        known: a plan that fits, with the moves to its graph, to go on from; what is found is never worse.
+        previous: a plan that fits, with the moves to its graph, to go on from; what is found is never worse.
 
     Raises:
         TooBig: nothing fits; says by how many bytes, on which device, for which tensors, and what was tried.
@@ -73,8 +73,8 @@ def fit(
     bound = least_seconds(graph, topo)
     search = _Search(topo, inputs or {}, outputs or {}, bound, budget)
     states = [search.plan(graph, ()), _State(graph, (), first)]
-    if known:
-        states.append(_State(known[0].plan.graph, tuple(known[1]), known[0]))
+    if previous:
+        states.append(_State(previous[0].plan.graph, tuple(previous[1]), previous[0]))
     best = search.explore(states)
     if peak(best.found) > topo.device.memory:
         raise too_big(min(best.found, first, key=peak), topo.device.memory, budget, search.tried())

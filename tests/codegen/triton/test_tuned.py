@@ -17,7 +17,7 @@ from tapestry.codegen.triton.run import tuned
 from tapestry.codegen.triton.run.tuned import Cache, Choice, as_knobs, local_cache
 from tapestry.codegen.triton.run.tuned import _digest as digest
 from tapestry.errors import BuildError
-from tapestry.pipeline import verify_build
+from tapestry.saved_build import verify_build
 from tests.support.small_models import save
 
 CHOICE = Choice(knobs=Knobs(bm=32, bn=128, num_warps=8), library=True)

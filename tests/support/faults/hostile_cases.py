@@ -1,6 +1,6 @@
 """Hostile inputs: files that claim to be models or build directories, each made by a function in a folder of its own.
 
-``python tests/hostile_cases.py KIND FOLDER`` tries all of a kind in one process of limited memory, and prints a JSON line each.
+``python -m tests.support.faults.hostile_cases KIND FOLDER`` tries all of a kind in one process of limited memory, and prints a JSON line each.
 """
 
 from __future__ import annotations
@@ -486,7 +486,9 @@ def main(kind: str, folder: Path) -> None:
         )
         results = [attempt(argv) for argv in commands]
         fresh = [str(p) for p in folder.rglob("*") if p not in before and out not in (p, *p.parents)]
-        print(json.dumps({"case": name, "results": results, "seconds": sum(os.times()[:4]) - began, "fresh": fresh}), flush=True)
+        print(
+            json.dumps({"case": name, "results": results, "seconds": sum(os.times()[:4]) - began, "fresh": fresh}), flush=True
+        )
 
 
 def _mapped() -> int:
