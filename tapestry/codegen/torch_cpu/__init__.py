@@ -9,7 +9,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import exact_kernels as exact
 from tapestry.codegen.torch_cpu import kernels
-from tapestry.codegen.torch_cpu.base import scalars, state_merges
+from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.codegen.torch_cpu.c import conv_chain
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Recorded, Together, batch
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped

@@ -6,7 +6,7 @@ A tile of rows (map points) by columns (reduced points); at each of its points t
 from __future__ import annotations
 
 from tapestry.codegen.triton.emit.emit_reduce import loop
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.primitives import TRITON_TYPES, compute, literal
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.expressions import Printer
@@ -16,17 +16,17 @@ from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.monoid import MONOIDS
 
 
-def emit_nest(frame: Frame, knobs: Knobs) -> Written:
+def emit_nest(frame: Frame, config: KernelConfig) -> Written:
     """Outputs (``full``) or states (``partial``)."""
     task, namer = frame.task, frame.namer
-    rows = Axis(task.dims, knobs.rows, "ROWS", namer, "row")
-    cols = Axis(task.reduce, knobs.cols, "COLS", namer, "col")
+    rows = Axis(task.dims, config.rows, "ROWS", namer, "row")
+    cols = Axis(task.reduce, config.cols, "COLS", namer, "col")
     axes = [(rows, "[:, None]"), (cols, "[None, :]")]
     lets = tuple(namer.take("let" if len(task.inner) == 1 else f"let{k}") for k in range(len(task.inner)))
     inner = [line for k in range(len(lets)) for line in _inner(frame, k, lets, axes)]
     tile = Scope(frame, View(axes, task.ranges), lets)
     head = [frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)"]
-    constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
+    constants = (("ROWS", config.rows), ("COLS", config.cols))
     if task.monoid is None:
         for access, name, value in zip(task.outs, frame.outs, tile.results(task.body), strict=True):
             tile.store(access, name, value)

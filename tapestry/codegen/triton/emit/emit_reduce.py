@@ -7,17 +7,17 @@ hold the identity.
 
 from __future__ import annotations
 
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
 
 
-def emit_reduce(frame: Frame, knobs: Knobs) -> Written:
+def emit_reduce(frame: Frame, config: KernelConfig) -> Written:
     """Reduced outputs (``full``) or states (``partial``)."""
     task, namer = frame.task, frame.namer
-    rows = Axis(task.dims, knobs.rows, "ROWS", namer, "row")
-    cols = Axis(task.reduce, knobs.cols, "COLS", namer, "col")
+    rows = Axis(task.dims, config.rows, "ROWS", namer, "row")
+    cols = Axis(task.reduce, config.cols, "COLS", namer, "col")
     tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))
     accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
     start, merge, end = reduction(frame, tile, cols, accs)
@@ -28,7 +28,7 @@ def emit_reduce(frame: Frame, knobs: Knobs) -> Written:
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)", *rows.lines, *start)
     step = (*cols.lines, *tile.lines, *merge)
     lines = (*head, *loop(cols, step, namer.take(f"{cols.name}_0"), frame.wide), *end, *last.lines)
-    return Written(constants=(("ROWS", knobs.rows), ("COLS", knobs.cols)), lines=lines, programs=rows.tiles)
+    return Written(constants=(("ROWS", config.rows), ("COLS", config.cols)), lines=lines, programs=rows.tiles)
 
 
 def loop(axis: Axis, step: tuple[str, ...], start: str, wide: bool) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tapestry.codegen.triton.emit.emit_reduce import loop
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.lowered import Access, Task, points
 from tapestry.codegen.triton.task.tiles import row_dims
 from tapestry.codegen.triton.text.axes import Axis, View
@@ -21,20 +21,20 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim, substitute
 
 
-def emit_rows(frame: Frame, knobs: Knobs) -> Written:
+def emit_rows(frame: Frame, config: KernelConfig) -> Written:
     """Outputs of a row operation (mode ``full``)."""
     task, namer = frame.task, frame.namer
     found = row_dims(task)
     assert found is not None
-    rows = Axis(found[0], knobs.rows, "ROWS", namer, "row")
-    joined = joint(task, found[1]) if max(points(task.reduce), points(found[1])) <= knobs.cols else None
+    rows = Axis(found[0], config.rows, "ROWS", namer, "row")
+    joined = joint(task, found[1]) if max(points(task.reduce), points(found[1])) <= config.cols else None
     accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
     spread = tuple(f"{a}[:, None]" for a in accs)
-    constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
+    constants = (("ROWS", config.rows), ("COLS", config.cols))
     if joined is not None:
         frame.task = joined
-        cols = Axis(found[1], knobs.cols, "COLS", namer, "col")
+        cols = Axis(found[1], config.cols, "COLS", namer, "col")
         tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], joined.ranges))
         start, merge, end = reduction(frame, tile, cols, accs)
         first = list(tile.lines)
@@ -42,8 +42,8 @@ def emit_rows(frame: Frame, knobs: Knobs) -> Written:
         index = f"{cols.name} = tl.arange(0, COLS)"
         body = (index, *rows.lines, *cols.lines, *start, *first, *merge, *end, *last)
         return Written(constants=constants, lines=(*head, *body), programs=rows.tiles)
-    reduced = Axis(task.reduce, knobs.cols, "COLS", namer, "red")
-    cols = Axis(found[1], knobs.cols, "COLS", namer, "col")
+    reduced = Axis(task.reduce, config.cols, "COLS", namer, "red")
+    cols = Axis(found[1], config.cols, "COLS", namer, "col")
     tile = Scope(frame, View([(rows, "[:, None]"), (reduced, "[None, :]")], task.ranges))
     start, merge, end = reduction(frame, tile, reduced, accs)
     over = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))

@@ -281,7 +281,7 @@ def split_selection(task: Task, s: Selection) -> tuple[tuple[Dim, ...], tuple[Di
     return tuple(d for d in task.dims if d.name in used), tuple(d for d in task.dims if d.name not in used)
 
 
-def turned(task: Task) -> tuple[int, int] | None:
+def transposing_dims(task: Task) -> tuple[int, int] | None:
     """Positions of the dimension that some reads run along in memory, and of the writes' own; ``None`` if it is one."""
     ends = [k for k, d in enumerate(task.dims) if d.size > 1 and all(a.offset.coef(d.name) == 1 for a in task.outs)]
     if len(ends) != 1 or task.dims[ends[0]].size < 16:
