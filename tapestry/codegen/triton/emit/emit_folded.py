@@ -14,13 +14,13 @@ from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import operand_boxes
 from tapestry.codegen.triton.task.kernel_form import KernelForm
-from tapestry.codegen.triton.task.lowered import Access, Check, Task
+from tapestry.codegen.triton.task.lowered import Access, Check, Task, substitute_access, substitute_indices
 from tapestry.codegen.triton.task.tiles import Folded, power_of_two
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import lane_reduction, tile_reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.expr import Expr, Index, rewrite
-from tapestry.ir.index import dim, dims_of, substitute
+from tapestry.ir.expr import Expr
+from tapestry.ir.index import dim, dims_of
 from tapestry.ir.recognise.contraction import Kept
 
 
@@ -32,7 +32,7 @@ def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, c
     task, namer, c = frame.task, frame.namer, f.product
     ax, outer = _axes(frame, f, config)
     product = namer.take("product")
-    accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{k}") for k in range(len(task.body)))
+    accs = frame.accumulators()
     boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
     loads, rows, columns = operands(frame, c, ax, boxes, config)
     how = dot_options(c.operand, op.precision, config.bk, chip)
@@ -131,11 +131,10 @@ def _rows(task: Task, row: Kept) -> Task:
     part = (Check(lane, ">=", row.first), Check(lane, "<", row.first + row.column.size))
 
     def access(a: Access) -> Access:
-        moved = [(substitute(c.aff, env), c) for c in a.checks]
-        checks = tuple(Check(e - e.const, c.op, c.bound - e.const) for e, c in moved)
         along = any(row.column.name in dims_of(e) for e in (a.offset, *(c.aff for c in a.checks)))
         more = part if along and row.column.size < row.over.size else ()
-        return replace(a, offset=substitute(a.offset, env), checks=(*checks, *more))
+        moved = substitute_access(a, env)
+        return replace(moved, checks=(*moved.checks, *more))
 
     assert task.monoid is not None
     return replace(
@@ -147,7 +146,7 @@ def _rows(task: Task, row: Kept) -> Task:
 
 def _on_row(e: Expr, row: Kept) -> Expr:
     env = {row.column.name: dim(row.over.name) - row.first}
-    return rewrite(e, lambda x: replace(x, aff=substitute(x.aff, env)) if isinstance(x, Index) else x)
+    return substitute_indices(e, env)
 
 
 def _results(frame: Frame, ax: Axes, accs: tuple[str, ...], own: str, *, folds: bool) -> list[str]:
@@ -160,7 +159,4 @@ def _results(frame: Frame, ax: Axes, accs: tuple[str, ...], own: str, *, folds: 
     lanes = [(ax.m, "")] if folds and not own else [(ax.m, "[:, None]"), (ax.n, "[None, :]")]
     states = (*(f"{a}[:, None]" for a in accs), own) if own else accs
     last = Scope(frame, View([(ax.batch, ""), *lanes], task.ranges), states, narrow=bool(own))
-    values = last.results(task.then) if task.mode == "full" else list(accs)
-    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
-        last.store(access, name, value)
-    return last.lines
+    return last.store_results(accs)

@@ -31,9 +31,7 @@ def emit_gather(frame: Frame, s: Selection, config: KernelConfig) -> Written:
     tile = Scope(frame, View(axes, task.ranges), (acc,))
     (picked,) = tile.printer.all((s.picked,))
     tile.lines.append(f"{acc} = tl.where({inside}[:, None], {picked}, 0)")
-    values = tile.results(task.then) if task.mode == "full" else [acc]
-    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
-        tile.store(access, name, value)
+    tile.store_results((acc,))
     head = [
         frame.program(),
         *([f"pid_row = pid // {cols.tiles}"] if cols.tiles > 1 else []),

@@ -46,7 +46,4 @@ def _values(frame: Frame, view: View) -> list[str]:
     loads = Scope(frame, view)
     states = tuple(loads.load(a, n) for a, n in zip(task.states, frame.states, strict=True))
     scope = Scope(frame, view, states)
-    values = scope.results(task.then if task.monoid else task.body)
-    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
-        scope.store(access, name, value)
-    return [*loads.lines, *scope.lines]
+    return [*loads.lines, *scope.store_results()]

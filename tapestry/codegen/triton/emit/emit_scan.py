@@ -17,15 +17,12 @@ def emit_scan(frame: Frame, config: KernelConfig, *, reverse: bool) -> Written:
     task, namer = frame.task, frame.namer
     rows = Axis(task.dims, config.rows, "ROWS", namer, "row")
     cols = Axis(task.reduce, config.cols, "COLS", namer, "col")
-    count = len(task.body)
-    accs = tuple(namer.take("acc" if count == 1 else f"acc{f}") for f in range(count))
+    accs = frame.accumulators()
     tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges), accs)
     _combine(frame, reverse)
     lines, start = _running(frame, tile, cols, accs)
     tile.lines.extend(lines)
-    values = tile.results(task.then) if task.mode == "full" else list(accs)
-    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
-        tile.store(access, name, value)
+    tile.store_results(accs)
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
     steps = loop(cols, (*cols.lines, *tile.lines), namer.take(f"{cols.name}_0"), frame.wide)
     constants = (("ROWS", config.rows), ("COLS", config.cols))

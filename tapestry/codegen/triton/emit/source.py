@@ -11,7 +11,6 @@ from tapestry.codegen.triton.emit.emit_dot import emit_dot
 from tapestry.codegen.triton.emit.emit_folded import emit_folded
 from tapestry.codegen.triton.emit.emit_gather import emit_gather
 from tapestry.codegen.triton.emit.emit_map import emit_map
-from tapestry.codegen.triton.emit.emit_nest import emit_nest
 from tapestry.codegen.triton.emit.emit_reduce import emit_reduce
 from tapestry.codegen.triton.emit.emit_rows import emit_rows
 from tapestry.codegen.triton.emit.emit_scan import emit_scan
@@ -209,7 +208,7 @@ def _emit(held: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> Writ
         return emit_gather(held, op.picked, config)
     if op.kind == "scan":
         return emit_scan(held, config, reverse=op.reverse)
-    plain_forms = {"map": emit_map, "rows": emit_rows, "reduce": emit_reduce, "nest": emit_nest}
+    plain_forms = {"map": emit_map, "rows": emit_rows, "reduce": emit_reduce, "nest": emit_reduce}
     return plain_forms[op.kind](held, config)
 
 

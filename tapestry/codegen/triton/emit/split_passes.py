@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.kernel_form import KernelForm, classified
-from tapestry.codegen.triton.task.lowered import Access, Check, points, recombine
+from tapestry.codegen.triton.task.lowered import Access, points, substitute_access, substitute_indices
 from tapestry.codegen.triton.task.primitives import compute
-from tapestry.ir.expr import Arg, Expr, Index, arg_positions, rewrite
+from tapestry.ir.expr import Arg, arg_positions
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import Aff, const, dim, substitute
+from tapestry.ir.index import const, dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +42,13 @@ def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
         _dense(f"partial{k}", d, (Dim(part, parts), *f)) for k, ((d, _), f) in enumerate(zip(scratch, fields, strict=True))
     ]
 
-    def moved(e: Expr) -> Expr:
-        return Index(substitute(e.aff, env, ranges), e.dtype) if isinstance(e, Index) else e
-
-    inner = tuple(replace(s, body=rewrite(s.body, moved)) for s in task.inner)
-    body = tuple(rewrite(e, moved) for e in task.body)
+    inner = tuple(replace(s, body=substitute_indices(s.body, env, ranges)) for s in task.inner)
+    body = tuple(substitute_indices(e, env, ranges) for e in task.body)
     used = arg_positions(tuple(s.body for s in inner) + body)
     first = replace(
         task, mode="partial", dims=(Dim(part, parts), *task.dims), outs=tuple(states), then=(), body=body, inner=inner,
         reduce=tuple(Dim(name, size) if d.name == name else d for d in task.reduce),
-        reads={p: _access(a, env, ranges) for p, a in task.reads.items() if p in used},
+        reads={p: substitute_access(a, env, ranges) for p, a in task.reads.items() if p in used},
     )  # fmt: skip
     base = max(task.reads, default=-1) + 1
     after = {p: a for p, a in task.reads.items() if p in arg_positions(task.then)}
@@ -90,9 +87,3 @@ def _dense(name: str, dtype: str, dims: tuple[Dim, ...]) -> Access:
         offset = offset + dim(d.name) * step
         step *= d.size
     return Access(tensor=name, dtype=dtype, offset=offset)
-
-
-def _access(a: Access, env: dict[str, Aff], ranges: dict[str, int]) -> Access:
-    moved = [(substitute(c.aff, env, ranges), c) for c in a.checks]
-    checks = tuple(Check(e - e.const, c.op, c.bound - e.const) for e, c in moved)
-    return replace(a, offset=recombine(substitute(a.offset, env, ranges)), checks=checks)

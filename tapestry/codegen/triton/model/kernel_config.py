@@ -117,6 +117,16 @@ _IEEE = (
 )  # fmt: skip
 _PARTS = (1, 2, 4, 8, 16)
 _LAUNCH = 3e-6  # seconds that a second pass takes besides its bytes
+_FULL_TILE = 128 * 256 / (128 + 256)  # multiply-adds per element that is loaded, of the largest tile in `_HALF`
+# What plain loads reach of the rate of tiles copied by descriptors: on large squares on Hopper 0.7 to 0.8 of cuBLAS
+# (triton#2339, tilelang#1787) beside 0.85 to 0.97 with TMA and a persistent grid (tritonbench#894).
+_PLAIN_LOADS = 0.8
+# Bandwidth of the L2 cache as a multiple of the memory's: 5,120 bytes per clock (NVIDIA A100 white paper, 2020) are 9.0 TB/s at
+# an H100's 1.755 GHz, 2.7 times its 3.35 TB/s and 2.1 times what was measured of an H200.
+_CACHE = 2.5
+# Share of the memory's bandwidth that far fewer programs than multiprocessors reach; it grows linearly to all of it. An
+# assumption, not a measurement: it prefers many small tiles where memory decides (16 x 4096 x 4096).
+_FEW_PROGRAMS = 0.25
 _GATHERED = 2.5e12  # FLOP/s of a multiprocessor whose operands come one element at a time: loads decide, not matrix units
 _FILL = 1.2e-6  # seconds from a program's start to its first product, and for its epilogue
 
@@ -281,16 +291,17 @@ def _dot_seconds(k: KernelConfig, extents: tuple[int, int, int, int], operand: s
     size = operand_size(operand)
     peak = chip.flops["vector" if precision == "ieee" else "tf32"] if operand == "f32" else chip.flops[operand]
     peak /= 3 if precision == "tf32x3" and size == 4 else 1
-    rate = peak / chip.units * min(1.0, (k.bm * k.bn / (k.bm + k.bn) / 85) ** 0.5) * (1.0 if k.descriptors else 0.8)
-    rate *= 0.97 if k.num_warps == 4 and k.bm * k.bn >= 128 * 128 and not k.warp_specialize else 1.0
+    reuse = min(1.0, (k.bm * k.bn / (k.bm + k.bn) / _FULL_TILE) ** 0.5)
+    rate = peak / chip.units * reuse * (1.0 if k.descriptors else _PLAIN_LOADS)
     tiles = batch * -(-m // k.bm) * -(-n // k.bn) * k.split_k
     share = -(-depth // k.split_k)
     waves = -(-tiles // chip.units)
     fill = _FILL if k.persistent else _FILL * min(waves, 4)
     compute = waves * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate + fill
     moved = batch * (m * depth + depth * n + m * n) * size
-    staged = tiles * (k.bm + k.bn) * share * size / (2.5 * chip.bandwidth)  # from the L2 cache
-    memory = max(moved / chip.bandwidth / min(1.0, 0.25 + 0.75 * tiles / chip.units), staged)
+    from_cache = tiles * (k.bm + k.bn) * share * size / (_CACHE * chip.bandwidth)
+    reached = min(1.0, _FEW_PROGRAMS + (1 - _FEW_PROGRAMS) * tiles / chip.units)
+    memory = max(moved / chip.bandwidth / reached, from_cache)
     second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * n * 4 / chip.bandwidth
     return max(compute, memory) + second
 
@@ -382,7 +393,7 @@ def _simple(form: KernelForm, chip: Chip) -> KernelConfig:
 
 
 def _around(first: KernelConfig, form: KernelForm, chip: Chip) -> Iterator[KernelConfig]:
-    """The model's choice, then its neighbours in every knob that the kind has."""
+    """The model's choice, then its neighbours in every field that the kind has."""
     yield first
     for warps in (first.num_warps * 2, first.num_warps // 2):
         if 1 <= warps <= (16 if chip.warp == 64 else 32):

@@ -52,6 +52,11 @@ class Frame:
         self.descriptors[param] = (name, d)
         return param
 
+    def accumulators(self) -> tuple[str, ...]:
+        """Names of the state's fields."""
+        count = len(self.task.body)
+        return tuple(self.namer.take("acc" if count == 1 else f"acc{k}") for k in range(count))
+
     def program(self) -> str:
         """The program's number along the grid."""
         return "pid = tl.program_id(0)" + (".to(tl.int64)" if self.wide else "")
@@ -171,6 +176,15 @@ class Scope:
     def results(self, values: tuple[Expr, ...]) -> list[str]:
         """Texts of values to be stored; a store rounds to the dtype of its buffer, so a last cast from f32 is left to it."""
         return self.printer.all(tuple(_unrounded(e) for e in values))
+
+    def store_results(self, states: tuple[str, ...] = ()) -> list[str]:
+        """Store what ``then`` makes of the states that the scope has (``full``), or the states themselves (``partial``); the
+        lines of the scope."""
+        task = self.frame.task
+        values = list(states) if task.mode == "partial" else self.results(task.then if task.monoid else task.body)
+        for access, name, value in zip(task.outs, self.frame.outs, values, strict=True):
+            self.store(access, name, value)
+        return self.lines
 
     def store(self, access: Access, name: str, value: str) -> None:
         """Write a value over the whole tile, less the lanes past the end and those that fail a check."""
