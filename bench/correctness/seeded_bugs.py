@@ -170,12 +170,12 @@ def broadcast_from_the_front(s: Swaps) -> None:
     """An operand of lower rank is aligned from the front where that fits as well."""
     old = elementwise.Node.operand
 
-    def wrong(n: Any, k: int, dims: Any) -> Any:
-        e, found = old(n, k, dims)
-        shape = n.shape(k)
-        if found is None or len(shape) == len(dims) or tuple(d.size for d in dims[: len(shape)]) != tuple(shape):
-            return e, found
-        return e, n.read(n.ins[k], [dim(d.name) for d in dims[: len(shape)]])
+    def wrong(n: Any, k: int, dims: Any, reads: Any) -> Any:
+        before, shape = len(reads), n.shape(k)
+        e = old(n, k, dims, reads)
+        if len(reads) > before and len(shape) < len(dims) and tuple(d.size for d in dims[: len(shape)]) == tuple(shape):
+            reads[-1] = n.read(n.ins[k], [dim(d.name) for d in dims[: len(shape)]])
+        return e
 
     s.method(elementwise.Node, "operand", wrong)
 

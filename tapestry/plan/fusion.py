@@ -22,7 +22,7 @@ from tapestry.plan.topology.fabric import Device
 from tapestry.rewrites.contractions.fuse_contraction import FuseContraction
 from tapestry.rewrites.contractions.fuse_dequantize import NarrowFactors
 from tapestry.rewrites.contractions.fuse_siblings import FuseSums
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.core.tile_footprint import Tile, evaluated, loaded, tile_of
 from tapestry.rewrites.maps.inline_map import InlineMap
@@ -51,8 +51,8 @@ class Machine:
         return REACHED * rate
 
 
-def fused(graph: Graph, machine: Machine, leave: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
-    """The graph with every fusion that pays, and the moves that lead there; ``leave``: simplifications that are left out."""
+def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
+    """The graph with every fusion that pays, and the moves that lead there; ``disabled``: simplifications that are left out."""
     prices: dict[Block, float] = {}
 
     def price(op: Block) -> float:
@@ -74,7 +74,7 @@ def fused(graph: Graph, machine: Machine, leave: frozenset[str] = _NONE) -> tupl
     graph, reduced = FuseContraction().choose(graph, accept_product)
     graph, more = FuseSums().choose(graph)
     found = [*first, *moves, *reduced, *more]
-    return (simplify(graph, leave=leave) if found else graph), found
+    return (simplify(graph, disabled=disabled) if found else graph), found
 
 
 def seconds(graph: Graph, op: Block, machine: Machine) -> float:
