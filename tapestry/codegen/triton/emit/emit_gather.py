@@ -1,4 +1,4 @@
-"""Gathers (`ir.recognise.selection`): the places are loaded once for each row, and what stands there along the columns."""
+"""Gathers (`ir.recognise.selection_sum`): the places are loaded once for each row, and what stands there along the columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.tiles import split_selection
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.recognise.selection import Selection
+from tapestry.ir.recognise.selection_sum import Selection
 
 
 def emit_gather(frame: Frame, s: Selection, config: KernelConfig) -> Written:

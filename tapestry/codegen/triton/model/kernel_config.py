@@ -29,7 +29,7 @@ from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import INT8
-from tapestry.ir.recognise.selection import Selection
+from tapestry.ir.recognise.selection_sum import Selection
 from tapestry.ir.types import FLOAT8, itemsize
 
 LONGEST = 16384  # elements of a row that are kept in registers, by up to 16 warps

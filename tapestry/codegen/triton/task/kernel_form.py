@@ -18,7 +18,7 @@ from tapestry.codegen.triton.task.tiles import (
     stream,
     without_columns,
 )
-from tapestry.ir.recognise.selection import Selection
+from tapestry.ir.recognise.selection_sum import Selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from tapestry.ir.expr import Arg, Call, Expr, arg_positions, uncast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS, Moments, number
-from tapestry.ir.recognise.attention import Attention, attention
+from tapestry.ir.recognise.attention_roles import Attention, attention
 from tapestry.ir.recognise.contraction import (
     INT8,
     Kept,
@@ -24,7 +24,7 @@ from tapestry.ir.recognise.contraction import (
     products,
 )
 from tapestry.ir.recognise.exponential import exponential
-from tapestry.ir.recognise.selection import Selection, selection
+from tapestry.ir.recognise.selection_sum import Selection, selection
 from tapestry.ir.types import FLOAT8, FLOATS
 
 

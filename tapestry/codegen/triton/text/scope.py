@@ -35,13 +35,13 @@ class Frame:
     states: list[str]
     outs: list[str]
     wide: bool
-    helpers: set[str] = field(default_factory=set)
-    functions: list[str] = field(default_factory=list)
-    assigned: set[str] = field(default_factory=set)
-    pointers: set[str] = field(default_factory=set)
-    descriptors: dict[str, tuple[str, Descriptor]] = field(default_factory=dict)
+    helpers: set[str] = field(default_factory=set[str])
+    functions: list[str] = field(default_factory=list[str])
+    assigned: set[str] = field(default_factory=set[str])
+    pointers: set[str] = field(default_factory=set[str])
+    descriptors: dict[str, tuple[str, Descriptor]] = field(default_factory=dict[str, tuple[str, Descriptor]])
     native: frozenset[str] = frozenset()
-    operands: set[str] = field(default_factory=set)
+    operands: set[str] = field(default_factory=set[str])
 
     def descriptor(self, name: str, d: Descriptor) -> str:
         """The parameter that is a descriptor of a buffer; the same one for equal descriptors."""
