@@ -165,7 +165,8 @@ def _triton_session(
     build: store.Build, constants: bytes, weights: Slices | None, make: MakeExecutor[Target] | None, libraries: bool
 ) -> Session:
     """A session on a GPU, or in Triton's interpreter; a rank gets kernels on arrays, not bound ones."""
-    from tapestry.codegen.triton.run.device_target import TritonTarget, chip_name, find_device
+    from tapestry.codegen.triton.run.device_target import TritonTarget
+    from tapestry.codegen.triton.run.local_gpu import chip_name, find_device
     from tapestry.codegen.triton.run.tuned import local_cache
     from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 
@@ -198,7 +199,7 @@ def tune(
         TapestryError: there is no GPU, or the interpreter is on.
     """
     from tapestry.codegen.triton.run import tune as tuner
-    from tapestry.codegen.triton.run.device_target import find_device
+    from tapestry.codegen.triton.run.local_gpu import find_device
     from tapestry.codegen.triton.run.tuned import local_cache
 
     build, _ = store.read(Path(folder))
