@@ -19,6 +19,7 @@ from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import numpy_dtype
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.runtime.outputs import places
 from tapestry.runtime.processes import batches as streams
 from tapestry.runtime.processes import weight_shards
@@ -73,7 +74,7 @@ def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compile
     """The job of a request; torch is imported here and not before."""
     build, constants = compiled.build, b"".join(compiled.constants.values())
     flags.before_torch()
-    import tapestry.codegen.torch_cpu.kernels  # noqa: F401  (forked ranks find it imported)
+    import tapestry.codegen.torch_cpu.kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] (forked ranks find it imported)
     from tapestry.runtime.processes.worker import Job
     from tapestry.runtime.step_messages import owners
 
@@ -178,7 +179,7 @@ def _written(compiled: api.Compiled, place: Path, hosted: Mapping[str, Any]) -> 
     placed = places(place, {n: hosted.get(n, np.empty(0)) for n in names})
     outputs = {n: hosted[n] if n in hosted else np.load(placed[n][0], allow_pickle=False) for n in names}
     for n, a in outputs.items():
-        outputs[n] = a.view(numpy_dtype(tensors[n].dtype)) if isinstance(a, np.ndarray) and a.dtype.kind == "V" else a
+        outputs[n] = a.view(numpy_dtype(tensors[n].dtype)) if is_array(a) and a.dtype.kind == "V" else a
     return outputs
 
 
@@ -266,16 +267,16 @@ def _rendezvous(place: Mapping[str, int], timeout: float) -> Any:
     """The store of this attempt alone: the one that torchrun shares keeps what attempts before have written."""
     from datetime import timedelta
 
-    import torch.distributed as dist
+    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 
     try:
-        found, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        found, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     except (RuntimeError, ValueError, OSError) as e:
         raise RunError(
             f"no rendezvous: {str(e).splitlines()[0]}", where=f"rank {place['rank']}, before the first step",
             hint="torchrun --nproc-per-node N -m tapestry.runtime BUILD",
         ) from None  # fmt: skip
-    return dist.PrefixStore(f"tapestry/{place['restart']}", found)
+    return PrefixStore(f"tapestry/{place['restart']}", found)
 
 
 def _first(shared_store: Any, rank: int) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tapestry import flags
 from tapestry.build.store import Build
@@ -100,7 +101,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     wire = Wire(me.rank, me.world, plan, heartbeat, device=device, deferred=late, ahead=not late)
     try:
         dist.init_process_group(
-            BACKENDS[device.type], store=dist.PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
+            BACKENDS[device.type], store=PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
             timeout=timedelta(seconds=job.timeout + 2),
         )  # fmt: skip
         source = None if job.shards is None else shards.reader(job.shards, job.build, job.identity)
@@ -239,11 +240,12 @@ def summary(job: Job, ranks: list[dict[str, Any]], todo: set[int]) -> dict[str, 
     transfers: dict[str, list[int]] = {}
     for r in ranks:
         for run in r["runs"]:
+            highest: list[int] = run["peak"]
             for d in r["devices"]:
-                peak[d], packed[d] = max(peak[d], run["peak"][d]), run["packed"][d]
-        for kind, (count, total) in (r["runs"][-1]["sent"] if r["runs"] else {}).items():
-            found = transfers.setdefault(kind, [count, 0])
-            found[1] += total
+                peak[d], packed[d] = max(peak[d], highest[d]), run["packed"][d]
+        last: dict[str, tuple[int, int]] = r["runs"][-1]["sent"] if r["runs"] else {}
+        for kind, (count, total) in last.items():
+            transfers.setdefault(kind, [count, 0])[1] += total
     each = [max(r["runs"][k]["seconds"] for r in ranks) for k in range(len(todo))]
     return {
         "peak_bytes": peak, "packed_bytes": packed,
