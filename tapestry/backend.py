@@ -61,8 +61,8 @@ class Prepared(BackendRep):
             inputs: values in the order of the model's inputs (those that are no initializers), or by name.
         """
         feeds = {n: _value(v) for n, v in self._named(inputs).items()}
-        found = self.compiled(feeds).run(feeds)
-        return tuple(found[o] for o in self.outputs)
+        outputs = self.compiled(feeds).run(feeds)
+        return tuple(outputs[o] for o in self.outputs)
 
     def _named(self, inputs: Any) -> Mapping[str, Any]:
         """Inputs by name.

@@ -91,10 +91,10 @@ class _Table:
         self.seen: dict[int, tuple[Any, int]] = {}
 
     def number(self, value: Any) -> int:
-        found = self.seen.get(id(value))
-        if found is None:  # the object is kept, so that its identity stays its own
-            found = self.seen[id(value)] = (value, self.numbers.setdefault(value, len(self.numbers)))
-        return found[1]
+        entry = self.seen.get(id(value))
+        if entry is None:  # the object is kept, so that its identity stays its own
+            entry = self.seen[id(value)] = (value, self.numbers.setdefault(value, len(self.numbers)))
+        return entry[1]
 
 
 def pack(program: Program) -> Packed:

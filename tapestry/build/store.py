@@ -255,9 +255,9 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
         BuildError: a file is missing, extra, too large, of another kind, or not what its hash says.
     """
     laws, files = _read_certificate(folder)
-    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
-    for name in sorted(found ^ (set(files) | {"certificate.json"})):
-        raise BuildError(f"'{name}' is {'not in the certificate' if name in found else 'missing'}", where=str(folder))
+    present = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
+    for name in sorted(present ^ (set(files) | {"certificate.json"})):
+        raise BuildError(f"'{name}' is {'not in the certificate' if name in present else 'missing'}", where=str(folder))
     for name, digest in files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:

@@ -194,10 +194,10 @@ def _points(
     needed = {x.pos for e in exprs for x in _leaves(e) if isinstance(x, Arg)}
     args = [_read(op, r, box, env, values[r.tensor]) if k in needed else np.zeros(()) for k, r in enumerate(op.reads)]
     with np.errstate(all="ignore"):
-        found = [value(e, args, state, env, wide) for e in exprs]
+        values_at = [value(e, args, state, env, wide) for e in exprs]
     if not whole:
-        return [np.reshape(v, (1,) * (len(extents) - v.ndim) + v.shape) for v in found]
-    return [np.broadcast_to(v, extents) for v in found]
+        return [np.reshape(v, (1,) * (len(extents) - v.ndim) + v.shape) for v in values_at]
+    return [np.broadcast_to(v, extents) for v in values_at]
 
 
 def _read(op: Block, r: Read, box: Box, env: Mapping[str, Array], source: Array) -> Array:

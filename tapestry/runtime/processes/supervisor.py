@@ -205,17 +205,17 @@ def supervise(
             run = Attempt(job, [], shared(world), advance)
             try:
                 _fork(run, world, open_session)
-                found = _meet(run, port)
+                outcome = _meet(run, port)
             except Interrupted as e:
                 doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
                 raise RunError(f"interrupted by {e}: all ranks are ended", why=doing) from None
             finally:
                 run.end()
-            if not isinstance(found, str):
-                return {**found, "restarts": attempt}
+            if not isinstance(outcome, str):
+                return {**outcome, "restarts": attempt}
             if attempt == restarts:
-                raise RunError(found, hint="" if restarts else "--max-restarts R starts again after a failure")
-            tell(f"{found}; starting again ({attempt + 1} of {restarts})")
+                raise RunError(outcome, hint="" if restarts else "--max-restarts R starts again after a failure")
+            tell(f"{outcome}; starting again ({attempt + 1} of {restarts})")
     raise AssertionError("unreachable")
 
 

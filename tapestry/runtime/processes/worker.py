@@ -202,17 +202,17 @@ def _blamed(e: PeerLost, beats: HeartbeatPublisher | None, me: Rank) -> Exceptio
         return e
     try:
         slots, still = beats.read()
-        found = guilty(slots, still)[0]
-        about = json.loads(me.store.get(f"hello/{found}"))
-        who = f"rank {found} on {about['host']}"
-        if found in still and about["host"] == socket.gethostname():
+        culprit = guilty(slots, still)[0]
+        about = json.loads(me.store.get(f"hello/{culprit}"))
+        who = f"rank {culprit} on {about['host']}"
+        if culprit in still and about["host"] == socket.gethostname():
             os.kill(about["pid"], signal.SIGKILL)
     except (RuntimeError, OSError, IndexError):  # the store is gone as well: the launcher is ending the job
         return e
     if me.store.compare_set("failure", "", str(me.rank)) != str(me.rank).encode():
         return e
-    state = "is gone or stopped, last seen" if found in still else "holds up the others,"
-    return RunError(f"rank {found} {state} {describe(slots[found])}", where=who, why=str(e))
+    state = "is gone or stopped, last seen" if culprit in still else "holds up the others,"
+    return RunError(f"rank {culprit} {state} {describe(slots[culprit])}", where=who, why=str(e))
 
 
 def _report(
@@ -236,7 +236,7 @@ def _report(
 
 def summary(job: Job, ranks: list[dict[str, Any]], todo: set[int]) -> dict[str, Any]:
     """One document from what all ranks measured."""
-    peak, packed = ([0] * job.build.program.devices for _ in range(2))
+    peak, packed = [0] * job.build.program.devices, [0] * job.build.program.devices
     transfers: dict[str, list[int]] = {}
     for r in ranks:
         for run in r["runs"]:
