@@ -50,6 +50,7 @@ def test_five_members_are_enough(name, mesh):
         outs, measured = executor.run(source(c.feeds))
         assert_same({t: np.array(to_numpy(a)) for t, a in outs.items()}, c.expected, c.graph, (name, mesh))
         assert measured.peak == peak(program) and measured.transfers == planned_transfers(program)
+        assert not any(executor.held.arrays), "what a run computed stays beyond it"
 
 
 def test_recorded_calls_are_optional():
