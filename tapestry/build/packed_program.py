@@ -114,8 +114,9 @@ def pack(program: Program) -> Packed:
     steps: list[PackedStep] = []
     for s in program.steps:
         packed = PACKED[type(s)]
-        values = {f: getattr(s, f) for f in packed.__struct_fields__}
-        steps.append(packed(**{f: tables[f].number(v) if f in tables else v for f, v in values.items()}))
+        values: dict[str, Any] = {f: getattr(s, f) for f in packed.__struct_fields__}
+        values |= {f: tables[f].number(v) for f, v in values.items() if f in tables}
+        steps.append(packed(**values))
     indices = [tuple(None if b is None else boxes.number(b) for b in x) for x in lists.numbers]
     sent = [tuple((m.src, m.dst, boxes.number(m.box)) for m in x) for x in messages.numbers]
     return Packed(
@@ -138,7 +139,8 @@ def unpack(data: Packed) -> Program:
     steps: list[Step] = []
     for s in data.steps:
         values = msgspec.structs.asdict(s)
-        steps.append(plain[type(s)](**{f: _at(shared[f], v) if f in shared else v for f, v in values.items()}))
+        values |= {f: _at(shared[f], v) for f, v in values.items() if f in shared}
+        steps.append(plain[type(s)](**values))
     buffers = {
         b.name: Buffer(name=b.name, tensor=b.tensor, dtype=b.dtype, boxes=_at(lists, b.boxes), field=b.field)
         for b in data.buffers

@@ -239,9 +239,10 @@ def summary(job: Job, ranks: list[dict[str, Any]], todo: set[int]) -> dict[str, 
     peak, packed = [0] * job.build.program.devices, [0] * job.build.program.devices
     transfers: dict[str, list[int]] = {}
     for r in ranks:
+        devices: list[int] = r["devices"]
         for run in r["runs"]:
             highest: list[int] = run["peak"]
-            for d in r["devices"]:
+            for d in devices:
                 peak[d], packed[d] = max(peak[d], highest[d]), run["packed"][d]
         last: dict[str, tuple[int, int]] = r["runs"][-1]["sent"] if r["runs"] else {}
         for kind, (count, total) in last.items():
