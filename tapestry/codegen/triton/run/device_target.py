@@ -65,7 +65,7 @@ class TritonTarget:
         op = graph.ops[kernel.op]
         if unavailable(graph, kernel.op) or not isinstance(op, Block):
             return self._on_host(self.host.kernel(graph, kernel))
-        made = generate(graph, kernel, target=self.target, precision=self.precision)
+        made = self._made(graph, kernel)
         dtypes = [e.dtype for e in op.body] if kernel.mode == "partial" else [graph.tensors[t].dtype for t in op.outs]
         wanted = [(shape(b), scalars.TORCH_DTYPES[d]) for b, d in zip(kernel.outs, dtypes, strict=True)]
 
