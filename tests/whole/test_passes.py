@@ -26,7 +26,7 @@ from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import rules_of
 from tests.support.command_line import document, run
 from tests.support.paths import EXAMPLES, ROOT
-from tests.support.small_models import N, case, f32, net, save
+from tests.support.small_models import N, case, net, save
 
 NAMES = [p.name for p in PASSES]
 
