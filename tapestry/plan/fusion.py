@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from tapestry.ir.expr import Call, Expr, walk
+from tapestry.ir.expr import Call, Expr, uncast, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.recognise.contraction import dims_read, folded_roles, kept, products, whole_rows
+from tapestry.ir.recognise.contraction import folded_roles, kept, product_roles, products
 from tapestry.ir.types import itemsize
 from tapestry.plan.topology.fabric import Device
 from tapestry.rewrites.contractions.fuse_contraction import FuseContraction
@@ -98,25 +98,16 @@ def seconds(graph: Graph, op: Block, machine: Machine) -> float:
 
 def _multiplied(op: Block) -> set[Expr]:
     """The products of an operation's contractions, which matrix units compute."""
-    return {_bare(x) for x in ([s.body for s in op.inner] if op.inner else op.body if products(op) else ())}
-
-
-def _bare(e: Expr) -> Expr:
-    while isinstance(e, Call) and e.fn == "cast":
-        e = e.args[0]
-    return e
+    return {uncast(x) for x in ([s.body for s in op.inner] if op.inner else op.body if products(op) else ())}
 
 
 def products_seconds(op: Block, machine: Machine) -> float:
     """Time of a contraction's products, or of those that a reduction computes itself, the lanes past tiles' ends included."""
     (product,) = _multiplied(op)
     assert isinstance(product, Call)
-    wide = {d.name for d in op.space if d.size > 1}
-    first, second = (dims_read(op, e) & wide for e in product.args)
     deep = {d.name for d in (op.inner_dims or op.reduce)}
     outer = op.reduce if op.inner else ()
-    row = kept(op.monoid, op.dims, op.reduce, op.body)
-    found = whole_rows(op.dims, outer, first - deep, second - deep, row)
+    found = product_roles(op, product, kept(op.monoid, op.dims, op.reduce, op.body))
     lanes = found.lanes if found else prod(d.size for d in (*op.dims, *outer))
     return 2 * lanes * prod(d.size for d in op.space if d.name in deep) / machine.products(product.args[0].dtype)
 
