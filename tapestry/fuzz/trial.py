@@ -65,7 +65,7 @@ class Prepared:
     path: Path
     lifted: Lifted
     data: dict[str, Array]
-    referee: dict[str, tuple[Array, float]] = field(default_factory=dict)
+    referee: dict[str, tuple[Array, float]] = field(default_factory=dict[str, tuple[Array, float]])
 
 
 def prepare(model: Model, path: Path) -> Prepared | Failure:

@@ -152,7 +152,8 @@ def spec_of(tensor: str, layout: Layout, rank: int, mesh: Mesh) -> ShardingSpec:
     where: dict[tuple[int, ...], list[int]] = {}
     for d, c in enumerate(coordinates(mesh)):
         where.setdefault(tuple(part(mesh, by, c)[1] for by in axes), []).append(d)
-    devices, groups = [], []
+    devices: list[int] = []
+    groups: list[tuple[int, tuple[int, ...]]] = []
     for key in sorted(where):
         on = where[key]
         if len(on) == 1:

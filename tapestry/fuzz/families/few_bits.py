@@ -258,7 +258,7 @@ def moved(d: Draw) -> None:
 def letters(d: Draw) -> None:
     """Einsum with an ellipsis, with letters that repeat in a term, without an arrow, and with a term of nothing."""
     equation = d.rng.choice(LETTERS)
-    sizes, dots = {}, d.shape(d.rng.choice([0, 1, 2]))[:2]
+    sizes, dots = dict[str, int](), d.shape(d.rng.choice([0, 1, 2]))[:2]
     ins: list[Value] = []
     dtype = d.rng.choice(["float32", "float32", "int32", "float64"])
     for term in equation.split("->")[0].split(","):
@@ -302,7 +302,7 @@ def loss(d: Draw) -> None:
     if ignored is not None and d.chance(0.5):
         label = np.where(d.data(shape, "bool"), np.asarray(ignored, label.dtype), label)
     weight = [d.weight(np.abs(d.data((classes,))) + np.float32(0.25))] if d.chance(0.5) else []
-    how = {"reduction": d.rng.choice(["mean", "sum", "none", None]), "ignore_index": ignored}
+    how: dict[str, Any] = {"reduction": d.rng.choice(["mean", "sum", "none", None]), "ignore_index": ignored}
     y = d.weight(label) if d.chance(0.5) else d.input(label)
     if d.chance(0.5):
         d.add("SoftmaxCrossEntropyLoss", [x, y, *weight], d.rng.choice([1, 2]), **how)

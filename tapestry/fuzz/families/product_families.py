@@ -70,7 +70,7 @@ def conv(d: Draw) -> None:
     kernel, strides, dilations, pads = window(d, x.shape[2:])
     w = d.fresh((out, c // groups, *kernel), x.dtype)
     bias = [d.weight(d.data((out,), x.dtype))] if d.chance(0.5) else []
-    attrs = {"strides": strides, "group": groups}
+    attrs: dict[str, Any] = {"strides": strides, "group": groups}
     if d.chance(0.15):
         d.add("Conv", [x, w, *bias], auto_pad=d.rng.choice(["SAME_UPPER", "SAME_LOWER", "VALID"]), **attrs)
     else:

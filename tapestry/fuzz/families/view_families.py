@@ -81,7 +81,8 @@ def cut(d: Draw) -> None:
         return
     axes = d.rng.sample(range(x.rank), d.rng.randint(1, x.rank))
     steps = [d.rng.choice([1, 1, 1, 2, 3, -1, -2]) for _ in axes]
-    starts, ends = [], []
+    starts: list[int] = []
+    ends: list[int] = []
     for a, s in zip(axes, steps, strict=True):
         n = x.shape[a]
         lo, hi = sorted((d.rng.randint(0, n), d.rng.randint(0, n)))

@@ -17,7 +17,7 @@ DILATED = {"MaxPool": 10, "AveragePool": 19, "LpPool": 18}  # the opset of which
 
 def window(d: Draw, extents: tuple[int, ...], *, dilate: bool = True) -> tuple[list[int], list[int], list[int], list[int]]:
     """Kernel, strides, dilations, pads: each output has at least one row."""
-    kernel, strides, dilations, begin, end = [], [], [], [], []
+    rows: list[tuple[int, int, int, int, int]] = []
     for n in extents:
         k = d.rng.choice([1, 2, 3, 3, 5])
         s = d.rng.choice([1, 1, 2, 3])
@@ -25,11 +25,8 @@ def window(d: Draw, extents: tuple[int, ...], *, dilate: bool = True) -> tuple[l
         lo, hi = (d.rng.randrange(k) if d.chance(0.7) else 0 for _ in range(2))
         if n + lo + hi < (k - 1) * r + 1:
             k, r, lo, hi = 1, 1, 0, 0
-        kernel.append(k)
-        strides.append(s)
-        dilations.append(r)
-        begin.append(lo)
-        end.append(hi)
+        rows.append((k, s, r, lo, hi))
+    kernel, strides, dilations, begin, end = (list(column) for column in zip(*rows, strict=True))
     return kernel, strides, dilations, begin + end
 
 
@@ -176,7 +173,12 @@ def deform_conv(d: Draw) -> None:
     ins: list[Value | None] = [x, d.fresh((out, c // groups, *kernel)), d.fresh((b, own * taps * 2, *places))]
     ins += [d.fresh((out,)) if d.chance(0.5) else None]
     ins += [d.fresh((b, own * taps, *places))] if d.chance(0.5) else []
-    attrs = {"strides": strides, "pads": pads, "dilations": dilations, "kernel_shape": d.rng.choice([None, kernel])}
+    attrs: dict[str, Any] = {
+        "strides": strides,
+        "pads": pads,
+        "dilations": dilations,
+        "kernel_shape": d.rng.choice([None, kernel]),
+    }
     d.add("DeformConv", ins if ins[-1] else ins[:-1], group=groups, offset_group=own, **attrs)
 
 

@@ -72,7 +72,7 @@ class Model:
     outputs: Mapping[str, Array]
     exact: frozenset[str]
     opset: int
-    symbols: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    symbols: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     families: tuple[str, ...] = ()
     text: str = ""
     part: tuple[int, int] = (0, 0)

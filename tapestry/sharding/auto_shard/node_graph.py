@@ -87,16 +87,16 @@ class _Builder:
     nodes: list[NodeProto] = field(init=False)
     producer: dict[str, int] = field(init=False)  # tensor of the file → node
     parents: list[set[int]] = field(init=False)
-    constant: list[bool] = field(default_factory=list)
+    constant: list[bool] = field(default_factory=list[bool])
     weights: list[dict[int, None]] = field(init=False)
-    weight_ids: dict[str, int] = field(default_factory=dict)
-    weight_bytes: list[int] = field(default_factory=list)
-    root: dict[str, str] = field(default_factory=dict)  # view → the tensor behind it
-    ids: dict[str, int] = field(default_factory=dict)
-    maker: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    weight_ids: dict[str, int] = field(default_factory=dict[str, int])
+    weight_bytes: list[int] = field(default_factory=list[int])
+    root: dict[str, str] = field(default_factory=dict[str, str])  # view → the tensor behind it
+    ids: dict[str, int] = field(default_factory=dict[str, int])
+    maker: list[int] = field(default_factory=list[int])
+    steps: list[Step] = field(default_factory=list[Step])
     alive: list[bool] = field(init=False)
-    priced: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    priced: dict[Any, tuple[int, int]] = field(default_factory=dict[Any, tuple[int, int]])
 
     def __post_init__(self) -> None:
         self.nodes = list(self.model.graph.node)
