@@ -22,6 +22,16 @@ class Unfit(Exception):
     """A node that the generator had better leave out: no evaluator runs it, or its values are of no use to compare."""
 
 
+def need(fact: object, why: str) -> None:
+    """Leave a node out unless this holds.
+
+    Raises:
+        Unfit: it does not.
+    """
+    if not fact:
+        raise Unfit(why)
+
+
 def onnx_type(dtype: np.dtype[Any]) -> int:
     """ONNX's number for a numpy type."""
     return int(helper.np_dtype_to_tensor_dtype(dtype))
@@ -135,12 +145,9 @@ def _trust(node: NodeProto, used: Mapping[str, Array]) -> None:
 
 def _trust_reference(node: NodeProto, used: Mapping[str, Array]) -> None:
     given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    if node.op_type in ("LSTM", "GRU", "RNN"):
-        raise Unfit("the reference evaluator ignores activations, clip and lengths")
-    if node.op_type == "LpPool" and given.get("ceil_mode"):
-        raise Unfit("the reference evaluator counts cells twice")
-    if node.op_type.startswith("Global"):
-        raise Unfit("the reference evaluator drops axes")
+    need(node.op_type not in ("LSTM", "GRU", "RNN"), "the reference evaluator ignores activations, clip and lengths")
+    need(not (node.op_type == "LpPool" and given.get("ceil_mode")), "the reference evaluator counts cells twice")
+    need(not node.op_type.startswith("Global"), "the reference evaluator drops axes")
     if node.op_type != "Attention":
         return
     if len(node.output) > 3 and node.output[3] and given.get("softcap") and not given.get("qk_matmul_output_mode", 0):

@@ -49,14 +49,11 @@ class NodeGraph:
             takes to send one to another device, ``maker`` the node that writes it (-1: a model input).
         steps: operations, in an order that their data allow and nodes follow.
         kept: tensors that the model returns.
-        alive: whether a node has operations at all; the rest is folded away.
     """
 
     names: tuple[str, ...]
-    kinds: tuple[str, ...]
     parents: tuple[tuple[int, ...], ...]
     joined: tuple[int, ...]
-    alive: tuple[bool, ...]
     weights: tuple[tuple[int, ...], ...]
     weight_names: tuple[str, ...]
     weight_bytes: tuple[int, ...]
@@ -118,8 +115,8 @@ class _Builder:
         sizes = tuple(self.lifted.tensors[t].nbytes for t in names)
         link = max(self.topo.links, key=lambda k: (k.alpha, k.beta))
         return NodeGraph(
-            names=tuple(node_name(n) for n in self.nodes), kinds=tuple(n.op_type for n in self.nodes),
-            parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()), alive=tuple(self.alive),
+            names=tuple(node_name(n) for n in self.nodes),
+            parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()),
             weights=tuple(tuple(w) for w in self.weights), weight_names=tuple(self.weight_ids),
             weight_bytes=tuple(self.weight_bytes), tensors=names, sizes=sizes,
             moves=tuple(round((link.alpha + link.beta * n) * PICO) for n in sizes), maker=tuple(self.maker),
