@@ -33,8 +33,9 @@ from tapestry.plan.hoist_transfers import early
 from tapestry.plan.layout_constraints import Fixed
 from tapestry.plan.pipelines.stage_choice import parse_request
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
+from tapestry.plan.search.candidate import Candidate
 from tapestry.plan.search.pareto import fronts, undominated
-from tapestry.plan.search.planner import Found, search
+from tapestry.plan.search.planner import search
 from tapestry.plan.search.resume import Start, fingerprint, start_of
 from tapestry.plan.simulate import ASSUMPTION, simulate
 from tapestry.plan.solver.budget import Budget
@@ -138,7 +139,7 @@ def compile_model(options: Options, report: Report = lambda stage, seconds: None
         knobs = _tuned(found, options)
         kernels = kernel_sources.triton_sources(found.plan.graph, found.program, options.target, options.precision, knobs)
     build = replace(_build(lifted, found, topo, options, moves), knobs=knobs)
-    document = _report(lifted, found, topo, alone, kernels, laws, moves)
+    document = _report(lifted, found, topo, alone, kernels, laws, moves, fitted="fit" in extra)
     document["seconds"] = {**clock.seconds, "total": round(time.perf_counter() - start, 4)}
     document["unified"], document["unfused"] = lifted.unified, unfused(lifted.graph)
     document |= extra
@@ -186,7 +187,7 @@ def _topology(options: Options, marks: marking.Annotations | None) -> Topology:
 
 def _plan(
     graph: Graph, lifted: Lifted, topo: Topology, options: Options, given: marking.Given | None, earlier: store.Build | None
-) -> tuple[Graph, Found, list[Move], dict[str, Any]]:
+) -> tuple[Graph, Candidate, list[Move], dict[str, Any]]:
     """Search, first over strategies, then (unless the model gives its sharding) over structural rewrites around them."""
     began, budget = time.monotonic(), Budget.of(options.time_limit, options.interrupt)
     inputs, outputs = parse_layouts(options.layouts, graph, topo.mesh)
@@ -273,12 +274,12 @@ def _fitted_before(earlier: store.Build) -> tuple[Plan, list[Move]] | None:
 
 
 def _search_record(
-    found: Found, budget: Budget, seconds: float, options: Options, earlier: store.Build | None
+    found: Candidate, budget: Budget, seconds: float, options: Options, earlier: store.Build | None
 ) -> dict[str, Any]:
     """How the search ended, and what a later one needs to go on."""
     before = earlier.report.get("search") if earlier else None
     spent = before.get("seconds", 0.0) if isinstance(before, Mapping) else 0.0
-    ended = "proved" if found.gap <= 1e-9 else "interrupted" if budget.interrupted() else "time" if budget.over() else "stalled"
+    ended = "proved" if found.proved else "interrupted" if budget.interrupted() else "time" if budget.over() else "stalled"
     return {
         "ended": ended, "interrupted": budget.interrupted(), "seconds": round(spent + seconds, 4),
         "problem": fingerprint(found.problem) if found.problem else "",
@@ -294,7 +295,7 @@ def _as_staged(options: Options, stages: int, micro: int) -> Options:
     return replace(options, stages=str(stages), micro_batches=str(micro))
 
 
-def _tuned(found: Found, options: Options) -> dict[str, dict[str, Any]]:
+def _tuned(found: Candidate, options: Options) -> dict[str, dict[str, Any]]:
     """Knobs measured for the plan's kernels on this machine, where it has a GPU of the target's kind."""
     from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
 
@@ -304,7 +305,7 @@ def _tuned(found: Found, options: Options) -> dict[str, dict[str, Any]]:
     return {} if cache is None else recorded(cache, found.plan.graph, kernel_sources.kernels(found.plan.graph, found.program))
 
 
-def _debug(found: Found) -> None:
+def _debug(found: Candidate) -> None:
     if flags.debug_level() >= 2:
         log.warning("objective %.6g s, bound %.6g s, gap %.4f", found.objective, found.bound, found.gap)
     if flags.debug_level() >= 3:
@@ -324,7 +325,7 @@ def _unsharded_peak(graph: Graph, topo: Topology) -> int:
     return peak_bytes(search(graph, one).program)[0][0]
 
 
-def _build(lifted: Lifted, found: Found, topo: Topology, options: Options, moves: list[Move]) -> store.Build:
+def _build(lifted: Lifted, found: Candidate, topo: Topology, options: Options, moves: list[Move]) -> store.Build:
     constants: dict[str, tuple[int, int]] = {}
     offset = 0
     for t, w in found.plan.graph.weights.items():
@@ -341,12 +342,14 @@ def _build(lifted: Lifted, found: Found, topo: Topology, options: Options, moves
 
 def _report(
     lifted: Lifted,
-    found: Found,
+    found: Candidate,
     topo: Topology,
     alone: int,
     kernels: Mapping[str, str],
     laws: Mapping[str, int],
     moves: list[Move],
+    *,
+    fitted: bool,
 ) -> dict[str, Any]:
     """The JSON document of ``compile``."""
     graph, program = found.plan.graph, found.program
@@ -354,6 +357,7 @@ def _report(
     return {
         "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": found.distinct,
         "left_out": found.problem.left_out if found.problem else 0,
+        "bound_of": _bound_of(found, moves, fitted=fitted),
         "devices": program.devices, "objective_s": found.objective, "lower_bound_s": found.bound, "gap": found.gap,
         "simulated_s": simulate(found.plan, program, topo).total, "overlap": ASSUMPTION,
         "peak_bytes": peak_bytes(program)[0], "memory_bytes": topo.device.memory, "unsharded_peak_bytes": alone,
@@ -362,6 +366,18 @@ def _report(
         "certificate": {"passed": True, "laws": dict(laws)},
         "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
     }  # fmt: skip
+
+
+def _bound_of(found: Candidate, moves: Sequence[Move], *, fitted: bool) -> str:
+    """Which plans the lower bound holds for."""
+    if fitted:
+        return "all plans, in space and in time: the least work of each operation, evenly shared"
+    if found.plan.stages:
+        return "the stages of any pipeline, without messages: each operation at its fastest on any of the submeshes"
+    form = f"the graph after {len(moves)} moves" if moves else "the graph as simplified"
+    left = found.problem.left_out if found.problem else 0
+    most = f", without up to {left:,} combinations of one operation" if left else ""
+    return f"plans in space of {form}: every operation cut along one dimension, or none, by each mesh axis{most}"
 
 
 def transfers(program: Program) -> list[dict[str, Any]]:

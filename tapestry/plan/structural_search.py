@@ -13,7 +13,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, device_count
 from tapestry.ir.syntax.printer import signature
-from tapestry.plan.search.planner import Found
+from tapestry.plan.search.candidate import Candidate
 from tapestry.plan.solver.budget import Budget
 from tapestry.rewrites.core.fixpoint import applied, left_out, simplify
 from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, Sized
@@ -28,13 +28,13 @@ _ELSEWHERE |= {"inline_map", "fuse_contraction", "fuse_sums", "narrow_factors"}
 
 def improve(
     graph: Graph,
-    found: Found,
-    plan: Callable[[Graph, Budget], Found],
+    found: Candidate,
+    plan: Callable[[Graph, Budget], Candidate],
     budget: Budget,
     seconds: float,
     least: float = 0.0,
     leave: frozenset[str] = _NONE,
-) -> tuple[Graph, Found, list[Move]]:
+) -> tuple[Graph, Candidate, list[Move]]:
     """The graph, its best plan and the moves that led to it.
 
     Args:
@@ -56,14 +56,14 @@ def improve(
 
 def _better(
     graph: Graph,
-    found: Found,
-    plan: Callable[[Graph, Budget], Found],
+    found: Candidate,
+    plan: Callable[[Graph, Budget], Candidate],
     tried: set[str],
     whole: Budget,
     ours: Budget,
     least: float,
     leave: frozenset[str],
-) -> Iterator[tuple[Graph, Found, list[Move], float]]:
+) -> Iterator[tuple[Graph, Candidate, list[Move], float]]:
     """Graphs with better plans, the moves to them, and the seconds that built-in rules took."""
     begin = ours.left()
     for rule in _moving():

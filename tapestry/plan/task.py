@@ -20,7 +20,8 @@ from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, Request, choose
 from tapestry.plan.requests import parse_pins
-from tapestry.plan.search.planner import Found, TooBig, cheapest, search
+from tapestry.plan.search.candidate import Candidate, TooBig
+from tapestry.plan.search.planner import cheapest, search
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start
 from tapestry.plan.solver.budget import Budget
@@ -68,7 +69,7 @@ class Task:
     leave: frozenset[str] = _NONE
     simplified: Callable[[frozenset[str]], Graph] | None = None
 
-    def plan(self, graph: Graph, budget: Budget) -> Found:
+    def plan(self, graph: Graph, budget: Budget) -> Candidate:
         """The best plan of a graph in space; raises `TooBig` where none fits."""
         pins = self._pins(graph)
         return cheapest(
@@ -79,12 +80,12 @@ class Task:
             self.ways,
         )  # fmt: skip
 
-    def attempt(self, graph: Graph, budget: Budget) -> Found:
+    def attempt(self, graph: Graph, budget: Budget) -> Candidate:
         """`plan`, for comparing: a plan that does not fit costs infinitely much."""
         try:
             return self.plan(graph, budget)
         except TooBig as e:
-            return replace(e.found, objective=math.inf)
+            return replace(e.closest, objective=math.inf)
 
     def problems(self, graph: Graph, moves: Sequence[Move]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         """The problem of a graph and of each graph that rewrites make of it, with the moves that led there."""
@@ -116,7 +117,7 @@ class Planned:
     fitted: Fitted | None
 
     @property
-    def found(self) -> Found:
+    def found(self) -> Candidate:
         """The plan with its program and bound."""
         return self.choice.found
 
@@ -136,7 +137,7 @@ def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
         attempt = _fitted(task, graph, spatial, budget)
         fitted = attempt if isinstance(attempt, Fitted) else None
         spatial = attempt.found if isinstance(attempt, Fitted) else attempt
-    if isinstance(spatial, Found) and task.rewritten and not fitted:  # (simplifying would undo recomputation)
+    if isinstance(spatial, Candidate) and task.rewritten and not fitted:  # (simplifying would undo recomputation)
         spent, leave = time.monotonic() - began, task.leave | left_out(moves)
         graph, spatial, better = improve(graph, spatial, task.attempt, budget, STRUCTURE_SECONDS, spent, leave)
         moves = [*moves, *better]
@@ -147,7 +148,7 @@ def solve(task: Task, graph: Graph, budget: Budget) -> Planned:
     return Planned(graph=graph, moves=(*moves, *more), base=tuple(moves), choice=choice, fitted=fitted)
 
 
-Planning = tuple[Graph, list[Move], Found | TooBig]
+Planning = tuple[Graph, list[Move], Candidate | TooBig]
 
 
 def _first(task: Task, graph: Graph, budget: Budget) -> Planning:
@@ -156,14 +157,14 @@ def _first(task: Task, graph: Graph, budget: Budget) -> Planning:
     began, leave = time.monotonic(), task.leave
     best = _fused(task, graph, budget, leave)
     for rule in OPTIONAL if task.simplified and device_count(task.topo.mesh) > 1 else ():
-        if not isinstance(best[2], Found) or time.monotonic() - began > BRIEF or budget.over():
+        if not isinstance(best[2], Candidate) or time.monotonic() - began > BRIEF or budget.over():
             break
         assert task.simplified
         other = task.simplified(leave | {rule})
         if other.ops == graph.ops:
             continue
         new = _fused(task, other, budget, leave | {rule})
-        if isinstance(new[2], Found) and new[2].objective < best[2].objective * WORTH:
+        if isinstance(new[2], Candidate) and new[2].objective < best[2].objective * WORTH:
             best, graph, leave = new, other, leave | {rule}
     return best[0], [*map(without, sorted(leave - task.leave)), *best[1]], best[2]
 
@@ -176,15 +177,15 @@ def _fused(task: Task, graph: Graph, budget: Budget, leave: frozenset[str]) -> P
     other, moves = fused(graph, task.machine, leave) if task.machine else (graph, list[Move]())
     found = _plan(task, other, budget.share(FIRST))
     quick = device_count(task.topo.mesh) > 1 and time.monotonic() - began < QUICK and not budget.over()
-    if not moves or (isinstance(found, Found) and not quick):
+    if not moves or (isinstance(found, Candidate) and not quick):
         return other, moves, found
     plain = _plan(task, graph, budget.share(FIRST))
-    if isinstance(plain, Found) and (isinstance(found, TooBig) or plain.objective < found.objective):
+    if isinstance(plain, Candidate) and (isinstance(found, TooBig) or plain.objective < found.objective):
         return graph, [], plain
-    return (other, moves, found) if isinstance(found, Found) else (graph, [], plain)
+    return (other, moves, found) if isinstance(found, Candidate) else (graph, [], plain)
 
 
-def _plan(task: Task, graph: Graph, budget: Budget) -> Found | TooBig:
+def _plan(task: Task, graph: Graph, budget: Budget) -> Candidate | TooBig:
     try:
         return task.plan(graph, budget)
     except TooBig as e:
@@ -203,7 +204,7 @@ def _fitted(task: Task, graph: Graph, first: TooBig, budget: Budget) -> Fitted |
         found = refitted(graph, task.topo, plan, moves, inputs=task.inputs, outputs=task.outputs)
         known = (found, moves) if found else None
     try:
-        return fit(graph, task.topo, first.found, inputs=task.inputs, outputs=task.outputs, budget=part, known=known)
+        return fit(graph, task.topo, first.closest, inputs=task.inputs, outputs=task.outputs, budget=part, known=known)
     except TooBig as e:
         return e
 

@@ -16,8 +16,9 @@ from tapestry.ir.plan import Layout
 from tapestry.ir.program import alive_at, peak_bytes
 from tapestry.plan.memory.floor import least_seconds
 from tapestry.plan.memory.peaks import excess, fewest, moves, streamable
+from tapestry.plan.search.candidate import Candidate, peak, too_big
 from tapestry.plan.search.pareto import Point
-from tapestry.plan.search.planner import Found, peak, spatial, too_big
+from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.problem import build
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology
@@ -35,7 +36,7 @@ TRIAL_SECONDS = 4.0  # for planning one state
 class Fitted:
     """A plan that fits, the moves that led to its graph, what a person should know of why, and all plans met that fit."""
 
-    found: Found
+    found: Candidate
     moves: tuple[Move, ...]
     report: Mapping[str, object]
     points: tuple[Point, ...]
@@ -47,18 +48,18 @@ class _State:
 
     graph: Graph
     moves: tuple[Move, ...]
-    found: Found
+    found: Candidate
 
 
 def fit(
     graph: Graph,
     topo: Topology,
-    first: Found,
+    first: Candidate,
     *,
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
     budget: Budget,
-    known: tuple[Found, Sequence[Move]] | None = None,
+    known: tuple[Candidate, Sequence[Move]] | None = None,
 ) -> Fitted:
     """The cheapest plan that was found to fit, by splits in time, recomputation and streamed weights.
 
@@ -148,7 +149,7 @@ class _Search:
         self.budget = self.budget.part(MORE_SECONDS)
         return _State(graph, done, best)
 
-    def spatial(self, graph: Graph, streamed: frozenset[str]) -> Found:
+    def spatial(self, graph: Graph, streamed: frozenset[str]) -> Candidate:
         """The planner's own search, for a while."""
         self.trials += 1
         problem = build(graph, self.topo, {}, self.inputs, self.outputs, streamed=streamed)
@@ -172,7 +173,7 @@ def _applied(graph: Graph, group: tuple[Move, ...]) -> tuple[Graph, tuple[Move, 
     return graph, tuple(done)
 
 
-def _report(first: Found, found: Found, topo: Topology, trials: int) -> dict[str, object]:
+def _report(first: Candidate, found: Candidate, topo: Topology, trials: int) -> dict[str, object]:
     """Why the plan is not only spatial: by how much the best of those did not fit, and what this one does instead."""
     most, at = peak_bytes(first.program)
     device = topo.tightest(most)
