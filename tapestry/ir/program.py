@@ -181,6 +181,19 @@ def allocated(step: Step) -> tuple[str, ...]:
             return ()
 
 
+def reads(step: Step) -> tuple[str, ...]:
+    """Buffers that a step reads: of a launch its inputs (by position; "" where the mode does not use one), then its states."""
+    match step:
+        case Launch():
+            return (*step.ins, *step.states)
+        case Transfer():
+            return (step.src,)
+        case Reduce():
+            return step.srcs
+        case Load() | Free():
+            return ()
+
+
 def alive_bytes(program: Program) -> Iterator[np.ndarray[Any, Any]]:
     """Bytes alive on every device at each step, what it frees included; the array changes from step to step."""
     alive = np.zeros(program.devices, np.int64)

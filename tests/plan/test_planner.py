@@ -20,8 +20,8 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.lower import lower
 from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.search import memory_limit, problem
-from tapestry.plan.search.candidate import Candidate, candidate
 from tapestry.plan.search.planner import search
+from tapestry.plan.search.priced_plan import PricedPlan, priced_plan
 from tapestry.plan.solver.network import evaluate
 from tapestry.plan.strategy import MAX_STRATEGIES, Pin, strategies
 from tapestry.plan.topology import PRESETS, default_mesh, parse_bytes, parse_mesh, topology
@@ -182,7 +182,7 @@ def test_the_memory_demands_never_overestimate(name):
     p = problem.build(graph, topo, {}, {}, {})
     room = memory_limit.Room(p, surely=True)
     for choice in itertools.product(*(range(n) for n in p.sizes)):
-        plan = candidate(p, choice, 0.0)
+        plan = priced_plan(p, choice, 0.0)
         need = memory_limit.needed_bytes(plan.program, topo, len(graph.ops))
         assert max(need) == max(peak_bytes(plan.program)[0])
         assert (room.estimate(choice) <= need).all()
@@ -452,5 +452,5 @@ def test_no_such_topology():
 
 def test_gap():
     found = search(chain(), topology(parse_mesh("2")))
-    assert Candidate(plan=found.plan, program=found.program, objective=2.0, bound=1.5, distinct=1).gap == 0.25
-    assert Candidate(plan=found.plan, program=found.program, objective=0.0, bound=0.0, distinct=1).gap == 0.0
+    assert PricedPlan(plan=found.plan, program=found.program, objective=2.0, bound=1.5, distinct=1).gap == 0.25
+    assert PricedPlan(plan=found.plan, program=found.program, objective=0.0, bound=0.0, distinct=1).gap == 0.0

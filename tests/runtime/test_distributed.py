@@ -28,8 +28,8 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
 from tapestry.runtime.processes import batches, weight_shards
-from tapestry.runtime.processes.step_messages import owners
 from tapestry.runtime.session import ModelFiles
+from tapestry.runtime.step_messages import owners
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import ROOT
 from tests.support.small_models import case, mesh_of, random_plan, save
@@ -72,7 +72,7 @@ def finished(p: subprocess.Popen, seconds: float = 120) -> tuple[int, str, str]:
 )
 def test_random_plans_give_the_same_bits_bytes_and_peaks(asked):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.ranks", json.dumps(asked)], capture_output=True, text=True, env=ENV, timeout=900
+        [sys.executable, "-m", "tests.support.programs.ranks", json.dumps(asked)], capture_output=True, text=True, env=ENV, timeout=900
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -213,7 +213,7 @@ def requests(folder: Path, count: int) -> Path:
 
 
 def test_an_input_that_does_not_fit_is_the_inputs_fault(tmp_path):
-    """Found before ranks are started: exit status 2, as in one process, and no rank is blamed."""
+    """PricedPlan before ranks are started: exit status 2, as in one process, and no rank is blamed."""
     name = api.load(attention_build()).build.plan.graph.inputs[0]
     np.save(tmp_path / "x.npy", np.zeros((1, 1), np.float32))
     asked = ("run", attention_build(), "--processes", 2, "--input", f"{name}={tmp_path / 'x.npy'}", "-q")

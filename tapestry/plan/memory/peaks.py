@@ -12,7 +12,7 @@ from tapestry.ir.program import Free, Launch, Program, Reduce, alive_bytes, allo
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.lower import distinct
-from tapestry.plan.search.candidate import Candidate
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import load_seconds
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.rule import Move
@@ -42,7 +42,7 @@ class Peak:
     high: tuple[int, ...]
 
 
-def peak_of(found: Candidate, topo: Topology) -> Peak:
+def peak_of(found: PricedPlan, topo: Topology) -> Peak:
     """The peak of a plan's program, on the device that lacks most memory or has least left."""
     program = found.program
     most, at = peak_bytes(program)
@@ -83,7 +83,7 @@ def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
     return out
 
 
-def moves(graph: Graph, found: Candidate, topo: Topology, count: int) -> list[tuple[Move, ...]]:
+def moves(graph: Graph, found: PricedPlan, topo: Topology, count: int) -> list[tuple[Move, ...]]:
     """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind."""
     spot = peak_of(found, topo)
     above = max(topo.strain(peak_bytes(found.program)[0]) - topo.device.memory, 1)
@@ -196,7 +196,7 @@ def streamable(graph: Graph, fixed: Sequence[str], limit: int) -> frozenset[str]
     return frozenset(t for t in graph.weights if t not in stay and t in readers and graph.tensors[t].nbytes >= least)
 
 
-def fewest(found: Candidate, topo: Topology) -> frozenset[str]:
+def fewest(found: PricedPlan, topo: Topology) -> frozenset[str]:
     """Of the weights that a plan streams, those that must be for it to fit; the others stay where they are needed most often.
 
     Worked out on the plan's own program: a weight that stays holds its footprints from the start to the end instead of

@@ -18,7 +18,7 @@ from tapestry.ir.graph import Block
 from tapestry.ir.program import Launch, Program, Reduce, alive_at, alive_bytes, peak_bytes
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
-from tapestry.plan.search.candidate import NEAR, Candidate, candidate, peak
+from tapestry.plan.search.priced_plan import NEAR, PricedPlan, peak, priced_plan
 from tapestry.plan.search.problem import Problem, watched
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import Demand, Network, Solution, solve
@@ -117,15 +117,15 @@ class Room:
         net = Network(self.problem.sizes, self.problem.factors, self.demands, limit - share * self.less)
         return solve(net, budget.part(SOLVE_SECONDS), gap=gap, quick=True)
 
-    def learn(self, choice: Sequence[int], plan: Candidate, limit: float) -> None:
+    def learn(self, choice: Sequence[int], plan: PricedPlan, limit: float) -> None:
         """Take room where a choice's program passes a limit, so much that the choice does not fit any more."""
         need = needed_bytes(plan.program, self.problem.topo, len(self.less))
         self.less = np.where(need > limit, np.maximum(self.less, need - self.estimate(choice)), self.less)
 
 
 def within_memory(
-    problem: Problem, first: Candidate, budget: Budget, begun: Candidate | None, bound: float, squeeze: bool
-) -> Candidate:
+    problem: Problem, first: PricedPlan, budget: Budget, begun: PricedPlan | None, bound: float, squeeze: bool
+) -> PricedPlan:
     """The cheapest plan that was found to fit, with a bound for all that do; where none was, the one with the least memory.
 
     Args:
@@ -140,7 +140,7 @@ def within_memory(
     for _ in range(ATTEMPTS):
         if not np.isfinite(solution.objective):
             break
-        plan = candidate(problem, solution.choice, bound)
+        plan = priced_plan(problem, solution.choice, bound)
         if peak(plan) <= limit:
             best = plan if best is None or plan.objective < best.objective else best
             break
@@ -157,7 +157,7 @@ def within_memory(
     return replace(best, bound=min(bound, best.objective))
 
 
-def _given_back(room: Room, best: Candidate, bound: float, budget: Budget) -> Candidate:
+def _given_back(room: Room, best: PricedPlan, bound: float, budget: Budget) -> PricedPlan:
     """Give room back while plans still fit: what lowering adds to one choice it may not add to another."""
     limit, low, high = room.problem.topo.device.memory, 0.0, 1.0
     for _ in range(HALVINGS):
@@ -167,7 +167,7 @@ def _given_back(room: Room, best: Candidate, bound: float, budget: Budget) -> Ca
         solution = room.solve(limit, budget, middle)
         if not np.isfinite(solution.objective):
             break
-        plan = candidate(room.problem, solution.choice, bound)
+        plan = priced_plan(room.problem, solution.choice, bound)
         if peak(plan) <= limit:
             high, best = middle, min(best, plan, key=lambda p: p.objective)
         else:
@@ -175,7 +175,7 @@ def _given_back(room: Room, best: Candidate, bound: float, budget: Budget) -> Ca
     return best
 
 
-def _smallest(room: Room, smallest: Candidate, bound: float, budget: Budget, squeeze: bool) -> Candidate:
+def _smallest(room: Room, smallest: PricedPlan, bound: float, budget: Budget, squeeze: bool) -> PricedPlan:
     """A plan with as little memory as can be found: least limits within which there is any choice, then a search around it."""
     grace = budget
     if budget.over() and not budget.interrupted():
@@ -187,14 +187,14 @@ def _smallest(room: Room, smallest: Candidate, bound: float, budget: Budget, squ
         middle = (low + high) / 2
         solution = room.solve(middle, grace, 0.0, gap=np.inf)
         if np.isfinite(solution.objective):
-            smallest = min(smallest, candidate(room.problem, solution.choice, bound), key=peak)
+            smallest = min(smallest, priced_plan(room.problem, solution.choice, bound), key=peak)
             high = float(room.estimate(solution.choice).max())
         else:
             low = middle
     return _squeeze(room.problem, smallest, grace.part(SQUEEZE_SECONDS)) if squeeze else smallest
 
 
-def _squeeze(problem: Problem, plan: Candidate, budget: Budget) -> Candidate:
+def _squeeze(problem: Problem, plan: PricedPlan, budget: Budget) -> PricedPlan:
     """Change operations that touch what is alive at the peak, one or two at a time, while the exact peak gets smaller."""
     limit, graph = problem.topo.device.memory, problem.graph
     while peak(plan) > limit:
@@ -208,7 +208,7 @@ def _squeeze(problem: Problem, plan: Candidate, budget: Budget) -> Candidate:
     return plan
 
 
-def _smaller(problem: Problem, plan: Candidate, near: list[int], budget: Budget) -> Iterator[Candidate]:
+def _smaller(problem: Problem, plan: PricedPlan, near: list[int], budget: Budget) -> Iterator[PricedPlan]:
     now = [m.strategies.index(s) for m, s in zip(problem.menus, plan.plan.strategies, strict=True)]
     for group in itertools.chain(itertools.combinations(near, 1), itertools.combinations(near, 2)):
         for picked in itertools.product(*(range(problem.sizes[i]) for i in group)):
@@ -217,6 +217,6 @@ def _smaller(problem: Problem, plan: Candidate, near: list[int], budget: Budget)
             choice = list(now)
             for i, c in zip(group, picked, strict=True):
                 choice[i] = c
-            other = candidate(problem, choice, plan.bound)
+            other = priced_plan(problem, choice, plan.bound)
             if peak(other) < peak(plan):
                 yield other

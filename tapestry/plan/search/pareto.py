@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapestry.ir.program import peak_bytes
-from tapestry.plan.search.candidate import candidate, peak
 from tapestry.plan.search.memory_limit import Room
+from tapestry.plan.search.priced_plan import peak, priced_plan
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import solve
@@ -45,13 +45,13 @@ def front(problem: Problem, time_limit: float | Budget, moves: tuple[str, ...] =
     """Plans from the fastest to the smallest, each the fastest within a limit, while there is time (in seconds)."""
     budget, room = Budget.of(time_limit), Room(problem, surely=False)
     solution = solve(problem.network, budget)
-    plans = [candidate(problem, solution.choice, solution.bound)]
+    plans = [priced_plan(problem, solution.choice, solution.bound)]
     for limit in np.linspace(peak(plans[0]), room.least(), STEPS + 1)[1:]:
         if budget.over() or not np.isfinite(solution.objective):
             break
         if room.estimate(solution.choice).max(initial=0.0) > limit:
             solution = room.solve(float(limit), budget)
-            plans += [candidate(problem, solution.choice, solution.bound)] if np.isfinite(solution.objective) else []
+            plans += [priced_plan(problem, solution.choice, solution.bound)] if np.isfinite(solution.objective) else []
     return undominated([Point(p.objective, max(peak_bytes(p.program)[0]), moves) for p in plans])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +10,10 @@ import numpy as np
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
-from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.search import to_ring
-from tapestry.plan.search.candidate import Candidate, candidate, peak, too_big
 from tapestry.plan.search.memory_limit import within_memory
+from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan, too_big
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start, beginning, fingerprint
 from tapestry.plan.solver.budget import Budget
@@ -29,10 +29,10 @@ def search(
     pins: Mapping[int, tuple[Pin, ...]] | None = None,
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
-    fixed: Fixed = Fixed(),  # noqa: B008  (immutable)
+    fixed: LayoutConstraints = LayoutConstraints(),  # noqa: B008  (immutable)
     time_limit: float | Budget = 60.0,
     start: Start | None = None,
-) -> Candidate:
+) -> PricedPlan:
     """The best plan that the strategies allow within the devices' memory.
 
     Args:
@@ -45,15 +45,22 @@ def search(
     Raises:
         PlanError: no plan fits (or was found in time); says by how many bytes, on which device, and for which tensors.
     """
-    problem = build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed)
-    budget = Budget.of(time_limit)
-    best = spatial(problem, budget, start)
-    if peak(best) > topo.device.memory:
-        raise too_big(best, topo.device.memory, budget)
+    return fitting(build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed), Budget.of(time_limit), start)
+
+
+def fitting(problem: Problem, budget: Budget, start: Start | None = None) -> PricedPlan:
+    """The best plan of a problem within the devices' memory.
+
+    Raises:
+        TooBig: no plan fits, or none was found in time.
+    """
+    best, limit = spatial(problem, budget, start), problem.topo.device.memory
+    if peak(best) > limit:
+        raise too_big(best, limit, budget)
     return best
 
 
-def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeeze: bool = True) -> Candidate:
+def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeeze: bool = True) -> PricedPlan:
     """The best plan of a problem that fits; where none was found, the one with the least memory.
 
     Args:
@@ -63,20 +70,20 @@ def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeez
     limit = problem.topo.device.memory
     choice = beginning(problem, start) if start else None
     bound = start.bound if start and np.isfinite(start.bound) and fingerprint(problem) == start.key else -np.inf
-    begun = candidate(problem, choice, bound) if choice else None
+    begun = priced_plan(problem, choice, bound) if choice else None
     if begun is not None and (peak(begun) > limit or not np.isfinite(begun.objective)):
         begun = None
     if begun is not None and begun.proved:
         return begun
     solution = solve(problem.network, budget, choice)
-    first = candidate(problem, solution.choice, max(solution.bound, bound))
+    first = priced_plan(problem, solution.choice, max(solution.bound, bound))
     best = with_rings(first)
     if peak(best) <= limit or max(problem.sizes, default=1) == 1:
         return best
     return with_rings(within_memory(problem, first, budget, begun, bound, squeeze))
 
 
-def with_rings(best: Candidate) -> Candidate:
+def with_rings(best: PricedPlan) -> PricedPlan:
     """The plan with gathers of keys and values as rings, where only so it fits (or is nearer to it), or where it is faster."""
     assert best.problem
     topo = best.problem.topo
@@ -91,17 +98,17 @@ def with_rings(best: Candidate) -> Candidate:
     return new if right else best
 
 
-def cheapest(run: Callable[[Topology], Candidate], topologies: Sequence[Topology]) -> Candidate:
-    """The cheapest plan of several ways to share out the mesh axes; its bound holds for all of them.
+def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = None) -> PricedPlan:
+    """The cheapest plan of the problems that several ways to share out the mesh axes make; its bound holds for all of them.
 
     Raises:
-        PlanError: no way has a plan that fits; the first one's.
+        PlanError: no problem has a plan that fits; the first one's.
     """
-    plans: list[Candidate] = []
+    plans: list[PricedPlan] = []
     failed: list[PlanError] = []
-    for topo in topologies:
+    for problem in problems:
         try:
-            plans.append(run(topo))
+            plans.append(fitting(problem, budget, start))
         except PlanError as e:
             failed.append(e)
     if not plans:

@@ -16,7 +16,7 @@ from tapestry.ir.plan import Layout, Strategy
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
-from tapestry.plan.layout_constraints import Fixed, Key, allowed
+from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
     MAX_STRATEGIES,
@@ -88,7 +88,7 @@ def build(
     pins: Mapping[int, tuple[Pin, ...]],
     inputs: Mapping[str, Layout],
     outputs: Mapping[str, Layout],
-    fixed: Fixed = Fixed(),  # noqa: B008  (immutable)
+    fixed: LayoutConstraints = LayoutConstraints(),  # noqa: B008  (immutable)
     streamed: frozenset[str] = frozenset(),
 ) -> Problem:
     """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights."""

@@ -6,8 +6,9 @@ expressions over others, renumber reads, and give the pieces names that nobody h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeGuard
 
 from tapestry.errors import TapestryError
@@ -15,7 +16,7 @@ from tapestry.ir.expr import Arg, Expr, Index, arg_positions, call, depth, rewri
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
 from tapestry.ir.index import Aff, Ranges, atoms, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import factors
+from tapestry.ir.recognise.contraction import only_reads
 from tapestry.rewrites.core.rule import Move, Refusal
 
 Leaf = Callable[[Expr], Expr]
@@ -68,7 +69,7 @@ def shift_args(by: int) -> Leaf:
     return lambda x: replace(x, pos=x.pos + by) if isinstance(x, Arg) else x
 
 
-def inline(gone: Mapping[int, Expr], places: Mapping[int, int]) -> Leaf:
+def with_args(gone: Mapping[int, Expr], places: Mapping[int, int]) -> Leaf:
     """For leaves: reads that are gone replaced by what computes them, the others renumbered."""
 
     def put(x: Expr) -> Expr:
@@ -87,7 +88,7 @@ def merge_reads(op: Block) -> Block:
     if len(places) == len(op.reads):
         return op
     kept = tuple(op.reads[number.index(n)] for n in range(len(places)))
-    leaf = inline({}, dict(enumerate(number)))
+    leaf = with_args({}, dict(enumerate(number)))
     return map_exprs(replace(op, reads=kept), lambda e: rewrite(e, leaf))
 
 
@@ -125,11 +126,25 @@ def accept(refusal: Refusal | None, move: Move) -> None:
         raise TapestryError(refusal.reason, where=str(move), why=refusal.witness)
 
 
-def fresh(graph: Graph, base: str) -> str:
-    """A tensor name that the graph does not have: ``base``, or ``base`` with underscores."""
-    while base in graph.tensors:
+def unused(base: str, taken: Container[str]) -> str:
+    """A name that is not taken yet: ``base``, or ``base`` with underscores."""
+    while base in taken:
         base += "_"
     return base
+
+
+def fresh(graph: Graph, base: str) -> str:
+    """A tensor name that the graph does not have: ``base``, or ``base`` with underscores."""
+    return unused(base, graph.tensors)
+
+
+def fresh_dims(dims: Iterable[Dim], space: Iterable[Dim]) -> dict[str, Dim]:
+    """Dimensions under names that neither ``space`` has nor each other, by the names that they have now."""
+    taken, out = {d.name for d in space}, dict[str, Dim]()
+    for d in dims:
+        out[d.name] = Dim(unused(d.name, taken), d.size)
+        taken.add(out[d.name].name)
+    return out
 
 
 def fresh_dim(op: Op, base: str) -> str:
@@ -157,6 +172,17 @@ def reindex(op: Block, env: Mapping[str, Aff], space: tuple[Dim, ...]) -> Block:
     return map_exprs(moved, lambda e: substitute_expr(e, env, ranges))
 
 
+def renamed_dims(op: Block, names: Mapping[str, str]) -> Block:
+    """The operation with other names for some of its map dimensions."""
+    dims = tuple(Dim(names.get(d.name, d.name), d.size) for d in op.dims)
+    return replace(reindex(op, {old: dim(new) for old, new in names.items()}, (*dims, *op.reduce)), dims=dims)
+
+
+def points(dims: Iterable[Dim]) -> int:
+    """Number of points of some dimensions."""
+    return prod(d.size for d in dims)
+
+
 def read_dims(read: Read) -> frozenset[str]:
     """Dimensions that the place or the guards of a read depend on."""
     return frozenset(n for e in (*read.index, *(g.aff for g in read.when)) for n in dims_of(e))
@@ -165,7 +191,7 @@ def read_dims(read: Read) -> frozenset[str]:
 def prune(op: Block) -> Block:
     """The operation without the reads that nothing uses."""
     kept = sorted(arg_positions(op.point + op.then))
-    leaf = inline({}, {old: new for new, old in enumerate(kept)})
+    leaf = with_args({}, {old: new for new, old in enumerate(kept)})
     return map_exprs(replace(op, reads=tuple(op.reads[k] for k in kept)), lambda e: rewrite(e, leaf))
 
 
@@ -205,14 +231,8 @@ class Contraction:
 
 def contraction(op: Op) -> Contraction | None:
     """The operation as a contraction; ``None`` when it is something else."""
-    if not isinstance(op, Block) or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits or op.inner:
-        return None
-    pair = factors(op)
-    if pair is None or {type(e) for e in pair} != {Arg} or pair[0] == pair[1] or pair[0].dtype != op.body[0].dtype:
-        return None
-    if any(r.other is not None for r in op.reads):
-        return None
-    return Contraction(op.reads[0], op.reads[1], op.reduce)
+    pair = only_reads(op) if isinstance(op, Block) else None
+    return Contraction(*pair, op.reduce) if pair and isinstance(op, Block) else None
 
 
 def contract(

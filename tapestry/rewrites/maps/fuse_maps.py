@@ -13,21 +13,21 @@ from tapestry.ir.index import dims_of
 from tapestry.rewrites.core.edit import (
     MOST_ATOMS,
     MOST_DEPTH,
-    inline,
     merge_reads,
     shift_args,
     substitute_expr,
     substitute_read,
     too_deep,
     too_long,
+    with_args,
 )
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 GROWTH = 200  # nodes that a fusion may add to an expression tree by writing a body more than once
 
 
 @register
-class FuseMaps:
+class FuseMaps(Rule):
     """Put the body of a map into its only reader.
 
     before:
@@ -53,7 +53,7 @@ class FuseMaps:
     """
 
     name = "fuse_maps"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per operation and map that it alone reads."""
@@ -146,7 +146,7 @@ def fuse(op: Block, maker: Block, tensor: str) -> Block:
     numbers = [k for k, r in enumerate(op.reads) if r.tensor != tensor]
     body = substitute_expr(maker.body[0], env, op.ranges, shift_args(len(kept)))
     gone: dict[int, Expr] = {k: body for k, r in enumerate(op.reads) if r.tensor == tensor}
-    leaf = inline(gone, {k: i for i, k in enumerate(numbers)})
+    leaf = with_args(gone, {k: i for i, k in enumerate(numbers)})
 
     def put(e: Expr) -> Expr:
         return substitute_expr(e, {}, op.ranges, lambda x: leaf(x) if isinstance(x, Arg) else x)

@@ -9,13 +9,13 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Call, Expr, rewrite, walk
 from tapestry.ir.graph import Block, Graph, Op, map_exprs, with_ops
 from tapestry.rewrites.core.edit import merge_reads, substitute_expr
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 MOST = 16  # primitives that are computed again rather than read
 
 
 @register
-class FusePlaces:
+class FusePlaces(Rule):
     """Compute a small function of positions in every reader, instead of reading it from a tensor.
 
     before:
@@ -39,7 +39,7 @@ class FusePlaces:
     """
 
     name = "fuse_places"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per operation and map of positions that it reads."""

@@ -1,0 +1,200 @@
+"""Attention as one call of our kernel (`native`) on buffers as they are: even steps, heads that share keys."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.base.contract import points
+from tapestry.codegen.torch_cpu.base.point_values import held
+from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
+from tapestry.codegen.torch_cpu.torch_ops.attention_torch import Match, match
+from tapestry.ir.expr import Acc, Arg, Const, Expr
+from tapestry.ir.expr import Call as Apply
+from tapestry.ir.graph import Block, Graph, Read
+from tapestry.ir.index import dims_of, evaluate
+from tapestry.ir.kernel import Box, Kernel, size
+
+Tensor = torch.Tensor
+Intervals = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Where a read is in its buffer: axes of the first point, and by dimension (axis, step, points that share a step)."""
+
+    pos: int
+    first: tuple[int, ...]
+    steps: dict[str, tuple[tuple[int, int], ...]]
+    shared: dict[str, int]
+
+    def stride(self, buffer: Tensor, names: Sequence[str]) -> int:
+        """Elements from one point to the next (or to the next that does not share its step) along the one dimension, if any."""
+        return sum(buffer.stride(axis) * c for n in names for axis, c in self.steps.get(n, ()))
+
+    def address(self, buffer: Tensor) -> int:
+        """Of the first point."""
+        return buffer.data_ptr() + 4 * sum(buffer.stride(axis) * at for axis, at in enumerate(self.first))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the kernel works on: walks of queries, keys, values and perhaps a bias; dimensions by what they are."""
+
+    q: _Walk
+    k: _Walk
+    v: _Walk
+    mask: _Walk | None
+    outer: tuple[str, ...]
+    inner: tuple[str, ...]
+    roles: Match
+    group: int
+
+
+def attention(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
+    """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
+    lib = conv_c.available()
+    roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
+    normal = _quotient(op.then[0]) if roles else 0
+    if lib is None or roles is None or not normal or any(hi <= lo for lo, hi in kernel.block):
+        return None
+    a, scale = roles.attention, roles.scale
+    block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
+    plan = _plan(op, kernel, block, roles, (a.query, a.keys, a.value, roles.bias))
+    if plan is None:
+        return None
+    extent = {n: hi - lo for n, (lo, hi) in block.items()}
+    outer, inner = points(plan.outer, extent), points(plan.inner, extent)
+    rows, keys, depth = points(roles.rows, extent), extent[roles.key], points(roles.depth, extent)
+    if max(keys, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
+        return None
+    out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
+    strides = [_out_stride(d.name, plan, out) for d in op.dims]
+    shape = [extent[d.name] for d in op.dims]
+
+    def record(ins: Ins, memory: Tensor) -> Call:
+        walks = [w for w in (plan.q, plan.k, plan.v, plan.mask) if w]
+        given = [_adjacent(held(ins[w.pos])) for w in walks]
+        along = (roles.rows, (roles.key,), (roles.key,))
+        q, k, v = (
+            _three(w.stride(x, plan.outer), w.stride(x, plan.inner), w.stride(x, n))
+            for w, x, n in zip(walks[:3], given[:3], along, strict=True)
+        )
+        mask = (0, 0, 0, 0)
+        if plan.mask:
+            mask = tuple(plan.mask.stride(given[3], n) for n in (plan.outer, plan.inner, roles.rows, (roles.key,)))
+        sizes = native.Attention(
+            outer, inner, plan.group, rows, keys, depth, q, k, v,
+            (ctypes.c_int64 * 4)(*mask), _three(*out.values()), normal, scale,
+        )  # fmt: skip
+        places = [w.address(x) for w, x in zip(walks, given, strict=True)]
+        buffers = native.Heads(*places[:3], places[3] if plan.mask else None, memory.data_ptr(), None, None)
+        fixed = all(shares(x, held(ins[w.pos])) for w, x in zip(walks, given, strict=True))
+        return Call(lib.tapestry_attention, sizes, buffers, (*given, memory), fixed)
+
+    return Recorded(lambda memory: memory.as_strided(shape, strides), record, size(kernel.block[: len(op.dims)]))
+
+
+def _plan(
+    op: Block, kernel: Kernel, block: Intervals, roles: Match, parts: tuple[Expr, Expr, Expr, Expr | None]
+) -> _Plan | None:
+    batch = [n for n in roles.batch if block[n][1] - block[n][0] > 1]
+    singles = [[n for n in names if block[n][1] - block[n][0] > 1] for names in (roles.rows, roles.columns, roles.depth)]
+    if len(batch) > 2 or any(len(names) > 1 for names in singles):
+        return None
+    walks = [_walk(op, kernel, block, e) for e in parts if e is not None]
+    if not all(walks):
+        return None
+    q, k, v, *rest = (w for w in walks if w)
+    inner, outer = tuple(batch[-1:]), tuple(batch[:-1])
+    groups = {w.shared[n] for w in (k, v) for n in inner if w.steps.get(n)}
+    rare = [w for w in (q, k, v, *rest) for n, g in w.shared.items() if g > 1 and not (n in inner and w in (k, v))]
+    ends = ((q, roles.depth), (k, roles.depth), (v, roles.columns), *((w, (roles.key,)) for w in rest))
+    if rare or len(groups) > 1 or not all(_ends(w, names, w in rest, op, block) for w, names in ends):
+        return None
+    heads = block[inner[0]][1] - block[inner[0]][0] if inner else 1
+    return _Plan(q, k, v, rest[0] if rest else None, outer, inner, roles, groups.pop() if groups else heads)
+
+
+def _ends(w: _Walk, names: Sequence[str], absent: bool, op: Block, block: Intervals) -> bool:
+    """Whether the read's last axis, and no other, is the dimension, cell by cell; ``absent``: or no axis is."""
+    last = len(w.first) - 1
+    steps = [s for n in names for s in w.steps.get(n, ())]
+    one = all(block[n][1] - block[n][0] == 1 for n in names)
+    return steps == [(last, 1)] or one or (absent and not steps)
+
+
+def _walk(op: Block, kernel: Kernel, block: Intervals, e: Expr) -> _Walk | None:
+    """How a plain read steps; ``None`` for an expression that is none, or steps unevenly."""
+    if not isinstance(e, Arg) or e.dtype != "f32":
+        return None
+    r, box = op.reads[e.pos], kernel.ins[e.pos]
+    return None if r.when or r.other is not None or box is None else _steps(e.pos, r, box, block)
+
+
+def _steps(pos: int, r: Read, box: Box, block: Intervals) -> _Walk | None:
+    steps: dict[str, list[tuple[int, int]]] = {}
+    shared: dict[str, int] = {}
+    first: list[int] = []
+    start = {n: lo for n, (lo, _) in block.items()}
+    for axis, (index, (lo, _)) in enumerate(zip(r.index, box, strict=True)):
+        names = sorted(dims_of(index))
+        if any(not isinstance(a, str) and len(dims_of(a.arg)) > 1 for a, _ in index.terms):
+            return None
+        first.append(int(evaluate(index, start)) - lo)
+        for n in names:
+            moved = np.asarray(evaluate(index, {**start, n: np.arange(*block[n])}), np.int64) - first[-1] - lo
+            found = _even(np.broadcast_to(moved, (block[n][1] - block[n][0],)))
+            if found is None or (found[0] and shared.setdefault(n, found[1]) != found[1]):
+                return None
+            if found[0]:
+                steps.setdefault(n, []).append((axis, found[0]))
+    return _Walk(pos, tuple(first), {n: tuple(s) for n, s in steps.items()}, shared)
+
+
+def _even(values: np.ndarray) -> tuple[int, int] | None:
+    """(c, g) with value i equal to ``i // g * c``."""
+    moved = np.flatnonzero(values)
+    if not len(moved):
+        return 0, 1
+    g = int(moved[0])
+    c = int(values[g])
+    return (c, g) if bool((values == np.arange(len(values)) // g * c).all()) else None
+
+
+def _quotient(e: Expr) -> int:
+    """1 for weighted sum by sum of weights, 2 or 3 where that is 0 or NaN in rows whose maximum is not finite, 0 for none."""
+    match e:
+        case Apply("div", (Acc(field=2), Acc(field=1))):
+            return 1
+        case Apply("where", (Apply("isnan", (Apply("sub", (Acc(field=0), Acc(field=0))) as none,)), other, rest)):
+            if _quotient(rest) != 1:
+                return 0
+            return 2 if other == Const(0.0, "f32") else 3 if other == none else 0
+        case _:
+            return 0
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.dim() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _out_stride(name: str, plan: _Plan, out: dict[str, int]) -> int:
+    if name in plan.outer:
+        return out["outer"]
+    if name in plan.inner:
+        return out["inner"]
+    return out["rows"] if name in plan.roles.rows else 1
+
+
+def _three(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * 3)(*values)
+
+
+__all__ = ["attention"]

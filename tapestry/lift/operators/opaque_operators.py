@@ -1,0 +1,179 @@
+"""Opaque operators that commute with splitting along some axes: batches, channels, rows that know nothing of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tapestry.ir.expr import Expr, Index, call, cast
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import const, dim
+from tapestry.lift.building.builder import Node, axes, literal
+from tapestry.lift.building.opaque import emit_cells, emit_opaque
+from tapestry.lift.building.registry import lifts
+
+Axes = dict[int, list[int | None]]
+
+
+def leading(n: Node, why: str, count: int, ins: Sequence[int], outs: Sequence[int] = (0,)) -> None:
+    """Opaque, splittable along the first ``count`` axes of input 0, which inputs ``ins`` and the outputs share."""
+    along(n, why, range(count), ins, outs)
+
+
+def along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,), outs: Sequence[int] = (0,)) -> None:
+    """Opaque, splittable along some axes of input 0, which inputs ``ins`` and the outputs share."""
+    shared: Axes = {k: list(axes) for k in (*ins, *outs)}
+    dims = [Dim(f"x{a}", n.shape(0)[a]) for a in axes]
+    emit_opaque(n, why, dims, {k: shared[k] for k in ins if n.has(k)}, {k: shared[k] for k in outs})
+
+
+@lifts("TopK")
+def lift_top_k(n: Node) -> None:
+    """Selection by value along one axis: independent along the others."""
+    rank = len(n.shape(0))
+    at = n.axis(-1, rank)
+    along(n, f"selects by value along axis {at}", [a for a in range(rank) if a != at], outs=range(len(n.outs)))
+
+
+@lifts("GridSample")
+def lift_grid_sample(n: Node) -> None:
+    """Sampling at computed places, image by image."""
+    emit_opaque(n, "samples where the grid says", [Dim("b", n.shape(0)[0])], {0: [0], 1: [0]}, {0: [0]})
+
+
+@lifts("Det")
+def lift_det(n: Node) -> None:
+    """One matrix at a time."""
+    leading(n, "a determinant mixes a whole matrix", len(n.shape(0)) - 2, (0,))
+
+
+@lifts("Col2Im")
+def lift_col2im(n: Node) -> None:
+    """Overlapping blocks are added within one image; batch by batch (channels are interleaved with the block's cells)."""
+    leading(n, "adds overlapping blocks", 1, (0,))
+
+
+@lifts("DeformConv")
+def lift_deform_conv(n: Node) -> None:
+    """Samples at offsets that depend on the data, image by image."""
+    emit_opaque(n, "samples at offsets that depend on the data", [Dim("b", n.shape(0)[0])], {0: [0], 2: [0], 4: [0]}, {0: [0]})
+
+
+@lifts("RoiAlign")
+def lift_roi_align(n: Node) -> None:
+    """Region by region, channel by channel; a region may lie in any image."""
+    dims = [Dim("r", n.shape(1)[0]), Dim("c", n.shape(0)[1])]
+    emit_opaque(
+        n, "samples inside regions that depend on the data", dims, {0: [None, 1], 1: [0, None], 2: [0, None]}, {0: [0, 1]}
+    )
+
+
+@lifts("ReverseSequence")
+def lift_reverse_sequence(n: Node) -> None:
+    """Every batch entry has a length of its own; all axes but time commute."""
+    batch, time = int(n.attr("batch_axis", 1)), int(n.attr("time_axis", 0))
+    axes: list[int | None] = [a for a in range(len(n.shape(0))) if a != time]
+    dims = [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None]
+    emit_opaque(n, "lengths depend on the data", dims, {0: axes, 1: [0 if a == batch else None for a in axes]}, {0: axes})
+
+
+@lifts("DFT")
+def lift_dft(n: Node) -> bool | None:
+    """A Fourier transform along one axis: the others commute, but for the last one, which holds real and imaginary parts."""
+    rank = len(n.shape(0))
+    axis = n.const(2) if n.has(2) else None
+    if n.has(2) and axis is None:
+        return False
+    at = int(axis.reshape(-1)[0]) if axis is not None else int(n.attr("axis", 1 if n.version < 20 else -2))
+    axes: list[int | None] = [a for a in range(rank - 1) if a != at % rank]
+    emit_opaque(n, "a Fourier transform", [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None], {0: axes}, {0: axes})
+    return None
+
+
+@lifts("STFT")
+def lift_stft(n: Node) -> None:
+    """Signal by signal."""
+    leading(n, "Fourier transforms of overlapping frames", 1, (0,))
+
+
+@lifts("TensorScatter")
+def lift_tensor_scatter(n: Node) -> None:
+    """Batch by batch: every entry is written from an index of its own."""
+    leading(n, "positions depend on the data", 1, (0, 1, 2))
+
+
+@lifts("BitCast")
+def lift_bit_cast(n: Node) -> bool | None:
+    """Cell by cell, where both types are equally wide."""
+    if n.shape(0) != n.out().shape:
+        return False
+    emit_cells(n, "reads bits as another type")
+    return None
+
+
+@lifts("AffineGrid")
+def lift_affine_grid(n: Node) -> bool | None:
+    """theta applied to every place of an image or volume, whose coordinates run from -1 to 1, the innermost first."""
+    theta, y = n.tensor(0), n.out()
+    if n.const(1) is None or theta.dtype not in ("f32", "f64"):
+        return False
+    dims = n.out_dims()
+    rank, row = len(dims) - 2, dims[-1].name
+    corners = bool(n.attr("align_corners", 0))
+
+    def coordinate(a: int) -> Expr:
+        size, place = dims[a].size, Index(dim(dims[a].name) * 2)
+        step = place if corners else Index(dim(dims[a].name) * 2 + 1)
+        cells = literal(max(size - 1, 1) if corners else size, theta.dtype)
+        return call("sub", call("div", cast(step, theta.dtype), cells), literal(1, theta.dtype))
+
+    reads = [n.read(theta.name, [dim("x0"), dim(row), const(k)]) for k in range(rank + 1)]
+
+    def body(*t: Expr) -> Expr:
+        total: Expr = t[rank]
+        for k in range(rank):
+            total = call("add", total, call("mul", t[k], coordinate(rank - k)))
+        return total
+
+    n.block(y, dims, reads, body)
+    return None
+
+
+@lifts("LinearAttention")
+def lift_linear_attention(n: Node) -> None:
+    """Batch by batch: a state runs over the positions, and heads are packed into the last axis."""
+    every: Axes = {k: [0] for k in range(len(n.ins)) if n.has(k)}
+    emit_opaque(n, "a state that runs over the positions", [Dim("b", n.shape(0)[0])], every, {0: [0], 1: [0]})
+
+
+@lifts("TfIdfVectorizer")
+def lift_tf_idf(n: Node) -> None:
+    """Row by row, where there are rows."""
+    leading(n, "counts sequences of a row's values", len(n.shape(0)) - 1, (0,))
+
+
+@lifts("Adagrad", "Adam", "Momentum", domain="ai.onnx.preview.training")
+def lift_optimizer(n: Node) -> bool | None:
+    """Cell by cell, where all tensors to be optimised are of one shape; the first two inputs are a rate and a count."""
+    shape = n.shape(2)
+    if any(n.shape(k) != shape for k in range(2, len(n.ins))):
+        return False
+    every: list[int | None] = list(range(len(shape)))
+    ins: Axes = dict.fromkeys(range(2, len(n.ins)), every)
+    emit_opaque(n, "a step of an optimiser", axes(shape), ins, dict.fromkeys(range(len(n.outs)), every))
+    return None
+
+
+def opaque_integer_conv(n: Node) -> None:
+    """Image by image, and by output channel where there is one group."""
+    w = 1 if n.kind == "ConvInteger" else 3
+    dims, ins = [Dim("b", n.shape(0)[0])], {0: [0], w: [None]}
+    out: Axes = {0: [0]}
+    filters = n.shape(w)[0]
+    own = [w + 1, w + 2] if n.kind == "QLinearConv" else [w + 2]  # scales and zero points that each filter may have its own of
+    shared = all(n.tensor(k).size == 1 for k in range(len(n.ins)) if k not in (0, w, 8, *own) and n.has(k))
+    each = [k for k in own if n.has(k) and n.shape(k) == (filters,) and filters > 1]
+    if int(n.attr("group", 1)) == 1 and shared and all(n.tensor(k).size == 1 for k in own if n.has(k) and k not in each):
+        dims.append(Dim("o", filters))
+        ins = {0: [0, None], w: [None, 0], **({8: [None, 0]} if n.has(8) else {}), **{k: [None, 0] for k in each}}
+        out = {0: [0, 1]}
+    emit_opaque(n, "products of shifted integers", dims, ins, out)

@@ -1,0 +1,205 @@
+"""Checks of the GPU runtime, each in a process of its own: Triton decides when it is imported whether it interprets.
+
+    python -m tests.support.programs.gpu_checks NAME [cpu|cuda]
+
+On the CPU (``TRITON_INTERPRET=1``) the same code runs as on a GPU, but for capture and the compiled launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+if __name__ == "__main__" and sys.argv[2:] != ["cuda"]:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+from tapestry.codegen.torch_cpu import TorchCpu
+from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+from tapestry.codegen.triton import Knobs
+from tapestry.codegen.triton.run import library
+from tapestry.codegen.triton.run.device_target import TritonTarget, find_device
+from tapestry.codegen.triton.run.tune import How, choose, measure, random_data, wrong
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.plan import Plan
+from tapestry.ir.program import Program
+from tapestry.ir.syntax.parser import parse
+from tapestry.plan.lower import lower
+from tapestry.runtime.one_process.gpu_devices import GpuExecutor
+from tests.support.small_models import Case, assert_same, case, execute, mesh_of, peak, planned_transfers, random_plan
+
+HERE = find_device()
+MODELS = (
+    "conv_chain",
+    "mlp",
+    "norms",
+    "attention",
+    "views",
+    "halves",
+    "bfloats",
+    "integers",
+    "opaques",
+    "reductions",
+    "branches",
+    "noise",
+    "gathers",
+)
+
+
+def machine(c: Case, plan: Plan, program: Program) -> GpuExecutor:
+    return GpuExecutor(plan.graph, program, TritonTarget(HERE), source(c.weights), plan.streamed)
+
+
+def source(arrays: dict[str, np.ndarray]):
+    return lambda t, box: from_numpy(np.array(arrays[t][tuple(slice(lo, hi) for lo, hi in box)]))
+
+
+def outputs(found: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {t: np.array(to_numpy(a)) for t, a in found.items()}
+
+
+def check_models() -> None:
+    """Random plans of small models: results, peak and transfers; three runs, of which the last ones are replayed on a GPU."""
+    for name in MODELS:
+        for mesh in ("1", "3", "2x2"):
+            c = case(name)
+            plan = random_plan(c.graph, mesh_of(mesh), random.Random(f"{name} {mesh}"))
+            program = lower(plan)
+            m = machine(c, plan, program)
+            nothing = {t: np.zeros_like(a) for t, a in c.feeds.items()}
+            for feeds in (c.feeds, nothing, c.feeds):
+                found, measured = m.run(source(feeds))
+            assert_same(outputs(found), c.expected, c.graph, (name, mesh))
+            assert measured.peak == peak(program), (name, mesh)
+            assert measured.transfers == planned_transfers(program), (name, mesh)
+            assert all(a >= p for a, p in zip(m.arena_bytes, measured.peak, strict=True))
+            if HERE.type == "cuda" and name != "opaques":
+                assert m.described()["graphs"] and not any("capture failed" in r for r in m.reasons), (name, m.reasons)
+
+
+def check_streamed() -> None:
+    """Streamed weights are read at every use, and say so."""
+    c = case("mlp")
+    big = frozenset(t for t, a in c.weights.items() if a.size > 8)
+    plan = random_plan(c.graph, mesh_of("2"), random.Random(0), layouts=0.0)
+    plan = Plan(graph=plan.graph, mesh=plan.mesh, strategies=plan.strategies, inputs={}, outputs={}, streamed=big)
+    m = machine(c, plan, lower(plan))
+    for _ in range(3):
+        found, measured = m.run(source(c.feeds))
+    assert_same(outputs(found), c.expected, c.graph)
+    assert measured.peak == peak(lower(plan))
+    assert any("streamed" in reason for reason in m.reasons)
+
+
+PRODUCT = """graph g
+    input x: {0}[2, 37, 48]
+    input w: {0}[48, 40]
+    input b: {0}[40]
+    y: {0}[2, 37, 40] = op [b: 2, i: 37, n: 40 | m: 48 sum] reads x[b, i, m], w[m, n], b[n] body x * w then (acc0 + b) * b
+    output y"""
+
+
+def kernel_of(graph: Graph, mode: str = "full") -> Kernel:
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    outs = tuple(whole(graph.tensors[t].shape) for t in op.outs)
+    return Kernel(
+        op=0,
+        mode=mode,
+        block=whole(tuple(d.size for d in op.space)),
+        ins=tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads),
+        outs=outs,
+    )
+
+
+def check_library() -> None:
+    """A product by the library and a generated epilogue give what the generated kernel gives."""
+    for dtype in ("f32", "f16", "bf16"):
+        for text in (
+            PRODUCT,
+            PRODUCT.replace(" then (acc0 + b) * b", ""),
+            PRODUCT.replace("w[m, n]", "w[n, m]").replace("[48, 40]", "[40, 48]"),
+        ):
+            graph = parse(text.format(dtype))
+            kernel = kernel_of(graph)
+            data = random_data(graph, kernel, HERE, 3)
+            call = library.bind(graph, kernel, data.ins, data.outs)
+            assert call is not None
+            call()
+            assert not wrong(data), (dtype, text)
+    assert (
+        library.bind(
+            g := parse("graph g\n input x: f32[4]\n y: f32[4] = op [i: 4] reads x[i] body x * x\n output y"),
+            kernel_of(g),
+            [],
+            [],
+        )
+        is None
+    )
+
+
+def check_tune() -> None:
+    """The tuner with a timer of our own: the fastest right candidate wins, wrong and broken ones are refused, all is cached."""
+    graph = parse(PRODUCT.format("f32"))
+    kernel = kernel_of(graph)
+    times = iter([2.0, 1.5, 1.0, 0.5])
+    wanted = (Knobs(), Knobs(bm=32, bn=32), Knobs(bm=33), Knobs(bm=16, bn=16))
+    trials = measure(
+        graph, kernel, How(device=HERE, timer=lambda call: next(times), candidates=lambda g, k: wanted, libraries=True)
+    )
+    assert [bool(t.refused) for t in trials] == [False, False, True, False, False] and trials[-1].knobs is None
+    choice, numbers = choose(trials)
+    assert choice.knobs == Knobs(bm=16, bn=16) and numbers["default_seconds"] == 2.0 and len(numbers["refused"]) == 1
+    data = random_data(graph, kernel, HERE, 0)
+    data.outs[0].copy_(data.expected[0])
+    assert not wrong(data)
+    data.outs[0].view(-1)[5] += 1e-2
+    assert "off by" in wrong(data)
+    data.outs[0].view(-1)[5] = float("nan")
+    assert wrong(data)
+
+
+def check_rng() -> None:
+    """Random numbers are the CPU target's, bit for bit, however each operation is cut."""
+    c = case("noise")
+    alone = random_plan(c.graph, mesh_of("1"), random.Random(0), layouts=0.0)
+    expected, _ = execute(c.graph, lower(alone), c)
+    for k, mesh in enumerate(("1", "2", "3", "2x2", "4", "5", "3", "2x2")):
+        plan = random_plan(c.graph, mesh_of(mesh), random.Random(f"rng {k}"))
+        found, _ = machine(c, plan, lower(plan)).run(source(c.feeds))
+        for t, a in outputs(found).items():
+            assert a.dtype == expected[t].dtype and a.tobytes() == expected[t].tobytes(), (t, mesh, k)
+
+
+def check_merges() -> None:
+    """States merged on the device are those that the CPU target merges: every monoid, NaN and infinities kept."""
+    rng = np.random.default_rng(0)
+    target, host = TritonTarget(HERE), TorchCpu()
+    kinds = {"argmax": ("f32", "i64"), "argmin": ("f32", "i64"), "any": ("bool",), "all": ("bool",)}
+    for name, monoid in MONOIDS.items():
+        states = [[special(rng, d) for d in kinds.get(name, ("f32",) * len(monoid.fields))] for _ in range(3)]
+        want = host.merge(name, [[f.clone() for f in fields] for fields in states])
+        have = target.merge(name, [[f.to(HERE) for f in fields] for fields in states])
+        for a, b in zip(have, want, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def special(rng: np.random.Generator, dtype: str) -> torch.Tensor:
+    """Random cells, among them NaN and both infinities."""
+    if dtype == "bool":
+        return torch.from_numpy(rng.random((7, 5)) < 0.5)
+    if dtype == "i64":
+        return torch.from_numpy(rng.integers(0, 99, (7, 5)))
+    a = rng.standard_normal((7, 5)).astype(np.float32)
+    a.flat[rng.integers(0, a.size, 6)] = [np.nan, np.inf, -np.inf, 0.0, 1e30, -1e30]
+    return torch.from_numpy(a)
+
+
+if __name__ == "__main__":
+    globals()[f"check_{sys.argv[1]}"]()
+    print("passed")
