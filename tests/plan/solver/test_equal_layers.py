@@ -16,8 +16,15 @@ def layers(seed: int, count: int, *, width: int = 2, labels: int = 3, ends: bool
     rng = np.random.default_rng(seed)
     kinds = [int(n) for n in rng.integers(2, labels + 1, width)]
     unary = [rng.integers(0, 40, n).astype(float) for n in kinds]
-    inside = [(a, b, rng.integers(0, 40, (kinds[a], kinds[b])).astype(float)) for a, b in itertools.combinations(range(width), 2)]
-    seams = [(a, b, rng.integers(0, 40, (kinds[a], kinds[b])).astype(float)) for a in range(width) for b in range(width) if loopy or (a, b) == (width - 1, 0)]
+    inside = [
+        (a, b, rng.integers(0, 40, (kinds[a], kinds[b])).astype(float)) for a, b in itertools.combinations(range(width), 2)
+    ]
+    seams = [
+        (a, b, rng.integers(0, 40, (kinds[a], kinds[b])).astype(float))
+        for a in range(width)
+        for b in range(width)
+        if loopy or (a, b) == (width - 1, 0)
+    ]
     first = int(ends)
     sizes = [2] * first + kinds * count + [2] * first
     factors = []

@@ -20,7 +20,9 @@ def random_network(seed: int, *, forbid: float = 0.0, ternary: bool = True) -> t
     rng = np.random.default_rng(seed)
     sizes = [int(s) for s in rng.integers(1, 5, rng.integers(2, 8))]
     groups = [(n,) for n in range(len(sizes)) if rng.random() < 0.7]
-    groups += [(int(rng.integers(0, n)), n) if rng.random() < 0.5 else (n, int(rng.integers(0, n))) for n in range(1, len(sizes))]
+    groups += [
+        (int(rng.integers(0, n)), n) if rng.random() < 0.5 else (n, int(rng.integers(0, n))) for n in range(1, len(sizes))
+    ]
     groups += [tuple(int(n) for n in rng.permutation(len(sizes))[: 3 if ternary and len(sizes) > 2 else 2]) for _ in range(4)]
     factors = []
     for g in groups:
