@@ -26,11 +26,12 @@ from tapestry.ir.program import peak_bytes
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource
 from tapestry.plan.fusion import Machine
 from tapestry.plan.hoist_transfers import early
-from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
 from tapestry.plan.search.pareto import Point, fronts, undominated
-from tapestry.plan.search.planner import Found, search
+from tapestry.plan.search.planner import search
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.solver.budget import Budget
@@ -174,7 +175,7 @@ def state_task(
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=constraints.pins,
         folded=_folded(lifted), inputs=constraints.inputs, outputs=constraints.outputs,
-        fixed=replace(given.fixed if given else Fixed(), exact=exact), start=start, rewritable=free,
+        fixed=replace(given.fixed if given else LayoutConstraints(), exact=exact), start=start, rewritable=free,
         request=staging(request, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
         machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves),
         lifted=lifted.graph if free and not earlier else None,
@@ -205,7 +206,7 @@ def pareto_front(planned: Planned, task: Task, constraints: Constraints, budget:
     return undominated([*points, *(planned.fitted.points if planned.fitted else ())])
 
 
-def hoist_transfers(plan: Found) -> Found:
+def hoist_transfers(plan: PricedPlan) -> PricedPlan:
     """The plan's program with every transfer posted as early as memory allows."""
     program = early(plan.program)
     return plan if program is plan.program else replace(plan, program=program)
@@ -218,7 +219,7 @@ def unsharded_peak(planned: Planned, topology: Topology) -> int:
     return peak_bytes(search(planned.graph, one).program)[0][0]
 
 
-def verify(plan: Found, topology: Topology, exact: bool) -> dict[str, int]:
+def verify(plan: PricedPlan, topology: Topology, exact: bool) -> dict[str, int]:
     """Every law of the plan, proved by algorithms that the planner does not share: how many checks of each.
 
     Raises:
@@ -231,7 +232,7 @@ def verify(plan: Found, topology: Topology, exact: bool) -> dict[str, int]:
     )  # fmt: skip
 
 
-def measured_configs(plan: Found, target: str, precision: str) -> dict[str, dict[str, Any]]:
+def measured_configs(plan: PricedPlan, target: str, precision: str) -> dict[str, dict[str, Any]]:
     """Configurations measured for the plan's kernels on this machine, where it has a GPU of the target's kind."""
     if not target.startswith("triton"):
         return {}
@@ -240,7 +241,7 @@ def measured_configs(plan: Found, target: str, precision: str) -> dict[str, dict
     return {} if cache is None else recorded(cache, graph, kernel_sources.kernels(graph, plan.program))
 
 
-def emit_kernels(plan: Found, target: str, precision: str, knobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def emit_kernels(plan: PricedPlan, target: str, precision: str, knobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Source of every distinct kernel of the plan, by file name."""
     return kernel_sources.triton_sources(plan.plan.graph, plan.program, target, precision, knobs)
 

@@ -27,7 +27,7 @@ from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.passes import model_hash
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
-from tapestry.plan.search.planner import Found, TooBig
+from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.simulate import ASSUMPTION, simulate
 from tapestry.plan.solver.budget import Budget
@@ -195,7 +195,7 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
 
 
 def _build(runner: Runner, options: Options) -> store.Build:
-    lifted, found = runner.get("lifted", Lifted), runner.get("plan", Found)
+    lifted, found = runner.get("lifted", Lifted), runner.get("plan", PricedPlan)
     topo = replace(runner.get("topology", Topology), mesh=found.plan.mesh)
     constants: dict[str, tuple[int, int]] = {}
     offset = 0
@@ -214,7 +214,7 @@ def _build(runner: Runner, options: Options) -> store.Build:
 
 def _document(runner: Runner, options: Options, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
-    found, planned = runner.get("plan", Found), runner.get("planned", search.Planned)
+    found, planned = runner.get("plan", PricedPlan), runner.get("planned", search.Planned)
     lifted, given = runner.get("lifted", Lifted), runner.get("constraints", passes.Constraints).given
     requests: dict[str, Any] = {"pins": list(options.pins), "layouts": list(options.layouts)}
     if given:
@@ -230,12 +230,13 @@ def _document(runner: Runner, options: Options, build: store.Build) -> dict[str,
 
 def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The plan in numbers."""
-    found, topo = runner.get("plan", Found), runner.get("topology", Topology)
+    found, topo = runner.get("plan", PricedPlan), runner.get("topology", Topology)
     graph, program, lifted = found.plan.graph, found.program, runner.get("lifted", Lifted)
     loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
     return {
         "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": found.distinct,
         "left_out": found.problem.left_out if found.problem else 0,
+        "bound_of": _bound_of(found, build.moves, fitted=runner.get("planned", search.Planned).fitted is not None),
         "devices": program.devices, "objective_s": found.objective, "lower_bound_s": found.bound, "gap": found.gap,
         "simulated_s": simulate(found.plan, program, replace(topo, mesh=found.plan.mesh)).total, "overlap": ASSUMPTION,
         "peak_bytes": list(build.peak_bytes), "memory_bytes": topo.device.memory,
@@ -247,16 +248,28 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _search_record(found: Found, runner: Runner, options: Options) -> dict[str, Any]:
+def _search_record(found: PricedPlan, runner: Runner, options: Options) -> dict[str, Any]:
     """How the search ended, and what a later one needs to go on."""
     budget, earlier = runner.get("budget", Budget), runner.values["earlier"]
     spent = float(passes.search_of(earlier).get("seconds", 0.0)) if earlier else 0.0
-    ended = "proved" if found.gap <= 1e-9 else "interrupted" if budget.interrupted() else "time" if budget.over() else "stalled"
+    ended = "proved" if found.proved else "interrupted" if budget.interrupted() else "time" if budget.over() else "stalled"
     return {
         "ended": ended, "interrupted": budget.interrupted(), "seconds": round(spent + runner.seconds["search"], 4),
         "problem": fingerprint(found.problem) if found.problem else "",
         "resumed": str(options.resume) if options.resume else None,
     }  # fmt: skip
+
+
+def _bound_of(found: PricedPlan, moves: Sequence[str], *, fitted: bool) -> str:
+    """Which plans the lower bound holds for."""
+    if fitted:
+        return "all plans, in space and in time: the least work of each operation, evenly shared"
+    if found.plan.stages:
+        return "the stages of any pipeline, without messages: each operation at its fastest on any of the submeshes"
+    form = f"the graph after {len(moves)} moves" if moves else "the graph as simplified"
+    left = found.problem.left_out if found.problem else 0
+    most = f", without up to {left:,} combinations of one operation" if left else ""
+    return f"plans in space of {form}: every operation cut along one dimension, or none, by each mesh axis{most}"
 
 
 def _transfers(program: Program) -> list[dict[str, Any]]:

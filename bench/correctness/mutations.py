@@ -27,7 +27,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, Plan, Stage
 from tapestry.ir.program import Program, peak_bytes
 from tapestry.lift import lift
-from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.random_plan import random_plan, random_staged_plan
 from tapestry.plan.search.planner import search
@@ -89,7 +89,7 @@ def plans(graph: Graph, seed: int) -> Iterator[tuple[str, Plan, bool]]:
     yield "streamed", replace(random_plan(graph, parse_mesh("4"), seed + 2), streamed=streamed), False
     halves = [Stage(0, parse_mesh("2")), Stage(2, parse_mesh("2"))]
     yield "staged", random_staged_plan(graph, parse_mesh("4"), halves, seed + 3), False
-    found = search(graph, topology(parse_mesh("4"), "cpu"), time_limit=2.0, fixed=Fixed(exact=True))
+    found = search(graph, topology(parse_mesh("4"), "cpu"), time_limit=2.0, fixed=LayoutConstraints(exact=True))
     yield "exact", found.plan, True
 
 

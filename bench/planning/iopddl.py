@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.support.record import SHARED, Row, machine, write
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.pairs import FORBIDDEN, Instance
+from tapestry.plan.solver.pairs import FORBIDDEN, Instance, Usage
 from tapestry.plan.solver.pairwise import search
 
 SECONDS = 180.0  # for an instance whose time limit the README does not tell
@@ -42,17 +42,25 @@ def instance(problem: dict[str, Any]) -> Instance:
     """Flat arrays of a problem."""
     nodes, edges = problem["nodes"], problem.get("edges", {})
     costs, pairs = nodes["costs"], edges.get("nodes", [])
-    limit = problem.get("usage_limit")
     flat = lambda rows: np.array([x for row in rows for x in row], float)  # noqa: E731
+    sizes = np.array([len(c) for c in costs], np.int64)
     return Instance(
-        sizes=np.array([len(c) for c in costs], np.int64),
+        sizes=sizes,
         unary=flat(costs),
-        usage=flat(nodes["usages"]),
-        intervals=np.array([i or [0, 0] for i in nodes["intervals"]], np.int64).reshape(-1, 2),
         pairs=np.array(pairs, np.int64).reshape(-1, 2),
         tables=flat(edges.get("costs", [])),
-        limit=np.inf if limit is None else float(limit),
+        usage=_usage(sizes, flat(nodes["usages"]), nodes["intervals"], problem.get("usage_limit")),
     )
+
+
+def _usage(sizes: np.ndarray, amount: np.ndarray, intervals: list[list[int]], limit: int | None) -> Usage:
+    """What every choice uses while its node is alive."""
+    if limit is None:
+        return Usage.none()
+    lo, hi = np.repeat(np.array([i or [0, 0] for i in intervals], np.int64).reshape(-1, 2), sizes, axis=0).T
+    used = np.flatnonzero((amount != 0) & (hi > lo))
+    end = int(hi[used].max(initial=0))
+    return Usage(used, lo[used], hi[used], amount[used], np.full(end, float(limit)), np.arange(end))
 
 
 def evaluate(problem: dict[str, Any], choice: list[int]) -> tuple[int, int]:
@@ -71,6 +79,12 @@ def evaluate(problem: dict[str, Any], choice: list[int]) -> tuple[int, int]:
         used += change[t]
         most = max(most, used)
     return (-1 if any(t >= FORBIDDEN for t in terms) else sum(terms)), most
+
+
+def limit_of(problem: dict[str, Any]) -> float:
+    """Of the sum of the usages alive at one time."""
+    limit = problem.get("usage_limit")
+    return float("inf") if limit is None else float(limit)
 
 
 def known(directory: Path) -> dict[str, dict[str, float]]:
@@ -98,8 +112,9 @@ def measure(path: Path, facts: dict[str, float], factor: float, stop: threading.
     seconds = time.monotonic() - start
     cost, peak = evaluate(problem, [int(c) for c in state.choice])
     feasible = np.isfinite(state.cost)
-    if feasible and (abs(cost - state.cost) > 1e-9 * abs(cost) or cost < 0 or peak > given.limit):
-        raise SystemExit(f"{name}: the solver says {state.cost}, the evaluator {cost} at a peak of {peak} of {given.limit}")
+    if feasible and (abs(cost - state.cost) > 1e-9 * abs(cost) or cost < 0 or peak > limit_of(problem)):
+        said = f"the solver says {state.cost}, the evaluator {cost} at a peak of {peak} of {limit_of(problem)}"
+        raise SystemExit(f"{name}: {said}")
     bound = float(state.bound)
     best = facts.get("best", float("nan"))
     return {
@@ -108,7 +123,7 @@ def measure(path: Path, facts: dict[str, float], factor: float, stop: threading.
         "cost": cost if feasible else None, "bound": _plain(bound), "gap": (cost - bound) / cost if feasible and cost else None,
         "best_known": _plain(best), "ratio": _plain(cost / best) if feasible else None,
         "xla_ratio": _plain(facts.get("xla", float("nan"))),
-        "limit_seconds": limit, "seconds": round(seconds, 2), "peak": peak, "usage_limit": given.limit,
+        "limit_seconds": limit, "seconds": round(seconds, 2), "peak": peak, "usage_limit": limit_of(problem),
         "steps": [[round(t, 2), what, _plain(c), _plain(b)] for t, what, c, b in state.log],
     }  # fmt: skip
 

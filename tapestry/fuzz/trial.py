@@ -26,7 +26,7 @@ from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import Lifted, lift, read_weight
-from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import topology
@@ -170,7 +170,7 @@ def _exactly(p: Prepared, recipe: Recipe) -> Failure | None:
     """An exact plan gives the bits of one device on any mesh."""
     graph, found = simplify(p.lifted.graph), list[dict[str, Array]]()
     for mesh in ((MeshAxis("d0", 1),), recipe.mesh):
-        plan = search(graph, topology(mesh, "cpu"), time_limit=5.0, fixed=Fixed(exact=True))
+        plan = search(graph, topology(mesh, "cpu"), time_limit=5.0, fixed=LayoutConstraints(exact=True))
         peak = peak_bytes(plan.program)[0]
         certificate.check(plan.plan.annotated(), plan.program, stated_peak=peak, places=plan.plan.places, exact=True)
         outs, measured = execute(plan.plan, plan.program, p.model.inputs, p.data, TorchCpu(True))

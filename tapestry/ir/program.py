@@ -6,7 +6,7 @@ device takes no part. Buffers are named; a name stands for one buffer on each de
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -193,16 +193,23 @@ def reads(step: Step) -> tuple[str, ...]:
             return ()
 
 
-def peak_bytes(program: Program) -> tuple[list[int], list[int]]:
-    """(largest number of bytes alive at once, the step after which it is reached) for each device."""
-    alive, peak, at = (np.zeros(program.devices, np.int64) for _ in range(3))
-    for i, step in enumerate(program.steps):
+def alive_bytes(program: Program) -> Iterator[np.ndarray[Any, Any]]:
+    """Bytes alive on every device at each step, what it frees included; the array changes from step to step."""
+    alive = np.zeros(program.devices, np.int64)
+    for step in program.steps:
         for b in allocated(step):
             alive += device_bytes(program.buffers[b])
-        at[alive > peak] = i
-        peak = np.maximum(peak, alive)
+        yield alive
         for b in step.buffers if isinstance(step, Free) else ():
             alive -= device_bytes(program.buffers[b])
+
+
+def peak_bytes(program: Program) -> tuple[list[int], list[int]]:
+    """(largest number of bytes alive at once, the step after which it is reached) for each device."""
+    peak, at = (np.zeros(program.devices, np.int64) for _ in range(2))
+    for i, alive in enumerate(alive_bytes(program)):
+        at[alive > peak] = i
+        peak = np.maximum(peak, alive)
     return peak.tolist(), at.tolist()
 
 

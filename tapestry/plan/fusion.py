@@ -29,10 +29,10 @@ from tapestry.rewrites.maps.inline_map import InlineMap
 
 CACHE = 2.0  # bandwidth of the cache that tiles share (L2), as a multiple of the memory's: 5.5 of 3.35 TB/s on H100
 _NONE = frozenset[str]()
-REACHED = 0.6  # of the rate of contractions, by products in tiles
-FEWEST = 32  # rows, or columns, of the smallest tiles that pay
-PROGRAMS = 64  # fewer leave most of a device idle
-OPERATOR = 2e-6  # s, one of torch's operators on a CPU beyond its arithmetic
+REACHED = 0.6  # of a preset's rate, by products in tiles: Triton's FA2 gets 471 of 790 TFLOP/s, H100 (pytorch/benchmark#2391)
+ROWS = 32  # of a tile that is worth a program: an estimate, twice the 16 that matrix units take at least
+PROGRAMS = 64  # an estimate, the power of two under half of an H100's 132 multiprocessors: with fewer, most of it is idle
+OPERATOR = 2e-6  # s, one of torch's operators on four numbers on one core: 2.1 (add) to 2.5 µs (exp, tanh) with torch 2.13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +117,14 @@ def reduced_seconds(graph: Graph, op: Block, machine: Machine) -> float:
     few of them; columns in parts are merged by a second launch."""
     found, device = folded_roles(op), machine.device
     assert found is not None
-    programs = prod(d.size for d in found.batch) * -(-prod(d.size for d in found.rows) // FEWEST)
+    programs = prod(d.size for d in found.batch) * -(-prod(d.size for d in found.rows) // ROWS)
     extra = 0.0
     if not found.folds:
-        programs *= -(-prod(d.size for d in found.columns) // FEWEST)
+        programs *= -(-prod(d.size for d in found.columns) // ROWS)
     elif programs < PROGRAMS:
         columns = prod(d.size for d in (*found.columns, *found.taps))
         longest = max(d.size for d in op.reduce)
-        wanted = min(2 * PROGRAMS // programs, columns // FEWEST)
+        wanted = min(2 * PROGRAMS // programs, columns // ROWS)
         parts = max((p for p in range(1, wanted + 1) if longest % p == 0), default=1)
         programs, extra = programs * parts, device.launch if parts > 1 else 0.0
     share = min(1.0, programs / PROGRAMS)

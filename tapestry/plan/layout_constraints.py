@@ -17,7 +17,7 @@ Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
+class LayoutConstraints:
     """What is given.
 
     Attributes:

@@ -15,7 +15,8 @@ from tapestry.plan.fusion import fused
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
-from tapestry.plan.search.planner import Found, TooBig, cheapest
+from tapestry.plan.search.planner import cheapest
+from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.structural_search import WORTH, Improvement
@@ -52,7 +53,7 @@ class Candidate:
     """A form of the graph with its best plan, or with why none fits; ``fitted`` says how it was made to fit in time."""
 
     form: Form
-    result: Found | TooBig
+    result: PricedPlan | TooBig
     fitted: Fitted | None = None
 
 
@@ -97,13 +98,13 @@ def try_without_fusions(candidate: Candidate, task: Task, budget: Budget) -> Can
     or, on several devices, where planning was quick (fused operations are cut alike)."""
     form, result = candidate.form, candidate.result
     quick = task.several_devices and time.monotonic() - form.began < QUICK and not budget.over()
-    if form.graph is form.plain or (isinstance(result, Found) and not quick):
+    if form.graph is form.plain or (isinstance(result, PricedPlan) and not quick):
         return candidate
     plain = replace(form, graph=form.plain, moves=tuple(map(without, sorted(form.disabled))))
     other = solve(plain, enumerate_strategies(plain, task), task, budget)
     if isinstance(result, TooBig):
         return other
-    return other if isinstance(other.result, Found) and other.result.objective < result.objective else candidate
+    return other if isinstance(other.result, PricedPlan) and other.result.objective < result.objective else candidate
 
 
 def try_without_simplifications(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
@@ -119,7 +120,7 @@ def try_without_simplifications(candidate: Candidate, task: Task, budget: Budget
             continue
         form = _form(graph, task, disabled)
         other = try_without_fusions(solve(form, enumerate_strategies(form, task), task, budget), task, budget)
-        if isinstance(other.result, Found) and other.result.objective < result.objective * WORTH:
+        if isinstance(other.result, PricedPlan) and other.result.objective < result.objective * WORTH:
             candidate = other
     return candidate
 
@@ -137,7 +138,7 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
         TooBig: nothing fits, and the graph may not be rewritten.
     """
     result, graph = candidate.result, candidate.form.graph
-    if isinstance(result, Found):
+    if isinstance(result, PricedPlan):
         return candidate
     if not task.rewritable:
         raise result
@@ -151,7 +152,7 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
         previous = (again, moves) if again else None
     try:
         fitted = fit(
-            graph, task.topology, result.found, inputs=task.inputs, outputs=task.outputs, budget=part, previous=previous
+            graph, task.topology, result.closest, inputs=task.inputs, outputs=task.outputs, budget=part, previous=previous
         )
     except TooBig as e:
         return replace(candidate, result=e)
@@ -171,7 +172,7 @@ def restructure(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     )
 
 
-def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Planned, Found]:
+def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Planned, PricedPlan]:
     """The plan with pipeline stages where they are asked for, or pay; else the candidate's own.
 
     Raises:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from tapestry.rewrites.partition.split import splittable
 
 Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
 MAX_STRATEGIES = 1024  # of one operation: what three mesh axes offer, and part of what four do
+WINDOW = 16  # points; a reduced dimension under that, beside a larger one, is taken for a window: cut only when pinned
+SCATTERS = 3  # output axes, the longest ones, along which a reduction that is cut may be scattered
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,10 @@ def every_strategy(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> list[Strat
     """All ways to spread an operation over a mesh; where they are too many, those with the fewest reduce-scatters first.
 
     Each mesh axis cuts one dimension or none; a cut reduced dimension ends in an all-reduce or in a reduce-scatter along
-    an output axis. Small reduced dimensions beside a larger one (a kernel's window) are left alone unless pinned.
+    an output axis. `WINDOW` and `SCATTERS` leave some out, which `left_out` counts.
     """
-    fixed = {p.axis: p.dim for p in pins}
-    choices = [_axis_choices(op, mesh[a].size, fixed.get(a)) for a in range(len(mesh))]
+    pinned = {p.axis: p.dim for p in pins}
+    choices = [_axis_choices(op, mesh[a].size, pinned.get(a)) for a in range(len(mesh))]
     out: list[Strategy] = []
     for combo in itertools.product(*choices):
         if _fits(op, mesh, combo):
@@ -53,6 +56,14 @@ def every_strategy(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> list[Strat
         reduced = _reduced(op)
         out.sort(key=lambda s: sum(o is not None and d in reduced for d, o in zip(s.dims, s.out, strict=True)))
     return out
+
+
+def left_out(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> int:
+    """How many combinations of cuts `every_strategy` does not look at, those that leave a part empty included."""
+    pinned = {p.axis: p.dim for p in pins}
+    sizes = [(a.size, pinned.get(k)) for k, a in enumerate(mesh)]
+    every = prod(len(_axis_choices(op, n, pin, every=True)) for n, pin in sizes)
+    return every - prod(len(_axis_choices(op, n, pin)) for n, pin in sizes)
 
 
 def scatters(op: Op, s: Strategy, axis: int) -> bool:
@@ -68,8 +79,8 @@ def _reduced(op: Op) -> set[str]:
     return {d.name for d in op.reduce} if isinstance(op, Block) else set()
 
 
-def _axis_choices(op: Op, size: int, pinned: str | None) -> list[tuple[str | None, int | None]]:
-    """(dimension, scatter axis) for one mesh axis."""
+def _axis_choices(op: Op, size: int, pinned: str | None, *, every: bool = False) -> list[tuple[str | None, int | None]]:
+    """(dimension, scatter axis) for one mesh axis; ``every``: also those that are left out."""
     out: list[tuple[str | None, int | None]] = [] if pinned else [(None, None)]
     reduced = _reduced(op)
     largest = max((d.size for d in op.reduce), default=0) if isinstance(op, Block) else 0
@@ -79,11 +90,11 @@ def _axis_choices(op: Op, size: int, pinned: str | None) -> list[tuple[str | Non
         if d.name not in reduced:
             out.append((d.name, None))
             continue
-        if not pinned and d.size < largest and d.size < 16:
+        if not (pinned or every) and d.size < min(largest, WINDOW):
             continue
         out.append((d.name, None))
         extents = [(i, m.size) for i, m in enumerate(op.dims) if m.size >= size]
-        out += [(d.name, i) for i, _ in sorted(extents, key=lambda e: -e[1])[:3]]
+        out += [(d.name, i) for i, _ in sorted(extents, key=lambda e: -e[1])[: None if every else SCATTERS]]
     return out or [(None, None)]
 
 

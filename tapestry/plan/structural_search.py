@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, device_count
 from tapestry.ir.syntax.printer import signature
-from tapestry.plan.search.planner import Found
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.solver.budget import Budget
 from tapestry.rewrites.core.driver import apply_legal, rules_of, simplify
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, Sized
@@ -35,14 +35,14 @@ class Improvement:
         tried: kinds of moves that were looked at.
     """
 
-    plan: Callable[[Graph, Budget], Found]
+    plan: Callable[[Graph, Budget], PricedPlan]
     budget: Budget
     seconds: float
     least: float = 0.0
     disabled: frozenset[str] = _NONE
     tried: set[str] = field(default_factory=set[str])
 
-    def run(self, graph: Graph, found: Found) -> tuple[Graph, Found, list[Move]]:
+    def run(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]]:
         """The graph, its best plan and the moves that led to it, from a graph and its plan."""
         accepted: list[Move] = []
         while (step := self._better(graph, found)) is not None:
@@ -50,7 +50,7 @@ class Improvement:
             accepted += moves
         return graph, found, accepted
 
-    def _better(self, graph: Graph, found: Found) -> tuple[Graph, Found, list[Move]] | None:
+    def _better(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
         """The first graph with a better plan, and the moves to it; takes the seconds of the built-in rules off ``seconds``."""
         ours = self.budget.part(self.seconds)
         begin = ours.left()

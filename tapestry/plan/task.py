@@ -15,10 +15,11 @@ from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Plan, device_count
 from tapestry.plan.fusion import Machine
-from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_pins
-from tapestry.plan.search.planner import Found, TooBig, cheapest
+from tapestry.plan.search.planner import cheapest
+from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start
 from tapestry.plan.solver.budget import Budget
@@ -53,7 +54,7 @@ class Task:
     folded: Sequence[str]
     inputs: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
-    fixed: Fixed
+    fixed: LayoutConstraints
     start: Start
     rewritable: bool
     request: Request
@@ -90,12 +91,12 @@ class Task:
             raise failed[0]
         return out
 
-    def attempt(self, graph: Graph, budget: Budget) -> Found:
+    def attempt(self, graph: Graph, budget: Budget) -> PricedPlan:
         """The best plan of a graph in space, for comparing: one that does not fit costs infinitely much."""
         try:
             return cheapest(self.problems(graph), budget, self.start)
         except TooBig as e:
-            return replace(e.found, objective=math.inf)
+            return replace(e.closest, objective=math.inf)
 
     def rewritten_problems(self, graph: Graph, moves: Sequence[Move]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         """The problem of a graph and of each graph that rewrites make of it, with the moves that led there."""

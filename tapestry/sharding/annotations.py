@@ -27,7 +27,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.plan import Layout, Mesh, MeshAxis, device_count
 from tapestry.lift.file.structure import load
-from tapestry.plan.layout_constraints import Dims, Fixed
+from tapestry.plan.layout_constraints import Dims, LayoutConstraints
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
 from tapestry.rewrites.core.driver import applied, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import RULES, Move, apply_moves, parse_move
@@ -68,7 +68,7 @@ class Given:
     """
 
     graph: Graph
-    fixed: Fixed
+    fixed: LayoutConstraints
     inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     moves: tuple[Move, ...] = ()
@@ -213,7 +213,7 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
     graph, moves = _moved(graph, chosen, notes)
     inputs, outputs = _ends(a, lifted, reads)
     dims, inner = _dims(a, graph, outs, over)
-    fixed = Fixed(outs={**outs, **inner}, reads=reads, dims=dims)
+    fixed = LayoutConstraints(outs={**outs, **inner}, reads=reads, dims=dims)
     counts = {"specs": len(a.outs) + len(a.reads), "fixed": len(outs), "reads": len(reads), "dims": len(fixed.dims)}
     return Given(graph=graph, fixed=fixed, inputs=inputs, outputs=outputs, moves=moves, notes=tuple(notes), counts=counts)
 

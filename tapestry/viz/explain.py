@@ -196,6 +196,8 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     topo = from_data(build.topology)
     yield from (*_kinds_text(topo), *_joined_text(topo))
     yield f"objective {r['objective_s'] * 1e3:.4g} ms, lower bound {r['lower_bound_s'] * 1e3:.4g} ms, gap {r['gap']:.2%}"
+    if "bound_of" in r:
+        yield f"  the bound is of {r['bound_of']}"
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s")]
     yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
     yield f"  assumed: {ASSUMPTION}"

@@ -13,7 +13,7 @@ from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift.normalize.prepare import Prepared
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource
-from tapestry.plan.search.planner import Found
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.search_passes import Candidate, Form
 from tapestry.viz.format import step_text
@@ -30,7 +30,7 @@ def graph_of(value: object) -> Graph | None:
             return value.graph
         case Candidate():
             return graph_of(value.result) or value.form.graph
-        case Found():
+        case PricedPlan():
             return value.plan.annotated()
         case _:
             return None
@@ -43,14 +43,14 @@ def dump(name: str, values: Iterable[object]) -> str:
         graph = graph_of(value)
         if graph is not None:
             found = value.result if isinstance(value, Candidate) else value
-            more = list(_plan_lines(found)) if isinstance(found, Found) else []
+            more = list(_plan_lines(found)) if isinstance(found, PricedPlan) else []
             return "\n".join([f"# after {name}", *more, to_text(graph)])
         if isinstance(value, ModelSource | Prepared):
             return f"# after {name}\n{onnx.printer.to_text(value.model)}\n"
     return f"# after {name}: no IR yet\n"
 
 
-def _plan_lines(found: Found) -> Iterator[str]:
+def _plan_lines(found: PricedPlan) -> Iterator[str]:
     """A plan's cost and program, as comments."""
     plan = found.plan
     yield f"# mesh {', '.join(f'{a.name}={a.size}' for a in plan.mesh)}"
@@ -78,7 +78,7 @@ def _own_sizes(value: object) -> Sizes:
             return {"nodes": len(value.model.graph.node)}
         case Candidate():
             return _own_sizes(value.result)
-        case Found():
+        case PricedPlan():
             return _program_sizes(value.plan, value.program)
         case list():
             problems = [p for p in cast("list[object]", value) if isinstance(p, Problem)]

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
+from tapestry.plan.solver.pairs import PROVED
 from tapestry.viz.format import human, moves_text
 
 
@@ -18,7 +19,7 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_column(style="bold")
     facts.add_column()
     facts.add_row("model", f"{report['nodes']} nodes → {report['ops']} operations → {report['signatures']} distinct signatures")
-    gap = f"gap {report['gap']:.2%}" + (" (proved optimal)" if report["gap"] < 1e-6 else "")
+    gap = f"gap {report['gap']:.2%}" + (" (proved optimal)" if report["gap"] <= PROVED else "")
     facts.add_row("plan", f"objective {ms(report['objective_s'])}, lower bound {ms(report['lower_bound_s'])}, {gap}")
     for k, s in enumerate(report.get("stages", ())):
         each = " per micro-batch" if report["micro_batches"] > 1 else ""

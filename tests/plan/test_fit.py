@@ -18,7 +18,8 @@ from tapestry.plan.lower import lower
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.floor import least_cells, least_seconds
 from tapestry.plan.memory.peaks import fewest
-from tapestry.plan.search.planner import TooBig, search, spatial
+from tapestry.plan.search.planner import search, spatial
+from tapestry.plan.search.priced_plan import TooBig
 from tapestry.plan.search.problem import build, load_seconds
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget

@@ -20,6 +20,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.strategy import Pin, every_strategy, left_out
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.verify import certificate
 from tapestry.viz import explain
@@ -261,3 +262,39 @@ def test_reasons_name_bytes_and_seconds(tmp_path: Path) -> None:
         and " slower: " in text
         and ("MiB more)" in text or "MiB less)" in text)
     )
+
+
+# --- of which plans a bound speaks
+
+
+def test_what_no_bound_speaks_of_is_counted_and_named(tmp_path: Path) -> None:
+    """A window, and a reduction that may be scattered along four axes: what is not offered is counted; one split of a product is not."""
+    window = parse(
+        "graph g\ninput x: f32[8, 64, 16]\ninput k: f32[8, 64, 3]\n"
+        "y: f32[8, 16] = op [o: 8, h: 16 | c: 64 sum, r: 3 sum]\n  reads x[o, c, h + r - 1] else 0.0, k[o, c, r]\n  body x * k\noutput y\n"
+    )  # fmt: skip
+    (op,) = window.ops
+    two, four = parse_mesh("2"), parse_mesh("4")
+    assert left_out(op, two) == 1 + 2  # r cut: all-reduced, or scattered along o or h
+    assert left_out(op, four) == 0  # three points are not cut in four
+    assert left_out(op, two, (Pin("r", 0),)) == 0
+    deep = parse(
+        "graph g\ninput x: f32[4, 5, 6, 7, 8]\ny: f32[4, 5, 6, 7] = op [a: 4, b: 5, c: 6, d: 7 | m: 8 sum]\n"
+        "  reads x[a, b, c, d, m]\n  body x\noutput y\n"
+    )  # fmt: skip
+    assert left_out(deep.ops[0], two) == 1
+    every, offered = {(s.dims, s.out) for s in every_strategy(deep.ops[0], two)}, build(deep, topology(two), {}, {}, {})
+    assert (("m",), (0,)) not in every and offered.left_out == 1
+    path = mlp(tmp_path / "m.onnx", 16)
+    report = tapestry.compile(path, devices=8, weights=False, topology="h100").report
+    assert report["left_out"] == 0 and report["bound_of"].startswith("plans in space of the graph")
+    assert "without" not in report["bound_of"]
+
+
+def test_the_text_says_of_which_plans_the_bound_is(tmp_path: Path) -> None:
+    nodes = [N("Conv", ["x", "w"], ["y"], "conv", pads=[1, 1, 1, 1])]
+    path = model(tmp_path / "c.onnx", nodes, [8, 64, 16, 16], [8, 32, 16, 16], {"w": [32, 64, 3, 3]}, {})
+    done = tapestry.compile(path, devices=2, weights=False, topology="h100")
+    count = done.report["left_out"]
+    assert count > 0 and f"without up to {count:,} combinations" in done.report["bound_of"]
+    assert done.report["bound_of"] in explain.explain(done.build)

@@ -19,8 +19,9 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.lower import lower
 from tapestry.plan.requests import parse_layouts, parse_pins
-from tapestry.plan.search import planner, problem
+from tapestry.plan.search import memory_limit, problem
 from tapestry.plan.search.planner import search
+from tapestry.plan.search.priced_plan import PricedPlan, priced_plan
 from tapestry.plan.solver.network import evaluate
 from tapestry.plan.strategy import MAX_STRATEGIES, Pin, strategies
 from tapestry.plan.topology import PRESETS, default_mesh, parse_bytes, parse_mesh, topology
@@ -174,15 +175,21 @@ def test_too_little_memory_is_said_in_bytes():
     assert "--memory" in text
 
 
-def test_the_memory_row_never_overestimates():
-    graph, topo = chain(), topology(parse_mesh("2"))
+@pytest.mark.parametrize("name", ["chain", "smooth"])
+def test_the_memory_demands_never_overestimate(name):
+    """At no operation: of the program that any choice is lowered to, transfers and all."""
+    graph, topo = GRAPHS[name](), topology(parse_mesh("2"))
     p = problem.build(graph, topo, {}, {}, {})
-    rows = [problem.memory_row(p, at) for at in range(len(graph.ops))]
+    room = memory_limit.Room(p, surely=True)
     for choice in itertools.product(*(range(n) for n in p.sizes)):
-        plan = Plan(graph=graph, mesh=topo.mesh, strategies=tuple(m.strategies[c] for m, c in zip(p.menus, choice, strict=True)))
-        most = max(peak_bytes(lower(plan))[0])
-        for row in rows:
-            assert sum(r[c] for r, c in zip(row, choice, strict=True)) <= most
+        plan = priced_plan(p, choice, 0.0)
+        need = memory_limit.needed_bytes(plan.program, topo, len(graph.ops))
+        assert max(need) == max(peak_bytes(plan.program)[0])
+        assert (room.estimate(choice) <= need).all()
+        assert room.least() <= max(need)
+        limit = max(need) - 1
+        room.learn(choice, plan, limit)
+        assert (room.estimate(choice) > limit - room.less).any(), "a choice that does not fit is offered again"
 
 
 # --- pins and layouts
@@ -445,5 +452,5 @@ def test_no_such_topology():
 
 def test_gap():
     found = search(chain(), topology(parse_mesh("2")))
-    assert planner.Found(plan=found.plan, program=found.program, objective=2.0, bound=1.5, distinct=1).gap == 0.25
-    assert planner.Found(plan=found.plan, program=found.program, objective=0.0, bound=0.0, distinct=1).gap == 0.0
+    assert PricedPlan(plan=found.plan, program=found.program, objective=2.0, bound=1.5, distinct=1).gap == 0.25
+    assert PricedPlan(plan=found.plan, program=found.program, objective=0.0, bound=0.0, distinct=1).gap == 0.0

@@ -213,7 +213,7 @@ def requests(folder: Path, count: int) -> Path:
 
 
 def test_an_input_that_does_not_fit_is_the_inputs_fault(tmp_path):
-    """Found before ranks are started: exit status 2, as in one process, and no rank is blamed."""
+    """PricedPlan before ranks are started: exit status 2, as in one process, and no rank is blamed."""
     name = api.load(attention_build()).build.plan.graph.inputs[0]
     np.save(tmp_path / "x.npy", np.zeros((1, 1), np.float32))
     asked = ("run", attention_build(), "--processes", 2, "--input", f"{name}={tmp_path / 'x.npy'}", "-q")

@@ -16,7 +16,8 @@ from tapestry.ir.program import alive_at, peak_bytes
 from tapestry.plan.memory.floor import least_seconds
 from tapestry.plan.memory.peaks import excess, fewest, moves, streamable
 from tapestry.plan.search.pareto import Point
-from tapestry.plan.search.planner import Found, peak, spatial, too_big
+from tapestry.plan.search.planner import spatial
+from tapestry.plan.search.priced_plan import PricedPlan, peak, too_big
 from tapestry.plan.search.problem import build
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology
@@ -35,7 +36,7 @@ TRIAL_SECONDS = 4.0  # for planning one state
 class Fitted:
     """A plan that fits, the moves that led to its graph, what a person should know of why, and all plans met that fit."""
 
-    found: Found
+    found: PricedPlan
     moves: tuple[Move, ...]
     report: Mapping[str, object]
     points: tuple[Point, ...]
@@ -47,18 +48,18 @@ class _State:
 
     graph: Graph
     moves: tuple[Move, ...]
-    found: Found
+    found: PricedPlan
 
 
 def fit(
     graph: Graph,
     topo: Topology,
-    first: Found,
+    first: PricedPlan,
     *,
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
     budget: Budget,
-    previous: tuple[Found, Sequence[Move]] | None = None,
+    previous: tuple[PricedPlan, Sequence[Move]] | None = None,
 ) -> Fitted:
     """The cheapest plan that was found to fit, by splits in time, recomputation and streamed weights.
 
@@ -148,7 +149,7 @@ class _Search:
         self.budget = self.budget.part(MORE_SECONDS)
         return _State(graph, done, best)
 
-    def spatial(self, graph: Graph, streamed: frozenset[str]) -> Found:
+    def spatial(self, graph: Graph, streamed: frozenset[str]) -> PricedPlan:
         """The planner's own search, for a while."""
         self.trials += 1
         problem = build(graph, self.topo, {}, self.inputs, self.outputs, streamed=streamed)
@@ -160,7 +161,7 @@ class _Search:
         return f"; tried {self.trials} plans with all weights streamed and these moves: {kinds}"
 
 
-def _report(first: Found, found: Found, topo: Topology, trials: int) -> dict[str, object]:
+def _report(first: PricedPlan, found: PricedPlan, topo: Topology, trials: int) -> dict[str, object]:
     """Why the plan is not only spatial: by how much the best of those did not fit, and what this one does instead."""
     most, at = peak_bytes(first.program)
     device = topo.tightest(most)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapestry.ir.graph import Block, Dim, Graph, Op
-from tapestry.ir.program import Free, Launch, Program, Reduce, allocated, device_bytes, peak_bytes
+from tapestry.ir.program import Free, Launch, Program, Reduce, alive_bytes, allocated, device_bytes, peak_bytes
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.lower import distinct
-from tapestry.plan.search.planner import Found
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import load_seconds
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.rule import Move
@@ -42,7 +42,7 @@ class Peak:
     high: tuple[int, ...]
 
 
-def peak_of(found: Found, topo: Topology) -> Peak:
+def peak_of(found: PricedPlan, topo: Topology) -> Peak:
     """The peak of a plan's program, on the device that lacks most memory or has least left."""
     program = found.program
     most, at = peak_bytes(program)
@@ -71,14 +71,8 @@ def peak_of(found: Found, topo: Topology) -> Peak:
 
 def excess(program: Program, topo: Topology) -> int:
     """Bytes above what the devices have, summed over the steps of the program and its devices."""
-    alive, total, limit = np.zeros(program.devices, np.int64), 0, np.array(topo.memories(), np.int64)
-    for step in program.steps:
-        for b in allocated(step):
-            alive += device_bytes(program.buffers[b])
-        total += int(np.maximum(alive - limit, 0).sum())
-        for b in step.buffers if isinstance(step, Free) else ():
-            alive -= device_bytes(program.buffers[b])
-    return total
+    limit = np.array(topo.memories(), np.int64)
+    return sum(int(np.maximum(alive - limit, 0).sum()) for alive in alive_bytes(program))
 
 
 def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
@@ -89,7 +83,7 @@ def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
     return out
 
 
-def moves(graph: Graph, found: Found, topo: Topology, count: int) -> list[tuple[Move, ...]]:
+def moves(graph: Graph, found: PricedPlan, topo: Topology, count: int) -> list[tuple[Move, ...]]:
     """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind."""
     spot = peak_of(found, topo)
     above = max(topo.strain(peak_bytes(found.program)[0]) - topo.device.memory, 1)
@@ -202,7 +196,7 @@ def streamable(graph: Graph, fixed: Sequence[str], limit: int) -> frozenset[str]
     return frozenset(t for t in graph.weights if t not in stay and t in readers and graph.tensors[t].nbytes >= least)
 
 
-def fewest(found: Found, topo: Topology) -> frozenset[str]:
+def fewest(found: PricedPlan, topo: Topology) -> frozenset[str]:
     """Of the weights that a plan streams, those that must be for it to fit; the others stay where they are needed most often.
 
     Worked out on the plan's own program: a weight that stays holds its footprints from the start to the end instead of

@@ -10,10 +10,9 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.syntax.printer import to_text
-from tapestry.plan.search.planner import Found, found_plan, peak
+from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan
 from tapestry.plan.search.problem import build
 from tapestry.plan.search.resume import beginning, start_of
-from tapestry.plan.solver.network import Solution
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.rule import Move, apply_moves
 
@@ -26,7 +25,7 @@ def refitted(
     *,
     inputs: Mapping[str, Layout],
     outputs: Mapping[str, Layout],
-) -> Found | None:
+) -> PricedPlan | None:
     """The earlier plan on the graph that its moves make; None where that is another graph, or it does not fit.
 
     Args:
@@ -40,5 +39,5 @@ def refitted(
         return None
     problem = build(again, topo, {}, inputs, outputs, streamed=earlier.streamed)
     choice = beginning(problem, start_of(earlier))
-    found = found_plan(problem, Solution(choice, 0.0, -np.inf), -np.inf) if choice else None
-    return found if found is not None and peak(found) <= topo.device.memory and np.isfinite(found.objective) else None
+    plan = priced_plan(problem, choice, -np.inf) if choice else None
+    return plan if plan is not None and peak(plan) <= topo.device.memory and np.isfinite(plan.objective) else None

@@ -72,7 +72,7 @@ def _table(problem: Problem, pieces: Pieces) -> _Table:
     graph, points = problem.graph, pieces.points
     n = len(points) - 1
     bucket = np.searchsorted(points, np.arange(len(graph.ops)), side="right") - 1
-    choice = solve(problem.sizes, problem.factors, pieces.budget).choice
+    choice = solve(problem.network, pieces.budget).choice
     own = np.zeros(n)
     for f in problem.factors:
         own[bucket[f.nodes[-1]]] += float(f.table[tuple(choice[k] for k in f.nodes)])

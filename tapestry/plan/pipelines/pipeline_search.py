@@ -20,7 +20,7 @@ from tapestry.plan.pipelines.segments import Pieces, Solved, solve_piece
 from tapestry.plan.pipelines.sequence import Sequence, batch_cut, cut_points, sequence
 from tapestry.plan.pipelines.stage_chain import Chain, Piece, best_chain, submeshes
 from tapestry.plan.pipelines.staged_plan import link_between, lower_plan, segment, stage_topology
-from tapestry.plan.search.planner import Found
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.solver.budget import Budget, OutOfTime
 from tapestry.plan.strategy import out_layout
 from tapestry.plan.topology import Link, Topology
@@ -43,7 +43,7 @@ class Staged:
         exact: whether every piece was solved, so that no other chain of the cut points is better under the model.
     """
 
-    found: Found
+    found: PricedPlan
     seconds: tuple[float, ...]
     sequence: Sequence
     exact: bool
@@ -113,7 +113,7 @@ def _with_micro_batches(
         peak = max(peak_bytes(program)[0])
         if peak <= topo.device.memory:
             kinds = len({signature(op, plan.graph) for op in plan.graph.ops})
-            found = Found(plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=kinds)
+            found = PricedPlan(plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=kinds)
             return Staged(found=found, seconds=seconds, sequence=seq, exact=exact), bound
         memory = int(memory * topo.device.memory / peak * 0.98)
     return None, bound

@@ -22,7 +22,8 @@ from tapestry.ir.syntax.printer import signature
 from tapestry.plan.cost import compute
 from tapestry.plan.pipelines.stage_chain import Piece, Submesh
 from tapestry.plan.pipelines.staged_plan import link_between, segment, stage_topology
-from tapestry.plan.search.planner import peak, spatial
+from tapestry.plan.search.planner import spatial
+from tapestry.plan.search.priced_plan import peak
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import Factor

@@ -11,7 +11,7 @@ from tapestry.ir.plan import device_count
 from tapestry.ir.program import peak_bytes
 from tapestry.plan.pipelines.pipeline_search import MICRO_BATCHES, Staged, search_stages
 from tapestry.plan.pipelines.sequence import sequence
-from tapestry.plan.search.planner import Found
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.simulate import TRANSFER, simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology
@@ -40,7 +40,7 @@ class Request:
 class Choice:
     """The plan taken, the rewrites that it needs, and what the JSON document says of plans with stages and without."""
 
-    found: Found
+    found: PricedPlan
     staged: bool
     moves: tuple[Move, ...]
     report: dict[str, Any]
@@ -74,7 +74,7 @@ def _number(text: str, where: str) -> int | None:
 
 
 def choose(
-    graph: Graph, topo: Topology, spatial: Found | PlanError, request: Request, budget: Budget, *, tight: bool = False,
+    graph: Graph, topo: Topology, spatial: PricedPlan | PlanError, request: Request, budget: Budget, *, tight: bool = False,
     spent: float = 0.0,
 ) -> Choice:  # fmt: skip
     """The better of the spatial plan and the best one with stages; the latter if it is asked for.
@@ -110,16 +110,16 @@ def choose(
     )  # fmt: skip
     report["chosen"] = taken
     if not taken:
-        assert isinstance(spatial, Found)
+        assert isinstance(spatial, PricedPlan)
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1, "pipeline": report})
     found = staged.found
-    if not request.explicit and isinstance(spatial, Found):  # a bound of all plans, with stages or without
+    if not request.explicit and isinstance(spatial, PricedPlan):  # a bound of all plans, with stages or without
         found = replace(found, bound=min(found.bound, spatial.bound))
     data = {"stages": stages_data(staged), "micro_batches": staged.sequence.micro, "pipeline": report}
     return Choice(found, True, staged.sequence.moves, data)
 
 
-def _may_pay(spatial: Found | PlanError, topo: Topology, tight: bool) -> bool:
+def _may_pay(spatial: PricedPlan | PlanError, topo: Topology, tight: bool) -> bool:
     """Whether stages can pay at all: nothing fits without, or the plan waits for links of which some are slow.
 
     Stages are of devices of one kind. Without communication a spatial plan uses all devices all the time, and stages
@@ -149,14 +149,14 @@ def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
     )  # fmt: skip
 
 
-def _report(spatial: Found | PlanError, staged: Staged, topo: Topology) -> dict[str, Any]:
+def _report(spatial: PricedPlan | PlanError, staged: Staged, topo: Topology) -> dict[str, Any]:
     """Both plans, by their own objectives and on the simulated clock."""
     out: dict[str, Any] = {
         "objective_s": staged.found.objective, "lower_bound_s": staged.found.bound, "exact": staged.exact,
         "simulated_s": simulate(staged.found.plan, staged.found.program, topo).total, "stages": len(staged.seconds),
         "micro_batches": staged.sequence.micro, "spatial_objective_s": None, "spatial_simulated_s": None,
     }  # fmt: skip
-    if isinstance(spatial, Found):
+    if isinstance(spatial, PricedPlan):
         out["spatial_objective_s"] = spatial.objective
         out["spatial_simulated_s"] = simulate(spatial.plan, spatial.program, topo).total
     else:

@@ -1,7 +1,7 @@
-"""The front of latency against memory: plans of which no other is both faster and smaller, among those that prices find.
+"""The front of latency against memory: plans of which no other is both faster and smaller.
 
-Rising prices of memory trace the lower convex hull of the front (supported plans); plans above the hull are not found. The
-hulls of several graphs (the model's own, and those that structural rewrites make of it) are put together.
+The fastest plan is sought within limits on memory that go down step by step, to where there is none. The fronts of several
+graphs (the model's own, and those that structural rewrites make of it) are put together.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from tapestry.ir.program import peak_bytes
-from tapestry.plan.search.planner import Found, Prices, found_plan, raise_price
+from tapestry.plan.search.memory_limit import Room
+from tapestry.plan.search.priced_plan import peak, priced_plan
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import solve
 
-STEPS = 24
+STEPS = 24  # limits that are tried
 SHARE = 0.3  # of the time left, for one graph
 
 
@@ -39,21 +42,17 @@ def fronts(problems: Iterable[tuple[Problem, tuple[str, ...]]], budget: Budget) 
 
 
 def front(problem: Problem, time_limit: float | Budget, moves: tuple[str, ...] = ()) -> list[Point]:
-    """Supported plans from the fastest to the smallest, within a time limit in seconds."""
-    budget = Budget.of(time_limit)
-    first = solve(problem.sizes, problem.factors, budget)
-    found = found_plan(problem, first, first.bound)
-    seen = [found]
-    prices = Prices(problem, {}, {})
-    unit = found.objective / max(1, 16 * _peak(found))
-    for _ in range(STEPS):
-        if budget.over():
+    """Plans from the fastest to the smallest, each the fastest within a limit, while there is time (in seconds)."""
+    budget, room = Budget.of(time_limit), Room(problem, surely=False)
+    solution = solve(problem.network, budget)
+    plans = [priced_plan(problem, solution.choice, solution.bound)]
+    for limit in np.linspace(peak(plans[0]), room.least(), STEPS + 1)[1:]:
+        if budget.over() or not np.isfinite(solution.objective):
             break
-        raise_price(prices, found, unit)
-        solution, bound = prices.solve(1.0, 1.0, budget)
-        found = found_plan(problem, solution, bound)
-        seen.append(found)
-    return undominated([Point(f.objective, _peak(f), moves) for f in seen])
+        if room.estimate(solution.choice).max(initial=0.0) > limit:
+            solution = room.solve(float(limit), budget)
+            plans += [priced_plan(problem, solution.choice, solution.bound)] if np.isfinite(solution.objective) else []
+    return undominated([Point(p.objective, max(peak_bytes(p.program)[0]), moves) for p in plans])
 
 
 def undominated(points: list[Point]) -> list[Point]:
@@ -63,7 +62,3 @@ def undominated(points: list[Point]) -> list[Point]:
         if not out or p.peak_bytes < out[-1].peak_bytes:
             out.append(p)
     return out
-
-
-def _peak(found: Found) -> int:
-    return max(peak_bytes(found.program)[0])

@@ -16,8 +16,8 @@ from tapestry.ir.plan import Layout, Strategy
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
-from tapestry.plan.layout_constraints import Fixed, Key, allowed
-from tapestry.plan.solver.network import Factor
+from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
+from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
     MAX_STRATEGIES,
     Boxes,
@@ -25,6 +25,7 @@ from tapestry.plan.strategy import (
     covers,
     every_strategy,
     footprints,
+    left_out,
     op_boxes,
     out_layout,
     scatters,
@@ -39,7 +40,8 @@ HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: loa
 class Menu:
     """What one kind of operation offers: its strategies, and per strategy cost, memory and footprints.
 
-    ``left_out`` counts strategies beyond `MAX_STRATEGIES`: no bound says anything of them.
+    ``left_out`` counts strategies that are not offered (`strategy.left_out`, and those beyond `MAX_STRATEGIES`): no bound says
+    anything of them.
     """
 
     strategies: list[Strategy]
@@ -74,6 +76,11 @@ class Problem:
         """Number of choices of each operation."""
         return [len(m.strategies) for m in self.menus]
 
+    @property
+    def network(self) -> Network:
+        """Choices and costs, without limits."""
+        return Network(self.sizes, self.factors)
+
 
 def build(
     graph: Graph,
@@ -81,7 +88,7 @@ def build(
     pins: Mapping[int, tuple[Pin, ...]],
     inputs: Mapping[str, Layout],
     outputs: Mapping[str, Layout],
-    fixed: Fixed = Fixed(),  # noqa: B008  (immutable)
+    fixed: LayoutConstraints = LayoutConstraints(),  # noqa: B008  (immutable)
     streamed: frozenset[str] = frozenset(),
 ) -> Problem:
     """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights."""
@@ -102,10 +109,12 @@ def build(
 
 def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key) -> Menu:
     every = allowed(op, given, every_strategy(op, topo.mesh, pins), graph, topo.mesh)
-    found = every[:MAX_STRATEGIES]
-    seconds, states, mine, outs, reads = [], [], [], [], []
+    offered = every[:MAX_STRATEGIES]
+    skipped = len(every) - len(offered) + left_out(op, topo.mesh, pins)
+    seconds, states, mine, outs = list[float](), list[int](), list[int](), list[list[int]]()
+    reads = list[dict[int, Boxes]]()
     at = watched(topo)
-    for s in found:
+    for s in offered:
         block = op_boxes(op, s.dims, topo.mesh)
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
         prints = {k: (t, b) for k, t, b in footprints(op, graph, s, topo.mesh)}
@@ -124,8 +133,8 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         widths = [itemsize(graph.tensors[t].dtype) for t in op.outs]
         outs.append([int(compute.sizes(b)[at]) * width for width, b in zip(widths, shapes, strict=True)])
         reads.append({k: b for k, (_, b) in prints.items()})
-    width = np.array(outs).reshape(len(found), -1)
-    return Menu(found, np.array(seconds), np.array(states), np.array(mine), width, reads, len(every) - len(found))
+    width = np.array(outs).reshape(len(offered), -1)
+    return Menu(offered, np.array(seconds), np.array(states), np.array(mine), width, reads, skipped)
 
 
 def _edges(problem: Problem, keys: list[str]) -> None:
@@ -233,35 +242,3 @@ def watched(topo: Topology) -> int:
     """The device whose memory the rows estimate: the last of those that have least. Of equal cuts it has the largest block."""
     least = topo.memories()
     return len(least) - 1 - least[::-1].index(min(least))
-
-
-def memory_row(problem: Problem, at: int) -> list[np.ndarray]:
-    """Per operation and choice, bytes that the watched device surely holds while operation ``at`` runs.
-
-    Weights (charged to their first reader), what is loaded for ``at`` itself, results that are still needed, partial states of
-    ``at`` itself: a lower estimate of the program's memory, linear in the choices.
-    """
-    graph, device = problem.graph, watched(problem.topo)
-    last: dict[str, int] = {t: len(graph.ops) for t in graph.outputs}
-    for i, op in enumerate(graph.ops):
-        for t in op.inputs:
-            last[t] = max(last.get(t, i), i)
-    charged: set[str] = set()
-    out: list[np.ndarray] = []
-    for i, (op, menu) in enumerate(zip(graph.ops, problem.menus, strict=True)):
-        row = np.zeros(len(menu.strategies))
-        for n, t in enumerate(op.outs):
-            if i < at <= last.get(t, i):
-                row += menu.outs_bytes[:, n]
-        if i == at:  # what it reads may be gone when partial states are merged into results
-            row += np.where(menu.state_bytes > 0, menu.held_states, menu.outs_bytes.sum(axis=1))
-        for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
-            # weights stay; inputs and streamed weights are loaded for an operation that reads them
-            loaded = t in graph.inputs or t in problem.streamed
-            stays = (i == at) if loaded else t in graph.weights
-            if stays and t not in charged and t not in problem.inputs:
-                charged.add(t)
-                width = itemsize(graph.tensors[t].dtype)
-                row += np.array([width * int(compute.sizes(r[k])[device]) for r in menu.reads])
-        out.append(row)
-    return out

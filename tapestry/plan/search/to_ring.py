@@ -22,7 +22,7 @@ FASTER = 0.98  # a ring is taken for its speed if the simulated time falls under
 STEPS = 1 << 18  # steps times devices beyond which time is not simulated for it
 
 
-def turned(plan: Plan, topo: Topology) -> tuple[Plan, Program, float] | None:
+def with_rings(plan: Plan, topo: Topology) -> tuple[Plan, Program, float] | None:
     """The plan with every gather of what an attention goes over as a ring, its program, and what that costs in seconds by the
     tables; ``None`` where nothing is gathered."""
     made = {t for op in plan.graph.ops for t in op.outs} | set(plan.inputs)

@@ -225,7 +225,7 @@ def levels(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
     Costs travel along pairs from level to level, so that one sweep carries them far.
     """
     degree = np.bincount(tail, minlength=count) + np.bincount(head, minlength=count)
-    near: list[list[int]] = [[] for _ in range(count)]
+    near: list[list[int]] = [list[int]() for _ in range(count)]
     for a, b in zip(tail.tolist(), head.tolist(), strict=True):
         near[a].append(b)
         near[b].append(a)

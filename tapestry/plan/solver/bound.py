@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tapestry.plan.solver.pairs import Pairs
+from tapestry.plan.solver.pairs import PROVED, Pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def certify(net: Pairs, given: Multipliers) -> Certificate:
 
 def rule_out(net: Pairs, proof: Certificate, cost: float) -> int:
     """Forbid labels and joint choices that only choices dearer than ``cost`` can use; how many."""
-    slack = cost - proof.bound + 1e-9 * abs(cost)
+    slack = cost - proof.bound + PROVED * abs(cost)
     dead = (proof.label > slack) & net.alive()
     net.unary[dead] = np.inf
     keep = proof.joint <= slack

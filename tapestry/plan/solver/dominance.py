@@ -35,7 +35,7 @@ class Undominated:
 
     def restrict(self, tables: Sequence[Table]) -> list[Table]:
         """The same tables over the labels that are left; one array where it was one."""
-        made: dict[tuple[object, ...], np.ndarray] = {}
+        made: dict[tuple[int | bytes, ...], np.ndarray] = {}
         out: list[Table] = []
         for nodes, table in tables:
             key = (id(table), *(self.kept[n].tobytes() for n in nodes))
@@ -53,36 +53,44 @@ class Undominated:
         return [int(k[c]) for k, c in zip(self.kept, choice, strict=True)]
 
 
-def undominated(sizes: Sequence[int], tables: Sequence[Table]) -> Undominated | None:
+def undominated(
+    sizes: Sequence[int], tables: Sequence[Table], uses: Sequence[tuple[int, np.ndarray]] = ()
+) -> Undominated | None:
     """Remove labels until no more go; None where none does.
 
     Args:
         tables: costs by node or by pair of nodes; nodes of larger groups keep all labels.
+        uses: of a node, what each of its labels uses of something limited: only a label that uses no more may stand in.
     """
-    state = _State(sizes, tables)
+    state = _State(sizes, tables, uses)
     for _ in range(ROUNDS):
         if not state.round():
             break
-    found = state.found
-    return found if any(len(k) < n for k, n in zip(found.kept, sizes, strict=True)) else None
+    left = state.left
+    return left if any(len(k) < n for k, n in zip(left.kept, sizes, strict=True)) else None
 
 
 @dataclass(slots=True)
 class _State:
     sizes: Sequence[int]
     tables: Sequence[Table]
-    found: Undominated = field(init=False)
+    uses: Sequence[tuple[int, np.ndarray]]
+    left: Undominated = field(init=False)
     unary: list[np.ndarray] = field(init=False)
+    used: list[list[np.ndarray]] = field(init=False)
     near: list[list[tuple[np.ndarray, int, int]]] = field(init=False)
     stay: set[int] = field(default_factory=set[int])
     sets: dict[bytes, int] = field(default_factory=dict[bytes, int])
-    known: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict[tuple[int, int, int], np.ndarray])
+    most: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict[tuple[int, int, int], np.ndarray])
 
     def __post_init__(self) -> None:
         every = {n: np.arange(n) for n in set(self.sizes)}
-        self.found = Undominated([every[n] for n in self.sizes], [every[n] for n in self.sizes])
+        self.left = Undominated([every[n] for n in self.sizes], [every[n] for n in self.sizes])
         self.unary = [np.zeros(n) for n in self.sizes]
         self.near = [[] for _ in self.sizes]
+        self.used = [[] for _ in self.sizes]
+        for node, amounts in self.uses:
+            self.used[node].append(amounts)
         for nodes, table in self.tables:
             if len(nodes) == 1:
                 self.unary[nodes[0]] = self.unary[nodes[0]] + table
@@ -94,32 +102,34 @@ class _State:
 
     def round(self) -> bool:
         """Every node once, against what the others had before; whether any label went."""
-        kept = self.found.kept
+        kept = self.left.kept
         numbers = [self.sets.setdefault(k.tobytes(), len(self.sets)) for k in kept]
         classes: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
-        after = Undominated(list(kept), list(self.found.instead))
+        after = Undominated(list(kept), list(self.left.instead))
         for i, near in enumerate(self.near):
             if i in self.stay or len(kept[i]) < 2:
                 continue
             tables = sorted((id(t), side, numbers[j]) for t, side, j in near)
-            key = (numbers[i], self.unary[i].tobytes(), *tables)
+            key = (numbers[i], self.unary[i].tobytes(), *tables, *(u.tobytes() for u in self.used[i]))
             if key not in classes:
                 classes[key] = _dominated(self.differences(i, numbers), kept[i])
             after.kept[i] = classes[key][0]
-            after.instead[i] = classes[key][1][self.found.instead[i]]
+            after.instead[i] = classes[key][1][self.left.instead[i]]
         changed = any(len(a) < len(b) for a, b in zip(after.kept, kept, strict=True))
-        self.found = after
+        self.left = after
         return changed
 
     def differences(self, i: int, numbers: list[int]) -> np.ndarray:
-        """[a, b]: by how much label a of a node may at most cost more than label b."""
+        """[a, b]: by how much label a of a node may at most cost more than label b; infinite where it uses more of anything."""
         with np.errstate(invalid="ignore"):  # infinity less infinity says nothing: never at most 0
             out = self.unary[i][:, None] - self.unary[i][None, :]
             for table, side, j in self.near[i]:
                 key = (id(table), side, numbers[j])
-                if key not in self.known:
-                    self.known[key] = _most(table if side == 0 else table.T, self.found.kept[j])
-                out = out + self.known[key]
+                if key not in self.most:
+                    self.most[key] = _most(table if side == 0 else table.T, self.left.kept[j])
+                out = out + self.most[key]
+        for u in self.used[i]:
+            out = np.where(u[:, None] <= u[None, :], out, np.inf)
         return out
 
 

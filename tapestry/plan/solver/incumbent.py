@@ -13,9 +13,8 @@ from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.lagrange import ascend, force
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network_reduction import Reduction, reduce
-from tapestry.plan.solver.pairs import Instance, Pairs, Solution
+from tapestry.plan.solver.pairs import PROVED, Instance, Pairs, Solution, proved
 
-CLOSED = 1e-9
 FORCE = 0.5  # of the time left, for raising prices until a choice keeps to the limits
 
 
@@ -28,6 +27,8 @@ class Search:
     choice: np.ndarray
     cost: float = np.inf
     bound: float = -np.inf
+    gap: float = PROVED
+    quick: bool = False
     tiny: float = 0.0  # differences below are rounding
     log: list[tuple[float, str, float, float]] = field(default_factory=list[tuple[float, str, float, float]])
     began: float = field(default_factory=time.monotonic)
@@ -42,7 +43,7 @@ class Search:
     def start(self, choice: np.ndarray) -> None:
         """Take a whole choice as the best one if it is allowed and better."""
         cost = self.given.cost(choice)
-        if cost < self.cost and self.given.peak(choice) <= self.given.limit:
+        if cost < self.cost and self.given.excess(choice) <= 0:
             self.choice, self.cost = choice.copy(), cost
 
     def labels(self, net: Pairs) -> np.ndarray:
@@ -62,7 +63,7 @@ class Search:
         """Whether the best choice is proved to be optimal, or that there is none."""
         if self.bound == np.inf:
             return True
-        return bool(np.isfinite(self.cost)) and self.cost - self.bound <= CLOSED * abs(self.cost) + self.tiny
+        return proved(self.cost, self.bound + self.tiny, self.gap)
 
     def solution(self) -> Solution:
         """For callers."""
@@ -131,12 +132,13 @@ def tighten(state: Search, stage: Stage) -> None:
             state.offer(stage.net, stage.done, np.zeros(0, np.int64))
 
 
-def integer(state: Search, net: Pairs, done: Reduction, budget: Budget) -> tuple[bool, float]:
-    """Solve the integer program of a network until the time is up: (whether to the end, a lower bound)."""
+def integer(state: Search, net: Pairs, done: Reduction, budget: Budget, nodes: int | None = None) -> tuple[bool, float]:
+    """Solve the integer program of a network until the time, or HiGHS's number of nodes, is up: (whether to the end, a lower
+    bound)."""
     program, bound, sharp = Program(net), -np.inf, False
     while True:
         start = state.labels(net) if np.isfinite(state.cost) else None
-        point = program.integer(budget, start)
+        point = program.integer(budget, start, nodes)
         if point is None:  # a program without choices, while none is known, is solved
             none = program.infeasible() and not sharp and not np.isfinite(state.cost)
             return none, np.inf if none else bound

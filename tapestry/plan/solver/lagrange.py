@@ -15,6 +15,7 @@ import numpy as np
 from tapestry.plan.solver.ascent import Messages
 from tapestry.plan.solver.bound import Multipliers
 from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.pairs import proved
 
 CUTS = 150  # choices that the model remembers
 FLOOR = 2e-4  # smallest box, as a part of the bound
@@ -177,8 +178,7 @@ def ascend(
             state.pace, stall, state.price = PACE, 0, state.best_price
         elif state.pace and stall and stall % 8 == 0:
             state.pace, state.price = state.pace * 0.6, state.best_price
-        closed = np.isfinite(least) and least - state.best <= 1e-9 * abs(least)
-        if closed or (stall > STALL and state.pace < SLOW) or budget.over():
+        if proved(least, state.best) or (stall > STALL and state.pace < SLOW) or budget.over():
             break
         state.watch(over)
         state.step(over, least)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tapestry.plan.solver.bound import Multipliers
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.pairs import Pairs
+from tapestry.plan.solver.pairs import PROVED, Pairs
 
 PEAKS = 5  # usage rows added at a time
 TIGHT = 1e-7  # how much HiGHS may pass a limit, as a part of it
@@ -164,7 +164,7 @@ class Program:
         value = self.highs.getInfo().objective_function_value * self.scale + self.net.constant
         return Point(weight, value, True, Multipliers(price, slots[: self.split], slots[self.split :]))
 
-    def integer(self, budget: Budget, start: np.ndarray | None = None, gap: float = 1e-9) -> Point | None:
+    def integer(self, budget: Budget, start: np.ndarray | None = None, nodes: int | None = None) -> Point | None:
         """Solve the integer program; None when it found nothing in time.
 
         The usage rows present are kept to; add more (`add_rows`) and solve again when others are broken.
@@ -173,7 +173,9 @@ class Program:
         count = len(self.labels)
         kinds = np.full(count, int(highspy.HighsVarType.kInteger), np.uint8)
         highs.changeColsIntegrality(count, np.arange(count, dtype=np.int32), kinds)
-        highs.setOptionValue("mip_rel_gap", gap)
+        highs.setOptionValue("mip_rel_gap", PROVED)
+        if nodes is not None:
+            highs.setOptionValue("mip_max_nodes", nodes)
         if start is not None:
             given = highspy.HighsSolution()
             given.col_value = self._values(start)

@@ -86,7 +86,7 @@ def _restrict(state: Search, net: Pairs, done: Reduction, labels: np.ndarray, jo
 def _cheapest(state: Search, net: Pairs, done: Reduction, proof: Certificate, size: int) -> Pairs | None:
     """The labels and joint choices that add least to the bound, as many as ``size`` joint choices."""
     order = np.sort(proof.joint)
-    at, out = size // 2, None
+    at, out, kept = size // 2, None, done
     while at < 2 * len(order):
         most = order[min(at, len(order) - 1)]
         steps = done.copy()

@@ -7,69 +7,33 @@ an infinite cost, a node that another one decides is `gone`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 FORBIDDEN = 1e17  # a cost this high means: not allowed
+ROUNDING = 1e-13  # of the largest cost: about 450 roundings of a double; smaller differences mean nothing
+
+
+PROVED = 1e-9  # of the cost: how far the bound may be below it where a choice counts as optimal; rounding takes as much
 
 
 class Infeasible(Exception):
-    """No choice is allowed, or none keeps to the limit of the usages."""
+    """No choice is allowed, or none keeps to the limits of the usages."""
+
+
+def proved(cost: float, bound: float, gap: float = PROVED) -> bool:
+    """Whether a bound shows that no choice is cheaper than ``cost``, up to a part of it."""
+    return cost < np.inf and (gap == np.inf or cost - bound <= gap * abs(cost))
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice per node, its cost, and a proven lower bound."""
+    """A choice per node, its cost, and a proven lower bound (infinite where no choice is allowed)."""
 
     choice: list[int]
     objective: float
     bound: float
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """A problem as it is given: minimise node and pair costs, with the usages alive at any time within the limit.
-
-    Attributes:
-        sizes: number of choices of every node.
-        unary: costs of the choices, node after node.
-        usage: usages of the choices, node after node.
-        intervals: ``(nodes, 2)``, half-open: when the usage of a node counts.
-        pairs: ``(pairs, 2)`` nodes.
-        tables: costs of the pairs, row-major over the choices of the two nodes, pair after pair.
-        limit: of the sum of the usages alive at any time.
-    """
-
-    sizes: np.ndarray
-    unary: np.ndarray
-    usage: np.ndarray
-    intervals: np.ndarray
-    pairs: np.ndarray
-    tables: np.ndarray
-    limit: float = np.inf
-
-    def start(self) -> np.ndarray:
-        """First label of every node, and the number of labels."""
-        return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
-
-    def cost(self, choice: np.ndarray) -> float:
-        """Node and pair costs of a choice; infinite when it uses what is forbidden."""
-        one = self.unary[self.start()[:-1] + choice]
-        i, j = self.pairs[:, 0], self.pairs[:, 1]
-        width = self.sizes[j]
-        at = np.concatenate([[0], np.cumsum(self.sizes[i] * width)])[:-1]
-        two = self.tables[at + choice[i] * width + choice[j]]
-        if (one >= FORBIDDEN).any() or (two >= FORBIDDEN).any():
-            return np.inf
-        return float(one.sum() + two.sum())
-
-    def peak(self, choice: np.ndarray) -> float:
-        """The largest sum of the usages alive at one time."""
-        lo, hi = self.intervals[:, 0], self.intervals[:, 1]
-        used = np.where(hi > lo, self.usage[self.start()[:-1] + choice], 0.0)
-        end = int(self.intervals.max(initial=0)) + 1
-        return float(np.cumsum(np.bincount(lo, used, end) - np.bincount(hi, used, end)).max(initial=0.0))
 
 
 @dataclass(slots=True)
@@ -82,6 +46,12 @@ class Usage:
     amount: np.ndarray
     limit: np.ndarray
     time: np.ndarray  # what was given as time of each time that is left
+
+    @staticmethod
+    def none() -> Usage:
+        """Nothing is used, at no time."""
+        zero = np.zeros(0, np.int64)
+        return Usage(zero, zero, zero, np.zeros(0), np.zeros(0), zero)
 
     def keep(self, which: np.ndarray) -> None:
         """Forget all other entries."""
@@ -104,6 +74,46 @@ class Usage:
     def copy(self) -> Usage:
         """The arrays are never changed in place."""
         return Usage(self.label, self.lo, self.hi, self.amount, self.limit, self.time)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A problem as it is given: minimise node and pair costs, with what is used at any time within the limit.
+
+    Attributes:
+        sizes: number of choices of every node.
+        unary: costs of the choices, node after node; these are the labels.
+        pairs: ``(pairs, 2)`` nodes.
+        tables: costs of the pairs, row-major over the choices of the two nodes, pair after pair.
+        usage: what the labels use over time, and the limits.
+    """
+
+    sizes: np.ndarray
+    unary: np.ndarray
+    pairs: np.ndarray
+    tables: np.ndarray
+    usage: Usage = field(default_factory=Usage.none)
+
+    def start(self) -> np.ndarray:
+        """First label of every node, and the number of labels."""
+        return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+
+    def cost(self, choice: np.ndarray) -> float:
+        """Node and pair costs of a choice; infinite when it uses what is forbidden."""
+        one = self.unary[self.start()[:-1] + choice]
+        i, j = self.pairs[:, 0], self.pairs[:, 1]
+        width = self.sizes[j]
+        at = np.concatenate([[0], np.cumsum(self.sizes[i] * width)])[:-1]
+        two = self.tables[at + choice[i] * width + choice[j]]
+        if (one >= FORBIDDEN).any() or (two >= FORBIDDEN).any():
+            return np.inf
+        return float(one.sum() + two.sum())
+
+    def excess(self, choice: np.ndarray) -> float:
+        """By how much a choice passes the limit where it does so most; at most 0 when it keeps to all limits."""
+        weight = np.zeros(len(self.unary))
+        weight[self.start()[:-1] + choice] = 1.0
+        return float((self.usage.of(weight) - self.usage.limit).max(initial=-np.inf))
 
 
 @dataclass(slots=True)
@@ -185,7 +195,7 @@ class Pairs:
 
 def from_instance(given: Instance) -> Pairs:
     """Flat arrays of an instance; forbidden joint choices are left out."""
-    if (given.usage < 0).any():
+    if (given.usage.amount < 0).any():
         raise ValueError("usages must not be negative")
     start = given.start()
     count = len(given.sizes)
@@ -198,15 +208,9 @@ def from_instance(given: Instance) -> Pairs:
     allowed = given.tables < FORBIDDEN
     a, b = start[tail][edge] + within // width, start[head][edge] + within % width
     unary = np.where(given.unary < FORBIDDEN, given.unary, np.inf).astype(float)
-    lo, hi = given.intervals[:, 0], given.intervals[:, 1]
-    used = np.flatnonzero((given.usage != 0) & (hi > lo)[node]) if np.isfinite(given.limit) else np.zeros(0, np.int64)
-    end = int(given.intervals.max(initial=0)) if len(used) else 0
-    usage = Usage(
-        used, lo[node[used]], hi[node[used]], given.usage[used].astype(float), np.full(end, float(given.limit)), np.arange(end)
-    )  # fmt: skip
     cost = given.tables[allowed].astype(float)
     scale = max(float(np.abs(cost).max(initial=0.0)), float(np.abs(unary[np.isfinite(unary)]).max(initial=0.0)))
     return Pairs(
         start, node, unary, np.zeros(count, bool), tail, head, edge[allowed], a[allowed], b[allowed], cost,
-        usage, 0.0, 1e-13 * scale,
+        given.usage.copy(), 0.0, ROUNDING * scale,
     )  # fmt: skip

@@ -17,33 +17,49 @@ from tapestry.plan.solver.incumbent import Search, Stage, integer, raise_prices,
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.neighbourhood import LEAST, improve, kinds
 from tapestry.plan.solver.network_reduction import Reduction, reduce
-from tapestry.plan.solver.pairs import Infeasible, Instance, Solution, from_instance
+from tapestry.plan.solver.pairs import PROVED, Infeasible, Instance, Solution, from_instance
 
 EXACT = 150_000  # joint choices up to which the whole network goes to HiGHS
 BRANCH = 400_000  # the same for branch and bound: where prices take seconds
 SHARE = 0.2  # of the time left, for the first search for prices, or one linear relaxation
 TURN = 0.04  # of the time, for neighbourhoods or for branching before the other's turn
+NODES = 10  # of HiGHS in a quick search: its root finds nearly all that 200 find in ten times the time
 TRIES = 2  # searches for prices of the whole
 
 
-def solve(given: Instance, time_limit: float | Budget, start: Sequence[int] | None = None, bound: float = -np.inf) -> Solution:
+def solve(
+    given: Instance,
+    time_limit: float | Budget,
+    start: Sequence[int] | None = None,
+    bound: float = -np.inf,
+    gap: float = PROVED,
+    quick: bool = False,
+) -> Solution:
     """Minimise within the limit of the usages.
 
     Args:
         time_limit: seconds, or a budget that may be interrupted.
         start: a choice to improve on.
         bound: a lower bound that is already proved.
+        gap, quick: see `network.solve`.
 
     Returns:
         The best choice found, never worse than ``start``; its cost is infinite when none was, and so is the bound when there
         is none.
     """
-    return search(given, time_limit, start, bound).solution()
+    return search(given, time_limit, start, bound, gap, quick).solution()
 
 
-def search(given: Instance, time_limit: float | Budget, start: Sequence[int] | None = None, bound: float = -np.inf) -> Search:
+def search(
+    given: Instance,
+    time_limit: float | Budget,
+    start: Sequence[int] | None = None,
+    bound: float = -np.inf,
+    gap: float = PROVED,
+    quick: bool = False,
+) -> Search:
     """`solve`, with what it saw on the way."""
-    state = Search(given, Budget.of(time_limit), np.zeros(len(given.sizes), np.int64), bound=bound)
+    state = Search(given, Budget.of(time_limit), np.zeros(len(given.sizes), np.int64), bound=bound, gap=gap, quick=quick)
     if start is not None:
         state.start(np.asarray(start, np.int64))
     stage = Stage(from_instance(given), Reduction())
@@ -66,7 +82,7 @@ def _work(state: Search, stage: Stage) -> None:
     known = kinds(budget.left())
     turn, tree = max(TURN * budget.left(), 2.0), None
     tried: list[float] = []
-    while not tried or not (state.closed() or budget.left() < LEAST):
+    while not tried or not (state.quick or state.closed() or budget.left() < LEAST):
         if not tried or (tree is None and state.cost < tried[-1] and len(tried) < TRIES):
             tried.append(state.cost)
             _shrink(state, stage)
@@ -75,7 +91,7 @@ def _work(state: Search, stage: Stage) -> None:
         elif len(stage.net.a) <= BRANCH:
             tree = tree or Tree(stage.copy())
             tree.run(state, budget.part(2 * turn))
-        if not state.closed():
+        if not (state.quick or state.closed()):
             improve(state, stage, budget.part(turn if tree else 2 * turn), known, rng)
 
 
@@ -108,7 +124,7 @@ def _exact(state: Search, stage: Stage) -> None:
     tighten(state, stage)
     state.note(f"linear relaxation; left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
     if not state.closed() and len(stage.net.nodes()):
-        _, bound = integer(state, stage.net, stage.done, state.budget.share(0.5))
+        _, bound = integer(state, stage.net, stage.done, state.budget.share(0.5), NODES if state.quick else None)
         state.raise_bound(bound)
         state.note("integer program")
     elif not len(stage.net.nodes()):

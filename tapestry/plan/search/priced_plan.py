@@ -1,0 +1,90 @@
+"""A plan that the search has in hand, with what it costs and needs; and the error when none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tapestry.errors import PlanError
+from tapestry.ir.plan import Plan
+from tapestry.ir.program import Program, alive_at, peak_bytes
+from tapestry.plan.lower import lower
+from tapestry.plan.search.problem import Problem
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.network import evaluate
+from tapestry.plan.solver.pairs import proved
+
+NEAR = 1e-3  # of the objective: plans that differ by less are equally good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedPlan:
+    """A plan with its program, its cost in seconds, a proven lower bound of any plan's cost, and the problem it solves."""
+
+    plan: Plan
+    program: Program
+    objective: float
+    bound: float
+    distinct: int
+    problem: Problem | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def gap(self) -> float:
+        """``(objective - bound) / objective``: 0 means proved optimal."""
+        return max(0.0, self.objective - self.bound) / self.objective if self.objective > 0 else 0.0
+
+    @property
+    def proved(self) -> bool:
+        """Whether the bound shows that no plan is faster."""
+        return proved(self.objective, self.bound)
+
+
+class TooBig(PlanError):
+    """Nothing fits into the devices' memory; ``closest`` is the plan that needs least of those looked at."""
+
+    def __init__(self, closest: PricedPlan, what: str, *, why: str, hint: str) -> None:
+        super().__init__(what, why=why, hint=hint)
+        self.closest = closest
+
+
+def priced_plan(problem: Problem, choice: Sequence[int], bound: float) -> PricedPlan:
+    """The plan of a choice of strategies, lowered; the bound is never above its cost."""
+    plan = Plan(
+        graph=problem.graph, mesh=problem.topo.mesh, inputs=problem.inputs, outputs=problem.outputs,
+        strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, choice, strict=True)),
+        streamed=problem.streamed,
+    )  # fmt: skip
+    objective = evaluate(choice, problem.factors)
+    return PricedPlan(
+        plan=plan, program=lower(plan), objective=objective, bound=min(bound, objective), distinct=problem.distinct,
+        problem=problem,
+    )  # fmt: skip
+
+
+def peak(plan: PricedPlan) -> int:
+    """Bytes that the tightest device needs, as if all devices had as much memory as the one that has least."""
+    need = peak_bytes(plan.program)[0]
+    return plan.problem.topo.strain(need) if plan.problem else max(need)
+
+
+def too_big(closest: PricedPlan, limit: int, budget: Budget, tried: str = "") -> TooBig:
+    """By how much, on which device and for which tensors a plan does not fit; and what was tried."""
+    most, at = peak_bytes(closest.program)
+    device = int(np.argmax(most))
+    if closest.problem:
+        device = closest.problem.topo.tightest(most)
+        limit = closest.problem.topo.memories()[device]
+    alive = alive_at(closest.program, at[device])
+    largest = sorted(alive, key=lambda b: -closest.program.buffers[b].nbytes(device))[:4]
+    names = ", ".join(f"'{b}' {closest.program.buffers[b].nbytes(device):,}" for b in largest)
+    ended = "the search was interrupted before" if budget.interrupted() else "the time was up before" if budget.over() else ""
+    return TooBig(
+        closest,
+        f"{ended + ' a plan was found that fits' if ended else 'no plan fits'}: device {device} needs {most[device]:,} bytes"
+        f" of {limit:,}, {most[device] - limit:,} too many",
+        why=f"the plan with the least memory that was found holds there (bytes): {names}{tried}",
+        hint=("more time (--time-limit), " if ended else "")
+        + "more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
+    )
