@@ -95,7 +95,7 @@ def memory(peaks: list[int], alone: int) -> RenderableType:
     table.add_column("")
     table.add_column("")
     table.add_row("unsharded", f"{alone:,}", human(alone), bar(1.0, "red"))
-    for d, p in enumerate(peaks):
+    for d, p in enumerate(peaks) if len(set(peaks)) > 1 else [(f"each of {len(peaks)}", peaks[0])]:
         table.add_row(str(d), f"{p:,}", human(p), bar(p / alone, "green") + f" {p / alone:.0%}")
     return table
 
