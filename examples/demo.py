@@ -16,7 +16,7 @@ from rich.table import Table
 import tapestry
 from examples import light
 from tapestry.api import run_checked
-from tapestry.pipeline import verify_build
+from tapestry.saved_build import verify_build
 from tapestry.viz import progress
 from tapestry.viz.format import human
 from tapestry.viz.tables import ms
