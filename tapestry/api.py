@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,10 +28,16 @@ class Compiled:
     """A verified plan: run it, read it, save it."""
 
     def __init__(
-        self, build: store.Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]
+        self,
+        build: store.Build,
+        constants: Mapping[str, bytes],
+        kernels: Mapping[str, str],
+        laws: Mapping[str, int],
+        printed: Mapping[str, str] | None = None,
     ) -> None:
         self.build, self.kernels, self.laws = build, kernels, laws
         self.constants = constants
+        self.printed = printed or {}  # the IR after each pass that was named for it
         self.libraries = False  # on a GPU, whether products may run in the vendor's library; before the session is opened
         self._session: Session | None = None
 
@@ -71,7 +77,8 @@ def compile(
     pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (),
     time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True, exact: bool = False,
     resume: str | Path | None = None, interrupt: threading.Event | None = None, stages: int | str = "auto",
-    micro_batches: int | str = "auto", progress: pipeline.Report = lambda stage, seconds: None,
+    micro_batches: int | str = "auto", print_after: Sequence[str] = (),
+    progress: pipeline.Report = lambda phase, name: None,
 ) -> Compiled:  # fmt: skip
     """Compile an ONNX file into a verified plan for a mesh of devices.
 
@@ -92,6 +99,8 @@ def compile(
         interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
         stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;
             ``"auto"`` takes stages where they are better than none, 1 has none.
+        print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
+        progress: told the phase and the name of every pass as it begins.
 
     Raises:
         TapestryError: with what, where, why and what to try.
@@ -108,10 +117,10 @@ def compile(
         precision=precision, layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit,
         seed=seed, pareto=pareto, exact=exact, sharding=sharding,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
-        stages=str(stages), micro_batches=str(micro_batches),
+        stages=str(stages), micro_batches=str(micro_batches), print_after=print_after,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
-    return Compiled(done.build, done.constants, done.kernels, done.laws)
+    return Compiled(done.build, done.constants, done.kernels, done.laws, done.printed)
 
 
 def load(folder: str | Path) -> Compiled:
@@ -247,8 +256,9 @@ def _described(a: Any) -> dict[str, Any]:
     """Shape and dtype of an output; of a sequence or a map, how many elements, and none of an empty optional."""
     if not isinstance(a, np.ndarray):
         kind = "none" if a is None else "map" if isinstance(a, dict) else "sequence"
-        return {"shape": None if a is None else [len(a)], "dtype": kind}
-    return {"shape": list(a.shape), "dtype": "string" if a.dtype == object else a.dtype.name}
+        return {"shape": None if a is None else [len(cast("Sized", a))], "dtype": kind}
+    array = cast("Array", a)
+    return {"shape": list(array.shape), "dtype": "string" if array.dtype == object else array.dtype.name}
 
 
 def _check(

@@ -18,6 +18,7 @@ from tapestry import flags
 from tapestry.errors import TapestryError
 from tapestry.ir import laws
 from tapestry.viz.ir_dump import dump, graph_of, sizes
+from tapestry.viz.pass_table import sizes_text
 
 log = logging.getLogger("tapestry")
 Report = Callable[[str, str], None]
@@ -65,9 +66,8 @@ class Runner:
         """Run all passes, in order.
 
         Raises:
-            TapestryError: an unknown name in ``print_after``, before anything runs; or what a pass refuses.
+            TapestryError: what a pass refuses.
         """
-        check_names(self.print_after, passes)
         for p in passes:
             self._run(p)
 
@@ -95,7 +95,8 @@ class Runner:
     def _look(self, p: Pass, new: Mapping[str, Any]) -> None:
         """What a person may want to see between two passes, and the laws."""
         level = flags.debug_level()
-        log.log(logging.WARNING if level else logging.INFO, "%s", row_text(self.rows[-1]))
+        row = self.rows[-1]
+        log.log(logging.WARNING if level else logging.INFO, "%s: %.3f s; %s", p.name, row["seconds"], sizes_text(row))
         if p.name in self.print_after or level >= 3:
             text = dump(p.name, [*new.values(), *reversed(self.values.values())])
             if p.name in self.print_after:
@@ -120,10 +121,3 @@ def check_names(names: Collection[str], passes: Sequence[Pass]) -> None:
             raise TapestryError(
                 f"there is no pass '{name}'", where="--print-after", hint=f"{tip}the passes are {', '.join(there)}"
             )
-
-
-def row_text(row: Mapping[str, Any]) -> str:
-    """A row of ``rows`` on one line."""
-    head = {"name", "phase", "takes", "gives", "seconds", "changed"}
-    counts = ", ".join(f"{v:,} {k}" for k, v in row.items() if k not in head) if row["changed"] else "unchanged"
-    return f"{row['name']}: {row['seconds']:.3f} s" + (f", {counts}" if counts else "")

@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from onnx import helper
 
@@ -34,11 +34,9 @@ from tapestry.plan.search.planner import Found, search
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.structural_search import replay
 from tapestry.plan.task import Task, staging
 from tapestry.plan.topology import Link, Topology, shared
-from tapestry.rewrites.core import fixpoint as driver
-from tapestry.rewrites.core.fixpoint import left_out
+from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import Move, parse_move
 from tapestry.sharding.annotations import Annotations, Given, constraints, staged
 from tapestry.verify import certificate
@@ -128,8 +126,7 @@ def resume(
         return graph, constraints, Start()
     if model_hash(lifted) != earlier.model_sha256:
         log.warning("--resume: the build is of another model: its strategies are tried where they apply, its bound is not used")
-    record, bound = earlier.report.get("search"), earlier.report.get("lower_bound_s")
-    key = record.get("problem") if isinstance(record, Mapping) else None
+    key, bound = search_of(earlier).get("problem"), earlier.report.get("lower_bound_s")
     if earlier.plan.stages:
         log.warning("--resume: a plan with pipeline stages is searched anew")
         return graph, constraints, Start()
@@ -140,12 +137,18 @@ def resume(
         return graph, constraints, start
     try:
         moves = [parse_move(m) for m in earlier.moves]
-        disabled = left_out(moves)
-        again = replay(driver.simplify(lifted.graph, leave=disabled) if disabled else graph, moves)
+        disabled = driver.disabled_by(moves)
+        again = driver.replay(driver.simplify(lifted.graph, disabled=disabled) if disabled else graph, moves)
     except TapestryError as e:
         log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
         return graph, constraints, start
     return again, replace(constraints, moves=(*constraints.moves, *moves)), start
+
+
+def search_of(build: store.Build) -> Mapping[str, Any]:
+    """How the search of a build ended, as its report says; empty where it says nothing."""
+    record = build.report.get("search")
+    return cast("Mapping[str, Any]", record) if isinstance(record, Mapping) else {}
 
 
 def cut_pinned_scans(
@@ -173,7 +176,7 @@ def state_task(
         folded=_folded(lifted), inputs=constraints.inputs, outputs=constraints.outputs,
         fixed=replace(given.fixed if given else Fixed(), exact=exact), start=start, rewritable=free,
         request=staging(request, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
-        machine=machine if free and not same_model else None, disabled_rules=left_out(constraints.moves),
+        machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves),
         lifted=lifted.graph if free and not earlier else None,
     )  # fmt: skip
     return task, Budget.of(time_limit, interrupt)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import tapestry.rewrites  # noqa: F401  (fills the table of rules)
 from tapestry import passes
 from tapestry.build import store
 from tapestry.codegen.unfused import unfused
@@ -19,7 +18,7 @@ from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.lift import Lifted
 from tapestry.lift import onnx_to_graph as lift
-from tapestry.pass_runner import Pass, Report, Runner
+from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.passes import model_hash
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
@@ -28,8 +27,9 @@ from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.simulate import ASSUMPTION, simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, to_data, topology
-from tapestry.rewrites.core.rule import load_rules
+from tapestry.rewrites import load_rules
 from tapestry.sharding import annotations
+from tapestry.sharding.annotations import Annotations
 
 # fmt: off
 PASSES = (
@@ -112,6 +112,7 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
         TapestryError: what the user can mend; LawError: a plan that does not pass is never returned.
     """
     start = time.perf_counter()
+    check_names(options.print_after, PASSES)
     runner = Runner(values=_values(options), report=report, print_after=options.print_after)
     try:
         runner.run(PASSES)
@@ -161,7 +162,7 @@ def _unroll_steps(options: Options, topo: Topology) -> bool:
     return not whole or options.exact or bool(options.pins)
 
 
-def _stages(options: Options, topo: Topology, marks: annotations.Annotations | None) -> tuple[str, str]:
+def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
     """How many stages and micro-batches are asked for. A file that says in how many it was planned gets as many, unless the
     user says otherwise; an exact plan has one of each.
 
@@ -244,8 +245,7 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
 def _search_record(found: Found, runner: Runner, options: Options) -> dict[str, Any]:
     """How the search ended, and what a later one needs to go on."""
     budget, earlier = runner.get("budget", Budget), runner.values["earlier"]
-    before = earlier.report.get("search") if earlier else None
-    spent = before.get("seconds", 0.0) if isinstance(before, Mapping) else 0.0
+    spent = float(passes.search_of(earlier).get("seconds", 0.0)) if earlier else 0.0
     ended = "proved" if found.gap <= 1e-9 else "interrupted" if budget.interrupted() else "time" if budget.over() else "stalled"
     return {
         "ended": ended, "interrupted": budget.interrupted(), "seconds": round(spent + runner.seconds["search"], 4),

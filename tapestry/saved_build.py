@@ -74,7 +74,7 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
     build, _ = store.read(folder)
     graph = build.plan.graph
     counts = kernel_sources.launches(graph, build.program)
-    knobs = build.knobs if target == build.target else {}
+    knobs = build.knobs if target == build.target else dict[str, Mapping[str, Any]]()
     made = kernel_sources.named_kernels(graph, build.program, target, build.precision, knobs)
     files: dict[str, bytes] = {}
     rows: list[dict[str, Any]] = []

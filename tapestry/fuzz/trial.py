@@ -30,7 +30,7 @@ from tapestry.plan.layout_constraints import Fixed
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import topology
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.outputs import paths
 from tapestry.runtime.target_protocol import Measured, Target

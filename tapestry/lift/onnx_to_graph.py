@@ -71,8 +71,8 @@ class Lifted:
     model: Path
     constants: dict[str, np.ndarray]
     nodes: int
-    shapes: dict[str, int] = field(default_factory=dict)
-    unified: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, int] = field(default_factory=dict[str, int])
+    unified: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +263,7 @@ def _pass_outputs_through(b: Builder, outputs: list[str], inputs: set[str]) -> N
         value = b.value(name)
         if value is None:
             continue  # a weight as it is in the file
-        inner = b.fresh(f"{name}.constant")
-        b.made[inner] = value
-        b.tensors[inner] = replace(t, name=inner)
+        inner = b.constant(b.fresh(f"{name}.constant"), value, t.dtype)
         dims = tuple(Dim(f"x{a}", s) for a, s in enumerate(t.shape))
         read = Read(tensor=inner, index=tuple(here(dims)))
         b.emit(Block(outs=(name,), dims=dims, reads=(read,), body=(Arg(0, t.dtype),), source=(outputs[k],)), [t])

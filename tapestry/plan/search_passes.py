@@ -18,9 +18,9 @@ from tapestry.plan.pipelines.stage_choice import Choice, choose
 from tapestry.plan.search.planner import Found, TooBig, cheapest
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.structural_search import WORTH, improve
+from tapestry.plan.structural_search import WORTH, Improvement
 from tapestry.plan.task import Task
-from tapestry.rewrites.core.fixpoint import OPTIONAL, left_out, simplify, without
+from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import Move
 
 STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
@@ -114,7 +114,7 @@ def try_without_simplifications(candidate: Candidate, task: Task, budget: Budget
         if isinstance(result, TooBig) or task.spent() > BRIEF or budget.over():
             break
         assert task.lifted
-        graph = simplify(task.lifted, leave=task.disabled_rules | disabled)
+        graph = simplify(task.lifted, disabled=task.disabled_rules | disabled)
         if graph.ops == candidate.form.plain.ops:
             continue
         form = _form(graph, task, disabled)
@@ -163,8 +163,9 @@ def restructure(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     form, result = candidate.form, candidate.result
     if isinstance(result, TooBig) or not task.rewritable or candidate.fitted:  # (simplifying would undo recomputation)
         return candidate
-    disabled = task.disabled_rules | left_out(form.moves)
-    graph, found, moves = improve(form.graph, result, task.attempt, budget, STRUCTURE_SECONDS, task.spent(), disabled)
+    disabled = task.disabled_rules | disabled_by(form.moves)
+    search = Improvement(plan=task.attempt, budget=budget, seconds=STRUCTURE_SECONDS, least=task.spent(), disabled=disabled)
+    graph, found, moves = search.run(form.graph, result)
     return (
         replace(candidate, form=replace(form, graph=graph, moves=(*form.moves, *moves)), result=found) if moves else candidate
     )

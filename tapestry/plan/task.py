@@ -25,7 +25,7 @@ from tapestry.plan.solver.budget import Budget
 from tapestry.plan.strategy import Pin
 from tapestry.plan.structural_search import variants
 from tapestry.plan.topology import Topology
-from tapestry.rewrites.core.fixpoint import left_out
+from tapestry.rewrites.core.driver import disabled_by
 from tapestry.rewrites.core.rule import Move
 
 _NONE = frozenset[str]()
@@ -99,7 +99,7 @@ class Task:
 
     def rewritten_problems(self, graph: Graph, moves: Sequence[Move]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         """The problem of a graph and of each graph that rewrites make of it, with the moves that led there."""
-        others = variants(graph, self.topology.mesh, left_out(moves)) if self.rewritable else iter(())
+        others = variants(graph, self.topology.mesh, disabled_by(moves)) if self.rewritable else iter(())
         for g, more in itertools.chain([(graph, list[Move]())], others):
             problem = build(g, self.topology, self._pins(g), self.inputs, self.outputs, self.fixed)
             yield problem, tuple(map(str, [*moves, *more]))

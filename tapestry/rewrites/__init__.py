@@ -4,6 +4,8 @@ The order below is the order in which rules of one phase are tried: which fusion
 """
 
 # ruff: noqa: I001
+from tapestry.rewrites.core.rule import RULES as RULES
+from tapestry.rewrites.core.rule import load_rules as load_rules
 from tapestry.rewrites.partition import block_scan as block_scan
 from tapestry.rewrites.maps import cleanup as cleanup
 from tapestry.rewrites.maps import compose_views as compose_views

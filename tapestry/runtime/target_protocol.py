@@ -26,9 +26,9 @@ Run = Callable[[Sequence[Array | None], Sequence[Array]], list[Array]]
 
 ``ins`` has one array per read of the operation (per input of an opaque one), of the shape of the box in ``Kernel.ins``, and
 ``None`` where that has none. ``states`` has one array per field for a kernel of mode ``finish`` (and of mode ``partial`` where
-other parts of the reduction have been merged before), of the shapes of ``Kernel.outs``; otherwise it is empty. ``outs`` are new,
-contiguous arrays of the shapes of ``Kernel.outs``, one per output (per field in mode ``partial``). A kernel neither writes nor
-keeps its arguments, and gives no view of them back.
+other parts of the reduction have been merged before), of the shapes of ``Kernel.outs``; otherwise it is empty. ``outs`` are
+new, contiguous arrays of the shapes of ``Kernel.outs``, one per output (per field in mode ``partial``). A kernel neither writes
+nor keeps its arguments, and gives no view of them back.
 """
 
 Source = Callable[[str, "Box"], Array]

@@ -46,7 +46,7 @@ def dump(name: str, values: Iterable[object]) -> str:
             more = list(_plan_lines(found)) if isinstance(found, Found) else []
             return "\n".join([f"# after {name}", *more, to_text(graph)])
         if isinstance(value, ModelSource | Prepared):
-            return f"// after {name}\n{onnx.printer.to_text(value.model)}\n"
+            return f"# after {name}\n{onnx.printer.to_text(value.model)}\n"
     return f"# after {name}: no IR yet\n"
 
 
@@ -80,8 +80,9 @@ def _own_sizes(value: object) -> Sizes:
             return _own_sizes(value.result)
         case Found():
             return _program_sizes(value.plan, value.program)
-        case [Problem(), *_]:
-            return {"strategies": sum(sum(p.sizes) for p in value if isinstance(p, Problem)), "topologies": len(value)}
+        case list():
+            problems = [p for p in cast("list[object]", value) if isinstance(p, Problem)]
+            return {"strategies": sum(sum(p.sizes) for p in problems), "topologies": len(problems)} if problems else {}
         case dict():
             return _table_sizes(list(cast("dict[str, object]", value).values()))
         case _:

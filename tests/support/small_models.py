@@ -22,7 +22,7 @@ from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_
 from tapestry.lift import lift, read_weight
 from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import parse_mesh
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.target_protocol import Measured

@@ -9,7 +9,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import exact_kernels as exact
 from tapestry.codegen.torch_cpu import kernels
-from tapestry.codegen.torch_cpu.base import scalars
+from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.codegen.torch_cpu.c import conv_chain
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Recorded, Together, batch
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
@@ -34,7 +34,7 @@ class TorchCpu:
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""
         stacked = [torch.stack(list(fields), dim=-1) for fields in zip(*states, strict=True)]
-        return scalars.reduce(monoid, stacked, stacked[0].dim() - 1)
+        return state_merges.reduce(monoid, stacked, stacked[0].dim() - 1)
 
     def from_numpy(self, array: Any) -> Any:
         """A tensor with the array's bits, which it may share; values of the host stay as they are."""

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
@@ -171,7 +172,7 @@ def check_attributes(model: ModelProto) -> None:
         if o.type.HasField("tensor_type"):
             o.type.tensor_type.shape.SetInParent()  # the checker wants one there; inference finds it when there is none
     try:
-        onnx.checker.check_model(trial)
+        cast(Any, onnx.checker).check_model(trial)  # (its types are incomplete)
     except onnx.checker.ValidationError as e:
         text = " ".join(str(e).split())
         raise ModelError("the model breaks ONNX's rules", why=text[:300], hint="export or download the file again") from None
@@ -308,7 +309,7 @@ def _sort(graph: GraphProto, needs: list[list[int]]) -> None:
 
 
 def _cycle(graph: GraphProto, needs: list[list[int]], stuck: set[int]) -> ModelError:
-    at, path = min(stuck), []
+    at, path = min(stuck), list[int]()
     while at not in path:
         path.append(at)
         at = next(j for j in needs[at] if j in stuck)

@@ -10,7 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -18,7 +18,7 @@ import onnx.inliner
 import onnx_ir as ir
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 from onnx_ir.passes import common as passes
-from onnxscript.optimizer import fold_constants
+from onnxscript import optimizer
 
 from tapestry.errors import ModelError
 from tapestry.lift.building.builder import about
@@ -70,8 +70,6 @@ SAME_SHAPE = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
 ROUNDS = 8  # of expansion of function bodies inside function bodies
 
 log = logging.getLogger(__name__)
-Types = dict[str, TypeProto]
-
 Types = dict[str, TypeProto]
 
 
@@ -371,7 +369,7 @@ def run_passes(model: ModelProto) -> ModelProto:
         limits: dict[str, Any] = {"input_size_limit": FOLD_BYTES, "output_size_limit": FOLD_BYTES}
         with warnings.catch_warnings(), np.errstate(all="ignore"):  # what a model computes with its constants is its own affair
             warnings.simplefilter("ignore")
-            fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(), **limits)
+            cast(Any, optimizer).fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(), **limits)
         passes.CommonSubexpressionEliminationPass()(graph)
         passes.RemoveUnusedNodesPass()(graph)
         passes.TopologicalSortPass()(graph)

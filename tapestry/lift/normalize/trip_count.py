@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 from onnx import GraphProto, NodeProto, helper, numpy_helper
@@ -86,7 +87,7 @@ def _tried(
         helper.make_graph(nodes, "step", ins, outs, constants), opset_imports=[helper.make_opsetid("", version)]
     )
     try:
-        evaluator = ReferenceEvaluator(model)
+        evaluator = cast(Any, ReferenceEvaluator(model))  # (its types are incomplete)
         for t in range(min(most, MOST)):
             results = dict(zip(names, evaluator.run(None, {**feeds, step: np.array(t, np.int64)}), strict=True))
             if any(np.size(v) != 1 for v in results.values()):

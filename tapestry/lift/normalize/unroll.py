@@ -183,7 +183,7 @@ class _Work:
         if len(node.input) != len(body.input) or None in shapes or None in out_axes or len(out_axes) != outs:
             return False
         axes = [a % len(s or [0]) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True)]
-        lengths = {(s or [0])[a] for a, s in zip(axes, shapes, strict=True)}
+        lengths: set[int] = {(s or [0])[a] for a, s in zip(axes, shapes, strict=True)}
         if len(lengths) != 1 or not self._fits(body, count := lengths.pop()):
             return False
         back = given.get("scan_input_directions", [0] * scanned)

@@ -94,7 +94,7 @@ def read_node(node: NodeProto, types: Mapping[str, TypeProto], version: int) -> 
     if len(shapes) < scanned or len(node.input) != len(body.input) or not over or outs < 0:
         raise NotLinear("the number of steps is not known")
     axes = tuple(a % len(s) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True))
-    lengths = {s[a] for s, a in zip(shapes, axes, strict=True)}
+    lengths: set[int] = {s[a] for s, a in zip(shapes, axes, strict=True)}
     if len(lengths) != 1 or 0 in lengths:
         raise NotLinear("it has no step")
     return ScanNode(

@@ -8,7 +8,7 @@ import torch
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
-from tapestry.ir.program import Launch, Load, Program
+from tapestry.ir.program import Launch, Load, Program, allocated
 from tapestry.runtime import arrays
 from tapestry.runtime.executor import Executor, Held, kernel_of, silent
 from tapestry.runtime.one_process.packing import Packing, pack, renamed
@@ -46,9 +46,7 @@ class LocalExecutor(Executor):
         self.schedule: Schedule | None = None
         self.feeds: Source = weights
         self.busy = Lock()  # positions of buffers are the executor's, not the run's
-        self._computed = {
-            b for step, new in zip(program.steps, self._new, strict=True) if not isinstance(step, Load) for b in new
-        }
+        self._computed = {b for step in program.steps if not isinstance(step, Load) for b in allocated(step)}
         self.weights_held: list[dict[str, Array]] = [{} for _ in range(program.devices)]
         for step in program.steps:
             if isinstance(step, Load) and program.buffers[step.buffer].tensor in self.resident:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -181,8 +182,12 @@ def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str,
         buffer = program.buffers[step.buffer]
         box = buffer.boxes[0]
         if box is not None and buffer.tensor in bound.graph.inputs and buffer.dtype == "f32":
-            out[step.buffer] = lambda memory, extents=shape(box): memory.view(extents)
+            out[step.buffer] = partial(_viewed, extents=shape(box))
     return out
+
+
+def _viewed(memory: torch.Tensor, extents: tuple[int, ...]) -> torch.Tensor:
+    return memory.view(extents)
 
 
 def _memory(parts: Mapping[str, tuple[int, int]], nbytes: int) -> dict[str, torch.Tensor]:

@@ -88,7 +88,12 @@ def test_only_what_follows_is_a_chain() -> None:
     a, y = layer(x, 8, 1, 1, 0, 1, False, False, g)
     b, _ = layer(y, 8, 3, 1, 1, 1, True, False, g)
     other, _ = layer(y.clone(memory_format=torch.channels_last), 8, 3, 1, 1, 1, True, False, g)
-    assert conv_chain.chain([a, b]) and not conv_chain.chain([a, other]) and not conv_chain.chain([b, a]) and not conv_chain.chain([a])
+    assert (
+        conv_chain.chain([a, b])
+        and not conv_chain.chain([a, other])
+        and not conv_chain.chain([b, a])
+        and not conv_chain.chain([a])
+    )
     foreign = c_calls.Call(native.library().tapestry_mean, a.sizes, a.buffers, ())  # type: ignore[union-attr]
     assert not conv_chain.chain([foreign, b])
 

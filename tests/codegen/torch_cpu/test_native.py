@@ -20,7 +20,7 @@ from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.runtime.one_process.static_schedule import Segment
 from tapestry.verify import interp

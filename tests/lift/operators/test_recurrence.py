@@ -25,7 +25,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.verify import certificate, interp
 from tests.support.lifting import data, evaluate, lift_model
