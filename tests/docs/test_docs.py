@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tapestry.cli import _parser
+from tapestry.cli.entry import command_parser
 from tests.docs.console import commands, normal, replay, run, workplace
 from tests.docs.pages import NOT_RUN, Page, pages
 from tests.docs.update import generated
@@ -40,7 +40,7 @@ def test_commands_that_no_test_runs_say_why(page: Page):
             for line in block.text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:1] == ["tapestry"]:
-                    _parser().parse_args(words[1:])
+                    command_parser().parse_args(words[1:])
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)|<img[^>]* src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
