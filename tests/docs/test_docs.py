@@ -102,3 +102,20 @@ def test_the_json_page_names_every_key_of_compile_and_run(tmp_path: Path):
         named = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (`.*?) \| ", section, re.MULTILINE))))
         document = run(["bash", "-c", f"tapestry {shlex.join(command)} --json 2> /dev/null"], tmp_path / "clone")
         assert set(json.loads(document)) <= named, command
+
+
+def test_a_figure_that_is_not_the_measured_one_is_seen():
+    assert generated("<!-- from: cpu.models -->0<!-- /from -->") != "<!-- from: cpu.models -->0<!-- /from -->"
+
+
+def test_output_that_is_not_the_real_one_is_seen(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("```python say.py\nprint('two')\n```\n\n```console\n$ python say.py\none\n```\n")
+    ((block, real),) = replay(Page(page), tmp_path / "clone")
+    assert (block.text, real) == ("$ python say.py\none\n", "$ python say.py\ntwo\n")
+
+
+def test_a_command_that_fails_is_seen(tmp_path: Path):
+    (tmp_path / "page.md").write_text("```console\n$ false\n```\n")
+    with pytest.raises(AssertionError, match="status 1"):
+        list(replay(Page(tmp_path / "page.md"), tmp_path / "clone"))
