@@ -55,6 +55,18 @@ def test_links_and_paths_lead_somewhere(page: Page):
     assert missing == []
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", Page(path).prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("page", EVERY)
+def test_links_to_headings_find_them(page: Page):
+    links = [(m[1] or page.path.name, m[2]) for m in re.finditer(r"\]\((?!https?:)([^)#\s]*)#([^)]+)\)", page.prose)]
+    assert [x for x in links if x[1] not in anchors(page.path.parent / x[0])] == []
+
+
 @pytest.mark.parametrize("page", EVERY)
 def test_every_page_can_be_reached_from_the_readme(page: Page):
     seen, todo = set(), [ROOT / "README.md"]
