@@ -16,6 +16,7 @@ from rich.table import Table
 import tapestry
 from examples import light
 from tapestry.api import run_checked
+from tapestry.pipeline import PASSES
 from tapestry.saved_build import verify_build
 from tapestry.viz import progress
 from tapestry.viz.format import human
@@ -30,8 +31,8 @@ def main() -> int:
     """Compile, verify, run, compare; returns 1 if anything is not as it should be."""
     console = Console(highlight=False)
     model = light.write("resnet50", FOLDER)
-    with progress.stages(quiet=False) as report:
-        built = tapestry.compile(model, devices=DEVICES, progress=report)
+    with progress.passes([p.name for p in PASSES], quiet=False) as show:
+        built = tapestry.compile(model, devices=DEVICES, progress=lambda phase, name: show(name))
         built.save(FOLDER / "plan")
     _, laws = working("verify", lambda step: verify_build(FOLDER / "plan"))
     loaded = tapestry.load(FOLDER / "plan")
