@@ -6,9 +6,8 @@ from tapestry.rewrites.contractions import fuse_siblings as fuse_siblings
 from tapestry.rewrites.maps import cleanup as cleanup
 from tapestry.rewrites.maps import compose_views as compose_views
 from tapestry.rewrites.maps import drop_results as drop_results
-from tapestry.rewrites.maps import fuse_maps as fuse_maps
-from tapestry.rewrites.maps import inline_iota as inline_iota
 from tapestry.rewrites.maps import inline_map as inline_map
+from tapestry.rewrites.maps import map_equations as map_equations
 from tapestry.rewrites.maps import sink_gather as sink_gather
 from tapestry.rewrites.partition import block_scan as block_scan
 from tapestry.rewrites.partition import micro_batch as micro_batch
