@@ -1,4 +1,4 @@
-# make demo and make test work from a fresh clone on a machine with Python ≥ 3.11, make and a C compiler.
+# make demo, make test and the others work from a fresh clone on a machine with Python ≥ 3.11, make and a C compiler.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet -c constraints.txt
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+WORKERS := -n auto --maxprocesses 4
 TESTS ?=
 
-.PHONY: setup demo test slow lint bench clean
+.PHONY: setup demo test test-all lint format docs bench clean
 
 setup: $(STAMP)
 
@@ -23,23 +24,26 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/python examples/demo.py
 
+# what newcomers and CI run: at most five minutes on two cores
 test: setup
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 $(TESTS)
+	@$(BIN)/python -m pytest $(WORKERS) $(TESTS)
 
-slow: setup
-	@$(BIN)/python -m pytest -m slow $(TESTS)
+# every case of every test, but those that need a GPU
+test-all: setup
+	@$(BIN)/python -m pytest -m 'not gpu' $(WORKERS) $(TESTS)
 
 lint: setup
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 	@$(BIN)/pyright
 
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
 bench: setup
-	@$(BIN)/python -m bench communication
-	@$(BIN)/python -m bench compiler
-	@$(BIN)/python -m bench scale
-	@$(BIN)/python -m bench auto_shard
-	@$(BIN)/python -m bench models
+	@for name in communication compiler scale auto_shard models; do $(BIN)/python -m bench $$name || exit 1; done
 
 clean:
 	rm -rf build

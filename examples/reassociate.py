@@ -8,11 +8,11 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Read, replace_op
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import chain, contract, fresh, op_at, plain_index, read_dims, work
-from tapestry.rewrites.core.rule import Move, register
+from tapestry.rewrites.core.rule import Move, Rule, register
 
 
 @register
-class Reassociate:
+class Reassociate(Rule):
     """Multiply a chain of two products from the right.
 
     before:
@@ -48,7 +48,7 @@ class Reassociate:
         vary along the dimension that the outer one sums.
     """
 
-    name, kind = "reassociate", "move"
+    name, phase = "reassociate", "search"
 
     def find(self, graph):
         for op in graph.ops:

@@ -1,12 +1,32 @@
-"""Settings of all tests (property tests have no deadline, since a first call pays for imports), and torch's threads."""
+"""Settings of all tests: hypothesis' profile, torch's threads, and the cases that `make test` leaves to `make test-all`."""
 
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("tapestry", deadline=None)
+settings.register_profile("tapestry", deadline=None)  # a first call pays for imports
 settings.load_profile("tapestry")
+
+LEVELS = tomllib.loads((Path(__file__).parent / "levels.toml").read_text())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the cases that `levels.toml` leaves out of `make test`."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.path.stem, item.name.split("[")[0]].append(item)
+    for (file, test), of_test in cases.items():
+        count = LEVELS.get(file, {}).get(test, len(of_test))
+        spread = {k * len(of_test) // count for k in range(min(count, len(of_test)))}
+        for k, item in enumerate(of_test):
+            if k not in spread:
+                item.add_marker(pytest.mark.slow)
 
 
 def _set(n: int) -> Iterator[None]:

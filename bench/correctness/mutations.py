@@ -34,9 +34,9 @@ from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.fixpoint import simplify
 from tapestry.verify import certificate
-from tests.support.file_faults import FILE_FAULTS, tried_on_files
-from tests.support.plan_faults import FAULTS
-from tests.support.plan_faults_more import MORE
+from tests.support.faults.file_faults import FILE_FAULTS, tried_on_files
+from tests.support.faults.plan_faults import FAULTS
+from tests.support.faults.plan_faults_more import MORE
 
 MODELS: dict[str, dict[str, int]] = {
     "bert_base": {"s18": 2, "s41": 37, "s43": 37}, "resnet50": {"s31": 2}, "llama_tiny": {"s72": 2, "s53": 16, "s43": 16},

@@ -20,7 +20,7 @@ from examples import light
 from tapestry.interop.tile_patterns import exact, naive, parse
 from tapestry.sharding.check_sharding import check_file
 from tapestry.sharding.export_sharding import export
-from tests.support import sharding_faults
+from tests.support.faults import sharding_faults
 
 MODELS = ("squeezenet", "resnet50", "shufflenet")
 TILINGS = [

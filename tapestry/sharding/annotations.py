@@ -30,7 +30,7 @@ from tapestry.lift.file.structure import load
 from tapestry.plan.layout_constraints import Dims, Fixed
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
 from tapestry.rewrites.core.fixpoint import applied, left_out, simplify, without
-from tapestry.rewrites.core.rule import RULES, Move, Sweeping, apply_moves, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, apply_moves, parse_move
 
 MESH_AXES = 3  # of a mesh that is guessed from a file's specs
 
@@ -257,8 +257,7 @@ def _with_apart(lifted: Graph, apart: list[str], leave: frozenset[str]) -> Graph
     """The simplified graph in which some results are not fused into their readers."""
     held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
     graph = replace(simplify(replace(lifted, outputs=held_back), leave=leave), outputs=lifted.outputs)
-    dead = RULES["drop_dead"]
-    return dead.sweep(graph) if isinstance(dead, Sweeping) else graph
+    return RULES["drop_dead"].sweep(graph)
 
 
 def _carry(tensor: str, layout: Layout, lifted: Graph, graph: Graph) -> tuple[str, Layout] | None:

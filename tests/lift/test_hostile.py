@@ -29,7 +29,7 @@ HARMLESS = {  # what may succeed, since nothing that the command reads is change
 
 def tried(kind: str, folder: Path) -> list[dict]:
     """Every case of a kind, in a process of limited memory."""
-    argv = [sys.executable, "-m", "tests.support.hostile_cases", kind, str(folder)]
+    argv = [sys.executable, "-m", "tests.support.faults.hostile_cases", kind, str(folder)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, capture_output=True, text=True, timeout=400, env=env)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

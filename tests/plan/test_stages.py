@@ -17,7 +17,7 @@ from tapestry.plan.simulate import critical_path, simulate
 from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import topology
 from tapestry.verify import certificate
-from tests.support.plan_faults import FAULTS
+from tests.support.faults.plan_faults import FAULTS
 from tests.support.small_models import (
     MODELS,
     N,

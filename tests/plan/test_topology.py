@@ -14,7 +14,7 @@ from tapestry.plan.cost.collective import merge
 from tapestry.plan.topology import PRESETS, fabrics, from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.routing import routes
 from tapestry.viz import explain
-from tests.sharding.test_interop_tiles import MAPS
+from tests.support.instance_maps import MAPS
 from tests.support.small_models import save
 
 LINK = {"alpha": 1e-6, "beta": 1e-9}

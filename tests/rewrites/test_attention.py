@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.torch_cpu import TorchCpu, kernels
+from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.torch_ops import layers
 from tapestry.codegen.triton import Knobs
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import call
-from tapestry.ir.graph import Block, Graph
+from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, cut, whole
 from tapestry.ir.monoid import MONOIDS, driven, product, rebased, register, rescale
 from tapestry.ir.monoid_action import prove_driven, prove_rebased
@@ -27,33 +27,13 @@ from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.rewrites.core.fixpoint import simplify
 from tapestry.rewrites.core.rule import RULES, Refusal, apply_moves, parse_move
-from tapestry.rewrites.core.rule_check import random_feeds, same
+from tapestry.rewrites.core.rule_check import same
 from tapestry.verify import certificate, interp
 from tests.support.attention_cases import CASES, GUARDED, KEPT, PLAIN, attention
+from tests.support.attention_runs import close, feeds_of, fused, run_cpu
 from tests.support.lifting import EXPORTS, SHARED, needs_shared
 from tests.support.small_models import Case, execute, peak
 from tests.support.triton_kernels import check
-
-TOLERANCE = 1e-5  # of float32 against float64, relative to the largest value
-
-
-def fused(text: str) -> Graph:
-    graph = simplify(parse(text))
-    assert [op.monoid for op in graph.ops if isinstance(op, Block)] == ["softsum"], to_text(graph)
-    return graph
-
-
-def feeds_of(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
-    feeds = random_feeds(graph, np.random.default_rng(seed))
-    if "c" in feeds and feeds["c"].dtype == np.bool_:
-        feeds["c"][-1] = False  # rows without a key
-    return feeds
-
-
-def close(got: np.ndarray, want: np.ndarray) -> None:
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    scale = np.abs(want[np.isfinite(want)]).max(initial=1.0)
-    np.testing.assert_allclose(got, want, atol=TOLERANCE * scale, rtol=0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,14 +56,6 @@ def test_cpu(name: str, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(layers, "streaming", lambda *_: None)
         monkeypatch.setattr(layers, "MOST_WEIGHTS", 64)  # several blocks of keys
     close(run_cpu(graph, feeds), interp.run(graph, feeds, wide=True)["y"])
-
-
-def run_cpu(graph: Graph, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    op = graph.ops[0]
-    assert isinstance(op, Block)
-    block, ins = whole(tuple(d.size for d in op.space)), tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
-    kernel = Kernel(op=0, mode="full", block=block, ins=ins, outs=(whole(graph.tensors["y"].shape),))
-    return kernels.build(graph, kernel)([torch.from_numpy(np.array(feeds[r.tensor])) for r in op.reads], [])[0].numpy()
 
 
 @pytest.mark.parametrize("name", CASES)

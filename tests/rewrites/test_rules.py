@@ -6,22 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from onnx import helper
 
 import tapestry.rewrites  # noqa: F401  (fills the table of rules)
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir.graph import Block, Dim, Graph, Opaque, Split
+from tapestry.ir.graph import Block, Graph, Split
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.ir.types import Tensor
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, apply_moves, load_rules, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, apply_moves, load_rules, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, documented, random_feeds, same
 from tapestry.rewrites.partition.split import halo, refusals, splittable
 from tapestry.verify import interp
 from tests.support.paths import EXAMPLES
+from tests.support.rule_cases import OUT_TYPES, REDUCTIONS, opaque_graph, reduction
 
 
 def conv(h: int, k: int, stride: int = 1, dilation: int = 1, pad: int = 0, width: int = 0, then: str = "acc0") -> str:
@@ -42,51 +41,6 @@ y: f32[{axes}] = op [o: 2, h: {out}{w} | c: 2 sum, r: {k} sum{s}]
   then {then}
 output y
 """
-
-
-REDUCTIONS = {
-    "sum": ("f32", ["x"], ["acc0"]),
-    "sums2": ("f32", ["x", "tanh(x)"], ["acc0 * acc1"]),
-    "sums3": ("f32", ["x", "tanh(x)", "2.0 * x"], ["(acc0 * acc1) + acc2"]),
-    "sums4": ("f32", ["x", "tanh(x)", "2.0 * x", "neg(x)"], ["(acc0 * acc1) + (acc2 * acc3)"]),
-    "prod": ("f32", ["x"], ["acc0"]),
-    "max": ("f32", ["x"], ["acc0"]),
-    "min": ("i32", ["x"], ["acc0"]),
-    "any": ("bool", ["x"], ["acc0"]),
-    "all": ("bool", ["x"], ["acc0"]),
-    "moments": ("f32", ["1.0", "x", "0.0"], ["acc1", "sqrt((acc2 / acc0))"]),
-    "logsumexp": ("f32", ["x", "1.0"], ["acc0 + log(acc1)"]),
-    "softsum": ("f32", ["x", "1.0", "tanh(x)"], ["acc2 / acc1"]),
-    "affine": ("f32", ["x", "tanh(x)"], ["acc0", "acc1"]),
-    "argmax": ("f32", ["x", "index(m)"], ["acc0", "acc1"]),
-    "argmin": ("i32", ["x", "index(m)"], ["acc1"]),
-}
-OUT_TYPES = {"affine": ["f32", "f32"], "argmax": ["f32", "i64"], "argmin": ["i64"]}
-
-
-def reduction(monoid: str, size: int, body: list[str] | None = None, then: list[str] | None = None) -> str:
-    dtype, plain, lowered = REDUCTIONS[monoid]
-    body, then = body or plain, then or lowered
-    outs = [f"y{i}: {d}[3]" for i, d in enumerate(OUT_TYPES.get(monoid, [dtype] * len(then)))]
-    return f"""graph reduction
-input x: {dtype}[3, {size + 2}]
-{", ".join(outs)} = op [n: 3 | m: {size} {monoid}]
-  reads x[n, m + 1]
-  body {", ".join(body)}
-  then {", ".join(then)}
-output {", ".join(o.partition(":")[0] for o in outs)}
-"""
-
-
-def opaque_graph() -> Graph:
-    node = helper.make_node("Hardmax", ["x"], ["y"], axis=1).SerializeToString()
-    op = Opaque(
-        outs=("y",), ins=("x",), kind="Hardmax", node=node, opsets=(("", 17),), dims=(Dim("b", 7),), in_axes=((0,),),
-        out_axes=((0,),), why="its output is ranked along axis 1",
-    )  # fmt: skip
-    x = Tensor(name="x", dtype="f32", shape=(7, 5), kind="input")
-    tensors = {"x": x, "y": replace(x, name="y", kind="value")}
-    return Graph(name="opaque", tensors=tensors, ops=(op,), inputs=("x",), outputs=("y",))
 
 
 POOL = """graph pool
@@ -401,11 +355,10 @@ def test_the_example_rule_is_checked_and_betters_a_plan() -> None:
         del RULES["reassociate"]
 
 
-class Wrong:
+class Wrong(Rule):
     """A rule that replaces a piece of text: wrong in whatever way a test wants."""
 
     name = "wrong"
-    kind = "move"
 
     def __init__(self, old: str, new: str) -> None:
         self.old, self.new = old, new

@@ -27,33 +27,8 @@ from tapestry.rewrites.core.rule import RULES, apply_moves, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, same_values
 from tapestry.verify import certificate, interp
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node
+from tests.support.scan_cases import FIELDS, GUARDS, running
 from tests.support.triton_kernels import compare, footprint, from_torch, random_arrays, run_kernel, to_torch
-
-FIELDS = {
-    "sum": (("f32", "0.0"),), "prod": (("f32", "1.0"),), "max": (("f32", "-inf"),), "min": (("i64", "9223372036854775807"),),
-    "affine": (("f64", "1.0"), ("f64", "0.0")), "logsumexp": (("f32", "-inf"), ("f32", "0.0")),
-    "argmax": (("f32", "-inf"), ("i64", "9223372036854775807")),
-}  # fmt: skip
-GUARDS = {"up to": "i - j", "before": "i - j - 1", "from": "j - i", "after": "j - i - 1"}
-
-
-def running(monoid: str, guard: str, *, size: int = 11, first: bool = False) -> str:
-    """A scan of every field of a monoid along the first or second of three axes."""
-    shape, place, dims = (
-        (f"{size}, 5, 3", "j, a, c", "i: {0}, a: 5, c: 3") if first else (f"5, {size}, 3", "a, j, c", "a: 5, i: {0}, c: 3")
-    )
-    names = [f"x{k}" for k in range(len(FIELDS[monoid]))]
-    types = [d for d, _ in FIELDS[monoid]]
-    lines = ["graph g", *(f"input {n}: {d}[{shape}]" for n, d in zip(names, types, strict=True))]
-    outs = ", ".join(f"y{k}: {d}[{shape}]" for k, d in enumerate(types))
-    lines.append(f"{outs} = op [{dims.format(size)} | j: {size} {monoid}]")
-    reads = (f"{n}[{place}] when {guard} >= 0 else {z}" for n, (_, z) in zip(names, FIELDS[monoid], strict=True))
-    lines += [
-        f"  reads {', '.join(reads)}",
-        f"  body {', '.join(names)}",
-        "output " + ", ".join(f"y{k}" for k in range(len(names))),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def blocked(text: str, parts: int) -> Graph:
@@ -221,7 +196,9 @@ def test_only_totals_travel(attributes: dict[str, int], tmp_path: Path) -> None:
         model(tmp_path, 512, 1024, **attributes), devices=8, layouts=["x:0=8@d0", "y:0=8@d0"], topology="a100-pcie"
     )
     assert built.report["moves"] == ["block_scan@y{parts=8}"]
-    assert sum(t["bytes"] for t in built.report["transfers"]) <= 7 * 8 * 1024 * 4  # the totals, scattered or sent to later blocks
+    assert (
+        sum(t["bytes"] for t in built.report["transfers"]) <= 7 * 8 * 1024 * 4
+    )  # the totals, scattered or sent to later blocks
     x = data(512, 1024, seed=3)
     want = np.cumsum(x[::-1] if "reverse" in attributes else x, axis=0, dtype=np.float64)
     want = want[::-1] if "reverse" in attributes else want - x if "exclusive" in attributes else want

@@ -96,7 +96,7 @@ def test_attention_by_batch_queries_and_heads(dim: str, parts: int, inside: set[
 @pytest.mark.parametrize("monoid", sorted(MONOIDS))
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_any_monoid_accumulates(monoid: str, parts: int) -> None:
-    from tests.rewrites.test_rules import reduction
+    from tests.support.rule_cases import reduction
 
     graph = parse(reduction(monoid, 7))
     after = applied(graph, f"split_time@y0{{dim=m,parts={parts},back=0}}")
@@ -115,7 +115,7 @@ def test_readers_outside_and_moves_in_a_row() -> None:
 
 
 def opaque_graph() -> Graph:
-    from tests.rewrites.test_rules import opaque_graph as lone
+    from tests.support.rule_cases import opaque_graph as lone
 
     graph = lone()
     dims = (Dim("x0", 7), Dim("x1", 5))

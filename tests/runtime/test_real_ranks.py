@@ -21,7 +21,7 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.support.real_ranks", folder / "cases"]
+    command = [sys.executable, "-m", "tests.support.programs.real_ranks", folder / "cases"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

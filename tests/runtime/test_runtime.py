@@ -14,7 +14,6 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.codegen.triton.task.primitives import ROWS as TRITON
-from tapestry.ir import space
 from tapestry.ir.expr import PRIMITIVES, Arg, Call
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Box, Kernel, whole
@@ -28,6 +27,7 @@ from tapestry.ir.types import numpy_dtype
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.verify import certificate, interp
+from tests.support.block_buffers import buffers, dense, sub_box
 from tests.support.small_models import MODELS, Case, assert_same, case, execute, mesh_of, peak, random_plan
 
 BLOCKS = [n for n in MODELS if n not in ("opaques", "recurrent")]
@@ -40,39 +40,6 @@ def values_of(c: Case) -> dict[str, np.ndarray]:
     """Every tensor of a graph, in its own precision."""
     everything = replace(c.graph, outputs=tuple(c.graph.tensors))
     return {**c.feeds, **c.weights, **interp.run(everything, {**c.feeds, **c.weights})}
-
-
-def sub_box(box: Box, rng: random.Random) -> Box:
-    out = []
-    for lo, hi in box:
-        a = rng.randint(lo, max(lo, hi - 1))
-        out.append((a, rng.randint(min(a + 1, hi), hi)))
-    return tuple(out)
-
-
-def buffers(op: Block, graph, block: Box, values, rng: random.Random, used) -> tuple[list, list]:
-    """A buffer per read that holds the block's footprint and a random rim around it."""
-    boxes, arrays = [], []
-    for k, r in enumerate(op.reads):
-        if k not in used:
-            boxes.append(None)
-            arrays.append(None)
-            continue
-        shape = graph.tensors[r.tensor].shape
-        image = space.access(op, r, shape).image(block)
-        hull = tuple((0, 0) for _ in shape) if image is None else image.hull()
-        box = tuple(
-            (max(0, lo - rng.randint(0, 2)), min(n, hi + rng.randint(0, 2))) for (lo, hi), n in zip(hull, shape, strict=True)
-        )
-        boxes.append(box)
-        arrays.append(from_numpy(np.array(values[r.tensor][tuple(slice(lo, hi) for lo, hi in box)])))
-    return boxes, arrays
-
-
-def dense(t: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, each cell once, in whatever order of axes."""
-    steps = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
-    return all(s == int(np.prod([n for _, n in steps[:k]])) for k, (s, _) in enumerate(steps))
 
 
 def run_kernel(graph, i: int, mode: str, block: Box, values, rng: random.Random, states=()) -> list[np.ndarray]:

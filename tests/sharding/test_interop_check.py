@@ -24,8 +24,8 @@ from tapestry.ir.index import evaluate
 from tapestry.lift import lift
 from tapestry.plan.topology import parse_mesh
 from tapestry.sharding.check_sharding import check_file
-from tests.support import sharding_faults as faults
-from tests.support.sharding_faults import N, put
+from tests.support.faults import sharding_faults as faults
+from tests.support.faults.sharding_faults import N, put
 from tests.support.small_models import net
 
 

@@ -16,7 +16,7 @@ from tapestry.errors import PlanError, TapestryError
 from tapestry.interop import onnx_annotations, sharding_specs
 from tapestry.sharding.check_sharding import check_file
 from tapestry.sharding.export_sharding import export
-from tests.support.sharding_faults import N, put
+from tests.support.faults.sharding_faults import N, put
 from tests.support.small_models import MODELS, f32, net
 
 # a machine on which cutting pays even for small models

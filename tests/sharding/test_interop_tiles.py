@@ -10,15 +10,42 @@ from onnx import TensorProto as T
 from tapestry.errors import TapestryError
 from tapestry.interop import instance_map, tile_patterns
 from tapestry.interop.tile_patterns import Tiling, combine, create, evaluate, exact, naive, parse
-from tests.support.sharding_faults import N
+from tests.support.faults.sharding_faults import N
+from tests.support.instance_maps import MAPS
 from tests.support.small_models import f32, net
 
 # the slides' table: tensor, pattern and assignment, then per instance start, stop, size
 TABLE = [
-    ((1, 4), "{1,4:0,1,2,3}", {0: ((0, 0), (1, 1), (1, 1)), 1: ((0, 1), (1, 2), (1, 1)), 2: ((0, 2), (1, 3), (1, 1)), 3: ((0, 3), (1, 4), (1, 1))}),
-    ((1, 4), "{1,4}", {0: ((0, 0), (1, 1), (1, 1)), 1: ((0, 1), (1, 2), (1, 1)), 2: ((0, 2), (1, 3), (1, 1)), 3: ((0, 3), (1, 4), (1, 1))}),
-    ((7, 4), "{5,1:3,2,4,1,0}", {0: ((5, 0), (7, 4), (2, 4)), 1: ((4, 0), (5, 4), (1, 4)), 2: ((1, 0), (2, 4), (1, 4)), 3: ((0, 0), (1, 4), (1, 4)), 4: ((2, 0), (4, 4), (2, 4))}),
-    ((4, 4, 2, 2), "{1,3,1,1:2,0,3}", {0: ((0, 1, 0, 0), (4, 2, 2, 2), (4, 1, 2, 2)), 2: ((0, 0, 0, 0), (4, 1, 2, 2), (4, 1, 2, 2)), 3: ((0, 2, 0, 0), (4, 4, 2, 2), (4, 2, 2, 2))}),
+    (
+        (1, 4),
+        "{1,4:0,1,2,3}",
+        {0: ((0, 0), (1, 1), (1, 1)), 1: ((0, 1), (1, 2), (1, 1)), 2: ((0, 2), (1, 3), (1, 1)), 3: ((0, 3), (1, 4), (1, 1))},
+    ),
+    (
+        (1, 4),
+        "{1,4}",
+        {0: ((0, 0), (1, 1), (1, 1)), 1: ((0, 1), (1, 2), (1, 1)), 2: ((0, 2), (1, 3), (1, 1)), 3: ((0, 3), (1, 4), (1, 1))},
+    ),
+    (
+        (7, 4),
+        "{5,1:3,2,4,1,0}",
+        {
+            0: ((5, 0), (7, 4), (2, 4)),
+            1: ((4, 0), (5, 4), (1, 4)),
+            2: ((1, 0), (2, 4), (1, 4)),
+            3: ((0, 0), (1, 4), (1, 4)),
+            4: ((2, 0), (4, 4), (2, 4)),
+        },
+    ),
+    (
+        (4, 4, 2, 2),
+        "{1,3,1,1:2,0,3}",
+        {
+            0: ((0, 1, 0, 0), (4, 2, 2, 2), (4, 1, 2, 2)),
+            2: ((0, 0, 0, 0), (4, 1, 2, 2), (4, 1, 2, 2)),
+            3: ((0, 2, 0, 0), (4, 4, 2, 2), (4, 2, 2, 2)),
+        },
+    ),
     ((2, 4, 8), "{1:3,2}", {2: ((0, 0, 0), (2, 4, 8), (2, 4, 8)), 3: ((0, 0, 0), (2, 4, 8), (2, 4, 8))}),
 ]
 
@@ -37,7 +64,9 @@ def test_text_survives(text):
     assert parse(text.replace(",", " , ").replace("{", " { ")) == parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "{2:0}", "{2:0,1,2}", "{0:0}", "{2:0,0}", "{2:0,-2}", "{a:1}", "{2,1:0,1", "2:0,1", "{--1}"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "{2:0}", "{2:0,1,2}", "{0:0}", "{2:0,0}", "{2:0,-2}", "{a:1}", "{2,1:0,1", "2:0,1", "{--1}"]
+)
 def test_wrong_texts_are_refused(text):
     with pytest.raises(TapestryError):
         parse(text)
@@ -126,7 +155,12 @@ def test_leading_ones_may_be_left_out():
 
 
 def test_carried_in_a_file(tmp_path):
-    m = net([N("MatMul", ["x", "w"], ["h"], "mm"), N("Relu", ["h"], ["y"], "act")], {"x": (T.FLOAT, [4, 6])}, {"y": T.FLOAT}, {"w": f32(6, 8)})
+    m = net(
+        [N("MatMul", ["x", "w"], ["h"], "mm"), N("Relu", ["h"], ["y"], "act")],
+        {"x": (T.FLOAT, [4, 6])},
+        {"y": T.FLOAT},
+        {"w": f32(6, 8)},
+    )
     wanted = {"x": parse("{2,1:0,1}"), "w": parse("{1:0,1}"), "h": parse("{2:1,0}")}
     for name, t in wanted.items():
         tile_patterns.attach(m, name, t)
@@ -139,21 +173,6 @@ def test_carried_in_a_file(tmp_path):
 
 
 # instance maps
-
-MAPS = [
-    ("{4, [[1,2,3],[2,3,0],[3,0,1],[0,1,2]]}", "full mesh", ()),
-    ("{4, [[1],[2],[3],[0]]}", "ring", ()),
-    ("{7, [[1,2],[0,3,4],[0,5,6],[1],[1],[2],[2]]}", "tree", (0,)),
-    ("{4, [[1],[0,2,3],[1],[1]]}", "star", (1,)),
-    ("{4, [[2],[2],[0,1,3],[2]]}", "star", (2,)),
-    ("{6, [[1,2],[0,2,3],[1,2],[2,4,5],[3,5],[3,4]]}", "linked rings", (1, 3, 3, 2)),
-    ("{3, [[1,2],[0,2],[1,2]]}", "torus", (3,)),
-    ("{9, [[1,2,3,6],[0,2,4,7],[1,2,5,8],\n[4,5,0,6],[3,5,1,7],[3,4,2,8],\n[0,3,7,8],[1,4,6,8],[2,5,6,7]]}", "torus", (3, 3)),
-    ("{27, [[1,2,3,6,9,1,],[0,2,4,7,A,J],[1,2,5,8,B,K],\n[4,5,0,6,C,L],[3,5,1,7,D,M],[3,4,2,8,E,N],\n[0,3,7,8,F,O],[1,4,6,8,G,P],[2,5,6,7,H,Q],...]}", "torus", (3, 3, 3)),
-    ("{5, [[1,4],[0,2],[1,3],[2,4],[3,0]]}", "ring", ()),
-    ("{1, [[]]}", "full mesh", ()),
-    ("{4, [[1],[0],[3],[2]]}", "other", ()),
-]
 
 
 @pytest.mark.parametrize(("text", "kind", "detail"), MAPS)
@@ -175,7 +194,20 @@ def test_slips_of_the_slides_are_noted():
     assert found.notes[0] == "18 rows are left out" and "row 0 should be [1, 2, 3, 6, 9, 18]" in found.notes
 
 
-@pytest.mark.parametrize("text", ["", "{2}", "{2, [[1]]}", "{2, [[1],[2]]}", "{0, []}", "{2, [[1],[0],[1]]}", "{2, [[1],[x]]}", "{2, [[1],[0]] 7}", "{2, [[1],[??]]}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{2}",
+        "{2, [[1]]}",
+        "{2, [[1],[2]]}",
+        "{0, []}",
+        "{2, [[1],[0],[1]]}",
+        "{2, [[1],[x]]}",
+        "{2, [[1],[0]] 7}",
+        "{2, [[1],[??]]}",
+    ],
+)
 def test_wrong_maps_are_refused(text):
     with pytest.raises(TapestryError):
         instance_map.parse(text)

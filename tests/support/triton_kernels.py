@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.triton import Knobs, generate
-from tapestry.codegen.triton.run import launcher
+from tapestry.codegen.triton import Knobs, generate, launch
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel, whole
@@ -123,7 +122,7 @@ def run_kernel(
     dtypes = [e.dtype for e in op.body] if mode == "partial" else [graph.tensors[t].dtype for t in op.outs]
     arrays += [to_torch(s, e.dtype) for s, e in zip(states or [], op.body, strict=bool(states))]
     results = [fresh(b, d) for b, d in zip(outs, dtypes, strict=True)]
-    launcher(tk, [*arrays, *results])
+    launch(tk, [*arrays, *results])
     return [from_torch(r) for r in results]
 
 

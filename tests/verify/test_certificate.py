@@ -17,7 +17,7 @@ from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.verify import certificate
 from tapestry.verify.boxes import coverage
-from tests.support.plan_faults import FAULTS, PLANS, halo_plan, row_parallel_plan, scatter_plan
+from tests.support.faults.plan_faults import FAULTS, PLANS, halo_plan, row_parallel_plan, scatter_plan
 from tests.support.small_models import MODELS, assert_same, case, execute, mesh_of, peak, planned_transfers, random_plan
 
 MESHES = ["1", "2", "3", "4", "2x2", "2x3"]

@@ -22,8 +22,8 @@ from bench.correctness.mutations import (
     plans,
 )
 from tests.support.command_line import attention_build
-from tests.support.file_faults import FILE_FAULTS, refused
-from tests.support.plan_faults_more import MORE
+from tests.support.faults.file_faults import FILE_FAULTS, refused
+from tests.support.faults.plan_faults_more import MORE
 from tests.support.small_models import case
 
 KINDS = ("row", "mesh", "streamed", "staged", "exact")

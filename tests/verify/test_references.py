@@ -15,7 +15,7 @@ import tapestry
 from tapestry.errors import BuildError, LawError
 from tapestry.pipeline import verify_build
 from tests.support.command_line import run
-from tests.support.file_faults import edited
+from tests.support.faults.file_faults import edited
 from tests.support.small_models import N
 
 

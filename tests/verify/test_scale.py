@@ -25,7 +25,7 @@ from tapestry.plan.strategy import MAX_STRATEGIES, every_strategy
 from tapestry.plan.topology import parse_mesh, to_data, topology
 from tapestry.verify import certificate
 from tapestry.verify.box_lists import Lists, spans_of
-from tests.support.plan_faults import FAULTS
+from tests.support.faults.plan_faults import FAULTS
 from tests.support.small_models import MODELS, case, peak
 
 MESH = parse_mesh("8x8x8")

@@ -14,7 +14,7 @@ from tapestry.ir.monoid import number
 from tapestry.ir.recognise.contraction import MOST_KEPT, dims_read, factors, folded_roles, kept, products
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.rewrites.core.edit import block_at, merge_reads, prune, shift_args, substitute_expr, substitute_read
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.maps.inline_map import MOST_NODES, written_out
 
 Accept = Callable[[Block, Block, Block], bool]
@@ -22,7 +22,7 @@ Accept = Callable[[Block, Block, Block], bool]
 
 
 @register
-class FuseContraction:
+class FuseContraction(Rule):
     """Compute a contraction, with all that follows it, inside the one reduction that reads it: its result is never written.
 
     The product becomes an inner reduction, which kernels compute tile by tile. Where windows of the reduction overlap it is
@@ -59,7 +59,7 @@ class FuseContraction:
     """
 
     name = "fuse_contraction"
-    kind = "move"
+    phase = "fusion"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per reduction and contraction that it reads."""

@@ -12,7 +12,7 @@ from tapestry.ir.index import Aff, const, dims_of, span, substitute
 from tapestry.ir.recognise.contraction import narrow, products
 from tapestry.ir.types import FLOAT8, FLOATS, Tensor
 from tapestry.rewrites.core.edit import merge_reads, plain_index, read_dims, shift_args, substitute_expr, substitute_read
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def scaled(e: Expr) -> Scaled | None:
 
 
 @register
-class NarrowFactors:
+class NarrowFactors(Rule):
     """Let a contraction read what it was made to read dequantised: bytes, for the matrix units that multiply bytes.
 
     What is made of 8 bits by another operation (quantised there and dequantised at once) is stored in 8 bits.
@@ -87,7 +87,7 @@ class NarrowFactors:
     """
 
     name = "narrow_factors"
-    kind = "move"
+    phase = "fusion"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per contraction and tensor of scaled values of 8 bits that it reads."""

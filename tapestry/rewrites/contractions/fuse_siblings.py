@@ -12,11 +12,11 @@ from tapestry.ir.index import Aff, dim
 from tapestry.ir.monoid import MOST_SUMS, sums
 from tapestry.ir.recognise.contraction import dims_read, products
 from tapestry.rewrites.core.edit import block_at, merge_reads, plain_index, shift_args, substitute_expr, substitute_read
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @register
-class FuseSums:
+class FuseSums(Rule):
     """Compute contractions of one common factor in one pass over it, each sum with an accumulator of its own.
 
     What the second does to its sum may use the first one's result at the same point (SwiGLU, a gate): it then never leaves
@@ -53,7 +53,7 @@ class FuseSums:
     """
 
     name = "fuse_sums"
-    kind = "move"
+    phase = "fusion"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per contraction and the one before it that reads the same tensor over as many points."""

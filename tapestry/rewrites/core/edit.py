@@ -6,8 +6,9 @@ expressions over others, renumber reads, and give the pieces names that nobody h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeGuard
 
 from tapestry.errors import TapestryError
@@ -68,7 +69,7 @@ def shift_args(by: int) -> Leaf:
     return lambda x: replace(x, pos=x.pos + by) if isinstance(x, Arg) else x
 
 
-def inline(gone: Mapping[int, Expr], places: Mapping[int, int]) -> Leaf:
+def with_args(gone: Mapping[int, Expr], places: Mapping[int, int]) -> Leaf:
     """For leaves: reads that are gone replaced by what computes them, the others renumbered."""
 
     def put(x: Expr) -> Expr:
@@ -87,7 +88,7 @@ def merge_reads(op: Block) -> Block:
     if len(places) == len(op.reads):
         return op
     kept = tuple(op.reads[number.index(n)] for n in range(len(places)))
-    leaf = inline({}, dict(enumerate(number)))
+    leaf = with_args({}, dict(enumerate(number)))
     return map_exprs(replace(op, reads=kept), lambda e: rewrite(e, leaf))
 
 
@@ -125,11 +126,25 @@ def accept(refusal: Refusal | None, move: Move) -> None:
         raise TapestryError(refusal.reason, where=str(move), why=refusal.witness)
 
 
-def fresh(graph: Graph, base: str) -> str:
-    """A tensor name that the graph does not have: ``base``, or ``base`` with underscores."""
-    while base in graph.tensors:
+def unused(base: str, taken: Container[str]) -> str:
+    """A name that is not taken yet: ``base``, or ``base`` with underscores."""
+    while base in taken:
         base += "_"
     return base
+
+
+def fresh(graph: Graph, base: str) -> str:
+    """A tensor name that the graph does not have: ``base``, or ``base`` with underscores."""
+    return unused(base, graph.tensors)
+
+
+def fresh_dims(dims: Iterable[Dim], space: Iterable[Dim]) -> dict[str, Dim]:
+    """Dimensions under names that neither ``space`` has nor each other, by the names that they have now."""
+    taken, out = {d.name for d in space}, dict[str, Dim]()
+    for d in dims:
+        out[d.name] = Dim(unused(d.name, taken), d.size)
+        taken.add(out[d.name].name)
+    return out
 
 
 def fresh_dim(op: Op, base: str) -> str:
@@ -157,6 +172,17 @@ def reindex(op: Block, env: Mapping[str, Aff], space: tuple[Dim, ...]) -> Block:
     return map_exprs(moved, lambda e: substitute_expr(e, env, ranges))
 
 
+def renamed_dims(op: Block, names: Mapping[str, str]) -> Block:
+    """The operation with other names for some of its map dimensions."""
+    dims = tuple(Dim(names.get(d.name, d.name), d.size) for d in op.dims)
+    return replace(reindex(op, {old: dim(new) for old, new in names.items()}, (*dims, *op.reduce)), dims=dims)
+
+
+def points(dims: Iterable[Dim]) -> int:
+    """Number of points of some dimensions."""
+    return prod(d.size for d in dims)
+
+
 def read_dims(read: Read) -> frozenset[str]:
     """Dimensions that the place or the guards of a read depend on."""
     return frozenset(n for e in (*read.index, *(g.aff for g in read.when)) for n in dims_of(e))
@@ -165,7 +191,7 @@ def read_dims(read: Read) -> frozenset[str]:
 def prune(op: Block) -> Block:
     """The operation without the reads that nothing uses."""
     kept = sorted(arg_positions(op.point + op.then))
-    leaf = inline({}, {old: new for new, old in enumerate(kept)})
+    leaf = with_args({}, {old: new for new, old in enumerate(kept)})
     return map_exprs(replace(op, reads=tuple(op.reads[k] for k in kept)), lambda e: rewrite(e, leaf))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tapestry.ir.graph import Graph
-from tapestry.rewrites.core.rule import RULES, Move, Sweeping
+from tapestry.rewrites.core.rule import RULES, Move
 
 OPTIONAL = ("fuse_rows", "stream_softmax")
 """Rules that never cost a launch or a byte on one device, but tie operations to one cut on several."""
@@ -36,13 +36,8 @@ def simplify(graph: Graph, limit: int = 12, *, leave: frozenset[str] = _NONE) ->
     for _ in range(limit):
         before = graph.ops
         for rule in RULES.values():
-            if rule.kind != "simplify" or rule.name in leave:
-                continue
-            if isinstance(rule, Sweeping):
+            if rule.phase == "simplify" and rule.name not in leave:
                 graph = rule.sweep(graph)
-            else:
-                while (move := next((m for m in rule.find(graph) if isinstance(m, Move)), None)) is not None:
-                    graph = rule.apply(graph, move)
         if graph.ops == before:
             break
     return graph

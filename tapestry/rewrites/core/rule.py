@@ -1,11 +1,11 @@
 """What a rewrite rule is: it finds Moves (or says why not), and applies one.
 
-A rule is a class with a name, a kind, ``find`` and ``apply``; its docstring shows ``before`` and ``after`` in IR text
-under those headings and says when it is legal. `register` puts it in the table, from inside this package or from a
+A rule is a subclass of `Rule` with a name, a phase, ``find`` and ``apply``; its docstring shows ``before`` and ``after`` in
+IR text under those headings and says when it is legal. `register` puts it in the table, from inside this package or from a
 user's own file; `rewrites.core.rule_check.check_rule` holds every registered rule to the laws.
 
-Two kinds are kept apart: ``simplify`` rules always help and run to a fixpoint; ``move`` rules are choices and are
-searched. A simplify rule may offer ``sweep`` to apply all its moves in one linear pass.
+The phase says when the compiler applies a rule. Those of the phase ``simplify`` always help and run to a fixpoint; all others
+are choices. Where a rule does not apply it says so in one way, a `Refusal` with a reason and a witness.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
@@ -70,16 +70,36 @@ class Refusal:
         return f"{self.rule}@{quoted_name(self.at)}: {self.reason}" + (f" (e.g. {self.witness})" if self.witness else "")
 
 
-@runtime_checkable
-class Rule(Protocol):
-    """See the module's docstring."""
+def refuse(reason: str, witness: str = "") -> Refusal:
+    """A refusal of whatever a rule is looking at; who asked the rule fills in the rule and the place."""
+    return Refusal("", "", reason, witness)
 
-    name: str
-    kind: str
+
+Phase = Literal["simplify", "fusion", "search", "fit", "request"]
+"""When a rule is applied:
+
+- ``simplify``: always, to a fixpoint, since it never costs anything;
+- ``fusion``: before the search, where the price of the operations falls (`plan.fusion`);
+- ``search``: where the best plan of the rewritten graph is better (`plan.structural_search`), the phase of users' rules;
+- ``fit``: to bring a plan under the memory that there is (`plan.memory`);
+- ``request``: by the strategies of a plan or by a user's move alone, never tried by itself.
+"""
+
+
+class Rule:
+    """A rewrite rule; see the module's docstring. Most are an `OpRule` or a `PairRule`, which need one method, ``match``."""
+
+    name: ClassVar[str]
+    phase: ClassVar[Phase] = "search"
+
+    @property
+    def kind(self) -> str:
+        """``simplify`` for what always helps, ``move`` for a choice."""
+        return "simplify" if self.phase == "simplify" else "move"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Every place where the rule applies, and refusals where a user might expect it to."""
-        ...
+        raise NotImplementedError
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph after one move.
@@ -87,16 +107,13 @@ class Rule(Protocol):
         Raises:
             TapestryError: the move is not legal here; the message is the refusal's.
         """
-        ...
-
-
-@runtime_checkable
-class Sweeping(Protocol):
-    """A rule that can apply all its moves in one linear pass."""
+        raise NotImplementedError
 
     def sweep(self, graph: Graph) -> Graph:
         """The graph after every move that the rule finds."""
-        ...
+        while (move := next((m for m in self.find(graph) if isinstance(m, Move)), None)) is not None:
+            graph = self.apply(graph, move)
+        return graph
 
 
 @runtime_checkable
@@ -116,11 +133,11 @@ def register(rule: R) -> R:
     """Class decorator: put a rule in the table."""
     instance = rule()
     if not isinstance(instance, Rule):
-        raise TapestryError(f"{rule.__name__} is not a rule", hint="give it name, kind, find(graph) and apply(graph, move)")
+        raise TapestryError(f"{rule.__name__} is not a rule", hint="a subclass of Rule, with name, phase, find and apply")
     if instance.name in RULES:
         raise TapestryError(f"a rule named '{instance.name}' is registered already")
-    if instance.kind not in ("simplify", "move"):
-        raise TapestryError(f"rule '{instance.name}' is of kind '{instance.kind}'", hint="'simplify' or 'move'")
+    if instance.phase not in (phases := get_args(Phase)):
+        raise TapestryError(f"rule '{instance.name}' has no phase '{instance.phase}'", hint=f"one of {', '.join(phases)}")
     RULES[instance.name] = instance
     return rule
 

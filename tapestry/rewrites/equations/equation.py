@@ -8,18 +8,16 @@ from typing import ClassVar
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op, with_ops
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.rule import Move, Param, Refusal
+from tapestry.rewrites.core.rule import Move, Param, Refusal, Rule
 from tapestry.rewrites.equations.build import Written, swapped, write
 from tapestry.rewrites.equations.conditions import Conditions
 from tapestry.rewrites.equations.match import Match, Matcher, Miss, Surroundings
 from tapestry.rewrites.equations.pattern import RuleText
 
 
-class Equation:
+class Equation(Rule):
     """A rule whose text is ``rule``; `equation` makes one."""
 
-    name: str = ""
-    kind: str = "move"
     rule: ClassVar[RuleText]
 
     def __init__(self) -> None:
@@ -122,8 +120,3 @@ def _put(graph: Graph, around: Surroundings, m: Match, written: Written) -> Grap
             slots[id(old)] = ops
             around.swap((old,), ops, written.new)
     return with_ops(graph, tuple(o for op in graph.ops for o in slots.get(id(op), (op,))), written.new)
-
-
-def is_equation(rule: object) -> bool:
-    """Whether a rule was made of a text."""
-    return isinstance(rule, Equation)

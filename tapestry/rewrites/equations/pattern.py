@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.syntax.printer import INFIX
 from tapestry.ir.syntax.tokens import Tokens
 from tapestry.ir.types import DTYPES
+from tapestry.rewrites.core.rule import Phase
 
+DEFAULT: Phase = "search"
 COMPARED = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//"} | {v: k for k, v in COMPARED.items()}
 
@@ -152,7 +155,7 @@ class RuleText:
     params: tuple[Param, ...]
     form: str
     exact: bool
-    phase: str
+    phase: Phase
     before: tuple[OpPattern, ...]
     after: tuple[OpPattern, ...]
     alone: frozenset[str]
@@ -178,14 +181,14 @@ class _Parser(Tokens):
     def rule(self) -> RuleText:
         start = self.next.at
         self.need("rule")
-        name, params, form, phase = self.kind("ident", "the rule's name"), self.params(), "", "search"
+        name, params, form, phase = self.kind("ident", "the rule's name"), self.params(), "", DEFAULT
         exact = self.take("exact")
         summary = self.string() if self.next.kind == "string" else ""
         while self.peek("form") or self.peek("phase"):
             if self.take("form"):
                 form = self.string()
             elif self.take("phase"):
-                phase = self.kind("ident", "a phase")
+                phase = self.phase()
         before = self.ops({})
         self.need("=>")
         after = self.ops({o.name: o for p in before for o in p.outs})
@@ -210,6 +213,12 @@ class _Parser(Tokens):
         if out:
             self.need("}")
         return tuple(out)
+
+    def phase(self) -> Phase:
+        phase = next((p for p in get_args(Phase) if self.take(p)), None)
+        if phase is None:
+            raise self.fail(f"a phase ({', '.join(get_args(Phase))})")
+        return phase
 
     def ops(self, before: dict[str, OutPattern]) -> tuple[OpPattern, ...]:
         out: list[OpPattern] = []

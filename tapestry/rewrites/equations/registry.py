@@ -18,7 +18,7 @@ def equation(text: RuleText, module: str = __name__) -> type[Equation]:
 
     class Made(Equation):
         name = text.name
-        kind = "simplify" if text.phase == "simplify" else "move"
+        phase = text.phase
         rule = text
 
     Made.__name__ = Made.__qualname__ = text.name

@@ -9,11 +9,11 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op, with_ops
 from tapestry.ir.syntax.printer import op_text
 from tapestry.rewrites.core.edit import renamed, repeatable
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @register
-class Share:
+class Share(Rule):
     """Compute equal operations once.
 
     before:
@@ -44,7 +44,7 @@ class Share:
     """
 
     name = "share"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Each operation that an earlier one equals."""
@@ -85,7 +85,7 @@ class Share:
 
 
 @register
-class DropDead:
+class DropDead(Rule):
     """Remove operations whose results nobody needs.
 
     before:
@@ -110,7 +110,7 @@ class DropDead:
     """
 
     name = "drop_dead"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Each operation without a reader."""

@@ -9,11 +9,11 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Guard, Read, with_ops
 from tapestry.ir.index import Aff, Ranges, const, span
 from tapestry.rewrites.core.edit import MOST_ATOMS, is_view, merge_reads, substitute_read, too_long
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @register
-class ComposeViews:
+class ComposeViews(Rule):
     """Read through a view instead of materialising it.
 
     before:
@@ -44,7 +44,7 @@ class ComposeViews:
     """
 
     name = "compose_views"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move per operation and view that it reads."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op, with_ops
 from tapestry.rewrites.core.edit import merge_reads
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @register
-class DropResults:
+class DropResults(Rule):
     """Leave out the results of an operation that nobody reads, where it has others; the states behind them stay.
 
     before:
@@ -36,7 +36,7 @@ class DropResults:
     """
 
     name = "drop_results"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move per operation with a result too many."""

@@ -23,7 +23,7 @@ from tapestry.rewrites.core.edit import (
     too_deep,
     too_long,
 )
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.core.tile_footprint import implied, recomputed
 from tapestry.rewrites.partition.phases import windows
 
@@ -33,7 +33,7 @@ Accept = Callable[[Block, list[Block], list[Block]], bool]
 
 
 @register
-class InlineMap:
+class InlineMap(Rule):
     """Compute a map inside all of its readers, and nowhere else.
 
     Unlike `fuse_maps` it may compute cells more than once: for several readers, projections or tiles. So it is a choice.
@@ -68,7 +68,7 @@ class InlineMap:
     """
 
     name = "inline_map"
-    kind = "move"
+    phase = "fusion"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per map that block operations read."""

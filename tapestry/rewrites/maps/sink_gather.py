@@ -12,11 +12,11 @@ from tapestry.ir.index import dims_of
 from tapestry.ir.monoid import number
 from tapestry.ir.recognise.contraction import dims_read
 from tapestry.rewrites.core.edit import merge_reads
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @register
-class SelectFirst:
+class SelectFirst(Rule):
     """Pick a cell before computing with it: of a log-softmax only the class that is wanted.
 
     What is left is a selection of the input itself, which goes over it like the log-sum-exp, and so becomes one pass with it.
@@ -46,7 +46,7 @@ class SelectFirst:
     """
 
     name = "select_first"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per selection of something computed."""

@@ -12,11 +12,11 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.running_state import Scan, as_scan, running, unguarded
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, plain_index, prune, reindex, resized
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @register
-class BlockScan:
+class BlockScan(Rule):
     """Cut a scan into blocks: every block's total, the totals of the blocks before each, and a scan inside each block.
 
     What one block needs of the others is a single state. Cut over a mesh axis, only the totals travel: reduce-then-scan
@@ -52,7 +52,7 @@ class BlockScan:
     """
 
     name = "block_scan"
-    kind = "move"
+    phase = "search"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Every scan in two blocks; `sized` gives the number of a mesh axis."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.partition.tiled_region import Clones, Cut, clone, even, grow, reads_of
 
 
 @register
-class MicroBatch:
+class MicroBatch(Rule):
     """Run everything that depends on an axis of an input point by point, once per part of that axis.
 
     before:
@@ -56,7 +56,7 @@ class MicroBatch:
     """
 
     name = "micro_batch"
-    kind = "move"
+    phase = "fit"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """The first axis of every input, in two parts."""

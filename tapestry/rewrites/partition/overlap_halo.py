@@ -12,12 +12,12 @@ from tapestry.ir.monoid import number
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, read_dims, reindex, single_consumer
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.partition.phases import windows
 
 
 @register
-class Overlap:
+class Overlap(Rule):
     """Compute the tensor that windows slide over block by block, each block as far as its own windows reach.
 
     Neighbouring blocks then both hold the rows at their seam: those are computed twice, and not exchanged. What the first
@@ -58,7 +58,7 @@ class Overlap:
     """
 
     name = "overlap"
-    kind = "move"
+    phase = "search"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Every window that reads what another operation computed, in two blocks; `sized` gives the number of a mesh axis."""

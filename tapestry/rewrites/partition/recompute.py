@@ -8,11 +8,11 @@ from dataclasses import replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph, Op, with_ops
 from tapestry.rewrites.core.edit import accept, fresh, op_at, renamed, repeatable
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
 @register
-class Recompute:
+class Recompute(Rule):
     """Compute an operation again for all readers but the first ``keep``, just before the first of them.
 
     Chains are moves in a row: the copy reads the operation's inputs late, and those may then be computed again too.
@@ -56,7 +56,7 @@ class Recompute:
     """
 
     name = "recompute"
-    kind = "move"
+    phase = "fit"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Every operation with several readers, computed again for all but the first."""

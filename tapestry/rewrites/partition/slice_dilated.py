@@ -12,12 +12,12 @@ from tapestry.ir.index import dim, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import accept, block_at, fresh, plain_index, splits_in
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.partition.phases import Phases, points_in, sliding, windows
 
 
 @register
-class SliceDilated:
+class SliceDilated(Rule):
     """Cut a dilated window into phases: slice ``X[r::d]``, convolve each densely, interleave Y.
 
     A window that reads ``x[h + d*r - p]`` touches, from output h, only cells of one residue class modulo d. Output phase
@@ -62,7 +62,7 @@ class SliceDilated:
     """
 
     name = "slice_dilated"
-    kind = "move"
+    phase = "search"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every map dimension along which a window slides."""

@@ -9,13 +9,13 @@ from tapestry.ir.expr import Acc, Arg, Expr, rewrite
 from tapestry.ir.graph import Block, Graph, Read, replace_op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import accept, block_at, fresh, inline, plain_index, prune, splits_in
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.edit import accept, block_at, fresh, plain_index, prune, splits_in, with_args
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.partition.phases import Phases, Window, sliding, windows
 
 
 @register
-class SliceStrided:
+class SliceStrided(Rule):
     """Cut a window that moves in steps of s into s dense windows: ``y = Σ_q conv(X[q::s], F[q::s])``.
 
     With ``r = s*r' + q`` the window ``x[s*h + r - p]`` reads phase ``(q - p) mod s`` of x at ``h + r' + …``: dense, so that
@@ -69,7 +69,7 @@ class SliceStrided:
     """
 
     name = "slice_strided"
-    kind = "move"
+    phase = "search"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every map dimension along which a window slides."""
@@ -167,7 +167,7 @@ def _merged(graph: Graph, op: Block, plan: _Plan) -> list[Block]:
     states = held + (plan.parts[-1].outs if len(plan.parts) > 1 else ())
     final: tuple[Expr, ...] = merge if len(plan.parts) > 1 else tuple(Arg(i, d) for i, d in enumerate(dtypes))
     kept = sorted(op.then_reads())
-    leaf = inline({}, {old: len(states) + new for new, old in enumerate(kept)})
+    leaf = with_args({}, {old: len(states) + new for new, old in enumerate(kept)})
 
     def lowered(x: Expr) -> Expr:
         return final[x.field] if isinstance(x, Acc) else leaf(x)

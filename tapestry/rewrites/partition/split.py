@@ -11,13 +11,13 @@ from tapestry.ir.index import bounds, dims_of
 from tapestry.ir.kernel import cut
 from tapestry.ir.monoid import MONOIDS
 from tapestry.rewrites.core.edit import accept, op_at, order_matters
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 _RESOURCE = re.compile(r"mesh\.\w+|time|grid|loop")
 
 
 @register
-class SplitRule:
+class SplitRule(Rule):
     """Cut a dimension into ``parts`` contiguous blocks, bound to ``mesh.<axis>``, ``time``, ``grid`` or ``loop``.
 
     Block k of a dimension of size n is ``[k*n // parts, (k+1)*n // parts)``: sizes differ by at most one. A block of a
@@ -51,7 +51,7 @@ class SplitRule:
     """
 
     name = "split"
-    kind = "move"
+    phase = "request"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every operation and dimension the cut in two over mesh axis d0; `splittable` lists dimensions for any other."""

@@ -17,7 +17,6 @@ from tapestry.rewrites.core.edit import (
     block_at,
     fresh,
     fresh_dim,
-    inline,
     order_matters,
     plain_index,
     prune,
@@ -25,13 +24,14 @@ from tapestry.rewrites.core.edit import (
     reindex,
     resized,
     splits_in,
+    with_args,
 )
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.verify.interp import value
 
 
 @register
-class SplitReduce:
+class SplitReduce(Rule):
     """Cut a reduced dimension into partial states, merged by a tree of fan-in b with ⌈log_b parts⌉ levels.
 
     The partial states become tensors, one per field of the monoid, with a new leading dimension that runs over the
@@ -74,7 +74,7 @@ class SplitReduce:
     """
 
     name = "split_reduce"
-    kind = "move"
+    phase = "request"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every reduced dimension two parts merged at once; parts and fan-in are the searcher's to choose."""
@@ -196,7 +196,7 @@ def _last(op: Block, states: tuple[str, ...], count: int) -> Block:
     """The last merge, which also does what the operation did after reducing."""
     k = Dim(fresh_dim(op, "k"), count)
     kept = sorted(op.then_reads())
-    leaf = inline({}, {old: len(states) + new for new, old in enumerate(kept)})
+    leaf = with_args({}, {old: len(states) + new for new, old in enumerate(kept)})
     reads = tuple(Read(tensor=t, index=(dim(k.name), *plain_index(op.dims))) for t in states)
     return replace(
         op, reduce=(k,), inner=(), reads=reads + tuple(op.reads[i] for i in kept), body=_args(op.body),

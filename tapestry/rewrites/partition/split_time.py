@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.rewrites.core.edit import accept, op_at, order_matters
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.partition.tiled_region import Clones, Cut, clone, even, grow
 
 REACH = 8  # positions before an operation that `find` looks at; moves may reach further
 
 
 @register
-class SplitTime:
+class SplitTime(Rule):
     """Run an operation, and those before it that feed each part with a part, once per part of a dimension.
 
     Of a map dimension that is tiling, of one that reaches the graph's inputs micro-batching; of a reduced one
@@ -67,7 +67,7 @@ class SplitTime:
     """
 
     name = "split_time"
-    kind = "move"
+    phase = "fit"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every dimension two parts: of the operation alone, and with what feeds it part by part from nearby."""

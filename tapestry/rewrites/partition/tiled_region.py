@@ -19,7 +19,7 @@ from tapestry.ir.index import bounds, dim
 from tapestry.ir.kernel import cut, whole
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import fresh, inline, plain_index, prune, reindex, resized
+from tapestry.rewrites.core.edit import fresh, plain_index, prune, reindex, resized, with_args
 
 Interval = tuple[int, int]
 MOST_AGAIN = 1.5  # an operation joins a region if its parts together compute at most this many times its points
@@ -292,7 +292,7 @@ class _Cloning:
         )
         if last:
             kept = sorted(op.then_reads())
-            leaf = inline({}, {old: len(held) + new for new, old in enumerate(kept)})
+            leaf = with_args({}, {old: len(held) + new for new, old in enumerate(kept)})
             then = tuple(rewrite(rewrite(e, leaf), lambda x: merged[x.field] if isinstance(x, Acc) else x) for e in op.then)
             reads += tuple(op.reads[n] for n in kept)
             self.ends.append((Block(outs=op.outs, dims=op.dims, reads=reads, body=then, source=op.source), k))

@@ -8,13 +8,13 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Expr, rewrite
 from tapestry.ir.graph import Block, Graph
 from tapestry.rewrites.core.edit import shift_args
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.reductions import joined_reductions
 from tapestry.rewrites.reductions.joined_reductions import Index, Merged, Pair
 
 
 @register
-class FuseProduct:
+class FuseProduct(Rule):
     """Read an input once for two reductions over the same dimensions: maximum and position, several norms, sum and minimum.
 
     Their states stand side by side in a product of monoids. What comes after one of them (its ``then``) may read the other's
@@ -46,7 +46,7 @@ class FuseProduct:
     """
 
     name = "fuse_product"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per reduction and the one before it over an input of the same name."""

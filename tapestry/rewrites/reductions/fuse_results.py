@@ -11,13 +11,13 @@ from tapestry.ir.graph import Block, Dim, Graph, Op, Read, with_ops
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import merge_reads, shift_args, substitute_expr, substitute_read
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.reductions import joined_reductions
 from tapestry.rewrites.reductions.joined_reductions import Index
 
 
 @register
-class FuseResults:
+class FuseResults(Rule):
     """Compute what is made of a row's statistics where they are: ``1 / sqrt(variance + e)``, ``log(sum) + maximum``.
 
     `fuse_epilogue` does this for reductions with one result; here others may be left beside it.
@@ -53,7 +53,7 @@ class FuseResults:
     """
 
     name = "fuse_results"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per map that reads a reduction with several results."""

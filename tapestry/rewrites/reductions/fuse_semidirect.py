@@ -11,14 +11,14 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS
 from tapestry.rewrites.core.edit import shift_args
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.reductions import joined_reductions
 from tapestry.rewrites.reductions.joined_reductions import Index, Merged, Pair
 from tapestry.rewrites.reductions.softmax_pattern import as_weight, centres, is_state, product_of
 
 
 @register
-class FuseNested:
+class FuseNested(Rule):
     """One pass for a reduction and a later one whose terms refer to its result, where moving that result acts on the later sum.
 
     Exponentials less a maximum: ``max ⋉ sum`` with the action ``exp(old - new)`` is log-sum-exp. Squares of distances from a
@@ -51,7 +51,7 @@ class FuseNested:
     """
 
     name = "fuse_nested"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per sum of something that refers to another reduction."""

@@ -14,12 +14,12 @@ from tapestry.ir.monoid import number
 from tapestry.ir.recognise.contraction import dims_read
 from tapestry.rewrites.contractions.nest import with_inner
 from tapestry.rewrites.core.edit import merge_reads, shift_args, substitute_expr, substitute_read
-from tapestry.rewrites.core.rule import Move, Refusal, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.reductions.softmax_pattern import Weight, as_weight, centres, product_of
 
 
 @register
-class StreamSoftmax:
+class StreamSoftmax(Rule):
     """Fold a softmax into the sum that its probabilities weight, and the contraction that makes the scores into both.
 
     The sum's terms ``exp(s - m) / l * v`` refer to the result of another reduction over the same dimension, the maximum m.
@@ -61,7 +61,7 @@ class StreamSoftmax:
     """
 
     name = "stream_softmax"
-    kind = "simplify"
+    phase = "simplify"
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """One move or refusal per sum of something weighted by an exponential of a maximum over the same dimension."""

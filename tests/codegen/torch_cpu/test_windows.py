@@ -18,7 +18,7 @@ from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.verify import interp
-from tests.runtime.test_runtime import buffers, dense, sub_box
+from tests.support.block_buffers import buffers, dense, sub_box
 from tests.support.small_models import N, f32, net
 
 pytestmark = pytest.mark.usefixtures("threads")

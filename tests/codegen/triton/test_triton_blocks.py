@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from tapestry.codegen.triton import generate
-from tapestry.codegen.triton.run import launcher
+from tapestry.codegen.triton import generate, launch
 from tapestry.fuzz.generate.random_blocks import blocks
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
@@ -50,7 +49,7 @@ output y"""
     made = generate(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(block[:4],)))
     out = fresh(block[:4], "i32")
     given = [to_torch(np.ones([hi - lo for lo, hi in box], np.uint8), "u8") for box in ins]
-    launcher(made, [*(given[p] for p in made.reads), out])
+    launch(made, [*(given[p] for p in made.reads), out])
     assert not from_torch(out).any()
 
 
@@ -71,5 +70,5 @@ output y"""
         Kernel(op=0, mode="full", block=block, ins=tuple(read_box(op, graph, k, block) for k in range(2)), outs=(block[:2],)),
     )
     out = fresh(block[:2], "f32")
-    launcher(made, [{0: to_torch(np.ones((1, 0)), "f32"), 1: to_torch(np.array([0, 1]), "i64")}[p] for p in made.reads] + [out])
+    launch(made, [{0: to_torch(np.ones((1, 0)), "f32"), 1: to_torch(np.array([0, 1]), "i64")}[p] for p in made.reads] + [out])
     assert not from_torch(out).any()

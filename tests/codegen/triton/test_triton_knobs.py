@@ -8,12 +8,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of
 
 import pytest
 
-from tapestry.codegen.triton import Knobs, candidates, default_knobs, generate
-from tapestry.codegen.triton.task import kernel_kind
+from tapestry.codegen.triton import Knobs, candidates, default_knobs, generate, operation
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.errors import TapestryError
 from tapestry.ir.syntax.parser import parse
 from tests.support.triton_kernels import check, kernel_of, poisoned_lanes  # noqa: F401
+from tests.support.triton_streams import PLAIN, STREAMS, attention
 
 
 def matmul(dtype: str, m: int, n: int, k: int, batch: str = "", transposed: bool = False) -> str:
@@ -75,36 +75,6 @@ def test_convolution_with_channels_last() -> None:
     check(text, knobs=Knobs(bm=16, bn=16, bk=16))
 
 
-def attention(dtype: str, score: str, heads: tuple[int, int], extents: tuple[int, int], width: int) -> str:
-    (q, kv), (rows, keys) = heads, extents
-    wide = (lambda x: x) if dtype == "f32" else (lambda x: f"cast({x}, f32)")
-    return f"""graph g input q: {dtype}[2, {q}, {rows}, {width}] input k: {dtype}[2, {kv}, {keys}, {width}]
-        input v: {dtype}[2, {kv}, {keys}, {width}]
-        y: {dtype}[2, {q}, {rows}, {width}] = op [b: 2, h: {q}, i: {rows}, e: {width} | n: {keys} softsum]
-          reads q[b, h, i, m], k[b, floor((h)/{q // kv}), n, m], v[b, floor((h)/{q // kv}), n, e]
-          let [m: {width} sum] {wide("q")} * {wide("k")}
-          body {score}, 1.0, {wide("v")} then {"acc2 / acc1" if dtype == "f32" else f"cast((acc2 / acc1), {dtype})"}
-        output y"""
-
-
-PLAIN = "let0 * 0.125"
-CAUSAL = "where(ge(index(i - n{d}), 0), (let0 * 0.125), f32(-inf))"
-WINDOW = "where(and(ge(index(i - n), 0), ge(index(n - i + 9), 0)), let0 / 4.0, f32(-inf))"
-STREAMS = {
-    "plain": attention("bf16", PLAIN, (4, 2), (37, 83), 24),
-    "causal": attention("bf16", CAUSAL.format(d=""), (2, 2), (70, 70), 16),
-    "causal, f32": attention("f32", CAUSAL.format(d=""), (2, 1), (50, 50), 16),
-    "causal, more keys than queries": attention("f32", CAUSAL.format(d=" + 29"), (2, 1), (37, 66), 8),
-    "causal, keys that nobody sees": attention("f32", CAUSAL.format(d=" - 5"), (2, 1), (64, 64), 8).replace(
-        "acc2 / acc1", "where(gt(acc0, f32(-inf)), acc2 / acc1, 0.0)"
-    ),
-    "window": attention("bf16", WINDOW, (2, 1), (66, 66), 16),
-    "one query for eight heads": attention("bf16", PLAIN, (8, 2), (1, 96), 32),
-    "three queries, causal": attention("bf16", CAUSAL.format(d=" + 93"), (8, 2), (3, 96), 32),
-    "bias in place of a scale": attention("f32", "(let0 * 0.5) + 1.0", (2, 1), (17, 40), 8),
-}
-
-
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
@@ -115,9 +85,9 @@ def test_streaming_sums_in_every_form(name: str, descriptors: bool, parts: int) 
 
 def test_heads_that_share_keys_are_rows_of_one_tile_when_queries_are_few() -> None:
     graph = parse(STREAMS["one query for eight heads"])
-    found = kernel_kind(graph, kernel_of(graph))
+    found = operation(graph, kernel_of(graph))
     assert found.streamed is not None and points(found.streamed.rows) == 4
-    many = kernel_kind(g := parse(attention("bf16", PLAIN, (8, 2), (64, 96), 32)), kernel_of(g))
+    many = operation(g := parse(attention("bf16", PLAIN, (8, 2), (64, 96), 32)), kernel_of(g))
     assert many.streamed is not None and [d.name for d in many.streamed.rows] == ["i"]
 
 
@@ -165,7 +135,7 @@ def test_unknown_precision_and_target() -> None:
 def test_candidates_fit_and_begin_with_the_default(target: str) -> None:
     for text in (matmul("bf16", 512, 512, 512), matmul("f32", 64, 64, 64), STREAMS["causal"], STREAMS["plain"]):
         graph = parse(text)
-        found = kernel_kind(graph, kernel_of(graph))
+        found = operation(graph, kernel_of(graph))
         options = list(candidates(found, target))
         assert options[0] == default_knobs(found, target) and len(options) == len(set(options)) > 1
         if target in ("sm80", "gfx942"):
@@ -193,4 +163,4 @@ def test_operands_copied_into_rows_first(parts: int, descriptors: bool) -> None:
 def test_the_model_copies_operands_of_large_products_only() -> None:
     for text, wanted in ((CONV, False), (matmul("bf16", 2047, 2049, 2047), True), (matmul("bf16", 2048, 2048, 2048), False)):
         graph = parse(text)
-        assert default_knobs(kernel_kind(graph, kernel_of(graph))).staged == wanted
+        assert default_knobs(operation(graph, kernel_of(graph))).staged == wanted

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.triton import generate, kernel_key, unavailable
-from tapestry.codegen.triton.run import launcher
+from tapestry.codegen.triton import generate, kernel_key, launch, unavailable
 from tapestry.codegen.triton.run.execute import load
 from tapestry.codegen.triton.task.primitives import ROWS
 from tapestry.errors import BuildError, TapestryError
@@ -126,7 +125,7 @@ def test_nothing_to_reduce_gives_the_identity() -> None:
         graph = parse(text)
         k = Kernel(op=0, mode="full", block=((0, 3), (0, 0)), ins=(((0, 3), (0, 0)),), outs=(((0, 3),),))
         out = fresh(((0, 3),), "f32")
-        launcher(generate(graph, k), [torch.zeros(3, 0), out])
+        launch(generate(graph, k), [torch.zeros(3, 0), out])
         np.testing.assert_array_equal(out.numpy(), want)
 
 

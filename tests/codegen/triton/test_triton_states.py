@@ -17,13 +17,13 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.state import state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
-from tests.codegen.triton.test_triton import CONTRACTIONS, REDUCTIONS
-from tests.codegen.triton.test_triton_knobs import STREAMS
-from tests.rewrites.test_attention import fused
-from tests.rewrites.test_scan import FIELDS, GUARDS, running
 from tests.support.attention_cases import CASES
+from tests.support.attention_runs import fused
+from tests.support.scan_cases import FIELDS, GUARDS, running
 from tests.support.small_models import MODELS, case
+from tests.support.triton_cases import CONTRACTIONS, REDUCTIONS
 from tests.support.triton_kernels import compare, random_arrays, run_kernel
+from tests.support.triton_streams import STREAMS
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 TEXTS = {

@@ -205,9 +205,7 @@ def block_smaller(plan, p):
 
 @fault("split_partition", "written_once", "read_after_write")
 def block_missing(plan, p):
-    return [
-        (plan, put(p, i, replace(s, blocks=(None, *s.blocks[1:]))), {}) for i in positions(p, Launch) for s in [p.steps[i]]
-    ]
+    return [(plan, put(p, i, replace(s, blocks=(None, *s.blocks[1:]))), {}) for i in positions(p, Launch) for s in [p.steps[i]]]
 
 
 @fault("split_partition", "written_once", "access_preserved")
@@ -311,12 +309,16 @@ def fields_swapped(plan, p):
 
 @fault("split_partition")
 def partial_launched_as_full(plan, p):
-    return [(plan, put(p, i, replace(p.steps[i], mode="full")), {}) for i in positions(p, Launch) if p.steps[i].mode == "partial"]
+    return [
+        (plan, put(p, i, replace(p.steps[i], mode="full")), {}) for i in positions(p, Launch) if p.steps[i].mode == "partial"
+    ]
 
 
 @fault("agreement", "written_once", "split_partition")
 def full_launched_as_partial(plan, p):
-    return [(plan, put(p, i, replace(p.steps[i], mode="partial")), {}) for i in positions(p, Launch) if p.steps[i].mode == "full"]
+    return [
+        (plan, put(p, i, replace(p.steps[i], mode="partial")), {}) for i in positions(p, Launch) if p.steps[i].mode == "full"
+    ]
 
 
 @fault("read_after_write")
@@ -326,7 +328,12 @@ def freed_early(plan, p):
         for b in allocated(s):
             uses = [k for k, u in enumerate(p.steps) if b in _reads(u)]
             if uses or b in p.outputs.values():
-                steps = [x if not (isinstance(x, Free) and b in x.buffers) else replace(x, buffers=tuple(n for n in x.buffers if n != b)) for x in p.steps]
+                steps = [
+                    x
+                    if not (isinstance(x, Free) and b in x.buffers)
+                    else replace(x, buffers=tuple(n for n in x.buffers if n != b))
+                    for x in p.steps
+                ]
                 out.append((plan, with_steps(p, [*steps[: i + 1], Free(buffers=(b,)), *steps[i + 1 :]]), {}))
     return out
 
@@ -372,7 +379,12 @@ def output_missing(plan, p):
 
 @fault("read_after_write", "written_once")
 def output_from_another_buffer(plan, p):
-    return [(plan, replace(p, outputs={**p.outputs, t: b}), {}) for t in p.outputs for b in p.buffers if p.buffers[b].tensor != t or p.buffers[b].field is not None]
+    return [
+        (plan, replace(p, outputs={**p.outputs, t: b}), {})
+        for t in p.outputs
+        for b in p.buffers
+        if p.buffers[b].tensor != t or p.buffers[b].field is not None
+    ]
 
 
 @fault("read_after_write")
@@ -399,7 +411,10 @@ def kernel_given_another_tensor(plan, p):
 @fault("agreement")
 def kernel_with_another_number_of_reads(plan, p):
     return [
-        (plan, put(p, i, replace(s, ins=ins)), {}) for i in positions(p, Launch) for s in [p.steps[i]] for ins in ([s.ins[:-1]] if s.ins else []) + [(*s.ins, "one more")]
+        (plan, put(p, i, replace(s, ins=ins)), {})
+        for i in positions(p, Launch)
+        for s in [p.steps[i]]
+        for ins in ([s.ins[:-1]] if s.ins else []) + [(*s.ins, "one more")]
     ]
 
 
@@ -408,7 +423,11 @@ def kernel_writes_another_buffer(plan, p):
     out = []
     for i in positions(p, Launch):
         later = [b for s in p.steps[i + 1 :] for b in allocated(s)]
-        out += [(plan, put(p, i, replace(p.steps[i], outs=(later[-1], *p.steps[i].outs[1:]))), {})] if later and later[-1] not in p.steps[i].outs else []
+        out += (
+            [(plan, put(p, i, replace(p.steps[i], outs=(later[-1], *p.steps[i].outs[1:]))), {})]
+            if later and later[-1] not in p.steps[i].outs
+            else []
+        )
     return out
 
 
@@ -442,7 +461,13 @@ def boxes_beyond_the_tensor(plan, p):
 def boxes_of_another_rank_or_number(plan, p):
     out = []
     for n, b in p.buffers.items():
-        for boxes in ((b.boxes[0][1:], *b.boxes[1:]), ((*b.boxes[0], (0, 1)), *b.boxes[1:]), b.boxes[:-1], (*b.boxes, b.boxes[0]), (None, *b.boxes[1:])):
+        for boxes in (
+            (b.boxes[0][1:], *b.boxes[1:]),
+            ((*b.boxes[0], (0, 1)), *b.boxes[1:]),
+            b.boxes[:-1],
+            (*b.boxes, b.boxes[0]),
+            (None, *b.boxes[1:]),
+        ):
             if boxes != b.boxes:
                 out.append((plan, with_buffer(p, n, boxes=boxes), {}))
     return out
@@ -453,7 +478,11 @@ def buffer_of_another_tensor(plan, p):
     out = []
     for n, b in p.buffers.items():
         shape = plan.graph.tensors[b.tensor].shape
-        other = [t for t, x in plan.graph.tensors.items() if t != b.tensor and x.shape == shape and x.dtype == plan.graph.tensors[b.tensor].dtype]
+        other = [
+            t
+            for t, x in plan.graph.tensors.items()
+            if t != b.tensor and x.shape == shape and x.dtype == plan.graph.tensors[b.tensor].dtype
+        ]
         out += [(plan, with_buffer(p, n, tensor=other[0]), {})] if other else []
         out.append((plan, with_buffer(p, n, tensor="no such tensor"), {}))
     return out
@@ -463,7 +492,9 @@ def buffer_of_another_tensor(plan, p):
 def stated_peak_wrong(plan, p):
     right = peak(p)
     return [
-        (plan, p, {"stated_peak": [v + by if d == at else v for d, v in enumerate(right)]}) for at in range(p.devices) for by in (-1, 1)
+        (plan, p, {"stated_peak": [v + by if d == at else v for d, v in enumerate(right)]})
+        for at in range(p.devices)
+        for by in (-1, 1)
     ]
 
 

@@ -25,7 +25,15 @@ def model() -> onnx.ModelProto:
     ]  # fmt: skip
     ins = {"x": ["batch", 16], "col": [8, 1], "row": [1, 8], "img": [2, 4, 8, 8], "z": [4, 8]}
     outs = {"y": ["batch", 16], "o": [8, 8], "p": [2, 4, 4, 4], "q": [4, 8], "t": [4]}
-    weights = {"w1": f(16, 32), "w2": f(32, 16), "k": f(4, 4, 3, 3), "kb": f(4), "g": f(8), "one": np.array([1], np.int64), "k8": np.array([8], np.int64)}
+    weights = {
+        "w1": f(16, 32),
+        "w2": f(32, 16),
+        "k": f(4, 4, 3, 3),
+        "kb": f(4),
+        "g": f(8),
+        "one": np.array([1], np.int64),
+        "k8": np.array([8], np.int64),
+    }
     info = lambda d: [helper.make_tensor_value_info(n, T.FLOAT, s) for n, s in d.items()]  # noqa: E731
     graph = helper.make_graph(nodes, "g", info(ins), info(outs), [numpy_helper.from_array(a, n) for n, a in weights.items()])
     m = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=11)
@@ -62,7 +70,14 @@ def spec(m: onnx.ModelProto, name: str, tensor: str) -> onnx.ShardingSpecProto:
     return next(s for s in node(m, name).device_configurations[0].sharding_spec if s.tensor_name == tensor)
 
 
-def put(m: onnx.ModelProto, name: str, tensor: str, cuts: Mapping[int, int], devices: list[int] | None = None, groups: Groups | None = None) -> None:
+def put(
+    m: onnx.ModelProto,
+    name: str,
+    tensor: str,
+    cuts: Mapping[int, int],
+    devices: list[int] | None = None,
+    groups: Groups | None = None,
+) -> None:
     """Add a spec, or replace the one of that tensor."""
     n = node(m, name)
     c = n.device_configurations[0] if n.device_configurations else n.device_configurations.add(configuration_id="four")

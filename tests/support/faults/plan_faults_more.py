@@ -12,7 +12,7 @@ from tapestry.ir.plan import Stage
 from tapestry.ir.program import Free, Launch, Load, Reduce, Transfer, allocated
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tests.support.plan_faults import Fault, positions, put, with_buffer, with_steps
+from tests.support.faults.plan_faults import Fault, positions, put, with_buffer, with_steps
 
 MORE: dict[str, tuple[set[str], Fault]] = {}
 

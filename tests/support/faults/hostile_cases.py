@@ -486,7 +486,9 @@ def main(kind: str, folder: Path) -> None:
         )
         results = [attempt(argv) for argv in commands]
         fresh = [str(p) for p in folder.rglob("*") if p not in before and out not in (p, *p.parents)]
-        print(json.dumps({"case": name, "results": results, "seconds": sum(os.times()[:4]) - began, "fresh": fresh}), flush=True)
+        print(
+            json.dumps({"case": name, "results": results, "seconds": sum(os.times()[:4]) - began, "fresh": fresh}), flush=True
+        )
 
 
 def _mapped() -> int:

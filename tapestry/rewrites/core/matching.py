@@ -1,0 +1,294 @@
+"""Rules over one operation, or over an operation and a second one: all that a rule needs follows from its ``match``.
+
+``match`` looks at one place and says what would take the place of what (`Match`), why it is not legal though somebody might
+expect it (`Refusal`), or nothing. ``find`` asks it everywhere, ``apply`` where a move says, ``sweep`` everywhere in one
+pass that goes on with what it made, and ``choose`` does so where a price falls.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Block, Graph, Op, with_ops
+from tapestry.ir.types import Tensor
+from tapestry.rewrites.core.rule import Move, Refusal, Rule
+
+Accept = Callable[[Sequence[Op], Sequence[Op]], bool]
+"""Whether some operations, in the order of the graph, are worth replacing by others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a rule does at one place.
+
+    Attributes:
+        ops: for each position in the graph that changes, the operations that stand there then; none where it becomes empty.
+        tensors: those that are new.
+    """
+
+    ops: Mapping[int, tuple[Op, ...]]
+    tensors: tuple[Tensor, ...] = field(default=())
+
+
+class Draft:
+    """A graph while it is rewritten.
+
+    Positions are those of the graph at the beginning; what takes the place of an operation has its position.
+
+    Attributes:
+        tensors: the graph's and new ones.
+        makers, readers: of each tensor, positions of the operation that writes it and of those that read it, in order.
+        memo: what a rule notes of the operations that it passed (they are passed in order), for those after them.
+    """
+
+    def __init__(self, graph: Graph, *, live: bool = False) -> None:
+        """With ``live`` operations whose results nobody needs are left out, so that they do not count as readers."""
+        self.outputs = frozenset(graph.outputs)
+        self.tensors = dict(graph.tensors)
+        self.makers: dict[str, int] = {}
+        self.readers: dict[str, list[int]] = {}
+        self.memo: dict[object, str] = {}
+        self._graph = graph
+        self._parts: list[tuple[Op, ...]] = [()] * len(graph.ops)
+        needed = set(graph.outputs)
+        dead = set[int]()
+        for i in range(len(graph.ops) - 1 if live else -1, -1, -1):
+            if needed & set(graph.ops[i].outs):
+                needed |= set(graph.ops[i].inputs)
+            else:
+                dead.add(i)
+        for i, op in enumerate(graph.ops):
+            if i not in dead:
+                self._set(i, (op,))
+
+    def op(self, at: int) -> Op | None:
+        """The operation at a position (of several the last); ``None`` where there is none any more."""
+        return self._parts[at][-1] if at >= 0 and self._parts[at] else None
+
+    def ops(self, at: int) -> tuple[Op, ...]:
+        """All operations at a position."""
+        return self._parts[at]
+
+    def block(self, at: int) -> Block | None:
+        """The block operation at a position; ``None`` where there is none."""
+        op = self.op(at)
+        return op if isinstance(op, Block) else None
+
+    def maker(self, tensor: str) -> Block | None:
+        """The block operation that writes a tensor."""
+        at = self.makers.get(tensor, -1)
+        made = next((op for op in self._parts[at] if tensor in op.outs), None) if at >= 0 else None
+        return made if isinstance(made, Block) else None
+
+    def readers_of(self, tensor: str) -> list[int]:
+        """Positions of the operations that read a tensor."""
+        return self.readers.get(tensor, [])
+
+    def only_reader(self, tensor: str) -> int | None:
+        """Position of the one operation that reads a tensor; ``None`` where there are others or it is an output."""
+        where = self.readers_of(tensor)
+        return where[0] if len(where) == 1 and tensor not in self.outputs else None
+
+    def put(self, match: Match) -> None:
+        """Do what a match says."""
+        self.tensors |= {t.name: t for t in match.tensors}
+        for at in match.ops:
+            self._set(at, ())
+        for at, ops in match.ops.items():
+            self._set(at, ops)
+
+    def _set(self, at: int, ops: tuple[Op, ...]) -> None:
+        for t in {t for op in self._parts[at] for t in op.inputs}:
+            self.readers[t].remove(at)
+        for t in {t for op in self._parts[at] for t in op.outs}:
+            del self.makers[t]
+        self._parts[at] = ops
+        for t in {t for op in ops for t in op.inputs}:
+            insort(self.readers.setdefault(t, []), at)
+        self.makers |= {t: at for op in ops for t in op.outs}
+
+    def graph(self, *, reorder: bool = False) -> Graph | None:
+        """The graph that it is now; with ``reorder``, operations may have to move, and ``None`` if no order is right."""
+        ops = [op for part in self._parts for op in part]
+        done = ordered(ops) if reorder else ops
+        return with_ops(self._graph, tuple(done), tuple(self.tensors.values())) if len(done) == len(ops) else None
+
+
+def ordered(ops: Sequence[Op]) -> list[Op]:
+    """The operations in the order given as far as everything is made before it is read; fewer where that cannot be."""
+    makers = {t: i for i, op in enumerate(ops) for t in op.outs}
+    behind = [{makers[t] for t in op.inputs if t in makers} for op in ops]
+    missing = [len(b) for b in behind]
+    readers: dict[int, list[int]] = {}
+    for i, b in enumerate(behind):
+        for m in b:
+            readers.setdefault(m, []).append(i)
+    ready, out = [i for i, n in enumerate(missing) if n == 0], list[Op]()
+    heapq.heapify(ready)
+    while ready:
+        i = heapq.heappop(ready)
+        out.append(ops[i])
+        for r in readers.get(i, ()):
+            missing[r] -= 1
+            if not missing[r]:
+                heapq.heappush(ready, r)
+    return out
+
+
+class _Matching(Rule):
+    """What `OpRule` and `PairRule` share.
+
+    Attributes:
+        nothing: the error of a move where the rule has nothing to say.
+        at_once: whether a sweep matches the graph as it was, and then does all that does not overlap, in whatever order is
+            right; otherwise it goes on with what it made.
+        live: whether operations whose results nobody needs are left out first.
+        backwards: whether a sweep begins at the end.
+    """
+
+    nothing: ClassVar[str] = "the rule does not apply there"
+    at_once: ClassVar[bool] = False
+    live: ClassVar[bool] = False
+    backwards: ClassVar[bool] = False
+    chains: ClassVar[bool] = False
+    second: ClassVar[str] = ""
+
+    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
+        """What the second operation may be, by a tensor; "" for a rule over one operation."""
+        raise NotImplementedError
+
+    def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
+        raise NotImplementedError
+
+    def named(self, op: Op) -> str:
+        """The tensor by which a move names an operation."""
+        return op.outs[0]
+
+    def _move(self, op: Op, second: str) -> Move:
+        return Move(self.name, self.named(op), ((self.second, second),) if second else ())
+
+    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
+        """Every place where the rule applies, and refusals where a user might expect it to."""
+        draft = Draft(graph, live=self.live)
+        for at, op in enumerate(graph.ops):
+            for second in self._candidates(draft, at):
+                result = self._at(draft, at, second)
+                if isinstance(result, Match):
+                    yield self._move(op, second)
+                elif result is not None:
+                    yield replace(result, rule=self.name, at=self.named(op))
+
+    def apply(self, graph: Graph, move: Move) -> Graph:
+        """The graph after one move.
+
+        Raises:
+            TapestryError: the move is not legal here; the message is the refusal's.
+        """
+        draft, at = Draft(graph, live=self.live), graph.find(move.at)
+        if at < 0:
+            raise TapestryError(f"no operation writes '{move.at}'", where=str(move))
+        result = self._at(draft, at, move.text(self.second) if self.second else "")
+        if isinstance(result, Refusal):
+            raise TapestryError(result.reason, where=str(move), why=result.witness)
+        if result is not None:
+            draft.put(result)
+        after = draft.graph(reorder=self.at_once) if result is not None else None
+        if after is None:
+            raise TapestryError(self.nothing, where=str(move))
+        return after
+
+    def sweep(self, graph: Graph) -> Graph:
+        """The graph after every move that the rule finds, in one pass."""
+        return self.choose(graph)[0]
+
+    def choose(self, graph: Graph, accept: Accept | None = None) -> tuple[Graph, list[Move]]:
+        """The graph after every move that is accepted, in one pass, and those moves."""
+        draft, moves, matches = Draft(graph, live=self.live), list[Move](), list[Match]()
+        taken = set[int]()
+        positions = range(len(graph.ops))
+        for at in reversed(positions) if self.backwards else positions:
+            pending = list(self._candidates(draft, at))
+            while pending:
+                second = pending.pop()
+                match, op = self._at(draft, at, second), draft.op(at)
+                if (
+                    not isinstance(match, Match)
+                    or op is None
+                    or taken & match.ops.keys()
+                    or not _accepted(draft, match, accept)
+                ):
+                    continue
+                moves.append(self._move(op, second))
+                matches.append(match)
+                if self.at_once:
+                    taken |= match.ops.keys()
+                    continue
+                made = draft.maker(second) if self.chains else None
+                pending += [t for t in (made.inputs if made else ()) if t not in pending]
+                draft.put(match)
+        if not self.at_once:
+            return draft.graph() or graph, moves
+        for match in matches:
+            draft.put(match)
+        after = draft.graph(reorder=True)
+        if after is None:  # two of them need each other crosswise
+            draft, moves = Draft(graph, live=self.live), moves[:1]
+            draft.put(matches[0])
+            after = draft.graph(reorder=True)
+        assert after is not None
+        return after, moves
+
+
+def _accepted(draft: Draft, match: Match, accept: Accept | None) -> bool:
+    if accept is None:
+        return True
+    old = [op for at in sorted(match.ops) for op in draft.ops(at)]
+    return accept(old, [op for at in sorted(match.ops) for op in match.ops[at]])
+
+
+class OpRule(_Matching):
+    """A rule over one operation; everything follows from `match`."""
+
+    def match(self, draft: Draft, at: int) -> Match | Refusal | None:
+        """What the rule does with the operation at a position; a refusal (see `refuse`) where somebody might expect it to
+        do something; ``None`` where nobody would."""
+        raise NotImplementedError
+
+    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
+        return ("",) if draft.op(at) is not None else ()
+
+    def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
+        return self.match(draft, at) if draft.op(at) is not None else None
+
+
+class PairRule(_Matching):
+    """A rule over an operation and a second one, mostly the producer of a tensor that it reads; everything follows from
+    `match`.
+
+    Attributes:
+        second: the parameter of a move that names a result of the second operation.
+        chains: whether a sweep goes on with what the second operation read, once that is part of the first.
+    """
+
+    second: ClassVar[str] = "tensor"
+
+    def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
+        """What the rule does with the operations at two positions, as in `OpRule`."""
+        raise NotImplementedError
+
+    def partners(self, draft: Draft, at: int) -> Iterable[str]:
+        """Results of the operations that may be the second one; a sweep begins with the last."""
+        op = draft.op(at)
+        return op.inputs if isinstance(op, Block) else ()
+
+    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
+        return self.partners(draft, at)
+
+    def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
+        other = draft.makers.get(second, -1)
+        return self.match(draft, at, other) if 0 <= other != at and draft.op(at) is not None else None

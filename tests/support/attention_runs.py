@@ -1,0 +1,43 @@
+"""Attention from IR text: simplified to one operation, fed, run on the CPU target, compared with float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tapestry.codegen.torch_cpu import kernels
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
+from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.rule_check import random_feeds
+
+TOLERANCE = 1e-5  # of float32 against float64, relative to the largest value
+
+
+def fused(text: str) -> Graph:
+    graph = simplify(parse(text))
+    assert [op.monoid for op in graph.ops if isinstance(op, Block)] == ["softsum"], to_text(graph)
+    return graph
+
+
+def feeds_of(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
+    feeds = random_feeds(graph, np.random.default_rng(seed))
+    if "c" in feeds and feeds["c"].dtype == np.bool_:
+        feeds["c"][-1] = False  # rows without a key
+    return feeds
+
+
+def close(got: np.ndarray, want: np.ndarray) -> None:
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    scale = np.abs(want[np.isfinite(want)]).max(initial=1.0)
+    np.testing.assert_allclose(got, want, atol=TOLERANCE * scale, rtol=0)
+
+
+def run_cpu(graph: Graph, feeds: dict[str, np.ndarray]) -> np.ndarray:
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    block, ins = whole(tuple(d.size for d in op.space)), tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+    kernel = Kernel(op=0, mode="full", block=block, ins=ins, outs=(whole(graph.tensors["y"].shape),))
+    return kernels.build(graph, kernel)([torch.from_numpy(np.array(feeds[r.tensor])) for r in op.reads], [])[0].numpy()

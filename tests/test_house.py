@@ -1,0 +1,275 @@
+"""The house rules that tools can check: imports, linters, sizes of rooms, files and functions, names, and a README whose commands
+exist. Each check of our own is also shown to fail on a small tree that breaks it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tapestry.cli import _parser
+from tests.support.paths import ROOT
+
+BIN = Path(sys.executable).parent
+OURS = sorted(p for d in ("tapestry", "tests", "bench", "examples", "docs") for p in (ROOT / d).rglob("*.py"))
+PACKAGE = [p for p in OURS if p.is_relative_to(ROOT / "tapestry")]
+README = (ROOT / "README.md").read_text()
+
+MAX_FILE, MAX_FUNCTION, MAX_ROOM = 499, 49, 15
+FORBIDDEN_NAMES = ("utils.py", "util.py", "helper.py", "helpers.py", "common.py", "misc.py", "manager.py")
+
+
+def tool(*command: str) -> None:
+    """Run a tool of the environment; fail with what it printed."""
+    done = subprocess.run([str(BIN / command[0]), *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+
+
+def test_import_contracts():
+    tool("lint-imports", "--no-cache")
+
+
+def test_ruff():
+    tool("ruff", "check", "--no-cache", ".")
+    tool("ruff", "format", "--check", "--no-cache", ".")
+
+
+def test_pyright():
+    tool("pyright", "--pythonpath", sys.executable)
+
+
+# sizes
+
+
+def long_files(files: Iterable[Path], most: int = MAX_FILE) -> dict[str, int]:
+    """Files of more lines than that."""
+    sizes = {str(p): p.read_text().count("\n") for p in files}
+    return {p: n for p, n in sizes.items() if n > most}
+
+
+def long_functions(files: Iterable[Path], most: int = MAX_FUNCTION) -> dict[str, int]:
+    """Functions of more lines than that, by file and name."""
+    found: dict[str, int] = {}
+    for p in files:
+        for f in ast.walk(ast.parse(p.read_text())):
+            if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[f"{p}:{f.name}"] = (f.end_lineno or f.lineno) - f.lineno + 1
+    return {name: n for name, n in found.items() if n > most}
+
+
+def full_rooms(files: Iterable[Path], most: int = MAX_ROOM) -> dict[str, int]:
+    """Folders of more modules than that; ``__init__.py`` is the folder itself."""
+    rooms = Counter(str(p.parent) for p in files if p.name != "__init__.py")
+    return {room: n for room, n in rooms.items() if n > most}
+
+
+def test_files_stay_short():
+    assert long_files(OURS) == {}
+
+
+def test_functions_stay_short():
+    assert long_functions(OURS) == {}
+
+
+def test_rooms_stay_small():
+    native = (ROOT / "tapestry").rglob("*.[ch]")
+    assert full_rooms([*OURS, *native]) == {}
+
+
+def test_sizes_are_measured(tmp_path):
+    for k in range(16):
+        (tmp_path / f"m{k}.py").write_text("x = 1\n")
+    (tmp_path / "long.py").write_text("def f():\n" + "    x = 1\n" * 499)
+    files = sorted(tmp_path.glob("*.py"))
+    assert full_rooms(files) == {str(tmp_path): 17}
+    assert long_files(files) == {str(tmp_path / "long.py"): 500}
+    assert long_functions(files) == {f"{tmp_path / 'long.py'}:f": 500}
+    (tmp_path / "long.py").write_text("def f():\n" + "    x = 1\n" * 48)
+    assert long_functions(files) == {}
+
+
+# imports
+
+
+def module_name(file: Path, root: Path) -> str:
+    """``a.b`` for ``a/b.py``, ``a`` for ``a/__init__.py``."""
+    return ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph(files: Iterable[Path], root: Path) -> dict[str, set[str]]:
+    """Which modules among the files each of them imports, at its top or inside of a function; not for types alone."""
+    modules = {module_name(p, root): p for p in files}
+    graph: dict[str, set[str]] = {}
+    for name, p in modules.items():
+        tree = ast.parse(p.read_text())
+        checks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+        typing = {id(x) for n in checks for x in ast.walk(n)}
+        named = {x for n in ast.walk(tree) if id(n) not in typing for x in targets(n, modules)}
+        graph[name] = named - {name}
+    return graph
+
+
+def targets(node: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:
+    """The modules among these that an import statement needs: of ``from a import b`` ``a.b`` if that is one, else ``a``."""
+    if isinstance(node, ast.Import):
+        yield from (a.name for a in node.names if a.name in modules)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        within = [f"{node.module}.{a.name}" for a in node.names]
+        yield from (m for m in (x if x in modules else node.module for x in within) if m in modules)
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that import each other, directly or through others."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            new = graph[todo.pop()] - seen
+            seen |= new
+            todo.extend(new)
+        reach[start] = seen
+    found = {tuple(sorted({a, *(b for b in reach[a] if a in reach[b])})) for a in graph if a in reach[a]}
+    return sorted(map(list, found))
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """The modules that an import statement names; of ``from a import b`` both ``a`` and ``a.b``, as ``b`` may be a module."""
+    if isinstance(node, ast.Import):
+        yield from (a.name for a in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        within = [f"{node.module}.{a.name}" for a in node.names]
+        yield from (node.module, *within)
+
+
+def test_no_circle_of_imports():
+    assert circles(import_graph(PACKAGE, ROOT)) == []
+
+
+@pytest.mark.parametrize("text", ["from p.a import f\n", "import p.a\n", "def g():\n    from p import a\n"])
+def test_a_circle_is_seen(tmp_path, text):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "a.py").write_text("from p import b\n")
+    (tmp_path / "p" / "b.py").write_text(text)
+    (tmp_path / "p" / "c.py").write_text("from p import a, b\n")
+    assert circles(import_graph(tmp_path.rglob("*.py"), tmp_path)) == [["p.a", "p.b"]]
+
+
+def test_an_import_for_types_is_no_circle(tmp_path):
+    (tmp_path / "a.py").write_text("import b\n")
+    (tmp_path / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\n")
+    assert circles(import_graph(tmp_path.rglob("*.py"), tmp_path)) == []
+
+
+def imports_of(file: Path) -> set[str]:
+    """Every module that a file names in an import."""
+    return {m for n in ast.walk(ast.parse(file.read_text())) for m in imported(n)}
+
+
+def test_no_test_imports_a_test():
+    tests = {module_name(p, ROOT): p for p in OURS if p.name.startswith("test_")}
+    assert {str(p): sorted(imports_of(p) & set(tests)) for p in tests.values() if imports_of(p) & set(tests)} == {}
+
+
+def test_only_space_imports_islpy():
+    found = [str(p.relative_to(ROOT)) for p in PACKAGE if any(m.split(".")[0] == "islpy" for m in imports_of(p))]
+    assert found == ["tapestry/ir/space.py"]
+
+
+def reads_environment(tree: ast.AST) -> bool:
+    """Whether code touches ``os.environ`` or ``os.getenv``, however they were imported."""
+    names = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
+    spelled = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    return bool(names & (spelled | {m for n in ast.walk(tree) for m in imported(n)}))
+
+
+@pytest.mark.parametrize("text", ["import os\nos.environ['A']", "from os import getenv", "import os\nx = os.getenv('A')"])
+def test_reading_the_environment_is_seen(text):
+    assert reads_environment(ast.parse(text))
+
+
+def test_only_flags_reads_the_environment():
+    found = [str(p.relative_to(ROOT)) for p in PACKAGE if reads_environment(ast.parse(p.read_text()))]
+    assert found == ["tapestry/flags.py"]
+
+
+# names
+
+
+def test_file_names_say_what_is_inside():
+    assert [str(p) for p in OURS if p.name in FORBIDDEN_NAMES] == []
+
+
+def test_file_names_have_one_meaning():
+    names = Counter(p.name for p in PACKAGE if not p.name.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_levels_name_tests_that_exist():
+    files = {p.stem: p for p in OURS if p.name.startswith("test_")}
+    for file, tests in tomllib.loads((ROOT / "tests" / "levels.toml").read_text()).items():
+        defined = {n.name for n in ast.walk(ast.parse(files[file].read_text())) if isinstance(n, ast.FunctionDef)}
+        assert set(tests) <= defined, file
+
+
+def test_every_pin_meets_what_the_package_asks_for():
+    """constraints.txt has exact versions without local suffixes, for torch above all."""
+    lines = [x for x in (ROOT / "constraints.txt").read_text().splitlines() if x and not x.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", x) for x in lines)
+    assert any(x.startswith("torch==") for x in lines)
+
+
+# the README
+
+
+def shell_lines() -> list[str]:
+    """Commands in the README's shell blocks, continued lines joined, comments dropped."""
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", README, re.DOTALL)
+    lines = [x.strip() for b in blocks for x in b.replace("\\\n", " ").splitlines()]
+    return [x for x in lines if x and not x.startswith("#")]
+
+
+def tapestry_lines() -> list[str]:
+    return [x for x in shell_lines() if x.startswith(".venv/bin/tapestry ")]
+
+
+def test_readme_shows_every_command():
+    shown = {shlex.split(x)[1] for x in tapestry_lines()}
+    assert shown == {
+        "compile",
+        "run",
+        "explain",
+        "verify",
+        "kernels",
+        "opt",
+        "rules",
+        "export",
+        "check-sharding",
+        "auto-shard",
+        "calibrate",
+        "doctor",
+        "shard-weights",
+        "tune",
+    }
+
+
+@pytest.mark.parametrize("line", tapestry_lines())
+def test_readme_commands_parse(line):
+    _parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+def test_readme_targets_and_files_exist():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = {shlex.split(x, comments=True)[1] for x in shell_lines() if x.startswith("make ")}
+    assert asked and asked <= set(targets)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    scripts = re.findall(r"\b(?:bench|examples|docs)/[\w.]+\.(?:py|md|json|tap)\b", README)
+    assert [p for p in {*links, *scripts} if not (ROOT / p).exists()] == []
