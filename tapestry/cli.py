@@ -296,12 +296,13 @@ def _opt(args: argparse.Namespace) -> int:
     from tapestry.ir import laws as constraints
     from tapestry.ir.syntax.parser import parse
     from tapestry.ir.syntax.printer import to_text
-    from tapestry.rewrites.core.rule import apply_moves, load_rules, parse_move
+    from tapestry.rewrites.core.rule import apply_moves, parse_move
+    from tapestry.rewrites.equations.registry import load_rules
 
     for path in args.rules:
         load_rules(path)
     try:
-        graph = parse(args.graph.read_text() if str(args.graph) != "-" else sys.stdin.read())
+        graph = parse(sys.stdin.read(), "-") if str(args.graph) == "-" else parse(args.graph.read_text(), str(args.graph))
     except UnicodeDecodeError as e:
         raise TapestryError(f"not text: {e}", where=str(args.graph)) from None
     laws = constraints.check(graph)
@@ -323,7 +324,8 @@ def _rules(args: argparse.Namespace) -> int:
     import inspect
 
     import tapestry.rewrites  # noqa: F401
-    from tapestry.rewrites.core.rule import RULES, Refusal, load_rules
+    from tapestry.rewrites.core.rule import RULES, Refusal
+    from tapestry.rewrites.equations.registry import load_rules
 
     for path in args.rules:
         load_rules(path)

@@ -42,7 +42,8 @@ from tapestry.plan.structural_search import replay
 from tapestry.plan.task import Task, solve, staging
 from tapestry.plan.topology import Link, Topology, default_mesh, from_data, parse_bytes, parse_mesh, shared, to_data, topology
 from tapestry.rewrites.core.fixpoint import left_out, simplify
-from tapestry.rewrites.core.rule import Move, load_rules, parse_move
+from tapestry.rewrites.core.rule import Move, parse_move
+from tapestry.rewrites.equations.registry import load_rules
 from tapestry.verify import certificate, layout_laws
 
 log = logging.getLogger("tapestry")

@@ -6,7 +6,6 @@ import base64
 import re
 from dataclasses import replace
 
-from tapestry.errors import TextError
 from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let, call, cast
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read, Split
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo

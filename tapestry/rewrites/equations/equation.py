@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from tapestry.errors import TapestryError
-from tapestry.ir.graph import Block, Graph, Op, with_ops
+from tapestry.ir.graph import Graph, Op, with_ops
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.rule import Move, Param, Refusal, Rule
 from tapestry.rewrites.equations.build import Written, swapped, write

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 
-
 import numpy as np
 
 from tapestry.errors import LawError, TapestryError
@@ -224,7 +223,11 @@ class _Drawing:
                 named[alias] = [a for a in args if isinstance(a, Arg) and not late & _dims(reads[a.pos])]
             then = tuple(e for n in p.then for e in self._terms(n, want[:1], named, dims))
         results = then or body
-        outs = tuple(o.name for o in p.outs) if len(results) == len(p.outs) else tuple(f"{p.outs[0].name}{i}" for i in range(count))
+        outs = (
+            tuple(o.name for o in p.outs)
+            if len(results) == len(p.outs)
+            else tuple(f"{p.outs[0].name}{i}" for i in range(count))
+        )
         for t, e in zip(outs, results, strict=True):
             self.tensors[t] = Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in dims))
         return Block(outs=outs, dims=dims, reduce=reduce, monoid=monoid, reads=tuple(reads), body=body, then=then)
@@ -250,7 +253,9 @@ class _Drawing:
             index = tuple(e for n in r.index for e in self._cells(n))
             return (Read(tensor=r.tensor, index=index),)
         if r.alias not in self.views:
-            names = [r.tensor] if not r.many else [f"{r.tensor}{i}" for i in range(1 if self.small else self.rng.integers(1, 3))]
+            names = (
+                [r.tensor] if not r.many else [f"{r.tensor}{i}" for i in range(1 if self.small else self.rng.integers(1, 3))]
+            )
             dims = self._of([v for n in r.index for v in names_in(n) if v.name in self.dims])
             self.views[r.alias] = tuple(self._view(n, dims) for n in names)
         return self.views[r.alias]
@@ -302,5 +307,3 @@ class _Drawing:
 
 def _dims(read: Read) -> set[str]:
     return {n for e in read.index for n, _ in e.terms if isinstance(n, str)}
-
-

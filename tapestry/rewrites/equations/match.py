@@ -147,7 +147,9 @@ class Matcher:
             m.monoids[p.monoid] = op.monoid
         m.tensors |= {o.name: t for o, t in zip(p.outs, op.outs, strict=False)}
         for o, t in () if p.outs[0].many else zip(p.outs, op.outs, strict=True):
-            if (around.tensors[t].dtype if o.dtype in DTYPES else m.dtypes.setdefault(o.dtype, around.tensors[t].dtype)) != around.tensors[t].dtype:
+            if (
+                around.tensors[t].dtype if o.dtype in DTYPES else m.dtypes.setdefault(o.dtype, around.tensors[t].dtype)
+            ) != around.tensors[t].dtype:
                 return
         root = k == len(self.before) - 1
         for dims in self._dims(p, op, m, root):
@@ -177,7 +179,11 @@ class Matcher:
         made = [t for t in reversed(op.inputs) if isinstance(around.makers.get(t), Block)] if wanted else []
         lone = [t for t in made if around.readers[t] == 1 and t not in around.outputs] if self.alone else []
         options = [
-            [t for t in (lone if r.tensor in self.alone else made) if _similar(self.before[self.makers[r.tensor]], around.makers[t], m)]
+            [
+                t
+                for t in (lone if r.tensor in self.alone else made)
+                if _similar(self.before[self.makers[r.tensor]], around.makers[t], m)
+            ]
             for r in wanted
         ]
         for chosen in itertools.product(*options):
@@ -262,7 +268,8 @@ class Matcher:
         for name, body in bodies.items():
             variants = tuple(tuple(substitute_expr(e, env, ranges) for e in v) for v in body.variants)
             inner = tuple(
-                Inner(dims=_renamed(s.dims, env), monoid=s.monoid, body=substitute_expr(s.body, env, ranges)) for s in body.inner
+                Inner(dims=_renamed(s.dims, env), monoid=s.monoid, body=substitute_expr(s.body, env, ranges))
+                for s in body.inner
             )
             old = m.bodies.get(name)
             if old is not None and old.op == k:  # the operation is read through one more projection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -33,23 +34,45 @@ def register_file(path: Path) -> None:
         register(equation(text))
 
 
-def load_equations(path: Path) -> None:
-    """Read a user's file of rules, hold each to the laws on random instances, and put it in the table.
+def load_rules(path: str | Path) -> None:
+    """Put the rules of a user's file in the table.
 
-    The file is data: nothing in it is executed.
+    A ``.tap`` file holds equations: it is data, and nothing in it is executed. Each is tried on random instances first. Any
+    other file is the user's own Python, and is imported: its ``@register`` lines put its rules in the table.
 
     Raises:
-        TextError: the file does not read.
-        LawError: the two sides of a rule disagree, with a witness.
-        TapestryError: a rule has no instance that it could be tried on, or is registered already.
+        TextError: a file of equations does not read.
+        LawError: the two sides of an equation disagree, with a witness.
+        TapestryError: the file is missing or fails to import; an equation has no instance to try it on.
     """
+    path = Path(path)
     if not path.is_file():
         raise TapestryError("no such file of rules", where=str(path))
+    if path.suffix == ".tap":
+        _load_equations(path)
+    else:
+        _import(path.resolve())
+
+
+def _load_equations(path: Path) -> None:
     for text in parse_rules(path.read_text(encoding="utf-8"), str(path)):
-        rule = equation(text, f"tapestry_rules_{path.stem}")
-        register(rule)
+        register(equation(text, f"tapestry_rules_{path.stem}"))
         try:
-            prove(rule(), np.random.default_rng(0))
+            rule = RULES[text.name]
+            assert isinstance(rule, Equation)
+            prove(rule, np.random.default_rng(0))
         except TapestryError:
             del RULES[text.name]
             raise
+
+
+def _import(path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(f"tapestry_rules_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise TapestryError("neither a file of equations (.tap) nor one of Python (.py)", where=str(path))
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except TapestryError:
+        raise
+    except Exception as e:
+        raise TapestryError(f"the rules do not import: {e}", where=str(path)) from e
