@@ -109,7 +109,11 @@ def replay(graph: Graph, moves: Sequence[Move]) -> Graph:
 
 
 def _moving() -> list[Rule]:
-    return [r for r in sorted(RULES.values(), key=_is_built_in) if r.kind == "move" and r.name not in _ELSEWHERE]
+    return [
+        r
+        for r in sorted(RULES.values(), key=_is_built_in)
+        if r.phase != "request" and r.kind == "move" and r.name not in _ELSEWHERE
+    ]
 
 
 def _is_built_in(rule: Rule) -> bool:

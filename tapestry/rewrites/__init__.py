@@ -1,5 +1,6 @@
 """Rewrite rules: importing this package fills the table `rule.RULES` with the built-in ones."""
 
+from tapestry.rewrites import algebra as algebra
 from tapestry.rewrites.contractions import fuse_contraction as fuse_contraction
 from tapestry.rewrites.contractions import fuse_dequantize as fuse_dequantize
 from tapestry.rewrites.contractions import fuse_siblings as fuse_siblings

@@ -114,6 +114,11 @@ def _calls(c: Conditions, *args: Node) -> int:
     return sum(count(c.exprs(a.name), lambda x: isinstance(x, Call)) for a in args if isinstance(a, Var))
 
 
+def _rank(c: Conditions, *args: Node) -> int:
+    """``rank(M)``: how many dimensions a group has."""
+    return sum(len(c.m.sizes[a.name]) for a in args if isinstance(a, Var))
+
+
 def _work(c: Conditions, *args: Node) -> int:
     """``work(before)``, ``work(after)``: points of the index spaces of the operations on one side."""
     (side,) = (a.name for a in args if isinstance(a, Var))
@@ -188,7 +193,7 @@ def _moves_only(c: Conditions, *args: Var) -> Failure:
     return None if len(op.reads) > 1 or not isinstance(op.body[0], Arg) else ""
 
 
-MEASURES: Mapping[str, Callable[..., int]] = {"uses": _uses, "nodes": _nodes, "calls": _calls, "work": _work}
+MEASURES: Mapping[str, Callable[..., int]] = {"uses": _uses, "nodes": _nodes, "calls": _calls, "rank": _rank, "work": _work}
 PROPERTIES: Mapping[str, Callable[..., Failure]] = {
     "injective": _injective, "commutative": _commutative, "single": _single, "float": _float,
     "computed": _computed, "placeless": _placeless, "plain": _plain, "deterministic": _deterministic, "computes": _moves_only,

@@ -213,6 +213,7 @@ class _Drawing:
             want[1] = "i64"
         body = tuple(e for n in p.body for e in self._terms(n, want, places, space))
         then: tuple[Expr, ...] = ()
+        assert len(body) == count  # a closed body is no state of several fields
         if monoid:
             MONOIDS[monoid].combiner(tuple(e.dtype for e in body))  # fails for dtypes that the monoid is not for
         if monoid and p.then:
@@ -239,7 +240,7 @@ class _Drawing:
         if not p.monoid or p.monoid[0].islower():
             return p.monoid or None
         if p.monoid not in self.monoids:
-            names: list[str | None] = [*STATES[: 1 if self.small else None]]
+            names: list[str | None] = [*STATES[: 1 if self.small and self.rng.random() < 0.7 else None]]
             if not self.small and p.open_then and all(d.many for d in p.reduce):
                 names.append(None)
             self.monoids[p.monoid] = names[int(self.rng.integers(len(names)))]

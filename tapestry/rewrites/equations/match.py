@@ -334,13 +334,15 @@ class Matcher:
         for n in pattern.index:
             if isinstance(n, App):
                 m.maps[n.fn] = index
-        rename: dict[str, str] = {}
+        # a group that two operations reduce is one: the second has the dimensions of the first
+        shared = [d for q in self.before[k].reduce for d in m.dims.get(q.name, ())]
+        alike = [d.size for d in shared] == [d.size for d in maker.reduce]
+        rename = {old.name: new.name for old, new in zip(maker.reduce, shared, strict=True)} if alike else {}
         for d in (*maker.reduce, *maker.inner_dims):
             new = d.name
-            while new in m.ranges:
+            while d.name not in rename and new in m.ranges:
                 new += "_"
-            rename[d.name] = new
-            m.ranges = m.ranges | {new: d.size}
+            m.ranges = m.ranges | {rename.setdefault(d.name, new): d.size}
         inside = dict(zip((d.name for d in maker.dims), index, strict=True))
         inside |= {a: dim(b) for a, b in rename.items()}
         reduce = tuple(Dim(rename[d.name], d.size) for d in maker.reduce)

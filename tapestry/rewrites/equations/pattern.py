@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
@@ -14,6 +14,7 @@ from tapestry.rewrites.core.rule import Phase
 
 DEFAULT: Phase = "search"
 COMPARED = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+_OPERATORS = frozenset({*COMPARED.values(), "in", "dtype", "add", "sub", "mul", "floordiv", "one_reader"})
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//"} | {v: k for k, v in COMPARED.items()}
 
 
@@ -164,16 +165,23 @@ class RuleText:
     text: str
 
 
-def parse_rules(text: str, file: str = "") -> tuple[RuleText, ...]:
+def parse_rules(text: str, file: str, properties: Iterable[str]) -> tuple[RuleText, ...]:
     """The rules of a text.
+
+    Args:
+        properties: the functions that conditions may call.
 
     Raises:
         TextError: naming the file, line and column, and what was expected.
     """
-    return tuple(_Parser(text, file, groups=True).rules())
+    parser = _Parser(text, file, groups=True)
+    parser.properties = frozenset(properties)
+    return tuple(parser.rules())
 
 
 class _Parser(Tokens):
+    properties: frozenset[str] = frozenset()
+
     def rules(self) -> Iterator[RuleText]:
         while self.next.kind != "end":
             yield self.rule()
@@ -294,7 +302,12 @@ class _Parser(Tokens):
         if self.take(head):
             self.need(":")
             while not out or self.take(","):
-                test = self.test()
+                start, test = self.next.at, self.test()
+                odd = next((n.fn for n in _applications(test) if n.fn not in self.properties | _OPERATORS), None)
+                if odd is not None or not isinstance(test, App):
+                    raise self.error(
+                        f"'{odd or show(test)}' is no condition; there are {', '.join(sorted(self.properties))}", start
+                    )
                 out.append(Clause(test, self.string() if self.take("else") else ""))
         return tuple(out)
 
@@ -348,11 +361,16 @@ class _Parser(Tokens):
         """Refuse names of the right-hand side that nothing binds."""
         tensors = {r.alias for p in rule.before for r in p.reads} | {o.name for p in rule.before for o in p.outs}
         bodies = {n.fn for p in rule.before for e in (*p.body, *p.then) for n in _applications(e)}
+        dims = {d.name for p in (*rule.before, *rule.after) for d in (*p.dims, *p.reduce)} | {p.name for p in rule.params}
+        sizes = {v.name for p in rule.before for d in (*p.dims, *p.reduce) for v in names_in(d.size)}
+        sizes |= {o.dtype for p in rule.before for o in p.outs} | set(DTYPES)  # of a cast
         if {o.name for o in rule.before[-1].outs} - {o.name for p in rule.after for o in p.outs}:
             raise self.error("the right-hand side does not write what the last operation of the left writes", rule.after[0].at)
         for p in rule.after:
+            terms, read = (*p.body, *p.then), {r.alias for r in p.reads}
             loose = [r.tensor for r in p.reads if r.tensor not in tensors and r.alias not in tensors]
-            loose += [n.fn for e in (*p.body, *p.then) for n in _applications(e) if n.fn not in bodies]
+            loose += [n.fn for e in terms for n in _applications(e) if n.fn not in bodies]
+            loose += [v.name for e in terms for v in names_in(e) if v.name not in read | dims | sizes and v.name[:3] != "acc"]
             if loose:
                 raise self.error(f"'{loose[0]}' stands on the right-hand side alone", p.at)
             tensors |= {o.name for o in p.outs}

@@ -9,9 +9,12 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.rewrites.core.rule import RULES, register
+from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
 from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.instances import describe, prove
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
+
+WORDS = frozenset(MEASURES) | frozenset(PROPERTIES)
 
 
 def equation(text: RuleText, module: str = __name__) -> type[Equation]:
@@ -30,7 +33,7 @@ def equation(text: RuleText, module: str = __name__) -> type[Equation]:
 
 def register_file(path: Path) -> None:
     """Put the package's own equations of a file in the table (the tests prove them; loading does not)."""
-    for text in parse_rules(path.read_text(encoding="utf-8"), path.name):
+    for text in parse_rules(path.read_text(encoding="utf-8"), path.name, WORDS):
         register(equation(text))
 
 
@@ -55,7 +58,7 @@ def load_rules(path: str | Path) -> None:
 
 
 def _load_equations(path: Path) -> None:
-    for text in parse_rules(path.read_text(encoding="utf-8"), str(path)):
+    for text in parse_rules(path.read_text(encoding="utf-8"), str(path), WORDS):
         register(equation(text, f"tapestry_rules_{path.stem}"))
         try:
             rule = RULES[text.name]
