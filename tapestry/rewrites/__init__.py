@@ -9,7 +9,6 @@ from tapestry.rewrites.maps import compose_views as compose_views
 from tapestry.rewrites.maps import drop_results as drop_results
 from tapestry.rewrites.maps import inline_map as inline_map
 from tapestry.rewrites.maps import map_equations as map_equations
-from tapestry.rewrites.maps import sink_gather as sink_gather
 from tapestry.rewrites.partition import block_scan as block_scan
 from tapestry.rewrites.partition import micro_batch as micro_batch
 from tapestry.rewrites.partition import overlap_halo as overlap_halo

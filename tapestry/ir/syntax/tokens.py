@@ -37,7 +37,8 @@ class Tokens:
     """
 
     def __init__(self, text: str, file: str = "", *, groups: bool = False) -> None:
-        self.text, self.file, self.at = text, file, 0
+        self.text, self.file = text, file
+        self.at: int = 0
         self.tokens: list[Token] = []
         pos = 0
         while pos < len(text):

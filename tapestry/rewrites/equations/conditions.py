@@ -19,7 +19,7 @@ from tapestry.rewrites.equations.pattern import App, Clause, Node, Num, Var, sho
 _COMPARE: dict[str, Callable[[object, object], bool]] = {"eq": operator.eq, "ne": operator.ne}
 _ORDER: dict[str, Callable[[int, int], bool]] = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": lambda a, b: a // b,
 }  # fmt: skip
 Failure = str | None  # of a property: None where it holds, else a witness, which may be empty
 
@@ -186,6 +186,12 @@ def _deterministic(c: Conditions, *args: Var) -> Failure:
     return "it draws random numbers" if random else None
 
 
+def _adds(c: Conditions, *args: Var) -> Failure:
+    """``adds(S, x)``: the monoid leaves a value of x's dtype as it is where all others are zero."""
+    monoid, dtype = c.m.monoids[args[0].name], c.m.views[args[1].name][0].dtype
+    return None if monoid == ("any" if dtype == "bool" else "sum") else f"'{monoid}' of {dtype}"
+
+
 def _moves_only(c: Conditions, *args: Var) -> Failure:
     """``computes(y)``: an operation does more than to move what it reads."""
     k = next(k for k, op in c.m.ops.items() if c.m.tensors[args[0].name] in op.outs)
@@ -197,4 +203,5 @@ MEASURES: Mapping[str, Callable[..., int]] = {"uses": _uses, "nodes": _nodes, "c
 PROPERTIES: Mapping[str, Callable[..., Failure]] = {
     "injective": _injective, "commutative": _commutative, "single": _single, "float": _float,
     "computed": _computed, "placeless": _placeless, "plain": _plain, "deterministic": _deterministic, "computes": _moves_only,
+    "adds": _adds,
 }  # fmt: skip

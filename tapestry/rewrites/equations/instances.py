@@ -87,7 +87,7 @@ def _same_awkward(rule: Equation, graph: Graph, move: Move, rng: np.random.Gener
     for name, a in feeds.items():
         if np.issubdtype(a.dtype, np.floating):
             odd = rng.choice(np.array([np.inf, -np.inf, np.nan, -0.0, 1e30], a.dtype), a.shape)
-            feeds[name] = np.where(rng.random(a.shape) < 0.3, odd, a)
+            feeds[name] = np.where(np.less(rng.random(a.shape), 0.3), odd, a)
     after = rule.apply(graph, move)
     with np.errstate(all="ignore"):
         old, new = interp.run(graph, feeds), interp.run(after, {n: a for n, a in feeds.items() if n in after.tensors})
@@ -181,10 +181,14 @@ class _Drawing:
     def _of(self, names: list[Var]) -> list[Dim]:
         return [d for v in names for d in self.dims[v.name]]
 
+    def _shuffled(self, dims: list[Dim]) -> list[Dim]:
+        order: list[int] = [] if self.small else self.rng.permutation(len(dims)).tolist()
+        return [dims[i] for i in order] if order else list(dims)
+
     def _map(self, n: App) -> None:
         """A projection that may permute, stride and shift, and the dimensions of what it reads."""
         dims = self._of([v for v in names_in(n) if v.name in self.dims])
-        order = list(dims) if self.small else [dims[i] for i in self.rng.permutation(len(dims))]
+        order = self._shuffled(dims)
         steps = [(1, 0) if self.small else (int(self.rng.integers(1, 3)), int(self.rng.integers(0, 2))) for _ in order]
         made = tuple(Dim(f"x{i}", s * (d.size - 1) + o + 1) for i, (d, (s, o)) in enumerate(zip(order, steps, strict=True)))
         self.maps[n.fn] = made, tuple(dim(d.name) * s + o for d, (s, o) in zip(order, steps, strict=True))
@@ -268,7 +272,7 @@ class _Drawing:
 
     def _view(self, name: str, dims: list[Dim]) -> Read:
         """A read of a new input: all dimensions as they are, or some of them in another order, shifted and filled in."""
-        used = dims if self.small else [dims[i] for i in self.rng.permutation(len(dims))]
+        used = self._shuffled(dims)
         used = used[1:] if not self.small and self.rng.random() < 0.2 else used
         shift = int(not self.small and self.rng.random() < 0.25)
         self.tensors[name] = Tensor(name=name, dtype=self.default, shape=tuple(d.size for d in used), kind="input")

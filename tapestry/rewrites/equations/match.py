@@ -252,7 +252,9 @@ class Matcher:
             return None
         for body in bodies.values():
             given = {i for a in body.params if isinstance(a, Var) for i in reads.get(a.name, ())}
-            used = arg_positions((*body.variants[0], *(s.body for s in body.inner))) if body.op == k else frozenset()
+            used: frozenset[int] = (
+                arg_positions((*body.variants[0], *(s.body for s in body.inner))) if body.op == k else frozenset[int]()
+            )
             accs = any(isinstance(x, Acc) for x in distinct(body.variants[0]))
             if used - given or (accs and not any(isinstance(a, Var) and a.name.startswith("acc") for a in body.params)):
                 return None

@@ -4,5 +4,5 @@ from pathlib import Path
 
 from tapestry.rewrites.equations.registry import register_file
 
-for _name in ("fuse_maps", "fuse_places"):
+for _name in ("fuse_maps", "fuse_places", "select_first"):
     register_file(Path(__file__).with_name(f"{_name}.tap"))

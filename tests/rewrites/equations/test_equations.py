@@ -47,7 +47,7 @@ def refusals(rule: str, graph: Graph) -> list[str]:
 
 def test_ten_of_the_built_in_rules_are_equations() -> None:
     assert len(EQUATIONS) >= 10
-    assert {"fuse_maps", "fuse_places"} <= set(EQUATIONS)
+    assert {"fuse_maps", "fuse_places", "select_first"} <= set(EQUATIONS)
 
 
 @pytest.mark.parametrize("name", EQUATIONS)
