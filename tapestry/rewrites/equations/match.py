@@ -415,11 +415,16 @@ def _similar(p: OpPattern, op: Op, m: Match) -> bool:
             return False
     elif (op.monoid is None) != (not p.monoid) and not (p.monoid and all(d.many for d in p.reduce) and p.open_then):
         return False
-    if not (p.open_body or (not op.inner and len(p.body) == len(op.body))):
+    if not p.open_body and (op.inner or len(p.body) != len(op.body) or not all(map(_alike, p.body, op.body))):
         return False
     if not p.reads and op.reads:
         return False
     return not op.lowers if op.monoid and not p.then else p.open_then or len(p.then) == len(op.then)
+
+
+def _alike(n: Node, e: Expr) -> bool:
+    """Whether an expression may have the form of a term, by its outermost primitive."""
+    return not isinstance(n, App) or is_open(n) or n.fn == "index" or (isinstance(e, Call) and e.fn == n.fn)
 
 
 def _assigned(patterns: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Iterator[dict[str, tuple[Dim, ...]]]:
