@@ -5,26 +5,70 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Protocol
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, walk
-from tapestry.ir.graph import Block, Dim
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, uncast, walk
+from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import dim, dims_of
-from tapestry.ir.monoid import SUMS
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product, primitive_of
+from tapestry.ir.recognise.exponential import exponential
 
 INT8 = frozenset({"i8", "u8"})
 
 
-def factors(op: Block) -> tuple[Expr, Expr] | None:
+class Nest(Protocol):
+    """What the recognisers ask of an operation: a `Block`, or what a target makes of one."""
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """Map dimensions."""
+        ...
+
+    @property
+    def reduce(self) -> tuple[Dim, ...]:
+        """Reduced dimensions."""
+        ...
+
+    @property
+    def monoid(self) -> str | None:
+        """The name of what merges them."""
+        ...
+
+    @property
+    def body(self) -> tuple[Expr, ...]:
+        """What is merged, one expression for each field; without a monoid the results."""
+        ...
+
+    @property
+    def inner(self) -> tuple[Inner, ...]:
+        """Reductions inside every point."""
+        ...
+
+    @property
+    def ranges(self) -> dict[str, int]:
+        """Dimension name to size."""
+        ...
+
+    def read_dims(self, pos: int) -> frozenset[str]:
+        """Dimensions that one read depends on."""
+        ...
+
+
+def factors(op: Nest) -> tuple[Expr, Expr] | None:
     """The two factors of a contraction (a product under ``sum``, casts that only widen it aside), or ``None``."""
-    if op.monoid != "sum" or len(op.body) != 1:
+    return _factors(op.body[0]) if primitive_of(op.monoid) == "add" and len(op.body) == 1 else None
+
+
+def _factors(body: Expr) -> tuple[Expr, Expr] | None:
+    """The factors of what one field sums."""
+    product, e = uncast(body), body
+    if not isinstance(product, Call) or product.fn != "mul":
         return None
-    e, dtypes = op.body[0], list[str]()
     while isinstance(e, Call) and e.fn == "cast":
-        dtypes.append(e.dtype)
+        if not _widens(product, e.dtype):
+            return None
         e = e.args[0]
-    if not isinstance(e, Call) or e.fn != "mul":
-        return None
-    return (e.args[0], e.args[1]) if all(_widens(e, d) for d in dtypes) else None
+    return product.args[0], product.args[1]
 
 
 _WIDER = {"f16": ("f16", "f32", "f64"), "bf16": ("bf16", "f32", "f64"), "f32": ("f32", "f64"), "f64": ("f64",)}
@@ -38,32 +82,66 @@ def _widens(product: Call, dtype: str) -> bool:
     return dtype == product.dtype or (small and dtype in ("i32", "i64", "f32", "f64"))
 
 
-def products(op: Block) -> tuple[tuple[Expr, Expr], ...] | None:
-    """The factors of every field of a sum of products, or of several side by side; ``None`` where some field is none."""
-    if op.monoid not in SUMS:
+def sides(op: Nest) -> tuple[Expr, Expr, frozenset[str], frozenset[str]] | None:
+    """The two factors of a contraction and the dimensions of each."""
+    pair = factors(op)
+    return None if pair is None else (*pair, dims_read(op, pair[0]), dims_read(op, pair[1]))
+
+
+def only_reads(op: Block) -> tuple[Read, Read] | None:
+    """The reads of a contraction of two tensors as they are, unguarded, with nothing computed before or after."""
+    pair = factors(op)
+    if pair is None or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits or op.inner:
         return None
-    found = [factors(part(op, k)) for k in range(len(op.body))]
-    return tuple(f for f in found if f) if all(found) else None
+    if {type(e) for e in pair} != {Arg} or pair[0] == pair[1] or pair[0].dtype != op.body[0].dtype:
+        return None
+    return None if any(r.other is not None for r in op.reads) else (op.reads[0], op.reads[1])
+
+
+def only_sums(monoid: str | None) -> bool:
+    """Whether a monoid is one sum, or several side by side."""
+    structure = MONOIDS[monoid].structure if monoid in MONOIDS and monoid else None
+    parts = [p.structure for p in structure.parts] if isinstance(structure, Product) else [structure]
+    return all(isinstance(p, ByPrimitive) and p.fn == "add" for p in parts)
+
+
+def products(op: Nest) -> tuple[tuple[Expr, Expr], ...] | None:
+    """The factors of every field of a sum of products, or of several side by side; ``None`` where some field is none."""
+    found = [_factors(e) for e in op.body] if only_sums(op.monoid) else []
+    return tuple(f for f in found if f) if found and all(found) else None
+
+
+def inner_product(op: Nest) -> Call | None:
+    """The product that an operation's one inner reduction sums, any casts of it aside; ``None`` where there is none."""
+    if len(op.inner) != 1 or primitive_of(op.inner[0].monoid) != "add":
+        return None
+    product = uncast(op.inner[0].body)
+    return product if isinstance(product, Call) and product.fn == "mul" else None
 
 
 def part(op: Block, field: int) -> Block:
     """One of several sums side by side as an operation of its own, over the same index space and reads."""
-    return op if op.monoid == "sum" else replace(op, outs=op.outs[:1], monoid="sum", body=(op.body[field],), then=())
+    return op if len(op.body) == 1 else replace(op, outs=op.outs[:1], monoid="sum", body=(op.body[field],), then=())
 
 
-def dims_read(op: Block, e: Expr) -> frozenset[str]:
+def dims_read(op: Nest, e: Expr) -> frozenset[str]:
     """Dimensions of the index space that an expression of the body depends on."""
     out: frozenset[str] = frozenset()
     for x in walk(e):
         if isinstance(x, Index):
             out |= dims_of(x.aff)
         elif isinstance(x, Arg):
-            r = op.reads[x.pos]
-            out |= frozenset(n for a in (*r.index, *(g.aff for g in r.when)) for n in dims_of(a))
+            out |= op.read_dims(x.pos)
         elif isinstance(x, Let):
             inner = op.inner[x.pos]
             out |= dims_read(op, inner.body) - {d.name for d in inner.dims}
     return out
+
+
+def dims_varied(op: Nest, e: Expr) -> frozenset[str]:
+    """Dimensions of more than one point that an expression of the body depends on."""
+    ranges = op.ranges
+    return frozenset(d for d in dims_read(op, e) if ranges[d] > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +184,14 @@ class Roles:
     """The dimensions of a reduction of a product as axes of the product's tiles.
 
     Attributes:
-        turned: whether the second factor's dimensions are the rows.
+        swapped: whether the second factor's dimensions are the rows.
         rows, columns: of a tile; columns are reduced dimensions where the tile is folded, else map dimensions.
         batch: map dimensions that every tile has one point of.
         taps: reduced dimensions whose points are tiles one after another.
         folds: whether columns are reduced within a tile.
     """
 
-    turned: bool
+    swapped: bool
     rows: tuple[Dim, ...]
     columns: tuple[Dim, ...]
     batch: tuple[Dim, ...]
@@ -133,24 +211,24 @@ def roles(dims: Sequence[Dim], reduce: Sequence[Dim], first: frozenset[str], sec
     independent programs. ``None`` where a factor has no dimension of its own, so that there is no matrix product.
     """
     found: list[tuple[float, Roles]] = []
-    for turned, own, other in ((False, first - second, second - first), (True, second - first, first - second)):
+    for swapped, own, other in ((False, first - second, second - first), (True, second - first, first - second)):
         rows, columns = (tuple(d for d in dims if d.name in s) for s in (own, other))
         folded = tuple(d for d in reduce if d.name in other)
-        if not turned and _points(rows) > 1 and _points(columns) > 1:
+        if not swapped and _points(rows) > 1 and _points(columns) > 1:
             r = _roles(dims, reduce, False, rows, columns, folds=False)
             found.append((2.0 * r.lanes, r))
         if _points(folded) >= MIN_FOLD and (own & {d.name for d in (*dims, *reduce)}):
-            r = _roles(dims, reduce, turned, rows, folded, folds=True)
+            r = _roles(dims, reduce, swapped, rows, folded, folds=True)
             found.append((float(r.lanes), r))
     return min(found, key=lambda f: f[0])[1] if found else None
 
 
 def _roles(
-    dims: Sequence[Dim], reduce: Sequence[Dim], turned: bool, rows: tuple[Dim, ...], columns: tuple[Dim, ...], *, folds: bool
+    dims: Sequence[Dim], reduce: Sequence[Dim], swapped: bool, rows: tuple[Dim, ...], columns: tuple[Dim, ...], *, folds: bool
 ) -> Roles:
     batch = tuple(d for d in dims if d not in (*rows, *columns))
     taps = tuple(d for d in reduce if d not in columns)
-    return Roles(turned=turned, rows=rows, columns=columns, batch=batch, taps=taps, folds=folds)
+    return Roles(swapped=swapped, rows=rows, columns=columns, batch=batch, taps=taps, folds=folds)
 
 
 def _padded(n: int) -> int:
@@ -197,16 +275,15 @@ def folded_roles(op: Block) -> Roles | None:
 
     Where it keeps elements of rows, a tile has whole rows, and the column is no dimension of the product.
     """
-    if op.monoid is None or op.monoid == "softsum" or len(op.inner) != 1 or op.inner[0].monoid != "sum":
-        return None
-    body = op.inner[0].body
-    while isinstance(body, Call) and body.fn == "cast":
-        body = body.args[0]
-    if not isinstance(body, Call) or body.fn != "mul":
-        return None
-    wide = {d.name for d in op.space if d.size > 1} - {d.name for d in op.inner_dims}
-    first, second = (dims_read(op, e) & wide for e in body.args)
-    return whole_rows(op.dims, op.reduce, first, second, kept(op.monoid, op.dims, op.reduce, op.body))
+    product = inner_product(op) if op.monoid and exponential(op.monoid, sums=2) is None else None
+    return product_roles(op, product, kept(op.monoid, op.dims, op.reduce, op.body)) if product else None
+
+
+def product_roles(op: Nest, product: Call, row: Kept | None) -> Roles | None:
+    """The roles of dimensions in a product that an operation sums, or sums and then reduces (``row``: see `whole_rows`)."""
+    summed = {d.name for s in op.inner for d in s.dims} or {d.name for d in op.reduce}
+    first, second = (dims_varied(op, e) - summed for e in product.args)
+    return whole_rows(op.dims, op.reduce if op.inner else (), first, second, row)
 
 
 def whole_rows(
