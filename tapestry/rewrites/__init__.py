@@ -7,8 +7,8 @@ The order below is the order in which rules of one phase are tried: which fusion
 from pathlib import Path
 
 from tapestry.rewrites.core.rule import RULES as RULES
-from tapestry.rewrites.equations.registry import load_rules as load_rules
-from tapestry.rewrites.equations.registry import register_file
+from tapestry.rewrites.equations.rule_texts import load_rules as load_rules
+from tapestry.rewrites.equations.rule_texts import register_file
 from tapestry.rewrites import algebra as algebra
 
 MAPS = Path(__file__).parent / "maps"

@@ -162,7 +162,10 @@ OP = "y: f32[4] = op [n: 4]\n"
         (HEAD + OP + "  reads x[n]\n  body x + 1\noutput y", "line 5: add: arguments differ in dtype: ['f32', 'i64']"),
         (HEAD + OP + "  reads x[n]\n  body where(x, x, x)\noutput y", "line 5: where: the condition is not bool"),
         (HEAD + OP + "  reads x[n]\n  body exp(x, x)\noutput y", "line 5: exp takes 1 arguments, not 2"),
-        (HEAD + OP + "  reads x[n]\n  body acc0\noutput y", "line 5: expected the name of a read or of a primitive, found 'acc0'"),
+        (
+            HEAD + OP + "  reads x[n]\n  body acc0\noutput y",
+            "line 5: expected the name of a read or of a primitive, found 'acc0'",
+        ),
         (HEAD + OP + "  reads x[n] when n\n  body x\noutput y", "line 5: expected '==', found 'body'"),
         (HEAD + "y: f32[4] = op [n: 4 | m: 3 frob]\n", "line 3: expected one known monoid for all reduced dimensions"),
         (HEAD + OP + "  reads x[n]\n  body x\n", "line 6: expected a name, found 'end of text'"),

@@ -17,7 +17,7 @@ from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, apply_moves, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, documented, random_feeds, same
-from tapestry.rewrites.equations.registry import load_rules
+from tapestry.rewrites.equations.rule_texts import load_rules
 from tapestry.rewrites.partition.split import halo, refusals, splittable
 from tapestry.verify import interp
 from tests.support.paths import EXAMPLES

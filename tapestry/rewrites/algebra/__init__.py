@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tapestry.rewrites.equations.registry import register_file
+from tapestry.rewrites.equations.rule_texts import register_file
 
 for _path in sorted(Path(__file__).parent.glob("*.tap")):
     register_file(_path)

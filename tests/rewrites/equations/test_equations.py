@@ -13,7 +13,7 @@ from tapestry.rewrites.core.rule_check import random_feeds, same
 from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.instances import prove
 from tapestry.rewrites.equations.pattern import parse_rules
-from tapestry.rewrites.equations.registry import WORDS, load_rules
+from tapestry.rewrites.equations.rule_texts import WORDS, load_rules
 from tests.support.paths import EXAMPLES
 
 EQUATIONS = sorted(n for n, r in RULES.items() if isinstance(r, Equation))
@@ -94,7 +94,7 @@ def test_a_rule_that_claims_to_be_exact_is_tried_on_infinities(tmp_path) -> None
 def test_a_condition_that_is_missing_is_seen(tmp_path) -> None:
     text = next(r.text for r in parse_rules(_text("split_sum"), "", WORDS)).replace("rule split_sum", "rule mine")
     with pytest.raises(TapestryError):
-        load(text.replace(", M == parts * (M // parts) else", ' else').replace("{M} points", "{M} points"), tmp_path)
+        load(text.replace(", M == parts * (M // parts) else", " else").replace("{M} points", "{M} points"), tmp_path)
     assert "mine" not in RULES
 
 
@@ -111,8 +111,16 @@ def _text(name: str) -> str:
         ("=>", "->", "mine.tap:5:2: expected a name or a number, found '>'"),
         ("float(T)", "float(", "mine.tap:13:1: expected a name or a number, found 'end of text'"),
         ("float(T)", "floats(T)", "mine.tap:12:7: 'floats' is no condition; there are "),
-        ("| m..: M.. sum]\n  reads x[i.., m..], c", "| m..: M..]\n  reads x[i.., m..], c", "mine.tap:2:36: expected a monoid, found ']'"),
-        ("y: T[I..] = op [i..: I..]\n", "z: T[I..] = op [i..: I..]\n", "does not write what the last operation of the left writes"),
+        (
+            "| m..: M.. sum]\n  reads x[i.., m..], c",
+            "| m..: M..]\n  reads x[i.., m..], c",
+            "mine.tap:2:36: expected a monoid, found ']'",
+        ),
+        (
+            "y: T[I..] = op [i..: I..]\n",
+            "z: T[I..] = op [i..: I..]\n",
+            "does not write what the last operation of the left writes",
+        ),
     ],
 )
 def test_errors_point_at_what_is_wrong(old: str, new: str, message: str, tmp_path) -> None:
@@ -208,7 +216,9 @@ def test_a_body_that_is_used_often_is_not_written_out() -> None:
     for _ in range(6):
         body = f"({body} + {body})"
     graph = parse(MAPS.replace("  body t\n", f"  body {body}\n").replace("exp(x)", "tanh(exp(sin(cos(x))))"))
-    assert "the body of 't' would be written 64 times (e.g. (uses(t) - 1)*nodes(F) is 315)" in " ".join(refusals("fuse_maps", graph))
+    assert "the body of 't' would be written 64 times (e.g. (uses(t) - 1)*nodes(F) is 315)" in " ".join(
+        refusals("fuse_maps", graph)
+    )
 
 
 def test_a_tensor_that_others_read_stays() -> None:
