@@ -78,6 +78,7 @@ class _Writer:
     kinds: list[str] = field(default_factory=list[str])
     ranges: dict[str, int] = field(default_factory=dict[str, int])
     inner: tuple[Inner, ...] = ()
+    nested: int = 0
 
     def op(self, outs: tuple[str, ...], before: Block | None, source: tuple[str, ...]) -> Block | Miss:
         """The operation, or why it cannot be written."""
@@ -98,6 +99,8 @@ class _Writer:
                 inner=self.inner, source=source,
             )
         )  # fmt: skip
+        if self.nested > 1:
+            return Miss("two bodies with inner reductions do not go into one operation")
         return self._loose(out) or out
 
     def _space(self, patterns: tuple[DimPattern, ...]) -> tuple[Dim, ...]:
@@ -105,7 +108,7 @@ class _Writer:
         for d in patterns:
             if d.name not in self.m.dims:
                 size = place(d.size, self.m)
-                taken = Block(outs=("",), dims=tuple(Dim(n, s) for n, s in self.m.ranges.items()))
+                taken = Block(outs=("",), dims=(*(Dim(n, s) for n, s in self.m.ranges.items()), *out))
                 self.dims[d.name] = (Dim(fresh_dim(taken, d.name), size.const),)
             else:
                 self.dims[d.name] = self.m.dims[d.name]
@@ -199,6 +202,7 @@ class _Writer:
                 several = self.m.variant.get((body.op, at), 0) if len(values) != len(places) else i
                 gone[at] = values[several if len(values) > 1 else 0]
         if body.inner:
+            self.nested += 1
             self.inner = tuple(replace(s, body=self._put(s.body, gone, accs)) for s in body.inner)
         return tuple(self._put(e, gone, accs) for v in body.variants for e in v)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,8 @@ def _same_awkward(rule: Equation, graph: Graph, move: Move, rng: np.random.Gener
     for name, a in feeds.items():
         if np.issubdtype(a.dtype, np.floating):
             odd = rng.choice(np.array([np.inf, -np.inf, np.nan, -0.0, 1e30], a.dtype), a.shape)
-            feeds[name] = np.where(rng.integers(0, 3, a.shape) == 0, odd, a)
+            chosen: np.ndarray[Any, np.dtype[np.bool_]] = np.asarray(rng.integers(0, 3, a.shape), np.bool_)
+            feeds[name] = np.where(chosen, a, odd)
     after = rule.apply(graph, move)
     with np.errstate(all="ignore"):
         old, new = interp.run(graph, feeds), interp.run(after, {n: a for n, a in feeds.items() if n in after.tensors})
@@ -158,7 +160,8 @@ class _Drawing:
             for d in p.reduce:
                 self._bind(d)
         ops = [self._op(p) for p in self.rule.before]
-        outs = tuple(ops[-1].outs)
+        stay = {o.name for p in self.rule.after for o in p.outs} if not self.small else set[str]()
+        outs = tuple(t for op in ops for t in op.outs if op is ops[-1] or t in stay)
         return Graph(name="g", tensors=self.tensors, ops=tuple(ops), inputs=tuple(self.inputs), outputs=outs)
 
     def _size(self) -> int:

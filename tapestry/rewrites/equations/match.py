@@ -361,12 +361,13 @@ class Matcher:
                 if group and group[0].name not in m.dims and (miss := self._share(m, group, dims)):
                     return miss
         for k, p in enumerate(self.before):
+            inner = {d.name for b in m.bodies.values() if b.op == k for s in b.inner for d in s.dims}
             for r in p.reads:
                 if r.tensor in self.makers:
                     continue
                 allowed = _allowed(r.index, m)
                 for v in m.views[r.alias] if allowed is not None else ():
-                    loose = read_dims(v.read) - (allowed or set()) - {d.name for d in m.ops[k].inner_dims}
+                    loose = read_dims(v.read) - (allowed or set()) - inner
                     if loose:
                         return Miss(f"'{v.read.tensor}' varies along '{min(loose)}'")
         return m

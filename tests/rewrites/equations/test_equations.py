@@ -246,6 +246,37 @@ def test_a_chain_of_maps_becomes_one_in_a_sweep() -> None:
     same(graph, after, random_feeds(graph, np.random.default_rng(0)), "chain")
 
 
+def test_two_bodies_with_inner_reductions_are_not_one() -> None:
+    part = "  reads x[i, e], x1 = x[n, e]\n  let [e: 3 sum] x * x1\n  body {}\n"
+    graph = parse(
+        "graph g\ninput x: f32[4, 3]\n"
+        f"a: f32[4] = op [i: 4 | n: 4 sum]\n{part.format('let0')}b: f32[4] = op [i: 4 | n: 4 sum]\n{part.format('exp(let0)')}"
+        "y: f32[4] = op [i: 4]\n  reads a[i], b[i]\n  body a + b\noutput y\n"
+    )
+    assert moves("add_sums", graph) == []
+    assert "two bodies with inner reductions" in " ".join(refusals("add_sums", graph))
+
+
+def test_an_inner_reduction_goes_with_its_body() -> None:
+    graph = parse(
+        """graph g
+input x: f32[4, 3]
+input c: f32[4]
+s: f32[4] = op [i: 4 | n: 4 sum]
+  reads x[i, e], a1 = x[n, e]
+  let [e: 3 sum] x * a1
+  body exp(let0)
+y: f32[4] = op [i: 4]
+  reads s[i], c[i]
+  body s * c
+output y
+"""
+    )
+    after = RULES["factor_in"].apply(graph, Move("factor_in", "y"))
+    assert len(after.ops) == 1
+    same(graph, after, random_feeds(graph, np.random.default_rng(0)), "inner")
+
+
 def test_the_command_line_takes_files_of_equations(tmp_path) -> None:
     """`tapestry rules NAME` shows the equation, `tapestry opt` applies it, and what is wrong is told with a caret."""
     (tmp_path / "g.tap").write_text(MAPS.replace("body t\n", "body t * x\n").replace("reads t[i, n]", "reads t[i, n], x[0, i]"))
