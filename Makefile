@@ -42,6 +42,10 @@ format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# real output and measured figures into README and docs
+docs: setup
+	@$(BIN)/python -m tests.docs.update
+
 bench: setup
 	@for name in communication compiler scale auto_shard models; do $(BIN)/python -m bench $$name || exit 1; done
 

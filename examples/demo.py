@@ -16,7 +16,8 @@ from rich.table import Table
 import tapestry
 from examples import light
 from tapestry.api import run_checked
-from tapestry.pipeline import verify_build
+from tapestry.pipeline import PASSES
+from tapestry.saved_build import verify_build
 from tapestry.viz import progress
 from tapestry.viz.format import human
 from tapestry.viz.tables import ms
@@ -30,8 +31,8 @@ def main() -> int:
     """Compile, verify, run, compare; returns 1 if anything is not as it should be."""
     console = Console(highlight=False)
     model = light.write("resnet50", FOLDER)
-    with progress.stages(quiet=False) as report:
-        built = tapestry.compile(model, devices=DEVICES, progress=report)
+    with progress.passes([p.name for p in PASSES], quiet=False) as show:
+        built = tapestry.compile(model, devices=DEVICES, progress=lambda phase, name: show(name))
         built.save(FOLDER / "plan")
     _, laws = working("verify", lambda step: verify_build(FOLDER / "plan"))
     loaded = tapestry.load(FOLDER / "plan")
@@ -95,7 +96,7 @@ def memory(peaks: list[int], alone: int) -> RenderableType:
     table.add_column("")
     table.add_column("")
     table.add_row("unsharded", f"{alone:,}", human(alone), bar(1.0, "red"))
-    for d, p in enumerate(peaks):
+    for d, p in enumerate(peaks) if len(set(peaks)) > 1 else [(f"each of {len(peaks)}", peaks[0])]:
         table.add_row(str(d), f"{p:,}", human(p), bar(p / alone, "green") + f" {p / alone:.0%}")
     return table
 

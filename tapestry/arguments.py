@@ -30,7 +30,7 @@ def seconds(text: str) -> float:
 
 def build(p: argparse.ArgumentParser) -> None:
     """A build directory."""
-    p.add_argument("build", type=Path)
+    p.add_argument("build", type=Path, help="a folder that tapestry compile wrote")
 
 
 def output_folder(p: argparse.ArgumentParser) -> None:
@@ -40,13 +40,15 @@ def output_folder(p: argparse.ArgumentParser) -> None:
 
 def model(p: argparse.ArgumentParser) -> None:
     """An ONNX file and the sizes of its symbols."""
-    p.add_argument("model", type=Path)
+    p.add_argument("model", type=Path, help="an ONNX file")
     shape(p)
 
 
 def shape(p: argparse.ArgumentParser) -> None:
     """Sizes of symbols."""
-    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+    p.add_argument(
+        "--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="size of a symbol, or INPUT=8x3x224x224"
+    )
 
 
 def own_rules(p: argparse.ArgumentParser) -> None:
@@ -174,19 +176,31 @@ def explain(p: argparse.ArgumentParser) -> None:
 
 def compile(p: argparse.ArgumentParser) -> None:
     """The model, the devices, and what the plan must keep to."""
-    p.add_argument("model", type=Path)
-    p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD")
-    p.add_argument("--devices", type=int, metavar="N")
-    p.add_argument("--mesh", metavar="2x4", help="or named: dp=2,tp=4")
-    p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
+    p.add_argument("model", type=Path, help="an ONNX file")
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD", help="the folder to write")
+    p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
+    p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
+    p.add_argument(
+        "--topology", default="cpu", metavar="FILE_OR_PRESET", help="devices and links: cpu, h100, a100-pcie, tpu, or a file"
+    )
     shape(p)
     p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
     p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
     p.add_argument(
         "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
     )
-    p.add_argument("--pin", action="extend", nargs="+", default=[], metavar="OP:dim=parts@axis")
-    p.add_argument("--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis")
+    p.add_argument(
+        "--pin",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="OP:dim=parts@axis",
+        help="how an operation is cut: conv1:h=8@d0",
+    )
+    p.add_argument(
+        "--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis",
+        help="where an input starts or an output ends: x:0=4@d0, or x:replicated",
+    )  # fmt: skip
     own_rules(p)
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
@@ -196,7 +210,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
     p.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search")
     p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of the model's own random operators")
     p.add_argument("--print-passes", action="store_true", help="what ran, in which order, with seconds and sizes")
     p.add_argument(
         "--print-after", action="append", default=[], metavar="PASS", help="the IR after a pass, as text that reads back"

@@ -1,4 +1,6 @@
-"""The house rules that tools can check: imports, linters, sizes of rooms, files and functions, names. Each check of our own is also shown to fail on a small tree that breaks it."""
+"""The house rules that tools can check: imports, linters, sizes of rooms, files and functions, names.
+
+Each check of our own is also shown to fail on a small tree that breaks it. The pages are tested in tests/docs."""
 
 from __future__ import annotations
 

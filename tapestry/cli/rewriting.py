@@ -22,7 +22,7 @@ def opt(args: argparse.Namespace) -> Outcome:
     for path in args.rules:
         load_rules(path)
     try:
-        graph = parse(args.graph.read_text() if str(args.graph) != "-" else sys.stdin.read())
+        graph = parse(sys.stdin.read(), "-") if str(args.graph) == "-" else parse(args.graph.read_text(), str(args.graph))
     except UnicodeDecodeError as e:
         raise TapestryError(f"not text: {e}", where=str(args.graph)) from None
     checks = laws.check(graph)

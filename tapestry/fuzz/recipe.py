@@ -204,7 +204,7 @@ def random_mesh(rng: random.Random) -> Mesh:
 
 def _any_move(graph: Graph, mesh: Mesh, rng: random.Random) -> Move | None:
     """A move of some rule (``split`` is what strategies are)."""
-    names = [n for n, r in RULES.items() if r.kind == "move" and n != "split"]
+    names = [n for n, r in RULES.items() if n == "split_reduce" or (r.kind == "move" and r.phase != "request")]
     for name in rng.sample(names, len(names)):
         rule = RULES[name]
         found: Iterable[object] = rule.find(graph)

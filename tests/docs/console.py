@@ -23,6 +23,7 @@ CLONE = ("tapestry", "examples", "bench", "docs", "tests", "Makefile", "pyprojec
 VOLATILE = (
     (r"\b\d+(\.\d+)? s\b", "… s"),  # seconds on this machine's clock
     (r"\b(lift|simplify|search|verify|codegen|total) \d+\.\d+", r"\1 …"),  # the compiler's own seconds
+    (r"\b\d+\.\d{3}(?=  \S)", "…"),  # the column of seconds of --print-passes
     (r"\b\d(\.\d+)?e-(0[6-9]|1\d)\b", "…e-…"),  # errors of rounding
     (r"\b[0-9a-f]{12,}\b", "…"),  # hashes
     (r"[ \t]+$", ""),

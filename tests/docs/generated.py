@@ -379,9 +379,9 @@ def _default(a: argparse.Action) -> str:
 
 @makes("flags")
 def _flags() -> str:
-    from tapestry.cli import _parser
+    from tapestry.cli.entry import command_parser
 
-    commands = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    commands = next(a for a in command_parser()._actions if isinstance(a, argparse._SubParsersAction))
     helps = {a.dest: a.help for a in commands._choices_actions}
     out: list[str] = []
     for name, parser in commands.choices.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tapestry.cli import _parser
+from tapestry.cli.entry import command_parser
 from tests.docs.console import commands, normal, replay, run, workplace
 from tests.docs.pages import NOT_RUN, Page, pages
 from tests.docs.update import generated
@@ -40,7 +40,7 @@ def test_commands_that_no_test_runs_say_why(page: Page):
             for line in block.text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:1] == ["tapestry"]:
-                    _parser().parse_args(words[1:])
+                    command_parser().parse_args(words[1:])
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)|<img[^>]* src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
@@ -53,6 +53,18 @@ def test_links_and_paths_lead_somewhere(page: Page):
     missing = [x for x in links if not (page.path.parent / x).exists()]
     missing += [m[1] for m in PATH.finditer(page.text) if not (ROOT / m[1]).exists()]
     assert missing == []
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", Page(path).prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("page", EVERY)
+def test_links_to_headings_find_them(page: Page):
+    links = [(m[1] or page.path.name, m[2]) for m in re.finditer(r"\]\((?!https?:)([^)#\s]*)#([^)]+)\)", page.prose)]
+    assert [x for x in links if x[1] not in anchors(page.path.parent / x[0])] == []
 
 
 @pytest.mark.parametrize("page", EVERY)
@@ -102,3 +114,20 @@ def test_the_json_page_names_every_key_of_compile_and_run(tmp_path: Path):
         named = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (`.*?) \| ", section, re.MULTILINE))))
         document = run(["bash", "-c", f"tapestry {shlex.join(command)} --json 2> /dev/null"], tmp_path / "clone")
         assert set(json.loads(document)) <= named, command
+
+
+def test_a_figure_that_is_not_the_measured_one_is_seen():
+    assert generated("<!-- from: cpu.models -->0<!-- /from -->") != "<!-- from: cpu.models -->0<!-- /from -->"
+
+
+def test_output_that_is_not_the_real_one_is_seen(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("```python say.py\nprint('two')\n```\n\n```console\n$ python say.py\none\n```\n")
+    ((block, real),) = replay(Page(page), tmp_path / "clone")
+    assert (block.text, real) == ("$ python say.py\none\n", "$ python say.py\ntwo\n")
+
+
+def test_a_command_that_fails_is_seen(tmp_path: Path):
+    (tmp_path / "page.md").write_text("```console\n$ false\n```\n")
+    with pytest.raises(AssertionError, match="status 1"):
+        list(replay(Page(tmp_path / "page.md"), tmp_path / "clone"))

@@ -157,12 +157,15 @@ OP = "y: f32[4] = op [n: 4]\n"
         ("graph g\ninput x: f33[4]", "line 2: expected a dtype, found 'f33'"),
         ("graph g\ninput x: f32[4.5]", "line 2: expected an integer"),
         (HEAD + "input x: f32[4]", "line 3: tensor 'x' is declared twice"),
-        (HEAD + OP + "  reads z[n]\n  body z\noutput y", "tensor 'z' is not declared"),
+        (HEAD + OP + "  reads z[n]\n  body z\noutput y", "line 4: tensor 'z' is not declared"),
         (HEAD + OP + "  reads x[n]\n  body z\noutput y", "line 5: expected the name of a read or of a primitive, found 'z'"),
-        (HEAD + OP + "  reads x[n]\n  body x + 1\noutput y", "line 6: add: arguments differ in dtype: ['f32', 'i64']"),
-        (HEAD + OP + "  reads x[n]\n  body where(x, x, x)\noutput y", "where: the condition is not bool"),
-        (HEAD + OP + "  reads x[n]\n  body exp(x, x)\noutput y", "exp takes 1 arguments, not 2"),
-        (HEAD + OP + "  reads x[n]\n  body acc0\noutput y", "expected the name of a read or of a primitive, found 'acc0'"),
+        (HEAD + OP + "  reads x[n]\n  body x + 1\noutput y", "line 5: add: arguments differ in dtype: ['f32', 'i64']"),
+        (HEAD + OP + "  reads x[n]\n  body where(x, x, x)\noutput y", "line 5: where: the condition is not bool"),
+        (HEAD + OP + "  reads x[n]\n  body exp(x, x)\noutput y", "line 5: exp takes 1 arguments, not 2"),
+        (
+            HEAD + OP + "  reads x[n]\n  body acc0\noutput y",
+            "line 5: expected the name of a read or of a primitive, found 'acc0'",
+        ),
         (HEAD + OP + "  reads x[n] when n\n  body x\noutput y", "line 5: expected '==', found 'body'"),
         (HEAD + "y: f32[4] = op [n: 4 | m: 3 frob]\n", "line 3: expected one known monoid for all reduced dimensions"),
         (HEAD + OP + "  reads x[n]\n  body x\n", "line 6: expected a name, found 'end of text'"),
@@ -173,4 +176,18 @@ OP = "y: f32[4] = op [n: 4]\n"
 def test_errors_name_the_line(text: str, message: str) -> None:
     with pytest.raises(TextError) as e:
         parse(text)
-    assert message in str(e.value)
+    line, _, what = message.partition(": ")
+    assert e.value.where.startswith(line + ",")
+    assert e.value.what.startswith(what)
+
+
+def test_errors_point_at_the_column() -> None:
+    with pytest.raises(TextError) as e:
+        parse(HEAD + OP + "  reads x[n]\n  body tanh(x) + 1\noutput y", "mine.tap")
+    assert str(e.value) == "mine.tap:5:8: add: arguments differ in dtype: ['f32', 'i64']\n      body tanh(x) + 1\n           ^"
+    with pytest.raises(TextError) as e:
+        parse("graph g\ninput x: f33[4]")
+    assert str(e.value) == "line 2, column 10: expected a dtype, found 'f33'\n    input x: f33[4]\n             ^"
+    with pytest.raises(TextError) as e:
+        parse("graph g\ninput")
+    assert str(e.value) == "line 2, column 6: expected a name, found 'end of text'\n    input\n         ^"

@@ -15,8 +15,9 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, apply_moves, load_rules, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, apply_moves, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, documented, random_feeds, same
+from tapestry.rewrites.equations.rule_texts import load_rules
 from tapestry.rewrites.partition.split import halo, refusals, splittable
 from tapestry.verify import interp
 from tests.support.paths import EXAMPLES
@@ -336,13 +337,28 @@ def test_slicing_refuses(text: str, move: str, message: str) -> None:
 # rules of the user's own, and rules that are wrong
 
 
+ATTENTION = """graph attention
+input q: f32[8, 2]
+input k: f32[8, 2]
+input v: f32[8, 3]
+s: f32[8, 8] = op [i: 8, n: 8 | m: 2 sum]
+  reads q[i, m], k[n, m]
+  body q * k
+y: f32[8, 3] = op [i: 8, n: 3 | m: 8 sum]
+  reads s[i, m], v[m, n]
+  body s * v
+output y
+"""
+
+
 def test_the_example_rule_is_checked_and_betters_a_plan() -> None:
-    load_rules(EXAMPLES / "reassociate.py")
+    load_rules(EXAMPLES / "reassociate.tap")
     try:
         rule = RULES["reassociate"]
         before, move, after = documented(rule)
         assert to_text(apply_moves(parse(before), [parse_move(move)])) == after
-        assert check_rule(rule, RuleCase(before=before), np.random.default_rng(0)).moves == (parse_move(move),)
+        before = ATTENTION
+        assert check_rule(rule, RuleCase(before=before), np.random.default_rng(0)).moves == (parse_move("reassociate@y"),)
         short = before.replace("8, 2]", "8, 20]").replace("m: 2 sum", "m: 20 sum").replace("8", "2")
         assert list(rule.find(parse(short))) == []  # two tokens of twenty features: the other order would cost more
         tokens = parse(before.replace("8", "512").replace("n: 3", "n: 64").replace(", 3]", ", 64]"))

@@ -282,7 +282,7 @@ def test_a_rule_of_ones_own_makes_the_plan_better(tmp_path):
     plain = document("compile", path, "-o", tmp_path / "plain")
     mine = dict(RULES)
     try:
-        better = document("compile", path, "-o", tmp_path / "better", "--rules", EXAMPLES / "reassociate.py")
+        better = document("compile", path, "-o", tmp_path / "better", "--rules", EXAMPLES / "reassociate.tap")
     finally:
         RULES.clear()
         RULES.update(mine)

@@ -1,90 +1,39 @@
-"""Parse IR text; every error names the line and what was expected."""
+"""The parser of IR text; every error names the line, the column and what was expected."""
 
 from __future__ import annotations
 
 import base64
-import json
 import re
 from dataclasses import replace
 
-from tapestry.errors import TextError
 from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let, call, cast
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read, Split
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.syntax.printer import INFIX
+from tapestry.ir.syntax.tokens import Tokens
 from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight
 
-_TOKEN = re.compile(
-    r"""\s+|\#[^\n]*|(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>(?:\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+))"""
-    r"""|(?P<ident>[A-Za-z_][A-Za-z0-9_.]*)|(?P<punct>>=|==|[\[\](),:=|*/+;-])"""
-)
 
+def parse(text: str, file: str = "") -> Graph:
+    """The graph that a text describes; its grammar is in docs/grammar.md.
 
-def parse(text: str) -> Graph:
-    """The graph that a text describes.
+    Args:
+        file: the name that errors give the text.
 
     Raises:
-        TextError: naming the line, what was found and what was expected.
+        TextError: naming the line and column, what was found and what was expected.
     """
-    return _Parser(text).graph()
+    return _Parser(text, file).graph()
 
 
-class _Parser:
-    """Recursive descent over a list of (kind, text, line) tokens."""
+class _Parser(Tokens):
+    """Recursive descent over the tokens of a graph."""
 
-    def __init__(self, text: str) -> None:
-        self.tokens: list[tuple[str, str, int]] = []
-        pos, line = 0, 1
-        while pos < len(text):
-            m = _TOKEN.match(text, pos)
-            if not m:
-                raise TextError(f"unexpected character {text[pos]!r}", where=f"line {line}")
-            if m.lastgroup:
-                self.tokens.append((m.lastgroup, m.group(), line))
-            line += m.group().count("\n")
-            pos = m.end()
-        self.tokens.append(("end", "end of text", line))
-        self.at = 0
+    def __init__(self, text: str, file: str) -> None:
+        super().__init__(text, file)
         self.tensors: dict[str, Tensor] = {}
         self.lets: tuple[str, ...] = ()
-
-    # tokens
-    def fail(self, expected: str) -> TextError:
-        _, text, line = self.tokens[self.at]
-        return TextError(f"expected {expected}, found '{text}'", where=f"line {line}")
-
-    def peek(self, text: str) -> bool:
-        return self.tokens[self.at][1] == text and self.tokens[self.at][0] != "string"
-
-    def take(self, text: str) -> bool:
-        if self.peek(text):
-            self.at += 1
-            return True
-        return False
-
-    def need(self, text: str) -> None:
-        if not self.take(text):
-            raise self.fail(f"'{text}'")
-
-    def kind(self, kind: str, what: str) -> str:
-        if self.tokens[self.at][0] != kind:
-            raise self.fail(what)
-        self.at += 1
-        return self.tokens[self.at - 1][1]
-
-    def string(self) -> str:
-        return str(json.loads(self.kind("string", "a string")))
-
-    def integer(self) -> int:
-        sign = -1 if self.take("-") else 1
-        text = self.kind("number", "an integer")
-        if not text.isdigit():
-            raise self.fail("an integer")
-        return sign * int(text)
-
-    def name(self) -> str:
-        return self.string() if self.tokens[self.at][0] == "string" else self.kind("ident", "a name")
 
     # graph
     def graph(self) -> Graph:
@@ -107,7 +56,7 @@ class _Parser:
         while not self.take("output"):
             ops.append(self.op())
         outputs: list[str] = []
-        while self.tokens[self.at][0] != "end":
+        while self.next.kind != "end":
             outputs.append(self.name())
             self.take(",")
         return Graph(
@@ -115,7 +64,7 @@ class _Parser:
         )
 
     def tensor(self, kind: str) -> Tensor:
-        name = self.name()
+        start, name = self.next.at, self.name()
         self.need(":")
         dtype = self.kind("ident", "a dtype")
         if dtype not in DTYPES:
@@ -129,7 +78,7 @@ class _Parser:
                 shape.append(self.integer())
                 self.take(",")
         if name in self.tensors:
-            raise TextError(f"tensor '{name}' is declared twice", where=f"line {self.tokens[self.at - 1][2]}")
+            raise self.error(f"tensor '{name}' is declared twice", start)
         self.tensors[name] = Tensor(name=name, dtype=dtype, shape=tuple(shape), kind=kind, about=about)
         return self.tensors[name]
 
@@ -149,7 +98,7 @@ class _Parser:
             name = self.kind("ident", "a dimension")
             self.need(":")
             size = self.integer()
-            monoid = "" if self.tokens[self.at][0] != "ident" else self.kind("ident", "a monoid")
+            monoid = "" if self.next.kind != "ident" else self.kind("ident", "a monoid")
             out.append((Dim(name, size), monoid))
             self.take(",")
         return tuple(out)
@@ -163,9 +112,10 @@ class _Parser:
         reads: list[Read] = []
         if self.take("reads"):
             while True:
+                start = self.next.at
                 alias, r = self.read()
                 if r.tensor not in self.tensors:
-                    raise TextError(f"tensor '{r.tensor}' is not declared", where=f"line {self.tokens[self.at][2]}")
+                    raise self.error(f"tensor '{r.tensor}' is not declared", start)
                 names[alias] = Arg(len(reads), self.tensors[r.tensor].dtype)
                 reads.append(r)
                 if not self.take(","):
@@ -183,7 +133,7 @@ class _Parser:
 
     def reduced(self) -> tuple[tuple[Dim, ...], str]:
         """``m: 3 sum, k: 4 sum``; or the monoid alone, where the one element is all that is reduced."""
-        reduce = self.dims(("]",)) if self.tokens[self.at + 1][1] == ":" else ()
+        reduce = self.dims(("]",)) if self.tokens[min(self.at + 1, len(self.tokens) - 1)].text == ":" else ()
         monoids = {m for _, m in reduce} or {self.kind("ident", "a monoid")}
         if len(monoids) > 1 or any(m not in MONOIDS for m in monoids):
             raise self.fail("one known monoid for all reduced dimensions")
@@ -240,18 +190,6 @@ class _Parser:
         other = self.literal() if self.take("else") else None
         return alias, Read(tensor=tensor, index=tuple(index), other=other, when=tuple(when))
 
-    def literal(self) -> float | int | bool:
-        if self.peek("true") or self.peek("false"):
-            self.at += 1
-            return self.tokens[self.at - 1][1] == "true"
-        sign = -1 if self.take("-") else 1
-        if self.take("inf"):
-            return sign * float("inf")
-        if self.take("nan"):
-            return float("nan")
-        text = self.kind("number", "a number")
-        return sign * (int(text) if text.isdigit() else float(text))
-
     # index expressions
     def aff(self) -> Aff:
         out = self.aff_term() * -1 if self.take("-") else self.aff_term()
@@ -261,7 +199,7 @@ class _Parser:
         return out
 
     def aff_term(self) -> Aff:
-        if self.tokens[self.at][0] == "number":
+        if self.next.kind == "number":
             value = self.integer()
             return self.aff_atom() * value if self.take("*") else const(value)
         return self.aff_atom()
@@ -294,20 +232,20 @@ class _Parser:
         return tuple(out)
 
     def expr(self, names: dict[str, Arg], acc: tuple[str, ...]) -> Expr:
-        left = self.primary(names, acc)
+        start, left = self.next.at, self.primary(names, acc)
         for fn, sign in INFIX.items():
             if self.take(sign):
-                return self.checked(fn, left, self.primary(names, acc))
+                return self.checked(start, fn, left, self.primary(names, acc))
         return left
 
-    def checked(self, fn: str, *args: Expr) -> Expr:
+    def checked(self, start: int, fn: str, *args: Expr) -> Expr:
         try:
             return call(fn, *args)
         except AssertionError as e:
-            raise TextError(str(e), where=f"line {self.tokens[self.at][2]}") from None
+            raise self.error(str(e), start) from None
 
     def primary(self, names: dict[str, Arg], acc: tuple[str, ...]) -> Expr:
-        kind, text, _ = self.tokens[self.at]
+        kind, text = self.next.kind, self.next.text
         if self.take("("):
             out = self.expr(names, acc)
             self.need(")")
@@ -329,6 +267,7 @@ class _Parser:
 
     def word(self, text: str, names: dict[str, Arg], acc: tuple[str, ...]) -> Expr:
         """A primitive, a typed literal, an index, a cast or a reduced state."""
+        start = self.last.at
         if re.fullmatch(r"acc\d+", text) and int(text[3:]) < len(acc):
             return Acc(int(text[3:]), acc[int(text[3:])])
         if re.fullmatch(r"let\d+", text) and int(text[3:]) < len(self.lets):
@@ -347,10 +286,10 @@ class _Parser:
             self.need(",")
             dtype = self.kind("ident", "a dtype")
             if dtype not in DTYPES:
-                raise TextError(f"'{dtype}' is no dtype", where=f"line {self.tokens[self.at - 1][2]}")
+                raise self.wrong(f"expected a dtype, found '{dtype}'")
             out = cast(inner, dtype)
         else:
-            out = self.checked(text, *self.exprs(names, acc))
+            out = self.checked(start, text, *self.exprs(names, acc))
         self.need(")")
         return out
 

@@ -1,4 +1,4 @@
-"""What rewrite rules share: views, replacing dimensions, merging reads, fresh names, contractions.
+"""What rewrite rules share: views, replacing dimensions, merging reads, and fresh names.
 
 Rules are derived from projections, so most of them need the same steps: find a Block, replace some of its dimensions by
 expressions over others, renumber reads, and give the pieces names that nobody has.
@@ -7,16 +7,15 @@ expressions over others, renumber reads, and give the pieces names that nobody h
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TypeGuard
 
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Arg, Expr, Index, arg_positions, call, depth, rewrite
+from tapestry.ir.expr import Arg, Expr, Index, arg_positions, depth, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
 from tapestry.ir.index import Aff, Ranges, atoms, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import only_reads
 from tapestry.rewrites.core.rule import Move, Refusal
 
 Leaf = Callable[[Expr], Expr]
@@ -218,83 +217,6 @@ def order_matters(op: Block, name: str) -> bool:
     States are merged in the row-major order of the reduced dimensions: cutting the first keeps that order.
     """
     return op.monoid is not None and not MONOIDS[op.monoid].commutative and op.reduce[0].name != name
-
-
-@dataclass(frozen=True, slots=True)
-class Contraction:
-    """A sum of products of two reads, and nothing else: ``sum over reduce of left * right``."""
-
-    left: Read
-    right: Read
-    reduce: tuple[Dim, ...]
-
-
-def contraction(op: Op) -> Contraction | None:
-    """The operation as a contraction; ``None`` when it is something else."""
-    pair = only_reads(op) if isinstance(op, Block) else None
-    return Contraction(*pair, op.reduce) if pair and isinstance(op, Block) else None
-
-
-def contract(
-    graph: Graph, out: str, dims: tuple[Dim, ...], factors: tuple[Read, Read], reduce: tuple[Dim, ...], source: tuple[str, ...]
-) -> Block:
-    """The operation ``out[dims] = sum over reduce of factors[0] * factors[1]``; ``out`` or a factor may be a new tensor."""
-    dtype = next(graph.tensors[r.tensor].dtype for r in factors if r.tensor in graph.tensors)
-    return Block(
-        outs=(out,), dims=dims, reduce=reduce, monoid="sum", reads=factors, source=source,
-        body=(call("mul", Arg(0, dtype), Arg(1, dtype)),),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """``sum over outer of (sum over inner of x * a) * b``, with all three reads over one index space.
-
-    Attributes:
-        at: position of the operation that computes the inner sum, read by the outer one alone.
-        factors: x, a and b.
-    """
-
-    at: int
-    factors: tuple[Read, Read, Read]
-    inner: tuple[Dim, ...]
-    outer: tuple[Dim, ...]
-
-
-def chain(graph: Graph, op: Op) -> Chain | None:
-    """The operation as a contraction whose left factor is a contraction; ``None`` when it is not."""
-    outer = contraction(op)
-    at = graph.producers().get(outer.left.tensor) if outer else None
-    if outer is None or at is None or single_consumer(graph, outer.left.tensor) is None:
-        return None
-    maker = graph.ops[at]
-    inner = contraction(maker)
-    if inner is None or not isinstance(maker, Block):
-        return None
-    taken = {d.name for d in op.space}
-    env = dict(zip((d.name for d in maker.dims), outer.left.index, strict=True))
-    renamed: list[Dim] = []
-    for d in inner.reduce:
-        name = d.name
-        while name in taken:
-            name += "_"
-        taken.add(name)
-        renamed.append(Dim(name, d.size))
-        env[d.name] = dim(name)
-    ranges = op.ranges | {d.name: d.size for d in renamed}
-    x, a = (substitute_read(r, env, ranges) for r in (inner.left, inner.right))
-    return Chain(at, (x, a, outer.right), tuple(renamed), outer.reduce)
-
-
-def work(graph: Graph) -> int:
-    """Index points of all blocks: what a rule may compare to tell whether it saves arithmetic."""
-    total = 0
-    for op in graph.ops:
-        points = 1
-        for d in op.space:
-            points *= d.size
-        total += points
-    return total
 
 
 def repeatable(op: Op) -> bool:

@@ -10,11 +10,9 @@ are choices. Where a rule does not apply it says so in one way, a `Refusal` with
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from tapestry.errors import TapestryError
@@ -168,21 +166,3 @@ def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
             raise TapestryError(f"no rule named '{move.rule}'", hint=f"one of {', '.join(sorted(RULES))}")
         graph = RULES[move.rule].apply(graph, move)
     return graph
-
-
-def load_rules(path: str | Path) -> None:
-    """Import a user's file of rules (its ``@register`` lines put them in the table). It is the user's own code.
-
-    Raises:
-        TapestryError: the file is missing or fails to import.
-    """
-    path = Path(path).resolve()
-    spec = importlib.util.spec_from_file_location(f"tapestry_rules_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise TapestryError("no such file of rules", where=str(path))
-    try:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except TapestryError:
-        raise
-    except Exception as e:
-        raise TapestryError(f"the rules do not import: {e}", where=str(path)) from e

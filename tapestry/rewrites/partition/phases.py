@@ -8,14 +8,16 @@ where the index leaves the tensor, since ``0 <= s*j + f < n`` says the same as `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg
-from tapestry.ir.graph import Block, Dim, Graph, Read
+from tapestry.ir.graph import Block, Dim, Graph, Read, replace_op
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import fresh, plain_index, reindex, resized
+from tapestry.rewrites.core.edit import block_at, fresh, plain_index, reindex, resized, splits_in
+from tapestry.rewrites.core.rule import Move, Refusal, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +106,57 @@ class Phases:
             self.ops.append(Block(outs=(out,), dims=dims, reads=(read,), body=(Arg(0, whole.dtype),)))
             self.names[key] = out
         return self.names[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """The dimension that is cut, the phases of the tensors read, and the operation once per phase of the dimension."""
+
+    name: str
+    phases: Phases
+    parts: tuple[Block, ...]
+
+
+def sliced(graph: Graph, op: Block, name: str, step: int, outs: Sequence[tuple[str, ...]]) -> Sliced | None:
+    """An operation over each of the first residue classes of a dimension, writing ``outs``; ``None`` when a phase is empty."""
+    phases = Phases(graph)
+    parts: list[Block] = []
+    for q, names in enumerate(outs):
+        part = phases.take(op, name, step, q)
+        if part is None:
+            return None
+        parts.append(replace(part, outs=names, splits=splits_in(op, part.space)))
+    return Sliced(name, phases, tuple(parts))
+
+
+class Slicing(Rule):
+    """What the two slicing rules share: find and apply follow from `plan` and `rest`."""
+
+    phase = "search"
+
+    def plan(self, graph: Graph, op: Block, name: str) -> Sliced | Refusal:
+        """The operation in phases along a map dimension, or why not."""
+        raise NotImplementedError
+
+    def rest(self, graph: Graph, op: Block, plan: Sliced) -> list[Block]:
+        """The operations that make one of the parts; the last of them writes what the operation wrote."""
+        raise NotImplementedError
+
+    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
+        """For every map dimension along which a window slides."""
+        for op, name in sliding(graph):
+            plan = self.plan(graph, op, name)
+            yield plan if isinstance(plan, Refusal) else Move(self.name, op.outs[0], (("dim", name),))
+
+    def apply(self, graph: Graph, move: Move) -> Graph:
+        """The graph with phases in place of the operation."""
+        at, op = block_at(graph, move)
+        plan = self.plan(graph, op, move.text("dim"))
+        if isinstance(plan, Refusal):
+            raise TapestryError(plan.reason, where=str(move), why=plan.witness)
+        rest = self.rest(graph, op, plan)
+        new = [
+            Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in o.dims))
+            for o in (*plan.parts, *rest[:-1]) for t, e in zip(o.outs, o.then if o.monoid else o.body, strict=True)
+        ]  # fmt: skip
+        return replace_op(graph, at, (*plan.phases.ops, *plan.parts, *rest), (*plan.phases.tensors.values(), *new))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from math import gcd
 
 from tapestry.ir.expr import Arg, Const, Expr, Index, call
-from tapestry.ir.graph import Block, Graph, Guard, Read, replace_op
+from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import dim, floordiv, modulo
 from tapestry.ir.monoid import number
-from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import accept, block_at, fresh, plain_index, splits_in
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
-from tapestry.rewrites.partition.phases import Phases, points_in, sliding, windows
+from tapestry.rewrites.core.edit import fresh, plain_index, splits_in
+from tapestry.rewrites.core.rule import Refusal, register
+from tapestry.rewrites.partition.phases import Sliced, Slicing, points_in, sliced, windows
 
 
 @register
-class SliceDilated(Rule):
+class SliceDilated(Slicing):
     """Cut a dilated window into phases: slice ``X[r::d]``, convolve each densely, interleave Y.
 
     A window that reads ``x[h + d*r - p]`` touches, from output h, only cells of one residue class modulo d. Output phase
@@ -62,40 +59,17 @@ class SliceDilated(Rule):
     """
 
     name = "slice_dilated"
-    phase = "search"
 
-    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """For every map dimension along which a window slides."""
-        for op, name in sliding(graph):
-            found = _plan(graph, op, name)
-            yield found if isinstance(found, Refusal) else Move(self.name, op.outs[0], (("dim", name),))
+    def plan(self, graph: Graph, op: Block, name: str) -> Sliced | Refusal:
+        """The operation once per phase of its output, or why not."""
+        return _plan(graph, op, name)
 
-    def apply(self, graph: Graph, move: Move) -> Graph:
-        """The graph with phases in place of the operation."""
-        at, op = block_at(graph, move)
-        plan = _plan(graph, op, move.text("dim"))
-        if isinstance(plan, Refusal):
-            accept(plan, move)
-        assert isinstance(plan, _Plan)
-        new = list(plan.phases.tensors.values())
-        for part in plan.parts:
-            shape = tuple(d.size for d in part.dims)
-            new += [
-                Tensor(name=t, dtype=graph.tensors[old].dtype, shape=shape) for t, old in zip(part.outs, op.outs, strict=True)
-            ]
-        last = _interleave(graph, op, move.text("dim"), plan.parts)
-        return replace_op(graph, at, (*plan.phases.ops, *plan.parts, last), tuple(new))
+    def rest(self, graph: Graph, op: Block, plan: Sliced) -> list[Block]:
+        """The operation that interleaves the phases."""
+        return [_interleave(graph, op, plan.name, plan.parts)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The phases of the tensors read, and the operation once per output phase."""
-
-    phases: Phases
-    parts: tuple[Block, ...]
-
-
-def _plan(graph: Graph, op: Block, name: str) -> _Plan | Refusal:
+def _plan(graph: Graph, op: Block, name: str) -> Sliced | Refusal:
     def no(reason: str, witness: str = "") -> Refusal:
         return Refusal("slice_dilated", op.outs[0], reason, witness)
 
@@ -117,21 +91,10 @@ def _plan(graph: Graph, op: Block, name: str) -> _Plan | Refusal:
         return no(f"{size} points of '{name}' leave one of {step} phases empty", f"no point is {size} modulo {step}")
     if any(s.dim == name for s in op.splits):
         return no(f"'{name}' is split already")
-    return _parts(graph, op, name, step) or no(
+    outs = [tuple(fresh(graph, f"{t}.{name}{q}") for t in op.outs) for q in range(step)]
+    return sliced(graph, op, name, step, outs) or no(
         f"'{dense.tensor}' has fewer than {step} cells along axis {dense.axis}", f"phase {step - 1} of it is empty"
     )
-
-
-def _parts(graph: Graph, op: Block, name: str, step: int) -> _Plan | None:
-    phases = Phases(graph)
-    parts: list[Block] = []
-    for q in range(step):
-        part = phases.take(op, name, step, q)
-        if part is None:
-            return None
-        outs = tuple(fresh(graph, f"{t}.{name}{q}") for t in op.outs)
-        parts.append(replace(part, outs=outs))
-    return _Plan(phases, tuple(parts))
 
 
 def _interleave(graph: Graph, op: Block, name: str, parts: tuple[Block, ...]) -> Block:

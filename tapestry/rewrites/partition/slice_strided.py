@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tapestry.ir.expr import Acc, Arg, Expr, rewrite
-from tapestry.ir.graph import Block, Graph, Read, replace_op
+from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import accept, block_at, fresh, plain_index, prune, splits_in, with_args
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
-from tapestry.rewrites.partition.phases import Phases, Window, sliding, windows
+from tapestry.rewrites.core.edit import fresh, plain_index, prune, splits_in, with_args
+from tapestry.rewrites.core.rule import Refusal, register
+from tapestry.rewrites.partition.phases import Sliced, Slicing, Window, sliced, windows
 
 
 @register
-class SliceStrided(Rule):
+class SliceStrided(Slicing):
     """Cut a window that moves in steps of s into s dense windows: ``y = Σ_q conv(X[q::s], F[q::s])``.
 
     With ``r = s*r' + q`` the window ``x[s*h + r - p]`` reads phase ``(q - p) mod s`` of x at ``h + r' + …``: dense, so that
@@ -69,40 +67,17 @@ class SliceStrided(Rule):
     """
 
     name = "slice_strided"
-    phase = "search"
 
-    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """For every map dimension along which a window slides."""
-        for op, name in sliding(graph):
-            found = _plan(graph, op, name)
-            yield found if isinstance(found, Refusal) else Move(self.name, op.outs[0], (("dim", name),))
+    def plan(self, graph: Graph, op: Block, name: str) -> Sliced | Refusal:
+        """The operation once per phase of its window, or why not."""
+        return _plan(graph, op, name)
 
-    def apply(self, graph: Graph, move: Move) -> Graph:
-        """The graph with phases in place of the operation."""
-        at, op = block_at(graph, move)
-        plan = _plan(graph, op, move.text("dim"))
-        if isinstance(plan, Refusal):
-            accept(plan, move)
-        assert isinstance(plan, _Plan)
-        ops = (*plan.phases.ops, *plan.parts, *_merged(graph, op, plan))
-        shape = tuple(d.size for d in op.dims)
-        new = [
-            Tensor(name=t, dtype=e.dtype, shape=shape)
-            for o in ops[len(plan.phases.ops) : -1] for t, e in zip(o.outs, op.body, strict=True)
-        ]  # fmt: skip
-        return replace_op(graph, at, ops, (*plan.phases.tensors.values(), *new))
+    def rest(self, graph: Graph, op: Block, plan: Sliced) -> list[Block]:
+        """The merges of the phases' states."""
+        return _merged(graph, op, plan)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The reduced dimension that is cut, the phases of the tensors read, and the operation once per window phase."""
-
-    name: str
-    phases: Phases
-    parts: tuple[Block, ...]
-
-
-def _plan(graph: Graph, op: Block, name: str) -> _Plan | Refusal:
+def _plan(graph: Graph, op: Block, name: str) -> Sliced | Refusal:
     def no(reason: str, witness: str = "") -> Refusal:
         return Refusal("slice_strided", op.outs[0], reason, witness)
 
@@ -138,21 +113,14 @@ def _inner(op: Block, window: Window) -> str | tuple[str, str]:
     return f"more than one reduced dimension walks '{window.tensor}'", walks
 
 
-def _parts(graph: Graph, op: Block, inner: str, step: int) -> _Plan | None:
+def _parts(graph: Graph, op: Block, inner: str, step: int) -> Sliced | None:
     assert op.monoid
-    phases = Phases(graph)
-    parts: list[Block] = []
-    states = prune(replace(op, then=()))
-    for q in range(min(step, op.ranges[inner])):
-        part = phases.take(states, inner, step, q)
-        if part is None:
-            return None
-        outs = tuple(fresh(graph, f"{op.outs[0]}.{inner}{q}.{f}") for f in MONOIDS[op.monoid].fields)
-        parts.append(replace(part, outs=outs, splits=splits_in(op, part.space)))
-    return _Plan(inner, phases, tuple(parts))
+    fields = MONOIDS[op.monoid].fields
+    outs = [tuple(fresh(graph, f"{op.outs[0]}.{inner}{q}.{f}") for f in fields) for q in range(min(step, op.ranges[inner]))]
+    return sliced(graph, prune(replace(op, then=())), inner, step, outs)
 
 
-def _merged(graph: Graph, op: Block, plan: _Plan) -> list[Block]:
+def _merged(graph: Graph, op: Block, plan: Sliced) -> list[Block]:
     """The phases' states merged one after another; the last merge also does what the operation did after reducing."""
     assert op.monoid
     dtypes = tuple(e.dtype for e in op.body)

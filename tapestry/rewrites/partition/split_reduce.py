@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import isfinite, isnan
 
-import numpy as np
-
-from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, rewrite, walk
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, arg_positions, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.types import Tensor, numpy_dtype
+from tapestry.ir.types import FLOATS, Tensor
 from tapestry.rewrites.core.edit import (
     accept,
     block_at,
@@ -27,7 +26,6 @@ from tapestry.rewrites.core.edit import (
     with_args,
 )
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
-from tapestry.verify.interp import value
 
 
 @register
@@ -154,7 +152,7 @@ def _guarded(graph: Graph, op: Block, old: Block, name: str, inside: Aff) -> Blo
     for fill in (0, zero[0].value):
         if all(fill == 0 or dtypes[i] == zero[0].dtype for i in touched):
             reads = tuple(_guard(r, inside, dtypes[i], fill) if i in touched else r for i, r in enumerate(op.reads))
-            if _vanishes(op, reads, touched, dtypes, zero):
+            if _vanishes(op, reads, touched, zero):
                 return replace(op, reads=reads)
     reads = tuple(_guard(r, inside, dtypes[i], 0) if i in touched else r for i, r in enumerate(op.reads))
     valid = call("ge", Index(inside), Const(0, "i64"))
@@ -167,13 +165,58 @@ def _guard(read: Read, inside: Aff, dtype: str, fill: float) -> Read:
     return replace(read, when=(*read.when, Guard(inside, "ge")), other=other)
 
 
-def _vanishes(op: Block, reads: tuple[Read, ...], touched: set[int], dtypes: list[str], zero: tuple[Const, ...]) -> bool:
-    if op.inner or not arg_positions(op.body) <= touched or any(isinstance(x, Index) for e in op.body for x in walk(e)):
+def _vanishes(op: Block, reads: tuple[Read, ...], touched: set[int], zero: tuple[Const, ...]) -> bool:
+    """Whether the body is the monoid's identity where every guarded read gives what it fills in."""
+    if op.inner or not arg_positions(op.body) <= touched:
         return False
-    fills = [r.other if i in touched else 0 for i, r in enumerate(reads)]
-    args = [np.asarray(v, numpy_dtype(d)) for v, d in zip(fills, dtypes, strict=True)]
-    with np.errstate(all="ignore"):
-        return all(bool(value(e, args, [], {}, False) == z.value) for e, z in zip(op.body, zero, strict=True))
+    fills = {i: reads[i].other for i in touched}
+    return all((value := _at(e, fills)) is not None and value == z.value for e, z in zip(op.body, zero, strict=True))
+
+
+_ZERO_AT_ZERO = frozenset(
+    {
+        "sin",
+        "tan",
+        "asin",
+        "atan",
+        "sinh",
+        "tanh",
+        "asinh",
+        "atanh",
+        "erf",
+        "sqrt",
+        "log1p",
+        "expm1",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+    }
+)
+
+
+def _at(e: Expr, fills: Mapping[int, float | None]) -> float | None:
+    """The value of an expression of reads of known values; ``None`` where a rule of thumb does not tell it."""
+    if isinstance(e, Const):
+        return e.value
+    if isinstance(e, Arg):
+        return fills[e.pos]
+    args = [_at(a, fills) for a in e.args] if isinstance(e, Call) else [None]
+    values = [v for v in args if v is not None]
+    if not isinstance(e, Call) or len(values) < len(args) or any(map(isnan, values)):
+        return None
+    first, last = values[0], values[-1]
+    if e.fn == "cast":
+        return first if isfinite(first) or e.dtype in FLOATS else None
+    if e.fn in _ZERO_AT_ZERO:
+        return first if first == 0 else None
+    if e.fn in ("neg", "abs"):
+        return -first if e.fn == "neg" else abs(first)
+    if e.fn in ("max", "min"):
+        return max(first, last) if e.fn == "max" else min(first, last)
+    if e.fn in ("add", "sub", "mul") and isfinite(first) and isfinite(last):
+        return first + last if e.fn == "add" else first - last if e.fn == "sub" else first * last
+    return None
 
 
 def _level(graph: Graph, op: Block, states: tuple[str, ...], count: int, fanin: int, level: int) -> Block:

@@ -1,0 +1,248 @@
+"""Writing the right-hand side of a rule with what a match has bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, depth, distinct, rewrite
+from tapestry.ir.graph import Block, Dim, Inner, Read
+from tapestry.ir.index import Aff, dim, dims_of
+from tapestry.ir.monoid import number
+from tapestry.ir.types import DTYPES, Tensor
+from tapestry.rewrites.core.edit import MOST_DEPTH, fresh_dim, merge_reads, read_dims, substitute_expr, substitute_read
+from tapestry.rewrites.equations.match import Match, Miss, number_of, place
+from tapestry.rewrites.equations.pattern import App, DimPattern, Node, Num, OpPattern, RuleText, Var
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The operations of a right-hand side in order, and the tensors that they add."""
+
+    ops: tuple[Block, ...]
+    new: tuple[Tensor, ...]
+
+
+def write(rule: RuleText, m: Match, tensors: Mapping[str, Tensor]) -> Written | Miss:
+    """The right-hand side of a rule for a match; a `Miss` where it would read by a dimension that is not there."""
+    names = dict(m.tensors)
+    for p in rule.after:
+        for o in p.outs:
+            if o.name not in names:
+                names[o.name] = _fresh(tensors, f"{m.root.outs[0]}.{o.name}")
+    ops: list[Block] = []
+    new: list[Tensor] = []
+    sources = tuple(dict.fromkeys(s for k in sorted(m.ops) for s in m.ops[k].source))
+    dtypes: dict[str, str] = {}
+    for p in rule.after:
+        before = next((m.ops[k] for k, q in enumerate(rule.before) if p.outs[0].name in {o.name for o in q.outs}), None)
+        outs = before.outs if before is not None and p.outs[0].many else tuple(names[o.name] for o in p.outs)
+        op = _Writer(rule, m, p, names, dtypes).op(outs, before, sources)
+        if isinstance(op, Miss):
+            return op
+        ops.append(op)
+        for t, e in zip(op.outs, op.then if op.monoid else op.body, strict=True):
+            dtypes[t] = e.dtype
+            if t not in tensors:
+                new.append(Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in op.dims)))
+    return Written(tuple(ops), tuple(new))
+
+
+def _fresh(tensors: Mapping[str, Tensor], base: str) -> str:
+    while base in tensors:
+        base += "_"
+    return base
+
+
+@dataclass
+class _Writer:
+    """Writes one operation.
+
+    Attributes:
+        names: tensors of the pattern → of the graph.
+        dtypes: of the tensors written before.
+        dims: dimensions of this operation, by name of the pattern.
+        moved: dimensions of the left-hand side → what stands for them here.
+        reads: alias → positions of its reads.
+    """
+
+    rule: RuleText
+    m: Match
+    pattern: OpPattern
+    names: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    dims: dict[str, tuple[Dim, ...]] = field(default_factory=dict[str, tuple[Dim, ...]])
+    moved: dict[str, Aff] = field(default_factory=dict[str, Aff])
+    reads: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    projections: list[Read] = field(default_factory=list[Read])
+    kinds: list[str] = field(default_factory=list[str])
+    ranges: dict[str, int] = field(default_factory=dict[str, int])
+    inner: tuple[Inner, ...] = ()
+    nested: int = 0
+
+    def op(self, outs: tuple[str, ...], before: Block | None, source: tuple[str, ...]) -> Block | Miss:
+        """The operation, or why it cannot be written."""
+        p = self.pattern
+        dims, reduce = self._space(p.dims), self._space(p.reduce)
+        if before is not None and set(dims) == set(before.dims):
+            dims = before.dims
+        inner = self._inner()
+        self.ranges = {d.name: d.size for d in (*dims, *reduce, *(d for s in inner for d in s.dims))}
+        for r in p.reads:
+            self._read(r.alias, r.tensor, r.index)
+        monoid = self.m.monoids.get(p.monoid, p.monoid) or None
+        body = tuple(e for n in p.body for e in self._terms(n, ()))
+        then = tuple(e for n in p.then for e in self._terms(n, body)) if monoid else ()
+        out = merge_reads(
+            Block(
+                outs=outs, dims=dims, reduce=reduce, monoid=monoid, reads=tuple(self.projections), body=body, then=then,
+                inner=self.inner, source=source,
+            )
+        )  # fmt: skip
+        if self.nested > 1:
+            return Miss("two bodies with inner reductions do not go into one operation")
+        return self._loose(out) or out
+
+    def _space(self, patterns: tuple[DimPattern, ...]) -> tuple[Dim, ...]:
+        out: list[Dim] = []
+        for d in patterns:
+            if d.name not in self.m.dims:
+                size = place(d.size, self.m)
+                taken = Block(outs=("",), dims=(*(Dim(n, s) for n, s in self.m.ranges.items()), *out))
+                self.dims[d.name] = (Dim(fresh_dim(taken, d.name), size.const),)
+            else:
+                self.dims[d.name] = self.m.dims[d.name]
+            out += self.dims[d.name]
+        return tuple(out)
+
+    def _inner(self) -> tuple[Inner, ...]:
+        whole = self.pattern.body[0] if self.pattern.open_body else None
+        return self.m.bodies[whole.fn].inner if isinstance(whole, App) else ()
+
+    def _read(self, alias: str, tensor: str, index: tuple[Node, ...]) -> None:
+        first = len(self.projections)
+        if alias in self.m.views:
+            formals = next(r.index for q in self.rule.before for r in q.reads if r.alias == alias)
+            env = dict(e for f, n in zip(formals, index, strict=True) for e in self._argument(f, n))
+            self.moved |= env
+            for v in self.m.views[alias]:
+                self.kinds.append(v.dtype)
+                self.projections.append(substitute_read(v.read, env, self.ranges) if env else v.read)
+        else:
+            cells = tuple(e for n in index for e in self._cells(n))
+            name = self.names[tensor]
+            self.kinds.append(self.dtypes.get(name) or self._dtype(tensor))
+            self.projections.append(Read(tensor=name, index=cells))
+        self.reads[alias] = tuple(range(first, len(self.projections)))
+
+    def _dtype(self, tensor: str) -> str:
+        kind = next(o.dtype for p in self.rule.before for o in p.outs if o.name == tensor)
+        return self.m.dtypes.get(kind, kind)
+
+    def _argument(self, formal: Node, given: Node) -> list[tuple[str, Aff]]:
+        """What stands for the dimensions that an argument of a view named on the left-hand side."""
+        if formal == given or not isinstance(formal, Var) or formal.name not in self.m.dims:
+            return []
+        old = self.m.dims[formal.name]
+        return list(zip((d.name for d in old), self._cells(given), strict=True))
+
+    def _cells(self, n: Node) -> tuple[Aff, ...]:
+        if isinstance(n, App) and n.fn in self.m.maps:
+            return self.m.maps[n.fn]
+        if isinstance(n, Var) and n.many:
+            return tuple(dim(d.name) for d in self.dims.get(n.name) or self.m.dims[n.name])
+        return (place(n, self.m, self.dims),)
+
+    def _terms(self, n: Node, state: tuple[Expr, ...], like: str = "") -> tuple[Expr, ...]:
+        """The expressions of a term: several of a group, or of a body of several results.
+
+        Args:
+            state: what is reduced, for ``acc0`` after the reduction.
+            like: the dtype of a literal.
+        """
+        if isinstance(n, Num):
+            default = "bool" if isinstance(n.value, bool) else "i64" if isinstance(n.value, int) else "f32"
+            return (number(n.value, like or default),)
+        if isinstance(n, Var):
+            if n.name in self.reads:
+                return tuple(Arg(i, self.kinds[i]) for i in self.reads[n.name])
+            if n.name.startswith("acc"):
+                accs = tuple(Acc(i, e.dtype) for i, e in enumerate(state))
+                return accs if n.many else (accs[int(n.name[3:])],)
+            return (number(number_of(n.name, self.m), like or "i64"),)
+        if n.fn in self.m.bodies:
+            return self._applied(n, state)
+        if n.fn == "index":
+            return (Index(place(n.args[0], self.m, self.dims)),)
+        if n.fn == "cast":
+            kind = n.args[1].name if isinstance(n.args[1], Var) else ""
+            return (cast(self._terms(n.args[0], state)[0], kind if kind in DTYPES else self.m.dtypes[kind]),)
+        return (self._call(n, state, like),)
+
+    def _call(self, n: App, state: tuple[Expr, ...], like: str) -> Expr:
+        """A primitive; literals have the dtype of what they stand beside."""
+        free = [isinstance(a, Num) or (isinstance(a, Var) and a.name in self.m.sizes) for a in n.args]
+        done = {i: self._terms(a, state)[0] for i, a in enumerate(n.args) if not free[i]}
+        beside = next((e.dtype for i, e in done.items() if n.fn != "where" or i), like)
+        return call(n.fn, *(done[i] if i in done else self._terms(a, state, beside)[0] for i, a in enumerate(n.args)))
+
+    def _applied(self, n: App, state: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        """An open body applied; through several projections, one result for each."""
+        body = self.m.bodies[n.fn]
+        gone: dict[int, Expr] = {}
+        accs: dict[int, Expr] = {i: Acc(i, e.dtype) for i, e in enumerate(state)}
+        for param, a in zip(body.params, n.args, strict=True):
+            assert isinstance(param, Var)
+            values = self._terms(a, state)
+            if param.name.startswith("acc"):
+                accs |= dict(enumerate(values)) if param.many else {int(param.name[3:]): values[0]}
+                continue
+            places = self.m.places[body.op, param.name]
+            for i, at in enumerate(places):
+                several = self.m.variant.get((body.op, at), 0) if len(values) != len(places) else i
+                gone[at] = values[several if len(values) > 1 else 0]
+        if body.inner:
+            self.nested += 1
+            self.inner = tuple(replace(s, body=self._put(s.body, gone, accs)) for s in body.inner)
+        return tuple(self._put(e, gone, accs) for v in body.variants for e in v)
+
+    def _put(self, e: Expr, gone: Mapping[int, Expr], accs: Mapping[int, Expr]) -> Expr:
+        """An expression of the left-hand side with what stands for its reads, states and dimensions here."""
+
+        def leaf(x: Expr) -> Expr:
+            return gone[x.pos] if isinstance(x, Arg) else accs.get(x.field, x) if isinstance(x, Acc) else x
+
+        return rewrite(substitute_expr(e, self.moved, self.ranges), leaf)
+
+    def _loose(self, op: Block) -> Miss | None:
+        """What would be read by a dimension that the operation does not have."""
+        names = {d.name for d in op.space}
+        for r in op.reads:
+            if read_dims(r) - names:
+                return Miss(f"'{r.tensor}' varies along '{min(read_dims(r) - names)}'")
+        for e in (*op.point, *op.then):
+            for x in distinct((e,)):
+                if isinstance(x, Index) and dims_of(x.aff) - names:
+                    return Miss(f"the body looks at the index of '{min(dims_of(x.aff) - names)}'")
+        reduced = names - {d.name for d in op.dims}
+        late = next((op.reads[i] for i in op.then_reads() if read_dims(op.reads[i]) & reduced), None)
+        if late is not None:
+            return Miss(f"'{late.tensor}' varies along a reduced dimension, and is needed after the reduction")
+        if depth((*op.point, *op.then)) > MOST_DEPTH:
+            return Miss("the expression would be nested too deeply", f"at most {MOST_DEPTH} calls inside each other")
+        return None
+
+
+def swapped(m: Match, written: Written) -> list[tuple[Block, tuple[Block, ...]]]:
+    """What stands in the place of each operation of a match, the last one first; nothing where it goes.
+
+    An operation that is written anew under its name stands where it stood, with new ones before it.
+    """
+    by_out = {op.outs[0]: op for op in m.ops.values()}
+    slots: dict[int, tuple[Block, ...]] = {}
+    pending: tuple[Block, ...] = ()
+    for op in written.ops:
+        pending = (*pending, op)
+        if op.outs[0] in by_out:
+            slots[id(by_out[op.outs[0]])], pending = pending, ()
+    return [(m.ops[k], slots.get(id(m.ops[k]), ())) for k in sorted(m.ops, reverse=True)]

@@ -1,0 +1,207 @@
+"""What may stand under ``when:`` and ``pays:``: arithmetic on sizes, measures of bodies, and named properties."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from math import prod
+
+from tapestry.ir import space
+from tapestry.ir.expr import Arg, Call, Expr, Index, count, distinct
+from tapestry.ir.graph import Block, Op, Read
+from tapestry.ir.index import dims_of
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.types import FLOATS
+from tapestry.rewrites.equations.match import Match, Miss, Surroundings
+from tapestry.rewrites.equations.pattern import App, Clause, Node, Num, Var, show
+
+_COMPARE: dict[str, Callable[[object, object], bool]] = {"eq": operator.eq, "ne": operator.ne}
+_ORDER: dict[str, Callable[[int, int], bool]] = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": lambda a, b: a // b,
+}  # fmt: skip
+Failure = str | None  # of a property: None where it holds, else a witness, which may be empty
+
+
+class Conditions:
+    """Asks the clauses of a rule of one match."""
+
+    def __init__(self, around: Surroundings, m: Match, rewritten: tuple[Op, ...] = ()) -> None:
+        self.around, self.m, self.rewritten = around, m, rewritten
+
+    def failing(self, clauses: tuple[Clause, ...]) -> Miss | None:
+        """The first clause that does not hold, as the reason to refuse; ``None`` when all do."""
+        for clause in clauses:
+            witness = self._holds(clause.test)
+            if witness is not None:
+                return Miss(self._filled(clause.reason) if clause.reason else f"{show(clause.test)} does not hold", witness)
+        return None
+
+    def _holds(self, test: Node) -> Failure:
+        """``None`` where a condition holds, else the values that it has."""
+        assert isinstance(test, App)
+        if test.fn in PROPERTIES:
+            return PROPERTIES[test.fn](self, *(a for a in test.args if isinstance(a, Var)))
+        if test.fn == "in":
+            value, *options = (self.word(a) for a in test.args)
+            return None if value in options else f"{show(test.args[0])} is {value}"
+        left, right = (self.word(a) if test.fn in _COMPARE else self.value(a) for a in test.args)
+        holds = _COMPARE[test.fn](left, right) if test.fn in _COMPARE else _ORDER[test.fn](int(left), int(right))
+        shown = dict.fromkeys(show(a) for a in test.args if not isinstance(a, Num))
+        values = dict(zip([show(a) for a in test.args], (left, right), strict=True))
+        return None if holds else ", ".join(f"{n} is {values[n]}" for n in shown)
+
+    def word(self, n: Node) -> int | str:
+        """The name that a dtype or monoid stands for, or a number."""
+        if isinstance(n, Var) and n.name in self.m.dtypes:
+            return self.m.dtypes[n.name]
+        if isinstance(n, Var) and n.name in self.m.monoids:
+            return self.m.monoids[n.name] or ""
+        if isinstance(n, App) and n.fn == "dtype" and isinstance(n.args[0], Var):
+            return self.m.views[n.args[0].name][0].dtype
+        if isinstance(n, Var) and n.name not in self.m.numbers and n.name not in self.m.sizes:
+            return n.name
+        return self.value(n)
+
+    def value(self, n: Node) -> int:
+        """The number that a term is: a group's size is the product of its dimensions' sizes."""
+        if isinstance(n, Num):
+            return int(n.value)
+        if isinstance(n, Var):
+            return self.m.numbers[n.name] if n.name in self.m.numbers else prod(self.m.sizes[n.name])
+        if n.fn in MEASURES:
+            return MEASURES[n.fn](self, *n.args)
+        return _ARITHMETIC[n.fn](*(self.value(a) for a in n.args))
+
+    def exprs(self, name: str) -> tuple[Expr, ...]:
+        """What an open body stands for, with what stands behind the reduction where that is one, too."""
+        return self.m.bodies[name].variants[0]
+
+    def _filled(self, reason: str) -> str:
+        """A reason with ``{…}`` replaced by names and values of the match."""
+
+        def fill(found: re.Match[str]) -> str:
+            name, _, arg = found.group(1).partition(" of ")
+            if arg:
+                return str(MEASURES[name](self, Var(arg)))
+            if name in self.m.tensors:
+                return self.m.tensors[name]
+            if name in self.m.views:
+                return self.m.views[name][0].read.tensor
+            if name in self.m.dims:
+                return ", ".join(d.name for d in self.m.dims[name])
+            return str(self.word(Var(name)))
+
+        return re.sub(r"\{([^}]*)\}", fill, reason)
+
+
+def _uses(c: Conditions, *args: Node) -> int:
+    """``uses(t)``: how often the expressions of its reader have the tensor t."""
+    (t,) = (a.name for a in args if isinstance(a, Var))
+    k, places = next((k, places) for (k, alias), places in c.m.places.items() if alias == t)
+    op, at = c.m.ops[k], set(places)
+    return count((*op.point, *op.then), lambda x: isinstance(x, Arg) and x.pos in at)
+
+
+def _nodes(c: Conditions, *args: Node) -> int:
+    """``nodes(F)``: how many operands and operators an open body is written with."""
+    return sum(count(c.exprs(a.name), lambda _: True) for a in args if isinstance(a, Var))
+
+
+def _calls(c: Conditions, *args: Node) -> int:
+    """``calls(F)``: how many primitives an open body applies."""
+    return sum(count(c.exprs(a.name), lambda x: isinstance(x, Call)) for a in args if isinstance(a, Var))
+
+
+def _rank(c: Conditions, *args: Node) -> int:
+    """``rank(M)``: how many dimensions a group has."""
+    return sum(len(c.m.sizes[a.name]) for a in args if isinstance(a, Var))
+
+
+def _work(c: Conditions, *args: Node) -> int:
+    """``work(before)``, ``work(after)``: points of the index spaces of the operations on one side."""
+    (side,) = (a.name for a in args if isinstance(a, Var))
+    ops = c.rewritten if side == "after" else tuple(c.m.ops.values())
+    return sum(prod(d.size for d in op.space) for op in ops)
+
+
+def _injective(c: Conditions, *args: Var) -> Failure:
+    """``injective(e)``: a projection reads no cell at two points of the last operation's index space."""
+    for e in args:
+        index, op = c.m.maps[e.name], c.m.root
+        used = frozenset(n for a in index for n in dims_of(a))
+        spare = [d.name for d in op.space if d.name not in used and d.size > 1]
+        if spare:
+            return f"every cell is read at each {', '.join(spare)}"
+        if all(a.is_dim for a in index) and len(set(index)) == len(index):
+            continue
+        collision = space.used(op, Read(tensor="", index=index)).collision()
+        if collision:
+            return str(collision)
+    return None
+
+
+def _commutative(c: Conditions, *args: Var) -> Failure:
+    """``commutative(S)``: states of the monoid may be merged in any order."""
+    name = c.m.monoids[args[0].name]
+    return None if name is None or MONOIDS[name].commutative else f"'{name}' does not"
+
+
+def _single(c: Conditions, *args: Var) -> Failure:
+    """``single(S)``: the monoid's state is one field."""
+    name = c.m.monoids[args[0].name]
+    return None if name is not None and len(MONOIDS[name].fields) == 1 else f"'{name}'"
+
+
+def _float(c: Conditions, *args: Var) -> Failure:
+    """``float(T)``: the dtype is one of floating point."""
+    dtype = c.m.dtypes[args[0].name]
+    return None if dtype in FLOATS else dtype
+
+
+def _computed(c: Conditions, *args: Var) -> Failure:
+    """``computed(F)``: an open body applies a primitive, rather than passing on what is read."""
+    return None if any(isinstance(c.exprs(f.name)[0], Call) for f in args) else ""
+
+
+def _placeless(c: Conditions, *args: Var) -> Failure:
+    """``placeless(F, n)``: an open body does not look at the index of the dimensions (of none, without any)."""
+    names = {d.name for v in args[1:] for d in c.m.dims[v.name]}
+    for x in distinct(c.exprs(args[0].name)):
+        if isinstance(x, Index) and (not names or dims_of(x.aff) & names):
+            return f"index({x.aff})"
+    return None
+
+
+def _plain(c: Conditions, *args: Var) -> Failure:
+    """``plain(x)``: a tensor is read inside its cells, without a guard and a value to fill in."""
+    wrong = next((v.read for a in args for v in c.m.views[a.name] if v.read.other is not None), None)
+    return None if wrong is None else f"'{wrong.tensor}' is read outside"
+
+
+def _deterministic(c: Conditions, *args: Var) -> Failure:
+    """``deterministic(F)``: an open body draws no random numbers."""
+    random = any(isinstance(x, Call) and x.fn == "philox" for f in args for x in distinct(c.exprs(f.name)))
+    return "it draws random numbers" if random else None
+
+
+def _adds(c: Conditions, *args: Var) -> Failure:
+    """``adds(S, x)``: the monoid leaves a value of x's dtype as it is where all others are zero."""
+    monoid, dtype = c.m.monoids[args[0].name], c.m.views[args[1].name][0].dtype
+    return None if monoid == ("any" if dtype == "bool" else "sum") else f"'{monoid}' of {dtype}"
+
+
+def _moves_only(c: Conditions, *args: Var) -> Failure:
+    """``computes(y)``: an operation does more than to move what it reads."""
+    k = next(k for k, op in c.m.ops.items() if c.m.tensors[args[0].name] in op.outs)
+    op: Block = c.m.ops[k]
+    return None if len(op.reads) > 1 or not isinstance(op.body[0], Arg) else ""
+
+
+MEASURES: Mapping[str, Callable[..., int]] = {"uses": _uses, "nodes": _nodes, "calls": _calls, "rank": _rank, "work": _work}
+PROPERTIES: Mapping[str, Callable[..., Failure]] = {
+    "injective": _injective, "commutative": _commutative, "single": _single, "float": _float,
+    "computed": _computed, "placeless": _placeless, "plain": _plain, "deterministic": _deterministic, "computes": _moves_only,
+    "adds": _adds,
+}  # fmt: skip

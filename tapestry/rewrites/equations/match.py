@@ -1,0 +1,478 @@
+"""Finding the left-hand side of a rule in a graph.
+
+An open tensor of a pattern is a *view*: ``x[i, m]`` matches any read (any projection, guards and fill included) that depends
+on no dimension but i and m. An operation that another one of the pattern reads is *pulled back*: its dimensions are replaced
+by what the reader's projection says, so that everything a match holds lies in one index space, that of the last operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, distinct
+from tapestry.ir.graph import Block, Dim, Graph, Inner, Op, Read
+from tapestry.ir.index import Aff, const, dim, floordiv, modulo
+from tapestry.ir.types import DTYPES, Tensor
+from tapestry.rewrites.core.edit import MOST_ATOMS, read_dims, substitute_expr, substitute_read, too_long
+from tapestry.rewrites.equations.pattern import App, DimPattern, Node, Num, OpPattern, RuleText, Var, is_open, names_in
+
+COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why something that has the form of the left-hand side does not match."""
+
+    reason: str
+    witness: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A read, pulled back to the index space of the match."""
+
+    read: Read
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What an open body stands for.
+
+    Attributes:
+        op: position in the pattern of the operation that it was found in; ``Arg`` is a read of that operation.
+        variants: the expressions; more than one list where the operation is read through several projections.
+        params: its parameters as written.
+        inner: inner reductions that are part of it.
+    """
+
+    op: int
+    variants: tuple[tuple[Expr, ...], ...]
+    params: tuple[Node, ...]
+    inner: tuple[Inner, ...] = ()
+
+
+@dataclass(slots=True)
+class Match:
+    """What the names of a left-hand side stand for.
+
+    Attributes:
+        ops: by position in the pattern.
+        sizes: a tuple, of one size for a plain name.
+        ranges: all dimensions of the index space of the match.
+        places: position of an operation in the pattern, and alias → positions of its reads.
+        variant: of a tensor that is read through several projections: which of them a read has.
+    """
+
+    ops: dict[int, Block] = field(default_factory=dict[int, Block])
+    tensors: dict[str, str] = field(default_factory=dict[str, str])
+    dims: dict[str, tuple[Dim, ...]] = field(default_factory=dict[str, tuple[Dim, ...]])
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    dtypes: dict[str, str] = field(default_factory=dict[str, str])
+    monoids: dict[str, str | None] = field(default_factory=dict[str, str | None])
+    views: dict[str, tuple[View, ...]] = field(default_factory=dict[str, tuple[View, ...]])
+    maps: dict[str, tuple[Aff, ...]] = field(default_factory=dict[str, tuple[Aff, ...]])
+    bodies: dict[str, Body] = field(default_factory=dict[str, Body])
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+    ranges: dict[str, int] = field(default_factory=dict[str, int])
+    places: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict[tuple[int, str], tuple[int, ...]])
+    variant: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+
+    def copy(self) -> Match:
+        """A match that may be extended without touching this one."""
+        return Match(**{f: dict(getattr(self, f)) for f in self.__slots__})
+
+    @property
+    def root(self) -> Block:
+        """The last operation of the left-hand side."""
+        return self.ops[max(self.ops)]
+
+
+class Surroundings:
+    """What a match may ask of a graph, kept up to date while its operations are replaced."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.tensors = dict(graph.tensors)
+        self.makers = {t: op for op in graph.ops for t in op.outs}
+        self.readers: Counter[str] = Counter(t for op in graph.ops for t in op.inputs)
+        self.outputs = frozenset(graph.outputs)
+
+    def swap(self, old: Sequence[Op], new: Sequence[Op], tensors: Sequence[Tensor]) -> None:
+        """Take note that some operations were replaced by others, which write new tensors."""
+        self.tensors |= {t.name: t for t in tensors}
+        for op in old:
+            self.readers.subtract(op.inputs)
+            for t in op.outs:
+                self.makers.pop(t, None)
+        for op in new:
+            self.readers.update(op.inputs)
+            self.makers |= dict.fromkeys(op.outs, op)
+
+    def needed(self, op: Op) -> bool:
+        """Whether something reads a result of an operation, or the graph returns it."""
+        return any(self.readers[t] > 0 or t in self.outputs for t in op.outs)
+
+
+_Reads = dict[str, tuple[int, ...]]  # alias → positions
+_Found = tuple[_Reads, dict[str, Body]]
+
+
+class Matcher:
+    """Matches of one rule's left-hand side."""
+
+    def __init__(self, rule: RuleText) -> None:
+        self.before, self.alone = rule.before, rule.alone
+        self.makers = {o.name: k for k, p in enumerate(rule.before) for o in p.outs}
+        self.root_dims = {d.name for d in (*rule.before[-1].dims, *rule.before[-1].reduce)}
+
+    def at(self, around: Surroundings, op: Op) -> Iterator[Match | Miss]:
+        """Every match whose last operation is ``op``, and near misses."""
+        if not isinstance(op, Block):
+            return
+        yield from self._op(around, len(self.before) - 1, op, Match(ranges=op.ranges), {})
+
+    def _op(self, around: Surroundings, k: int, op: Block, m: Match, env: Mapping[str, Aff]) -> Iterator[Match | Miss]:
+        p = self.before[k]
+        if not _similar(p, op, m):
+            return
+        if op.splits:
+            yield Miss("an operation that is split already is not rewritten", str(op.splits[0]))
+            return
+        m = m.copy()
+        m.ops[k] = op
+        if p.monoid and op.monoid != p.monoid:
+            m.monoids[p.monoid] = op.monoid
+        m.tensors |= {o.name: t for o, t in zip(p.outs, op.outs, strict=False)}
+        for o, t in () if p.outs[0].many else zip(p.outs, op.outs, strict=True):
+            if (
+                around.tensors[t].dtype if o.dtype in DTYPES else m.dtypes.setdefault(o.dtype, around.tensors[t].dtype)
+            ) != around.tensors[t].dtype:
+                return
+        root = k == len(self.before) - 1
+        for dims in self._dims(p, op, m, root):
+            for chosen in self._chosen(around, p, op, dims):
+                results: list[Match | Miss] = []
+                for reads, bodies in self._expressions(k, op, dims, chosen):
+                    results += self._reads(around, k, op, dims, env, reads, bodies)
+                if root:
+                    results = [r if isinstance(r, Miss) else self._settled(r) for r in results]
+                matches = [r for r in results if isinstance(r, Match)]
+                yield from matches or results[:1]  # factors may be taken in either order: one refusal says why none fits
+
+    def _dims(self, p: OpPattern, op: Block, m: Match, root: bool) -> Iterator[Match]:
+        """Bind the dimensions: of the last operation all, of others the reduced ones (already renamed) and the sizes."""
+        for mapped in _assigned(p.dims, op.dims) if root or not any(d.name in self.root_dims for d in p.dims) else [{}]:
+            for reduced in _assigned(p.reduce, op.reduce):
+                out = m.copy()
+                if all(_bind_sizes(out, pd, (mapped | reduced).get(pd.name)) for pd in (*p.dims, *p.reduce)):
+                    for pd in (*(p.dims if root else ()), *p.reduce):
+                        if pd.name in reduced or pd.name in mapped:
+                            out.dims.setdefault(pd.name, (mapped | reduced)[pd.name])
+                    yield out
+
+    def _chosen(self, around: Surroundings, p: OpPattern, op: Block, m: Match) -> Iterator[dict[str, str]]:
+        """Tensors that stand for those that the pattern defines and this operation reads."""
+        wanted = [r for r in p.reads if r.tensor in self.makers]
+        made = [t for t in reversed(op.inputs) if isinstance(around.makers.get(t), Block)] if wanted else []
+        lone = [t for t in made if around.readers[t] == 1 and t not in around.outputs] if self.alone else []
+        options = [
+            [
+                t
+                for t in (lone if r.tensor in self.alone else made)
+                if _similar(self.before[self.makers[r.tensor]], around.makers[t], m)
+            ]
+            for r in wanted
+        ]
+        for chosen in itertools.product(*options):
+            if len(set(chosen)) == len(chosen):
+                yield {r.alias: t for r, t in zip(wanted, chosen, strict=True)}
+
+    def _expressions(self, k: int, op: Block, m: Match, chosen: Mapping[str, str]) -> Iterator[_Found]:
+        """Bind aliases to reads and open bodies to expressions, by the body and what follows the reduction."""
+        p = self.before[k]
+        reads: _Reads = {a: tuple(i for i, r in enumerate(op.reads) if r.tensor == t) for a, t in chosen.items()}
+        found: list[_Found] = [(reads, {})]
+        for patterns, exprs, whole in ((p.body, op.body, p.open_body), (p.then, op.then, p.open_then)):
+            if whole:
+                node = patterns[0]
+                assert isinstance(node, App)
+                inner = op.inner if patterns is p.body else ()
+                found = [(a, b | {node.fn: Body(k, (exprs,), node.args, inner)}) for a, b in found]
+            elif patterns:
+                for pattern, e in zip(patterns, exprs, strict=True):
+                    found = [f for s in found for f in self._unify(k, op, m, pattern, e, s)]
+        for aliases, bodies in found:
+            done = self._others(k, op, m, aliases, bodies)
+            if done is not None:
+                yield done, bodies
+
+    def _unify(self, k: int, op: Block, m: Match, p: Node, e: Expr, s: _Found) -> Iterator[_Found]:
+        reads, bodies = s
+        if isinstance(p, Num):
+            if isinstance(e, Const) and e.value == p.value and isinstance(p.value, bool) <= (e.dtype == "bool"):
+                yield s
+        elif isinstance(p, Var):
+            if isinstance(e, Acc) and p.name == f"acc{e.field}":
+                yield s
+            elif isinstance(e, Arg) and any(r.alias == p.name for r in self.before[k].reads):
+                bound = reads.get(p.name)
+                if bound is None or e.pos in bound or op.reads[bound[0]] == op.reads[e.pos]:
+                    yield {**reads, p.name: (*(bound or ()), *(() if bound and e.pos in bound else (e.pos,)))}, bodies
+        elif is_open(p):
+            yield reads, bodies | {p.fn: Body(k, ((e,),), p.args)}
+        elif p.fn == "index":
+            if isinstance(e, Index) and e.aff == place(p.args[0], m):
+                yield s
+        elif isinstance(e, Call) and e.fn == p.fn and len(e.args) == len(p.args):
+            for args in (p.args, p.args[::-1]) if p.fn in COMMUTATIVE else (p.args,):
+                found = [s]
+                for a, x in zip(args, e.args, strict=True):
+                    found = [f for one in found for f in self._unify(k, op, m, a, x, one)]
+                yield from found
+
+    def _others(self, k: int, op: Block, m: Match, reads: _Reads, bodies: Mapping[str, Body]) -> _Reads | None:
+        """The reads that no place in an expression binds: by name inside of open bodies, the rest to the group."""
+        p = self.before[k]
+        group = next((r for r in p.reads if r.many and r.alias not in reads), None)
+        free = [i for i in range(len(op.reads)) if all(i not in places for places in reads.values())]
+        for r in p.reads:
+            if not r.many and r.alias not in reads:
+                allowed = None if group is None else _allowed(group.index, m)
+                mine = [i for i in free if allowed is None or read_dims(op.reads[i]) - allowed]
+                if len({repr(op.reads[i]) for i in mine}) != 1:
+                    return None
+                reads = {**reads, r.alias: tuple(mine)}
+                free = [i for i in free if i not in mine]
+        if group is not None:
+            reads = {**reads, group.alias: tuple(free)}
+        elif free:
+            return None
+        for body in bodies.values():
+            given = {i for a in body.params if isinstance(a, Var) for i in reads.get(a.name, ())}
+            used: frozenset[int] = (
+                arg_positions((*body.variants[0], *(s.body for s in body.inner))) if body.op == k else frozenset[int]()
+            )
+            accs = any(isinstance(x, Acc) for x in distinct(body.variants[0]))
+            if used - given or (accs and not any(isinstance(a, Var) and a.name.startswith("acc") for a in body.params)):
+                return None
+        return reads
+
+    def _reads(
+        self, around: Surroundings, k: int, op: Block, m: Match, env: Mapping[str, Aff], reads: _Reads, bodies: dict[str, Body]
+    ) -> Iterator[Match | Miss]:
+        """Pull the reads and bodies back, then match the operations that write what is read."""
+        m = m.copy()
+        p = self.before[k]
+        ranges = m.ranges
+        for name, body in bodies.items():
+            variants = tuple(tuple(substitute_expr(e, env, ranges) for e in v) for v in body.variants)
+            inner = tuple(
+                Inner(dims=_renamed(s.dims, env), monoid=s.monoid, body=substitute_expr(s.body, env, ranges))
+                for s in body.inner
+            )
+            old = m.bodies.get(name)
+            if old is not None and old.op == k:  # the operation is read through one more projection
+                m.bodies[name] = replace(old, variants=old.variants + variants)
+            else:
+                m.bodies[name] = replace(body, variants=variants, inner=inner)
+        made: list[tuple[str, tuple[int, ...]]] = []
+        for r in p.reads:
+            m.places[k, r.alias] = reads[r.alias]
+            if r.tensor in self.makers:
+                made.append((r.tensor, reads[r.alias]))
+                continue
+            views: list[View] = []
+            for i in reads[r.alias]:
+                moved = substitute_read(op.reads[i], env, ranges) if env else op.reads[i]
+                if env and too_long(moved, op.reads[i]):
+                    yield Miss(f"the projections would have more than {MOST_ATOMS} terms")
+                    return
+                views.append(View(moved, around.tensors[moved.tensor].dtype))
+            if m.views.setdefault(r.alias, tuple(views)) != tuple(views):
+                return
+        yield from self._makers(around, k, op, m, env, made)
+
+    def _makers(
+        self, around: Surroundings, k: int, op: Block, m: Match, env: Mapping[str, Aff], left: list[tuple[str, tuple[int, ...]]]
+    ) -> Iterator[Match | Miss]:
+        if not left:
+            yield m
+            return
+        (name, places), *rest = left
+        pattern = next(r for r in self.before[k].reads if r.tensor == name)
+        reads = list(dict.fromkeys(op.reads[i] for i in places))
+        tensor = reads[0].tensor
+        maker = around.makers[tensor]
+        assert isinstance(maker, Block)
+        if any(r.other is not None for r in reads):
+            yield Miss(f"'{tensor}' is read outside its cells, where it is not defined")
+            return
+        if len(reads) > 1 and not pattern.many:
+            yield Miss(f"'{tensor}' is read through {len(reads)} projections: it would be computed for each")
+            return
+        if len(reads) > 1 and maker.reads:
+            return
+        m.variant |= {(k, i): reads.index(op.reads[i]) for i in places}
+        found: list[Match | Miss] = [m]
+        for r in reads:
+            found = [f for one in found if isinstance(one, Match) for f in self._pulled(around, name, maker, one, r, env)]
+        for f in found:
+            if isinstance(f, Miss):
+                yield f
+            else:
+                yield from self._makers(around, k, op, f, env, rest)
+
+    def _pulled(
+        self, around: Surroundings, name: str, maker: Block, m: Match, read: Read, env: Mapping[str, Aff]
+    ) -> Iterator[Match | Miss]:
+        """Match the operation that writes a tensor, as it is read by one projection."""
+        m = m.copy()
+        k = self.makers[name]
+        pattern = next(r for p in self.before[k:] for r in p.reads if r.tensor == name)
+        index = substitute_read(read, env, m.ranges).index
+        for n in pattern.index:
+            if isinstance(n, App):
+                m.maps[n.fn] = index
+        # a group that two operations reduce is one: the second has the dimensions of the first
+        shared = [d for q in self.before[k].reduce for d in m.dims.get(q.name, ())]
+        alike = [d.size for d in shared] == [d.size for d in maker.reduce]
+        rename = {old.name: new.name for old, new in zip(maker.reduce, shared, strict=True)} if alike else {}
+        for d in (*maker.reduce, *maker.inner_dims):
+            new = d.name
+            while d.name not in rename and new in m.ranges:
+                new += "_"
+            m.ranges = m.ranges | {rename.setdefault(d.name, new): d.size}
+        inside = dict(zip((d.name for d in maker.dims), index, strict=True))
+        inside |= {a: dim(b) for a, b in rename.items()}
+        reduce = tuple(Dim(rename[d.name], d.size) for d in maker.reduce)
+        moved = replace(maker, reduce=reduce) if reduce != maker.reduce else maker
+        for found in self._op(around, k, moved, m, inside):
+            if isinstance(found, Match):
+                found.ops[k] = maker
+            yield found
+
+    def _settled(self, m: Match) -> Match | Miss:
+        """Share out dimensions among the groups that stand side by side, and hold every view to its dimensions."""
+        for p in (self.before[-1],):
+            for group, dims in ((p.dims, m.root.dims), (p.reduce, m.root.reduce)):
+                if group and group[0].name not in m.dims and (miss := self._share(m, group, dims)):
+                    return miss
+        for k, p in enumerate(self.before):
+            inner = {d.name for b in m.bodies.values() if b.op == k for s in b.inner for d in s.dims}
+            for r in p.reads:
+                if r.tensor in self.makers:
+                    continue
+                allowed = _allowed(r.index, m)
+                for v in m.views[r.alias] if allowed is not None else ():
+                    loose = read_dims(v.read) - (allowed or set()) - inner
+                    if loose:
+                        return Miss(f"'{v.read.tensor}' varies along '{min(loose)}'")
+        return m
+
+    def _share(self, m: Match, group: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Miss | None:
+        mentioned = {g.name: {r.alias for p in self.before for r in p.reads if _mentions(r.index, g.name)} for g in group}
+        shares: dict[str, list[Dim]] = {g.name: [] for g in group}
+        for d in dims:
+            users = {a for a, views in m.views.items() if any(d.name in read_dims(v.read) for v in views)}
+            fitting = [g.name for g in group if users <= mentioned[g.name]]
+            if not fitting:
+                return Miss(f"'{d.name}' is a dimension of {', '.join(sorted(users))} at once")
+            shares[min(fitting, key=lambda g: len(mentioned[g]))].append(d)
+        for g in group:
+            m.dims[g.name] = tuple(shares[g.name])
+            if not (g.many or len(shares[g.name]) == 1) or not _bind_sizes(m, g, m.dims[g.name]):
+                return Miss(f"'{g.name}' is {len(shares[g.name])} dimensions")
+        return None
+
+
+def _renamed(dims: tuple[Dim, ...], env: Mapping[str, Aff]) -> tuple[Dim, ...]:
+    return tuple(Dim(str(env[d.name]) if d.name in env else d.name, d.size) for d in dims)
+
+
+def _mentions(index: tuple[Node, ...], name: str) -> bool:
+    return any(v.name == name for n in index for v in names_in(n))
+
+
+def _allowed(index: tuple[Node, ...], m: Match) -> set[str] | None:
+    """Dimensions that a view may depend on; ``None`` for any (it names dimensions of an operation read through a map)."""
+    names = [v.name for n in index for v in names_in(n)]
+    if any(n not in m.dims for n in names):
+        return None
+    return {d.name for n in names for d in m.dims[n]}
+
+
+def _similar(p: OpPattern, op: Op, m: Match) -> bool:
+    """Whether an operation may have the form of a pattern, by what is seen at once."""
+    if not isinstance(op, Block) or (not p.outs[0].many and len(p.outs) != len(op.outs)):
+        return False
+    if p.monoid in m.monoids:
+        if op.monoid != m.monoids[p.monoid]:
+            return False
+    elif p.monoid and p.monoid[0].islower():
+        if op.monoid != p.monoid:
+            return False
+    elif (op.monoid is None) != (not p.monoid) and not (p.monoid and all(d.many for d in p.reduce) and p.open_then):
+        return False
+    if not p.open_body and (op.inner or len(p.body) != len(op.body) or not all(map(_alike, p.body, op.body))):
+        return False
+    if not p.reads and op.reads:
+        return False
+    return not op.lowers if op.monoid and not p.then else p.open_then or len(p.then) == len(op.then)
+
+
+def _alike(n: Node, e: Expr) -> bool:
+    """Whether an expression may have the form of a term, by its outermost primitive."""
+    return not isinstance(n, App) or is_open(n) or n.fn == "index" or (isinstance(e, Call) and e.fn == n.fn)
+
+
+def _assigned(patterns: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Iterator[dict[str, tuple[Dim, ...]]]:
+    """Ways to give dimensions in order to patterns; nothing yet for groups side by side, which `Matcher` shares out."""
+    if any(a.many and b.many for a, b in itertools.pairwise(patterns)):
+        yield {}
+    elif not patterns:
+        if not dims:
+            yield {}
+    else:
+        first, rest = patterns[0], patterns[1:]
+        for n in range(len(dims) + 1) if first.many and rest else (len(dims),) if first.many else (1,):
+            if n <= len(dims):
+                for others in _assigned(rest, dims[n:]):
+                    yield {first.name: dims[:n], **others}
+
+
+def _bind_sizes(m: Match, p: DimPattern, dims: tuple[Dim, ...] | None) -> bool:
+    sizes = None if dims is None else tuple(d.size for d in dims)
+    if sizes is None:
+        return True
+    if isinstance(p.size, Num):
+        return sizes == (p.size.value,)
+    return not isinstance(p.size, Var) or m.sizes.setdefault(p.size.name, sizes) == sizes
+
+
+def place(n: Node, m: Match, dims: Mapping[str, tuple[Dim, ...]] | None = None) -> Aff:
+    """An index term as an expression over the dimensions of a match."""
+    if isinstance(n, Num):
+        return const(int(n.value))
+    if isinstance(n, Var):
+        bound = (dims or {}).get(n.name) or m.dims.get(n.name)
+        return dim(bound[0].name) if bound else const(number_of(n.name, m))
+    a, b = (place(x, m, dims) for x in n.args)
+    if n.fn in ("add", "sub"):
+        return a + b if n.fn == "add" else a - b
+    if n.fn == "mul":
+        return b * a.const if not a.terms else a * b.const
+    ranges = m.ranges | {d.name: d.size for ds in (dims or {}).values() for d in ds}
+    return (floordiv if n.fn == "floordiv" else modulo)(a, b.const, ranges)
+
+
+def number_of(name: str, m: Match) -> int:
+    """The number that a parameter or a size of one dimension stands for."""
+    if name in m.numbers:
+        return m.numbers[name]
+    total = 1
+    for n in m.sizes[name]:
+        total *= n
+    return total

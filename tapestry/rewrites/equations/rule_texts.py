@@ -1,0 +1,81 @@
+"""From texts of rules to registered rules: the built-in ones, and files of the user's own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+from tapestry.errors import TapestryError
+from tapestry.rewrites.core.rule import RULES, register
+from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
+from tapestry.rewrites.equations.equation import Equation
+from tapestry.rewrites.equations.instances import describe, prove
+from tapestry.rewrites.equations.pattern import RuleText, parse_rules
+
+WORDS = frozenset(MEASURES) | frozenset(PROPERTIES)
+
+
+def equation(text: RuleText, module: str = __name__) -> type[Equation]:
+    """The rule that a text says, as a class for `rewrites.core.rule.register`."""
+
+    class Made(Equation):
+        name = text.name
+        phase = text.phase
+        rule = text
+
+    Made.__name__ = Made.__qualname__ = text.name
+    Made.__module__ = module
+    Made.__doc__ = describe(Made())
+    return Made
+
+
+def register_file(path: Path) -> None:
+    """Put the package's own equations of a file in the table (the tests prove them; loading does not)."""
+    for text in parse_rules(path.read_text(encoding="utf-8"), path.name, WORDS):
+        register(equation(text))
+
+
+def load_rules(path: str | Path) -> None:
+    """Put the rules of a user's file in the table.
+
+    A ``.tap`` file holds equations: it is data, and nothing in it is executed. Each is tried on random instances first. Any
+    other file is the user's own Python, and is imported: its ``@register`` lines put its rules in the table.
+
+    Raises:
+        TextError: a file of equations does not read.
+        LawError: the two sides of an equation disagree, with a witness.
+        TapestryError: the file is missing or fails to import; an equation has no instance to try it on.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TapestryError("no such file of rules", where=str(path))
+    if path.suffix == ".tap":
+        _load_equations(path)
+    else:
+        _import(path.resolve())
+
+
+def _load_equations(path: Path) -> None:
+    for text in parse_rules(path.read_text(encoding="utf-8"), str(path), WORDS):
+        register(equation(text, f"tapestry_rules_{path.stem}"))
+        try:
+            rule = RULES[text.name]
+            assert isinstance(rule, Equation)
+            prove(rule, np.random.default_rng(0))
+        except TapestryError:
+            del RULES[text.name]
+            raise
+
+
+def _import(path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(f"tapestry_rules_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise TapestryError("neither a file of equations (.tap) nor one of Python (.py)", where=str(path))
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except TapestryError:
+        raise
+    except Exception as e:
+        raise TapestryError(f"the rules do not import: {e}", where=str(path)) from e
