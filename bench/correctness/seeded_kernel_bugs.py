@@ -9,8 +9,7 @@ import torch
 
 from bench.correctness.seeded_bugs import BUGS, Swaps, bug, seeded
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.base import contract, scalars, strided_reads
-from tapestry.codegen.torch_cpu.torch_ops import selection
+from tapestry.codegen.torch_cpu.base import contract, scalars, selection, strided_reads
 from tapestry.runtime.one_process.logical_devices import Machine
 
 # kernels and runtime

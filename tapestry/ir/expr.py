@@ -104,6 +104,13 @@ def cast(x: Expr, dtype: str) -> Expr:
     return x if x.dtype == dtype else Call("cast", (x,), dtype)
 
 
+def uncast(e: Expr) -> Expr:
+    """The expression inside any casts."""
+    while isinstance(e, Call) and e.fn == "cast":
+        e = e.args[0]
+    return e
+
+
 def walk(e: Expr) -> Iterator[Expr]:
     """e and all its sub-expressions, depth first."""
     yield e

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Expr, arg_positions
-from tapestry.ir.index import Aff
+from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.types import Tensor, Weight
 
 
@@ -133,6 +133,11 @@ class Block:
     def point(self) -> tuple[Expr, ...]:
         """Everything computed before the reduction: the inner reductions' bodies, then the body."""
         return tuple(s.body for s in self.inner) + self.body
+
+    def read_dims(self, pos: int) -> frozenset[str]:
+        """Dimensions that one read depends on, by its place or by its guards."""
+        r = self.reads[pos]
+        return frozenset[str]().union(*map(dims_of, r.index), *(dims_of(g.aff) for g in r.when))
 
     def body_reads(self) -> frozenset[int]:
         """Positions of the reads that the body and the inner reductions use (before the reduction)."""

@@ -15,25 +15,87 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tapestry.ir.expr import Arg, Const, Expr, call
+from tapestry.ir.monoid_action import prove_driven, prove_moments, prove_rebased
 from tapestry.ir.types import FLOATS
 
 State = tuple[Expr, ...]
 _INT_RANGE = {"i64": 63, "i32": 31, "i16": 15, "i8": 7, "u64": 64, "u32": 32, "u16": 16, "u8": 8}
 
 
+Action = Callable[[State, State, State], State]
+"""``act(old, new, s)``: the state s, which refers to the centre ``old``, as it would be had it referred to ``new``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """One field, merged by one scalar primitive."""
+
+    fn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Monoids side by side."""
+
+    parts: tuple[Monoid, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rebased:
+    """States that refer to a centre, and are moved to the merged one before they are merged."""
+
+    centre: Monoid
+    acted: Monoid
+    act: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """States on which what comes later acts."""
+
+    by: Monoid
+    acted: Monoid
+    act: Callable[[State, State], State]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and sum of squared deviations (n, mean, M2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The (value, index) whose value is better by a comparison, the least index among equals; a NaN beats all."""
+
+    better: str
+
+
+Structure = Primitive | Product | Rebased | Driven | Moments | Best
+"""How a monoid is made. Targets choose fast kernels by it, never by the monoid's name."""
+
+
+def _nothing() -> None:
+    """The proof of a monoid that rests on no identity."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monoid:
-    """``zero(dtypes)`` gives the identity for given field dtypes; ``combine(a, b)`` merges two states, a before b."""
+    """``zero(dtypes)`` gives the identity for given field dtypes; ``combine(a, b)`` merges two states, a before b.
+
+    ``structure`` says how ``combine`` is made, as far as it is known. ``proof`` checks the identities that a composition
+    rests on, and raises a `TapestryError` where one does not hold.
+    """
 
     name: str
     fields: tuple[str, ...]
     zero: Callable[[tuple[str, ...]], tuple[Const, ...]]
     combine: Callable[[State, State], State]
     commutative: bool = True
-    proof: Callable[[], None] = lambda: None  # of the identities that a composition rests on; raises TapestryError
+    structure: Structure | None = None
+    proof: Callable[[], None] = _nothing
 
     def combiner(self, dtypes: tuple[str, ...]) -> State:
         """``combine`` as expressions over Arg 0..k-1 (left state) and Arg k..2k-1 (right state)."""
@@ -73,12 +135,10 @@ def product(name: str, *parts: Monoid) -> Monoid:
     def combine(a: State, b: State) -> State:
         return tuple(x for k, p in enumerate(parts) for x in p.combine(a[ends[k] : ends[k + 1]], b[ends[k] : ends[k + 1]]))
 
-    fields = tuple(f if names.count(f) == 1 else f"{f}{k}" for k, f in enumerate(names))
-    return Monoid(name=name, fields=fields, zero=zero, combine=combine, commutative=all(p.commutative for p in parts))
-
-
-Action = Callable[[State, State, State], State]
-"""``act(old, new, s)``: the state s, which refers to the centre ``old``, as it would be had it referred to ``new``."""
+    return Monoid(
+        name=name, fields=tuple(f if names.count(f) == 1 else f"{f}{k}" for k, f in enumerate(names)), zero=zero,
+        combine=combine, commutative=all(p.commutative for p in parts), structure=Product(parts),
+    )  # fmt: skip
 
 
 def rebased(name: str, centre: Monoid, acted: Monoid, act: Action, fields: tuple[str, ...]) -> Monoid:
@@ -93,14 +153,10 @@ def rebased(name: str, centre: Monoid, acted: Monoid, act: Action, fields: tuple
         c = centre.combine(a[:n], b[:n])
         return c + acted.combine(act(a[:n], c, a[n:]), act(b[:n], c, b[n:]))
 
-    def prove() -> None:
-        from tapestry.ir.monoid_action import prove_rebased
-
-        prove_rebased(centre, acted, act)
-
     return Monoid(
         name=name, fields=fields, zero=lambda d: centre.zero(d[:n]) + acted.zero(d[n:]), combine=combine,
-        commutative=centre.commutative and acted.commutative, proof=prove,
+        commutative=centre.commutative and acted.commutative, structure=Rebased(centre, acted, act),
+        proof=partial(prove_rebased, centre, acted, act),
     )  # fmt: skip
 
 
@@ -115,14 +171,9 @@ def driven(name: str, by: Monoid, acted: Monoid, act: Callable[[State, State], S
     def combine(a: State, b: State) -> State:
         return by.combine(a[:n], b[:n]) + acted.combine(act(b[:n], a[n:]), b[n:])
 
-    def prove() -> None:
-        from tapestry.ir.monoid_action import prove_driven
-
-        prove_driven(by, acted, act)
-
     return Monoid(
         name=name, fields=fields, zero=lambda d: by.zero(d[:n]) + acted.zero(d[n:]), combine=combine, commutative=False,
-        proof=prove,
+        structure=Driven(by, acted, act), proof=partial(prove_driven, by, acted, act),
     )  # fmt: skip
 
 
@@ -134,7 +185,10 @@ def rescale(old: State, new: State, s: State) -> State:
 
 
 def _single(name: str, fn: str, zero: Callable[[str], Const]) -> Monoid:
-    return Monoid(name=name, fields=("value",), zero=lambda d: (zero(d[0]),), combine=lambda a, b: (call(fn, a[0], b[0]),))
+    return Monoid(
+        name=name, fields=("value",), zero=lambda d: (zero(d[0]),), combine=lambda a, b: (call(fn, a[0], b[0]),),
+        structure=Primitive(fn),
+    )  # fmt: skip
 
 
 def _moments(a: State, b: State) -> State:
@@ -149,7 +203,7 @@ def _moments(a: State, b: State) -> State:
     return n, mean, call("add", call("add", a[2], b[2]), spread)
 
 
-def _arg(better: str) -> Callable[[State, State], State]:
+def _best(name: str, better: str, worst: Callable[[str], Const]) -> Monoid:
     def combine(a: State, b: State) -> State:
         nan_a, nan_b = (call("isnan", a[0]), call("isnan", b[0])) if a[0].dtype in FLOATS else (None, None)
         first = call("lt", b[1], a[1])
@@ -159,7 +213,10 @@ def _arg(better: str) -> Callable[[State, State], State]:
             take = call("or", wins, call("and", take, call("not", nan_a)))
         return call("where", take, b[0], a[0]), call("where", take, b[1], a[1])
 
-    return combine
+    return Monoid(
+        name=name, fields=("value", "index"), zero=lambda d: (worst(d[0]), highest(d[1])), combine=combine,
+        structure=Best(better),
+    )  # fmt: skip
 
 
 _SUM = _single("sum", "add", lambda d: number(0, d))
@@ -175,17 +232,17 @@ def sums(fields: int) -> str:
     return "sum" if fields == 1 else f"sums{fields}"
 
 
+def primitive_of(name: str | None) -> str:
+    """The primitive that merges the one field of a monoid, ``"add"`` for ``sum``; ``""`` for any other monoid or none."""
+    structure = MONOIDS[name].structure if name in MONOIDS and name else None
+    return structure.fn if isinstance(structure, Primitive) else ""
+
+
 SUMS = frozenset(sums(n) for n in range(1, MOST_SUMS + 1))
 
 
 def _scale(by: State, s: State) -> State:
     return (call("mul", by[0], s[0]),)
-
-
-def _proved_moments() -> None:
-    from tapestry.ir.monoid_action import prove_moments
-
-    prove_moments(_moments)
 
 
 class _Table(dict[str, Monoid]):
@@ -227,14 +284,14 @@ MONOIDS: dict[str, Monoid] = _Table(
         _single("all", "and", lambda d: number(1, d)),
         Monoid(
             name="moments", fields=("n", "mean", "m2"), zero=lambda d: tuple(number(0, x) for x in d), combine=_moments,
-            proof=_proved_moments,
+            structure=Moments(), proof=partial(prove_moments, _moments),
         ),
         rebased("logsumexp", _MAX, _SUM, rescale, ("m", "s")),
         rebased("softsum", _MAX, product("", _SUM, _SUM), rescale, ("m", "s", "o")),
         # (a, b) for the map h -> a*h + b, the earlier one applied first: a scan of it is the recurrence h = a*h + b
         driven("affine", _PROD, _SUM, _scale, ("a", "b")),
-        Monoid(name="argmax", fields=("value", "index"), zero=lambda d: (lowest(d[0]), highest(d[1])), combine=_arg("gt")),
-        Monoid(name="argmin", fields=("value", "index"), zero=lambda d: (highest(d[0]), highest(d[1])), combine=_arg("lt")),
+        _best("argmax", "gt", lowest),
+        _best("argmin", "lt", highest),
     )
 )  # fmt: skip
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Call, Const, Expr
-from tapestry.ir.monoid import Action, Monoid, State
+
+if TYPE_CHECKING:
+    from tapestry.ir.monoid import Action, Monoid, State
 
 _NAMES = {"add": "add", "sub": "sub", "mul": "mul", "div": "truediv", "neg": "neg"}
 _OPERATORS: dict[str, Any] = {fn: getattr(operator, name) for fn, name in _NAMES.items()}

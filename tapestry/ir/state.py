@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, walk
+from tapestry.ir.expr import Acc, Arg, Const, Index, Let, arg_positions, call, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.index import Floor, dims_of
 from tapestry.ir.kernel import Box
-from tapestry.ir.monoid import MONOIDS, lowest, number
+from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import dims_read
 
 
@@ -85,15 +85,6 @@ def layered(op: Block) -> bool:
     """Whether some of an operation is computed on a part of its index space alone: inner reductions, states of rows."""
     fields = {v for v in varies(op) if any(v)} if op.monoid else set[tuple[bool, ...]]()
     return bool(op.inner) or len(fields) > 1 or any(not all(v) for v in fields)
-
-
-def counts_ones(body: tuple[Expr, ...]) -> bool:
-    """Whether the second lifted field is 1 wherever the first, a score, is not minus infinity."""
-    score, one = body[:2]
-    guarded = isinstance(score, Call) and isinstance(one, Call) and score.fn == one.fn == "where"
-    if guarded and isinstance(score, Call) and isinstance(one, Call) and score.args[2] == lowest(score.dtype):
-        return score.args[0] == one.args[0] and one.args[1] == number(1, one.dtype)
-    return one == number(1, one.dtype)
 
 
 def counted(op: Block) -> dict[int, float]:

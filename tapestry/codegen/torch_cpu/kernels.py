@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
+from tapestry.codegen.torch_cpu.attention_c import attention
 from tapestry.codegen.torch_cpu.base import contract, grouped_rows, scalars
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held, product
+from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
-from tapestry.codegen.torch_cpu.c import conv_int8, pooling, row_norms, sibling_sums
-from tapestry.codegen.torch_cpu.c.attention_c import attention
+from tapestry.codegen.torch_cpu.c import pooling, row_norms
 from tapestry.codegen.torch_cpu.c.maps_c import mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
-from tapestry.codegen.torch_cpu.torch_ops.selection import selection
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
-from tapestry.ir.monoid import SUMS, parts_of
-from tapestry.ir.recognise.contraction import part
+from tapestry.ir.monoid import parts_of
+from tapestry.ir.recognise.contraction import only_sums, part
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.onnx_eval import opaque_node
@@ -95,14 +96,14 @@ def _finish(op: Block, graph: Graph, kernel: Kernel) -> Run:
 
 def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
     """Monoid states of each output point over the block, once along the dimensions that a field does not vary along."""
-    if len(op.body) > 1 and op.monoid in SUMS and not op.inner:  # each sum by itself
+    if len(op.body) > 1 and only_sums(op.monoid) and not op.inner:  # each sum by itself
         alone = [_states(part(op, k), graph, kernel) for k in range(len(op.body))]
         return lambda ins: [states(ins)[0] for states in alone]
     frame = Frame(op.space, kernel.block)
     if layers.applies(op):
         if not op.inner and (whole := _scan(op, graph, kernel)):
             return whole
-        return (None if op.inner else selection(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
+        return (None if op.inner else gather(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
     if len(parts := parts_of(op.monoid or "")) > 1:  # each in its own way
         runs = [_states(replace(op, monoid=name, body=op.body[a:b], then=()), graph, kernel) for name, a, b in parts]
         return lambda ins: [x for run in runs for x in run(ins)]
@@ -114,7 +115,7 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         or conv_int8.convolution(op, graph, kernel, frame)
         or integers.product(op, graph, kernel, frame)
         or product(op, graph, kernel, frame)
-        or selection(op, graph, kernel, frame)
+        or gather(op, graph, kernel, frame)
     )
     if special is not None:
         return special

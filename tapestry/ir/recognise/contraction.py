@@ -5,26 +5,70 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Protocol
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, walk
-from tapestry.ir.graph import Block, Dim
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, uncast, walk
+from tapestry.ir.graph import Block, Dim, Inner
 from tapestry.ir.index import dim, dims_of
-from tapestry.ir.monoid import SUMS
+from tapestry.ir.monoid import MONOIDS, Primitive, Product, primitive_of
+from tapestry.ir.recognise.exponential import exponential
 
 INT8 = frozenset({"i8", "u8"})
 
 
-def factors(op: Block) -> tuple[Expr, Expr] | None:
+class Nest(Protocol):
+    """What the recognisers ask of an operation: a `Block`, or what a target makes of one."""
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """Map dimensions."""
+        ...
+
+    @property
+    def reduce(self) -> tuple[Dim, ...]:
+        """Reduced dimensions."""
+        ...
+
+    @property
+    def monoid(self) -> str | None:
+        """The name of what merges them."""
+        ...
+
+    @property
+    def body(self) -> tuple[Expr, ...]:
+        """What is merged, one expression for each field; without a monoid the results."""
+        ...
+
+    @property
+    def inner(self) -> tuple[Inner, ...]:
+        """Reductions inside every point."""
+        ...
+
+    @property
+    def ranges(self) -> dict[str, int]:
+        """Dimension name to size."""
+        ...
+
+    def read_dims(self, pos: int) -> frozenset[str]:
+        """Dimensions that one read depends on."""
+        ...
+
+
+def factors(op: Nest) -> tuple[Expr, Expr] | None:
     """The two factors of a contraction (a product under ``sum``, casts that only widen it aside), or ``None``."""
-    if op.monoid != "sum" or len(op.body) != 1:
+    return _factors(op.body[0]) if primitive_of(op.monoid) == "add" and len(op.body) == 1 else None
+
+
+def _factors(body: Expr) -> tuple[Expr, Expr] | None:
+    """The factors of what one field sums."""
+    product, e = uncast(body), body
+    if not isinstance(product, Call) or product.fn != "mul":
         return None
-    e, dtypes = op.body[0], list[str]()
     while isinstance(e, Call) and e.fn == "cast":
-        dtypes.append(e.dtype)
+        if not _widens(product, e.dtype):
+            return None
         e = e.args[0]
-    if not isinstance(e, Call) or e.fn != "mul":
-        return None
-    return (e.args[0], e.args[1]) if all(_widens(e, d) for d in dtypes) else None
+    return product.args[0], product.args[1]
 
 
 _WIDER = {"f16": ("f16", "f32", "f64"), "bf16": ("bf16", "f32", "f64"), "f32": ("f32", "f64"), "f64": ("f64",)}
@@ -38,32 +82,50 @@ def _widens(product: Call, dtype: str) -> bool:
     return dtype == product.dtype or (small and dtype in ("i32", "i64", "f32", "f64"))
 
 
-def products(op: Block) -> tuple[tuple[Expr, Expr], ...] | None:
+def only_sums(monoid: str | None) -> bool:
+    """Whether a monoid is one sum, or several side by side."""
+    structure = MONOIDS[monoid].structure if monoid in MONOIDS and monoid else None
+    parts = [p.structure for p in structure.parts] if isinstance(structure, Product) else [structure]
+    return all(isinstance(p, Primitive) and p.fn == "add" for p in parts)
+
+
+def products(op: Nest) -> tuple[tuple[Expr, Expr], ...] | None:
     """The factors of every field of a sum of products, or of several side by side; ``None`` where some field is none."""
-    if op.monoid not in SUMS:
+    found = [_factors(e) for e in op.body] if only_sums(op.monoid) else []
+    return tuple(f for f in found if f) if found and all(found) else None
+
+
+def inner_product(op: Nest) -> Call | None:
+    """The product that an operation's one inner reduction sums, any casts of it aside; ``None`` where there is none."""
+    if len(op.inner) != 1 or primitive_of(op.inner[0].monoid) != "add":
         return None
-    found = [factors(part(op, k)) for k in range(len(op.body))]
-    return tuple(f for f in found if f) if all(found) else None
+    product = uncast(op.inner[0].body)
+    return product if isinstance(product, Call) and product.fn == "mul" else None
 
 
 def part(op: Block, field: int) -> Block:
     """One of several sums side by side as an operation of its own, over the same index space and reads."""
-    return op if op.monoid == "sum" else replace(op, outs=op.outs[:1], monoid="sum", body=(op.body[field],), then=())
+    return op if len(op.body) == 1 else replace(op, outs=op.outs[:1], monoid="sum", body=(op.body[field],), then=())
 
 
-def dims_read(op: Block, e: Expr) -> frozenset[str]:
+def dims_read(op: Nest, e: Expr) -> frozenset[str]:
     """Dimensions of the index space that an expression of the body depends on."""
     out: frozenset[str] = frozenset()
     for x in walk(e):
         if isinstance(x, Index):
             out |= dims_of(x.aff)
         elif isinstance(x, Arg):
-            r = op.reads[x.pos]
-            out |= frozenset(n for a in (*r.index, *(g.aff for g in r.when)) for n in dims_of(a))
+            out |= op.read_dims(x.pos)
         elif isinstance(x, Let):
             inner = op.inner[x.pos]
             out |= dims_read(op, inner.body) - {d.name for d in inner.dims}
     return out
+
+
+def dims_varied(op: Nest, e: Expr) -> frozenset[str]:
+    """Dimensions of more than one point that an expression of the body depends on."""
+    ranges = op.ranges
+    return frozenset(d for d in dims_read(op, e) if ranges[d] > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +259,11 @@ def folded_roles(op: Block) -> Roles | None:
 
     Where it keeps elements of rows, a tile has whole rows, and the column is no dimension of the product.
     """
-    if op.monoid is None or op.monoid == "softsum" or len(op.inner) != 1 or op.inner[0].monoid != "sum":
+    product = inner_product(op) if op.monoid and exponential(op.monoid, sums=2) is None else None
+    if product is None:
         return None
-    body = op.inner[0].body
-    while isinstance(body, Call) and body.fn == "cast":
-        body = body.args[0]
-    if not isinstance(body, Call) or body.fn != "mul":
-        return None
-    wide = {d.name for d in op.space if d.size > 1} - {d.name for d in op.inner_dims}
-    first, second = (dims_read(op, e) & wide for e in body.args)
+    inner = {d.name for d in op.inner_dims}
+    first, second = (dims_varied(op, e) - inner for e in product.args)
     return whole_rows(op.dims, op.reduce, first, second, kept(op.monoid, op.dims, op.reduce, op.body))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tapestry.ir.expr import Arg, Call, Expr, arg_positions
+from tapestry.ir.expr import Arg, arg_positions, uncast
 from tapestry.ir.graph import Block, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor, Mod, dim, dims_of
 from tapestry.ir.monoid import MONOIDS
@@ -98,13 +98,7 @@ def _identity_outside(op: Block) -> bool:
     assert op.monoid
     zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
     for e, z in zip(op.body, zero, strict=True):
-        read = _bare(e)
-        if read is None or op.reads[read.pos].other is None or op.reads[read.pos].other != z.value:
+        read = uncast(e)
+        if not isinstance(read, Arg) or op.reads[read.pos].other is None or op.reads[read.pos].other != z.value:
             return False
     return True
-
-
-def _bare(e: Expr) -> Arg | None:
-    while isinstance(e, Call) and e.fn == "cast":
-        e = e.args[0]
-    return e if isinstance(e, Arg) else None

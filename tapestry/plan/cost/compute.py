@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.expr import Call, Index, arg_positions, count_calls, walk
+from tapestry.ir.expr import Call, arg_positions, count_calls
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import dims_read, kept, products
 from tapestry.ir.recognise.running_state import as_scan
+from tapestry.ir.recognise.selection import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes
@@ -36,14 +37,6 @@ def work(op: Op, block: Boxes) -> np.ndarray:
     return sizes(np.delete(block, at, axis=1)) * segments
 
 
-def is_selection(op: Block) -> bool:
-    """Whether a sum picks one element by comparing an index with a dimension (a gather), so that it costs no arithmetic."""
-    if op.monoid != "sum" or len(op.body) != 1 or not isinstance(op.body[0], Call) or op.body[0].fn != "where":
-        return False
-    test = op.body[0].args[0]
-    return isinstance(test, Call) and test.fn == "eq" and any(isinstance(x, Index) for x in walk(test))
-
-
 def flops(op: Op, block: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(contraction FLOPs, other FLOPs) per device, for ``block`` points of the index space and ``final`` output points."""
     none = np.zeros_like(block)
@@ -52,7 +45,7 @@ def flops(op: Op, block: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.
     tail = final * count_calls(op.then)
     if (fields := products(op)) is not None:
         return 2 * len(fields) * block, tail
-    if is_selection(op):
+    if selection(op):
         return none, final + tail
     merge = 0
     if op.monoid:
@@ -133,7 +126,7 @@ def seconds_each(
     moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
     for (tensor, _), boxes in reads.items():
         cells = sizes(boxes)
-        if isinstance(op, Block) and is_selection(op):
+        if isinstance(op, Block) and selection(op):
             cells = np.minimum(cells, sizes(final))
         moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
     dtype = _multiplied(op, graph)

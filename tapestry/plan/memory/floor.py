@@ -17,6 +17,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Graph, Op, Read
 from tapestry.ir.index import bounds, dims_of
 from tapestry.ir.plan import device_count
+from tapestry.ir.recognise.selection import selection
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
 from tapestry.plan.topology import Device, Topology
@@ -48,7 +49,7 @@ def _read_bytes(op: Op, graph: Graph, final: int) -> int:
     most: dict[str, int] = {}
     for r in op.reads:
         cells = least_cells(op, r, graph.tensors[r.tensor].shape)
-        cells = min(cells, final) if compute.is_selection(op) else cells
+        cells = min(cells, final) if selection(op) else cells
         most[r.tensor] = max(most.get(r.tensor, 0), cells * itemsize(graph.tensors[r.tensor].dtype))
     return sum(most.values())
 

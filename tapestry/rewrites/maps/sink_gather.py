@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, call, rewrite, walk
+from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, call, rewrite, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of
 from tapestry.ir.monoid import number
 from tapestry.ir.recognise.contraction import dims_read
+from tapestry.ir.recognise.selection import selection
 from tapestry.rewrites.core.edit import merge_reads
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
@@ -95,15 +96,7 @@ def _match(graph: Graph, op: Op) -> Block | str:
 
 def _parts(op: Op) -> tuple[Expr, Expr] | None:
     """(the place wanted, what is picked there) of a sum that picks one of something computed."""
-    if not isinstance(op, Block) or op.monoid not in ("sum", "any") or len(op.reduce) != 1 or op.inner or op.splits:
+    chosen = selection(op) if isinstance(op, Block) and not op.splits else None
+    if chosen is None or chosen.shift or not isinstance(chosen.picked, Call) or chosen.wanted.dtype != "i64":
         return None
-    e = op.body[0]
-    if len(op.body) != 1 or not isinstance(e, Call) or e.fn != "where":
-        return None
-    test, picked, zero = e.args
-    if not (isinstance(test, Call) and test.fn == "eq" and isinstance(picked, Call) and isinstance(zero, Const)):
-        return None
-    wanted, place = test.args if isinstance(test.args[1], Index) else test.args[::-1]
-    name = op.reduce[0].name
-    right = isinstance(place, Index) and str(place.aff) == name and place.aff.is_dim and zero.value == 0
-    return (wanted, picked) if right and wanted.dtype == "i64" and name not in dims_read(op, wanted) else None
+    return chosen.wanted, chosen.picked

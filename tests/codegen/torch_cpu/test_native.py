@@ -12,11 +12,11 @@ import torch
 from onnx import TensorProto as T
 
 from tapestry import api
-from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
-from tapestry.codegen.torch_cpu.c import attention_c, conv_c
 from tapestry.codegen.torch_cpu.c import attention_c_states as heads
+from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse

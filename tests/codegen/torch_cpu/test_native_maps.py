@@ -11,9 +11,9 @@ from onnx import TensorProto as T
 
 from tapestry import api
 from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.c import generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Together
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
-from tapestry.codegen.torch_cpu.native import generated
 from tests.support.small_models import N, f32, i64, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,7 +141,7 @@ def test_gated_and_parallel_sums(rows: int, tmp_path: Path) -> None:
 
 @needed
 def test_where_a_compiler_fails_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generated, "FLAGS", ("--no-such-option",))
+    monkeypatch.setattr(generated_c, "FLAGS", ("--no-such-option",))
     model = net([N("Exp", ["x"], ["a"]), N("Floor", ["a"], ["y"])], {"x": (T.FLOAT, (41, 43))}, {"y": T.FLOAT}, {})
     c, ours = compiled(model, tmp_path)
     assert ours and all(isinstance(k, Mapped) and k.recorder() is None for k in ours)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let
-from tapestry.ir.monoid import MONOIDS, SUMS, parts_of
+from tapestry.ir.monoid import MONOIDS, Best, Moments, Primitive, parts_of
 from tapestry.ir.philox import philox
+from tapestry.ir.recognise.contraction import only_sums
+from tapestry.ir.recognise.exponential import Exponential, exponential
 from tapestry.ir.types import FLOAT8, STORED, numpy_dtype
 
 Tensor = torch.Tensor
+Reducer = Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]
+"""From the fields of states, merged along some axes to the end, to the fields of what they come to."""
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
@@ -146,8 +151,8 @@ def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
         names = {v: k for k, v in TORCH_DTYPES.items()}
         zeros = MONOIDS[monoid].zero(tuple(names[f.dtype] for f in fields))
         return [torch.full(f.shape[:keep], z.value, dtype=f.dtype) for f, z in zip(fields, zeros, strict=True)]
-    dense = None if fields[0].dtype in UNSIGNED else DENSE.get(monoid)
-    return dense(fields, dims) if dense else fold(monoid, fields, keep)
+    reducer = None if fields[0].dtype in UNSIGNED else dense(monoid)
+    return reducer(fields, dims) if reducer else fold(monoid, fields, keep)
 
 
 def _sum(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
@@ -167,14 +172,22 @@ def _moments(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
     return [total.flatten(dims[0])[..., 0], centre.flatten(dims[0])[..., 0], spread]
 
 
-def _rescaled(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
-    m = fields[0]
-    top = torch.amax(m, dim=dims, keepdim=True)
-    scale = torch.where(m == top, torch.ones_like(m), torch.exp(m - top))
-    return [top.flatten(dims[0])[..., 0], *(torch.sum(x * scale, dim=dims) for x in fields[1:])]
+def weigh(weights: Exponential, scores: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(the centre of scores along some axes, which are kept; the weight of every score beside it)."""
+    centre = (torch.amax if weights.fn == "max" else torch.amin)(scores, dim=dims, keepdim=True)
+    away = scores - centre if weights.rate == 1 else (scores - centre) * weights.rate
+    return centre, torch.where(scores == centre, torch.ones_like(scores), torch.exp(away))
 
 
-def _best(pick: Callable[..., Tensor]) -> Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]:
+def _weighted(weights: Exponential) -> Reducer:
+    def reduce_sums(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+        centre, scale = weigh(weights, fields[0], dims)
+        return [centre.flatten(dims[0])[..., 0], *(torch.sum(x * scale, dim=dims) for x in fields[1:])]
+
+    return reduce_sums
+
+
+def _best(pick: Callable[..., Tensor]) -> Reducer:
     def reduce_arg(fields: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
         v, i = fields
         top = pick(v, dim=dims, keepdim=True)
@@ -185,19 +198,36 @@ def _best(pick: Callable[..., Tensor]) -> Callable[[list[Tensor], tuple[int, ...
     return reduce_arg
 
 
-DENSE: dict[str, Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]] = {
-    **dict.fromkeys(SUMS, _sum),
-    "prod": _prod,
-    "max": lambda f, dims: [torch.amax(f[0], dim=dims)],
-    "min": lambda f, dims: [torch.amin(f[0], dim=dims)],
-    "any": lambda f, dims: [torch.any(f[0].flatten(dims[0]), dim=-1)],
-    "all": lambda f, dims: [torch.all(f[0].flatten(dims[0]), dim=-1)],
-    "moments": _moments,
-    "logsumexp": _rescaled,
-    "softsum": _rescaled,
-    "argmax": _best(torch.amax),
-    "argmin": _best(torch.amin),
-}
+def _extreme(pick: Callable[..., Tensor]) -> Reducer:
+    return lambda fields, dims: [pick(fields[0], dim=dims)]
+
+
+def _truth(merge: Callable[..., Tensor]) -> Reducer:
+    return lambda fields, dims: [merge(fields[0].flatten(dims[0]), dim=-1)]
+
+
+_PRIMITIVES: dict[str, Reducer] = {
+    "add": _sum, "mul": _prod, "max": _extreme(torch.amax), "min": _extreme(torch.amin), "or": _truth(torch.any),
+    "and": _truth(torch.all),
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 8)
+def dense(monoid: str) -> Reducer | None:
+    """Dense torch operators that merge the states of a monoid, by its structure; ``None`` where there are none."""
+    structure = MONOIDS[monoid].structure
+    match structure:
+        case Primitive():
+            return _PRIMITIVES.get(structure.fn)
+        case Moments():
+            return _moments
+        case Best():
+            return _best(torch.amax if structure.better == "gt" else torch.amin)
+        case _ if only_sums(monoid):
+            return _sum
+        case _:
+            weights = exponential(monoid)
+            return _weighted(weights) if weights else None
 
 
 def combine(monoid: str, a: list[Tensor], b: list[Tensor], dtypes: tuple[str, ...]) -> list[Tensor]:

@@ -12,15 +12,14 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
 from tapestry.codegen.torch_cpu.c.print_c import Chosen, Piece, Writer, written
-from tapestry.codegen.torch_cpu.native import generated
-from tapestry.codegen.torch_cpu.torch_ops.selection import selected_parts
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
+from tapestry.ir.recognise.selection import selection
 
 Tensor = torch.Tensor
 LEAST = 1 << 10  # points: fewer take no time in torch's operators either
@@ -47,7 +46,7 @@ class Mapped:
 
     def recorder(self) -> Recorded | None:
         """The operation as one that writes where it is told; ``None`` without a working compiler."""
-        return self.recorded if generated.function(self.name) else None
+        return self.recorded if generated_c.function(self.name) else None
 
 
 def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
@@ -63,14 +62,14 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     names = tuple(d.name for d in op.dims)
     tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
     writer = Writer(names, {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}, out)
-    name = generated.register(writer.function(found))
+    name = generated_c.register(writer.function(found))
     extents = shape(out)
     record = functools.partial(_record, name, used)
     return Mapped(plain, name, Recorded(lambda memory: memory.view(extents), record, size(out)))
 
 
 def _record(name: str, used: Sequence[int], ins: Ins, memory: Tensor) -> Call:
-    function: Any = generated.function(name)
+    function: Any = generated_c.function(name)
     given = [held(ins[k]).contiguous() for k in used]
     buffers = (ctypes.c_void_p * (len(given) + 1))(*(x.data_ptr() for x in given), memory.data_ptr())
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
@@ -86,10 +85,10 @@ def _pieces(op: Block, kernel: Kernel) -> list[Piece] | None:
     if op.monoid is None:
         found = [Piece(box, body[0]) for box, body in cut_pieces(op.body, op, kernel.block)] if len(op.body) == 1 else []
     else:
-        parts = selected_parts(op) if len(op.body) == len(op.then) == 1 else None
-        if parts is None or parts[1].dtype != "f32":
+        parts = selection(op) if len(op.then) == 1 else None
+        if parts is None or parts.shift or parts.picked.dtype != "f32":
             return None
-        chosen = Chosen(op.reduce[0].name, *parts, kernel.block[-1])
+        chosen = Chosen(parts.over.name, parts.wanted, parts.picked, kernel.block[-1])
         found = [Piece(kernel.block[:-1], op.then[0], chosen)]
     fine = all(p.value.dtype == "f32" and written(_exprs(p)) for p in found)
     return found if fine and len(found) <= MOST_PIECES else None

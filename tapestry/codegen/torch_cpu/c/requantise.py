@@ -11,9 +11,8 @@ import torch
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.base.strided_reads import Tensor
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, written
-from tapestry.codegen.torch_cpu.native import generated
 from tapestry.ir.expr import Acc, Index, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import dims_of
@@ -46,10 +45,10 @@ def requantised(op: Block, graph: Graph, kernel: Kernel, feature: str) -> Then |
     tensors = {k: graph.tensors[r.tensor] for k, r in reads.items()}
     described = {k: (reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
     dtype = TORCH_DTYPES[then[0].dtype]
-    name = generated.register(Writer((feature,), described, (columns[0],)).columns(then[0], then[0].dtype))
+    name = generated_c.register(Writer((feature,), described, (columns[0],)).columns(then[0], then[0].dtype))
 
     def run(ins: Sequence[Tensor | None], total: Tensor, more: Tensor | int) -> Tensor | None:
-        function: Any = generated.function(name)
+        function: Any = generated_c.function(name)
         if function is None:
             return None
         rows, width = total.shape

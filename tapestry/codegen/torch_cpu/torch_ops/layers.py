@@ -19,6 +19,7 @@ from tapestry.codegen.torch_cpu.torch_ops.attention_torch import streaming
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, cut, size
 from tapestry.ir.recognise.contraction import dims_read
+from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.state import layered as applies
 from tapestry.ir.state import state_box, varies
 
@@ -84,7 +85,8 @@ class _Layers:
         self.frame = Frame((*op.dims, *op.reduce), kernel.block[:outer])
         self.inner = [_inner(op, k, graph, kernel) for k in range(len(op.inner))]
         self.body = Expressions(op, graph, kernel, op.body, self.frame)
-        self.product = _weighted(op, self.frame)
+        self.weights = exponential(op.monoid, sums=2)
+        self.product = _weighted(op, self.frame) if self.weights else None
         score = dims_read(op, op.body[0])
         self.score = [n if d.name in score else 1 for d, n in zip(self.frame.dims, self.frame.extents, strict=True)]
         self.score[self.keep :] = self.frame.extents[self.keep :]
@@ -103,16 +105,14 @@ class _Layers:
         m, s, value = values
         m = m.expand(self.score)
         dims = tuple(range(self.keep, m.dim()))
-        top = torch.amax(m, dim=dims, keepdim=True)
-        weights = torch.where(m == top, torch.ones_like(m), torch.exp(m - top))
+        assert self.weights is not None
+        top, weights = scalars.weigh(self.weights, m, dims)
         total = torch.sum(weights * s, dim=dims)
         return [top.flatten(self.keep)[..., 0], total, self.product(weights, value)]
 
 
-def _weighted(op: Block, frame: Frame) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _weighted(op: Block, frame: Frame) -> Callable[[Tensor, Tensor], Tensor]:
     """The last field as a matrix product of weights and values, for an exp-weighted sum of values by columns."""
-    if op.monoid != "softsum":
-        return None
     flat = replace(op, inner=(), monoid="sum")
     weights = dims_read(op, op.body[0]) | {d.name for d in op.reduce}  # they are there for every point of the reduced ones
     return contract.matmul(flat, frame, weights, dims_read(op, op.body[2]))

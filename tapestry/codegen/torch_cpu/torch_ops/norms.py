@@ -13,11 +13,13 @@ from tapestry.ir.expr import Acc, Arg, Call, Const, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import dim, substitute
 from tapestry.ir.kernel import Kernel, shape, whole
+from tapestry.ir.monoid import MONOIDS, Moments
 
 
 def layer_norm(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
     """``(x - mean) / sqrt(M2 / n + eps) * scale + shift`` over the last dimension, on blocks of whole rows."""
-    if op.monoid != "moments" or len(op.reduce) != 1 or len(op.then) != 1 or len(op.body) != 3 or op.inner or not op.dims:
+    moments = op.monoid is not None and isinstance(MONOIDS[op.monoid].structure, Moments)
+    if not moments or len(op.reduce) != 1 or len(op.then) != 1 or op.inner or not op.dims:
         return None
     n, x, m2 = op.body
     if not isinstance(x, Arg) or x.dtype != "f32" or (n, m2) != (Const(1.0, "f32"), Const(0.0, "f32")):

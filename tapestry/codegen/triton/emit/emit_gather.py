@@ -1,18 +1,20 @@
-"""Gathers (`tiles.Selection`): the places are loaded once for each row, and what stands there along the columns."""
+"""Gathers (`ir.recognise.selection`): the places are loaded once for each row, and what stands there along the columns."""
 
 from __future__ import annotations
 
 from tapestry.codegen.triton.model.kernel_config import Knobs
-from tapestry.codegen.triton.task.tiles import Selection
+from tapestry.codegen.triton.task.tiles import split_selection
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
+from tapestry.ir.recognise.selection import Selection
 
 
 def emit_gather(frame: Frame, s: Selection, knobs: Knobs) -> Written:
     """Outputs (``full``) or the picked elements (``partial``); a place outside the block gives zero."""
     task, namer = frame.task, frame.namer
-    rows = Axis(s.rows, knobs.rows, "ROWS", namer, "row")
-    cols = Axis(s.columns, knobs.cols, "COLS", namer, "col")
+    of_place, others = split_selection(task, s)
+    rows = Axis(of_place, knobs.rows, "ROWS", namer, "row")
+    cols = Axis(others, knobs.cols, "COLS", namer, "col")
     over = Axis((s.over,), 0, "", namer, "place")  # known at run time: a number for each row, not one of the grid's
     first = Scope(frame, View([(rows, "")], task.ranges))
     (wanted,) = first.printer.all((s.wanted,))

@@ -1,31 +1,28 @@
-"""Sums weighted by a softmax, in one pass over the keys: two products per tile, and states moved to each new maximum.
+"""Exponentially weighted sums in one pass over the keys: two products per tile, and states moved to each new centre.
 
-The centre of the states is the running maximum; the action of the monoid, ``exp(old - new)``, moves sums to it. A row whose
-maximum is still minus infinity keeps the centre 0: nothing has any weight there, whatever the centre is. Maxima are kept in the
-units of the product, before a positive factor that all scores have; that factor and log2(e) meet in one constant.
+The centre of the states is the running maximum (or minimum); the action of the monoid, ``exp(rate * (old - new))``, moves sums
+to it. A row whose centre is still the identity, minus infinity for a maximum, is moved to 0: nothing has any weight there,
+whatever the centre is. Centres are kept in the units of the product, before a positive factor that all scores have; that
+factor, the rate and log2(e) meet in one constant.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
-from tapestry.codegen.triton.emit.emit_dot import described, dot_options, factor
+from tapestry.codegen.triton.emit.emit_dot import described, dot_options, factor, mentions
 from tapestry.codegen.triton.model.kernel_config import Knobs
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import TileBox, stream_boxes
 from tapestry.codegen.triton.task.kernel_kind import Operation
-from tapestry.codegen.triton.task.primitives import TRITON_TYPES
+from tapestry.codegen.triton.task.lowered import points
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal
 from tapestry.codegen.triton.task.tiles import Stream, power_of_two
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.ranges import KeyRange, key_range, unguarded
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
 from tapestry.ir.expr import Acc, Call, Const, Expr, Let, walk
-from tapestry.ir.graph import Dim
-from tapestry.ir.monoid import lowest
-
-_NONE = 'float("-inf")'
 
 
 @dataclass(slots=True)
@@ -52,13 +49,18 @@ class _Plan:
     score: Expr  # over Let(0), in units of the product
     scale: float  # by which the score is to be multiplied
 
+    @property
+    def hidden(self) -> str:
+        """The score without a weight, the identity of the centre."""
+        return literal(self.s.weights.hidden("f32").value, "f32")
+
 
 def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
     """Outputs (``full``) or the states (``partial``): maximum and sum of weights by rows, weighted sums by rows and columns."""
     namer, s = frame.namer, op.streamed
     assert s is not None
     least = 32 if s.operand == "f8" else 16
-    widths = [max(w, power_of_two(_points(dims))) for w, dims in ((least, s.depth), (16, s.columns))]
+    widths = [max(w, power_of_two(points(dims))) for w, dims in ((least, s.depth), (16, s.columns))]
     ax = _Axes(
         Axis(s.batch, 0, "", namer, "batch"),
         Axis(s.rows, knobs.bm, "BM", namer, "row"),
@@ -70,11 +72,11 @@ def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Writte
     boxes = stream_boxes(frame.task, s) if knobs.descriptors and chip.descriptors else (None, None, None)
     once, query = _query(frame, s, ax, boxes[0], knobs)
     state = (namer.take("top"), namer.take("total"), namer.take("acc"))
-    how = tuple(dot_options(d, op.precision, w, chip) for d, w in ((s.operand, widths[0]), (s.weights, knobs.bn)))
-    score, scale = _scaled(frame.task.body[0])
+    how = tuple(dot_options(d, op.precision, w, chip) for d, w in ((s.operand, widths[0]), (s.weighted, knobs.bn)))
+    score, scale = _scaled(s.score, s.weights.hidden(s.score.dtype))
     plan = _Plan(s, ax, knobs, boxes, (how[0], how[1]), state, query, score, scale)
     ax.start = namer.take(f"{ax.key.name}_0")
-    keys = key_range(frame, ax.batch, ax.rows, ax.key, "BM")
+    keys = key_range(frame, s, ax.batch, ax.rows, ax.key, "BM")
     steps = _loops(frame, plan, keys)
     last = _results(frame, plan)
     top, total, acc = state
@@ -84,33 +86,21 @@ def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Writte
         *ax.batch.lines,
         f"{ax.rows.name} = {_index(frame, 'pid_row * BM + tl.arange(0, BM)')}",
         *ax.rows.lines,
-        *([f"{ax.depth.name} = tl.arange(0, DEPTH)"] if ax.depth.lines or _named(ax.depth.name, [*once, *steps]) else []),
+        *([f"{ax.depth.name} = tl.arange(0, DEPTH)"] if ax.depth.lines or mentions([*once, *steps], ax.depth.name) else []),
         *ax.depth.lines,
         f"{ax.columns.name} = tl.arange(0, WIDTH)",
         *ax.columns.lines,
         *once,
-        f"{top} = tl.full((BM,), {_NONE}, tl.float32)",
+        f"{top} = tl.full((BM,), {plan.hidden}, tl.float32)",
         f"{total} = tl.zeros((BM,), tl.float32)",
         f"{acc} = tl.zeros((BM, WIDTH), tl.float32)",
         *keys.lines,
         *steps,
-        *_maximum(frame, plan),
+        *_centre(frame, plan),
         *last,
     )
     constants = (("BM", knobs.bm), ("BN", knobs.bn), ("DEPTH", widths[0]), ("WIDTH", widths[1]))
     return Written(constants=constants, lines=lines, programs=ax.batch.tiles * ax.rows.tiles)
-
-
-def _points(dims: tuple[Dim, ...]) -> int:
-    n = 1
-    for d in dims:
-        n *= d.size
-    return n
-
-
-def _named(name: str, lines: list[str]) -> bool:
-    """Whether any of the lines says a name."""
-    return any(re.search(rf"\b{name}\b", line) for line in lines)
 
 
 def _index(frame: Frame, text: str) -> str:
@@ -125,10 +115,10 @@ def _program(ax: _Axes, grows: bool) -> list[str]:
     return [*lines, f"pid_row = {ax.rows.tiles - 1} - {row}" if grows and ax.rows.tiles > 1 else f"pid_row = {row}"]
 
 
-def _scaled(e: Expr) -> tuple[Expr, float]:
+def _scaled(e: Expr, hidden: Const) -> tuple[Expr, float]:
     """A score as (masked product, positive factor): ``where(c, let0 * s, -inf)`` is that of ``where(c, let0, -inf)`` and s."""
-    if isinstance(e, Call) and e.fn == "where" and e.args[2] == lowest(e.dtype):
-        inner, scale = _scaled(e.args[1])
+    if isinstance(e, Call) and e.fn == "where" and e.args[2] == hidden:
+        inner, scale = _scaled(e.args[1], hidden)
         return Call(fn=e.fn, args=(e.args[0], inner, e.args[2]), dtype=e.dtype), scale
     if isinstance(e, Call) and e.fn in ("mul", "div"):
         a, b = e.args if not isinstance(e.args[0], Const) or e.fn == "div" else e.args[::-1]
@@ -172,19 +162,19 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
         key.size = key.size // key.block * key.block  # whole tiles only: no lane is past the end
     copies, keys, values, later = _copies(frame, plan, key)
     tile = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (key, "[None, :]")], task.ranges), (score,))
-    (shown,) = tile.printer.all((plan.score if masked else unguarded(plan.score),))
+    (shown,) = tile.printer.all((plan.score if masked else unguarded(plan.score, plan.s.weights.hidden(plan.score.dtype)),))
     if masked and key.ragged:
-        shown = f"tl.where({tile.view.laid(key, key.inside())}, {shown}, {_NONE})"
+        shown = f"tl.where({tile.view.laid(key, key.inside())}, {shown}, {plan.hidden})"
     high, centre, scale, weights = (namer.take(n) for n in ("highest", "centre", "scale", "weights"))
-    half = "" if plan.s.weights == "f32" else f".to({TRITON_TYPES[plan.s.weights]})"
-    by = repr(plan.scale * math.log2(math.e))
+    half = "" if plan.s.weighted == "f32" else f".to({TRITON_TYPES[plan.s.weighted]})"
+    by, fn = repr(plan.s.weights.rate * plan.scale * math.log2(math.e)), plan.s.weights.fn
     own = [
         *copies,
         f"{score} = tl.dot({plan.query}, {keys}, tl.zeros((BM, BN), tl.float32), {plan.how[0]})",
         *tile.lines,
         f"{score} = {shown}" if shown != score else "",
-        f"{high} = tl.maximum({top}, tl.max({score}, 1))",
-        f"{centre} = tl.where({high} == {_NONE}, 0.0, {high})",
+        f"{high} = tl.{fn}imum({top}, tl.{fn}({score}, 1))",
+        f"{centre} = tl.where({high} == {plan.hidden}, 0.0, {high})",
         f"{scale} = tl.exp2(({top} - {centre}) * {by})",
         f"{weights} = tl.exp2(({score} - {centre}[:, None]) * {by})",
         *later,
@@ -192,7 +182,7 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
         f"{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], {plan.how[1]})",
         f"{top} = {high}",
     ]
-    used = key.lines or _named(key.name, own)
+    used = key.lines or mentions(own, key.name)
     index = [f"{key.name} = {_index(frame, f'{ax.start} + tl.arange(0, BN)')}"] if used else []
     return [*index, *key.lines, *own]
 
@@ -213,12 +203,12 @@ def _copies(frame: Frame, plan: _Plan, key: Axis) -> tuple[list[str], str, str, 
         values, second = described(frame, s.value, box, scalars, (ax.start, "0"), ("BN", "WIDTH"), sizes)
     else:
         right = Scope(frame, View([(ax.batch, ""), (key, "[:, None]"), (ax.columns, "[None, :]")], ranges))
-        values, second = factor(right, s.value, key, s.weights, "v"), right.lines
+        values, second = factor(right, s.value, key, s.weighted, "v"), right.lines
     return first, keys, values, second
 
 
-def _maximum(frame: Frame, plan: _Plan) -> list[str]:
-    """Lines that turn the last centre into the maximum of the scores, where anything reads it."""
+def _centre(frame: Frame, plan: _Plan) -> list[str]:
+    """Lines that turn the last centre into that of the scores, where anything reads it."""
     top, total, _ = plan.state
     if frame.task.mode == "full" and not any(isinstance(e, Acc) and e.field == 0 for out in frame.task.then for e in walk(out)):
         return []

@@ -59,7 +59,7 @@ def precision_text(found: Operation) -> str | None:
     if found.product is not None:
         operands = [found.product.operand]
     elif found.streamed is not None:
-        operands = [found.streamed.operand, found.streamed.weights]
+        operands = [found.streamed.operand, found.streamed.weighted]
     if not operands:
         return None
     told = [f"f32 ({found.precision})" if d == "f32" else f"{d} on matrix units" for d in dict.fromkeys(operands)]

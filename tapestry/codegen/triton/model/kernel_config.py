@@ -17,17 +17,19 @@ from tapestry.codegen.triton.task.primitives import HALVES, compute, operand_siz
 from tapestry.codegen.triton.task.tiles import (
     Contraction,
     Folded,
-    Selection,
     Stream,
+    centred,
     exact_dtype,
     power_of_two,
     row_dims,
+    split_selection,
     turned,
 )
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import INT8
+from tapestry.ir.recognise.selection import Selection
 from tapestry.ir.types import FLOAT8, itemsize
 
 LONGEST = 16384  # elements of a row that are kept in registers, by up to 16 warps
@@ -328,7 +330,7 @@ _PLAIN = {"wide": ((32, 16, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)), "64": ((32, 
 
 def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
     """Candidates of a streaming sum, by rows (bm) and keys (bn) of a tile; the heads' widths are whole."""
-    half = s.operand != "f32" and s.weights in HALVES
+    half = s.operand != "f32" and s.weighted in HALVES
     wide = max(points(s.depth), points(s.columns))
     rows, keys = max(16, power_of_two(points(s.rows))), max(16, power_of_two(s.key.size))
     table = _STREAMS["wide" if wide > 128 else "128" if wide > 64 else "64"] if half else _PLAIN["wide" if wide > 64 else "64"]
@@ -375,7 +377,7 @@ def _simple(operation: Operation, chip: Chip) -> Knobs:
     if operation.kind == "scan":
         return _scan(task)
     if operation.kind == "gather" and operation.picked is not None:
-        return _gather(operation.picked)
+        return _gather(operation.task, operation.picked)
     return _reduce(operation, chip)
 
 
@@ -416,7 +418,7 @@ def _rows(task: Task) -> Knobs:
     """A row to a program, or several short ones; warps by the length of what is kept in registers."""
     found = row_dims(task)
     assert found is not None
-    longest = LONGEST if len(task.body) == 1 or task.monoid in ("moments", "logsumexp") else LONGEST // 2
+    longest = LONGEST if len(task.body) == 1 or centred(task) else LONGEST // 2
     width = min(longest, max(power_of_two(points(task.reduce)), power_of_two(points(found[1]))))
     height = max(1, min(power_of_two(points(found[0])), 1024 // width))
     held = width * height
@@ -444,10 +446,11 @@ def _reduce(operation: Operation, chip: Chip) -> Knobs:
     return Knobs(rows=height, cols=max(1, width), num_warps=4 if height * width >= 512 else 1, split_k=parts)
 
 
-def _gather(s: Selection) -> Knobs:
+def _gather(task: Task, s: Selection) -> Knobs:
     """Tiles of 2048 elements, long along the columns."""
-    width = min(1024, power_of_two(points(s.columns)))
-    height = max(1, min(power_of_two(points(s.rows)), 2048 // width))
+    rows, columns = split_selection(task, s)
+    width = min(1024, power_of_two(points(columns)))
+    height = max(1, min(power_of_two(points(rows)), 2048 // width))
     return Knobs(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
 
 

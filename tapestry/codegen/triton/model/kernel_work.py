@@ -56,7 +56,7 @@ def roofline(work: Work, op: Operation, chip: Chip) -> float:
     """Seconds that the chip needs at least: memory, matrix units and the other units each at their peak, side by side."""
     shares = [(op.product.operand if op.product is not None else "f32", 1)]
     if (s := op.streamed) is not None:  # two products, by the FLOPs of each
-        shares = [(s.operand, points(s.depth)), (s.weights, points(s.columns))]
+        shares = [(s.operand, points(s.depth)), (s.weighted, points(s.columns))]
     matrix = sum(n / _peak(operand, op.precision, chip) for operand, n in shares) / sum(n for _, n in shares)
     return max(work.bytes / chip.bandwidth, work.matrix_flops * matrix, work.other_flops / chip.flops["vector"])
 

@@ -112,7 +112,7 @@ def stream_boxes(task: Task, s: Stream) -> tuple[TileBox | None, TileBox | None,
     """Query (rows by depth), keys (keys by depth) and values (keys by columns) as boxes, each if it is one."""
     query = _of(task, s.query, s.kind(s.query), s.rows, s.depth)
     keys = _of(task, s.keys, s.kind(s.keys), (s.key,), s.depth)
-    values = _of(task, s.value, s.weights, (s.key,), s.columns)
+    values = _of(task, s.value, s.weighted, (s.key,), s.columns)
     return query, keys, values
 
 

@@ -12,17 +12,17 @@ from tapestry.codegen.triton.task.scan_task import scan_of, scan_task
 from tapestry.codegen.triton.task.tiles import (
     Contraction,
     Folded,
-    Selection,
     Stream,
     contraction,
     folded,
+    gather,
     row_dims,
-    selection,
     stream,
     without_columns,
 )
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.recognise.selection import Selection
 
 if TYPE_CHECKING:
     from tapestry.codegen.triton.task.packed_operand import Staged
@@ -95,7 +95,7 @@ def classified(task: Task, precision: str = "ieee") -> Operation:
         return Operation(kind="folded", task=task, product=of_product.product, folded=of_product, precision=precision)
     if task.inner:
         return Operation(kind="nest", task=task)
-    if (picked := selection(task)) is not None:
+    if (picked := gather(task)) is not None:
         return Operation(kind="gather", task=task, picked=picked)
     if task.mode == "partial":
         task = without_columns(task)

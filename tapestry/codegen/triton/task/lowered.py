@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Expr, Index, arg_positions, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Opaque, Read
-from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, span, substitute
+from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, dims_of, span, substitute
 from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.state import state_box, varies
 from tapestry.ir.syntax.printer import expr as expr_text
@@ -67,6 +67,11 @@ class Task:
     def inner_dims(self) -> tuple[Dim, ...]:
         """Dimensions of the inner reductions."""
         return tuple(d for s in self.inner for d in s.dims)
+
+    def read_dims(self, pos: int) -> frozenset[str]:
+        """Dimensions that one read depends on, by its place or by its checks."""
+        access = self.reads[pos]
+        return dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
 
     @property
     def exprs(self) -> tuple[Expr, ...]:

@@ -5,13 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.lowered import Task, points
-from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, common_operand
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, arg_positions, walk
+from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, common_operand, compute
+from tapestry.ir.expr import Arg, Call, Expr, arg_positions, uncast
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import Aff, dim, dims_of
-from tapestry.ir.monoid import SUMS
-from tapestry.ir.recognise.contraction import INT8, Kept, Narrow, kept, narrow, whole_rows
-from tapestry.ir.state import counts_ones
+from tapestry.ir.index import Aff, dims_of
+from tapestry.ir.monoid import MONOIDS, Moments, number
+from tapestry.ir.recognise.attention import Attention, attention
+from tapestry.ir.recognise.contraction import (
+    INT8,
+    Kept,
+    Narrow,
+    dims_read,
+    dims_varied,
+    inner_product,
+    kept,
+    narrow,
+    products,
+    whole_rows,
+)
+from tapestry.ir.recognise.exponential import exponential
+from tapestry.ir.recognise.selection import Selection, selection
 from tapestry.ir.types import FLOAT8, FLOATS
 
 
@@ -64,16 +77,17 @@ def power_of_two(n: int) -> int:
 
 def contraction(task: Task) -> Contraction | None:
     """The task as a matrix product, or ``None`` where ``tl.dot`` does not apply or does not pay."""
-    if task.monoid not in SUMS or any(e.dtype not in SUMMED for e in task.body):
+    pairs = products(task)
+    if pairs is None or any(uncast(e).dtype not in SUMMED or e.dtype not in SUMMED for e in task.body):
         return None
-    first, *others = [_sum_of_products(task, k) for k in range(len(task.body))]
+    first, *others = [_sum_of_products(task, a, b) for a, b in pairs]
     if first is None or None in others:
         return None
-    found = replace(first, more=tuple((c.a, c.b) for c in others if c))
-    operand = _operand(found, task)  # of all of them
+    whole = replace(first, more=tuple((c.a, c.b) for c in others if c))
+    operand = _operand(whole, task)  # of all of them
     if not operand or any(c and replace(c, a=first.a, b=first.b) != first for c in others):
         return None
-    return replace(found, operand=operand)
+    return replace(whole, operand=operand)
 
 
 def _operand(c: Contraction, task: Task) -> str:
@@ -92,15 +106,9 @@ def _operand(c: Contraction, task: Task) -> str:
     return "f16" if operand == "i8" else operand
 
 
-def _sum_of_products(task: Task, field: int) -> Contraction | None:
-    """One field of the task as a matrix product."""
-    body = task.body[field]
-    while isinstance(body, Call) and body.fn == "cast" and body.args[0].dtype in FLOATS:
-        body = body.args[0]
-    if not (isinstance(body, Call) and body.fn == "mul") or body.dtype not in SUMMED:
-        return None
-    a, b = body.args
-    of_a, of_b = _dims(a, task), _dims(b, task)
+def _sum_of_products(task: Task, a: Expr, b: Expr) -> Contraction | None:
+    """One sum of products as a matrix product."""
+    of_a, of_b = dims_varied(task, a), dims_varied(task, b)
     m = tuple(d for d in task.dims if d.name in of_a - of_b)
     n = tuple(d for d in task.dims if d.name in of_b - of_a)
     if points(m) < 2 or points(n) < 2 or points(task.reduce) < 2:
@@ -111,22 +119,16 @@ def _sum_of_products(task: Task, field: int) -> Contraction | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """``sum over key of exp(score - max) * value`` with ``score`` made of ``sum over depth of query * keys``.
+class Stream(Attention):
+    """Attention by tiles of rows and keys.
 
-    Rows are the map dimensions of the query alone, columns those of the values alone, batch the others.
+    Attributes:
+        operand: of the first product.
+        weighted: of the second: f16 for values of 8 bits, for weights rounded to 8 would show.
     """
 
-    query: Expr
-    keys: Expr
-    value: Expr
-    rows: tuple[Dim, ...]
-    columns: tuple[Dim, ...]
-    batch: tuple[Dim, ...]
-    key: Dim
-    depth: tuple[Dim, ...]
-    operand: str  # of the first product
-    weights: str  # of the second: f16 for values of 8 bits, for weights rounded to 8 would show
+    operand: str
+    weighted: str
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -139,34 +141,22 @@ class Stream:
 
 
 def stream(task: Task) -> Stream | None:
-    """The task as a streaming softmax-weighted sum of products, by its projections; ``None`` when it is none."""
-    if task.monoid != "softsum" or task.mode == "finish" or len(task.inner) != 1 or len(task.reduce) != 1:
+    """The task as attention in one pass over the keys; ``None`` where it is none, or where its tiles are too wide."""
+    a = attention(task) if task.mode != "finish" else None
+    if a is None or any(e.dtype not in FLOATS - {"f64"} for e in (a.value, task.inner[0].body)):
         return None
-    s, key, value = task.inner[0], task.reduce[0], task.body[2]
-    if s.monoid != "sum" or not (isinstance(s.body, Call) and s.body.fn == "mul") or not counts_ones(task.body):
+    if points(a.depth) > 256 or points(a.columns) > 256:
         return None
-    if value.dtype not in FLOATS - {"f64"} or s.body.dtype not in FLOATS - {"f64"} or points(s.dims) > 256:
-        return None
-    depth, keyed = {d.name for d in s.dims if d.size > 1}, {key.name} if key.size > 1 else set[str]()
-    of_v, of_s = _dims(value, task), _dims(task.body[0], task)
-    for q, k in (s.body.args, s.body.args[::-1]):
-        of_q, of_k = _dims(q, task), _dims(k, task)
-        if of_q & keyed or not keyed <= of_k or not depth <= of_q & of_k or of_v & depth:
-            continue
-        columns = tuple(d for d in task.dims if d.name in of_v - of_q - of_k - of_s)
-        rows = tuple(d for d in task.dims if d.name in (of_q | of_s) - of_k - of_v)
-        batch = tuple(d for d in task.dims if d not in rows + columns)
-        if points(columns) > 256:
-            continue
-        first = common_operand(frozenset({exact_dtype(q), exact_dtype(k)}))
-        if first == "i8" or (first == "f8" and None in (bare_read(q), bare_read(k))):
-            first = "f16"
-        second = exact_dtype(value)
-        return Stream(
-            query=q, keys=k, value=value, rows=rows, columns=columns, batch=batch, key=key, depth=s.dims, operand=first,
-            weights="f16" if second in FLOAT8 | INT8 else second if second in HALVES else "f32",
-        )  # fmt: skip
-    return None
+    operand = common_operand(frozenset({exact_dtype(a.query), exact_dtype(a.keys)}))
+    if operand == "i8" or (operand == "f8" and None in (bare_read(a.query), bare_read(a.keys))):
+        operand = "f16"
+    values = exact_dtype(a.value)
+    rows, columns = (tuple(d for d in dims if d.size > 1) for dims in (a.rows, a.columns))
+    return Stream(
+        query=a.query, keys=a.keys, value=a.value, score=a.score, rows=rows, columns=columns,
+        batch=tuple(d for d in task.dims if d not in rows + columns), key=a.key, depth=a.depth, weights=a.weights,
+        operand=operand, weighted="f16" if values in FLOAT8 | INT8 else values if values in HALVES else "f32",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,17 +178,13 @@ class Folded:
 
 def folded(task: Task) -> Folded | None:
     """The task as a reduction of an inner sum of products; ``None`` where ``tl.dot`` does not apply."""
-    if task.monoid in (None, "softsum") or task.mode == "finish" or len(task.inner) != 1 or task.inner[0].monoid != "sum":
-        return None
-    body = task.inner[0].body
-    while isinstance(body, Call) and body.fn == "cast" and body.args[0].dtype in FLOATS:
-        body = body.args[0]
-    if not (isinstance(body, Call) and body.fn == "mul") or body.dtype not in FLOATS - {"f64"} or points(task.inner_dims) < 2:
+    body = inner_product(task) if task.mode != "finish" and exponential(task.monoid, sums=2) is None else None
+    if task.monoid is None or body is None or body.dtype not in FLOATS - {"f64"} or points(task.inner_dims) < 2:
         return None
     a, b = body.args
     outer = frozenset(d.name for d in task.inner_dims)
     row = kept(task.monoid, task.dims, task.reduce, task.body) if task.mode == "full" else None
-    found = whole_rows(task.dims, task.reduce, _dims(a, task) - outer, _dims(b, task) - outer, row)
+    found = whole_rows(task.dims, task.reduce, dims_varied(task, a) - outer, dims_varied(task, b) - outer, row)
     if found is None:
         return None
     m, n = found.rows, found.columns
@@ -256,26 +242,7 @@ def shifted(e: Expr, task: Task) -> Narrow | None:
     """A factor as an integer of 8 bits less a zero point that all points of the reduction share; ``None`` where it is none."""
     found = narrow(e)
     summed = {d.name for d in task.reduce}
-    return found if found is None or found.shift is None or not dims_used(found.shift, task) & summed else None
-
-
-def dims_used(e: Expr, task: Task) -> frozenset[str]:
-    """Dimensions that an expression mentions, in its indices and reads."""
-    out: set[str] = set()
-    for x in walk(e):
-        if isinstance(x, Index):
-            out |= dims_of(x.aff)
-        elif isinstance(x, Arg):
-            access = task.reads[x.pos]
-            out |= dims_of(access.offset).union(*(dims_of(c.aff) for c in access.checks))
-        elif isinstance(x, Let):
-            out |= dims_used(task.inner[x.pos].body, task) - {d.name for d in task.inner[x.pos].dims}
-    return frozenset(out)
-
-
-def _dims(e: Expr, task: Task) -> frozenset[str]:
-    """Dimensions of more than one point that a value varies along."""
-    return frozenset(d for d in dims_used(e, task) if task.ranges[d] > 1)
+    return found if found is None or found.shift is None or not dims_read(task, found.shift) & summed else None
 
 
 def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
@@ -283,10 +250,18 @@ def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
     if not task.monoid or task.mode == "finish" or task.inner:
         return None
     kept = task.outs if task.mode == "partial" else ()  # a read of nothing varies along no dimension, its state may
-    used = frozenset[str]().union(*(dims_of(a.offset) for a in kept), *(dims_used(e, task) for e in task.body))
+    used = frozenset[str]().union(*(dims_of(a.offset) for a in kept), *(dims_read(task, e) for e in task.body))
     rows = tuple(d for d in task.dims if d.name in used or d.size == 1)
     columns = tuple(d for d in task.dims if d not in rows)
     return (rows, columns) if columns else None
+
+
+def centred(task: Task) -> bool:
+    """Whether the states of a task refer to a centre that is computed first, for all lanes of a tile at once."""
+    if task.monoid is None or any(compute(e.dtype) not in ("f32", "f64") for e in task.body):
+        return False
+    counts = exponential(task.monoid, sums=1) is not None and task.body[1] == number(1, task.body[1].dtype)
+    return counts or isinstance(MONOIDS[task.monoid].structure, Moments)
 
 
 def without_columns(task: Task) -> Task:
@@ -295,41 +270,16 @@ def without_columns(task: Task) -> Task:
     return replace(task, dims=found[0]) if found else task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """``sum_v where(wanted == v, picked, 0)``: the element at one place, or none.
-
-    Rows are the map dimensions that the place depends on, columns the others; ``shift`` is the first v of the block.
-    """
-
-    wanted: Expr
-    picked: Expr
-    over: Dim
-    rows: tuple[Dim, ...]
-    columns: tuple[Dim, ...]
-    shift: int
+def gather(task: Task) -> Selection | None:
+    """The task as a selection with a place for each row; one place for all is a scalar, not a vector of rows."""
+    picked = selection(task)
+    return picked if picked and any(d.size > 1 for d in split_selection(task, picked)[0]) else None
 
 
-def selection(task: Task) -> Selection | None:
-    """The task as a gather; ``None`` when it is none."""
-    e = task.body[0] if len(task.body) == 1 else None
-    if task.monoid not in ("sum", "any") or task.inner or len(task.reduce) != 1 or not isinstance(e, Call) or e.fn != "where":
-        return None
-    test, picked, zero = e.args
-    if not isinstance(test, Call) or test.fn != "eq" or not isinstance(zero, Const) or zero.value != 0:
-        return None
-    over = task.reduce[0]
-    for wanted, v in (test.args, test.args[::-1]):
-        if not isinstance(v, Index) or v.aff - v.aff.const != dim(over.name):
-            continue
-        used = dims_used(wanted, task)
-        several = any(d.size > 1 for d in task.dims if d.name in used)  # one place is a scalar, not a vector of rows
-        if several and over.name not in used:
-            return Selection(
-                wanted=wanted, picked=picked, over=over, shift=v.aff.const, rows=tuple(d for d in task.dims if d.name in used),
-                columns=tuple(d for d in task.dims if d.name not in used),
-            )  # fmt: skip
-    return None
+def split_selection(task: Task, s: Selection) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+    """(rows, columns): the map dimensions that the place depends on, and the others."""
+    used = dims_read(task, s.wanted)
+    return tuple(d for d in task.dims if d.name in used), tuple(d for d in task.dims if d.name not in used)
 
 
 def turned(task: Task) -> tuple[int, int] | None:

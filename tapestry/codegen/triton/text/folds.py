@@ -9,28 +9,21 @@ moments it is the parallel axis theorem. Other monoids are folded by their ``com
 from __future__ import annotations
 
 from tapestry.codegen.triton.task.primitives import TRITON_TYPES, compute, literal
+from tapestry.codegen.triton.task.tiles import centred
 from tapestry.codegen.triton.text.axes import Axis
 from tapestry.codegen.triton.text.expressions import combine_source
 from tapestry.codegen.triton.text.scope import Frame, Scope
 from tapestry.ir.expr import Arg, Const, Expr, Let, walk
-from tapestry.ir.monoid import MONOIDS, SUMS, number
-
-CENTRED = frozenset({"moments", "logsumexp"})
-
-
-def centred(frame: Frame) -> bool:
-    """Whether the task's states are folded centre first."""
-    body = frame.task.body
-    if frame.task.monoid not in CENTRED or any(compute(e.dtype) not in ("f32", "f64") for e in body):
-        return False
-    return frame.task.monoid == "moments" or body[1] == number(1, body[1].dtype)
+from tapestry.ir.monoid import MONOIDS, number
+from tapestry.ir.recognise.contraction import only_sums
+from tapestry.ir.recognise.exponential import Exponential, exponential
 
 
 def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:
     """Lines before the loop over tiles, lines that merge one tile (after the scope's own), and lines after the loop."""
     values = tile.printer.all(frame.task.body)
     inside = tile.view.laid(cols, cols.inside()) if cols.ragged else ""
-    if centred(frame):
+    if centred(frame.task):
         start, lines = _centred(frame, values, inside, cols, accs, once=cols.tiles == 1)
         return start, lines, []
     if inside:
@@ -56,7 +49,10 @@ def _centred(
     task, namer = frame.task, frame.namer
     own = accs if once else tuple(namer.take(f"{a}_tile") for a in accs)
     count = "COLS" if not inside else str(cols.size) if cols.tiles == 1 else ""
-    lines = _moments(frame, values, inside, own, count) if task.monoid == "moments" else _logsumexp(frame, values, inside, own)
+    if (weights := exponential(task.monoid, sums=1)) is not None:
+        lines = _weights(frame, weights, values, inside, own)
+    else:
+        lines = _moments(frame, values, inside, own, count)
     if once:
         return [], lines
     return _zeros(frame, accs, "(ROWS,)"), [*lines, _merge(frame, accs, list(own))]
@@ -69,7 +65,7 @@ def tile_reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...],
     """
     values = tile.printer.all(frame.task.body)
     inside = tile.view.laid(cols, cols.inside()) if cols.ragged else ""
-    if centred(frame):
+    if centred(frame.task):
         return _centred(frame, values, inside, cols, accs, once=once)
     own = accs if once else tuple(frame.namer.take(f"{a}_tile") for a in accs)
     kept = [f"tl.where({inside}, {v}, {z})" for v, z in zip(values, identity(frame), strict=True)] if inside else values
@@ -127,16 +123,18 @@ def _moments(frame: Frame, values: list[str], inside: str, own: tuple[str, ...],
     return [*lines, f"{spread} = tl.sum({squares}, axis=1)"]
 
 
-def _logsumexp(frame: Frame, values: list[str], inside: str, own: tuple[str, ...]) -> list[str]:
-    """Maximum and sum of ``exp(x - maximum)``; equal values weigh 1, infinite ones too; a NaN is a property of the row."""
+def _weights(frame: Frame, weights: Exponential, values: list[str], inside: str, own: tuple[str, ...]) -> list[str]:
+    """Centre and sum of ``exp(rate * (x - centre))``; equal values weigh 1, infinite ones too; a NaN is one of the row."""
     top, total = own
     held = frame.namer.take("lanes")
     wide = f"tl.broadcast_to({values[0]}, (ROWS, COLS))"
-    weights = f"tl.where({held} == {top}[:, None], 1.0, tl.exp({held} - {top}[:, None]))"
+    away = f"{held} - {top}[:, None]" if weights.rate == 1 else f"({held} - {top}[:, None]) * {weights.rate!r}"
+    shares = f"tl.where({held} == {top}[:, None], 1.0, tl.exp({away}))"
+    hidden = literal(weights.hidden("f32").value, "f32")
     return [
-        f"{held} = " + (f'tl.where({inside}, {wide}, float("-inf"))' if inside else wide),
-        f"{top} = tl.max({held}, axis=1)",
-        f"{total} = tl.sum(" + (f"tl.where({inside}, {weights}, 0.0)" if inside else weights) + ", axis=1)",
+        f"{held} = " + (f"tl.where({inside}, {wide}, {hidden})" if inside else wide),
+        f"{top} = tl.{weights.fn}({held}, axis=1)",
+        f"{total} = tl.sum(" + (f"tl.where({inside}, {shares}, 0.0)" if inside else shares) + ", axis=1)",
         f"{top} = tl.where({total} == {total}, {top}, {total})",
     ]
 
@@ -148,7 +146,7 @@ def _is_zero(e: object) -> bool:
 def _merge(frame: Frame, accs: tuple[str, ...], values: list[str]) -> str:
     """The line that merges states into those before them."""
     task = frame.task
-    if task.monoid in SUMS:
+    if only_sums(task.monoid):
         return "; ".join(f"{a} += {v}" for a, v in zip(accs, values, strict=True))
     assert task.monoid is not None
     dtypes = tuple(e.dtype for e in task.body)
@@ -163,7 +161,7 @@ def fold_line(frame: Frame, accs: tuple[str, ...]) -> str:
     task = frame.task
     assert task.monoid is not None
     dtypes = tuple(e.dtype for e in task.body)
-    if task.monoid in SUMS and all(compute(d) in ("f32", "f64", "i32", "i64") for d in dtypes):
+    if only_sums(task.monoid) and all(compute(d) in ("f32", "f64", "i32", "i64") for d in dtypes):
         return "; ".join(f"{a} = tl.sum({a}, axis=1)" for a in accs)
     source = combine_source(MONOIDS[task.monoid].combiner(dtypes), dtypes, frame.helpers)
     if source not in frame.functions:  # tl.sum would widen small integers, which would not wrap around

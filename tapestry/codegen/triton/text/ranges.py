@@ -1,6 +1,6 @@
 """Which tiles of a reduced axis a tile of rows visits, and which of them need a mask.
 
-Taken from guards ``where(c, score, -inf)`` in which c is an inequality of a row dimension, the key and scalars: causal masks
+Taken from guards ``where(c, score, hidden)`` in which c is an inequality of a row dimension, the key and scalars: causal masks
 and sliding windows. Where such a mask leaves nothing, no tile is loaded; where it leaves everything, it is not computed.
 """
 
@@ -13,7 +13,7 @@ from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame
 from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.monoid import lowest
+from tapestry.ir.recognise.attention import Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ class KeyRange:
     grows: bool
 
 
-def key_range(frame: Frame, batch: Axis, rows: Axis, key: Axis, tile: str) -> KeyRange:
+def key_range(frame: Frame, attention: Attention, batch: Axis, rows: Axis, key: Axis, tile: str) -> KeyRange:
     """Bounds of the loops over keys, for rows ``[pid_row * tile, (pid_row + 1) * tile)`` at one batch point."""
     ragged = key.size % key.block
     lines: list[str] = []
     highs, lows, clears = list[str](), list[str](), list[str]()
-    guards, whole = _guards(frame.task.body[0])
+    guards, whole = _guards(attention.score, attention.weights.hidden(attention.score.dtype))
     scalars = View([(batch, "")], frame.task.ranges)
-    for e in guards:  # e >= 0 wherever the score is not minus infinity
+    for e in guards:  # e >= 0 wherever the score is not hidden
         found = _solved(e, rows, key, scalars, tile)
         if found is None:
             whole = False
@@ -111,11 +111,11 @@ def _over(text: str, divisor: int) -> str:
     return f"({text})" if divisor == 1 else f"(({text}) // {divisor})"
 
 
-def _guards(e: Expr) -> tuple[list[Aff], bool]:
-    """Affine expressions that are not negative wherever an expression is not minus infinity; whether that is all."""
+def _guards(e: Expr, hidden: Const) -> tuple[list[Aff], bool]:
+    """Affine expressions that are not negative wherever a score is not hidden; whether that is all."""
     found: list[Aff] = []
     whole = True
-    while isinstance(e, Call) and e.fn == "where" and e.args[2] == lowest(e.dtype):
+    while isinstance(e, Call) and e.fn == "where" and e.args[2] == hidden:
         for aff in _conditions(e.args[0]):
             if aff is None:
                 whole = False
@@ -125,9 +125,9 @@ def _guards(e: Expr) -> tuple[list[Aff], bool]:
     return found, whole
 
 
-def unguarded(e: Expr) -> Expr:
+def unguarded(e: Expr, hidden: Const) -> Expr:
     """A score without its masks, for tiles in which every row sees every key."""
-    while isinstance(e, Call) and e.fn == "where" and e.args[2] == lowest(e.dtype):
+    while isinstance(e, Call) and e.fn == "where" and e.args[2] == hidden:
         e = e.args[1]
     return e
 

@@ -8,20 +8,18 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.point_values import Expressions
 from tapestry.codegen.torch_cpu.base.strided_reads import SAME_BITS, Frame, Tensor
-from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognise.contraction import dims_read
+from tapestry.ir.recognise.selection import selection
 
 
-def selection(
-    op: Block, graph: Graph, kernel: Kernel, frame: Frame
-) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
+def gather(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
     """``sum_v where(i == v, x[v], 0)`` without the sum: a masked gather, exact on any block of v."""
-    parts = selected_parts(op)
-    if parts is None or 0 in frame.extents:
+    selected = selection(op)
+    if selected is None or selected.shift or 0 in frame.extents:
         return None
-    where_index, picked = parts
+    where_index, picked = selected.wanted, selected.picked
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     lo, hi = kernel.block[-1]
     index = Expressions(op, graph, kernel, (where_index,), base)
@@ -54,21 +52,3 @@ def selection(
         return [taken.view(dtype)]
 
     return states
-
-
-def selected_parts(op: Block) -> tuple[Expr, Expr] | None:
-    """(the index wanted, what is picked) of a sum that picks one element of its one reduced dimension."""
-    e = op.body[0]
-    if op.monoid not in ("sum", "any") or len(op.reduce) != 1 or not isinstance(e, Call) or e.fn != "where":
-        return None
-    test, picked, zero = e.args
-    if not isinstance(test, Call) or test.fn != "eq" or not isinstance(zero, Const) or zero.value != 0:
-        return None
-    wanted, v = test.args if isinstance(test.args[1], Index) else test.args[::-1]
-    name = op.reduce[0].name
-    if not isinstance(v, Index) or not v.aff.is_dim or str(v.aff) != name:
-        return None
-    return (wanted, picked) if name not in dims_read(op, wanted) else None
-
-
-__all__ = ["selected_parts", "selection"]

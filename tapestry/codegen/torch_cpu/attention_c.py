@@ -14,7 +14,7 @@ from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
-from tapestry.codegen.torch_cpu.torch_ops.attention_torch import Roles, match
+from tapestry.codegen.torch_cpu.torch_ops.attention_torch import Match, match
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Graph, Read
@@ -53,20 +53,20 @@ class _Plan:
     mask: _Walk | None
     outer: tuple[str, ...]
     inner: tuple[str, ...]
-    roles: Roles
+    roles: Match
     group: int
 
 
 def attention(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
     """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
     lib = conv_c.available()
-    found = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
-    normal = _quotient(op.then[0]) if found else 0
-    if lib is None or found is None or not normal or any(hi <= lo for lo, hi in kernel.block):
+    roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
+    normal = _quotient(op.then[0]) if roles else 0
+    if lib is None or roles is None or not normal or any(hi <= lo for lo, hi in kernel.block):
         return None
-    roles, query, key, scale, bias = found
+    a, scale = roles.attention, roles.scale
     block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
-    plan = _plan(op, kernel, block, roles, (query, key, op.body[2], bias))
+    plan = _plan(op, kernel, block, roles, (a.query, a.keys, a.value, roles.bias))
     if plan is None:
         return None
     extent = {n: hi - lo for n, (lo, hi) in block.items()}
@@ -102,7 +102,7 @@ def attention(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
 
 
 def _plan(
-    op: Block, kernel: Kernel, block: Intervals, roles: Roles, parts: tuple[Expr, Expr, Expr, Expr | None]
+    op: Block, kernel: Kernel, block: Intervals, roles: Match, parts: tuple[Expr, Expr, Expr, Expr | None]
 ) -> _Plan | None:
     batch = [n for n in roles.batch if block[n][1] - block[n][0] > 1]
     singles = [[n for n in names if block[n][1] - block[n][0] > 1] for names in (roles.rows, roles.columns, roles.depth)]

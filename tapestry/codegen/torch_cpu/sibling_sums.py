@@ -10,11 +10,10 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_unary import added_first
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Together
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
-from tapestry.codegen.torch_cpu.native import generated
 from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
@@ -80,11 +79,11 @@ def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Ru
         return packed
     if then[0].dtype != "f32" or any(isinstance(x, Index) for x in walk(then[0])):
         return packed
-    name = generated.register(Writer((), {}, ()).cells(then[0], len(runs)))
+    name = generated_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
 
     def record(ins: Ins, memory: Tensor) -> Call:
         calls = [r.record(ins, memory) for r in ours]
-        first, then_at = calls[0], ctypes.cast(generated.function(name), ctypes.c_void_p).value
+        first, then_at = calls[0], ctypes.cast(generated_c.function(name), ctypes.c_void_p).value
         sizes = native.Several(first.sizes, len(calls), then_at)
         pointers = ctypes.c_void_p * native.MOST_SUMS
         buffers = native.Products(
