@@ -9,7 +9,9 @@ from tapestry.errors import TapestryError
 if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, load
 
-__all__ = ["Compiled", "TapestryError", "compile", "load"]
+    __version__: str
+
+__all__ = ["Compiled", "TapestryError", "__version__", "compile", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from tapestry import api
 
         return getattr(api, name)
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("tapestry")
     raise AttributeError(name)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.plan import Mesh
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.runtime.feeds import random_feeds
-from tapestry.runtime.session import Result, Session, largest_constant
+from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant
+from tapestry.runtime.target_protocol import Target
 from tapestry.verify import model_outputs
 from tapestry.viz.explain import explain
 
@@ -27,10 +28,16 @@ class Compiled:
     """A verified plan: run it, read it, save it."""
 
     def __init__(
-        self, build: store.Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]
+        self,
+        build: store.Build,
+        constants: Mapping[str, bytes],
+        kernels: Mapping[str, str],
+        laws: Mapping[str, int],
+        printed: Mapping[str, str] | None = None,
     ) -> None:
         self.build, self.kernels, self.laws = build, kernels, laws
         self.constants = constants
+        self.printed = printed or {}  # the IR after each pass that was named for it
         self.libraries = False  # on a GPU, whether products may run in the vendor's library; before the session is opened
         self._session: Session | None = None
 
@@ -51,8 +58,7 @@ class Compiled:
     def session(self) -> Session:
         """The plan with its weights loaded."""
         if self._session is None:
-            more = {"libraries": True} if self.libraries else {}
-            self._session = open_session(self.build, b"".join(self.constants.values()), **more)
+            self._session = open_session(self.build, b"".join(self.constants.values()), libraries=self.libraries)
         return self._session
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +77,8 @@ def compile(
     pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (),
     time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True, exact: bool = False,
     resume: str | Path | None = None, interrupt: threading.Event | None = None, stages: int | str = "auto",
-    micro_batches: int | str = "auto", progress: pipeline.Report = lambda stage, seconds: None,
+    micro_batches: int | str = "auto", print_after: Sequence[str] = (),
+    progress: pipeline.Report = lambda phase, name: None,
 ) -> Compiled:  # fmt: skip
     """Compile an ONNX file into a verified plan for a mesh of devices.
 
@@ -92,6 +99,8 @@ def compile(
         interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
         stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;
             ``"auto"`` takes stages where they are better than none, 1 has none.
+        print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
+        progress: told the phase and the name of every pass as it begins.
 
     Raises:
         TapestryError: with what, where, why and what to try.
@@ -108,10 +117,10 @@ def compile(
         precision=precision, layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit,
         seed=seed, pareto=pareto, exact=exact, sharding=sharding,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
-        stages=str(stages), micro_batches=str(micro_batches),
+        stages=str(stages), micro_batches=str(micro_batches), print_after=print_after,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
-    return Compiled(done.build, done.constants, done.kernels, done.laws)
+    return Compiled(done.build, done.constants, done.kernels, done.laws, done.printed)
 
 
 def load(folder: str | Path) -> Compiled:
@@ -129,41 +138,49 @@ def load(folder: str | Path) -> Compiled:
     return Compiled(build, constants, kernels, laws)
 
 
-def open_session(build: store.Build, constants: bytes, **more: Any) -> Session:
-    """A session of a build on its target; ``more`` is for `Session`."""
+def open_session(
+    build: store.Build, constants: bytes, *, weights: Slices | None = None, make: MakeExecutor[Target] | None = None,
+    libraries: bool = False,
+) -> Session:  # fmt: skip
+    """A session of a build on its target.
+
+    Args:
+        weights: gives slices from elsewhere than the model's files.
+        make: the executor, where it is a rank's and moves arrays itself; by default the target's own.
+        libraries: on a GPU, whether products may run in the vendor's library.
+    """
     flags.before_torch()
-    from tapestry.codegen.torch_cpu import TorchCpu
-    from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+    from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
     if build.target.startswith("triton"):
-        return _triton_session(build, constants, more)
-    if more.pop("libraries", False):
+        return _triton_session(build, constants, weights, make, libraries)
+    from tapestry.codegen.torch_cpu import TorchCpu
+
+    if libraries:
         raise TapestryError("there is no library to choose", where="--library", hint="compile with --target triton:sm90")
-    return Session(build, constants, TorchCpu(build.exact), (from_numpy, to_numpy), **more)
+    return Session(build, constants, TorchCpu(build.exact), make or LocalExecutor, weights)
 
 
-def _triton_session(build: store.Build, constants: bytes, more: dict[str, Any]) -> Session:
-    """A session on a GPU, or in Triton's interpreter; a machine of its own (a rank's) gets arrays, not bound kernels."""
-    from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-    from tapestry.codegen.triton.run.device_target import DeviceTarget, chip_name, find_device
-    from tapestry.codegen.triton.run.target import TritonTarget
+def _triton_session(
+    build: store.Build, constants: bytes, weights: Slices | None, make: MakeExecutor[Target] | None, libraries: bool
+) -> Session:
+    """A session on a GPU, or in Triton's interpreter; a rank gets kernels on arrays, not bound ones."""
+    from tapestry.codegen.triton.run.device_target import TritonTarget, chip_name, find_device
     from tapestry.codegen.triton.run.tuned import local_cache
-    from tapestry.runtime.one_process.gpu_devices import DeviceMachine
+    from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 
     device = find_device()
-    if "machine" in more:
-        own = TritonTarget(device, build.target, build.precision)
-        return Session(build, constants, own, (own.from_numpy, own.to_numpy), **more)
-    machine: Any = DeviceMachine  # arrays are torch's, as for every target
-    target: Any = DeviceTarget(
+    if make is not None:
+        return Session(build, constants, TritonTarget(device, target=build.target, precision=build.precision), make, weights)
+    target = TritonTarget(
         device,
         local_cache(flags.cache_folder(), device, build.precision),
-        libraries=bool(more.pop("libraries", False)),
+        libraries=libraries,
         target=build.target,
         precision=build.precision,
         knobs=build.knobs if chip_name(device, build.target) == plain(build.target) else {},
     )
-    return Session(build, constants, target, (from_numpy, to_numpy), machine=machine, **more)
+    return Session(build, constants, target, GpuExecutor, weights)
 
 
 def tune(
@@ -207,8 +224,8 @@ def run_checked(
     """Run once; the document is what ``tapestry run --json`` prints."""
     result = compiled.session.run(feeds, progress)
     found = judged(compiled, feeds, result, check=check)
-    described = getattr(compiled.session.machine, "described", None)
-    return result, found | ({"gpu": described()} if described else {})
+    described = compiled.session.executor.described()
+    return result, found | ({"gpu": described} if described else {})
 
 
 def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, check: bool) -> dict[str, Any]:
@@ -239,8 +256,9 @@ def _described(a: Any) -> dict[str, Any]:
     """Shape and dtype of an output; of a sequence or a map, how many elements, and none of an empty optional."""
     if not isinstance(a, np.ndarray):
         kind = "none" if a is None else "map" if isinstance(a, dict) else "sequence"
-        return {"shape": None if a is None else [len(a)], "dtype": kind}
-    return {"shape": list(a.shape), "dtype": "string" if a.dtype == object else a.dtype.name}
+        return {"shape": None if a is None else [len(cast("Sized", a))], "dtype": kind}
+    array = cast("Array", a)
+    return {"shape": list(array.shape), "dtype": "string" if array.dtype == object else array.dtype.name}
 
 
 def _check(

@@ -28,9 +28,59 @@ def seconds(text: str) -> float:
     return value
 
 
+def build(p: argparse.ArgumentParser) -> None:
+    """A build directory."""
+    p.add_argument("build", type=Path)
+
+
+def output_folder(p: argparse.ArgumentParser) -> None:
+    """A folder for what is written."""
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+
+
+def model(p: argparse.ArgumentParser) -> None:
+    """An ONNX file and the sizes of its symbols."""
+    p.add_argument("model", type=Path)
+    shape(p)
+
+
+def shape(p: argparse.ArgumentParser) -> None:
+    """Sizes of symbols."""
+    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+
+
+def own_rules(p: argparse.ArgumentParser) -> None:
+    """Files of rewrite rules."""
+    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
+
+
+def kernels(p: argparse.ArgumentParser) -> None:
+    """For which GPU."""
+    p.add_argument("--target", default="triton:sm90", help="triton:sm80, triton:sm90, triton:sm100 or triton:gfx942")
+
+
+def export(p: argparse.ArgumentParser) -> None:
+    """Where to, and with which data."""
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="SHARDED.onnx")
+    p.add_argument("--copy-data", action="store_true", help="copy external data that would be out of reach")
+
+
+def check_sharding(p: argparse.ArgumentParser) -> None:
+    """How strictly."""
+    p.add_argument("--strict", action="store_true", help="warnings (implied communication, uneven parts) fail as well")
+
+
+def opt(p: argparse.ArgumentParser) -> None:
+    """A graph, and moves."""
+    p.add_argument("graph", type=Path, help="a file of IR text, or -")
+    p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="split@y{dim=n,parts=8,to=mesh.d0}")
+    p.add_argument("--print-between", action="store_true", help="the graph after every move")
+    own_rules(p)
+
+
 def run(p: argparse.ArgumentParser) -> None:
     """What is run, on what, and how long silence is borne."""
-    p.add_argument("build", type=Path)
+    build(p)
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help="many batches; a rerun goes on")
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
@@ -80,25 +130,19 @@ def fuzz(p: argparse.ArgumentParser) -> None:
 
 def tune(p: argparse.ArgumentParser) -> None:
     """What is measured, and for how long."""
-    p.add_argument("build", type=Path)
+    build(p)
     p.add_argument("--library", action="store_true", help="also the vendor's library, for run --library")
     p.add_argument("--again", action="store_true", help="also what was measured before")
     p.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="seconds for everything")
     p.add_argument("--seed", type=whole(0), default=0, help="of the random data")
 
 
-def doctor(p: argparse.ArgumentParser) -> None:
-    """What is looked at."""
-    p.add_argument("model", type=Path)
-    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
-
-
 def rules(p: argparse.ArgumentParser) -> None:
     """Which rules, and where they do not apply."""
     p.add_argument("rule", nargs="?", metavar="NAME")
     p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
-    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE")
-    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rules of your own")
+    shape(p)
+    own_rules(p)
 
 
 def auto_shard(p: argparse.ArgumentParser) -> None:
@@ -112,14 +156,14 @@ def auto_shard(p: argparse.ArgumentParser) -> None:
         "--memory-proportion", type=float, nargs="+", metavar="SHARE",
         help="of a device's memory, for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",
     )  # fmt: skip
-    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+    shape(p)
     p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
     p.add_argument("--memory", metavar="16GiB", help="per device, instead of the topology's")
 
 
 def explain(p: argparse.ArgumentParser) -> None:
     """What is shown."""
-    p.add_argument("build", type=Path)
+    build(p)
     p.add_argument("--why", action="store_true", help="the best alternative of every operation, and what it would cost")
     p.add_argument("--diff", type=Path, metavar="OTHER", help="what differs from another build, instead of the plan")
     p.add_argument("--critical-path", action="store_true", help="the steps that the simulated time hangs on")
@@ -135,7 +179,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--devices", type=int, metavar="N")
     p.add_argument("--mesh", metavar="2x4", help="or named: dp=2,tp=4")
     p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
-    p.add_argument("--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="or INPUT=8x3x224x224")
+    shape(p)
     p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
     p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
     p.add_argument(
@@ -143,7 +187,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--pin", action="extend", nargs="+", default=[], metavar="OP:dim=parts@axis")
     p.add_argument("--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis")
-    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
+    own_rules(p)
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
     p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
@@ -153,3 +197,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search")
     p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--print-passes", action="store_true", help="what ran, in which order, with seconds and sizes")
+    p.add_argument(
+        "--print-after", action="append", default=[], metavar="PASS", help="the IR after a pass, as text that reads back"
+    )

@@ -6,7 +6,7 @@ directory can cause is a `TapestryError`, which the command line prints without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
@@ -66,7 +66,7 @@ class RunError(TapestryError):
 
 
 @contextmanager
-def refusing(kind: type[TapestryError], what: str, where: str, hint: str) -> Iterator[None]:
+def refusing(kind: type[TapestryError], what: str, where: str, hint: str) -> Generator[None]:
     """The last net under what reads files: whatever they make a library or an assertion say becomes an error of the user's,
     which says where and why and keeps the first exception as its cause.
 

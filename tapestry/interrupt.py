@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,7 +27,7 @@ class Interrupts:
         self._searching = name == "search"
 
     @contextmanager
-    def listening(self) -> Iterator[Interrupts]:
+    def listening(self) -> Generator[Interrupts]:
         """Handle SIGINT until the end of the block (only the main thread can; elsewhere nothing changes)."""
         if threading.current_thread() is not threading.main_thread():
             yield self

@@ -19,12 +19,12 @@ from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import numpy_dtype
-from tapestry.runtime.one_process.logical_devices import Measured
 from tapestry.runtime.outputs import places
 from tapestry.runtime.processes import batches as streams
 from tapestry.runtime.processes import weight_shards
 from tapestry.runtime.processes.batches import Batch
 from tapestry.runtime.session import ModelFiles, Result, hold
+from tapestry.runtime.target_protocol import Measured
 from tapestry.viz import measured
 
 Document = dict[str, Any]
@@ -74,8 +74,8 @@ def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compile
     build, constants = compiled.build, b"".join(compiled.constants.values())
     flags.before_torch()
     import tapestry.codegen.torch_cpu.kernels  # noqa: F401  (forked ranks find it imported)
-    from tapestry.runtime.processes.step_messages import owners
     from tapestry.runtime.processes.worker import Job
+    from tapestry.runtime.step_messages import owners
 
     owners(build.program.devices, world)
     identity = store.identity(r.folder)
@@ -241,13 +241,13 @@ def _ranked(r: Request) -> Document:
     else:
         batches = _single(r, compiled.build.plan.graph.inputs, r.output)
     job = _job(r, place["world"], batches, compiled)
-    from tapestry.runtime.processes.heartbeat import Pulse, describe, shared
+    from tapestry.runtime.processes.heartbeat import Heartbeat, describe, shared
     from tapestry.runtime.processes.worker import Rank, cause, work
 
     shared_store = _rendezvous(place, r.timeout)
     slots = shared(place["world"])
     me = Rank(rank=place["rank"], world=place["world"], store=shared_store, slots=slots, beats=True, local=place["local"])
-    Pulse(slots, me.rank)
+    Heartbeat(slots, me.rank)
     try:
         found = work(me, job, api.open_session)
     except Exception as e:

@@ -1,11 +1,9 @@
-"""The house rules that tools can check: imports, linters, sizes of rooms, files and functions, names, and a README whose commands
-exist. Each check of our own is also shown to fail on a small tree that breaks it."""
+"""The house rules that tools can check: imports, linters, sizes of rooms, files and functions, names. Each check of our own is also shown to fail on a small tree that breaks it."""
 
 from __future__ import annotations
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tapestry.cli import _parser
 from tests.support.paths import ROOT
 
 BIN = Path(sys.executable).parent
 OURS = sorted(p for d in ("tapestry", "tests", "bench", "examples", "docs") for p in (ROOT / d).rglob("*.py"))
 PACKAGE = [p for p in OURS if p.is_relative_to(ROOT / "tapestry")]
-README = (ROOT / "README.md").read_text()
 
 MAX_FILE, MAX_FUNCTION, MAX_ROOM = 499, 49, 15
 FORBIDDEN_NAMES = ("utils.py", "util.py", "helper.py", "helpers.py", "common.py", "misc.py", "manager.py")
@@ -225,51 +221,3 @@ def test_every_pin_meets_what_the_package_asks_for():
     lines = [x for x in (ROOT / "constraints.txt").read_text().splitlines() if x and not x.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", x) for x in lines)
     assert any(x.startswith("torch==") for x in lines)
-
-
-# the README
-
-
-def shell_lines() -> list[str]:
-    """Commands in the README's shell blocks, continued lines joined, comments dropped."""
-    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", README, re.DOTALL)
-    lines = [x.strip() for b in blocks for x in b.replace("\\\n", " ").splitlines()]
-    return [x for x in lines if x and not x.startswith("#")]
-
-
-def tapestry_lines() -> list[str]:
-    return [x for x in shell_lines() if x.startswith(".venv/bin/tapestry ")]
-
-
-def test_readme_shows_every_command():
-    shown = {shlex.split(x)[1] for x in tapestry_lines()}
-    assert shown == {
-        "compile",
-        "run",
-        "explain",
-        "verify",
-        "kernels",
-        "opt",
-        "rules",
-        "export",
-        "check-sharding",
-        "auto-shard",
-        "calibrate",
-        "doctor",
-        "shard-weights",
-        "tune",
-    }
-
-
-@pytest.mark.parametrize("line", tapestry_lines())
-def test_readme_commands_parse(line):
-    _parser().parse_args(shlex.split(line, comments=True)[1:])
-
-
-def test_readme_targets_and_files_exist():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    asked = {shlex.split(x, comments=True)[1] for x in shell_lines() if x.startswith("make ")}
-    assert asked and asked <= set(targets)
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    scripts = re.findall(r"\b(?:bench|examples|docs)/[\w.]+\.(?:py|md|json|tap)\b", README)
-    assert [p for p in {*links, *scripts} if not (ROOT / p).exists()] == []

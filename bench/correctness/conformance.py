@@ -3,8 +3,8 @@
     .venv/bin/python -m bench conformance [--sharded | --lifting] [--only REGEX] [--backends NAME …] [--processes N]
 
 Plain: every case of ``onnx.backend.test`` on the CPU (node, simple, pytorch-converted, pytorch-operator, light models), and
-what every operator lifts to. What does not pass here is listed, each with its reason, in ``tests/conformance_table.json``; a
-new failure and a new pass alike make this command (and the slow tests) fail until the table is edited.
+what every operator lifts to. What does not pass here is listed, each with its reason, in tests/support/conformance_table.json;
+a new failure and a new pass alike make this command (and the slow tests) fail until the table is edited.
 ``--sharded``: every node case that passes, under random legal splits on 2 and 3 logical devices, against itself unsplit.
 ``--lifting``: only what every operator lifts to.
 All write bench/results/conformance.json; exit status 1 when something is not as the table says.
@@ -25,7 +25,7 @@ from bench.support import onnx_suite as suite
 from bench.support import record
 from bench.support.record import ROOT, Row
 
-TABLE = ROOT / "tests" / "conformance_table.json"
+TABLE = ROOT / "tests" / "support" / "conformance_table.json"
 PEERS = ("tapestry", "onnxruntime", "reference")
 
 

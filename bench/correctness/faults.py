@@ -219,16 +219,16 @@ def in_rank(guilty: int, step: int, act: Callable[[Any], None]) -> Patch:
     """For the launcher, whose ranks are forks of it: the guilty one acts when it comes to a step of batch 3."""
 
     def patch() -> None:
-        from tapestry.runtime.processes.distributed import RankMachine
+        from tapestry.runtime.executor import Executor
 
-        before = RankMachine._do
+        before = Executor.step
 
-        def do(self: Any, i: int, *args: Any) -> None:
-            if self.wire.rank == guilty and self.wire.batch == 3 and i >= step:
+        def do(self: Any, at: int) -> None:
+            if self.wire.rank == guilty and self.wire.batch == 3 and at >= step:
                 act(self)
-            before(self, i, *args)
+            before(self, at)
 
-        RankMachine._do = do  # type: ignore[method-assign]
+        Executor.step = do  # type: ignore[method-assign]
 
     return patch
 

@@ -65,7 +65,7 @@ def worker(case: Row) -> Row:
     """One case, in this process."""
     import tapestry
     from tapestry.api import run_checked
-    from tapestry.pipeline import verify_build
+    from tapestry.saved_build import verify_build
 
     folder = Path(case["folder"])
     build = tapestry.compile(case["path"], mesh=case["mesh"], shapes=case["shapes"], memory=case["memory"])

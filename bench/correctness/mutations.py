@@ -32,7 +32,7 @@ from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.random_plan import random_plan, random_staged_plan
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.verify import certificate
 from tests.support.faults.file_faults import FILE_FAULTS, tried_on_files
 from tests.support.faults.plan_faults import FAULTS

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu.base import scalars
+from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.ir import monoid as monoids
 from tapestry.ir.expr import call
 from tapestry.ir.graph import Block, Opaque
@@ -56,6 +56,11 @@ class Swaps:
         old = table[key]
         table[key] = value
         self.undo.append(lambda: table.__setitem__(key, old))
+
+    def reducer(self, monoid: str, new: state_merges.Reducer) -> None:
+        """How the CPU target merges the states of a monoid."""
+        old = state_merges.dense
+        self.function(old, lambda name: new if name == monoid else old(name))
 
     def lifter(self, op: str, new: Callable[[Any], Any]) -> None:
         """What lifts an operator, in every version."""
@@ -165,12 +170,12 @@ def broadcast_from_the_front(s: Swaps) -> None:
     """An operand of lower rank is aligned from the front where that fits as well."""
     old = elementwise.Node.operand
 
-    def wrong(n: Any, k: int, dims: Any) -> Any:
-        e, found = old(n, k, dims)
-        shape = n.shape(k)
-        if found is None or len(shape) == len(dims) or tuple(d.size for d in dims[: len(shape)]) != tuple(shape):
-            return e, found
-        return e, n.read(n.ins[k], [dim(d.name) for d in dims[: len(shape)]])
+    def wrong(n: Any, k: int, dims: Any, reads: Any) -> Any:
+        before, shape = len(reads), n.shape(k)
+        e = old(n, k, dims, reads)
+        if len(reads) > before and len(shape) < len(dims) and tuple(d.size for d in dims[: len(shape)]) == tuple(shape):
+            reads[-1] = n.read(n.ins[k], [dim(d.name) for d in dims[: len(shape)]])
+        return e
 
     s.method(elementwise.Node, "operand", wrong)
 
@@ -195,7 +200,7 @@ def wrong_identity_of_max(s: Swaps) -> None:
 def logsumexp_not_rescaled(s: Swaps) -> None:
     """States of a softmax are added without bringing them to one maximum."""
     s.monoid("logsumexp", combine=lambda a, b: (call("max", a[0], b[0]), call("add", a[1], b[1])))
-    s.item(scalars.DENSE, "logsumexp", lambda f, dims: [torch.amax(f[0], dim=dims), torch.sum(f[1], dim=dims)])
+    s.reducer("logsumexp", lambda f, dims: [torch.amax(f[0], dim=dims), torch.sum(f[1], dim=dims)])
 
 
 @bug
@@ -203,8 +208,9 @@ def spread_between_parts_lost(s: Swaps) -> None:
     """Merging variances forgets how far the parts' means are apart."""
     old = monoids.MONOIDS["moments"].combine
     s.monoid("moments", combine=lambda a, b: (*old(a, b)[:2], call("add", a[2], b[2])))
-    dense = scalars.DENSE["moments"]
-    s.item(scalars.DENSE, "moments", lambda f, dims: [*dense(f, dims)[:2], torch.sum(f[2], dim=dims)])
+    dense = state_merges.dense("moments")
+    assert dense is not None
+    s.reducer("moments", lambda f, dims: [*dense(f, dims)[:2], torch.sum(f[2], dim=dims)])
 
 
 @bug
@@ -220,7 +226,7 @@ def last_of_a_tie(s: Swaps) -> None:
             torch.amax(torch.where(v == top, i, torch.full((), low, dtype=i.dtype)), dim=dims),
         ]
 
-    s.item(scalars.DENSE, "argmax", wrong)
+    s.reducer("argmax", wrong)
 
 
 # rewrites

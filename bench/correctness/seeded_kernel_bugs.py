@@ -9,8 +9,9 @@ import torch
 
 from bench.correctness.seeded_bugs import BUGS, Swaps, bug, seeded
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.base import contract, scalars, selection, strided_reads
-from tapestry.runtime.one_process.logical_devices import Machine
+from tapestry.codegen.torch_cpu.base import contract, scalars, selection, state_merges, strided_reads
+from tapestry.runtime import arrays
+from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
 # kernels and runtime
 
@@ -18,19 +19,18 @@ from tapestry.runtime.one_process.logical_devices import Machine
 @bug
 def stale_key_of_kernels(s: Swaps) -> None:
     """A stale cache key: the kernel of the first device is used on all whose block has the same shape."""
-    old = Machine.bind
+    old = LocalExecutor.bind
 
     def wrong(m: Any) -> None:
         if m.packing:
             return
         old(m)
-        for at, bound in m.launches.items():
-            blocks = m.program.steps[at].blocks
-            first: dict[Any, Any] = {}
-            shapes = [tuple(hi - lo for lo, hi in blocks[b.device]) for b in bound]
-            m.launches[at] = [replace(b, run=first.setdefault(k, b.run)) for b, k in zip(bound, shapes, strict=True)]
+        first: dict[Any, Any] = {}
+        for (at, d), (run, ins) in m.launches.items():
+            extents = tuple(hi - lo for lo, hi in m.program.steps[at].blocks[d])
+            m.launches[at, d] = first.setdefault((at, extents), run), ins
 
-    s.method(Machine, "bind", wrong)
+    s.method(LocalExecutor, "bind", wrong)
 
 
 @bug
@@ -43,13 +43,13 @@ def last_state_dropped(s: Swaps) -> None:
 @bug
 def slice_forgets_its_origin(s: Swaps) -> None:
     """A message is cut at the tensor's coordinates, not the buffer's, where both fit."""
-    old = TorchCpu.slice
+    old = arrays.part
 
-    def wrong(t: Any, array: Any, box: Any, origin: Any) -> Any:
+    def wrong(array: Any, box: Any, origin: Any) -> Any:
         fits = all(hi <= n for (_, hi), n in zip(box, array.shape, strict=True))
-        return old(t, array, box, tuple((0, hi) for _, hi in origin) if fits else origin)
+        return old(array, box, tuple((0, hi) for _, hi in origin) if fits else origin)
 
-    s.method(TorchCpu, "slice", wrong)
+    s.function(old, wrong)
 
 
 @bug
@@ -61,7 +61,7 @@ def guards_never_asked(s: Swaps) -> None:
 @bug
 def gathered_part_not_shifted(s: Swaps) -> None:
     """A masked gather on a part of the table takes positions from the table's beginning."""
-    old = selection.selection
+    old = selection.gather
 
     def wrong(op: Any, graph: Any, kernel: Any, frame: Any) -> Any:
         *rest, (lo, hi) = kernel.block
@@ -104,22 +104,20 @@ def division_rounds_down(s: Swaps) -> None:
 @bug
 def scan_merged_backwards(s: Swaps) -> None:
     """States that fold in order are merged right to left."""
-    old = scalars.combine
+    old = state_merges.combine
     s.function(old, lambda name, a, b, dtypes: old(name, b, a, dtypes))
 
 
 @bug
 def input_slice_shifted(s: Swaps) -> None:
     """A device that loads a part of an input loads it a cell early."""
-    old = Machine._load
+    old = LocalExecutor.load
 
-    def wrong(m: Any, step: Any, memory: Any, feeds: Any) -> None:
-        def shifted(t: str, box: Any) -> Any:
-            return feeds(t, tuple((lo - 1, hi - 1) if lo > 0 else (lo, hi) for lo, hi in box))
+    def wrong(m: Any, name: Any, device: Any, box: Any) -> None:
+        kept = m.kept[device].get(name)
+        old(m, name, device, tuple((lo - 1, hi - 1) if lo > 0 else (lo, hi) for lo, hi in box) if kept is None else box)
 
-        old(m, step, memory, shifted)
-
-    s.method(Machine, "_load", wrong)
+    s.method(LocalExecutor, "load", wrong)
 
 
 __all__ = ["BUGS", "seeded"]

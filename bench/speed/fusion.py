@@ -33,8 +33,8 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.lift import lift
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.topology.presets import SOURCES
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.edit import is_view
-from tapestry.rewrites.core.fixpoint import simplify
 
 # model -> (symbols, attention layers)
 MODELS: dict[str, tuple[dict[str, int], int]] = {

@@ -24,9 +24,9 @@ from bench.speed.gpu_models import Whole, wholes
 from tapestry import api
 from tapestry.codegen.kernel_sources import kernels
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.codegen.triton.run.device_target import DeviceTarget, find_device
+from tapestry.codegen.triton.run.device_target import TritonTarget, find_device
 from tapestry.codegen.triton.run.tuned import Choice, Tuned
-from tapestry.runtime.one_process.gpu_devices import DeviceMachine
+from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 from tapestry.runtime.session import Session
 
 HERE = find_device()
@@ -82,9 +82,8 @@ class Ours:
         onnx.save(model, path)
         self.compiled = api.compile(path, target="triton", time_limit=5)
         build, constants = self.compiled.build, b"".join(self.compiled.constants.values())
-        target: Any = DeviceTarget(HERE, tuned)
-        machine = partial(DeviceMachine, keep_inputs=True)
-        self.machine: Any = Session(build, constants, target, (from_numpy, to_numpy), machine=machine).machine
+        session = Session(build, constants, TritonTarget(HERE, tuned), partial(GpuExecutor, keep_inputs=True))
+        self.executor: Any = session.executor
         self.graph, self.program = build.plan.graph, build.program
 
     def run(self, inputs: list[Tensor]) -> Tensor:
@@ -92,9 +91,9 @@ class Ours:
         bits = [x.view(torch.uint8) if x.dtype in FLOATS_OF_8_BITS else x for x in inputs]  # as buffers hold them
         given = dict(zip(self.graph.inputs, bits, strict=True))
         for _ in range(2):
-            self.machine.run(lambda t, box: given[t])
+            self.executor.run(lambda t, box: given[t])
         (out,) = self.program.outputs.values()
-        return self.machine.view(0, out)
+        return self.executor.array(0, out)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -131,7 +130,8 @@ def measured(case: Case, rows: Rows, tune: float, reference: Callable[..., Tenso
     ours = Ours(case.model)
     wanted = (reference or case.reference)(*inputs)
     off = error(ours.run(inputs), wanted)
-    row: Row = {"passed": off <= case.tolerance, "error": off, "ops": len(ours.graph.ops), "not_captured": ours.machine.reasons}
+    row: Row = {"passed": off <= case.tolerance, "error": off, "ops": len(ours.graph.ops)}
+    row["not_captured"] = ours.executor.reasons
     if TINY:
         tried = {
             n: error(peer_of(n, f)(*inputs), wanted)
@@ -142,7 +142,7 @@ def measured(case: Case, rows: Rows, tune: float, reference: Callable[..., Tenso
     if not row["passed"]:
         return row
     clock, seconds = timer(), {}
-    row["ours"] = row["default"] = rates(seconds.setdefault("ours", clock(ours.machine.replay)), case.flops, case.bytes)
+    row["ours"] = row["default"] = rates(seconds.setdefault("ours", clock(ours.executor.replay)), case.flops, case.bytes)
     rows.add(case.name, row)
     row["peers"] = {}
     for name, f in case.peers.items():
@@ -176,7 +176,7 @@ def tuned(
         return {"tried": found["tried"], "refused": found["refused"]}
     again = Ours(case.model, lambda graph, kernel: Choice(knobs=choice.knobs))
     off = error(again.run(inputs), wanted)
-    now = clock(again.machine.replay) if off <= case.tolerance else float("inf")
+    now = clock(again.executor.replay) if off <= case.tolerance else float("inf")
     more: Row = {"tried": found["tried"], "refused": found["refused"], "knobs": str(choice.knobs), "tuned_error": off}
     if now < seconds["ours"]:
         seconds["ours"] = now
@@ -255,7 +255,7 @@ def whole_model(name: str, rows: Rows, mode: str) -> None:
                 "passed": off <= 2e-2,
                 "error": off,
                 "ops": len(ours.graph.ops),
-                "gpu": ours.machine.described(),
+                "gpu": ours.executor.described(),
                 "mode": mode,
             }
             if TINY:
@@ -263,7 +263,7 @@ def whole_model(name: str, rows: Rows, mode: str) -> None:
             if not row["passed"]:
                 return row
             clock = timer()
-            seconds = clock(ours.machine.replay)
+            seconds = clock(ours.executor.replay)
             row["ours"] = rates(seconds, whole.flops, 0.0)
             rows.add(label, row)
             torch._dynamo.mark_static_address(x)

@@ -24,6 +24,7 @@ from tapestry.lift.file.structure import load
 from tapestry.lift.file.symbols import bind, rewrite, unify
 from tapestry.lift.normalize.prepare import prepare, take_out_weights
 from tapestry.lift.onnx_to_graph import input_dims
+from tapestry.lift.recurrences.loop_body import step_types
 
 Tensor = torch.Tensor
 Values = dict[str, Any]
@@ -37,7 +38,7 @@ def folded(path: Path, shapes: Mapping[str, Any]) -> ModelProto:
     env = bind(inputs, shapes)
     unify(inputs, env, lambda _: True)
     rewrite(model, env)
-    return prepare(model).model
+    return prepare(model, step_types).model
 
 
 class Module(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
@@ -34,5 +35,6 @@ def write(name: str, rows: Sequence[Row], **more: Any) -> Path:
     """Write ``bench/results/NAME.json``."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **more, "rows": list(rows)}, indent=1) + "\n")
+    document = {"date": str(datetime.date.today()), "machine": machine(), **more, "rows": list(rows)}
+    path.write_text(json.dumps(document, indent=1) + "\n")
     return path

@@ -30,9 +30,10 @@ from tapestry.plan.layout_constraints import Fixed
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import topology
-from tapestry.rewrites.core.fixpoint import simplify
-from tapestry.runtime.one_process.logical_devices import Machine, Measured
+from tapestry.rewrites.core.driver import simplify
+from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.outputs import paths
+from tapestry.runtime.target_protocol import Measured, Target
 from tapestry.verify import certificate
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-2, "bfloat16": 4e-2}
@@ -145,23 +146,23 @@ def _plan(graph: Graph, recipe: Recipe) -> tuple[Plan, Program]:
     return plan, lower_plan(plan)
 
 
-def _generated() -> TorchCpu:
+def _generated() -> Target:
     """Generated kernels, in Triton's interpreter."""
-    from tapestry.codegen.triton.run.target import TritonTarget
+    from tapestry.codegen.triton.run.device_target import TritonTarget
 
     return TritonTarget()
 
 
 def execute(
-    plan: Plan, program: Program, feeds: Mapping[str, Array], weights: Mapping[str, Array], target: TorchCpu
+    plan: Plan, program: Program, feeds: Mapping[str, Array], weights: Mapping[str, Array], target: Target
 ) -> tuple[dict[str, Array], Measured]:
     """Run a program on logical devices."""
 
     def source(arrays: Mapping[str, Array]) -> Callable[[str, Any], Any]:
         return lambda t, box: from_numpy(np.array(arrays[t][tuple(slice(lo, hi) for lo, hi in box)]))
 
-    machine = Machine(plan.graph, program, target, source(weights), plan.streamed)
-    outs, measured = machine.run(source(feeds))
+    executor = LocalExecutor(plan.graph, program, target, source(weights), plan.streamed)
+    outs, measured = executor.run(source(feeds))
     return {t: np.array(to_numpy(a, plan.graph.tensors[t].dtype)) for t, a in outs.items()}, measured
 
 

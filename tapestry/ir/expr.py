@@ -1,7 +1,9 @@
 """Scalar bodies: a small expression tree, evaluated in the order written.
 
-Never rewritten algebraically: ``x - x`` is not 0 for an infinity, ``0 * x`` is not 0 for a NaN. Each target gives one
-row per primitive (``verify.interp``, ``codegen.torch_cpu``, ``codegen.triton``); a test holds the tables complete.
+Never rewritten algebraically: ``x - x`` is not 0 for an infinity, ``0 * x`` is not 0 for a NaN. `PRIMITIVES` is the one
+list of primitives. The verifier and each target spell them for themselves (`verify.interp`, `codegen.torch_cpu.base.scalars`,
+`codegen.torch_cpu.c.print_c`, `codegen.triton.task.primitives`), so that no mistake is shared; a test holds the spellings
+complete.
 """
 
 from __future__ import annotations
@@ -64,31 +66,58 @@ class Let:
 
 Expr = Const | Arg | Acc | Index | Let | Call
 
-# primitive -> (arity, result): "same" as its arguments, "bool", "i64", or "float" (same, and they must be floats)
-PRIMITIVES: dict[str, tuple[int, str]] = {
-    "add": (2, "same"), "sub": (2, "same"), "mul": (2, "same"), "div": (2, "same"), "mod": (2, "same"), "fmod": (2, "same"),
-    "pow": (2, "same"), "min": (2, "same"), "max": (2, "same"), "neg": (1, "same"), "abs": (1, "same"), "sign": (1, "same"),
-    "exp": (1, "float"), "log": (1, "float"), "sqrt": (1, "float"), "erf": (1, "float"), "tanh": (1, "float"),
-    "sin": (1, "float"), "cos": (1, "float"), "tan": (1, "float"), "asin": (1, "float"), "acos": (1, "float"),
-    "atan": (1, "float"), "sinh": (1, "float"), "cosh": (1, "float"), "asinh": (1, "float"), "acosh": (1, "float"),
-    "atanh": (1, "float"), "sigmoid": (1, "float"), "log1p": (1, "float"), "expm1": (1, "float"),
-    "floor": (1, "float"), "ceil": (1, "float"), "round": (1, "float"), "isnan": (1, "bool"), "isinf": (1, "bool"),
-    "eq": (2, "bool"), "ne": (2, "bool"), "lt": (2, "bool"), "le": (2, "bool"), "gt": (2, "bool"), "ge": (2, "bool"),
-    "and": (2, "same"), "or": (2, "same"), "xor": (2, "same"), "not": (1, "same"), "shl": (2, "same"), "shr": (2, "same"),
-    "where": (3, "where"), "cast": (1, "cast"), "philox": (5, "i64"),
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """What every target must know of a scalar primitive.
+
+    Attributes:
+        arity: number of arguments.
+        result: its dtype: ``same`` as the arguments', ``bool``, ``i64``, or ``float`` (the same, and they must be floats);
+            ``where`` and ``cast`` have rules of their own.
+        commutative: whether the two arguments may change places.
+        exact: whether every target gives the same bits; the others are approximations.
+        flops: counted for one application.
+    """
+
+    arity: int
+    result: str = "same"
+    commutative: bool = False
+    exact: bool = True
+    flops: int = 1
+
+
+_BOTH = Primitive(2, commutative=True)
+_TEST = Primitive(2, "bool")
+_CURVE = Primitive(1, "float", exact=False)
+_CURVES = (
+    "exp", "log", "erf", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
+    "sigmoid", "log1p", "expm1",
+)  # fmt: skip
+PRIMITIVES: dict[str, Primitive] = {
+    "add": _BOTH, "mul": _BOTH, "min": _BOTH, "max": _BOTH, "and": _BOTH, "or": _BOTH, "xor": _BOTH,
+    "sub": Primitive(2), "div": Primitive(2), "mod": Primitive(2), "fmod": Primitive(2), "shl": Primitive(2),
+    "shr": Primitive(2), "pow": Primitive(2, exact=False), "neg": Primitive(1), "abs": Primitive(1), "sign": Primitive(1),
+    "not": Primitive(1), **dict.fromkeys(_CURVES, _CURVE), "sqrt": Primitive(1, "float"), "floor": Primitive(1, "float"),
+    "ceil": Primitive(1, "float"), "round": Primitive(1, "float"), "isnan": Primitive(1, "bool"),
+    "isinf": Primitive(1, "bool"), "eq": Primitive(2, "bool", commutative=True), "ne": Primitive(2, "bool", commutative=True),
+    "lt": _TEST, "le": _TEST, "gt": _TEST, "ge": _TEST, "where": Primitive(3, "where"), "cast": Primitive(1, "cast", flops=0),
+    "philox": Primitive(5, "i64"),
 }  # fmt: skip
-"""``philox(key, stream, draw, word, index)``: output word 0..3 of Philox4x32-10 (Salmon et al., SC'11) with counter
-``(index lo, index hi, draw, stream)`` and the 64-bit key as (lo, hi), as an i64 in [0, 2^32). ``div`` of integers
-truncates towards zero, ``mod`` has the sign of the divisor, ``fmod`` of the dividend, and all three are 0 where an
-integer divisor is 0 (as numpy's); ``min`` and ``max`` propagate NaN;
-``round`` is half to even."""
+"""The primitives by name.
+
+``philox(key, stream, draw, word, index)`` is output word 0..3 of Philox4x32-10 (Salmon et al., SC'11) with counter
+``(index lo, index hi, draw, stream)`` and the 64-bit key as (lo, hi), as an i64 in [0, 2^32). ``div`` of integers truncates
+towards zero, ``mod`` has the sign of the divisor, ``fmod`` of the dividend, and all three are 0 where an integer divisor is 0
+(as numpy's); ``min`` and ``max`` propagate NaN; ``round`` is half to even.
+"""
 
 
 def call(fn: str, *args: Expr) -> Call:
     """Apply a primitive, inferring and checking dtypes (an assertion failure here is a bug of the lifter or rule)."""
-    arity, result = PRIMITIVES[fn]
+    result = PRIMITIVES[fn].result
     assert result != "cast", "use cast()"
-    assert len(args) == arity, f"{fn} takes {arity} arguments, not {len(args)}"
+    assert len(args) == PRIMITIVES[fn].arity, f"{fn} takes {PRIMITIVES[fn].arity} arguments, not {len(args)}"
     operands = args[1:] if result == "where" else args
     kinds = {a.dtype for a in operands}
     assert len(kinds) == 1, f"{fn}: arguments differ in dtype: {[a.dtype for a in args]}"
@@ -184,4 +213,4 @@ def arg_positions(exprs: tuple[Expr, ...]) -> frozenset[int]:
 
 def count_calls(exprs: tuple[Expr, ...]) -> int:
     """Number of primitive applications: the FLOPs per point."""
-    return count(exprs, lambda x: isinstance(x, Call) and x.fn != "cast")
+    return count(exprs, lambda x: isinstance(x, Call) and PRIMITIVES[x.fn].flops > 0)

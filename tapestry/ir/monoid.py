@@ -30,7 +30,7 @@ Action = Callable[[State, State, State], State]
 
 
 @dataclass(frozen=True, slots=True)
-class Primitive:
+class ByPrimitive:
     """One field, merged by one scalar primitive."""
 
     fn: str
@@ -73,7 +73,7 @@ class Best:
     better: str
 
 
-Structure = Primitive | Product | Rebased | Driven | Moments | Best
+Structure = ByPrimitive | Product | Rebased | Driven | Moments | Best
 """How a monoid is made. Targets choose fast kernels by it, never by the monoid's name."""
 
 
@@ -187,7 +187,7 @@ def rescale(old: State, new: State, s: State) -> State:
 def _single(name: str, fn: str, zero: Callable[[str], Const]) -> Monoid:
     return Monoid(
         name=name, fields=("value",), zero=lambda d: (zero(d[0]),), combine=lambda a, b: (call(fn, a[0], b[0]),),
-        structure=Primitive(fn),
+        structure=ByPrimitive(fn),
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def sums(fields: int) -> str:
 def primitive_of(name: str | None) -> str:
     """The primitive that merges the one field of a monoid, ``"add"`` for ``sum``; ``""`` for any other monoid or none."""
     structure = MONOIDS[name].structure if name in MONOIDS and name else None
-    return structure.fn if isinstance(structure, Primitive) else ""
+    return structure.fn if isinstance(structure, ByPrimitive) else ""
 
 
 SUMS = frozenset(sums(n) for n in range(1, MOST_SUMS + 1))

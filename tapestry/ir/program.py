@@ -181,6 +181,19 @@ def allocated(step: Step) -> tuple[str, ...]:
             return ()
 
 
+def reads(step: Step) -> tuple[str, ...]:
+    """Buffers that a step reads: of a launch its inputs (by position; "" where the mode does not use one), then its states."""
+    match step:
+        case Launch():
+            return (*step.ins, *step.states)
+        case Transfer():
+            return (step.src,)
+        case Reduce():
+            return step.srcs
+        case Load() | Free():
+            return ()
+
+
 def peak_bytes(program: Program) -> tuple[list[int], list[int]]:
     """(largest number of bytes alive at once, the step after which it is reached) for each device."""
     alive, peak, at = (np.zeros(program.devices, np.int64) for _ in range(3))

@@ -15,6 +15,7 @@ from tapestry.errors import ModelError, refusing
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import HOST, Tensor, numpy_dtype
 from tapestry.lift.file.diagnosis import complete
+from tapestry.lift.file.protos import standard_opset
 from tapestry.lift.file.structure import check_operators, check_tensor, load, opsets_of, tensors
 from tapestry.lift.file.symbols import Given, bind
 from tapestry.lift.file.weight_data import stored_tensors
@@ -78,10 +79,9 @@ def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
         lifted = None if problems else _lifted(path, inputs, {**bound, **assumed}, problems)
     if lifted is not None:
         problems += _evaluators(lifted.graph)
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     return Examined(
         nodes=nodes,
-        opset=opset,
+        opset=standard_opset(model),
         inputs=inputs,
         bound=bound,
         assumed=assumed,

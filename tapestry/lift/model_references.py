@@ -15,9 +15,10 @@ from tapestry.errors import LawError, ModelError, refusing
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import Weight
 from tapestry.lift.file.external_data import parse_place
-from tapestry.lift.file.structure import file_bytes, load, node_name
+from tapestry.lift.file.protos import node_name
+from tapestry.lift.file.structure import file_bytes, load
 from tapestry.lift.file.weight_data import stored_tensors
-from tapestry.lift.normalize.opset_upgrade import modernize
+from tapestry.lift.normalize.opset_upgrade import upgrade
 
 LAW = "model"
 _A = AttributeProto
@@ -54,7 +55,7 @@ def check_references(graph: Graph, model: Path, sha256: str) -> int:
         proto = None
     if proto is not None:
         with refusing(ModelError, "the plan's model cannot be read", str(model), "compile it again"):
-            modernize(proto)
+            upgrade(proto)
         stored = stored_tensors(proto)
         for name, ref in graph.weights.items():
             _weight(name, ref, stored.get(name))

@@ -1,9 +1,10 @@
-"""ONNX file to Graph: the one function that runs every step of lifting, in order."""
+"""ONNX file to Graph: the four passes of lifting, and the one function that runs them in order."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.types import PACKED, Tensor, Weight
-from tapestry.lift.building import opaque
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
-from tapestry.lift.building.nodes import SUSPECT, lift_nodes
+from tapestry.lift.building.nodes import SUSPECT, Prepared
+from tapestry.lift.building.nodes import lift_nodes as build_nodes
 from tapestry.lift.file.diagnosis import complete
 from tapestry.lift.file.external_data import dtype_name, parse_place
 from tapestry.lift.file.structure import check_attributes, check_structure, load
@@ -28,10 +29,9 @@ from tapestry.lift.microsoft import contrib, contrib_attention, contrib_float, c
 from tapestry.lift.movement import gather, resize, scatter, shape
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.function_opsets import align_functions
-from tapestry.lift.normalize.prepare import Prepared, infer, prepare, take_out_weights
+from tapestry.lift.normalize.prepare import infer, prepare, take_out_weights
 from tapestry.lift.operators import (
     attention,
-    batched,
     conv,
     einsum,
     elementwise,
@@ -40,15 +40,17 @@ from tapestry.lift.operators import (
     loss,
     ml,
     norm,
+    opaque_operators,
     pool,
     quantize,
     random,
     reduce,
 )
 from tapestry.lift.recurrences import linear_scan, rnn
+from tapestry.lift.recurrences.loop_body import step_types
 
 FAMILIES = (  # they register lifters, and definitions of vendors' operators
-    attention, batched, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque, pool, quantize, random,
+    attention, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque_operators, pool, quantize, random,
     linear_scan, rnn, reduce, resize, scatter, shape, contrib_attention, contrib_float, contrib_quant,
 )  # fmt: skip
 
@@ -69,8 +71,35 @@ class Lifted:
     model: Path
     constants: dict[str, np.ndarray]
     nodes: int
-    shapes: dict[str, int] = field(default_factory=dict)
-    unified: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, int] = field(default_factory=dict[str, int])
+    unified: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model file as it was read; the passes of lifting change ``model`` in place.
+
+    Attributes:
+        inputs: names of its inputs, without initializers.
+        stored: initializers that were taken out of the model, by name.
+        nodes: ONNX nodes in the file (top-level graph).
+        has_weights: whether external data must be there.
+    """
+
+    model: ModelProto
+    path: Path
+    inputs: tuple[str, ...]
+    stored: Mapping[str, TensorProto]
+    nodes: int
+    has_weights: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symbols:
+    """The size of every symbol; ``unified`` says which were equated with which other one."""
+
+    sizes: dict[str, int]
+    unified: dict[str, str]
 
 
 def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0, steps: bool = True) -> Lifted:  # noqa: B006
@@ -86,44 +115,73 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
     Raises:
         ModelError: the file is malformed, unsafe or not supported; each says where, why and what to try.
     """
-    path = Path(path).absolute()
-    model = load(path)
+    source = read_model(Path(path), weights)
+    symbols = bind_symbols(source, shapes)
+    return lift_nodes(source, symbols, normalize(source, symbols, steps), steps, seed)
+
+
+def read_model(model: Path, weights: bool) -> ModelSource:
+    """A model file, checked, its weights taken out, in the opset that the lifters know."""
+    path = model.absolute()
+    proto = load(path)
+    nodes = len(proto.graph.node)
+    with _reading(proto, path):
+        contrib.define(proto)
+        check_structure(proto, path.parent, weights=weights)
+        stored = take_out_weights(proto)
+        check_attributes(proto)
+        align_functions(proto)
+        opset_upgrade.upgrade(proto)
+    inputs = tuple(i.name for i in proto.graph.input if i.name not in stored)
+    return ModelSource(model=proto, path=path, inputs=inputs, stored=stored, nodes=nodes, has_weights=weights)
+
+
+def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:
+    """The size of every symbolic dimension, written into the model's inputs."""
+    with _reading(source.model, source.path):
+        inputs = input_dims(source.model, set(source.stored))
+        env, unified = bind(inputs, shapes), dict[str, str]()
+        if any(isinstance(d, str) and d not in env for dims in inputs.values() for d in dims):
+            unified = unify(inputs, env, lambda trial: _consistent(source.model, trial))
+            unbound(inputs, env)
+        rewrite(source.model, env)
+    return Symbols(sizes=env, unified=unified)
+
+
+def normalize(source: ModelSource, symbols: Symbols, unroll_steps: bool) -> Prepared:
+    """The model with shapes inferred, constants folded, functions, loops and branches written out."""
+    with _reading(source.model, source.path):
+        return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes))
+
+
+def lift_nodes(source: ModelSource, symbols: Symbols, prepared: Prepared, unroll_steps: bool, seed: int) -> Lifted:
+    """Every node as operations over index spaces, with laws 1 to 4 checked."""
+    path = source.path
+    with _reading(source.model, path):
+        builder = build_nodes(prepared, seed, unroll_steps)
+        graph, constants = _assemble(builder, prepared, list(source.inputs), source.stored, path, source.has_weights)
     with refusing(ModelError, "the model cannot be read", str(path), SUSPECT):
         try:
-            lifted = _lift(model, path, shapes, weights, seed, steps)
+            laws.check(graph)
+        except LawError as e:
+            where = f"{path}, {e.where}" if e.where else str(path)
+            raise ModelError("the model contradicts itself", where=where, why=f"{e.what} {e.why}".strip(), hint=SUSPECT) from e
+    return Lifted(
+        graph=graph, model=path, constants=constants, nodes=source.nodes, shapes=symbols.sizes, unified=symbols.unified
+    )
+
+
+@contextmanager
+def _reading(model: ModelProto, path: Path) -> Generator[None]:
+    """What reading a file may make a library say becomes a `ModelError` that names the file and the node."""
+    with refusing(ModelError, "the model cannot be read", str(path), SUSPECT):
+        try:
+            yield
         except UnicodeDecodeError as e:
             what = "a name in the model is not text"
             raise ModelError(what, where=str(path), why=str(e), hint="the file is damaged") from None
         except ModelError as e:
             raise complete(e, model) from e.__cause__
-        try:
-            laws.check(lifted.graph)
-        except LawError as e:
-            where = f"{path}, {e.where}" if e.where else str(path)
-            raise ModelError("the model contradicts itself", where=where, why=f"{e.what} {e.why}".strip(), hint=SUSPECT) from e
-        return lifted
-
-
-def _lift(model: ModelProto, path: Path, shapes: Given, weights: bool, seed: int, steps: bool) -> Lifted:
-    nodes = len(model.graph.node)
-    contrib.define(model)
-    check_structure(model, path.parent, weights=weights)
-    stored = take_out_weights(model)
-    check_attributes(model)
-    align_functions(model)
-    opset_upgrade.modernize(model)
-    inputs = input_dims(model, set(stored))
-    env = bind(inputs, shapes)
-    unified = {}
-    if any(isinstance(d, str) and d not in env for dims in inputs.values() for d in dims):
-        unified = unify(inputs, env, lambda trial: _consistent(model, trial))
-        unbound(inputs, env)
-    rewrite(model, env)
-    names = [i.name for i in model.graph.input if i.name not in stored]
-    prepared = prepare(model, steps=steps, bound=bool(env))
-    builder = lift_nodes(prepared, seed, steps)
-    graph, constants = _assemble(builder, prepared, names, stored, path, weights)
-    return Lifted(graph=graph, model=path, constants=constants, nodes=nodes, shapes=env, unified=unified)
 
 
 def input_dims(model: ModelProto, weights: set[str]) -> dict[str, list[int | str]]:
@@ -205,9 +263,7 @@ def _pass_outputs_through(b: Builder, outputs: list[str], inputs: set[str]) -> N
         value = b.value(name)
         if value is None:
             continue  # a weight as it is in the file
-        inner = b.fresh(f"{name}.constant")
-        b.made[inner] = value
-        b.tensors[inner] = replace(t, name=inner)
+        inner = b.constant(b.fresh(f"{name}.constant"), value, t.dtype)
         dims = tuple(Dim(f"x{a}", s) for a, s in enumerate(t.shape))
         read = Read(tensor=inner, index=tuple(here(dims)))
         b.emit(Block(outs=(name,), dims=dims, reads=(read,), body=(Arg(0, t.dtype),), source=(outputs[k],)), [t])

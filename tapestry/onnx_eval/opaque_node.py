@@ -1,9 +1,10 @@
 # pyright: basic
 # onnx and onnxruntime come without complete types
-"""Run the ONNX node inside an opaque operation: exact, unhurried, and the same for every part of Tapestry.
+"""Run the ONNX node inside an opaque operation, exact and unhurried, by onnxruntime or the ONNX reference evaluator.
 
-onnxruntime runs the node where it can, otherwise the ONNX reference evaluator, which has every operator but some of them
-wrong (linear Resize, for one). `_evaluators` says where the order is the other way round, and why.
+The CPU target asks onnxruntime first, the verifier's interpreter (``independent``) the reference evaluator, so that a mistake
+of either shows. Where only one of them can run a node, or one is known to be wrong, both ask the same one: `_evaluators`
+says where that is, and why.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RANDOM = frozenset(
 IR_VERSION = 10  # onnxruntime reads no model newer than 13
 ACCURATE = frozenset({"DFT", "STFT", "MelWeightMatrix"})  # the reference computes in float64, onnxruntime is off by 1e-4
 WRONG_IN_ORT = frozenset({"MaxUnpool"})  # it ignores the strides implied by output_shape
-
+WRONG_IN_REFERENCE = frozenset({"Resize"})  # linear and cubic ones, at the borders
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 SIMPLE = frozenset({"hidden_size", "direction", "linear_before_reset"})  # attributes of recurrences that the reference heeds
 
@@ -44,12 +45,15 @@ class HostValue:
     value: Any
 
 
-def run(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected]) -> list[Any]:
+def run(
+    op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False
+) -> list[Any]:
     """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
 
     Args:
         arrays: one per ``op.ins`` (``None`` where the input is absent), in the order of the node's inputs.
         expected: dtype and shape of each output as the graph has it; results are held to it.
+        independent: ask the reference evaluator first, where it is known to be right, to check on what a target asks.
 
     Raises:
         TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
@@ -60,8 +64,8 @@ def run(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequen
     types = tuple((n, *_type(a)) for n, a in given.items())
     feeds = {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
     failures: list[str] = []
-    for make in _evaluators(op, feeds, expected):
-        made = make.__wrapped__ if _draws(op.node) else make  # a generator's state must not go on from run to run
+    for make in _evaluators(op, feeds, expected, independent):
+        made = make.__wrapped__ if _kinds(op.node) & RANDOM else make  # a generator's state must not go on from run to run
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
@@ -87,16 +91,18 @@ def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] 
     return "; ".join(failures) if len(failures) == 2 else ""
 
 
-def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expected]) -> list[Any]:
+def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expected], independent: bool) -> list[Any]:
     """The evaluators to try, the one to trust first."""
     dtypes = {d for d, _ in expected} | {a.dtype.name for a in feeds.values() if isinstance(a, np.ndarray)}
     stored = dtypes & (STORED | {numpy_dtype(d).name for d in STORED})
     if stored or any(not isinstance(a, np.ndarray) for a in feeds.values()):
         return [_reference]  # onnxruntime's Python interface takes none of these, or gives other types back
-    corners = op.kind == "Resize" and b"align_corners" in op.node  # onnxruntime rounds the length first when shrinking
-    if op.kind in ACCURATE or op.kind in WRONG_IN_ORT or corners:
+    kinds, corners = _kinds(op.node), op.kind == "Resize" and b"align_corners" in op.node
+    if kinds & (ACCURATE | WRONG_IN_ORT) or corners:  # corners: onnxruntime rounds the length first when shrinking
         return [_reference, _onnxruntime]
-    return [_onnxruntime, _reference]
+    if not independent or kinds & (WRONG_IN_REFERENCE | RANDOM):  # two evaluators draw different numbers
+        return [_onnxruntime, _reference]
+    return [_reference, _onnxruntime]
 
 
 def _type(a: Array | HostValue) -> tuple[Any, tuple[int | None, ...] | None]:
@@ -154,17 +160,16 @@ def _unchanged(node: Any, version: int) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _draws(node: bytes) -> bool:
-    """Whether a node, or one inside it, is random."""
+def _kinds(node: bytes) -> frozenset[str]:
+    """The operators of a node and of all nodes inside it."""
     from onnx import NodeProto
 
-    stack = [NodeProto.FromString(node)]
+    stack, kinds = [NodeProto.FromString(node)], set[str]()
     while stack:
         at = stack.pop()
-        if at.op_type in RANDOM:
-            return True
+        kinds.add(at.op_type)
         stack += [n for a in at.attribute for g in (a.g, *a.graphs) for n in g.node]
-    return False
+    return frozenset(kinds)
 
 
 Types = tuple[tuple[str, Any, tuple[int | None, ...] | None], ...]

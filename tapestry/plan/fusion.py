@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from tapestry.ir.expr import Call, Expr, walk
+from tapestry.ir.expr import Call, Expr, uncast, walk
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.recognise.contraction import dims_read, folded_roles, kept, products, whole_rows
+from tapestry.ir.recognise.contraction import folded_roles, kept, product_roles, products
 from tapestry.ir.types import itemsize
 from tapestry.plan.topology.fabric import Device
 from tapestry.rewrites.contractions.fuse_contraction import FuseContraction
 from tapestry.rewrites.contractions.fuse_dequantize import NarrowFactors
 from tapestry.rewrites.contractions.fuse_siblings import FuseSums
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.core.tile_footprint import Tile, evaluated, loaded, tile_of
 from tapestry.rewrites.maps.inline_map import InlineMap
@@ -52,8 +52,8 @@ class Machine:
         return REACHED * rate
 
 
-def fused(graph: Graph, machine: Machine, leave: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
-    """The graph with every fusion that pays, and the moves that lead there; ``leave``: simplifications that are left out."""
+def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
+    """The graph with every fusion that pays, and the moves that lead there; ``disabled``: simplifications that are left out."""
     prices: dict[Block, float] = {}
 
     def price(op: Block) -> float:
@@ -77,7 +77,7 @@ def fused(graph: Graph, machine: Machine, leave: frozenset[str] = _NONE) -> tupl
     graph, reduced = FuseContraction().choose(graph, accept_product)
     graph, more = FuseSums().choose(graph)
     found = [*first, *moves, *reduced, *more]
-    return (simplify(graph, leave=leave) if found else graph), found
+    return (simplify(graph, disabled=disabled) if found else graph), found
 
 
 def seconds(graph: Graph, op: Block, machine: Machine) -> float:
@@ -101,25 +101,16 @@ def seconds(graph: Graph, op: Block, machine: Machine) -> float:
 
 def _multiplied(op: Block) -> set[Expr]:
     """The products of an operation's contractions, which matrix units compute."""
-    return {_bare(x) for x in ([s.body for s in op.inner] if op.inner else op.body if products(op) else ())}
-
-
-def _bare(e: Expr) -> Expr:
-    while isinstance(e, Call) and e.fn == "cast":
-        e = e.args[0]
-    return e
+    return {uncast(x) for x in ([s.body for s in op.inner] if op.inner else op.body if products(op) else ())}
 
 
 def products_seconds(op: Block, machine: Machine) -> float:
     """Time of a contraction's products, or of those that a reduction computes itself, the lanes past tiles' ends included."""
     (product,) = _multiplied(op)
     assert isinstance(product, Call)
-    wide = {d.name for d in op.space if d.size > 1}
-    first, second = (dims_read(op, e) & wide for e in product.args)
     deep = {d.name for d in (op.inner_dims or op.reduce)}
     outer = op.reduce if op.inner else ()
-    row = kept(op.monoid, op.dims, op.reduce, op.body)
-    found = whole_rows(op.dims, outer, first - deep, second - deep, row)
+    found = product_roles(op, product, kept(op.monoid, op.dims, op.reduce, op.body))
     lanes = found.lanes if found else prod(d.size for d in (*op.dims, *outer))
     return 2 * lanes * prod(d.size for d in op.space if d.name in deep) / machine.products(product.args[0].dtype)
 

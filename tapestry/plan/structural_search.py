@@ -7,109 +7,77 @@ kind of operation is tried (equal signatures give equal answers), and one that p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.search.planner import Found
 from tapestry.plan.solver.budget import Budget
-from tapestry.rewrites.core.fixpoint import applied, left_out, simplify
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, Sized
+from tapestry.rewrites.core.driver import apply_legal, rules_of, simplify
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, Sized
 
 WORTH = 0.999  # a rewrite must bring the objective under this share of what it was
-_NONE = frozenset[str]()
 MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not worth planning
-_ELSEWHERE = {"split", "split_reduce"} | {"split_time", "micro_batch", "recompute"}
-_ELSEWHERE |= {"inline_map", "fuse_contraction", "fuse_sums", "narrow_factors"}
-# searched by strategies, to fit memory, or chosen before the search (`plan/fusion.py`)
+_NONE = frozenset[str]()
 
 
-def improve(
-    graph: Graph,
-    found: Found,
-    plan: Callable[[Graph, Budget], Found],
-    budget: Budget,
-    seconds: float,
-    least: float = 0.0,
-    leave: frozenset[str] = _NONE,
-) -> tuple[Graph, Found, list[Move]]:
-    """The graph, its best plan and the moves that led to it.
+@dataclass(slots=True, kw_only=True)
+class Improvement:
+    """A search for better graphs.
 
-    Args:
+    Attributes:
         plan: finds the best plan of a graph within a budget.
-        seconds: of the budget, for the built-in rules.
+        budget: of the whole; ``seconds`` of it are for the built-in rules.
         least: seconds of the budget with which a rewrite is still tried: about as long as a graph takes.
-        leave: simplifications that are left out.
+        disabled: simplifications that are left out.
+        tried: kinds of moves that were looked at.
     """
-    accepted: list[Move] = []
-    tried: set[str] = set()
-    while True:
-        step = next(_better(graph, found, plan, tried, budget, budget.part(seconds), least, leave), None)
-        if step is None:
-            return graph, found, accepted
-        seconds = max(0.0, seconds - step[3])
-        graph, found = step[:2]
-        accepted += step[2]
 
+    plan: Callable[[Graph, Budget], Found]
+    budget: Budget
+    seconds: float
+    least: float = 0.0
+    disabled: frozenset[str] = _NONE
+    tried: set[str] = field(default_factory=set[str])
 
-def _better(
-    graph: Graph,
-    found: Found,
-    plan: Callable[[Graph, Budget], Found],
-    tried: set[str],
-    whole: Budget,
-    ours: Budget,
-    least: float,
-    leave: frozenset[str],
-) -> Iterator[tuple[Graph, Found, list[Move], float]]:
-    """Graphs with better plans, the moves to them, and the seconds that built-in rules took."""
-    begin = ours.left()
-    for rule in _moving():
-        budget = ours if _is_built_in(rule) else whole
-        for kind, moves in _by_kind(rule, graph, found.plan.mesh).items():
-            if kind in tried or budget.over() or whole.left() < least:
+    def run(self, graph: Graph, found: Found) -> tuple[Graph, Found, list[Move]]:
+        """The graph, its best plan and the moves that led to it, from a graph and its plan."""
+        accepted: list[Move] = []
+        while (step := self._better(graph, found)) is not None:
+            graph, found, moves = step
+            accepted += moves
+        return graph, found, accepted
+
+    def _better(self, graph: Graph, found: Found) -> tuple[Graph, Found, list[Move]] | None:
+        """The first graph with a better plan, and the moves to it; takes the seconds of the built-in rules off ``seconds``."""
+        ours = self.budget.part(self.seconds)
+        begin = ours.left()
+        for rule, kind, moves in _kinds(graph, found.plan.mesh):
+            budget = ours if _is_built_in(rule) else self.budget
+            if kind in self.tried or budget.over() or self.budget.left() < self.least:
                 continue
-            tried.add(kind)
-            one, done = _apply(graph, moves[:1], leave)
+            self.tried.add(kind)
+            one, done = _rewritten(graph, moves[:1], self.disabled)
             if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS:
                 continue
-            if plan(one, budget).objective >= found.objective * WORTH:
+            if self.plan(one, budget).objective >= found.objective * WORTH:
                 continue
-            new, done = _apply(graph, moves, leave)
-            candidate = plan(new, budget)
+            new, done = _rewritten(graph, moves, self.disabled)
+            candidate = self.plan(new, budget)
             if candidate.objective < found.objective * WORTH:
-                yield new, candidate, done, begin - ours.left()
+                self.seconds = max(0.0, self.seconds - (begin - ours.left()))
+                return new, candidate, done
+        return None
 
 
-def variants(graph: Graph, mesh: Mesh, leave: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:
+def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:
     """Every graph that one kind of move, applied wherever it can be, makes of a graph; whatever it does to the latency."""
-    for rule in _moving():
-        for moves in _by_kind(rule, graph, mesh).values():
-            new, done = _apply(graph, moves, leave)
-            if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
-                yield new, done
-
-
-def replay(graph: Graph, moves: Sequence[Move]) -> Graph:
-    """The graph after moves that an earlier search accepted; ``graph`` is simplified without the rules that they leave out.
-
-    Raises:
-        TapestryError: one of them does not apply.
-    """
-    leave, moves = left_out(moves), applied(moves)
-    for m in moves:
-        if m.rule not in RULES:
-            raise TapestryError(f"there is no rule '{m.rule}'", where=str(m), hint="--rules FILE")
-        if graph.find(m.at) < 0:  # it was found on a simplified graph
-            graph = simplify(graph, leave=leave)
-        graph = RULES[m.rule].apply(graph, m)
-    return simplify(graph, leave=leave) if moves else graph
-
-
-def _moving() -> list[Rule]:
-    return [r for r in sorted(RULES.values(), key=_is_built_in) if r.kind == "move" and r.name not in _ELSEWHERE]
+    for _, _, moves in _kinds(graph, mesh):
+        new, done = _rewritten(graph, moves, disabled)
+        if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
+            yield new, done
 
 
 def _is_built_in(rule: Rule) -> bool:
@@ -124,24 +92,18 @@ def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
     return itertools.chain.from_iterable(rule.sized(graph, n) for n in sorted(sizes, reverse=True) if n > 1)
 
 
-def _by_kind(rule: Rule, graph: Graph, mesh: Mesh) -> dict[str, list[Move]]:
-    """Moves that differ only in which of several equal operations they rewrite."""
-    out: dict[str, list[Move]] = {}
-    for m in _moves(rule, graph, mesh):
-        if isinstance(m, Move):
-            at = graph.find(m.at)
-            kind = f"{rule.name} {m.params} {signature(graph.ops[at], graph) if at >= 0 else m.at}"
-            out.setdefault(kind, []).append(m)
-    return out
+def _kinds(graph: Graph, mesh: Mesh) -> Iterator[tuple[Rule, str, list[Move]]]:
+    """By rule, users' first: moves that differ only in which of several equal operations they rewrite, and their kind."""
+    for rule in sorted(rules_of("search"), key=_is_built_in):
+        kinds: dict[str, list[Move]] = {}
+        for m in _moves(rule, graph, mesh):
+            if isinstance(m, Move):
+                at = graph.find(m.at)
+                kind = f"{rule.name} {m.params} {signature(graph.ops[at], graph) if at >= 0 else m.at}"
+                kinds.setdefault(kind, []).append(m)
+        yield from ((rule, kind, moves) for kind, moves in kinds.items())
 
 
-def _apply(graph: Graph, moves: list[Move], leave: frozenset[str]) -> tuple[Graph, list[Move]]:
-    """All moves of a kind that are still legal after the ones before."""
-    done: list[Move] = []
-    for m in moves:
-        try:
-            graph = RULES[m.rule].apply(graph, m)
-        except TapestryError:
-            continue
-        done.append(m)
-    return simplify(graph, leave=leave), done
+def _rewritten(graph: Graph, moves: list[Move], disabled: frozenset[str]) -> tuple[Graph, list[Move]]:
+    graph, done = apply_legal(graph, moves)
+    return simplify(graph, disabled=disabled), done

@@ -1,27 +1,33 @@
-"""Rewrite rules: importing this package fills the table `rule.RULES` with the built-in ones."""
+"""Rewrite rules: importing this package fills the table `rule.RULES` with the built-in ones.
 
-from tapestry.rewrites.contractions import fuse_contraction as fuse_contraction
-from tapestry.rewrites.contractions import fuse_dequantize as fuse_dequantize
-from tapestry.rewrites.contractions import fuse_siblings as fuse_siblings
+The order below is the order in which rules of one phase are tried: which fusion comes first decides what the others still find.
+"""
+
+# ruff: noqa: I001
+from tapestry.rewrites.core.rule import RULES as RULES
+from tapestry.rewrites.core.rule import load_rules as load_rules
+from tapestry.rewrites.partition import block_scan as block_scan
 from tapestry.rewrites.maps import cleanup as cleanup
 from tapestry.rewrites.maps import compose_views as compose_views
 from tapestry.rewrites.maps import drop_results as drop_results
-from tapestry.rewrites.maps import fuse_maps as fuse_maps
-from tapestry.rewrites.maps import inline_iota as inline_iota
 from tapestry.rewrites.maps import inline_map as inline_map
-from tapestry.rewrites.maps import sink_gather as sink_gather
-from tapestry.rewrites.partition import block_scan as block_scan
+from tapestry.rewrites.contractions import fuse_contraction as fuse_contraction
+from tapestry.rewrites.reductions import fuse_epilogue as fuse_epilogue
+from tapestry.rewrites.maps import fuse_maps as fuse_maps
+from tapestry.rewrites.reductions import fuse_semidirect as fuse_semidirect
+from tapestry.rewrites.maps import inline_iota as inline_iota
+from tapestry.rewrites.reductions import fuse_product as fuse_product
+from tapestry.rewrites.reductions import fuse_results as fuse_results
+from tapestry.rewrites.reductions import fuse_rows as fuse_rows
+from tapestry.rewrites.contractions import fuse_siblings as fuse_siblings
 from tapestry.rewrites.partition import micro_batch as micro_batch
+from tapestry.rewrites.contractions import fuse_dequantize as fuse_dequantize
 from tapestry.rewrites.partition import overlap_halo as overlap_halo
 from tapestry.rewrites.partition import recompute as recompute
+from tapestry.rewrites.maps import sink_gather as sink_gather
 from tapestry.rewrites.partition import slice_dilated as slice_dilated
 from tapestry.rewrites.partition import slice_strided as slice_strided
 from tapestry.rewrites.partition import split as split
 from tapestry.rewrites.partition import split_reduce as split_reduce
 from tapestry.rewrites.partition import split_time as split_time
-from tapestry.rewrites.reductions import fuse_epilogue as fuse_epilogue
-from tapestry.rewrites.reductions import fuse_product as fuse_product
-from tapestry.rewrites.reductions import fuse_results as fuse_results
-from tapestry.rewrites.reductions import fuse_rows as fuse_rows
-from tapestry.rewrites.reductions import fuse_semidirect as fuse_semidirect
 from tapestry.rewrites.reductions import stream_softmax as stream_softmax

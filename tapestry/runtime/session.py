@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -15,16 +15,23 @@ from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
-from tapestry.ir.program import Load
+from tapestry.ir.program import Load, Program
 from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
 from tapestry.lift import read_weight
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.plan.topology import from_data
 from tapestry.runtime.feeds import check_indices, index_bounds
-from tapestry.runtime.one_process.logical_devices import Machine, Measured, Target
+from tapestry.runtime.target_protocol import Measured, Progress, Source, Target
+
+if TYPE_CHECKING:  # it imports torch, for which the environment is prepared first (`flags.before_torch`)
+    from tapestry.runtime.executor import Executor
 
 Array = np.ndarray[Any, Any]
-Progress = Callable[[int, int], None]
+T = TypeVar("T", bound=Target)
+Slices = Callable[[str, Box], Array]
+"""Data of a weight: (tensor, box) to a copy."""
+MakeExecutor: TypeAlias = "Callable[[Graph, Program, T, Source, frozenset[str]], Executor]"
+"""(graph, program, target, weights, names of those that are streamed) to what runs the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +70,20 @@ class ModelFiles:
 class Session:
     """Runs a build; weights are checked against their hashes, and read once (streamed ones at every use), in slices.
 
-    ``machine`` makes what runs the program; ``weights`` gives slices from elsewhere than the model's files.
+    ``make`` makes what runs the program; ``weights`` gives slices from elsewhere than the model's files.
     """
 
     def __init__(
-        self, build: Build, constants: bytes, target: Target, convert: tuple[Callable[[Any], Any], Callable[[Any, str], Any]],
-        machine: Callable[..., Machine] = Machine, weights: Callable[[str, Box], Array] | None = None,
+        self, build: Build, constants: bytes, target: T, make: MakeExecutor[T], weights: Slices | None = None
     ) -> None:  # fmt: skip
-        self.build, self.constants = build, constants
-        self.to_target, self.to_numpy = convert
+        self.build, self.constants, self.target = build, constants, target
         self.slices = weights or ModelFiles(build)
         missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]
         if missing and weights is None:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
-        self.machine = machine(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
+        self.executor = make(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
         self.bounds = index_bounds(build.plan.graph)
-        self.machine.room = [limit - peak for limit, peak in zip(_limits(build), build.peak_bytes, strict=True)]
+        self.executor.room = [limit - peak for limit, peak in zip(_limits(build), build.peak_bytes, strict=True)]
 
     def _weight(self, tensor: str, box: Box) -> Any:
         """A box of a weight, copied out of the model's files."""
@@ -86,8 +91,8 @@ class Session:
         if self.build.plan.graph.weights[tensor].file == "":
             offset, length = self.build.constants[tensor]
             data = np.frombuffer(self.constants[offset : offset + length], numpy_dtype(t.dtype)).reshape(t.shape)
-            return self.to_target(np.array(data[_slices(box)]))
-        return self.to_target(self.slices(tensor, box))
+            return self.target.from_numpy(np.array(data[_slices(box)]))
+        return self.target.from_numpy(self.slices(tensor, box))
 
     def run(self, feeds: Mapping[str, Any], progress: Progress = lambda done, total: None) -> Result:
         """Run once.
@@ -99,9 +104,11 @@ class Session:
         checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
         check_indices(checked, self.bounds)
         start = time.perf_counter()
-        outs, measured = self.machine.run(_Feeds(checked, self.to_target), progress)
+        outs, measured = self.executor.run(_Feeds(checked, self.target), progress)
         seconds = time.perf_counter() - start
-        return Result({t: _row_major(self.to_numpy(a, graph.tensors[t].dtype)) for t, a in outs.items()}, measured, seconds)
+        return Result(
+            {t: _row_major(self.target.to_numpy(a, graph.tensors[t].dtype)) for t, a in outs.items()}, measured, seconds
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +116,16 @@ class _Feeds:
     """Inputs on their way to the target."""
 
     arrays: Mapping[str, Any]
-    to_target: Callable[[Any], Any]
+    target: Target
 
     def __call__(self, tensor: str, box: Box) -> Any:
         """A copy of a box."""
-        return self.to_target(_part(self.arrays[tensor], box))
+        return self.target.from_numpy(_part(self.arrays[tensor], box))
 
     def lend(self, tensor: str, box: Box) -> Any:
         """A box as it is, to be copied at once."""
         value = self.arrays[tensor]
-        return self.to_target(value if isinstance(value, HostValue) else value[_slices(box)])
+        return self.target.from_numpy(value if isinstance(value, HostValue) else value[_slices(box)])
 
 
 def _limits(build: Build) -> list[int]:

@@ -29,7 +29,7 @@ from tapestry.ir.plan import Layout, Mesh, MeshAxis, device_count
 from tapestry.lift.file.structure import load
 from tapestry.plan.layout_constraints import Dims, Fixed
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
-from tapestry.rewrites.core.fixpoint import applied, left_out, simplify, without
+from tapestry.rewrites.core.driver import applied, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import RULES, Move, apply_moves, parse_move
 
 MESH_AXES = 3  # of a mesh that is guessed from a file's specs
@@ -208,7 +208,7 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
     reads = {k: _spec_layout(s, lifted, over, k[0]) for k, s in a.reads.items() if k[1] in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in a.outs if t not in lifted.tensors]
     chosen = [parse_move(str(m)) for m in _json(a.model.get(onnx_annotations.MOVES, "[]"), onnx_annotations.MOVES, list)]
-    graph, outs, more = _kept(lifted, wanted, left_out(chosen))
+    graph, outs, more = _kept(lifted, wanted, disabled_by(chosen))
     notes += more
     graph, moves = _moved(graph, chosen, notes)
     inputs, outputs = _ends(a, lifted, reads)
@@ -233,9 +233,9 @@ def _spec_layout(s: ShardingSpec, graph: Graph, over: Mesh, node: str) -> Layout
     return layout
 
 
-def _kept(lifted: Graph, wanted: Mapping[str, Layout], leave: frozenset[str]) -> tuple[Graph, dict[str, Layout], list[str]]:
+def _kept(lifted: Graph, wanted: Mapping[str, Layout], disabled: frozenset[str]) -> tuple[Graph, dict[str, Layout], list[str]]:
     """The simplified graph, the layouts that its tensors get, and what is lost."""
-    graph = simplify(lifted, leave=leave)
+    graph = simplify(lifted, disabled=disabled)
     outs = {t: layout for t, layout in wanted.items() if t in graph.producers()}
     apart: list[str] = []
     for t, layout in wanted.items():
@@ -247,16 +247,16 @@ def _kept(lifted: Graph, wanted: Mapping[str, Layout], leave: frozenset[str]) ->
         else:
             outs[carried[0]] = carried[1]
     if apart:
-        graph = _with_apart(lifted, apart, leave)
+        graph = _with_apart(lifted, apart, disabled)
         outs = {t: layout for t, layout in {**outs, **wanted}.items() if t in graph.producers()}
     lost = [t for t in apart if t not in outs]
     return graph, outs, [f"'{t}' is a view of another tensor, which has no place of its own" for t in lost]
 
 
-def _with_apart(lifted: Graph, apart: list[str], leave: frozenset[str]) -> Graph:
+def _with_apart(lifted: Graph, apart: list[str], disabled: frozenset[str]) -> Graph:
     """The simplified graph in which some results are not fused into their readers."""
     held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
-    graph = replace(simplify(replace(lifted, outputs=held_back), leave=leave), outputs=lifted.outputs)
+    graph = replace(simplify(replace(lifted, outputs=held_back), disabled=disabled), outputs=lifted.outputs)
     return RULES["drop_dead"].sweep(graph)
 
 
@@ -297,13 +297,13 @@ def _walk(op: Block, index: Any, extent: int) -> int | None:
 
 def _moved(graph: Graph, moves: Sequence[Move], notes: list[str]) -> tuple[Graph, tuple[Move, ...]]:
     """The structural rewrites that the file says were chosen."""
-    new, leave = graph, left_out(moves)
+    new, disabled = graph, disabled_by(moves)
     try:
         for _, group in itertools.groupby(applied(moves), key=lambda m: (m.rule, m.params)):
-            new = simplify(apply_moves(new, list(group)), leave=leave)
+            new = simplify(apply_moves(new, list(group)), disabled=disabled)
     except TapestryError as e:
         notes.append(f"the file's rewrites do not apply: {e.what}")
-        return graph, tuple(map(without, sorted(leave)))
+        return graph, tuple(map(without, sorted(disabled)))
     return new, tuple(moves)
 
 

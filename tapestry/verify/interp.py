@@ -20,9 +20,9 @@ from tapestry.ir.index import bounds, evaluate
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.philox import philox
 from tapestry.ir.types import HOST, numpy_dtype
 from tapestry.onnx_eval import opaque_node
+from tapestry.verify.plain_philox import philox
 
 Array = np.ndarray[Any, Any]
 
@@ -49,12 +49,12 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict
 def _opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool) -> list[Any]:
     arrays = [values[t] if t else None for t in op.ins]
     if not op.dims:  # whole; values of the host are never taken apart
-        return opaque_node.run(op, arrays, _expected(op, graph, (), wide))
+        return opaque_node.run(op, arrays, _expected(op, graph, (), wide), independent=True)
     cuts = _cuts(op.splits)
     pieces: list[tuple[tuple[tuple[int, int], ...], list[Array]]] = []
     for box in itertools.product(*([cut(d.size, cuts.get(d.name, 1), k) for k in range(cuts.get(d.name, 1))] for d in op.dims)):
         ins = [None if a is None else a[_slices(a.ndim, axes, box)] for a, axes in zip(arrays, op.in_axes, strict=True)]
-        pieces.append((box, opaque_node.run(op, ins, _expected(op, graph, box, wide))))
+        pieces.append((box, opaque_node.run(op, ins, _expected(op, graph, box, wide), independent=True)))
     return [_assemble(op, i, pieces) for i in range(len(op.outs))]
 
 

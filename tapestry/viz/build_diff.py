@@ -47,9 +47,8 @@ def match(a: Sequence[Op], b: Sequence[Op]) -> tuple[list[tuple[int, int]], list
     pairs: list[tuple[int, int]] = []
     left = dict(enumerate(b))
     rest = dict(enumerate(a))
-    keys = (lambda op: op.outs, lambda op: (op.source,) if op.source else (), lambda op: op.source)
-    for key in keys:
-        by_key: dict[Any, list[int]] = {}
+    for key in (_by_name, _by_all_nodes, _by_node):
+        by_key: dict[object, list[int]] = {}
         for j, op in left.items():
             for k in key(op):
                 by_key.setdefault(k, []).append(j)
@@ -59,6 +58,18 @@ def match(a: Sequence[Op], b: Sequence[Op]) -> tuple[list[tuple[int, int]], list
                 pairs.append((i, found))
                 del left[found], rest[i]
     return sorted(pairs), list(rest), list(left)
+
+
+def _by_name(op: Op) -> Sequence[object]:
+    return op.outs
+
+
+def _by_all_nodes(op: Op) -> Sequence[object]:
+    return (op.source,) if op.source else ()
+
+
+def _by_node(op: Op) -> Sequence[object]:
+    return op.source
 
 
 def _row(a: Document, b: Document) -> Document | None:
@@ -127,9 +138,9 @@ def _precise(seconds: float) -> str:
     return f"{seconds * 1e3:.5g} ms"
 
 
-def _listed(x: Any) -> str:
-    items = [str(v) for v in (x if isinstance(x, list) else [i for values in x.values() for i in values])]
-    return ", ".join(items) or "none"
+def _listed(x: list[str] | dict[str, list[str]]) -> str:
+    items = x if isinstance(x, list) else [i for values in x.values() for i in values]
+    return ", ".join(map(str, items)) or "none"
 
 
 def _operation(r: Document) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tapestry.ir.graph import Graph, Op, Opaque
 from tapestry.lift.examine import Examined
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.partition.split import splittable
 
 Document = dict[str, Any]
@@ -42,7 +42,7 @@ def _unbound(found: Examined) -> list[Document]:
 
 
 def _operation(op: Op) -> Document:
-    reduced = set() if isinstance(op, Opaque) else {d.name for d in op.reduce}
+    reduced = set[str]() if isinstance(op, Opaque) else {d.name for d in op.reduce}
     dims = [{"name": d.name, "size": d.size, "kind": "monoid" if d.name in reduced else "map"} for d in splittable(op)]
     row: Document = {"output": op.outs[0], "nodes": list(op.source), "class": _class(op), "dims": dims}
     return {**row, "operator": op.kind, "why": op.why} if isinstance(op, Opaque) else row

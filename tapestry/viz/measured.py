@@ -15,7 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -53,7 +53,7 @@ def _events(build: Build, slices: Slices) -> Iterator[Row]:
         yield {"name": "process_name", "ph": "M", "ts": 0, "pid": rank, "tid": 0, "args": name}
         for tid, stream in enumerate(STREAMS):
             yield {"name": "thread_name", "ph": "M", "ts": 0, "pid": rank, "tid": tid, "args": {"name": stream}}
-        for n, (batch, step, device, stream, start, end) in enumerate(found.tolist()):
+        for n, (batch, step, device, stream, start, end) in enumerate(cast("list[list[int]]", found.tolist())):
             if step == len(build.program.steps):  # outputs on their way to rank 0
                 continue
             s = build.program.steps[step]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-STAGES = ("lift", "simplify", "search", "verify", "codegen", "write")
-
 
 @contextmanager
-def stages(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """A bar over the compiler's stages; call it with each stage's name."""
+def passes(names: Sequence[str], *, quiet: bool) -> Generator[Callable[[str], None]]:
+    """A bar over the compiler's passes; call it with each one's name as it begins."""
     with bar("compile", quiet=quiet) as advance:
-
-        def report(stage: str, seconds: float) -> None:
-            del seconds
-            advance(STAGES.index(stage) if stage in STAGES else 0, len(STAGES), stage)
-
-        yield report
-        advance(len(STAGES), len(STAGES), "done")
+        yield lambda name: advance(names.index(name) if name in names else len(names), len(names), name)
+        advance(len(names), len(names), "done")
 
 
 @contextmanager
-def bar(title: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
+def bar(title: str, *, quiet: bool) -> Generator[Callable[..., None]]:
     """A bar; call it with (done, total) and, if the title changes, the new one."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

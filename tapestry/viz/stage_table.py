@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -50,7 +50,7 @@ def _sums(d: Mapping[str, Any]) -> RenderableType:
     table.add_column("")
     for title in TITLES.values():
         table.add_column(title, justify="right", no_wrap=True)
-    rows = {
+    rows: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "interval (slowest stage)": lambda f: ms(f["interval_s"]),
         "throughput, runs/s": lambda f: "" if f["throughput_per_s"] is None else f"{f['throughput_per_s']:.4g}",
         "latency of one run": lambda f: ms(f["latency_s"]),

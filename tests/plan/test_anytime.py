@@ -124,15 +124,15 @@ def test_outside_the_search_the_first_signal_aborts(stage):
 SIGNALS = """
 import os, signal, sys
 from tapestry import cli
-from tapestry.plan import task
-real, times, calls = task.search, int(sys.argv[1]), []
-def search(*args, **kwargs):
+from tapestry.plan import search_passes
+real, times, calls = search_passes.cheapest, int(sys.argv[1]), []
+def cheapest(*args, **kwargs):
     if not calls:
         calls.append(1)
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
     return real(*args, **kwargs)
-task.search = search
+search_passes.cheapest = cheapest
 sys.exit(cli.main(sys.argv[2:]))
 """
 

@@ -22,7 +22,7 @@ from tapestry.plan.lower import lower
 from tapestry.plan.strategy import op_boxes
 from tapestry.plan.topology import parse_mesh
 from tapestry.rewrites.core.rule_check import random_feeds
-from tapestry.runtime.one_process.logical_devices import Machine
+from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.verify import certificate, interp
 from tests.support.small_models import assert_same
 
@@ -78,7 +78,7 @@ def test_merges_never_look_at_a_count(mesh, dims, out) -> None:
     def source(tensor: str, box: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(feeds[tensor][tuple(slice(*b) for b in box)]))
 
-    outs, measured = Machine(g, program, Poisoned(), source).run(source)
+    outs, measured = LocalExecutor(g, program, Poisoned(), source).run(source)
     assert_same({t: a.numpy() for t, a in outs.items()}, interp.run(g, feeds, wide=True), g)
     assert sum(b for _, b in measured.transfers.values()) == sum(transfer_bytes(s, program) for s in reduces)
 

@@ -12,8 +12,9 @@ from tapestry.plan.search.pareto import Point, front, fronts, undominated
 from tapestry.plan.search.problem import build
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import evaluate
-from tapestry.plan.structural_search import replay, variants
+from tapestry.plan.structural_search import variants
 from tapestry.plan.topology import topology
+from tapestry.rewrites.core.driver import replay
 from tapestry.rewrites.core.rule import Move
 from tests.support.small_models import case, mesh_of
 

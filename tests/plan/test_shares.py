@@ -20,7 +20,7 @@ from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import cheapest, search
 from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import from_data, parse_mesh, shared, to_data, topology
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.sharding.export_sharding import export
 from tapestry.verify import certificate
 from tests.support.small_models import FOLDER, N, assert_same, case, execute, f32, net, peak, random_plan, save

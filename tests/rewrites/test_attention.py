@@ -25,7 +25,7 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, Refusal, apply_moves, parse_move
 from tapestry.rewrites.core.rule_check import same
 from tapestry.verify import certificate, interp

@@ -12,7 +12,7 @@ from tapestry.ir.plan import MeshAxis, Plan, Strategy
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift, read_weight
 from tapestry.plan.lower import lower
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.verify import interp
 from tests.support.attention_models import VARIANTS, K, S, model
 from tests.support.attention_runs import close

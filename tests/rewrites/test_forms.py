@@ -9,7 +9,7 @@ import pytest
 import tapestry
 from tapestry.ir.graph import Block
 from tapestry.ir.syntax.printer import to_text
-from tapestry.plan import task
+from tapestry.plan import search_passes
 from tapestry.sharding.export_sharding import export
 from tests.support.lifting import build, node
 
@@ -42,10 +42,10 @@ def test_the_cheaper_form_is_taken_and_named(model: Path, tmp_path: Path, monkey
     export(found.build, tmp_path / "out.onnx")
     read = tapestry.compile(tmp_path / "out.onnx", topology="cpu")
     assert read.report["moves"] == found.report["moves"] and norms(read) == norms(found)
-    monkeypatch.setattr(task, "BRIEF", -1.0)
+    monkeypatch.setattr(search_passes, "BRIEF", -1.0)
     fused = tapestry.compile(model, mesh="4", topology="cpu")
     assert fused.report["moves"] == [] and norms(fused) == ["moments", "sum"]
-    assert found.report["objective_s"] < task.WORTH * fused.report["objective_s"]
+    assert found.report["objective_s"] < search_passes.WORTH * fused.report["objective_s"]
     x = np.random.default_rng(1).standard_normal((ROWS, WIDTH)).astype(np.float32)
     np.testing.assert_allclose(found.run({"x": x})["y"], fused.run({"x": x})["y"], rtol=1e-4, atol=1e-4)
 

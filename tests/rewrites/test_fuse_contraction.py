@@ -26,7 +26,7 @@ from tapestry.lift import lift, read_weight
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.lower import lower
 from tapestry.plan.topology.presets import SOURCES
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, Move, Refusal
 from tapestry.rewrites.core.rule_check import same
 from tapestry.runtime.feeds import random_feeds

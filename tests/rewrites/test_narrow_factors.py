@@ -19,7 +19,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.topology.presets import SOURCES
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, Refusal, apply_moves, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, random_feeds, same
 from tests.support.lifting import build, data, lift_model, node

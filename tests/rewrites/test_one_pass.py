@@ -19,7 +19,7 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import read_weight
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, Refusal
 from tapestry.rewrites.core.rule_check import random_feeds, same, same_dependences
 from tapestry.verify import certificate, interp

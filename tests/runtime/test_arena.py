@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapestry.plan.lower import lower
-from tapestry.runtime.one_process.arena import ALIGNMENT, Arena, Slot, floor, place, slots
+from tapestry.runtime.one_process.arena import ALIGNMENT, Arena, Slot, allocate, most_alive, slots
 from tests.support.small_models import case, mesh_of, peak, random_plan
 
 
@@ -28,22 +28,22 @@ def overlaps(wanted: list[Slot], arena: Arena) -> list[tuple[str, str]]:
 def check(wanted: list[Slot], arena: Arena) -> None:
     assert overlaps(wanted, arena) == []
     assert all(arena.offsets[s.name] % ALIGNMENT == 0 and arena.offsets[s.name] + s.nbytes <= arena.size for s in wanted)
-    assert arena.size >= floor(wanted)
+    assert arena.size >= most_alive(wanted, ALIGNMENT)
 
 
 @given(st.lists(st.tuples(st.integers(-1, 30), st.integers(0, 9), st.integers(0, 5000)), max_size=40))
 def test_no_two_live_buffers_overlap(rows: list[tuple[int, int, int]]) -> None:
     wanted = [Slot(f"b{i}", first, 40 if first < 0 else first + more, n) for i, (first, more, n) in enumerate(rows)]
-    check(wanted, place(wanted))
+    check(wanted, allocate(wanted))
 
 
 def test_a_chain_needs_no_more_than_its_peak() -> None:
     wanted = [Slot(f"b{i}", i, i + 1, 1000 * (i % 3 + 1)) for i in range(20)]
-    assert place(wanted).size == floor(wanted)
+    assert allocate(wanted).size == most_alive(wanted, ALIGNMENT)
 
 
 def test_nothing_to_place() -> None:
-    assert place([]) == Arena({}, 0)
+    assert allocate([]) == Arena({}, 0)
 
 
 @pytest.mark.parametrize("name", ["conv_chain", "norms", "attention", "branches", "opaques"])
@@ -53,7 +53,7 @@ def test_arenas_of_programs(name: str, mesh: str) -> None:
     program = lower(random_plan(c.graph, mesh_of(mesh), random.Random(f"{name} {mesh}")))
     for d in range(program.devices):
         wanted = slots(program, d, frozenset(c.graph.weights))
-        arena = place(wanted)
+        arena = allocate(wanted)
         check(wanted, arena)
-        assert floor(wanted) >= peak(program)[d]
-        assert arena.size <= 1.25 * floor(wanted) + ALIGNMENT
+        assert most_alive(wanted, ALIGNMENT) >= peak(program)[d]
+        assert arena.size <= 1.25 * most_alive(wanted, ALIGNMENT) + ALIGNMENT

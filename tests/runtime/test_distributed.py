@@ -28,8 +28,8 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
 from tapestry.runtime.processes import batches, weight_shards
-from tapestry.runtime.processes.step_messages import owners
 from tapestry.runtime.session import ModelFiles
+from tapestry.runtime.step_messages import owners
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import ROOT
 from tests.support.small_models import case, mesh_of, random_plan, save

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tapestry.runtime.processes.heartbeat import COMPUTE, IDLE, PEER, PHASE, STEP, WAIT, Pulse, guilty, shared
+from tapestry.runtime.processes.heartbeat import COMPUTE, IDLE, PEER, PHASE, STEP, WAIT, Heartbeat, guilty, shared
 from tapestry.runtime.processes.wire import Mismatch, Wire
 
 
 def wire(**more) -> Wire:
-    return Wire(**({"rank": 0, "world": 2, "plan": bytes(range(16)), "pulse": Pulse(shared(2), 0)} | more))
+    return Wire(**({"rank": 0, "world": 2, "plan": bytes(range(16)), "heartbeat": Heartbeat(shared(2), 0)} | more))
 
 
 def test_a_message_says_what_it_is():

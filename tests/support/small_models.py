@@ -22,9 +22,10 @@ from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_
 from tapestry.lift import lift, read_weight
 from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import parse_mesh
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.feeds import random_feeds
-from tapestry.runtime.one_process.logical_devices import Machine, Measured
+from tapestry.runtime.one_process.logical_devices import LocalExecutor
+from tapestry.runtime.target_protocol import Measured
 from tapestry.verify import interp
 
 N = helper.make_node
@@ -426,7 +427,7 @@ def execute(
     def source(arrays: dict[str, np.ndarray]):
         return lambda t, box: from_numpy(np.array(arrays[t][tuple(slice(lo, hi) for lo, hi in box)]))
 
-    outs, measured = Machine(graph, program, TorchCpu(), source(c.weights), streamed).run(source(c.feeds))
+    outs, measured = LocalExecutor(graph, program, TorchCpu(), source(c.weights), streamed).run(source(c.feeds))
     return {t: np.array(to_numpy(a)) for t, a in outs.items()}, measured
 
 

@@ -17,7 +17,8 @@ from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.verify import certificate
 from tapestry.verify.boxes import coverage
-from tests.support.faults.plan_faults import FAULTS, PLANS, halo_plan, row_parallel_plan, scatter_plan
+from tests.support.faults.plan_faults import FAULTS
+from tests.support.faults.sound_plans import PLANS, halo_plan, row_parallel_plan, scatter_plan
 from tests.support.small_models import MODELS, assert_same, case, execute, mesh_of, peak, planned_transfers, random_plan
 
 MESHES = ["1", "2", "3", "4", "2x2", "2x3"]
@@ -119,7 +120,9 @@ def test_the_planners_own_plans_pass():
     for name in ("conv_chain", "attention", "opaques"):
         for mesh in ("2", "3", "2x2"):
             found = search(case(name).graph, topology(parse_mesh(mesh)))
-            laws = certificate.check(found.plan.annotated(), found.program, stated_peak=peak(found.program), limit=1 << 34, mesh=found.plan.mesh)
+            laws = certificate.check(
+                found.plan.annotated(), found.program, stated_peak=peak(found.program), limit=1 << 34, mesh=found.plan.mesh
+            )
             assert laws["memory"] >= 2 * found.program.devices
 
 
@@ -134,7 +137,9 @@ def test_coverage_is_exact():
     for _ in range(300):
         rank = rng.randint(1, 3)
         target = tuple((lo := rng.randint(0, 3), lo + rng.randint(0, 4)) for _ in range(rank))
-        boxes = [tuple((lo := rng.randint(0, 6), lo + rng.randint(0, 4)) for _ in range(rank)) for _ in range(rng.randint(0, 5))]
+        boxes = [
+            tuple((lo := rng.randint(0, 6), lo + rng.randint(0, 4)) for _ in range(rank)) for _ in range(rng.randint(0, 5))
+        ]
         gap, twice = coverage(boxes, target)
         counts = {point: sum(all(lo <= x < hi for x, (lo, hi) in zip(point, b)) for b in boxes) for point in _points(target)}
         assert (gap is None) == all(n > 0 for n in counts.values())

@@ -20,8 +20,8 @@ from tapestry.ir.program import Program, Reduce, Transfer, transfer_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.runtime.processes.distributed import RankMachine
-from tapestry.runtime.processes.heartbeat import Pulse, shared
+from tapestry.runtime.processes.distributed import RankExecutor
+from tapestry.runtime.processes.heartbeat import Heartbeat, shared
 from tapestry.verify.deadlock import Exchange, check, scripts, simulate
 from tests.support.small_models import case, mesh_of, random_plan
 
@@ -80,7 +80,7 @@ class Recorder:
 
     rank: int
     world: int
-    pulse: Pulse
+    heartbeat: Heartbeat
     script: list[Exchange] = field(default_factory=list)
     steps: int = 0
     left: int = 0
@@ -114,6 +114,8 @@ class Recorder:
 class Shapes:
     """A target that computes shapes alone."""
 
+    device = torch.device("meta")
+
     def kernel(self, graph: Graph, kernel):
         op = graph.ops[kernel.op]
         dtypes = [e.dtype for e in op.body] if kernel.mode == "partial" else [graph.tensors[t].dtype for t in op.outs]
@@ -124,29 +126,14 @@ class Shapes:
     def merge(self, monoid, states):
         return [torch.empty_like(x) for x in states[0]]
 
-    def slice(self, array, box, origin):
-        return torch.empty(shape(box), dtype=array.dtype, device="meta")
-
-    def assemble(self, box, dtype, pieces):
-        return torch.empty(shape(box), dtype=TORCH_DTYPES[dtype], device="meta")
-
-    def full(self, box, dtype, value):
-        return torch.empty(shape(box), dtype=TORCH_DTYPES[dtype], device="meta")
-
-    def nbytes(self, array):
-        return array.numel() * array.element_size()
-
-    def packs(self, run):
-        return {}
-
 
 def posted(plan: Plan, program: Program, world: int) -> list[list[Exchange]]:
     """What every rank really posts, without the outputs' way to rank 0."""
     slots, out, tensors = shared(world), [], plan.graph.tensors
     source = lambda t, box: torch.empty(shape(box), dtype=TORCH_DTYPES[tensors[t].dtype], device="meta")  # noqa: E731
     for r in range(world):
-        wire = Recorder(r, world, Pulse(slots, r), steps=len(program.steps))
-        machine = RankMachine(plan.graph, program, Shapes(), source, plan.streamed, wire=wire)  # type: ignore[arg-type]
+        wire = Recorder(r, world, Heartbeat(slots, r), steps=len(program.steps))
+        machine = RankExecutor(plan.graph, program, Shapes(), source, plan.streamed, wire=wire)  # type: ignore[arg-type]
         machine.run(source)
         out.append([e for e in wire.script if e.tag[0] < len(program.steps)])
     return out

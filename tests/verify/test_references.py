@@ -13,7 +13,7 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry.errors import BuildError, LawError
-from tapestry.pipeline import verify_build
+from tapestry.saved_build import verify_build
 from tests.support.command_line import run
 from tests.support.faults.file_faults import edited
 from tests.support.small_models import N

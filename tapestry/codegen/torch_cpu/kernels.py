@@ -11,7 +11,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention
-from tapestry.codegen.torch_cpu.base import contract, grouped_rows, scalars
+from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held, product
@@ -84,7 +84,7 @@ def _partial(op: Block, part: Callable[[Sequence[Tensor | None]], list[Tensor]])
     def run(ins: Sequence[Tensor | None], before: Sequence[Tensor]) -> list[Tensor]:
         assert op.monoid
         found = part(ins)
-        return scalars.combine(op.monoid, list(before), found, dtypes) if before else found
+        return state_merges.combine(op.monoid, list(before), found, dtypes) if before else found
 
     return run
 
@@ -122,7 +122,7 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     body = Expressions(op, graph, kernel, op.body, frame)
     keep, monoid = len(op.dims), op.monoid
     assert monoid is not None
-    return lambda ins: scalars.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], keep)
+    return lambda ins: state_merges.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], keep)
 
 
 def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:

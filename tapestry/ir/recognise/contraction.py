@@ -8,9 +8,9 @@ from math import prod
 from typing import Protocol
 
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, uncast, walk
-from tapestry.ir.graph import Block, Dim, Inner
+from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import dim, dims_of
-from tapestry.ir.monoid import MONOIDS, Primitive, Product, primitive_of
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product, primitive_of
 from tapestry.ir.recognise.exponential import exponential
 
 INT8 = frozenset({"i8", "u8"})
@@ -82,11 +82,27 @@ def _widens(product: Call, dtype: str) -> bool:
     return dtype == product.dtype or (small and dtype in ("i32", "i64", "f32", "f64"))
 
 
+def sides(op: Nest) -> tuple[Expr, Expr, frozenset[str], frozenset[str]] | None:
+    """The two factors of a contraction and the dimensions of each."""
+    pair = factors(op)
+    return None if pair is None else (*pair, dims_read(op, pair[0]), dims_read(op, pair[1]))
+
+
+def only_reads(op: Block) -> tuple[Read, Read] | None:
+    """The reads of a contraction of two tensors as they are, unguarded, with nothing computed before or after."""
+    pair = factors(op)
+    if pair is None or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits or op.inner:
+        return None
+    if {type(e) for e in pair} != {Arg} or pair[0] == pair[1] or pair[0].dtype != op.body[0].dtype:
+        return None
+    return None if any(r.other is not None for r in op.reads) else (op.reads[0], op.reads[1])
+
+
 def only_sums(monoid: str | None) -> bool:
     """Whether a monoid is one sum, or several side by side."""
     structure = MONOIDS[monoid].structure if monoid in MONOIDS and monoid else None
     parts = [p.structure for p in structure.parts] if isinstance(structure, Product) else [structure]
-    return all(isinstance(p, Primitive) and p.fn == "add" for p in parts)
+    return all(isinstance(p, ByPrimitive) and p.fn == "add" for p in parts)
 
 
 def products(op: Nest) -> tuple[tuple[Expr, Expr], ...] | None:
@@ -168,14 +184,14 @@ class Roles:
     """The dimensions of a reduction of a product as axes of the product's tiles.
 
     Attributes:
-        turned: whether the second factor's dimensions are the rows.
+        swapped: whether the second factor's dimensions are the rows.
         rows, columns: of a tile; columns are reduced dimensions where the tile is folded, else map dimensions.
         batch: map dimensions that every tile has one point of.
         taps: reduced dimensions whose points are tiles one after another.
         folds: whether columns are reduced within a tile.
     """
 
-    turned: bool
+    swapped: bool
     rows: tuple[Dim, ...]
     columns: tuple[Dim, ...]
     batch: tuple[Dim, ...]
@@ -195,24 +211,24 @@ def roles(dims: Sequence[Dim], reduce: Sequence[Dim], first: frozenset[str], sec
     independent programs. ``None`` where a factor has no dimension of its own, so that there is no matrix product.
     """
     found: list[tuple[float, Roles]] = []
-    for turned, own, other in ((False, first - second, second - first), (True, second - first, first - second)):
+    for swapped, own, other in ((False, first - second, second - first), (True, second - first, first - second)):
         rows, columns = (tuple(d for d in dims if d.name in s) for s in (own, other))
         folded = tuple(d for d in reduce if d.name in other)
-        if not turned and _points(rows) > 1 and _points(columns) > 1:
+        if not swapped and _points(rows) > 1 and _points(columns) > 1:
             r = _roles(dims, reduce, False, rows, columns, folds=False)
             found.append((2.0 * r.lanes, r))
         if _points(folded) >= MIN_FOLD and (own & {d.name for d in (*dims, *reduce)}):
-            r = _roles(dims, reduce, turned, rows, folded, folds=True)
+            r = _roles(dims, reduce, swapped, rows, folded, folds=True)
             found.append((float(r.lanes), r))
     return min(found, key=lambda f: f[0])[1] if found else None
 
 
 def _roles(
-    dims: Sequence[Dim], reduce: Sequence[Dim], turned: bool, rows: tuple[Dim, ...], columns: tuple[Dim, ...], *, folds: bool
+    dims: Sequence[Dim], reduce: Sequence[Dim], swapped: bool, rows: tuple[Dim, ...], columns: tuple[Dim, ...], *, folds: bool
 ) -> Roles:
     batch = tuple(d for d in dims if d not in (*rows, *columns))
     taps = tuple(d for d in reduce if d not in columns)
-    return Roles(turned=turned, rows=rows, columns=columns, batch=batch, taps=taps, folds=folds)
+    return Roles(swapped=swapped, rows=rows, columns=columns, batch=batch, taps=taps, folds=folds)
 
 
 def _padded(n: int) -> int:
@@ -260,11 +276,14 @@ def folded_roles(op: Block) -> Roles | None:
     Where it keeps elements of rows, a tile has whole rows, and the column is no dimension of the product.
     """
     product = inner_product(op) if op.monoid and exponential(op.monoid, sums=2) is None else None
-    if product is None:
-        return None
-    inner = {d.name for d in op.inner_dims}
-    first, second = (dims_varied(op, e) - inner for e in product.args)
-    return whole_rows(op.dims, op.reduce, first, second, kept(op.monoid, op.dims, op.reduce, op.body))
+    return product_roles(op, product, kept(op.monoid, op.dims, op.reduce, op.body)) if product else None
+
+
+def product_roles(op: Nest, product: Call, row: Kept | None) -> Roles | None:
+    """The roles of dimensions in a product that an operation sums, or sums and then reduces (``row``: see `whole_rows`)."""
+    summed = {d.name for s in op.inner for d in s.dims} or {d.name for d in op.reduce}
+    first, second = (dims_varied(op, e) - summed for e in product.args)
+    return whole_rows(op.dims, op.reduce if op.inner else (), first, second, row)
 
 
 def whole_rows(

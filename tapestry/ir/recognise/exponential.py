@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tapestry.ir.expr import Arg, Call, Const, Expr
-from tapestry.ir.monoid import MONOIDS, Monoid, Primitive, Product, Rebased, highest, lowest
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product, Rebased, highest, lowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ def exponential(monoid: str | None, sums: int = 0) -> Exponential | None:
 @lru_cache(maxsize=1 << 8)
 def _exponential(monoid: Monoid) -> Exponential | None:
     s = monoid.structure
-    if not isinstance(s, Rebased) or not isinstance(s.centre.structure, Primitive):
+    if not isinstance(s, Rebased) or not isinstance(s.centre.structure, ByPrimitive):
         return None
     parts = s.acted.structure.parts if isinstance(s.acted.structure, Product) else (s.acted,)
-    if any(p.structure != Primitive("add") for p in parts):
+    if any(p.structure != ByPrimitive("add") for p in parts):
         return None
     old, new, *sums = (Arg(k, "f64") for k in range(2 + len(parts)))
     rates = {_rate(e, x) for e, x in zip(s.act((old,), (new,), tuple(sums)), sums, strict=True)}

@@ -16,7 +16,7 @@ from tapestry.ir.syntax.printer import INFIX
 from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight
 
 _TOKEN = re.compile(
-    r"""\s+|(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>(?:\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+))"""
+    r"""\s+|\#[^\n]*|(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>(?:\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+))"""
     r"""|(?P<ident>[A-Za-z_][A-Za-z0-9_.]*)|(?P<punct>>=|==|[\[\](),:=|*/+;-])"""
 )
 

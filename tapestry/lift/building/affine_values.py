@@ -20,9 +20,9 @@ DEPTH = 40  # operations followed back at most
 
 def affine_value(b: Builder, tensor: str, at: tuple[Aff, ...], ranges: dict[str, int], depth: int = DEPTH) -> Aff | None:
     """The value of an integer tensor at a position, as an index expression over the dimensions of ``ranges``, or None."""
-    known = b.value(tensor)
-    if known is not None:
-        return _constant(b, tensor, known, at, ranges)
+    value = b.value(tensor)
+    if value is not None:
+        return _constant(b, tensor, value, at, ranges)
     op = b.maker.get(tensor)
     if depth == 0 or op is None or op.monoid is not None or b.tensors[tensor].dtype not in INTEGERS:
         return None
@@ -44,14 +44,11 @@ def _constant(b: Builder, name: str, value: np.ndarray, at: tuple[Aff, ...], ran
         return const(int(value[place])) if inside else None
     if name not in b.fits:
         b.fits[name] = fit(value)
-    found = b.fits[name]
-    if found is None or not _inside(at, value.shape, ranges):
+    progression = b.fits[name]
+    if progression is None or not _inside(at, value.shape, ranges):
         return None
-    first, steps = found
-    out = const(first)
-    for e, step in zip(at, steps, strict=True):
-        out = out + e * step
-    return out
+    first, steps = progression
+    return sum((e * step for e, step in zip(at, steps, strict=True)), const(first))
 
 
 def _inside(at: tuple[Aff, ...], shape: tuple[int, ...], ranges: dict[str, int]) -> bool:
@@ -62,7 +59,7 @@ def _inside(at: tuple[Aff, ...], shape: tuple[int, ...], ranges: dict[str, int])
 def fit(value: np.ndarray) -> tuple[int, list[int]] | None:
     """First element and step per axis, if the array is an arithmetic progression along every axis."""
     first = int(value.reshape(-1)[0])
-    steps = []
+    steps: list[int] = []
     total = np.full(value.shape, first, np.int64)
     for axis, size in enumerate(value.shape):
         corner = [0] * value.ndim
@@ -105,10 +102,8 @@ class _Walk:
             return None if verdict is None else self.value(e.args[1 if verdict else 2])
         if e.fn not in ("add", "sub", "mul", "div", "mod", "neg"):
             return None
-        values = [self.value(a) for a in e.args]
-        if any(v is None for v in values):
-            return None
-        return self.arithmetic(e.fn, [v for v in values if v is not None])
+        values = [v for a in e.args if (v := self.value(a)) is not None]
+        return self.arithmetic(e.fn, values) if len(values) == len(e.args) else None
 
     def arithmetic(self, fn: str, v: list[Aff]) -> Aff | None:
         if fn == "neg":

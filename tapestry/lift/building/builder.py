@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, HOST, Tensor
 from tapestry.lift.file.external_data import dtype_name
+from tapestry.lift.file.protos import captured, static_shape
 
 DTYPE_OF: dict[int, str] = {
     TensorProto.DOUBLE: "f64", TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16",
@@ -29,6 +31,16 @@ DTYPE_OF: dict[int, str] = {
 }  # fmt: skip
 
 Index = Sequence[Aff]
+Operand = tuple[Read, Tensor]  # a projection to a tensor, with its type
+Body = (  # of what is read, in order; the longer ones first, so that a lambda's parameters get their types
+    Callable[[Expr, Expr, Expr, Expr, Expr, Expr, Expr], Expr]
+    | Callable[[Expr, Expr, Expr, Expr, Expr, Expr], Expr]
+    | Callable[[Expr, Expr, Expr, Expr, Expr], Expr]
+    | Callable[[Expr, Expr, Expr, Expr], Expr]
+    | Callable[[Expr, Expr, Expr], Expr]
+    | Callable[[Expr, Expr], Expr]
+    | Callable[[Expr], Expr]
+)
 
 
 def literal(value: Any, dtype: str) -> Expr:
@@ -49,10 +61,9 @@ MAX_RANK = 32  # an index space may have as many reduced dimensions again, and a
 
 def tensor_of(name: str, type_: TypeProto | None) -> Tensor:
     """The tensor of an ONNX type, or the value of the host where no device could hold one."""
-    if type_ is not None and type_.HasField("tensor_type"):
-        t = type_.tensor_type
-        if t.elem_type in DTYPE_OF and t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim):
-            return _sane(Tensor(name=name, dtype=DTYPE_OF[t.elem_type], shape=tuple(d.dim_value for d in t.shape.dim)))
+    shape = static_shape(type_)
+    if type_ is not None and shape is not None and type_.tensor_type.elem_type in DTYPE_OF:
+        return _sane(Tensor(name=name, dtype=DTYPE_OF[type_.tensor_type.elem_type], shape=tuple(shape)))
     return Tensor(name=name, dtype=HOST, shape=(), about=about(type_))
 
 
@@ -101,7 +112,10 @@ class Builder:
         types: ONNX type of every value of the prepared model.
         known: values known at compile time (initializers and Constant nodes), decoded when asked for.
         steps: whether recurrences are lifted step by step.
-        tensors, ops: what has been emitted; ``used`` are the weights and constants that some operation reads.
+        tensors, ops: what has been emitted.
+        maker: tensor to the block that writes it, of blocks with one result.
+        made: values of constants that a lifter made up.
+        fits: arithmetic progressions that index tensors are (`affine_values`).
     """
 
     def __init__(
@@ -113,9 +127,9 @@ class Builder:
         self.ops: list[Op] = []
         self.maker: dict[str, Block] = {}
         self.constants: dict[str, np.ndarray] = {}
-        self.made: dict[str, np.ndarray] = {}  # constants that a lifter made up
+        self.made: dict[str, np.ndarray] = {}
         self._names: set[str] = set(types)
-        self.fits: dict[str, Any] = {}  # affine fits of constant index tensors (lift.affine)
+        self.fits: dict[str, tuple[int, list[int]] | None] = {}
 
     def value(self, name: str) -> np.ndarray | None:
         """The value of a tensor known at compile time, else None."""
@@ -126,6 +140,12 @@ class Builder:
         if name not in self.constants:
             self.constants[name] = onnx.numpy_helper.to_array(self.known[name])
         return self.constants[name]
+
+    def constant(self, name: str, value: np.ndarray, dtype: str) -> str:
+        """Make a tensor that holds a value; returns its name."""
+        self.made[name] = np.ascontiguousarray(value).reshape(value.shape)
+        self.tensors[name] = Tensor(name=name, dtype=dtype, shape=value.shape)
+        return name
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of an ONNX value; a value of the host where its type or shape is not known before the run."""
@@ -164,8 +184,6 @@ class Node:
 
     def beyond_blocks(self) -> str:
         """Why the node cannot become block operations, whatever it computes; "" when nothing speaks against it."""
-        from tapestry.lift.file.structure import captured
-
         for name in (*self.ins, *captured(self.proto), *self.outs):
             t = self.b.tensor(name) if name else None
             if t is not None and t.on_host:
@@ -213,9 +231,9 @@ class Node:
 
     def ints(self, k: int, attr: str = "") -> list[int] | None:
         """A list of integers given by input k or (in older opsets) by an attribute."""
-        found = self.const(k) if self.has(k) else None
-        if found is not None:
-            return [int(v) for v in found.reshape(-1)]
+        value = self.const(k)
+        if value is not None:
+            return [int(v) for v in value.reshape(-1)]
         given = self.attr(attr) if attr else None
         return None if given is None or self.has(k) else [int(v) for v in given]
 
@@ -227,27 +245,23 @@ class Node:
         return axis + rank if axis < 0 else axis
 
     # reads
-    def read(self, name: str, index: Index, other: Any = None, when: tuple[Guard, ...] = ()) -> tuple[Read, Tensor]:
+    def read(self, name: str, index: Index, other: Any = None, when: tuple[Guard, ...] = ()) -> Operand:
         """A projection to a tensor by name, with its type."""
         t = self.b.tensor(name)
         assert len(index) == len(t.shape), f"{self.where}: {name} has rank {len(t.shape)}, index {index}"
         return Read(tensor=name, index=tuple(index), other=None if other is None else plain(other, t.dtype), when=when), t
 
-    def block(
-        self, out: str | Tensor, dims: Sequence[Dim], reads: Sequence[tuple[Read, Tensor]],
-        body: Callable[..., Expr], dtype: str = "",
-    ) -> str:  # fmt: skip
-        """Emit a map; ``body`` is given one expression per read. Returns the name of the tensor written."""
-        e = body(*(Arg(k, t.dtype) for k, (_, t) in enumerate(reads)))
+    def block(self, out: str | Tensor, dims: Sequence[Dim], reads: Sequence[Operand], body: Body | Expr) -> str:
+        """Emit a map; ``body`` is an expression over the reads, or makes it of them. Returns the name of the tensor written."""
+        e = body(*(Arg(k, t.dtype) for k, (_, t) in enumerate(reads))) if callable(body) else body
         t = self._result(out, dims, e.dtype)
-        assert not dtype or e.dtype == dtype, f"{self.where}: body is {e.dtype}, not {dtype}"
         op = Block(outs=(t.name,), dims=tuple(dims), reads=tuple(r for r, _ in reads), body=(e,), source=(self.source,))
         self.b.emit(op, [t])
         return t.name
 
     def reduce(
         self, outs: Sequence[str], dims: Sequence[Dim], reduced: Sequence[Dim], monoid: str,
-        reads: Sequence[tuple[Read, Tensor]], body: Sequence[Expr], then: Sequence[Expr] = (),
+        reads: Sequence[Operand], body: Sequence[Expr], then: Sequence[Expr] = (),
     ) -> tuple[str, ...]:  # fmt: skip
         """Emit a reduction; a single output takes the first state field when there is no ``then``."""
         results = then or body
@@ -263,7 +277,7 @@ class Node:
         self, out: str | Tensor, src: str, dims: Sequence[Dim], index: Index, other: Any = None, when: tuple[Guard, ...] = ()
     ) -> str:
         """Emit a view of one tensor: the body is the value read."""
-        return self.block(out, dims, [self.read(src, index, other, when)], lambda x: x)
+        return self.block(out, dims, [self.read(src, index, other, when)], Arg(0, self.b.tensor(src).dtype))
 
     def _result(self, out: str | Tensor, dims: Sequence[Dim], dtype: str) -> Tensor:
         name = out.name if isinstance(out, Tensor) else out
@@ -279,19 +293,17 @@ class Node:
         base = next(o for o in self.outs[k:] + self.outs if o)
         return self.b.fresh(f"{base}.{suffix}")
 
-    def operand(self, k: int, dims: Sequence[Dim]) -> tuple[Expr | None, tuple[Read, Tensor] | None]:
-        """Input k broadcast over ``dims``: a literal when it is one known number, else a read."""
+    def operand(self, k: int, dims: Sequence[Dim], reads: list[Operand]) -> Expr:
+        """Input k broadcast over ``dims``: a literal when it is one known number, else one more of the reads."""
         value = self.const(k)
-        if value is not None and value.size == 1 and self.dtype(k) != "":
-            return literal(value.reshape(-1)[0].item(), self.dtype(k)), None
-        return None, self.read(self.ins[k], broadcast(self.shape(k), dims))
+        if value is not None and value.size == 1:
+            return literal(value.reshape(-1)[0].item(), self.dtype(k))
+        reads.append(self.read(self.ins[k], broadcast(self.shape(k), dims)))
+        return Arg(len(reads) - 1, self.dtype(k))
 
-    def opaque(self, why: str, dims: Sequence[Dim] = (), in_axes: Mapping[int, Sequence[int | None]] | None = None,
-               out_axes: Mapping[int, Sequence[int | None]] | None = None) -> None:  # fmt: skip
-        """Emit the node as it is; the axes of ``dims`` in each input and output, None where one has no such axis."""
-        from tapestry.lift.building.opaque import emit_opaque
-
-        emit_opaque(self, why, dims, in_axes or {}, out_axes or {})
+    def constant(self, name: str, value: np.ndarray, dtype: str) -> str:
+        """A new tensor that holds a value; its name, after output 0."""
+        return self.b.constant(self.temp(name), value, dtype)
 
 
 def axes(shape: Sequence[int], prefix: str = "x") -> tuple[Dim, ...]:
@@ -313,3 +325,18 @@ def broadcast(shape: Sequence[int], dims: Sequence[Dim]) -> list[Aff]:
 def accumulator(dtype: str) -> str:
     """The dtype in which sums over a dtype are accumulated."""
     return "f32" if dtype in ("f16", "bf16") else dtype
+
+
+def every(tests: Iterable[Expr]) -> Expr:
+    """Whether all tests hold, of which there is at least one."""
+    return reduce(lambda a, b: call("and", a, b), tests)
+
+
+def inside(place: Expr, size: int) -> tuple[Expr, Expr]:
+    """Tests of whether a position (an i64) is one of an axis."""
+    return call("ge", place, number(0, "i64")), call("lt", place, number(size, "i64"))
+
+
+def from_front(place: Expr, size: int) -> Expr:
+    """A position (an i64) counted from the front, where a negative one counts from the back."""
+    return call("where", call("lt", place, number(0, "i64")), call("add", place, number(size, "i64")), place)

@@ -2,67 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
-import onnx
-from onnx import TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from tapestry.errors import ModelError, refusing
-from tapestry.lift.building import opaque, pointwise
+from tapestry.lift.building import opaque
 from tapestry.lift.building.builder import Builder, Node
 from tapestry.lift.building.registry import find
-from tapestry.lift.file.structure import node_name
-from tapestry.lift.normalize.prepare import SOURCE, Prepared
-from tapestry.lift.operators.ml import ML
+from tapestry.lift.file.protos import ML, node_name, source_of
+from tapestry.lift.file.structure import opsets_of
 
 SUSPECT = "check the model with onnx.checker and onnxruntime; if they take it, this is a bug of Tapestry's"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A static model to lift.
+
+    Attributes:
+        types: the type of every value.
+        hinted: values whose shape the file declares and inference does not imply.
+    """
+
+    model: ModelProto
+    types: Mapping[str, TypeProto]
+    hinted: frozenset[str] = frozenset()
 
 
 def lift_nodes(prepared: Prepared, seed: int, steps: bool) -> Builder:
     """The operations of a prepared model's nodes.
 
     Args:
+        seed: session seed of the random operators.
         steps: whether recurrences are lifted step by step.
 
     Raises:
         ModelError: a node does not fit its operator.
     """
     graph = prepared.model.graph
-    known = {t.name: t for t in graph.initializer if t.data_type != TensorProto.STRING}
-    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in prepared.model.opset_import}
-    nodes = [onnx.helper.make_node("Constant", [], [t.name], value=t) for t in graph.initializer if t.name not in known]
+    stored = {t.name: t for t in graph.initializer if t.data_type != TensorProto.STRING}
+    nodes = [helper.make_node("Constant", [], [t.name], value=t) for t in graph.initializer if t.name not in stored]
     for node in graph.node:
         value = _constant(node) if node.op_type == "Constant" else None
         if value is None:
             nodes.append(node)
         else:
-            known[node.output[0]] = value
-    version = opsets.get("", 1)
-    builder = Builder(prepared.types, known, opsets, seed, steps)
+            stored[node.output[0]] = value
+    builder = Builder(prepared.types, stored, opsets_of(prepared.model), seed, steps)
     for proto in nodes:
-        source = next((p.value for p in proto.metadata_props if p.key == SOURCE), node_name(proto))
-        node = Node(builder, proto, version, source)
-        why, lifter = node.beyond_blocks(), find(proto, version)
-        declared = bool(proto.output) and proto.output[0] in prepared.hinted
-        if declared and lifter is not None and proto.domain != ML:  # (onnx infers no shapes of that domain)
-            why = why or "its shape is declared, and depends on the data"
-        with refusing(ModelError, "the node does not fit its operator", node.where, SUSPECT):
-            if not why and pointwise.touches_stored(node) and proto.op_type not in pointwise.MOVES:
-                pointwise.lift_stored(node)
-            elif why or lifter is None or lifter(node) is False:
-                node.opaque(opaque.reason(node, why))
+        _lift_node(Node(builder, proto, builder.opsets.get("", 1), source_of(proto)), prepared.hinted)
     return builder
 
 
-def _constant(node: onnx.NodeProto) -> TensorProto | None:
+def _lift_node(node: Node, hinted: frozenset[str]) -> None:
+    why, lifter = node.beyond_blocks(), find(node.proto, node.version)
+    declared = bool(node.outs) and node.outs[0] in hinted
+    if declared and lifter is not None and node.proto.domain != ML:  # (onnx infers no shapes of that domain)
+        why = why or "its shape is declared, and depends on the data"
+    with refusing(ModelError, "the node does not fit its operator", node.where, SUSPECT):
+        if not why and opaque.touches_stored(node) and node.kind not in opaque.MOVES:
+            opaque.lift_stored(node)
+        elif why or lifter is None or lifter(node) is False:
+            opaque.emit_opaque(node, opaque.reason(node, why))
+
+
+def _constant(node: NodeProto) -> TensorProto | None:
     """The value of a Constant node, which its attributes may give in several ways; None when it is text."""
     a = node.attribute[0]
     if a.name in ("value_string", "value_strings") or (a.name == "value" and a.t.data_type == TensorProto.STRING):
         return None
     if a.name == "value":
         return a.t
-    value = onnx.helper.get_attribute_value(a)
-    if a.name in ("value_float", "value_floats"):
-        return onnx.numpy_helper.from_array(np.array(value, np.float32))
-    if a.name in ("value_int", "value_ints"):
-        return onnx.numpy_helper.from_array(np.array(value, np.int64))
-    raise ModelError("constants of this kind are not supported", where=f"node '{node_name(node)}'", why=f"it has {a.name}")
+    dtype = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}.get(a.name)
+    if dtype is None:
+        where = f"node '{node_name(node)}'"
+        raise ModelError("constants of this kind are not supported", where=where, why=f"it has {a.name}")
+    return numpy_helper.from_array(np.array(helper.get_attribute_value(a), dtype))

@@ -1,4 +1,7 @@
-"""Operators without an affine form: kept as ONNX nodes, with the dimensions along which they may still be split."""
+"""Nodes without an affine form: they stay ONNX nodes, with the dimensions along which they may still be split.
+
+Nodes that work cell by cell, on types that no expression computes with, are opaque too, and split along every axis.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,27 @@ from collections.abc import Mapping, Sequence
 from onnx import NodeProto, helper
 
 from tapestry.ir.graph import Dim, Opaque
+from tapestry.ir.types import FLOAT8, FLOATS, STORED
 from tapestry.lift.building.builder import Node
-from tapestry.lift.building.registry import lifts
-from tapestry.lift.file.structure import captured, subgraphs
-from tapestry.lift.normalize.unroll import WHY_NOT, rename_captured
+from tapestry.lift.file.protos import WHY_NOT, attributes, captured, is_standard, nested, rename_captured, subgraphs
 from tapestry.onnx_eval.opaque_node import RANDOM
 
 Axes = Mapping[int, Sequence[int | None]]
+MOVES = frozenset(
+    {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Transpose", "Expand", "Tile", "Slice", "Split", "Concat"}
+)
+WIDENING = frozenset({"Cast", "CastLike", "DequantizeLinear"})
+CELL_BY_CELL = frozenset({"Cast", "CastLike", "BitCast", "QuantizeLinear", "DequantizeLinear"})
 
 
-def emit_opaque(n: Node, why: str, dims: Sequence[Dim], in_axes: Axes, out_axes: Axes) -> None:
-    """Emit a node as an `Opaque`: inputs renamed in0.., outputs out0.., outer names of its subgraphs made inputs too."""
+def emit_opaque(n: Node, why: str, dims: Sequence[Dim] = (), in_axes: Axes = {}, out_axes: Axes = {}) -> None:  # noqa: B006
+    """Emit a node as an `Opaque`: inputs renamed in0.., outputs out0.., outer names of its subgraphs made inputs too.
+
+    Args:
+        why: what keeps the node from being block operations.
+        dims: dimensions that the node commutes with splitting along.
+        in_axes, out_axes: for each input and output, its axis along every one of ``dims``; None where it has none.
+    """
     proto = NodeProto()
     proto.CopyFrom(n.proto)
     proto.ClearField("metadata_props")
@@ -71,33 +84,54 @@ def reason(n: Node, why: str) -> str:
 
 def _seed(node: NodeProto, n: Node) -> None:
     """Give random operators without a seed one of the node's own, so that every device draws the same numbers."""
-    stack = [node]
-    while stack:
-        at = stack.pop()
-        if at.op_type in RANDOM and at.domain in ("", "ai.onnx") and not any(a.name == "seed" for a in at.attribute):
+    for at in nested([node]):
+        if is_standard(at, *RANDOM) and "seed" not in attributes(at):
             text = f"{n.b.seed}|{n.source}|{at.output[0]}"
             value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "little")
             at.attribute.append(helper.make_attribute("seed", value if at.op_type == "Dropout" else float(value)))
-        stack += [inner for g in subgraphs(at) for inner in g.node]
 
 
-def _along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,)) -> None:
-    """Opaque, splittable along the given axes of the first input, which some inputs and all outputs share."""
-    shape = n.shape(0)
-    dims = [Dim(f"x{a}", shape[a]) for a in axes]
-    in_axes = {k: list(axes) for k in ins if n.has(k)}
-    n.opaque(why, dims, in_axes, {k: list(axes) for k in range(len(n.outs))})
+# cell by cell
 
 
-@lifts("TopK")
-def lift_sorted(n: Node) -> None:
-    """Selection by value along one axis: independent along the others."""
-    rank = len(n.shape(0))
-    at = n.axis(-1, rank)
-    _along(n, f"selects by value along axis {at}", [a for a in range(rank) if a != at])
+def touches_stored(n: Node) -> bool:
+    """Whether the node computes with a type that is only stored (8 bits of float, 4 of integer, complex)."""
+    if n.kind in WIDENING and n.dtype(0) in FLOAT8 and n.out().dtype in FLOATS:
+        return False
+    names = [*n.ins, *n.outs]
+    return any(n.b.tensor(name).dtype in STORED for name in names if name)
 
 
-@lifts("GridSample")
-def lift_grid_sample(n: Node) -> None:
-    """Sampling at computed places, image by image."""
-    n.opaque("samples where the grid says", [Dim("b", n.shape(0)[0])], {0: [0], 1: [0]}, {0: [0]})
+def lift_stored(n: Node) -> None:
+    """A node on stored types that does more than move them."""
+    why = "its types are stored, not computed with"
+    x, y = n.tensor(0) if n.has(0) else None, n.out()
+    if n.kind not in CELL_BY_CELL or x is None or x.shape != y.shape:
+        emit_opaque(n, why)
+        return
+    emit_cells(n, why)
+
+
+def emit_cells(n: Node, why: str) -> None:
+    """Emit a node that maps every cell of its first input to the same cell of its output.
+
+    Scales and zero points go along with the axis they are given for; blocked ones only along the axes they share.
+    """
+    x = n.tensor(0)
+    dims = n.out_dims()
+    axis = min(n.axis(1, len(x.shape)), len(x.shape) - 1) if len(x.shape) > 1 else 0  # of the scales
+    in_axes: dict[int, list[int | None]] = {0: list(range(len(dims)))}
+    blocked = bool(n.attr("block_size", 0))
+    for k in range(1, len(n.ins)):
+        if not n.has(k) or n.kind == "CastLike":
+            continue
+        shape = n.shape(k)
+        if blocked and len(shape) == len(dims):
+            in_axes[k] = [a if a != axis and shape[a] == x.shape[a] else None for a in range(len(dims))]
+        elif len(shape) == 1 and shape != (1,) and len(x.shape) > 0:
+            in_axes[k] = [0 if a == axis else None for a in range(len(dims))]
+        elif len(shape) == len(dims) and len(dims) > 1:
+            blocked = True
+            in_axes[k] = [a if shape[a] == x.shape[a] else None for a in range(len(dims))]
+    axes = [a for a in range(len(dims)) if not (blocked and a == axis)]
+    emit_opaque(n, why, [dims[a] for a in axes], {k: [v[a] for a in axes] for k, v in in_axes.items()}, {0: axes})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+from onnx import ModelProto
 
 from tapestry.errors import ModelError
-from tapestry.lift.file.structure import node_name, subgraphs
+from tapestry.lift.file.protos import model_nodes, node_name
 
 HINT = "look at this place of the model (netron shows it), and check it with onnx.checker.check_model; then export it again"
 
@@ -18,24 +17,12 @@ def complete(e: ModelError, model: ModelProto) -> ModelError:
     e.hint = e.hint or HINT
     found = re.fullmatch(r"(?:node )?'([^']*)'", e.where)
     if found and not e.where.startswith("node"):  # a value: whoever makes it
-        maker = next((n for n in _nodes(model) if found[1] in n.output), None)
+        maker = next((n for n in model_nodes(model) if found[1] in n.output), None)
         if maker is not None:
             e.where = f"node '{node_name(maker)}' ({maker.op_type}), result '{found[1]}'"
     elif found or re.fullmatch(r"[^' ]+", e.where):
         name = found[1] if found else e.where
-        node = next((n for n in _nodes(model) if node_name(n) == name), None)
+        node = next((n for n in model_nodes(model) if node_name(n) == name), None)
         if node is not None:
             e.where = f"node '{name}' ({node.op_type})"
     return e
-
-
-def _nodes(model: ModelProto) -> Iterator[NodeProto]:
-    """Every node, those of functions and of subgraphs included."""
-    stack: list[GraphProto | FunctionProto | NodeProto] = [*model.functions, model.graph]
-    while stack:
-        at = stack.pop()
-        if isinstance(at, NodeProto):
-            yield at
-            stack += subgraphs(at)
-        else:
-            stack += at.node

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 
 import numpy as np
-from onnx import AttributeProto, GraphProto, ModelProto, SparseTensorProto, TensorProto, numpy_helper
+from onnx import AttributeProto, ModelProto, SparseTensorProto, TensorProto, numpy_helper
 
 from tapestry.errors import ModelError
 from tapestry.lift.file.external_data import check_inline, tensor_bytes
+from tapestry.lift.file.protos import nested, subgraphs
 
 MOST = 1 << 28  # bytes of all of a model's, once dense
 
@@ -21,7 +21,7 @@ def densify(model: ModelProto) -> None:
         ModelError: a tensor that contradicts itself, or would be too large.
     """
     left = MOST
-    for graph in _graphs(model.graph):
+    for graph in [model.graph, *(g for n in nested(model.graph.node) for g in subgraphs(n))]:
         for sparse in graph.sparse_initializer:
             left -= _size(sparse, left)
             graph.initializer.append(_dense(sparse))
@@ -32,16 +32,6 @@ def densify(model: ModelProto) -> None:
                     left -= _size(a.sparse_tensor, left)
                     dense = _dense(a.sparse_tensor)
                     a.CopyFrom(AttributeProto(name="value", type=AttributeProto.TENSOR, t=dense))
-
-
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    stack = [graph]
-    while stack:
-        g = stack.pop()
-        yield g
-        for node in g.node:
-            for a in node.attribute:
-                stack.extend([a.g] if a.type == AttributeProto.GRAPH else a.graphs)
 
 
 def _size(sparse: SparseTensorProto, left: int) -> int:

@@ -6,12 +6,14 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
 from tapestry.errors import ModelError
 from tapestry.lift.file.external_data import check_file, check_inline, check_overlaps, parse_place, tensor_bytes
+from tapestry.lift.file.protos import captured, model_nodes, nested, node_name, replace_nodes, subgraphs
 from tapestry.lift.file.sparse import densify
 
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
@@ -64,35 +66,6 @@ def file_bytes(path: Path) -> bytes:
         return f.read()
 
 
-def node_name(node: NodeProto) -> str:
-    """The name by which messages and `source` call a node: its own, or its first output's."""
-    return node.name or next((o for o in node.output if o), node.op_type)
-
-
-def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """Graphs in a node's attributes."""
-    for a in node.attribute:
-        if a.type == AttributeProto.GRAPH:
-            yield a.g
-        elif a.type == AttributeProto.GRAPHS:
-            yield from a.graphs
-
-
-def captured(node: NodeProto) -> list[str]:
-    """Outer names that a node's subgraphs read, each once, in order."""
-    found: dict[str, None] = {}
-    for g in subgraphs(node):
-        own = {i.name for i in g.input} | {t.name for t in g.initializer} | {o for n in g.node for o in n.output}
-        for n in g.node:
-            for i in (*n.input, *captured(n)):
-                if i and i not in own:
-                    found[i] = None
-        for o in g.output:
-            if o.name not in own:
-                found[o.name] = None
-    return list(found)
-
-
 def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
     """Refuse a model that is malformed or whose external data is unsafe; sorts its nodes if they are not in order.
 
@@ -113,7 +86,7 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
     _check_recursion(model)
     check_operators(model.graph.node, functions, opsets)
     _check_references(model.graph.node)
-    _check_splits([*model.graph.node, *(n for f in model.functions for n in f.node)])
+    _check_splits(model)
     _check_names(model.graph, [])
     _check_sizes(model)
     for t in tensors(model):
@@ -143,25 +116,17 @@ def opsets_of(owner: ModelProto | FunctionProto) -> dict[str, int]:
 
 def _check_references(nodes: Iterable[NodeProto]) -> None:
     """Refuse attributes that refer to a function's, outside any function."""
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        stack.extend(n for g in subgraphs(node) for n in g.node)
+    for node in nested(nodes):
         for a in node.attribute:
             if a.ref_attr_name:
                 why = f"'{a.name}' refers to '{a.ref_attr_name}', and the node is in no function"
                 raise ModelError("an attribute without a value", where=f"node '{node_name(node)}'", why=why)
 
 
-def _check_splits(nodes: Iterable[NodeProto]) -> None:
+def _check_splits(model: ModelProto) -> None:
     """Refuse a Split that says another number of outputs, or of sizes, than it has: onnx's inference aborts the process."""
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        stack.extend(n for g in subgraphs(node) for n in g.node)
-        if node.op_type != "Split":
-            continue
-        for a in node.attribute:
+    for node in model_nodes(model):
+        for a in node.attribute if node.op_type == "Split" else ():
             said = a.i if a.name == "num_outputs" else len(a.ints) if a.name == "split" else len(node.output)
             if said != len(node.output) and not a.ref_attr_name:
                 why = f"{a.name} is for {said}, the node has {len(node.output)} outputs"
@@ -207,7 +172,7 @@ def check_attributes(model: ModelProto) -> None:
         if o.type.HasField("tensor_type"):
             o.type.tensor_type.shape.SetInParent()  # the checker wants one there; inference finds it when there is none
     try:
-        onnx.checker.check_model(trial)
+        cast(Any, onnx.checker).check_model(trial)  # (its types are incomplete)
     except onnx.checker.ValidationError as e:
         text = " ".join(str(e).split())
         raise ModelError("the model breaks ONNX's rules", why=text[:300], hint="export or download the file again") from None
@@ -229,12 +194,9 @@ def check_tensor(t: TensorProto, folder: Path, *, weights: bool) -> None:
 def tensors(model: ModelProto) -> Iterator[TensorProto]:
     """Every tensor with data in a model: initializers, attributes, and those of subgraphs."""
     yield from model.graph.initializer
-    stack: list[NodeProto] = [*model.graph.node, *(n for f in model.functions for n in f.node)]
-    while stack:
-        node = stack.pop()
+    for node in model_nodes(model):
         for a in node.attribute:
-            tensors = [a.t] if a.type == AttributeProto.TENSOR else list(a.tensors)
-            for t in tensors:
+            for t in [a.t] if a.type == AttributeProto.TENSOR else a.tensors:
                 if t.data_location == TensorProto.EXTERNAL and t.external_data:
                     hint = "keep the attribute's data inside the model, or make it an initializer"
                     where = f"node '{node_name(node)}' ({node.op_type})"
@@ -245,22 +207,18 @@ def tensors(model: ModelProto) -> Iterator[TensorProto]:
                 if t.data_location == TensorProto.EXTERNAL:
                     raise ModelError("external data in a subgraph is not supported", where=f"initializer '{t.name}'")
                 yield t
-            stack.extend(g.node)
 
 
-def check_operators(nodes: object, functions: set[tuple[str, str]], opsets: dict[str, int]) -> None:
+def check_operators(nodes: Iterable[NodeProto], functions: set[tuple[str, str]], opsets: dict[str, int]) -> None:
     """Refuse the first node, here or in a subgraph, whose operator nobody knows."""
-    stack: list[NodeProto] = list(nodes)  # type: ignore[call-overload]
-    known = {s.domain for s in onnx.defs.get_all_schemas()}
-    while stack:
-        node = stack.pop()
+    domains = {s.domain for s in onnx.defs.get_all_schemas()}
+    for node in nested(nodes):
         if isinstance(node.op_type, bytes):  # what protobuf makes of text that is none
             raise ModelError("a name in the model is not text", where="a node's operator", why=repr(node.op_type))
         domain = "" if node.domain == "ai.onnx" else node.domain
-        stack.extend(n for g in subgraphs(node) for n in g.node)
         if (node.domain, node.op_type) in functions:
             continue
-        if domain not in known:
+        if domain not in domains:
             raise ModelError(
                 "unknown operator domain", where=f"node '{node_name(node)}'",
                 why=f"{node.op_type} is in domain '{node.domain}', for which the model has no function",
@@ -347,14 +305,11 @@ def _sort(graph: GraphProto, needs: list[list[int]]) -> None:
                 ready.append(u)
     if len(ready) < len(needs):
         raise _cycle(graph, needs, {k for k, n in enumerate(waiting) if n})
-    nodes = [graph.node[k] for k in ready]
-    copies = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
-    graph.ClearField("node")
-    graph.node.extend(copies)
+    replace_nodes(graph, [graph.node[k] for k in ready])
 
 
 def _cycle(graph: GraphProto, needs: list[list[int]], stuck: set[int]) -> ModelError:
-    at, path = min(stuck), []
+    at, path = min(stuck), list[int]()
     while at not in path:
         path.append(at)
         at = next(j for j in needs[at] if j in stuck)

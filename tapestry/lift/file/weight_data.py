@@ -17,6 +17,7 @@ from onnx import TensorProto, numpy_helper
 from tapestry.errors import ModelError
 from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
 from tapestry.lift.file.external_data import check_inline, open_inside
+from tapestry.lift.file.protos import is_standard
 from tapestry.lift.file.structure import load
 
 Box = tuple[tuple[int, int], ...]  # half-open interval per axis
@@ -95,7 +96,7 @@ def stored_tensors(model: onnx.ModelProto) -> dict[str, TensorProto]:
     """Initializers and values of top-level Constant nodes, by the name of the tensor that they define."""
     found = {t.name: t for t in model.graph.initializer}
     for node in model.graph.node:
-        if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and node.output:
+        if is_standard(node, "Constant") and node.output:
             for a in node.attribute:
                 if a.name == "value":
                     found[node.output[0]] = a.t

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from tapestry.lift.file.structure import node_name, subgraphs
+from tapestry.lift.file.protos import STANDARD, attributes, node_name, standard_opset, subgraphs
 
 DOMAIN = "tapestry.vendor"
 MICROSOFT = "com.microsoft"
@@ -32,7 +32,7 @@ class Body:
     def __init__(self, node: NodeProto, version: int, ranks: dict[str, int], codes: dict[str, int]) -> None:
         self.nodes: list[NodeProto] = []
         self.version, self.name, self.node_kind = version, node_name(node), node.op_type
-        self.attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        self.attributes = attributes(node)
         self.ins = [f"i{k}" if name else "" for k, name in enumerate(node.input)]
         self.wanted = [bool(o) for o in node.output]
         self.ranks = {f"i{k}": ranks[i] for k, i in enumerate(node.input) if i in ranks}
@@ -113,7 +113,7 @@ def defines(*ops: str, domains: Iterable[str] = (MICROSOFT,)) -> Callable[[Defin
 
 def define(model: ModelProto) -> None:
     """Give every node of such an operator a function of the model, in place."""
-    version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    version = standard_opset(model)
     own = {(f.domain, f.name) for f in model.functions}
     ranks, codes = _known(model.graph)
     made: list[FunctionProto] = []
@@ -141,10 +141,8 @@ def define(model: ModelProto) -> None:
 def _function(node: NodeProto, body: Body, outs: list[str], name: str, model: ModelProto) -> FunctionProto:
     """The function of a node, which is made a call of it: of the inputs that are there, for the outputs that are asked for."""
     keep = [k for k, wanted in enumerate(body.wanted) if wanted]
-    results = [outs[k] for k in keep]
-    for k, r in enumerate(results):  # no name twice, and none of an input
-        results[k] = body("Identity", r)
-    opsets = [o for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    results = [body("Identity", outs[k]) for k in keep]  # no name twice, and none of an input
+    opsets = [o for o in model.opset_import if o.domain in STANDARD]
     function = helper.make_function(DOMAIN, name, [i for i in body.ins if i], results, body.nodes, opsets)
     ins, outputs = [i for i in node.input if i], [node.output[k] for k in keep]
     node.ClearField("attribute")

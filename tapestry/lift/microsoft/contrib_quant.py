@@ -98,7 +98,7 @@ def dynamic_product(b: Body) -> list[str]:
 def _unpacked(b: Body, x: str, bits: int) -> str:
     """Numbers of some bits out of bytes, the lowest bits first, along a new last axis."""
     x = b("Cast", x, to=TensorProto.INT32)
-    parts = []
+    parts: list[str] = []
     for k in range(8 // bits):
         shifted = b("Div", x, b.const(1 << bits * k, np.int32)) if k else x
         parts.append(b.unsqueeze(b("Mod", shifted, b.const(1 << bits, np.int32)), -1))

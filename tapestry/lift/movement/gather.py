@@ -6,16 +6,13 @@ import math
 from collections.abc import Sequence
 
 from tapestry.ir.expr import Arg, Expr, Index, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, span
 from tapestry.ir.monoid import number
-from tapestry.ir.types import Tensor
 from tapestry.lift.building.affine_values import affine_value
-from tapestry.lift.building.builder import Node, axes, here
+from tapestry.lift.building.builder import Node, Operand, axes, every, from_front, here, inside
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.movement.shape import reshape
-
-Operand = tuple[Read, Tensor]
 
 
 def wrap(value: Aff, size: int, ranges: dict[str, int]) -> Aff | None:
@@ -57,13 +54,9 @@ def select(n: Node, out: str, data: str, index: str, dims: Sequence[Dim], axis: 
 def _pick(n: Node, out: str, dims: Sequence[Dim], data: Operand, index: Operand, size: int) -> str:
     """``sum_v where(index = v, data, 0)``, where ``data`` is read at ``v`` and a negative index counts from the back."""
     dtype = data[1].dtype
-    hit = call("eq", _from_front(cast(Arg(1, index[1].dtype), "i64"), size), Index(dim("v")))
+    hit = call("eq", from_front(cast(Arg(1, index[1].dtype), "i64"), size), Index(dim("v")))
     body: Expr = call("where", hit, Arg(0, dtype), number(0, dtype))
     return n.reduce([out], dims, [Dim("v", size)], "any" if dtype == "bool" else "sum", [data, index], [body])[0]
-
-
-def _from_front(i: Expr, size: int) -> Expr:
-    return call("where", call("lt", i, number(0, "i64")), call("add", i, number(size, "i64")), i)
 
 
 @lifts("GatherElements")
@@ -105,13 +98,12 @@ def _flat(n: Node, dims: Sequence[Dim], picked: Sequence[int]) -> str:
 
     def body(*coordinates: Expr) -> Expr:
         flat: Expr = number(0, "i64")
-        inside: Expr = number(1, "bool")
+        within: Expr = number(1, "bool")
         for c, size in zip(coordinates, picked, strict=True):
-            i = _from_front(cast(c, "i64"), size)
-            fits = call("and", call("ge", i, number(0, "i64")), call("lt", i, number(size, "i64")))
-            inside = call("and", inside, fits)
+            i = from_front(cast(c, "i64"), size)
+            within = call("and", within, every(inside(i, size)))
             flat = call("add", call("mul", flat, number(size, "i64")), i)
-        return call("where", inside, flat, number(-math.prod(picked) - 1, "i64"))
+        return call("where", within, flat, number(-math.prod(picked) - 1, "i64"))
 
     return n.block(n.temp("flat"), dims, reads, body)
 
@@ -126,12 +118,12 @@ def lift_affine_gather_nd(n: Node) -> bool:
     outer = spots[: len(index.shape) - 1]
     if n.out().size == 0:
         return False
-    found: list[Aff] = []
+    places: list[Aff] = []
     for k in range(count):
-        at = affine_value(n.b, index.name, (*outer, dim("k") * 0 + k), ranges)
+        at = affine_value(n.b, index.name, (*outer, const(k)), ranges)
         at = None if at is None else wrap(at, x.shape[batch + k], ranges)
         if at is None:
             return False
-        found.append(at)
-    n.view(n.out(), x.name, dims, [*spots[:batch], *found, *spots[len(index.shape) - 1 :]])
+        places.append(at)
+    n.view(n.out(), x.name, dims, [*spots[:batch], *places, *spots[len(index.shape) - 1 :]])
     return True

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import reduce
 
 import numpy as np
 from onnx import helper
 
 from tapestry.ir.expr import Expr, Index, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo, span
 from tapestry.ir.monoid import number
-from tapestry.ir.types import FLOATS, Tensor
-from tapestry.lift.building.builder import Node, accumulator, axes, here, literal
+from tapestry.ir.types import FLOATS
+from tapestry.lift.building.builder import Node, Operand, accumulator, axes, here, literal
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 
 Place = tuple[Aff, int]  # numerator and denominator of the coordinate sampled
@@ -65,7 +67,7 @@ def _places(n: Node) -> dict[int, Place] | None:
 
 
 def _rational(scale: np.float32 | None, size: int, wanted: int) -> Fraction | None:
-    """The scale as it was meant: wanted/size where that is the number given or next to it (`settle_scales` may have taken
+    """The scale as it was meant: wanted/size where that is the number given or next to it (`inference_fixes` may have taken
     the next one), else the simplest fraction that rounds to it.
     """
     whole = Fraction(wanted, size)
@@ -150,21 +152,19 @@ def _cubic_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, s
     ranges = {d.name: d.size for d in dims}
     first, wide = floordiv(top, c, ranges), accumulator(n.dtype(0))
 
-    def cell(e: Aff, fill: float | None = None) -> tuple[Read, Tensor]:
+    def cell(e: Aff, fill: float | None = None) -> Operand:
         return n.read(src, [e if a == axis else dim(d.name) for a, d in enumerate(dims)], fill)
 
     reads = [*(cell(first + k, 0.0) for k in (-1, 0, 1, 2)), cell(const(0)), cell(const(size - 1))]
     t = call("div", cast(Index(modulo(top, c, ranges)), wide), literal(float(c), wide))
 
     def body(*cells: Expr) -> Expr:
-        total: Expr | None = None
+        parts: list[Expr] = []
         for k, weight in zip((-1, 0, 1, 2), _keys(t, float(n.attr("cubic_coeff_a", -0.75)), wide), strict=True):
             low = call("where", call("lt", Index(first + k), number(0, "i64")), cells[4], cells[k + 1])
             whole = call("where", call("ge", Index(first + k), number(size, "i64")), cells[5], low)
-            part = call("mul", cast(whole, wide), weight)
-            total = part if total is None else call("add", total, part)
-        assert total is not None
-        return cast(total, n.dtype(0))
+            parts.append(call("mul", cast(whole, wide), weight))
+        return cast(reduce(lambda a, b: call("add", a, b), parts), n.dtype(0))
 
     return n.block(out, dims, reads, body)
 
@@ -198,7 +198,7 @@ def _sampled(n: Node) -> bool | None:
     if not free:
         return False
     dims = [Dim("bc"[a] if a < 2 else f"x{a}", x[a]) for a in free]
-    n.opaque("interpolates", dims, {0: free}, {0: free})
+    emit_opaque(n, "interpolates", dims, {0: free}, {0: free})
     return None
 
 
@@ -207,9 +207,6 @@ def _name_space_alone(n: Node) -> bool:
     if n.version < 18:
         return False
     rank = len(n.shape(0))
-    name = n.temp("sizes")
-    n.b.made[name] = np.array(n.out().shape[2:], np.int64)
-    n.b.tensors[name] = Tensor(name=name, dtype="i64", shape=(rank - 2,))
-    n.ins[3] = n.proto.input[3] = name
+    n.ins[3] = n.proto.input[3] = n.constant("sizes", np.array(n.out().shape[2:], np.int64), "i64")
     n.proto.attribute.append(helper.make_attribute("axes", list(range(2, rank))))
     return True

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
-from tapestry.ir.expr import Expr, Index, call
+from tapestry.ir.expr import Arg, Index, call
 from tapestry.ir.graph import Dim, Guard
 from tapestry.ir.index import Aff, const, dim, dims_of, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.lift.building.affine_values import affine_value, fit
-from tapestry.lift.building.builder import Node, axes, here
+from tapestry.lift.building.builder import Node, axes, every, here
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.movement.gather import wrap
 
@@ -29,7 +29,7 @@ def lift_scatter_elements(n: Node) -> None:
             return
     same = [a for a in range(len(data)) if a != at and data[a] == index[a]]
     dims, inside = [Dim(f"x{a}", data[a]) for a in same], dict.fromkeys(range(3), same)
-    n.opaque("writes where the data say", dims, inside, {0: same})
+    emit_opaque(n, "writes where the data say", dims, inside, {0: same})
 
 
 @lifts("ScatterND")
@@ -45,7 +45,7 @@ def lift_scatter_nd(n: Node) -> None:
             return
     inside = list(range(count, len(data)))
     dims = [Dim(f"x{a}", data[a]) for a in inside]
-    n.opaque("writes where the data say", dims, {0: inside, 2: [outer + a - count for a in inside]}, {0: inside})
+    emit_opaque(n, "writes where the data say", dims, {0: inside, 2: [outer + a - count for a in inside]}, {0: inside})
 
 
 def _component(n: Node, places: Sequence[Dim], c: int) -> Aff | None:
@@ -92,8 +92,8 @@ def _choose(n: Node, cells: Sequence[Aff], places: Sequence[Dim], count: int) ->
     guards = tuple(Guard(e, op) for e, op in tests)
     update = n.read(n.ins[2], index, 0 if tests else None, guards)
     if not tests:
-        n.block(n.out(), dims, [update], lambda new: new)
+        n.block(n.out(), dims, [update], Arg(0, update[1].dtype))
         return True
-    here_is: Expr = reduce(lambda a, b: call("and", a, b), [call(op, Index(e), number(0, "i64")) for e, op in tests])
+    here_is = every(call(op, Index(e), number(0, "i64")) for e, op in tests)
     n.block(n.out(), dims, [n.read(n.ins[0], here(dims)), update], lambda old, new: call("where", here_is, new, old))
     return True

@@ -9,12 +9,12 @@ import numpy as np
 from onnx import numpy_helper
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Expr, Index, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.expr import Arg, Expr, Index, call, cast
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
-from tapestry.lift.building.builder import Node, axes, broadcast, here, literal
+from tapestry.lift.building.builder import Node, Operand, axes, broadcast, every, from_front, here, inside, literal
 from tapestry.lift.building.registry import lifts
 
 WIDEST = 16  # tensors side by side in a padding that repeats them
@@ -147,7 +147,8 @@ def concat(n: Node, out: str | Tensor, names: Sequence[str], axis: int) -> str:
     shape = list(parts[0].shape)
     shape[axis] = sum(t.shape[axis] for t in parts)
     dims = axes(shape)
-    starts, reads = [], []
+    starts: list[int] = []
+    reads: list[Operand] = []
     at = 0
     for t in parts:
         index = [dim(d.name) - (at if a == axis else 0) for a, d in enumerate(dims)]
@@ -155,7 +156,7 @@ def concat(n: Node, out: str | Tensor, names: Sequence[str], axis: int) -> str:
         starts.append(at)
         at += t.shape[axis]
     place = Index(dim(f"x{axis}"))
-    return n.block(out, dims, reads, lambda *xs: choose(place, starts, xs))
+    return n.block(out, dims, reads, choose(place, starts, [Arg(k, t.dtype) for k, t in enumerate(parts)]))
 
 
 @lifts("Concat", since=4)
@@ -193,13 +194,8 @@ def _pad_constant(n: Node, before: Sequence[int]) -> bool | None:
     index = [dim(d.name) - b for d, b in zip(dims, before, strict=True)]
     if n.has(2) and n.const(2) is None:
         value = n.read(n.ins[2], [const(0)] * len(n.shape(2)))
-        inside: Expr | None = None
-        for e, s in zip(index, n.shape(0), strict=True):
-            for test in (call("ge", Index(e), number(0, "i64")), call("lt", Index(e), number(s, "i64"))):
-                inside = test if inside is None else call("and", inside, test)
-        assert inside is not None
-        chosen = inside
-        n.block(n.out(), dims, [n.read(n.ins[0], index, 0), value], lambda x, v: call("where", chosen, x, v))
+        within = every(test for e, s in zip(index, n.shape(0), strict=True) for test in inside(Index(e), s))
+        n.block(n.out(), dims, [n.read(n.ins[0], index, 0), value], lambda x, v: call("where", within, x, v))
         return None
     given: Any = n.const(2)
     value = given.reshape(-1)[0].item() if given is not None else n.attr("value", 0.0)
@@ -225,11 +221,12 @@ def _pad_axis(n: Node, out: str | Tensor, src: str, axis: int, before: int, afte
         index[axis] = modulo(x - before, size, {f"x{axis}": dims[axis].size})
         return n.view(out, src, dims, index)
     pieces = _mirrored(x, before, size, after) if mode == "reflect" and size > 1 else _clamped(x, before, size, after)
-    reads: list[tuple[Read, Tensor]] = []
+    reads: list[Operand] = []
     for _, e in pieces:
         index = [e if a == axis else dim(d.name) for a, d in enumerate(dims)]
         reads.append(n.read(src, index, None if e.is_affine and not e.terms else 0))
-    return n.block(out, dims, reads, lambda *xs: choose(Index(x), [start for start, _ in pieces], xs))
+    values = [Arg(k, t.dtype) for k, (_, t) in enumerate(reads)]
+    return n.block(out, dims, reads, choose(Index(x), [start for start, _ in pieces], values))
 
 
 def _clamped(x: Aff, before: int, size: int, after: int) -> list[tuple[int, Aff]]:
@@ -274,13 +271,8 @@ def lift_depth_space(n: Node) -> None:
 def lift_constant_of_shape(n: Node) -> None:
     """A constant at every position."""
     given = n.attr("value")
-    value = 0.0 if given is None else _scalar(given)
-    e = literal(value, n.out().dtype)
-    n.block(n.out(), n.out_dims(), [], lambda: e)
-
-
-def _scalar(proto: Any) -> Any:
-    return numpy_helper.to_array(proto).reshape(-1)[0].item()
+    value = 0.0 if given is None else numpy_helper.to_array(given).reshape(-1)[0].item()
+    n.block(n.out(), n.out_dims(), [], literal(value, n.out().dtype))
 
 
 @lifts("Range")
@@ -295,7 +287,7 @@ def lift_range(n: Node) -> bool | None:
     else:
         place = cast(Index(dim("x0")), dtype)
         e = call("add", literal(start.item(), dtype), call("mul", place, literal(step.item(), dtype)))
-    n.block(n.out(), n.out_dims(), [], lambda: e)
+    n.block(n.out(), n.out_dims(), [], e)
     return None
 
 
@@ -304,7 +296,7 @@ def lift_eye(n: Node) -> None:
     """1 where column - row = k."""
     dtype = n.out().dtype
     hit = call("eq", Index(dim("x1") - dim("x0")), number(int(n.attr("k", 0)), "i64"))
-    n.block(n.out(), n.out_dims(), [], lambda: call("where", hit, number(1, dtype), number(0, dtype)))
+    n.block(n.out(), n.out_dims(), [], call("where", hit, number(1, dtype), number(0, dtype)))
 
 
 @lifts("Trilu")
@@ -316,7 +308,7 @@ def lift_trilu(n: Node) -> bool | None:
     dims, rank = n.out_dims(), len(n.shape(0))
     gap = Index(dim(f"x{rank - 1}") - dim(f"x{rank - 2}"))
     keep = call("ge" if n.attr("upper", 1) else "le", gap, number(int(k.reshape(-1)[0]), "i64"))
-    n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], lambda x: call("where", keep, x, number(0, x.dtype)))
+    n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], call("where", keep, Arg(0, n.dtype(0)), number(0, n.dtype(0))))
     return None
 
 
@@ -331,8 +323,7 @@ def lift_one_hot(n: Node) -> None:
     whole = n.dtype(0) not in ("f16", "bf16", "f32", "f64")
 
     def body(i: Expr, off: Expr, on: Expr) -> Expr:
-        i = cast(i, "i64") if whole else cast(call("floor", i), "i64")
-        wrapped = call("where", call("lt", i, number(0, "i64")), call("add", i, number(depth, "i64")), i)
-        return call("where", call("eq", wrapped, Index(dim(f"x{axis}"))), on, off)
+        place = from_front(cast(i if whole else call("floor", i), "i64"), depth)
+        return call("where", call("eq", place, Index(dim(f"x{axis}"))), on, off)
 
     n.block(n.out(), dims, [index, *values], body)

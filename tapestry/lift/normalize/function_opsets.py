@@ -5,14 +5,10 @@ Inlining needs one opset. A function whose operators are the same at the model's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import onnx
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 
-from tapestry.lift.file.structure import subgraphs
-
-STANDARD = ("", "ai.onnx")
+from tapestry.lift.file.protos import STANDARD, is_standard, nested
 
 
 def align_functions(model: ModelProto) -> None:
@@ -22,15 +18,8 @@ def align_functions(model: ModelProto) -> None:
         own = next((o for o in function.opset_import if o.domain in STANDARD), None)
         if own is None or version is None or own.version == version:
             continue
-        if all(_same(n.op_type, own.version, version) for n in _all(function.node) if n.domain in STANDARD):
+        if all(_same(n.op_type, own.version, version) for n in nested(function.node) if is_standard(n)):
             own.version = version
-
-
-def _all(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    for n in nodes:
-        yield n
-        for g in subgraphs(n):
-            yield from _all(g.node)
 
 
 def _same(op: str, written: int, version: int) -> bool:

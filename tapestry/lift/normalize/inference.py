@@ -16,7 +16,7 @@ import onnx
 from onnx import ModelProto, shape_inference
 
 from tapestry.errors import ModelError, TapestryError
-from tapestry.lift.file.structure import node_name
+from tapestry.lift.file.protos import node_name
 
 HIDDEN = "tapestry.hidden"
 

@@ -17,22 +17,23 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TypeProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
+from tapestry.lift.file.protos import AFTER, attributes, is_standard, replace_nodes, set_attributes, static_shape
+from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize.inference import infer_shapes
 
 RESIZES = ("Resize", "Upsample")
 POOLS = ("MaxPool", "AveragePool", "LpPool")
-SETTLED = frozenset({*POOLS, *RESIZES, "STFT", "ConvTranspose"})
-AFTER = "tapestry.after"  # the padding that was written in the file: what count_include_pad counts
+MISINFERRED = frozenset({*POOLS, *RESIZES, "STFT", "ConvTranspose"})
 
 
-def settle(model: ModelProto) -> bool:
+def rewrite_misinferred(model: ModelProto) -> bool:
     """Rewrite the nodes whose output size onnx would get wrong, and tell whether any was; sizes must be bound."""
-    sides = [n for n in model.graph.node if n.op_type == "STFT" and not any(a.name == "onesided" for a in n.attribute)]
+    sides = [n for n in model.graph.node if n.op_type == "STFT" and "onesided" not in attributes(n)]
     for node in sides:
-        node.attribute.append(onnx.helper.make_attribute("onesided", 1))
-    return any([_settle_pools(model), _settle_transposed(model), bool(sides)])
+        set_attributes(node, onesided=1)
+    return any([_rewrite_pools(model), _rewrite_transposed(model), bool(sides)])
 
 
 def forget_sizes(declared: ModelProto) -> None:
@@ -45,125 +46,116 @@ def forget_sizes(declared: ModelProto) -> None:
 
 def name_cache(node: NodeProto) -> None:
     """Give an Attention that shows its scores over a cache names for all keys and values (passes take unused ones away)."""
-    if node.op_type == "Attention" and node.domain in ("", "ai.onnx") and len(node.output) > 3 and len(node.input) > 5:
+    if is_standard(node, "Attention") and len(node.output) > 3 and len(node.input) > 5:
         for k in (1, 2):
             if not node.output[k] and node.output[3] and node.input[3 + k]:
                 node.output[k] = f"{node.output[3]}/present{k}"
 
 
-def _settle_pools(model: ModelProto) -> bool:
+def _rewrite_pools(model: ModelProto) -> bool:
+    """Write out the padding of every pool with ``ceil_mode`` whose last window begins in it."""
     changed = False
-    pools = [n for n in model.graph.node if n.op_type in POOLS and n.domain in ("", "ai.onnx")]
-    for node in pools:
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        if not attributes.get("ceil_mode", 0) or attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b""):
+    for node in (n for n in model.graph.node if is_standard(n, *POOLS)):
+        given = attributes(node)
+        if not given.get("ceil_mode", 0) or given.get("auto_pad", b"NOTSET") not in (b"NOTSET", b""):
             continue
         size = _spatial(model, node.input[0])  # anew for each: the node before may have changed it
-        if size is not None and len(attributes.get("kernel_shape", ())) == len(size):
-            changed |= _settle(node, attributes, size)
+        if size is not None and len(given.get("kernel_shape", ())) == len(size):
+            changed |= _pad_pool(node, given, size)
     return changed
 
 
-def _settle_transposed(model: ModelProto) -> bool:
+def _rewrite_transposed(model: ModelProto) -> bool:
     """Write out the padding of every ConvTranspose that has ``auto_pad`` or ``output_shape``."""
     changed = False
-    for node in model.graph.node:
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        same = attributes.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
-        if node.op_type != "ConvTranspose" or node.domain not in ("", "ai.onnx") or not (same or "output_shape" in attributes):
+    for node in (n for n in model.graph.node if is_standard(n, "ConvTranspose")):
+        given = attributes(node)
+        if given.get("auto_pad", b"NOTSET") not in (b"SAME_UPPER", b"SAME_LOWER") and "output_shape" not in given:
             continue
         size, kernel = _spatial(model, node.input[0]), _spatial(model, node.input[1])
         if size is not None and kernel is not None and len(size) == len(kernel):
-            changed |= _write_padding(node, attributes, size, kernel)
+            changed |= _pad_transposed(node, given, size, kernel)
     return changed
 
 
-def _write_padding(node: NodeProto, attributes: dict[str, Any], size: list[int], kernel: list[int]) -> bool:
-    """The size becomes ``output_shape``, or the input's times stride, or what there is where that is less (as onnxruntime and
-    inference have it); what is over goes to both sides, an odd cell to the end with SAME_UPPER."""
+def _pad_transposed(node: NodeProto, given: dict[str, Any], size: list[int], kernel: list[int]) -> bool:
+    """Give a ConvTranspose the pads that its other attributes come to.
+
+    The size becomes ``output_shape``, or the input's times stride, or what there is where that is less (as onnxruntime and
+    inference have it); what is over goes to both sides, an odd cell to the end with SAME_UPPER.
+    """
     rank = len(size)
-    stride, dilation = (list(attributes.get(k, [1] * rank)) for k in ("strides", "dilations"))
-    extra = list(attributes.get("output_padding", [0] * rank))
-    wanted = list(attributes.get("output_shape", [n * s for n, s in zip(size, stride, strict=False)]))[-rank:]
+    stride, dilation = (list(given.get(k, [1] * rank)) for k in ("strides", "dilations"))
+    extra = list(given.get("output_padding", [0] * rank))
+    wanted = list(given.get("output_shape", [n * s for n, s in zip(size, stride, strict=False)]))[-rank:]
     if any(len(v) != rank for v in (stride, dilation, extra, wanted)):
         return False
-    before, after = [], []
+    before: list[int] = []
+    after: list[int] = []
     for a in range(rank):
         total = stride[a] * (size[a] - 1) + extra[a] + dilation[a] * (kernel[a] - 1) + 1 - wanted[a]
-        extra[a] += max(-total, 0) if "output_shape" in attributes else 0
+        extra[a] += max(-total, 0) if "output_shape" in given else 0
         less = max(total, 0) // 2
         more = max(total, 0) - less
-        upper = attributes.get("auto_pad") == b"SAME_UPPER"
+        upper = given.get("auto_pad") == b"SAME_UPPER"
         before.append(less if upper else more)
         after.append(more if upper else less)
-    for k in reversed(range(len(node.attribute))):
-        if node.attribute[k].name in ("auto_pad", "output_shape", "output_padding", "pads"):
-            del node.attribute[k]
-    node.attribute.append(onnx.helper.make_attribute("pads", [*before, *after]))
-    node.attribute.append(onnx.helper.make_attribute("output_padding", extra))
+    set_attributes(node, auto_pad=None, output_shape=None, pads=[*before, *after], output_padding=extra)
     return True
 
 
 def _spatial(model: ModelProto, name: str) -> list[int] | None:
+    """The spatial sizes of a value (those behind batch and channels), if they are known."""
     stored = next((t for t in model.graph.initializer if t.name == name), None)
     if stored is not None:
         return list(stored.dims)[2:]
     graph = infer_shapes(model).graph
-    types: dict[str, TypeProto] = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output)}
-    t = types.get(name, TypeProto()).tensor_type
-    known = t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
-    return [d.dim_value for d in t.shape.dim][2:] if known else None
+    shape = static_shape({v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output)}.get(name))
+    return None if shape is None else shape[2:]
 
 
-def _settle(node: NodeProto, attributes: dict, size: list[int]) -> bool:
+def _pad_pool(node: NodeProto, given: dict[str, Any], size: list[int]) -> bool:
+    """Give a pool the pads at which it has no window that begins in the padding; whether it had one."""
     rank = len(size)
-    stride = attributes.get("strides", [1] * rank)
-    dilation = attributes.get("dilations", [1] * rank)
-    pads = list(attributes.get("pads", [0] * 2 * rank))
-    after, wrong = [], False
+    stride, dilation = (given.get(k, [1] * rank) for k in ("strides", "dilations"))
+    pads = list(given.get("pads", [0] * 2 * rank))
+    after: list[int] = []
+    wrong = False
     for a in range(rank):
-        reach = dilation[a] * (attributes["kernel_shape"][a] - 1) + 1
+        reach = dilation[a] * (given["kernel_shape"][a] - 1) + 1
         windows = -(-(size[a] + pads[a] + pads[rank + a] - reach) // stride[a]) + 1
         if (windows - 1) * stride[a] >= size[a] + pads[a]:
             windows, wrong = windows - 1, True
         after.append(max((windows - 1) * stride[a] + reach - size[a] - pads[a], 0))
-    if not wrong:
-        return False
-    for k in reversed(range(len(node.attribute))):
-        if node.attribute[k].name in ("ceil_mode", "pads"):
-            del node.attribute[k]
-    node.attribute.append(onnx.helper.make_attribute("pads", [*pads[:rank], *after]))
-    node.attribute.append(onnx.helper.make_attribute(AFTER, pads[rank:]))
-    return True
+    if wrong:
+        set_attributes(node, ceil_mode=None, **{"pads": [*pads[:rank], *after], AFTER: pads[rank:]})
+    return wrong
 
 
-def settle_scales(model: ModelProto, types: Mapping[str, TypeProto], version: int) -> bool:
+def rewrite_scales(model: ModelProto, types: Mapping[str, TypeProto], version: int) -> bool:
     """Have a Resize by known scales give the sizes that float32 gives, and tell whether one had to be written anew. It is the
     first one that has to be: the types behind it are then others.
 
     With opset 11 the node gets the sizes themselves, before that scales that are greater by what rounding took away.
     """
-    nodes = [n for n in model.graph.node if n.op_type in RESIZES and n.domain in ("", "ai.onnx")]
-    if not nodes:
-        return False
-    known = {t.name: t for t in model.graph.initializer}
-    known |= {n.output[0]: a.t for n in model.graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"}
-    return any(_settle_scales(model, n, types, known, version) for n in nodes)
+    nodes = [n for n in model.graph.node if is_standard(n, *RESIZES)]
+    constants = stored_tensors(model) if nodes else {}
+    return any(_rewrite_scale(model, n, types, constants, version) for n in nodes)
 
 
-def _settle_scales(
-    model: ModelProto, node: NodeProto, types: Mapping[str, TypeProto], known: Mapping[str, onnx.TensorProto], version: int
+def _rewrite_scale(
+    model: ModelProto, node: NodeProto, types: Mapping[str, TypeProto], constants: Mapping[str, TensorProto], version: int
 ) -> bool:
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    given = attributes(node)
     modern = node.op_type == "Resize" and version >= 11
     at = 2 if modern else 1
     dims = types.get(node.input[0], TypeProto()).tensor_type.shape.dim
-    axes: list[int] = [a + len(dims) if a < 0 else a for a in attributes.get("axes", range(len(dims)))]
-    if len(node.input) > at and node.input[at] in known:
-        scales = numpy_helper.to_array(known[node.input[at]])
+    axes: list[int] = [a + len(dims) if a < 0 else a for a in given.get("axes", range(len(dims)))]
+    if len(node.input) > at and node.input[at] in constants:
+        scales = numpy_helper.to_array(constants[node.input[at]])
     else:
-        scales = np.array(attributes.get("scales", []), np.float32)
-    crops = attributes.get("coordinate_transformation_mode") == b"tf_crop_and_resize"
+        scales = np.array(given.get("scales", []), np.float32)
+    crops = given.get("coordinate_transformation_mode") == b"tf_crop_and_resize"
     if crops or len(node.input) > 3 or scales.dtype != np.float32 or not axes or scales.shape != (len(axes),):
         return False
     if not all(0 <= a < len(dims) and dims[a].HasField("dim_value") for a in axes):
@@ -212,26 +204,22 @@ def slice_sizes(model: ModelProto, types: Mapping[str, TypeProto], version: int)
         for o, n in zip(node.output, sizes, strict=True):
             nodes += _slice(node, o, at, at + n, version)
             at += n
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    if changed:
+        replace_nodes(model.graph, nodes)
     return changed
 
 
 def _pieces(node: NodeProto, types: Mapping[str, TypeProto]) -> list[int] | None:
     """Lengths of what a Split of a list of integers gives; None of any other node."""
-    if node.op_type != "Split" or node.domain not in ("", "ai.onnx"):
-        return None
-    sizes = [_length(types.get(o)) for o in node.output]
-    known = [n for n in sizes if n is not None]
-    return known if len(known) == len(sizes) and _length(types.get(node.input[0])) == sum(known) else None
+    sizes = [_length(types.get(o)) for o in node.output] if is_standard(node, "Split") else [None]
+    stated = [n for n in sizes if n is not None]
+    return stated if len(stated) == len(sizes) and _length(types.get(node.input[0])) == sum(stated) else None
 
 
 def _length(type_: TypeProto | None) -> int | None:
     """Of a list of 64-bit integers; None of anything else."""
-    t = type_.tensor_type if type_ is not None else TypeProto().tensor_type
-    dims = t.shape.dim
-    one = t.elem_type == onnx.TensorProto.INT64 and len(dims) == 1 and dims[0].HasField("dim_value")
-    return dims[0].dim_value if one else None
+    shape = static_shape(type_) or []
+    return shape[0] if type_ is not None and type_.tensor_type.elem_type == TensorProto.INT64 and len(shape) == 1 else None
 
 
 def _slice(node: NodeProto, out: str, start: int, end: int, version: int) -> list[NodeProto]:
@@ -239,9 +227,7 @@ def _slice(node: NodeProto, out: str, start: int, end: int, version: int) -> lis
     if version < 10:
         made = [onnx.helper.make_node("Slice", node.input[:1], [out], name, starts=[start], ends=[end], axes=[0])]
     else:
-        values = [
-            onnx.helper.make_tensor(f"{out}/{k}", onnx.TensorProto.INT64, [1], [v]) for k, v in (("from", start), ("to", end))
-        ]
+        values = [onnx.helper.make_tensor(f"{out}/{k}", TensorProto.INT64, [1], [v]) for k, v in (("from", start), ("to", end))]
         made = [onnx.helper.make_node("Constant", [], [v.name], v.name, value=v) for v in values]
         made.append(onnx.helper.make_node("Slice", [node.input[0], *(v.name for v in values)], [out], name))
     for m in made:

@@ -7,7 +7,7 @@ version converter knows neither aligned operands nor most of the others. What a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.errors import ModelError
-from tapestry.lift.file.structure import load, node_name, opsets_of, subgraphs
+from tapestry.lift.file.protos import STANDARD, attributes, is_standard, nested, node_name, replace_nodes, subgraphs
+from tapestry.lift.file.structure import load, opsets_of
+from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize.prepare import infer
 
 TARGET = 7  # whose forms are written
@@ -25,13 +27,13 @@ ALIGNED = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equ
 SELU = {"alpha": 1.6732, "gamma": 1.0507}  # before opset 6; six digits more from then on
 
 
-class Old:
+class EarlyNode:
     """A node of an early form, its attributes taken off it, and the nodes that take its place."""
 
     def __init__(self, node: NodeProto, constants: dict[str, TensorProto], ranks: dict[str, int]) -> None:
         self.node, self.constants, self.ranks = node, constants, ranks
         self.given = {a.name: NodeProto(attribute=[a]).attribute[0] for a in node.attribute}
-        self.attributes: dict[str, Any] = {a: helper.get_attribute_value(v) for a, v in self.given.items()}
+        self.attributes = attributes(node)
         self.attributes.pop("consumed_inputs", None)
         self.before: list[NodeProto] = []
         self.tensors: list[TensorProto] = []
@@ -51,10 +53,10 @@ class Old:
 
     def value(self, k: int) -> np.ndarray[Any, Any]:
         """What input k holds."""
-        found = self.constants.get(self.node.input[k])
-        if found is None:
+        stored = self.constants.get(self.node.input[k])
+        if stored is None:
             raise self.refused(f"input {k} ('{self.node.input[k]}') is computed, and not a constant")
-        return numpy_helper.to_array(found).reshape(-1)
+        return numpy_helper.to_array(stored).reshape(-1)
 
     def rank(self, name: str) -> int:
         """How many axes a value has."""
@@ -73,26 +75,26 @@ class Old:
         del self.node.attribute[:]
         for name, value in self.attributes.items():
             given = self.given.get(name)
-            kept = given is not None and helper.get_attribute_value(given) == value
-            self.node.attribute.append(given if given is not None and kept else helper.make_attribute(name, value))
+            same = given is not None and helper.get_attribute_value(given) == value
+            self.node.attribute.append(given if given is not None and same else helper.make_attribute(name, value))
         return [*self.before, self.node]
 
 
-FORMS: dict[str, Callable[[Old], None]] = {}
+UPGRADES: dict[str, Callable[[EarlyNode], None]] = {}
 
 
-def form(*ops: str) -> Callable[[Callable[[Old], None]], Callable[[Old], None]]:
+def upgrades(*ops: str) -> Callable[[Callable[[EarlyNode], None]], Callable[[EarlyNode], None]]:
     """Register how operators are written anew."""
 
-    def add(f: Callable[[Old], None]) -> Callable[[Old], None]:
-        FORMS.update(dict.fromkeys(ops, f))
+    def add(f: Callable[[EarlyNode], None]) -> Callable[[EarlyNode], None]:
+        UPGRADES.update(dict.fromkeys(ops, f))
         return f
 
     return add
 
 
-@form(*ALIGNED)
-def _aligned(o: Old) -> None:
+@upgrades(*ALIGNED)
+def _aligned(o: EarlyNode) -> None:
     """Axes of size 1 behind the second operand, where ``axis`` says that it ends before the first one does."""
     axis, spread = o.attributes.pop("axis", None), o.attributes.pop("broadcast", 0)
     if not spread or axis is None:
@@ -105,68 +107,68 @@ def _aligned(o: Old) -> None:
         o.node.input[1] = o.made("Unsqueeze", o.node.input[1], axes=list(range(second, second + behind)))
 
 
-@form("PRelu")
-def _slopes(o: Old) -> None:
+@upgrades("PRelu")
+def _slopes(o: EarlyNode) -> None:
     """A slope per channel, which is axis 1."""
     first, second = (o.rank(i) for i in o.node.input)
     if second == 1 and first > 2:
         o.node.input[1] = o.made("Unsqueeze", o.node.input[1], axes=list(range(1, first - 1)))
 
 
-@form("BatchNormalization", "Dropout")
-def _inference(o: Old) -> None:
+@upgrades("BatchNormalization", "Dropout")
+def _inference(o: EarlyNode) -> None:
     if not o.attributes.pop("is_test", 0) and (o.node.op_type == "Dropout" or len([x for x in o.node.output if x]) > 1):
         raise o.refused("it is in training mode (is_test is not 1)")
 
 
-@form("Gemm")
-def _gemm(o: Old) -> None:
+@upgrades("Gemm")
+def _gemm(o: EarlyNode) -> None:
     o.attributes.pop("broadcast", 0)
 
 
-@form("LSTM", "GRU", "RNN")
-def _recurrent(o: Old) -> None:
+@upgrades("LSTM", "GRU", "RNN")
+def _recurrent(o: EarlyNode) -> None:
     o.attributes.pop("output_sequence", 0)
 
 
-@form("Cast")
-def _cast(o: Old) -> None:
+@upgrades("Cast")
+def _cast(o: EarlyNode) -> None:
     to = o.attributes.get("to")
     if isinstance(to, bytes):
         o.attributes["to"] = TensorProto.DataType.Value(to.decode())
 
 
-@form("Concat")
-def _concat(o: Old) -> None:
+@upgrades("Concat")
+def _concat(o: EarlyNode) -> None:
     o.attributes.setdefault("axis", 1)
 
 
-@form("Selu")
-def _selu(o: Old) -> None:
+@upgrades("Selu")
+def _selu(o: EarlyNode) -> None:
     o.attributes = SELU | o.attributes
 
 
-@form("Pad")
-def _pad(o: Old) -> None:
+@upgrades("Pad")
+def _pad(o: EarlyNode) -> None:
     if "paddings" in o.attributes:
         o.attributes["pads"] = o.attributes.pop("paddings")
 
 
-@form("Reshape")
-def _reshape(o: Old) -> None:
+@upgrades("Reshape")
+def _reshape(o: EarlyNode) -> None:
     if "shape" in o.attributes:
         o.node.input.append(o.const(o.attributes.pop("shape")))
 
 
-@form("Split")
-def _split(o: Old) -> None:
+@upgrades("Split")
+def _split(o: EarlyNode) -> None:
     if len(o.node.input) > 1:
         o.attributes["split"] = [int(v) for v in o.value(1)]
         del o.node.input[1:]
 
 
-@form("Tile")
-def _tile(o: Old) -> None:
+@upgrades("Tile")
+def _tile(o: EarlyNode) -> None:
     """``tiles`` copies side by side along the one ``axis``."""
     if len(o.node.input) == 3:
         copies, axis = int(o.value(1)[0]), int(o.value(2)[0])
@@ -177,16 +179,16 @@ def _tile(o: Old) -> None:
         o.node.op_type, o.attributes = "Concat", {"axis": axis}
 
 
-@form("LpPool", "GlobalLpPool")
-def _norm(o: Old) -> None:
+@upgrades("LpPool", "GlobalLpPool")
+def _norm(o: EarlyNode) -> None:
     p = o.attributes.get("p", 2)
     if int(p) != p:
         raise o.refused(f"p is {p}, which later forms of the operator do not have")
     o.attributes["p"] = int(p)
 
 
-@form("Upsample")
-def _upsample(o: Old) -> None:
+@upgrades("Upsample")
+def _upsample(o: EarlyNode) -> None:
     if "scales" not in o.attributes:
         o.attributes["scales"] = [1.0, 1.0, o.attributes.pop("height_scale"), o.attributes.pop("width_scale")]
         if o.attributes.get("mode") == b"bilinear":
@@ -194,14 +196,14 @@ def _upsample(o: Old) -> None:
 
 
 def runnable(path: Path) -> Path | bytes:
-    """A model that evaluators run: the file itself, or what `modernize` makes of one that they do not."""
+    """A model that evaluators run: the file itself, or what `upgrade` makes of one that they do not."""
     model = load(path)
-    if any(t.data_location == TensorProto.EXTERNAL for t in model.graph.initializer) or not modernize(model):
+    if any(t.data_location == TensorProto.EXTERNAL for t in model.graph.initializer) or not upgrade(model):
         return path
     return model.SerializeToString()
 
 
-def modernize(model: ModelProto) -> bool:
+def upgrade(model: ModelProto) -> bool:
     """Write a model's nodes as opset 7 has them, in place; whether there was anything to do.
 
     A file of opset 7 or 8 is changed where a BatchNormalization has a statistic for every cell (``spatial=0``).
@@ -219,9 +221,7 @@ def modernize(model: ModelProto) -> bool:
     model.ir_version = max(model.ir_version, 4)  # from here on initializers need not be inputs
     if version >= TARGET:
         return len(model.graph.node) > nodes
-    constants = {t.name: t for t in model.graph.initializer}
-    given = ((n.output[0], a) for n in model.graph.node if n.op_type == "Constant" for a in n.attribute)
-    constants |= {name: a.t for name, a in given if a.name == "value"}
+    constants = stored_tensors(model)
     ranks = {t.name: len(t.dims) for t in model.graph.initializer} | _ranks(model, constants)
     _replace(model, lambda node: _written(node, constants, ranks))
     _declare(model)
@@ -231,31 +231,25 @@ def modernize(model: ModelProto) -> bool:
 New = tuple[list[NodeProto], list[TensorProto]]  # nodes in the place of one, and initializers that they read
 
 
-def _bodies(nodes: Any) -> Iterator[Any]:
-    """The list of nodes, and those of all graphs inside."""
-    yield nodes
-    for node in nodes:
-        for g in subgraphs(node):
-            yield from _bodies(g.node)
-
-
 def _replace(model: ModelProto, by: Callable[[NodeProto], New]) -> None:
     """Every node by others, in every graph."""
-    for nodes in _bodies(model.graph.node):
+    graphs = [model.graph]
+    while graphs:
+        graph = graphs.pop()
         new: list[NodeProto] = []
-        for node in nodes:
-            found, tensors = by(node)
-            new += [NodeProto.FromString(n.SerializeToString()) for n in found]
+        for node in graph.node:
+            nodes, tensors = by(node)
+            new += nodes
             model.graph.initializer.extend(tensors)
-        del nodes[:]
-        nodes.extend(new)
+        replace_nodes(graph, new)
+        graphs += [g for node in graph.node for g in subgraphs(node)]
 
 
 def _written(node: NodeProto, constants: dict[str, TensorProto], ranks: dict[str, int]) -> New:
-    if node.domain not in ("", "ai.onnx") or list(subgraphs(node)):
+    if not is_standard(node) or list(subgraphs(node)):
         return [node], []
-    old = Old(node, constants, ranks)
-    FORMS.get(node.op_type, lambda _: None)(old)
+    old = EarlyNode(node, constants, ranks)
+    UPGRADES.get(node.op_type, lambda _: None)(old)
     return old.nodes(), old.tensors
 
 
@@ -271,7 +265,7 @@ def _ranks(model: ModelProto, constants: dict[str, TensorProto]) -> dict[str, in
             return [node], []
         return _written(node, constants, {})
 
-    if not any(n.op_type in aligned for nodes in _bodies(trial.graph.node) for n in nodes):
+    if not any(n.op_type in aligned for n in nested(trial.graph.node)):
         return {}
     _replace(trial, same)
     _declare(trial)
@@ -281,17 +275,16 @@ def _ranks(model: ModelProto, constants: dict[str, TensorProto]) -> dict[str, in
 
 def _declare(model: ModelProto) -> None:
     for o in model.opset_import:
-        if o.domain in ("", "ai.onnx"):
+        if o.domain in STANDARD:
             o.version = TARGET
 
 
 def _per_cell(node: NodeProto, types: dict[str, int]) -> New:
     """(x - mean) / sqrt(var + epsilon) * scale + bias, with a statistic for every place behind the batch."""
     outs = [o for o in node.output if o]
-    spatial = next((a.i for a in node.attribute if a.name == "spatial"), 1)
-    if node.op_type != "BatchNormalization" or node.domain not in ("", "ai.onnx") or spatial or len(outs) > 1:
+    if not is_standard(node, "BatchNormalization") or attributes(node).get("spatial", 1) or len(outs) > 1:
         return [node], []
-    o = Old(node, {}, {})
+    o = EarlyNode(node, {}, {})
     x, scale, bias, mean, var = node.input
     dtype = helper.tensor_dtype_to_np_dtype(types.get(var, 0) or TensorProto.FLOAT)
     eps = o.const(o.attributes.get("epsilon", 1e-5), dtype)

@@ -10,8 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -19,26 +18,39 @@ import onnx.inliner
 import onnx_ir as ir
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 from onnx_ir.passes import common as passes
-from onnxscript.optimizer import fold_constants
+from onnxscript import optimizer
 
 from tapestry.errors import ModelError
 from tapestry.lift.building.builder import about
+from tapestry.lift.building.nodes import Prepared
 from tapestry.lift.building.registry import find
 from tapestry.lift.file.external_data import dtype_name, tensor_bytes
-from tapestry.lift.file.structure import captured, node_name, subgraphs
+from tapestry.lift.file.protos import (
+    SOURCE,
+    STANDARD,
+    attributes,
+    captured,
+    is_standard,
+    node_name,
+    replace_nodes,
+    source_of,
+    standard_opset,
+    static_shape,
+    subgraphs,
+)
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 from tapestry.lift.normalize.inference_fixes import (
+    MISINFERRED,
     RESIZES,
-    SETTLED,
     forget_sizes,
     name_cache,
-    settle,
-    settle_scales,
+    rewrite_misinferred,
+    rewrite_scales,
     slice_sizes,
 )
-from tapestry.lift.normalize.ml_shapes import sample_types
-from tapestry.lift.normalize.unroll import LEVELS, SOURCE, STEPS, unroll
+from tapestry.lift.normalize.ml_shapes import ml_types
+from tapestry.lift.normalize.unroll import LEVELS, STEPS, StepTypes, unroll
 from tapestry.onnx_eval.opaque_node import RANDOM
 
 FOLD_BYTES = 1 << 20  # no folded value is larger
@@ -58,17 +70,7 @@ SAME_SHAPE = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
 ROUNDS = 8  # of expansion of function bodies inside function bodies
 
 log = logging.getLogger(__name__)
-
 Types = dict[str, TypeProto]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The model to lift: its nodes, the type of every value, and the values known at compile time."""
-
-    model: ModelProto
-    types: Types
-    hinted: frozenset[str] = frozenset()  # values whose shape the file declares and inference does not imply
 
 
 def take_out_weights(model: ModelProto) -> dict[str, TensorProto]:
@@ -77,16 +79,15 @@ def take_out_weights(model: ModelProto) -> dict[str, TensorProto]:
     weights = {n: t for n, t in stored.items() if not _foldable(t)}
     graph = model.graph
     small = [t for t in graph.initializer if t.name not in weights]
-    kept_inputs = [i for i in graph.input if i.name not in stored]
+    inputs = [i for i in graph.input if i.name not in stored]
     nodes = [n for n in graph.node if not (n.op_type == "Constant" and n.output and n.output[0] in weights)]
     graph.ClearField("initializer")
     graph.initializer.extend(small)
     graph.ClearField("input")
-    graph.input.extend(kept_inputs)
+    graph.input.extend(inputs)
     graph.input.extend(onnx.helper.make_tensor_value_info(n, t.data_type, list(t.dims)) for n, t in weights.items())
     if len(nodes) < len(graph.node):
-        graph.ClearField("node")
-        graph.node.extend(nodes)
+        replace_nodes(graph, nodes)
     model.ir_version = max(model.ir_version, 10)
     return stored
 
@@ -110,7 +111,7 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
     hints = dict(hints or {})
     while True:
         types = _infer_once(model, hints)
-        more = {n: t for n, t in sample_types(model, types).items() if n not in hints}
+        more = {n: t for n, t in ml_types(model, types).items() if n not in hints}
         if not more:
             return types
         hints |= more
@@ -123,7 +124,7 @@ def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto]) -> Types:
     bare.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in hints.items())
     for node in bare.graph.node:
         name_cache(node)
-        if node.op_type in SAME_SHAPE and node.domain in ("", "ai.onnx"):
+        if is_standard(node, *SAME_SHAPE):
             node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output, name=node.name))
     folded = {t.name: onnx.helper.make_tensor_type_proto(t.data_type, list(t.dims)) for t in bare.graph.initializer}
     given = {i.name: i.type for i in bare.graph.input} | folded
@@ -138,9 +139,7 @@ def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto]) -> Types:
     except InferenceError as e:
         raise _contradiction(str(e)) from None
     graph = done.graph
-    found = {v.name: v.type for group in (graph.input, graph.output, graph.value_info) for v in group}
-    found.update(folded)
-    return found
+    return {v.name: v.type for group in (graph.input, graph.output, graph.value_info) for v in group} | folded
 
 
 def _contradiction(message: str) -> ModelError:
@@ -195,10 +194,8 @@ def _contradicts(declared: TypeProto, found: TypeProto | None) -> bool:
     if found is None or not (declared.tensor_type.HasField("shape") and found.tensor_type.HasField("shape")):
         return False
     a, b = (t.tensor_type.shape.dim for t in (declared, found))
-    known = (
-        (x.dim_value, y.dim_value) for x, y in zip(a, b, strict=False) if x.HasField("dim_value") and y.HasField("dim_value")
-    )
-    return len(a) != len(b) or any(x != y for x, y in known)
+    stated = ((x, y) for x, y in zip(a, b, strict=False) if x.HasField("dim_value") and y.HasField("dim_value"))
+    return len(a) != len(b) or any(x.dim_value != y.dim_value for x, y in stated)
 
 
 def tag_sources(model: ModelProto) -> None:
@@ -214,9 +211,9 @@ def tag_sources(model: ModelProto) -> None:
 def add_defaults(model: ModelProto, version: int) -> None:
     """Write out the default attributes of operators that have no lifter: their function bodies refer to them."""
     for node in model.graph.node:
-        if node.domain in ("", "ai.onnx") and find(node, version) is None and not list(subgraphs(node)):
+        if is_standard(node) and find(node, version) is None and not list(subgraphs(node)):
             defaults = onnx.defs.get_schema(node.op_type, version, "").attributes
-            given = {a.name for a in node.attribute}
+            given = attributes(node)
             node.attribute.extend(d.default_value for a, d in defaults.items() if a not in given and d.default_value.type)
 
 
@@ -229,13 +226,13 @@ def expand_functions(model: ModelProto, types: Types, version: int, *, steps: bo
     taken = len(model.functions)
     for node in model.graph.node:
         loop = steps and _few_steps(node, types)
-        if node.domain not in ("", "ai.onnx") or (find(node, version) is not None and not loop):
+        if not is_standard(node) or (find(node, version) is not None and not loop):
             continue
         body = _function_body(node, types, version, loop=loop)
         if body is None:
             continue
         name = f"{node.op_type}_{len(model.functions)}"
-        source = next((p.value for p in node.metadata_props if p.key == SOURCE), node_name(node))
+        source = source_of(node)
         body.domain, body.name = "tapestry.expanded", name
         del body.output[len(node.output) :]
         body.ClearField("opset_import")
@@ -253,9 +250,8 @@ def expand_functions(model: ModelProto, types: Types, version: int, *, steps: bo
 
 def _few_steps(node: NodeProto, types: Types) -> bool:
     """Whether an operator is a loop over its second axis, of few enough steps to be written out."""
-    if node.op_type != "LinearAttention" or node.input[0] not in types or not _static(types[node.input[0]]):
-        return False
-    return types[node.input[0]].tensor_type.shape.dim[1].dim_value <= STEPS
+    shape = static_shape(types.get(node.input[0])) if node.op_type == "LinearAttention" else None
+    return shape is not None and shape[1] <= STEPS
 
 
 def _function_body(node: NodeProto, types: Types, version: int, *, loop: bool) -> FunctionProto | None:
@@ -283,7 +279,7 @@ def _function_body(node: NodeProto, types: Types, version: int, *, loop: bool) -
 
 def _means_the_same(nodes: Iterable[NodeProto], written: int, version: int, *, loop: bool) -> bool:
     for inner in nodes:
-        if inner.domain not in ("", "ai.onnx") or "Sequence" in inner.op_type:
+        if not is_standard(inner) or "Sequence" in inner.op_type:
             return False
         if not all(loop and _means_the_same(g.node, written, version, loop=loop) for g in subgraphs(inner)):
             return False
@@ -313,7 +309,7 @@ class _Budget:
         self.left = FOLD_TOTAL
 
     def __call__(self, node: ir.Node) -> bool | None:
-        if node.op_type in RANDOM | MISJUDGED or node.domain not in ("", "ai.onnx"):
+        if node.op_type in RANDOM | MISJUDGED or node.domain not in STANDARD:
             return False
         total = 0
         for out in node.outputs:
@@ -341,7 +337,7 @@ def _tell_random_apart(graph: ir.Graph) -> None:
     """
     seen: dict[str, int] = {}
     for node in graph:
-        if node.op_type in RANDOM and node.domain in ("", "ai.onnx") and SOURCE not in node.attributes:
+        if node.op_type in RANDOM and node.domain in STANDARD and SOURCE not in node.attributes:
             name = node.name or str(node.outputs[0].name)
             seen[name] = seen.get(name, 0) + 1
             tag = name if seen[name] == 1 else f"{name}#{seen[name]}"
@@ -351,7 +347,7 @@ def _tell_random_apart(graph: ir.Graph) -> None:
 def _keep(graph: ir.Graph) -> None:
     """Hide nodes from onnxscript's folding where its own rewrites fail, write another opset's nodes or drop ``saturate``."""
     for node in graph:
-        if node.op_type in MISTREATED and node.domain in ("", "ai.onnx"):
+        if node.op_type in MISTREATED and node.domain in STANDARD:
             node.domain = KEPT
 
 
@@ -373,7 +369,7 @@ def run_passes(model: ModelProto) -> ModelProto:
         limits: dict[str, Any] = {"input_size_limit": FOLD_BYTES, "output_size_limit": FOLD_BYTES}
         with warnings.catch_warnings(), np.errstate(all="ignore"):  # what a model computes with its constants is its own affair
             warnings.simplefilter("ignore")
-            fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(), **limits)
+            cast(Any, optimizer).fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(), **limits)
         passes.CommonSubexpressionEliminationPass()(graph)
         passes.RemoveUnusedNodesPass()(graph)
         passes.TopologicalSortPass()(graph)
@@ -400,16 +396,15 @@ def _pad_loops(graph: GraphProto) -> None:
 
 def _store_sizes(model: ModelProto) -> None:
     """Make initializers of the Constants of integers that folding writes for shapes: opset 12 has them, not every opset."""
-    kept: list[NodeProto] = []
+    others: list[NodeProto] = []
     for node in model.graph.node:
-        values = next((a for a in node.attribute if node.op_type == "Constant" and a.name in ("value_int", "value_ints")), None)
+        given = attributes(node) if node.op_type == "Constant" else {}
+        values = given.get("value_ints", given.get("value_int"))
         if values is None:
-            kept.append(node)
-            continue
-        array = np.array(values.ints if values.name == "value_ints" else values.i, np.int64)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, node.output[0]))
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
+            others.append(node)
+        else:
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, np.int64), node.output[0]))
+    replace_nodes(model.graph, others)
 
 
 def _without_types(model: ModelProto, names: Mapping[str, TypeProto]) -> ModelProto:
@@ -424,22 +419,23 @@ def _without_types(model: ModelProto, names: Mapping[str, TypeProto]) -> ModelPr
     return bare
 
 
-def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Prepared:
+def prepare(model: ModelProto, step_types: StepTypes, *, steps: bool = True, bound: bool = False) -> Prepared:
     """The static model to lift; ``model`` has its sizes bound and its weights taken out.
 
     Args:
+        step_types: tells which loops are linear recurrences (see `unroll`).
         steps: whether loops of few steps are written out.
         bound: whether some of the sizes were symbols in the file.
     """
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
-    version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    version = standard_opset(model)
     tag_sources(model)
-    if any(n.op_type in SETTLED for f in model.functions for n in f.node):  # inference is wrong inside of functions too
+    if any(n.op_type in MISINFERRED for f in model.functions for n in f.node):  # inference is wrong inside of functions too
         model = onnx.inliner.inline_local_functions(model)
     declared = ModelProto()
     declared.CopyFrom(model)
     scaled = any(n.op_type in RESIZES for n in model.graph.node) and _infer(model, version)[1]
-    if settle(model) or scaled:
+    if rewrite_misinferred(model) or scaled:
         forget_sizes(declared)
     add_defaults(model, version)
     del model.graph.value_info[:]
@@ -453,11 +449,11 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
         model.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in types.items() if _static(t))
         model = run_passes(model)
         del model.graph.value_info[:]
-        if settle(model):  # what a branch that is gone now hid
+        if rewrite_misinferred(model):  # what a branch that is gone now hid
             forget_sizes(declared)
         add_defaults(model, version)
         types, _ = _infer(model, version)
-        written = unroll(model, types, loops=steps and level < LEVELS) or slice_sizes(model, types, version)
+        written = unroll(model, types, step_types, loops=steps and level < LEVELS) or slice_sizes(model, types, version)
         open_shapes = any(
             n.op_type in ("Shape", "Size") and _static(types.get(n.input[0], TypeProto())) for n in model.graph.node
         )
@@ -472,10 +468,10 @@ def prepare(model: ModelProto, *, steps: bool = True, bound: bool = False) -> Pr
 
 def _infer(model: ModelProto, version: int) -> tuple[Types, bool]:
     """`infer`, after every Resize by scales that it would get wrong is written anew, one after another; whether any was."""
-    types, found = infer(model), False
-    while settle_scales(model, types, version):
-        types, found = infer(model), True
-    return types, found
+    types, changed = infer(model), False
+    while rewrite_scales(model, types, version):
+        types, changed = infer(model), True
+    return types, changed
 
 
 def _with_hints(model: ModelProto, types: Types, hints: Types) -> Prepared:
@@ -483,22 +479,21 @@ def _with_hints(model: ModelProto, types: Types, hints: Types) -> Prepared:
     used: Types = {}
     while True:
         pending: set[str] = set()
-        found: Types = {}
+        needed: Types = {}
         for node in model.graph.node:
             behind = pending.intersection((*node.input, *captured(node)))
             for o in node.output:
                 if o not in types or not _static(types[o]):
                     if o in hints and o not in used and not behind:
-                        found[o] = hints[o]
+                        needed[o] = hints[o]
                     if behind or (o in hints and o not in used):
                         pending.add(o)
-        if not found:
+        if not needed:
             return Prepared(model, types, frozenset(used))
-        used |= found
+        used |= needed
         types = infer(model, used)
 
 
 def _static(type_: TypeProto) -> bool:
     """Whether a tensor type has a dtype and a size for every axis."""
-    t = type_.tensor_type
-    return bool(t.elem_type) and t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
+    return bool(type_.tensor_type.elem_type) and static_shape(type_) is not None

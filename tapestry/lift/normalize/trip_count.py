@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 from onnx import GraphProto, NodeProto, helper, numpy_helper
+
+from tapestry.lift.file.protos import is_standard
 
 MOST = 1 << 10  # steps that are tried, at most
 COUNTING = frozenset({  # of one number each: they give one number
@@ -16,7 +19,7 @@ COUNTING = frozenset({  # of one number each: they give one number
 Values = dict[str, np.ndarray]
 
 
-def counted(
+def trip_count(
     body: GraphProto, states: Sequence[np.ndarray | None], outside: Callable[[str], np.ndarray | None], most: int, version: int
 ) -> int | None:
     """Steps until the condition that the body computes is false, given that it is true before the first; `most` at most.
@@ -25,10 +28,10 @@ def counted(
         states: the first values of what is carried, where they are known.
         outside: a value of the graph around.
     """
-    found = _slice(body, states, outside)
-    if found is None:
+    counter = _slice(body, states, outside)
+    if counter is None:
         return None
-    nodes, known, used = found
+    nodes, known, used = counter
     first = {body.input[2 + k].name: v for k in used if (v := states[k]) is not None}
     ends = [body.output[0].name, *(body.output[1 + k].name for k in used)]
     return _tried(body, nodes, known, first, ends, most, version)
@@ -58,7 +61,7 @@ def _slice(
                 used.append(k)
                 pending.append(body.output[1 + k].name)
         elif name in makers:
-            if makers[name].op_type not in COUNTING or makers[name].domain not in ("", "ai.onnx"):
+            if not is_standard(makers[name], *COUNTING):
                 return None
             pending.extend(makers[name].input)
         else:
@@ -84,14 +87,14 @@ def _tried(
         helper.make_graph(nodes, "step", ins, outs, constants), opset_imports=[helper.make_opsetid("", version)]
     )
     try:
-        evaluator = ReferenceEvaluator(model)
+        evaluator = cast(Any, ReferenceEvaluator(model))  # (its types are incomplete)
         for t in range(min(most, MOST)):
-            found = dict(zip(names, evaluator.run(None, {**feeds, step: np.array(t, np.int64)}), strict=True))
-            if any(np.size(v) != 1 for v in found.values()):
+            results = dict(zip(names, evaluator.run(None, {**feeds, step: np.array(t, np.int64)}), strict=True))
+            if any(np.size(v) != 1 for v in results.values()):
                 return None
-            if not np.reshape(found[ends[0]], -1)[0]:
+            if not np.reshape(results[ends[0]], -1)[0]:
                 return t + 1
-            feeds |= {n: np.asarray(found[e]) for n, e in zip(first, ends[1:], strict=True)}
+            feeds |= {n: np.asarray(results[e]) for n, e in zip(first, ends[1:], strict=True)}
     except Exception:  # whatever the evaluator cannot do: the loop stays a loop
         return None
     return most if most <= MOST else None

@@ -6,7 +6,7 @@ depends on the data the node stays, and is opaque.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +14,21 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
 from tapestry.errors import ModelError
-from tapestry.lift.file.structure import node_name, subgraphs
-from tapestry.lift.normalize.trip_count import counted
+from tapestry.lift.file.protos import (
+    SOURCE,
+    WHY_NOT,
+    attributes,
+    is_standard,
+    node_name,
+    rename_captured,
+    replace_nodes,
+    set_attributes,
+    source_of,
+    standard_opset,
+    static_shape,
+    subgraphs,
+)
+from tapestry.lift.normalize.trip_count import trip_count
 
 ENDLESS = 1 << 62  # steps: exporters write the greatest number where they mean none
 STEPS = 64  # more stay a loop
@@ -23,33 +36,36 @@ NODES = 4096  # that one loop may become
 GROWTH = 1 << 12  # that all loops of a graph may become together, level by level: loops inside loops multiply
 MOST_STEPS = 1 << 16  # of a Loop that is lifted over all of them at once: its states exist after every one
 LEVELS = 3  # of loops inside loops that are written out
-SOURCE = "tapestry.source"
-WHY_NOT = "tapestry.not_linear"
 
 
-def unroll(model: ModelProto, types: Mapping[str, TypeProto], *, loops: bool) -> bool:
+Types = Mapping[str, TypeProto]
+StepTypes = Callable[[NodeProto, Types, Mapping[str, TensorProto], Mapping[str, int]], Sequence[TypeProto] | str]
+"""From a Scan, the types and constants of the values around it, and opsets, to the types of what a step gives, if all states of
+the Scan are linear recurrences; else to the reason why they are not."""
+
+
+def unroll(model: ModelProto, types: Types, step_types: StepTypes, *, loops: bool) -> bool:
     """Write out the top-level graph's control flow where it is known, and tell whether any was.
 
     Args:
         types: of every value of the graph; sizes are bound.
+        step_types: tells the loops that are linear recurrences, which stay loops.
         loops: whether Loop and Scan are written out as well; If always is.
 
     Raises:
         ModelError: a Loop never ends.
     """
-    work = _Work(model, types)
+    work = _Work(model, types, step_types)
+    kinds = {"If": work.branch, **({"Loop": work.loop, "Scan": work.scan} if loops else {})}
     for node in model.graph.node:
-        if node.op_type == "Loop" and node.domain in ("", "ai.onnx"):
+        if is_standard(node, "Loop"):
             work.refuse_endless(node)
-        kinds = {"If": work.branch, **({"Loop": work.loop, "Scan": work.scan} if loops else {})}
-        write = kinds.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        write = kinds.get(node.op_type) if is_standard(node) else None
         if write is None or not write(node):
             work.nodes.append(node)
     if not work.changed:
         return False
-    nodes = [NodeProto.FromString(n.SerializeToString()) for n in work.nodes]
-    model.graph.ClearField("node")
-    model.graph.node.extend(nodes)
+    replace_nodes(model.graph, work.nodes)
     return True
 
 
@@ -58,12 +74,13 @@ class _Work:
     """The graph as it is rewritten."""
 
     model: ModelProto
-    types: Mapping[str, TypeProto]
-    nodes: list[NodeProto] = field(default_factory=list)
+    types: Types
+    step_types: StepTypes
+    nodes: list[NodeProto] = field(default_factory=list[NodeProto])
     changed: bool = False
     copied: int = 0  # nodes
     mark: str = ""  # in no name of the graph
-    known: dict[str, NodeProto | TensorProto] = field(default_factory=dict)
+    known: dict[str, NodeProto | TensorProto] = field(default_factory=dict[str, NodeProto | TensorProto])
 
     def __post_init__(self) -> None:
         graph = self.model.graph
@@ -72,7 +89,7 @@ class _Work:
 
     @property
     def version(self) -> int:
-        return next((o.version for o in self.model.opset_import if o.domain in ("", "ai.onnx")), 1)
+        return standard_opset(self.model)
 
     def value(self, name: str) -> np.ndarray | None:
         """A small value that is known."""
@@ -90,17 +107,14 @@ class _Work:
 
     def shape(self, name: str) -> list[int] | None:
         """The sizes of a tensor; None where one is not known."""
-        t = self.types.get(name, TypeProto()).tensor_type
-        known = t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
-        return [d.dim_value for d in t.shape.dim] if known else None
+        return static_shape(self.types.get(name))
 
     def branch(self, node: NodeProto) -> bool:
         """An If whose condition is known."""
         found = self.value(node.input[0])
         if found is None or found.size != 1:
             return False
-        name = "then_branch" if found.reshape(-1)[0] else "else_branch"
-        body = next(a.g for a in node.attribute if a.name == name)
+        body = attributes(node)["then_branch" if found.reshape(-1)[0] else "else_branch"]
         if not plain(body):
             return False
         write = _Copies(self, node, body)
@@ -109,27 +123,28 @@ class _Work:
 
     def refuse_endless(self, node: NodeProto) -> None:
         """A Loop without a number of steps, or with the greatest, must have a condition that can become false."""
-        body = next(a.g for a in node.attribute if a.name == "body")
+        body, steps = attributes(node)["body"], self._steps(node)
+        if steps is not None and steps >= ENDLESS and self._true(body, body.output[0].name, body.input[1].name):
+            where, why = f"node '{node_name(node)}' (Loop)", "its condition is always true, and no number of steps ends it"
+            raise ModelError("a loop that never ends", where=where, why=why, hint="give the Loop a trip count, or a condition")
+
+    def _steps(self, node: NodeProto) -> int | None:
+        """The number of steps that a Loop is given, if it is known, and known that it begins."""
         steps = self.value(node.input[0]) if node.input[0] else np.array(ENDLESS)
         start = self.value(node.input[1]) if len(node.input) > 1 and node.input[1] else np.array(True)
         if steps is None or start is None or steps.size != 1 or start.size != 1 or not start.reshape(-1)[0]:
-            return
-        if int(steps.reshape(-1)[0]) >= ENDLESS and self._true(body, body.output[0].name, body.input[1].name):
-            where, why = f"node '{node_name(node)}' (Loop)", "its condition is always true, and no number of steps ends it"
-            raise ModelError("a loop that never ends", where=where, why=why, hint="give the Loop a trip count, or a condition")
+            return None
+        return int(steps.reshape(-1)[0])
 
     def loop(self, node: NodeProto) -> bool:
         """A Loop of known length: (step, condition, carried…) to (condition, carried…, seen…). Its condition stays true, or
         becomes false after a number of steps that no data decide: TensorFlow's loops count so.
         """
-        body = next(a.g for a in node.attribute if a.name == "body")
-        steps = self.value(node.input[0]) if node.input[0] else np.array(ENDLESS)
-        start = self.value(node.input[1]) if len(node.input) > 1 and node.input[1] else np.array(True)
-        if steps is None or start is None or steps.size != 1 or start.size != 1 or not start.reshape(-1)[0]:
+        body, count, carried = attributes(node)["body"], self._steps(node), list(node.input[2:])
+        if count is None:
             return False
-        count, carried = int(steps.reshape(-1)[0]), list(node.input[2:])
         if not self._true(body, body.output[0].name, body.input[1].name):
-            last = counted(body, [self.value(n) for n in carried], self.value, count, self.version)
+            last = trip_count(body, [self.value(n) for n in carried], self.value, count, self.version)
             if last is None:
                 return False
             count = last
@@ -157,7 +172,7 @@ class _Work:
             return False
         if found := self._linear(node):
             return self._typed(node, found)
-        given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        given = attributes(node)
         body, scanned = given["body"], int(given["num_scan_inputs"])
         carried, over = list(node.input[: len(node.input) - scanned]), node.input[len(node.input) - scanned :]
         shapes = [self.shape(x) for x in over]
@@ -168,7 +183,7 @@ class _Work:
         if len(node.input) != len(body.input) or None in shapes or None in out_axes or len(out_axes) != outs:
             return False
         axes = [a % len(s or [0]) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True)]
-        lengths = {(s or [0])[a] for a, s in zip(axes, shapes, strict=True)}
+        lengths: set[int] = {(s or [0])[a] for a, s in zip(axes, shapes, strict=True)}
         if len(lengths) != 1 or not self._fits(body, count := lengths.pop()):
             return False
         back = given.get("scan_input_directions", [0] * scanned)
@@ -204,7 +219,7 @@ class _Work:
         scan.metadata_props.extend(node.metadata_props)
         found = self._linear(scan, steps)
         if found is None:
-            _note(node, next(a.s.decode() for a in scan.attribute if a.name == WHY_NOT))
+            set_attributes(node, **{WHY_NOT: attributes(scan)[WHY_NOT]})
             return False
         self.model.graph.initializer.append(steps)
         if not self._typed(scan, found):
@@ -214,21 +229,18 @@ class _Work:
 
     def _linear(self, node: NodeProto, *more: TensorProto) -> Sequence[TypeProto] | None:
         """The types of a step's results, if its states are linear recurrences (`linear_scan`); else a note of why not."""
-        from tapestry.lift.recurrences.linear_state import NotLinear
-        from tapestry.lift.recurrences.loop_body import linear_body  # which prepares the body, and so comes here again
-
         known = {n: t for n, v in self.known.items() if (t := v if isinstance(v, TensorProto) else _stored(v))}
         known |= {t.name: t for t in more}
         types = {**self.types, **{t.name: onnx.helper.make_tensor_type_proto(t.data_type, t.dims) for t in more}}
-        try:
-            return linear_body(node, types, known, {o.domain: o.version for o in self.model.opset_import}).results
-        except NotLinear as e:
-            _note(node, str(e))
+        results = self.step_types(node, types, known, {o.domain: o.version for o in self.model.opset_import})
+        if isinstance(results, str):
+            set_attributes(node, **{WHY_NOT: results})
             return None
+        return results
 
     def _typed(self, node: NodeProto, results: Sequence[TypeProto]) -> bool:
         """Write the types of a step's results into the body of a Scan that stays, where shape inference did not find them."""
-        body = next(a.g for a in node.attribute if a.name == "body")
+        body = attributes(node)["body"]
         if all(self.shape(o) is not None for o in node.output if o) or all(o.type == t for o, t in zip(body.output, results)):
             return False
         for o, t in zip(body.output, results, strict=True):
@@ -278,10 +290,6 @@ class _Copies:
             stored.name = f"{self.prefix}{t.name}"
         self.work.changed = True
 
-    @property
-    def source(self) -> str:
-        return next((p.value for p in self.node.metadata_props if p.key == SOURCE), node_name(self.node))
-
     def copy(self, step: str, given: Mapping[str, str]) -> list[str]:
         """One copy of the body, with what its inputs stand for; the names of its outputs."""
         names = {t.name: f"{self.prefix}{t.name}" for t in self.body.initializer} | dict(given)
@@ -329,26 +337,12 @@ class _Copies:
                 self._add(onnx.helper.make_node("Identity", [name], [out]), f"to {out}")
 
     def _add(self, node: NodeProto, name: str) -> None:
-        node.name = f"{self.source}/{name}"
+        source = source_of(self.node)
+        node.name = f"{source}/{name}"
         del node.metadata_props[:]
-        node.metadata_props.add(key=SOURCE, value=self.source)
+        node.metadata_props.add(key=SOURCE, value=source)
         self.work.nodes.append(node)
         self.work.copied += 1
-
-
-def rename_captured(graph: GraphProto, names: Mapping[str, str]) -> None:
-    """Rename outer values inside a subgraph, except where the subgraph defines the name itself."""
-    own = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {o for n in graph.node for o in n.output}
-    names = {a: b for a, b in names.items() if a not in own}
-    for node in graph.node:
-        for k, i in enumerate(node.input):
-            if i in names:
-                node.input[k] = names[i]
-        for g in subgraphs(node):
-            rename_captured(g, names)
-    for o in graph.output:
-        if o.name in names:
-            o.name = names[o.name]
 
 
 def plain(body: GraphProto) -> bool:
@@ -359,13 +353,6 @@ def plain(body: GraphProto) -> bool:
 
 def size_of(graph: GraphProto) -> int:
     return sum(1 + sum(size_of(g) for g in subgraphs(n)) for n in graph.node)
-
-
-def _note(node: NodeProto, why: str) -> None:
-    """Say on a node why its states are no linear recurrences."""
-    kept = [a for a in node.attribute if a.name != WHY_NOT]
-    del node.attribute[:]
-    node.attribute.extend([*kept, onnx.helper.make_attribute(WHY_NOT, why)])
 
 
 def _stored(node: NodeProto) -> TensorProto | None:

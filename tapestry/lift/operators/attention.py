@@ -13,19 +13,17 @@ from onnx import TensorProto
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg, Expr, Index, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim, floordiv, modulo
 from tapestry.ir.monoid import lowest, number
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.affine_values import affine_value
-from tapestry.lift.building.builder import Node, axes, broadcast, here, literal
+from tapestry.lift.building.builder import Node, Operand, axes, broadcast, every, here, literal
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.movement.gather import select, wrap
 from tapestry.lift.movement.shape import concat
 from tapestry.lift.operators.linear import contract
 from tapestry.lift.operators.reduce import softmax
-
-Reading = tuple[Read, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +75,14 @@ def _with_past(n: Node, new: Heads, past: int, present: int) -> Heads:
     return Heads(n.b.tensor(concat(n, name, names, 2)), new.count)
 
 
-def _mask_rules(n: Node, dims: Sequence[Dim], offset: int, first: int) -> tuple[list[Reading], Callable[[Expr], Expr], bool]:
+def _mask_rules(n: Node, dims: Sequence[Dim], offset: int, first: int) -> tuple[list[Operand], Callable[[Expr], Expr], bool]:
     """Reads and expression that turn a score into a masked score, and whether a row may be masked wholly.
 
     Args:
         offset: keys before the first query (the length of the cache).
         first: position of the first of the reads.
     """
-    reads: list[Reading] = []
+    reads: list[Operand] = []
     total = dims[3].size
     length: Expr | None = None
     if n.has(6):
@@ -100,19 +98,19 @@ def _mask_rules(n: Node, dims: Sequence[Dim], offset: int, first: int) -> tuple[
         other = None if not short else False if mask.dtype == "bool" else float("-inf")
         bias = Arg(first + len(reads), mask.dtype)
         reads.append(n.read(mask.name, index, other))
-    rules = [_band(n, offset, length, dims[2].size)] if _banded(n) else []
+    band = _band(n, offset, length, dims[2].size) if _banded(n) else None
 
     def apply(score: Expr) -> Expr:
         out = lowest(score.dtype)
         if bias is not None:
             score = call("where", bias, score, out) if bias.dtype == "bool" else call("add", score, cast(bias, score.dtype))
-        for allowed in rules:
-            score = call("where", allowed, score, out)
+        if band is not None:
+            score = call("where", band, score, out)
         if length is not None:
             score = call("where", call("lt", Index(dim("n")), length), score, out)
         return score
 
-    return reads, apply, bool(reads or rules)
+    return reads, apply, bool(reads) or band is not None
 
 
 def _banded(n: Node) -> bool:
@@ -125,17 +123,8 @@ def _band(n: Node, offset: int, length: Expr | None, queries: int) -> Expr:
     if length is not None:
         gap = call("add", Index(dim("i") - dim("n") - queries), length)
     left, right = int(n.attr("left_window_size", -1)), int(n.attr("right_window_size", -1))
-    tests = []
-    if n.attr("is_causal", 0):
-        tests.append(call("ge", gap, number(0, "i64")))
-    if left >= 0:
-        tests.append(call("le", gap, number(left, "i64")))
-    if right >= 0:
-        tests.append(call("ge", gap, number(-right, "i64")))
-    allowed: Expr = tests[0]
-    for t in tests[1:]:
-        allowed = call("and", allowed, t)
-    return allowed
+    bounds = (("ge", 0, n.attr("is_causal", 0)), ("le", left, left >= 0), ("ge", -right, right >= 0))
+    return every(call(fn, gap, number(limit, "i64")) for fn, limit, given in bounds if given)
 
 
 @lifts("Attention", since=23)
@@ -170,7 +159,7 @@ def lift_attention(n: Node) -> None:
         n.view(n.out(), y, merged, [dim("x0"), head, dim("x1"), feature])
 
 
-def _scores(n: Node, dims: Sequence[Dim], m: Dim, reads: tuple[Reading, Reading], offset: int) -> tuple[str, bool]:
+def _scores(n: Node, dims: Sequence[Dim], m: Dim, reads: tuple[Operand, Operand], offset: int) -> tuple[str, bool]:
     """Emit masked scores (and the raw or softcapped ones where the fourth output asks for them)."""
     scale = n.attr("scale")
     scale = float(scale) if scale is not None else m.size**-0.5
@@ -190,8 +179,8 @@ def _scores(n: Node, dims: Sequence[Dim], m: Dim, reads: tuple[Reading, Reading]
     first, second = (n.outs[3], n.temp("s")) if mode < 2 else (n.temp("qk"), n.outs[3])
     raw = contract(n, first, dims, [m], *reads, scale=scale, after=soften if mode == 1 else None, dtype=n.dtype(0))
     more, mask, masked = _mask_rules(n, dims, offset, 1)
-    body: Callable[..., Expr] = lambda s, *_: cast(mask(s if mode == 1 else soften(s)), n.dtype(0))  # noqa: E731
-    return n.block(second, dims, [n.read(raw, here(dims)), *more], body), masked
+    score = Arg(0, n.dtype(0)) if mode == 1 else soften(Arg(0, n.dtype(0)))
+    return n.block(second, dims, [n.read(raw, here(dims)), *more], cast(mask(score), n.dtype(0))), masked
 
 
 @lifts("RotaryEmbedding", since=23)
@@ -234,7 +223,7 @@ def lift_rotary(n: Node) -> None:
     n.block(n.out(), dims, reads, body)
 
 
-def _table(n: Node, k: int, position: Aff, angle: Aff, want: tuple[int, int], half: int) -> Reading:
+def _table(n: Node, k: int, position: Aff, angle: Aff, want: tuple[int, int], half: int) -> Operand:
     """Read of the cos or sin table, by position or through ``position_ids``."""
     table = n.tensor(k)
     if not n.has(3):

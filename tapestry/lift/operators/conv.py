@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import call
-from tapestry.ir.graph import Dim, Guard, Read
+from tapestry.ir.expr import Arg, call
+from tapestry.ir.graph import Dim, Guard
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import number
-from tapestry.ir.types import Tensor
-from tapestry.lift.building.builder import Node
+from tapestry.lift.building.builder import Node, Operand
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.operators.linear import contract
 from tapestry.lift.operators.window import KERNEL, SPATIAL, window
@@ -41,30 +40,10 @@ def lift_conv(n: Node) -> bool | None:
     return None
 
 
-def _of_nothing(n: Node, dims: tuple[Dim, ...], bias: tuple[Read, Tensor] | None) -> None:
+def _of_nothing(n: Node, dims: tuple[Dim, ...], bias: Operand | None) -> None:
     """Emit sums over no channels, or for no filters."""
     zero = number(0, n.out().dtype)
-    n.block(n.out(), dims, [bias] if bias else [], lambda *b: call("add", zero, b[0]) if b else zero)
-
-
-def _transposed_pads(
-    n: Node, size: tuple[int, ...], kernel: tuple[int, ...], stride: list[int], dilation: list[int]
-) -> list[int]:
-    """Padding before each axis of a ConvTranspose, from its pads, auto_pad and output_shape attributes."""
-    rank = len(size)
-    extra = [int(v) for v in n.attr("output_padding", [0] * rank)]
-    mode, wanted = n.attr("auto_pad", "NOTSET"), n.attr("output_shape")
-    if mode == "VALID":
-        return [0] * rank
-    if wanted is None and mode in ("NOTSET", ""):
-        return [int(p) for p in n.attr("pads", [0] * 2 * rank)][:rank]
-    out = [int(v) for v in wanted][-rank:] if wanted is not None else [s * st for s, st in zip(size, stride, strict=True)]
-    before = []
-    for a in range(rank):
-        total = stride[a] * (size[a] - 1) + extra[a] + (kernel[a] - 1) * dilation[a] + 1 - out[a]
-        total = max(total, 0)
-        before.append(total // 2 if mode == "SAME_UPPER" else total - total // 2)
-    return before
+    n.block(n.out(), dims, [bias] if bias else [], call("add", zero, Arg(0, bias[1].dtype)) if bias else zero)
 
 
 @lifts("ConvTranspose")
@@ -78,11 +57,15 @@ def lift_conv_transpose(n: Node) -> bool | None:
     per_group, outs = w.shape[1], w.shape[1] * groups
     stride = [int(v) for v in n.attr("strides", [1] * rank)]
     dilation = [int(v) for v in n.attr("dilations", [1] * rank)]
-    before = _transposed_pads(n, x.shape[2:], w.shape[2:], stride, dilation)
+    mode = n.attr("auto_pad", "NOTSET")
+    if mode not in ("NOTSET", "", "VALID") or n.attr("output_shape") is not None:
+        return False  # `inference_fixes` has written the padding out wherever sizes are known
+    before = [0] * rank if mode == "VALID" else [int(p) for p in n.attr("pads", [0] * rank)]
     places = tuple(Dim(name, s) for name, s in zip(SPATIAL[rank], n.out().shape[2:], strict=True))
     taps = tuple(Dim(name, s) for name, s in zip(KERNEL[rank], w.shape[2:], strict=True))
     ranges = {d.name: d.size for d in (*places, *taps)}
-    index, guards = [], []
+    index: list[Aff] = []
+    guards: list[Guard] = []
     for a in range(rank):
         reach = dim(places[a].name) + before[a] - dim(taps[a].name) * dilation[a]
         index.append(floordiv(reach, stride[a], ranges))

@@ -86,6 +86,6 @@ def _emit(n: Node, out: str, terms: list[Term], kept: tuple[str, ...], sizes: di
     values: list[Expr] = [cast(Arg(k, t.dtype), wide) for k, (_, t) in enumerate(reads)]
     body = values[0] if len(values) == 1 else call("mul", *values)
     if not gone:
-        return n.block(out, dims, reads, lambda *_: body)
+        return n.block(out, dims, reads, body)
     then = [] if wide == dtype else [cast(Acc(0, wide), dtype)]
     return n.reduce([out], dims, [Dim(a, sizes[a]) for a in gone], "sum", reads, [body], then)[0]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import reduce
 
 import numpy as np
 
 from tapestry.ir.expr import Arg, Expr, call, cast
-from tapestry.ir.graph import Block, Read
 from tapestry.ir.monoid import number
-from tapestry.ir.types import FLOATS, INTEGERS, Tensor
-from tapestry.lift.building.builder import DTYPE_OF, Node, here, literal
+from tapestry.ir.types import FLOATS, INTEGERS
+from tapestry.lift.building.builder import DTYPE_OF, Body, Node, Operand, here, literal
 from tapestry.lift.building.registry import lifts
 
 
@@ -20,26 +19,18 @@ def c(value: float, like: Expr) -> Expr:
     return literal(value, like.dtype)
 
 
-def emit_map(n: Node, body: Callable[..., Expr], count: int | None = None) -> None:
+def emit_map(n: Node, body: Body, count: int | None = None) -> None:
     """Emit output 0 as ``body`` over the node's first ``count`` inputs (all when None), broadcast to its shape."""
-    dims = n.out_dims()
-    reads: list[tuple[Read, Tensor]] = []
-    operands: list[Expr] = []
-    for k in range(len(n.ins) if count is None else count):
-        e, read = n.operand(k, dims)
-        if read is not None:
-            e = Arg(len(reads), read[1].dtype)
-            reads.append(read)
-        assert e is not None
-        operands.append(e)
-    result = body(*operands)
-    out = n.out()
-    assert result.dtype == out.dtype, f"{n.where}: body is {result.dtype}, output {out.dtype}"
-    n.b.emit(Block(outs=(out.name,), dims=dims, reads=tuple(r for r, _ in reads), body=(result,), source=(n.source,)), [out])
+    dims, reads = n.out_dims(), list[Operand]()
+    operands = [n.operand(k, dims, reads) for k in range(len(n.ins) if count is None else count)]
+    n.block(n.out(), dims, reads, body(*operands))
 
 
-def _primitive(fn: str) -> Callable[..., Expr]:
-    return lambda *xs: call(fn, *xs)
+def _primitive(fn: str) -> Body:
+    def body(*xs: Expr) -> Expr:
+        return call(fn, *xs)
+
+    return body
 
 
 def relu(x: Expr) -> Expr:
@@ -66,7 +57,7 @@ def _mish(x: Expr) -> Expr:
 
 
 SIXTH = float(np.float32(1 / 6))  # as an attribute in the body that ONNX gives a HardSwish of any type
-UNARY: dict[str, Callable[[Expr], Expr]] = {
+UNARY: dict[str, Body] = {
     "Abs": _primitive("abs"), "Neg": _primitive("neg"), "Exp": _primitive("exp"), "Log": _primitive("log"),
     "Sqrt": _primitive("sqrt"), "Sin": _primitive("sin"), "Cos": _primitive("cos"), "Tan": _primitive("tan"),
     "Asin": _primitive("asin"), "Acos": _primitive("acos"), "Atan": _primitive("atan"), "Sinh": _primitive("sinh"),
@@ -88,6 +79,7 @@ def lift_unary(n: Node) -> None:
 BINARY = {
     "Sub": "sub", "Div": "div", "Equal": "eq", "Greater": "gt", "Less": "lt", "GreaterOrEqual": "ge",
     "LessOrEqual": "le", "BitwiseAnd": "and", "BitwiseOr": "or", "BitwiseXor": "xor", "And": "and", "Or": "or", "Xor": "xor",
+    "Where": "where",
 }  # fmt: skip
 MOST_OPERANDS = 64  # of one expression, which is as deep as they are many
 VARIADIC = {"Add": "add", "Mul": "mul", "Sum": "add", "Max": "max", "Min": "min", "Mean": "add"}
@@ -95,7 +87,7 @@ VARIADIC = {"Add": "add", "Mul": "mul", "Sum": "add", "Max": "max", "Min": "min"
 
 @lifts(*BINARY)
 def lift_binary(n: Node) -> bool | None:
-    """Two inputs, one primitive."""
+    """Two inputs (a Where has three), one primitive."""
     if n.attr("broadcast", 0) and n.version < 7:
         return False  # the old, axis-based broadcasting
     emit_map(n, _primitive(BINARY[n.kind]))
@@ -110,9 +102,7 @@ def lift_variadic(n: Node) -> bool | None:
         return False
 
     def body(*xs: Expr) -> Expr:
-        total = xs[0]
-        for x in xs[1:]:
-            total = call(fn, total, x)
+        total = reduce(lambda a, b: call(fn, a, b), xs)
         return call("div", total, c(count, total)) if n.kind == "Mean" else total
 
     emit_map(n, body)
@@ -145,29 +135,16 @@ def lift_mod(n: Node) -> None:
 @lifts("BitShift")
 def lift_shift(n: Node) -> None:
     """Shifts of unsigned integers; a shift by the width or more gives 0 on every target."""
-    fn = "shl" if n.attr("direction") == "LEFT" else "shr"
-    emit_map(n, _primitive(fn))
+    emit_map(n, _primitive("shl" if n.attr("direction") == "LEFT" else "shr"))
 
 
-@lifts("Where")
-def lift_where(n: Node) -> None:
-    """Selection."""
-    emit_map(n, _primitive("where"))
-
-
-@lifts("Cast", since=6)
+@lifts("Cast", "CastLike", since=6)
 def lift_cast(n: Node) -> bool | None:
-    """Conversion between supported dtypes (float8 and strings stay with ONNX)."""
-    if int(n.attr("to")) not in DTYPE_OF:
+    """Conversion between supported dtypes (strings stay with ONNX)."""
+    if n.kind == "Cast" and int(n.attr("to")) not in DTYPE_OF:
         return False
     emit_map(n, lambda x: cast(x, n.out().dtype), 1)
     return None
-
-
-@lifts("CastLike")
-def lift_cast_like(n: Node) -> None:
-    """Conversion to another tensor's dtype."""
-    emit_map(n, lambda x: cast(x, n.out().dtype), 1)
 
 
 @lifts("IsInf")
@@ -189,20 +166,13 @@ def lift_isinf(n: Node) -> None:
 def lift_clip(n: Node) -> None:
     """min(max(x, low), high); bounds are attributes before opset 11, optional scalar inputs after."""
     dims = n.out_dims()
-    reads, x = [n.read(n.ins[0], [*here(dims)])], Arg(0, n.dtype(0))
-    e: Expr = x
+    reads, e = [n.read(n.ins[0], here(dims))], Arg(0, n.dtype(0))
     for k, (fn, name) in enumerate((("max", "min"), ("min", "max")), start=1):
-        bound: Expr | None = None
         if n.has(k):
-            bound, read = n.operand(k, dims)
-            if read is not None:
-                reads.append(read)
-                bound = Arg(len(reads) - 1, read[1].dtype)
+            e = call(fn, e, n.operand(k, dims, reads))
         elif n.version < 11 and n.attr(name) is not None:
-            bound = c(float(n.attr(name)), x)
-        if bound is not None:
-            e = call(fn, e, bound)
-    n.block(n.out(), dims, reads, lambda *_: e)
+            e = call(fn, e, c(float(n.attr(name)), e))
+    n.block(n.out(), dims, reads, e)
 
 
 def _hard_sigmoid(x: Expr, alpha: float, beta: float) -> Expr:

@@ -6,23 +6,19 @@ with the sum follows it: a multiplication by the scales in f32, rounding half to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
-from tapestry.ir.types import Tensor
-from tapestry.lift.building.builder import Node, axes, broadcast, literal
+from tapestry.lift.building.builder import Node, Operand, axes, broadcast, literal
 from tapestry.lift.building.registry import lifts
-from tapestry.lift.operators.batched import opaque_integer_conv
 from tapestry.lift.operators.conv import channel
+from tapestry.lift.operators.opaque_operators import opaque_integer_conv
 from tapestry.lift.operators.quantize import REAL, saturated
 from tapestry.lift.operators.window import window
 
 BYTES = ("i8", "u8")
-Reads = list[tuple[Read, Tensor]]
 
 
 @lifts("MatMulInteger", "QLinearMatMul")
@@ -54,7 +50,7 @@ def lift_integer_conv(n: Node) -> bool | None:
         return opaque_integer_conv(n)
     win = window(n, x.shape[2:], w.shape[2:])
     dims = (Dim("b", x.shape[0]), Dim("o", outs), *win.places)
-    zero = _known(n, _about(n, 0)[-1])
+    zero = _zero_point(n, _about(n, 0)[-1])
     if win.leaves and (zero is None or zero.size != 1):
         return opaque_integer_conv(n)  # what is outside is only known when it runs
     outside = int(zero.reshape(-1)[0]) if win.leaves and zero is not None else None
@@ -79,10 +75,10 @@ def _supported(n: Node, second: int) -> bool:
     )
 
 
-def _known(n: Node, k: int) -> np.ndarray | None:
+def _zero_point(n: Node, k: int) -> np.ndarray | None:
     """A zero point known at compile time, once where all are equal: 0 where there is none."""
-    known = n.const(k) if n.has(k) else np.zeros((), np.int8)
-    return known.reshape(-1)[:1] if known is not None and known.size and np.all(known == known.reshape(-1)[0]) else known
+    value = n.const(k) if n.has(k) else np.zeros((), np.int8)
+    return value.reshape(-1)[:1] if value is not None and value.size and np.all(value == value.reshape(-1)[0]) else value
 
 
 def _place(n: Node, k: int, own: str) -> list[Aff] | None:
@@ -94,7 +90,7 @@ def _place(n: Node, k: int, own: str) -> list[Aff] | None:
 
 
 def _emit(
-    n: Node, second: int, dims: tuple[Dim, ...], reduced: tuple[Dim, ...], reads: Reads, own: dict[int, str]
+    n: Node, second: int, dims: tuple[Dim, ...], reduced: tuple[Dim, ...], reads: list[Operand], own: dict[int, str]
 ) -> bool:  # fmt: skip
     """The sum and, for QLinear operators, what follows it; ``False`` where a scale or zero point is of another shape.
 
@@ -106,11 +102,11 @@ def _emit(
     factors: list[Expr] = []
     for at, k in enumerate((0, second)):
         z, wide = _about(n, k)[-1], cast(Arg(at, reads[at][1].dtype), "i32")
-        known = _known(n, z)
-        if known is not None and known.size == 1:
+        zero = _zero_point(n, z)
+        if zero is not None and zero.size == 1:
             if n.has(z) and _one(n, z, own.get(z, ""), sizes) is None:
                 return False
-            value = int(known.reshape(-1)[0])
+            value = int(zero.reshape(-1)[0])
             factors.append(call("sub", wide, literal(value, "i32")) if value else wide)
         elif (read := _one(n, z, own.get(z, ""), sizes)) is None:
             return False
@@ -128,16 +124,16 @@ def _emit(
     return True
 
 
-def _one(n: Node, k: int, own: str, sizes: dict[str, int]) -> tuple[Read, Tensor] | None:
+def _one(n: Node, k: int, own: str, sizes: dict[str, int]) -> Operand | None:
     spot = _place(n, k, own)
     if spot is None or (n.tensor(k).size > 1 and n.shape(k)[0] != sizes[own]):
         return None
     return n.read(n.ins[k], spot)
 
 
-def _requantised(n: Node, second: int, reads: Reads, own: dict[int, str], sizes: dict[str, int]) -> Expr | None:
+def _requantised(n: Node, second: int, reads: list[Operand], own: dict[int, str], sizes: dict[str, int]) -> Expr | None:
     """The sum, with a bias, by the scales and rounded; its reads are added."""
-    found: dict[int, Expr] = {}
+    values: dict[int, Expr] = {}
     last = 8 if n.kind == "QLinearConv" else -1
     for k in (1, second + 1, 6, 7, last):
         if k < 0 or not n.has(k):
@@ -145,11 +141,11 @@ def _requantised(n: Node, second: int, reads: Reads, own: dict[int, str], sizes:
         read = _one(n, k, "o" if k == last else own.get(k, ""), sizes)
         if read is None:
             return None
-        found[k] = Arg(len(reads), read[1].dtype)
+        values[k] = Arg(len(reads), read[1].dtype)
         reads.append(read)
     total: Expr = Acc(0, "i32")
-    if last in found:
-        total = call("add", total, found[last])
-    scale: Callable[[int], Expr] = lambda k: cast(found[k], "f32")  # noqa: E731
-    by = call("div", call("mul", scale(1), scale(second + 1)), scale(6))
-    return saturated(call("round", call("mul", cast(total, "f32"), by)), found.get(7), n.out().dtype)
+    if last in values:
+        total = call("add", total, values[last])
+    first, last_factor, result = (cast(values[k], "f32") for k in (1, second + 1, 6))
+    by = call("div", call("mul", first, last_factor), result)
+    return saturated(call("round", call("mul", cast(total, "f32"), by)), values.get(7), n.out().dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim
 from tapestry.ir.types import Tensor
-from tapestry.lift.building.builder import Node, accumulator, axes, broadcast, literal
+from tapestry.lift.building.builder import Node, Operand, accumulator, axes, broadcast, literal
 from tapestry.lift.building.registry import lifts
 
 
@@ -19,9 +19,9 @@ def product(a: Tensor, b: Tensor) -> Expr:
 
 
 def contract(
-    n: Node, out: str | Tensor, dims: Sequence[Dim], reduced: Sequence[Dim], a: tuple[Read, Tensor], b: tuple[Read, Tensor],
-    *, scale: float = 1.0, bias: tuple[Read, Tensor] | None = None, bias_scale: float = 1.0, dtype: str = "",
-    more: Sequence[tuple[Read, Tensor]] = (), after: Callable[[Expr], Expr] | None = None,
+    n: Node, out: str | Tensor, dims: Sequence[Dim], reduced: Sequence[Dim], a: Operand, b: Operand,
+    *, scale: float = 1.0, bias: Operand | None = None, bias_scale: float = 1.0, dtype: str = "",
+    more: Sequence[Operand] = (), after: Callable[[Expr], Expr] | None = None,
 ) -> str:  # fmt: skip
     """Emit ``scale * sum(a * b) + bias_scale * bias``; scales of 1 leave no trace, 16-bit floats accumulate in f32.
 

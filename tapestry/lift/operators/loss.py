@@ -79,7 +79,7 @@ def _reduced(n: Node, lost: str, kept: Sequence[Dim], wide: str) -> None:
     out = n.out().dtype
     total = Acc(0, wide)
     if how == "none":
-        n.block(n.out(), kept, reads, lambda *_: cast(term, out))
+        n.block(n.out(), kept, reads, cast(term, out))
     elif how == "sum":
         n.reduce([n.outs[0]], (), kept, "sum", reads, [term], [cast(total, out)])
     else:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.expr import Expr, call, cast
+from tapestry.ir.expr import Arg, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
-from tapestry.ir.types import FLOATS, Tensor
+from tapestry.ir.types import FLOATS
 from tapestry.lift.building.builder import Node, axes, here, literal
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.movement.gather import select
 from tapestry.lift.operators.linear import contract
+from tapestry.lift.operators.opaque_operators import along
 
 ML = "ai.onnx.ml"
-
-
-def known(n: Node, name: str, value: np.ndarray) -> str:
-    """A constant that the node's attributes give."""
-    made = n.temp(name)
-    n.b.made[made] = np.ascontiguousarray(value)
-    n.b.tensors[made] = Tensor(name=made, dtype={"f": "f32", "i": "i64"}[value.dtype.kind], shape=value.shape)
-    return made
 
 
 def _floats(n: Node, name: str) -> np.ndarray:
@@ -43,9 +36,9 @@ def lift_scaler(n: Node) -> bool | None:
     def per_feature(v: np.ndarray) -> list[Aff]:
         return [const(0) if v.size == 1 else dim(dims[-1].name)]
 
-    reads = [n.read(known(n, k, v), per_feature(v)) for k, v in (("offset", offset), ("scale", scale))]
-    body = lambda v, a, b: call("mul", call("sub", cast(v, "f32"), a), b)  # noqa: E731
-    n.block(n.out(), dims, [n.read(x.name, here(dims)), *reads], body)
+    reads = [n.read(n.constant(k, v, "f32"), per_feature(v)) for k, v in (("offset", offset), ("scale", scale))]
+    reads.insert(0, n.read(x.name, here(dims)))
+    n.block(n.out(), dims, reads, lambda v, a, b: call("mul", call("sub", cast(v, "f32"), a), b))
     return None
 
 
@@ -57,11 +50,8 @@ def lift_binarizer(n: Node) -> bool | None:
     dims, dtype = n.out_dims(), n.dtype(0)
     edge = float(n.attr("threshold", 0.0))
     limit = literal(edge if dtype in FLOATS else int(np.floor(edge)), dtype)
-
-    def body(v: Expr) -> Expr:
-        return call("where", call("gt", v, limit), literal(1, dtype), literal(0, dtype))
-
-    n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], body)
+    above = call("gt", Arg(0, dtype), limit)
+    n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], call("where", above, literal(1, dtype), literal(0, dtype)))
     return None
 
 
@@ -78,8 +68,8 @@ def lift_linear_regressor(n: Node) -> bool | None:
         or n.out().shape != (x.shape[0], targets)
     ):
         return False
-    w = known(n, "coefficients", weights.reshape(targets, -1))
-    bias = n.read(known(n, "intercepts", shift), [dim("n")]) if shift.size else None
+    w = n.constant("coefficients", weights.reshape(targets, -1), "f32")
+    bias = n.read(n.constant("intercepts", shift, "f32"), [dim("n")]) if shift.size else None
     dims = (Dim("i", x.shape[0]), Dim("n", targets))
     a, b = n.read(x.name, [dim("i"), dim("m")]), n.read(w, [dim("n"), dim("m")])
     contract(n, n.out(), dims, [Dim("m", x.shape[1])], a, b, bias=bias)
@@ -128,15 +118,7 @@ def lift_rows(n: Node) -> None:
 
 
 def _rows(n: Node, why: str, count: int) -> None:
-    """Opaque, splittable along the first axes, which all inputs and outputs share."""
-    shape, axes_ = n.shape(0), list(range(count))
-    fit = all(
-        t.shape[:count] == shape[:count] for t in (*(n.tensor(k) for k in range(len(n.ins))), *map(n.out, range(len(n.outs))))
-    )
-    axes_ = axes_ if fit else []
-    n.opaque(
-        why,
-        [Dim(f"x{a}", shape[a]) for a in axes_],
-        dict.fromkeys(range(len(n.ins)), axes_),
-        dict.fromkeys(range(len(n.outs)), axes_),
-    )
+    """Opaque, splittable along the first axes if all inputs and outputs share them."""
+    ins, outs = range(len(n.ins)), range(len(n.outs))
+    shapes = {t.shape[:count] for t in (*map(n.tensor, ins), *map(n.out, outs))}
+    along(n, why, range(count) if len(shapes) == 1 else (), ins, outs)

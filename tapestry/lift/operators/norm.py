@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
-from tapestry.lift.building.builder import Node, accumulator, axes, broadcast, here, literal
+from tapestry.lift.building.builder import Node, Operand, accumulator, axes, broadcast, here, literal
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.operators.pool import norm
 from tapestry.lift.operators.reduce import keep_dims, split_dims
 
 
-def _statistics(n: Node, read: tuple[Read, Tensor], kept: Sequence[Dim], gone: Sequence[Dim], wide: str) -> tuple[str, str]:
+def _statistics(n: Node, read: Operand, kept: Sequence[Dim], gone: Sequence[Dim], wide: str) -> tuple[str, str]:
     """Emit mean and 1/sqrt(variance + epsilon) over ``gone``."""
     eps = float(n.attr("epsilon", 1e-5))
-    one, zero = number(1, wide), number(0, wide)
     variance = call("div", Acc(2, wide), Acc(0, wide))
-    spread = call("div", one, call("sqrt", call("add", variance, literal(eps, wide))))
-    mean, rstd = n.reduce(
-        [n.temp("mean"), n.temp("rstd")], kept, gone, "moments", [read],
-        [one, cast(Arg(0, read[1].dtype), wide), zero], [Acc(1, wide), spread],
-    )  # fmt: skip
-    return mean, rstd
+    spread = call("div", number(1, wide), call("sqrt", call("add", variance, literal(eps, wide))))
+    return _moments(n, read, kept, gone, wide, "rstd", spread)
+
+
+def _moments(
+    n: Node, read: Operand, kept: Sequence[Dim], gone: Sequence[Dim], wide: str, name: str, spread: Expr
+) -> tuple[str, str]:
+    """Emit the mean over ``gone``, and what ``spread`` makes of the moments (n, mean, M2)."""
+    state = [number(1, wide), cast(Arg(0, read[1].dtype), wide), number(0, wide)]
+    mean, other = n.reduce([n.temp("mean"), n.temp(name)], kept, gone, "moments", [read], state, [Acc(1, wide), spread])
+    return mean, other
 
 
 @lifts("LayerNormalization")
@@ -51,7 +56,7 @@ def lift_layer_norm(n: Node) -> None:
     for k, src in ((1, mean), (2, rstd)):
         if n.wants(k):
             if n.out(k).dtype != wide:
-                src = n.block(n.temp(f"cast{k}"), kept, [n.read(src, here(kept))], lambda v, k=k: cast(v, n.out(k).dtype))
+                src = n.block(n.temp(f"cast{k}"), kept, [n.read(src, here(kept))], cast(Arg(0, wide), n.out(k).dtype))
             keep_dims(n, n.out(k), src, reduced, x.shape)
 
 
@@ -61,9 +66,7 @@ def lift_rms_norm(n: Node) -> None:
     x = n.tensor(0)
     rank, dims = len(x.shape), axes(x.shape)
     kept, gone = split_dims(x.shape, list(range(n.axis(-1, rank), rank)))
-    wide, count = accumulator(x.dtype), 1
-    for d in gone:
-        count *= d.size
+    wide, count = accumulator(x.dtype), prod(d.size for d in gone)
     v = cast(Arg(0, x.dtype), wide)
     square = call("add", call("div", Acc(0, wide), literal(count, wide)), literal(float(n.attr("epsilon", 1e-5)), wide))
     spread = call("div", number(1, wide), call("sqrt", square))
@@ -85,10 +88,7 @@ def lift_mean_variance(n: Node) -> None:
     rank, dims, wide = len(x.shape), axes(x.shape), accumulator(x.dtype)
     kept, gone = split_dims(x.shape, sorted({int(a) % rank for a in n.attr("axes", [0, 2, 3])}))
     deviation = call("sqrt", call("div", Acc(2, wide), Acc(0, wide)))
-    mean, deviations = n.reduce(
-        [n.temp("mean"), n.temp("std")], kept, gone, "moments", [n.read(x.name, here(dims))],
-        [number(1, wide), cast(Arg(0, x.dtype), wide), number(0, wide)], [Acc(1, wide), deviation],
-    )  # fmt: skip
+    mean, deviations = _moments(n, n.read(x.name, here(dims)), kept, gone, wide, "std", deviation)
 
     def body(v: Expr, mu: Expr, std: Expr) -> Expr:
         return cast(call("div", call("sub", cast(v, wide), mu), call("add", std, literal(1e-9, wide))), x.dtype)
@@ -96,9 +96,7 @@ def lift_mean_variance(n: Node) -> None:
     n.block(n.out(), dims, [n.read(x.name, here(dims)), n.read(mean, here(kept)), n.read(deviations, here(kept))], body)
 
 
-def _channelwise(
-    n: Node, x: Tensor, mean: tuple[Read, Tensor], rstd: tuple[Read, Tensor], scale: Sequence[Aff], wide: str
-) -> None:
+def _channelwise(n: Node, x: Tensor, mean: Operand, rstd: Operand, scale: Sequence[Aff], wide: str) -> None:
     """Emit ``(x - mean) * rstd * scale + bias`` with scale and bias read at the given index."""
     dims = axes(x.shape)
     reads = [n.read(x.name, here(dims)), mean, rstd, n.read(n.ins[1], scale), n.read(n.ins[2], scale)]

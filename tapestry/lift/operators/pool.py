@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from math import prod
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim
 from tapestry.ir.monoid import highest, lowest, number
-from tapestry.ir.types import Tensor
-from tapestry.lift.building.builder import Node, accumulator, literal
+from tapestry.lift.building.builder import Node, accumulator, every, inside, literal
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.operators.window import KERNEL, SPATIAL, Window, window
 
@@ -38,7 +38,7 @@ def lift_max_pool(n: Node) -> bool | None:
     x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], other)
     if n.wants(1):
         if n.attr("storage_order", 0):
-            n.opaque("its Indices output counts positions in the whole tensor, column by column")
+            emit_opaque(n, "its Indices output counts positions in the whole tensor, column by column")
             return None
         state, then = [Arg(0, x[1].dtype), _position(n, win)], [Acc(0, x[1].dtype), Acc(1, "i64")]
         n.reduce(n.outs[:2], _dims(n, win), win.taps, "argmax", [x], state, then)
@@ -50,12 +50,11 @@ def lift_max_pool(n: Node) -> bool | None:
 def _position(n: Node, win: Window) -> Expr:
     """Row-major position of a window's cell; behind all others where it lies in the padding, which never counts."""
     flat: Aff = dim("b") * n.shape(0)[1] + dim("c")
-    inside: Expr = number(1, "bool")
+    within: Expr = number(1, "bool")
     for e, size in zip(win.index(), n.shape(0)[2:], strict=True):
         flat = flat * size + e
-        fits = call("and", call("ge", Index(e), number(0, "i64")), call("lt", Index(e), number(size, "i64")))
-        inside = call("and", inside, fits)
-    return call("where", inside, Index(flat), highest("i64")) if win.leaves else Index(flat)
+        within = call("and", within, every(inside(Index(e), size)))
+    return call("where", within, Index(flat), highest("i64")) if win.leaves else Index(flat)
 
 
 @lifts("AveragePool")
@@ -112,10 +111,7 @@ def lift_global_pool(n: Node) -> bool | None:
     elif n.kind == "GlobalLpPool":
         body, then = norm(int(n.attr("p", 2)), body)
     else:
-        count = 1
-        for t in taps:
-            count *= t.size
-        then = call("div", Acc(0, wide), literal(count, wide))
+        then = call("div", Acc(0, wide), literal(prod(t.size for t in taps), wide))
     monoid = "max" if n.kind == "GlobalMaxPool" else "sum"
     inner = n.reduce([n.temp("r")], dims, taps, monoid, [read], [body], [cast(then, x.dtype)] if then else [])[0]
     places = [Dim(k, 1) for k in SPATIAL[rank]]
@@ -137,10 +133,10 @@ def lift_lrn(n: Node) -> bool | None:
     near = n.read(x.name, [spots[0], dim("c") + dim("k") - (size - 1) // 2, *spots[2:]], 0)
     own = n.read(x.name, spots)
     wide = accumulator(x.dtype)
-    v: Callable[[int], Expr] = lambda k: cast(Arg(k, x.dtype), wide)  # noqa: E731
+    neighbour, value = (cast(Arg(k, x.dtype), wide) for k in (0, 1))
     alpha, beta, bias = (float(n.attr(k, d)) for k, d in (("alpha", 0.0001), ("beta", 0.75), ("bias", 1.0)))
     scale = call("add", literal(bias, wide), call("mul", literal(alpha / size, wide), Acc(0, wide)))
-    then = call("div", v(1), call("pow", scale, literal(beta, wide)))
-    reads: list[tuple[Read, Tensor]] = [near, own]
-    n.reduce([n.outs[0]], dims, [Dim("k", size)], "sum", reads, [call("mul", v(0), v(0))], [cast(then, x.dtype)])
+    then = call("div", value, call("pow", scale, literal(beta, wide)))
+    body = call("mul", neighbour, neighbour)
+    n.reduce([n.outs[0]], dims, [Dim("k", size)], "sum", [near, own], [body], [cast(then, x.dtype)])
     return None

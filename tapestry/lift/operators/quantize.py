@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from tapestry.ir.expr import Acc, Arg, Const, Expr, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
-from tapestry.ir.types import FLOAT8, Tensor
-from tapestry.lift.building.builder import Node, axes, here, literal
+from tapestry.ir.types import FLOAT8
+from tapestry.lift.building.builder import Node, Operand, axes, here, literal
 from tapestry.lift.building.registry import lifts
 
 RANGE = {"u8": (0, 255), "i8": (-128, 127), "u16": (0, 65535), "i16": (-32768, 32767)}
@@ -111,14 +111,14 @@ def saturated(whole: Expr, zero: Expr | None, dtype: str) -> Expr:
     return cast(cast(call("where", call("isnan", whole), number(0, "f32"), kept), "i32"), dtype)
 
 
-def _zero(n: Node, spot: list[Aff]) -> tuple[list[Expr], list[tuple[Read, Tensor]]]:
+def _zero(n: Node, spot: list[Aff]) -> tuple[list[Expr], list[Operand]]:
     """The zero point, if it is not 0, as a literal where it is one known number; else (nothing, its read)."""
     if not n.has(2):
         return [], []
-    known = n.const(2)
-    if known is None or known.size == 0 or np.any(known != known.reshape(-1)[0]):
+    zero = n.const(2)
+    if zero is None or zero.size == 0 or np.any(zero != zero.reshape(-1)[0]):
         return [], [n.read(n.ins[2], spot)]
-    value = int(known.reshape(-1)[0])
+    value = int(zero.reshape(-1)[0])
     return ([literal(value, n.dtype(2))] if value else []), []
 
 

@@ -12,16 +12,14 @@ import math
 from collections.abc import Sequence
 
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import number
-from tapestry.ir.types import Tensor
-from tapestry.lift.building.builder import Node, axes, here, literal
+from tapestry.lift.building.builder import Node, Operand, axes, here, literal
 from tapestry.lift.building.registry import lifts
-from tapestry.lift.normalize.prepare import SOURCE
+from tapestry.lift.file.protos import SOURCE
 
 BITS = 24  # of a uniform number: what an f32 holds exactly
-Reading = tuple[Read, Tensor]
 
 
 def key_of(n: Node) -> int:
@@ -40,8 +38,8 @@ def row_major(dims: Sequence[Dim]) -> Aff:
 
 def bits(n: Node, dims: Sequence[Dim], word: int = 0, count: int = BITS) -> Expr:
     """The top bits of one output word of Philox for an element, as an i64 in [0, 2^count)."""
-    i64 = lambda v: Const(v, "i64")  # noqa: E731
-    return call("shr", call("philox", i64(key_of(n)), i64(0), i64(0), i64(word), Index(row_major(dims))), i64(32 - count))
+    key, zero, stream, shift = (number(v, "i64") for v in (key_of(n), 0, word, 32 - count))
+    return call("shr", call("philox", key, zero, zero, stream, Index(row_major(dims))), shift)
 
 
 def uniform(n: Node, dims: Sequence[Dim]) -> Expr:
@@ -109,14 +107,14 @@ def emit_uniform(n: Node, dims: Sequence[Dim]) -> None:
     low, high, out = float(n.attr("low", 0.0)), float(n.attr("high", 1.0)), n.out()
     u = uniform(n, dims)
     value = u if (low, high) == (0.0, 1.0) else call("add", literal(low, "f32"), call("mul", u, literal(high - low, "f32")))
-    n.block(out, dims, [], lambda: cast(value, out.dtype))
+    n.block(out, dims, [], cast(value, out.dtype))
 
 
 def emit_normal(n: Node, dims: Sequence[Dim]) -> None:
     """Box-Muller on words 0 and 1 of one counter: mean + scale * sqrt(-2 ln u) * cos(2 pi v), u in (0, 1]."""
     base, out, spots = n.outs[0], n.out(), here(dims)
-    first = n.block(n.temp("u"), dims, [], lambda: call("add", bits(n, dims, 0), number(1, "i64")))
-    second = n.block(n.temp("v"), dims, [], lambda: bits(n, dims, 1))
+    first = n.block(n.temp("u"), dims, [], call("add", bits(n, dims, 0), number(1, "i64")))
+    second = n.block(n.temp("v"), dims, [], bits(n, dims, 1))
     t, k = log_parts(n, base, first, dims, 0, BITS)
     quarter = BITS - 2
 
@@ -156,11 +154,9 @@ def _below(n: Node, dims: Sequence[Dim], p: Expr) -> Expr:
 @lifts("Bernoulli", since=15)
 def lift_bernoulli(n: Node) -> None:
     """1 with the probability given at each element."""
-    dims, out = n.out_dims(), n.out()
-    given, read = n.operand(0, dims)
-    reads = [read] if read is not None else []
-    p = given if given is not None else Arg(0, n.dtype(0))
-    n.block(out, dims, reads, lambda *_: cast(_below(n, dims, p), out.dtype))
+    dims, reads = n.out_dims(), list[Operand]()
+    p = n.operand(0, dims, reads)
+    n.block(n.out(), dims, reads, cast(_below(n, dims, p), n.out().dtype))
 
 
 @lifts("Dropout")
@@ -170,27 +166,22 @@ def lift_dropout(n: Node) -> None:
     flag = n.const(2) if n.version >= 12 and n.has(2) else None
     asked = n.version >= 12 and n.has(2) and flag is None  # at run time
     training = (n.version < 7 and not n.attr("is_test", 0)) or asked or (flag is not None and bool(flag.reshape(-1)[0]))
-    ratio: Expr | None = literal(float(n.attr("ratio", 0.5)), x.dtype)
     reads = [n.read(x.name, here(dims))]
-    if n.version >= 12 and n.has(1):
-        ratio, read = n.operand(1, dims)
-        if read is not None:
-            reads.append(read)
-            ratio = Arg(1, read[1].dtype)
-    assert ratio is not None
+    given = n.version >= 12 and n.has(1)
+    ratio = n.operand(1, dims, reads) if given else literal(float(n.attr("ratio", 0.5)), x.dtype)
     if not training or (isinstance(ratio, Const) and ratio.value == 0):
         n.view(n.out(), x.name, dims, here(dims))
         if n.wants(1):
-            n.block(n.out(1), dims, [], lambda: number(1, n.out(1).dtype))
+            n.block(n.out(1), dims, [], number(1, n.out(1).dtype))
         return
     keep, scale = call("not", _below(n, dims, ratio)), _kept_scale(ratio, x.dtype)
     if asked:
         reads.append(n.read(n.ins[2], [const(0)] * len(n.shape(2))))
         idle = call("not", Arg(len(reads) - 1, "bool"))
         keep, scale = call("or", keep, idle), call("where", idle, number(1, x.dtype), scale)
-    n.block(n.out(), dims, reads, lambda v, *_: call("where", keep, call("mul", v, scale), number(0, x.dtype)))
+    n.block(n.out(), dims, reads, call("where", keep, call("mul", Arg(0, x.dtype), scale), number(0, x.dtype)))
     if n.wants(1):
-        n.block(n.out(1), dims, reads, lambda *_: cast(keep, n.out(1).dtype))
+        n.block(n.out(1), dims, reads, cast(keep, n.out(1).dtype))
 
 
 def _kept_scale(ratio: Expr, dtype: str) -> Expr:
@@ -208,7 +199,7 @@ def lift_multinomial(n: Node) -> None:
     dims = [Dim("x0", rows), Dim("x1", out.shape[1]), Dim("v", classes)]
     spots = here(dims)
     odd = call("add", call("mul", number(2, "i64"), bits(n, dims, 0, BITS - 1)), number(1, "i64"))
-    u = n.block(n.temp("u"), dims, [], lambda: odd)
+    u = n.block(n.temp("u"), dims, [], odd)
     t, k = log_parts(n, n.outs[0], u, dims, 0, BITS)
     parts = [n.read(t, spots), n.read(k, spots)]
     waiting = n.block(n.temp("e"), dims, parts, lambda t, k: call("neg", _log(t, k, BITS)))

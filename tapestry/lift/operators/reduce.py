@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
@@ -30,14 +31,12 @@ def split_dims(shape: Sequence[int], reduced: Sequence[int]) -> tuple[list[Dim],
 def _axes(n: Node) -> list[int] | None:
     """Axes reduced: from the attribute or the second input; all (or none, on request) when absent. None when unknown."""
     rank = len(n.shape(0))
-    found = n.ints(1, "axes")
-    if found is None:
-        if n.has(1):
-            return None
-        found = []
-    if not found:
+    given = n.ints(1, "axes")
+    if given is None and n.has(1):
+        return None
+    if not given:
         return [] if n.attr("noop_with_empty_axes", 0) else list(range(rank))
-    return sorted({a % max(rank, 1) for a in found})
+    return sorted({a % max(rank, 1) for a in given})
 
 
 def _plan(kind: str, x: Expr, count: int) -> tuple[str, Expr, Expr | None]:
@@ -74,12 +73,9 @@ def lift_reduce(n: Node) -> bool | None:
         n.view(n.out(), x.name, axes(x.shape), here(axes(x.shape)))
         return None
     kept, gone = split_dims(x.shape, reduced)
-    count = 1
-    for d in gone:
-        count *= d.size
     exact = n.kind in ("ReduceMax", "ReduceMin")
     value = Arg(0, x.dtype) if exact else cast(Arg(0, x.dtype), accumulator(x.dtype))
-    monoid, body, then = _plan(n.kind, value, count)
+    monoid, body, then = _plan(n.kind, value, prod(d.size for d in gone))
     if x.dtype == "bool":
         monoid = {"max": "any", "min": "all"}[monoid]
     state = [body, number(1, body.dtype)] if monoid == "logsumexp" else [body]
@@ -131,8 +127,8 @@ def lift_hardmax(n: Node) -> bool | None:
     kept, over = split_dims(x.shape, gone)
     state = [Arg(0, x.dtype), Index(flat)]
     (first,) = n.reduce([n.temp("first")], kept, over, "argmax", [n.read(x.name, here(dims))], state, [Acc(1, "i64")])
-    here_is = lambda k: call("where", call("eq", k, Index(flat)), number(1, x.dtype), number(0, x.dtype))  # noqa: E731
-    n.block(n.out(), dims, [n.read(first, here(kept))], here_is)
+    chosen = call("eq", Arg(0, "i64"), Index(flat))
+    n.block(n.out(), dims, [n.read(first, here(kept))], call("where", chosen, number(1, x.dtype), number(0, x.dtype)))
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Expr, Index, call
@@ -11,7 +12,7 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv, span
 from tapestry.ir.monoid import number
 from tapestry.lift.building.builder import Node
-from tapestry.lift.normalize.inference_fixes import AFTER
+from tapestry.lift.file.protos import AFTER
 
 SPATIAL = {1: ("w",), 2: ("h", "w"), 3: ("t", "h", "w")}
 KERNEL = {1: ("s",), 2: ("r", "s"), 3: ("q", "r", "s")}
@@ -60,12 +61,7 @@ class Window:
 
     def count(self, padded: bool) -> Expr:
         """How many taps of a window are inside the input (or inside the padded input), as an i64 expression."""
-        total: Expr | None = None
-        for a in range(len(self.size)):
-            inside = self._inside(a, padded)
-            total = inside if total is None else call("mul", total, inside)
-        assert total is not None
-        return total
+        return reduce(lambda a, b: call("mul", a, b), [self._inside(a, padded) for a in range(len(self.size))])
 
     def _inside(self, a: int, padded: bool) -> Expr:
         k, d, end = self.kernel[a], self.dilation[a], self.size[a] + (self.after[a] if padded else 0)
@@ -87,7 +83,8 @@ def _pads(n: Node, size: Sequence[int], kernel: Sequence[int], stride: Sequence[
         return [int(p) for p in n.attr("pads", [0] * 2 * rank)]
     if mode == "VALID":
         return [0] * 2 * rank
-    before, after = [], []
+    before: list[int] = []
+    after: list[int] = []
     for s, k, st, d in zip(size, kernel, stride, dilation, strict=True):
         need = max((-(-s // st) - 1) * st + d * (k - 1) + 1 - s, 0)
         small = need // 2

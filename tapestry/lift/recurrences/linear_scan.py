@@ -142,7 +142,7 @@ class _Steps:
         affs += [x.aff for x in walk(e) if isinstance(x, Index)]
         along = {d for a in affs for d in dims_of(a)}
         dims = tuple(d for d in (self.time, *found.dims) if whole or d.name in along)
-        return self.n.block(self.fresh(what), dims, reads, lambda *_: rewrite(e, leaf)), here(dims)
+        return self.n.block(self.fresh(what), dims, reads, rewrite(e, leaf)), here(dims)
 
     def before(self, k: int) -> str:
         """The states before every step: what the body reads."""
@@ -177,9 +177,7 @@ class _Steps:
         else:
             value = self.body.b.value(name)
             assert value is not None, f"'{name}' comes from nowhere"
-            self.names[name] = self.fresh(name)
-            b.made[self.names[name]] = value
-            b.tensors[self.names[name]] = replace(self.body.b.tensor(name), name=self.names[name])
+            self.names[name] = b.constant(self.fresh(name), value, self.body.b.tensor(name).dtype)
 
     def copy(self, op: Block) -> None:
         """An operation over all steps."""

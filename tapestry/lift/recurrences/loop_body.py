@@ -5,7 +5,7 @@ A state whose coefficients need other states is solved after those: over all ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx
@@ -16,7 +16,8 @@ from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Op, Opaque
 from tapestry.ir.index import dim
 from tapestry.lift.building.builder import Builder
-from tapestry.lift.file.structure import captured, subgraphs
+from tapestry.lift.building.nodes import lift_nodes
+from tapestry.lift.file.protos import attributes, captured, nested, static_shape
 from tapestry.lift.normalize.prepare import prepare
 from tapestry.lift.normalize.unroll import plain, size_of
 from tapestry.lift.recurrences.linear_state import NotLinear, Recurrence, recurrence
@@ -85,15 +86,15 @@ def read_node(node: NodeProto, types: Mapping[str, TypeProto], version: int) -> 
     """
     if version < 9:
         raise NotLinear("Scan had batches before opset 9")
-    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    given = attributes(node)
     body, scanned = given["body"], int(given["num_scan_inputs"])
     first, over = tuple(node.input[: len(node.input) - scanned]), tuple(node.input[len(node.input) - scanned :])
-    shapes = [s for x in over if (s := _shape(types.get(x)))]
+    shapes = [s for x in over if (s := static_shape(types.get(x)))]
     outs = len(body.output) - len(first)
     if len(shapes) < scanned or len(node.input) != len(body.input) or not over or outs < 0:
         raise NotLinear("the number of steps is not known")
     axes = tuple(a % len(s) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True))
-    lengths = {s[a] for s, a in zip(shapes, axes, strict=True)}
+    lengths: set[int] = {s[a] for s, a in zip(shapes, axes, strict=True)}
     if len(lengths) != 1 or 0 in lengths:
         raise NotLinear("it has no step")
     return ScanNode(
@@ -117,7 +118,7 @@ def linear_body(
     scan = read_node(node, types, opsets.get("", 1))
     if not plain(scan.body) or size_of(scan.body) > NODES:
         raise NotLinear("its body is long, or has weights of its own")
-    if _draws(scan.body):
+    if any(n.op_type in RANDOM for n in nested(scan.body.node)):
         raise NotLinear("its body draws random numbers")
     outer = captured(node)
     b = _lift(scan, types, known, opsets, outer)
@@ -133,13 +134,21 @@ def linear_body(
     return replace(body, recurrences=_solve(body))
 
 
+def step_types(
+    node: NodeProto, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int]
+) -> Sequence[TypeProto] | str:
+    """The types of what a step of a Scan gives, if its states are linear recurrences; else why they are not."""
+    try:
+        return linear_body(node, types, known, opsets).results
+    except NotLinear as e:
+        return str(e)
+
+
 def _lift(
     scan: ScanNode, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int],
     outer: list[str],
 ) -> Builder:  # fmt: skip
     """One step as operations; its results are ``out0~``, …"""
-    from tapestry.lift.building.nodes import lift_nodes  # it needs the lifters, and this is one
-
     graph = GraphProto(name="body")
     graph.node.extend(scan.body.node)
     graph.initializer.extend(scan.body.initializer)
@@ -158,7 +167,7 @@ def _lift(
     imports = [helper.make_opsetid(d, v) for d, v in opsets.items() if d != "tapestry.expanded"]
     model = helper.make_model(graph, ir_version=10, opset_imports=imports)
     try:
-        return lift_nodes(prepare(model), 0, True)
+        return lift_nodes(prepare(model, step_types), 0, True)
     except ModelError as e:
         raise NotLinear(f"its body cannot be lifted alone: {e.what}") from None
 
@@ -169,22 +178,11 @@ def _cut(scan: ScanNode) -> tuple[int | None, ...]:
 
 def _type(types: Mapping[str, TypeProto], name: str, axis: int | None) -> TypeProto:
     """The type of a value around the loop, without an axis."""
-    shape = _shape(types.get(name))
+    shape = static_shape(types.get(name))
     if shape is None:
         raise NotLinear(f"the shape of '{name}' is not known")
     kept = [n for a, n in enumerate(shape) if a != axis]
     return helper.make_tensor_type_proto(types[name].tensor_type.elem_type, kept)
-
-
-def _shape(type_: TypeProto | None) -> list[int] | None:
-    t = type_.tensor_type if type_ is not None and type_.HasField("tensor_type") else None
-    if t is None or not t.HasField("shape") or not all(d.HasField("dim_value") for d in t.shape.dim):
-        return None
-    return [d.dim_value for d in t.shape.dim]
-
-
-def _draws(graph: GraphProto) -> bool:
-    return any(n.op_type in RANDOM or any(_draws(g) for g in subgraphs(n)) for n in graph.node)
 
 
 def _source(b: Builder, name: str, ins: set[str]) -> str:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tapestry.ir.expr import Arg, Expr, call, cast
-from tapestry.ir.graph import Dim, Read
+from tapestry.ir.graph import Dim
 from tapestry.ir.index import const, dim
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
-from tapestry.lift.building.builder import Node, here, literal
+from tapestry.lift.building.builder import Body, Node, Operand, here, literal
+from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
 from tapestry.lift.movement.shape import concat
 from tapestry.lift.normalize.unroll import STEPS
@@ -29,7 +30,6 @@ ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {
     "tanh": lambda x: call("tanh", x),
     "relu": lambda x: call("max", x, literal(0, x.dtype)),
 }
-Operand = tuple[Read, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,7 @@ class _Cell:
         """The state before the first step: input k, or zeros."""
         n = self.n
         if not n.has(k):
-            zero = literal(0, n.dtype(0))
-            return n.block(self.name("zero"), self.rows, [], lambda: zero)
+            return n.block(self.name("zero"), self.rows, [], literal(0, n.dtype(0)))
         spot = [dim("b"), const(self.way)] if self.first else [const(self.way), dim("b")]
         return n.view(self.name("initial"), n.ins[k], self.rows, [*spot, dim("h")])
 
@@ -98,7 +97,7 @@ class _Cell:
     def cell(self, name: str) -> Operand:
         return self.n.read(name, here(self.rows))
 
-    def map(self, what: str, reads: Sequence[Operand], body: Callable[..., Expr]) -> str:
+    def map(self, what: str, reads: Sequence[Operand], body: Body) -> str:
         return self.n.block(self.name(what), self.rows, reads, body)
 
     def lasts(self, t: int, new: str, old: str | None) -> str:
@@ -258,7 +257,7 @@ def _whole(n: Node, why: str) -> None:
         if n.has(k):
             ins[k] = [axis]
     out: dict[int, list[int | None]] = {0: [0 if first else 2], 1: [0 if first else 1], 2: [0 if first else 1]}
-    n.opaque(why, [Dim("b", batch)], ins, out)
+    emit_opaque(n, why, [Dim("b", batch)], ins, out)
 
 
 def _join(n: Node, out: str | Tensor, parts: Sequence[str], shape: tuple[str, ...], axis: int) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
 from tapestry.ir.program import alive_at, peak_bytes
@@ -21,7 +20,8 @@ from tapestry.plan.search.planner import Found, peak, spatial, too_big
 from tapestry.plan.search.problem import build
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology
-from tapestry.rewrites.core.rule import RULES, Move
+from tapestry.rewrites.core.driver import apply_legal
+from tapestry.rewrites.core.rule import Move
 
 BEAM = 2  # states rewritten in one round
 CHOICES = 5  # splits tried per state
@@ -58,14 +58,14 @@ def fit(
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
     budget: Budget,
-    known: tuple[Found, Sequence[Move]] | None = None,
+    previous: tuple[Found, Sequence[Move]] | None = None,
 ) -> Fitted:
     """The cheapest plan that was found to fit, by splits in time, recomputation and streamed weights.
 
     Args:
         first: the plan without them, which does not fit.
         inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
-        known: a plan that fits, with the moves to its graph, to go on from; what is found is never worse.
+        previous: a plan that fits, with the moves to its graph, to go on from; what is found is never worse.
 
     Raises:
         TooBig: nothing fits; says by how many bytes, on which device, for which tensors, and what was tried.
@@ -73,8 +73,8 @@ def fit(
     bound = least_seconds(graph, topo)
     search = _Search(topo, inputs or {}, outputs or {}, bound, budget)
     states = [search.plan(graph, ()), _State(graph, (), first)]
-    if known:
-        states.append(_State(known[0].plan.graph, tuple(known[1]), known[0]))
+    if previous:
+        states.append(_State(previous[0].plan.graph, tuple(previous[1]), previous[0]))
     best = search.explore(states)
     if peak(best.found) > topo.device.memory:
         raise too_big(min(best.found, first, key=peak), topo.device.memory, budget, search.tried())
@@ -130,7 +130,7 @@ class _Search:
             if key in self.met:
                 continue
             self.met.add(key)
-            graph, done = _applied(state.graph, group)
+            graph, done = apply_legal(state.graph, group)  # (nothing is simplified: that would undo them)
             if done:
                 self.kinds[done[0].rule] = self.kinds.get(done[0].rule, 0) + 1
                 out.append(self.plan(graph, (*state.moves, *done)))
@@ -158,18 +158,6 @@ class _Search:
         """For the error: what was tried."""
         kinds = ", ".join(f"{n} × {k}" for k, n in sorted(self.kinds.items())) or "no rewrite applies"
         return f"; tried {self.trials} plans with all weights streamed and these moves: {kinds}"
-
-
-def _applied(graph: Graph, group: tuple[Move, ...]) -> tuple[Graph, tuple[Move, ...]]:
-    """All moves of a group that are still legal after the ones before. (Nothing is simplified: that would undo them.)"""
-    done: list[Move] = []
-    for m in group:
-        try:
-            graph = RULES[m.rule].apply(graph, m)
-        except TapestryError:
-            continue
-        done.append(m)
-    return graph, tuple(done)
 
 
 def _report(first: Found, found: Found, topo: Topology, trials: int) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -77,11 +77,18 @@ def search(
     Raises:
         PlanError: no plan fits (or was found in time); says by how many bytes, on which device, and for which tensors.
     """
-    problem = build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed)
-    budget = Budget.of(time_limit)
-    found = spatial(problem, budget, start)
-    if peak(found) > topo.device.memory:
-        raise too_big(found, topo.device.memory, budget)
+    return fitting(build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed), Budget.of(time_limit), start)
+
+
+def fitting(problem: Problem, budget: Budget, start: Start | None = None) -> Found:
+    """The best plan of a problem within the devices' memory.
+
+    Raises:
+        TooBig: no plan fits, or none was found in time.
+    """
+    found, limit = spatial(problem, budget, start), problem.topo.device.memory
+    if peak(found) > limit:
+        raise too_big(found, limit, budget)
     return found
 
 
@@ -123,17 +130,17 @@ def turned(found: Found) -> Found:
     return new if right else found
 
 
-def cheapest(run: Callable[[Topology], Found], ways: Sequence[Topology]) -> Found:
-    """The cheapest plan of several ways to share out the mesh axes; its bound holds for all of them.
+def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = None) -> Found:
+    """The cheapest plan of the problems that several ways to share out the mesh axes make; its bound holds for all of them.
 
     Raises:
-        PlanError: no way has a plan that fits; the first one's.
+        PlanError: no problem has a plan that fits; the first one's.
     """
     found: list[Found] = []
     failed: list[PlanError] = []
-    for topo in ways:
+    for problem in problems:
         try:
-            found.append(run(topo))
+            found.append(fitting(problem, budget, start))
         except PlanError as e:
             failed.append(e)
     if not found:

@@ -16,7 +16,7 @@ from tapestry.ir.expr import Arg, Call, Expr, Index, arg_positions, call, depth,
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
 from tapestry.ir.index import Aff, Ranges, atoms, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import factors
+from tapestry.ir.recognise.contraction import only_reads
 from tapestry.rewrites.core.rule import Move, Refusal
 
 Leaf = Callable[[Expr], Expr]
@@ -266,14 +266,8 @@ class Contraction:
 
 def contraction(op: Op) -> Contraction | None:
     """The operation as a contraction; ``None`` when it is something else."""
-    if not isinstance(op, Block) or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits or op.inner:
-        return None
-    pair = factors(op)
-    if pair is None or {type(e) for e in pair} != {Arg} or pair[0] == pair[1] or pair[0].dtype != op.body[0].dtype:
-        return None
-    if any(r.other is not None for r in op.reads):
-        return None
-    return Contraction(op.reads[0], op.reads[1], op.reduce)
+    pair = only_reads(op) if isinstance(op, Block) else None
+    return Contraction(*pair, op.reduce) if pair and isinstance(op, Block) else None
 
 
 def contract(

@@ -56,7 +56,7 @@ def slots(program: Program, device: int, resident: frozenset[str]) -> list[Slot]
     return [Slot(n, first[n], last[n], buffers[n].nbytes(device)) for n in held]
 
 
-def place(wanted: Sequence[Slot]) -> Arena:
+def allocate(wanted: Sequence[Slot]) -> Arena:
     """Offsets for slots so that no two that live at once overlap: what stays at the bottom, the rest the best of some ways.
 
     Best fit over an order by size is how offsets are usually planned (Pisarchyk and Lee 2020, "Efficient memory management for
@@ -69,15 +69,17 @@ def place(wanted: Sequence[Slot]) -> Arena:
         bottom += _aligned(s.nbytes)
     passing = [s for s in wanted if s.first >= 0]
     by_time = sorted(passing, key=lambda s: (s.first, -s.nbytes))
-    found = [_placed(sorted(passing, key=lambda s: (-s.nbytes, s.first))), _placed(by_time)]
-    found += [_placed(sorted(passing, key=lambda s: (s.first - s.last, -s.nbytes))), _placed(by_time, floor(passing))]
-    best = min(found, key=lambda a: a.size)
+    by_size = sorted(passing, key=lambda s: (-s.nbytes, s.first))
+    by_life = sorted(passing, key=lambda s: (s.first - s.last, -s.nbytes))
+    ways = [_fitted(by_size), _fitted(by_time), _fitted(by_life), _fitted(by_time, most_alive(passing, ALIGNMENT))]
+    best = min(ways, key=lambda a: a.size)
     return Arena(offsets | {n: bottom + o for n, o in best.offsets.items()}, bottom + best.size)
 
 
-def floor(wanted: Sequence[Slot]) -> int:
-    """The most (aligned) bytes that live at once: no placing needs less."""
-    events = sorted([(s.first, 1, _aligned(s.nbytes)) for s in wanted] + [(s.last + 1, 0, -_aligned(s.nbytes)) for s in wanted])
+def most_alive(wanted: Sequence[Slot], alignment: int = 1) -> int:
+    """The most bytes that live at once, each slot's rounded up: no allocation needs less."""
+    sizes = [(s, _aligned(s.nbytes, alignment)) for s in wanted]
+    events = sorted([(s.first, 1, n) for s, n in sizes] + [(s.last + 1, 0, -n) for s, n in sizes])
     alive = most = 0
     for _, _, change in events:
         alive += change
@@ -85,7 +87,7 @@ def floor(wanted: Sequence[Slot]) -> int:
     return most
 
 
-def _placed(order: Sequence[Slot], top: int = 0) -> Arena:
+def _fitted(order: Sequence[Slot], top: int = 0) -> Arena:
     """Each slot into the smallest gap that holds it; with ``top``, every second one ends as near to it as may be."""
     offsets: dict[str, int] = {}
     taken: list[tuple[int, int, Slot]] = []  # by offset
@@ -118,5 +120,5 @@ def _gaps(taken: Sequence[tuple[int, int, Slot]], s: Slot, end: int) -> list[tup
     return [*out, (at, end)] if at < end else out
 
 
-def _aligned(n: int) -> int:
-    return -(-n // ALIGNMENT) * ALIGNMENT
+def _aligned(n: int, alignment: int = ALIGNMENT) -> int:
+    return -(-n // alignment) * alignment

@@ -7,59 +7,25 @@ between two operations of the host is captured in a CUDA graph and replayed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box, Kernel, intersect, shape
-from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated, transfer_bytes
+from tapestry.ir.kernel import Box, Kernel, shape
+from tapestry.ir.program import Launch, Load, Program
 from tapestry.ir.types import HOST
-from tapestry.runtime.one_process.arena import Arena, place, slots
-from tapestry.runtime.one_process.logical_devices import Measured, Run, Source, kernel_of
+from tapestry.runtime.arrays import torch_dtype
+from tapestry.runtime.executor import Executor, copy, kernel_of, silent
+from tapestry.runtime.one_process.arena import Arena, allocate, slots
+from tapestry.runtime.target_protocol import Array, BindingTarget, Measured, Progress, Source
 
 log = logging.getLogger("tapestry")
 Tensor = torch.Tensor
 Call = Callable[[], None]
-
-
-class DeviceCode(Protocol):
-    """What a code generator gives to the machine."""
-
-    device: torch.device
-
-    def host(self, graph: Graph, op: int) -> str:
-        """Why an operation runs on the host; "" where it has a kernel."""
-        ...
-
-    def host_kernel(self, graph: Graph, kernel: Kernel) -> Run:
-        """A function on the host's arrays."""
-        ...
-
-    def prepare(self, graph: Graph, kernels: Sequence[Kernel]) -> None:
-        """All that is going to be bound."""
-        ...
-
-    def bind(
-        self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> Call:
-        """A function that computes one block from these buffers into ``outs``."""
-        ...
-
-    def merge(self, monoid: str, states: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Merge the states of several devices, in their order."""
-        ...
-
-    def merges_on_host(self, fields: Sequence[Tensor]) -> str:
-        """Why states are merged on the host; "" where they are not."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype that holds a tensor's elements."""
-        ...
 
 
 @dataclass(slots=True)
@@ -72,7 +38,7 @@ class Part:
     host: str
     calls: list[Call] = field(default_factory=list[Call])
     steps: int = 0  # how many steps of the program are done when they are
-    graph: Any = None
+    graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
         """Do it."""
@@ -94,11 +60,11 @@ class _Feed:
     stage: Tensor | None
 
 
-class DeviceMachine:
+class GpuExecutor(Executor):
     """Runs one Program any number of times on one GPU (or on the CPU, in the interpreter).
 
     Args:
-        keep_inputs: graph inputs have buffers of their own for as long as the machine lives, beyond the plan's peak, so that
+        keep_inputs: graph inputs have buffers of their own for as long as the executor lives, beyond the plan's peak, so that
             `replay` works on what is there without copying it from the host.
 
     Attributes:
@@ -107,30 +73,24 @@ class DeviceMachine:
     """
 
     def __init__(
-        self, graph: Graph, program: Program, target: DeviceCode, weights: Source, streamed: frozenset[str] = frozenset(),
+        self, graph: Graph, program: Program, target: BindingTarget, weights: Source, streamed: frozenset[str] = frozenset(),
         keep_inputs: bool = False,
     ) -> None:  # fmt: skip
-        self.graph, self.program, self.target = graph, program, target
-        self.weights, self.streamed, self.keep_inputs = weights, streamed, keep_inputs
-        fixed = frozenset(graph.weights) - streamed
-        resident = fixed | (frozenset(graph.inputs) if keep_inputs else frozenset())
-        self.arenas: list[Arena] = [place(slots(program, d, resident)) for d in range(program.devices)]
+        super().__init__(graph, program, target, weights, streamed)
+        self.binding, self.keep_inputs, self.home = target, keep_inputs, torch.device("cpu")
+        lasting = self.resident | frozenset(graph.inputs if keep_inputs else ())
+        self.arenas: list[Arena] = [allocate(slots(program, d, lasting)) for d in range(program.devices)]
         self.memory = [torch.empty(max(a.size, 1), dtype=torch.uint8, device=target.device) for a in self.arenas]
         self.values: list[dict[str, Any]] = [{} for _ in range(program.devices)]
         self.feeds: list[_Feed] = []
         self.parts: list[Part] = []
-        self.measured = Measured([0] * program.devices, packed=[0] * program.devices)
+        self.measured.packed = [0] * program.devices
         self.runs = 0
-        for step in program.steps:
-            if isinstance(step, Load) and program.buffers[step.buffer].tensor in fixed:
-                for d, box in self._boxes(step.buffer):
-                    self.view(d, step.buffer).copy_(weights(program.buffers[step.buffer].tensor, box))
         self._bind()
-        self.measured.peak = self._peak()
 
     @property
     def arena_bytes(self) -> list[int]:
-        """Bytes allocated for each logical device: the plan's peak, and what placing buffers costs beyond it."""
+        """Bytes allocated for each logical device: the plan's peak, and what positions of buffers cost beyond it."""
         return [a.size for a in self.arenas]
 
     @property
@@ -152,18 +112,24 @@ class DeviceMachine:
             "calls": sum(len(p.calls) for p in self.parts), "not_captured": self.reasons,
         }  # fmt: skip
 
-    def view(self, device: int, name: str) -> Tensor:
-        """A buffer's tensor inside its device's arena."""
+    def array(self, device: int, name: str) -> Array:
+        """A buffer's tensor inside its device's arena, or a value of the host."""
         b = self.program.buffers[name]
-        box = b.boxes[device]
-        assert box is not None
+        if b.dtype == HOST:
+            return self.values[device][name]
         first = self.arenas[device].offsets[name]
         raw = self.memory[device][first : first + b.nbytes(device)]
-        return raw.view(self.target.dtype(b.dtype)).view(shape(box))
+        return raw.view(torch_dtype(b.dtype)).view(shape(self.box(device, name)))
 
-    def run(
-        self, feeds: Source, progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> tuple[dict[str, Any], Measured]:
+    def allocate(self, device: int, name: str) -> Array:
+        """Where the buffer always lies."""
+        return self.array(device, name)
+
+    def nbytes(self, device: int, name: str) -> int:
+        """Bytes of the buffer in its arena."""
+        return 0 if self.program.buffers[name].dtype == HOST else self.array(device, name).nbytes
+
+    def run(self, feeds: Source, progress: Progress = silent) -> tuple[dict[str, Array], Measured]:
         """Outputs by name, gathered to the host, and what the run used."""
         for f in self.feeds:
             value = feeds(f.tensor, f.box)
@@ -177,152 +143,85 @@ class DeviceMachine:
             part.run()
             progress(part.steps, len(self.program.steps))
         self.runs += 1
-        return {t: self._gather(t, b) for t, b in self.program.outputs.items()}, self.measured
+        return self.outputs(), self.measured
 
     def replay(self) -> None:
         """The work of a run alone, on the inputs that are there: for measuring."""
         for part in self.parts:
             part.run()
 
-    # binding
+    # binding: the steps are walked once, and what they do is recorded
 
     def _bind(self) -> None:
-        launches = [s for s in self.program.steps if isinstance(s, Launch) and not self.target.host(self.graph, s.op)]
-        blocks = [(s, d) for s in launches for d, block in enumerate(s.blocks) if block is not None]
-        self.target.prepare(self.graph, [kernel_of(s, d, self.program) for s, d in blocks])
-        for i, step in enumerate(self.program.steps):
-            match step:
-                case Launch():
-                    for d, block in enumerate(step.blocks):
-                        if block is not None:
-                            self._launch(step, d)
-                case Load():
-                    self._load(step)
-                case Transfer():
-                    self._transfer(step)
-                case Reduce():
-                    self._reduce(step)
-                case Free():
-                    pass
+        for step in self.program.steps:
+            name = step.buffer if isinstance(step, Load) else ""
+            if name and (tensor := self.program.buffers[name].tensor) in self.resident:
+                for d, box in self.mine(self.program.buffers[name].boxes):
+                    self.array(d, name).copy_(self.weights(tensor, box))
+        launches = [s for s in self.program.steps if isinstance(s, Launch) and not self.binding.runs_on_host(self.graph, s.op)]
+        kernels = [kernel_of(s, d, self.program) for s in launches for d, _ in self.mine(s.blocks)]
+        self.binding.prepare(self.graph, kernels)
+        for at in range(len(self.program.steps)):
+            self.step(at)
             if self.parts:
-                self.parts[-1].steps = i + 1
+                self.parts[-1].steps = at + 1
 
-    def _add(self, call: Call, host: str = "") -> None:
-        if not self.parts or self.parts[-1].host != host:
-            self.parts.append(Part(host))
-        self.parts[-1].calls.append(call)
+    def do(self, work: Call, on_host: str = "") -> None:
+        """Record a call."""
+        if not self.parts or self.parts[-1].host != on_host:
+            self.parts.append(Part(on_host))
+        self.parts[-1].calls.append(work)
 
-    def _boxes(self, name: str) -> list[tuple[int, Box]]:
-        return [(d, box) for d, box in enumerate(self.program.buffers[name].boxes) if box is not None]
+    def load(self, name: str, device: int, box: Box) -> None:
+        """Weights are there; others come from the host at every run, inputs through memory that can be copied from at once."""
+        b = self.program.buffers[name]
+        if b.tensor in self.streamed:
+            work = partial(self._stream, self.array(device, name), b.tensor, box)
+            self.do(work, "streamed weights come from the host at every run")
+        elif b.dtype == HOST:
+            self.feeds.append(_Feed(device, name, b.tensor, box, None))
+        elif b.tensor not in self.resident:
+            there = self.array(device, name)
+            if self.keep_inputs:
+                self.feeds.append(_Feed(device, name, b.tensor, box, there))
+                return
+            stage = torch.empty(shape(box), dtype=there.dtype, pin_memory=self.target.device.type == "cuda")
+            self.feeds.append(_Feed(device, name, b.tensor, box, stage))
+            self.do(partial(copy, stage, there))
 
-    def _load(self, step: Load) -> None:
-        b = self.program.buffers[step.buffer]
-        if b.tensor in self.graph.weights and b.tensor not in self.streamed:
-            return
-        for d, box in self._boxes(step.buffer):
-            if b.tensor in self.streamed:
-                reason = "streamed weights come from the host at every run"
-                self._add(partial(self._stream, self.view(d, step.buffer), b.tensor, box), reason)
-            elif b.dtype == HOST:
-                self.feeds.append(_Feed(d, step.buffer, b.tensor, box, None))
-            else:
-                view = self.view(d, step.buffer)
-                if self.keep_inputs:
-                    self.feeds.append(_Feed(d, step.buffer, b.tensor, box, view))
-                    continue
-                stage = torch.empty(shape(box), dtype=self.target.dtype(b.dtype), pin_memory=self.target.device.type == "cuda")
-                self.feeds.append(_Feed(d, step.buffer, b.tensor, box, stage))
-                self._add(partial(_copy, stage, view))
+    def _stream(self, there: Tensor, tensor: str, box: Box) -> None:
+        there.copy_(self.weights(tensor, box))
 
-    def _launch(self, step: Launch, d: int) -> None:
-        kernel = kernel_of(step, d, self.program)
-        reason = self.target.host(self.graph, step.op)
+    def launch(self, at: int, step: Launch, device: int) -> None:
+        """Bind a kernel to its buffers, or record what the host computes."""
+        kernel, reason = kernel_of(step, device, self.program), self.binding.runs_on_host(self.graph, step.op)
         if reason:
-            self._add(self._on_host(step, d, kernel), reason)
+            self.do(self._on_host(step, device, kernel), reason)
             return
-        ins = [self.view(d, n) if n else None for n in step.ins]
-        states, outs = [self.view(d, n) for n in step.states], [self.view(d, n) for n in step.outs]
+        ins = [self.array(device, n) if n else None for n in step.ins]
+        states, outs = [self.array(device, n) for n in step.states], [self.array(device, n) for n in step.outs]
         if step.mode == "partial" and states:  # the kernel knows nothing of other parts
-            self._add(self.target.bind(self.graph, kernel, ins, [], outs))
-            monoid = getattr(self.graph.ops[step.op], "monoid", None)
-            assert monoid is not None
-            self._add(partial(self._merge, monoid, [states, outs], [outs]), self.target.merges_on_host(states))
+            self.do(self.binding.bind(self.graph, kernel, ins, [], outs))
+            self.merge(self.monoid(step.op), [states, outs], [outs])
             return
-        self._add(self.target.bind(self.graph, kernel, ins, states, outs))
+        self.do(self.binding.bind(self.graph, kernel, ins, states, outs))
 
-    def _on_host(self, step: Launch, d: int, kernel: Kernel) -> Call:
-        """Inputs copied to the host, computed there, results copied back."""
-        run = self.target.host_kernel(self.graph, kernel)
+    def _on_host(self, step: Launch, device: int, kernel: Kernel) -> Call:
+        run = self.target.kernel(self.graph, kernel)
 
         def call() -> None:
-            ins = [self._to_host(d, n) if n else None for n in step.ins]
-            for name, value in zip(step.outs, run(ins, [self._to_host(d, n) for n in step.states]), strict=True):
+            ins = [self.array(device, n) if n else None for n in step.ins]
+            for name, value in zip(step.outs, run(ins, [self.array(device, n) for n in step.states]), strict=True):
                 if self.program.buffers[name].dtype == HOST:
-                    self.values[d][name] = value
+                    self.values[device][name] = value
                 else:
-                    self.view(d, name).copy_(value)
+                    self.array(device, name).copy_(value)
 
         return call
 
-    def _to_host(self, d: int, name: str) -> Any:
-        return self.values[d][name] if self.program.buffers[name].dtype == HOST else self.view(d, name).cpu().clone()
-
-    def _transfer(self, step: Transfer) -> None:
-        src, dst = self.program.buffers[step.src], self.program.buffers[step.dst]
-        sent = 0
-        for m in step.messages:
-            there = self._part(m.dst, step.dst, m.box)
-            self._add(partial(_copy, self._part(m.src, step.src, m.box), there))
-            sent += there.numel() * there.element_size()
-        for d, box in self._boxes(step.dst):
-            own = src.boxes[d]
-            common = None if own is None else intersect(own, box)
-            if common is not None:
-                self._add(partial(_copy, self._part(d, step.src, common), self._part(d, step.dst, common)))
-        assert dst.dtype == src.dtype
-        self.measured.sent(step.kind, sent)
-
-    def _stream(self, view: Tensor, tensor: str, box: Box) -> None:
-        view.copy_(self.weights(tensor, box))
-
-    def _part(self, d: int, name: str, box: Box) -> Tensor:
-        origin = self.program.buffers[name].boxes[d]
-        assert origin is not None
-        return self.view(d, name)[tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, origin, strict=True))]
-
-    def _reduce(self, step: Reduce) -> None:
-        monoid = getattr(self.graph.ops[step.op], "monoid", None)
-        assert monoid is not None
-        for group in step.groups:
-            same: dict[tuple[Box | None, ...], list[int]] = {}
-            for d in group:
-                same.setdefault(tuple(self.program.buffers[b].boxes[d] for b in step.dsts), []).append(d)
-            for boxes, devices in same.items():
-                states = [self._states(step, e, boxes) for e in group]
-                places = [[self.view(d, n) for n in step.dsts] for d in devices]
-                call = partial(self._merge, monoid, states, places)
-                self._add(call, self.target.merges_on_host(states[0]))
-        self.measured.sent(step.kind, transfer_bytes(step, self.program))
-
-    def _merge(self, monoid: str, states: list[list[Tensor]], places: list[list[Tensor]]) -> None:
-        merged = self.target.merge(monoid, states)
-        for views in places:
-            for view, value in zip(views, merged, strict=True):
-                view.copy_(value)
-
-    def _states(self, step: Reduce, device: int, boxes: Sequence[Box | None]) -> list[Tensor]:
-        """What one device gives to a merge: parts of its states, and counts that everybody knows."""
-        out: list[Tensor] = []
-        for k, (s, box) in enumerate(zip(step.srcs, boxes, strict=True)):
-            assert box is not None
-            if step.known and step.known[k]:
-                dtype = self.target.dtype(self.program.buffers[s].dtype)
-                out.append(torch.full(shape(box), step.known[k][device], dtype=dtype, device=self.target.device))
-            else:
-                out.append(self._part(device, s, box))
-        return out
-
-    # running
+    def merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]]) -> None:
+        """Record a merge."""
+        self.do(partial(self._merge, monoid, states, into), self.binding.merges_on_host(states[0]))
 
     def _capture(self) -> None:
         """Each part that is the device's alone becomes a CUDA graph."""
@@ -342,35 +241,5 @@ class DeviceMachine:
                 continue
             part.graph = graph
 
-    def _gather(self, tensor: str, name: str) -> Any:
-        b = self.program.buffers[name]
-        held = self._boxes(name)
-        if b.dtype == HOST:
-            return self.values[held[0][0]][name]
-        out = torch.empty(self.graph.tensors[tensor].shape, dtype=self.target.dtype(b.dtype))
-        for d, box in {box: (d, box) for d, box in held}.values():
-            out[tuple(slice(lo, hi) for lo, hi in box)] = self.view(d, name).cpu()
-        return out
 
-    def _peak(self) -> list[int]:
-        """The most bytes of buffers that live at once on each device, from the buffers as they are in the arena."""
-        devices = range(self.program.devices)
-        alive, peak = [0] * self.program.devices, [0] * self.program.devices
-        sizes: list[dict[str, int]] = [{} for _ in devices]
-        for step in self.program.steps:
-            for name in allocated(step):
-                for d, _ in self._boxes(name):
-                    sizes[d][name] = 0 if self.program.buffers[name].dtype == HOST else self.view(d, name).nbytes
-                    alive[d] += sizes[d][name]
-            peak = [max(p, a) for p, a in zip(peak, alive, strict=True)]
-            for name in step.buffers if isinstance(step, Free) else ():
-                for d in devices:
-                    alive[d] -= sizes[d].pop(name, 0)
-        return peak
-
-
-def _copy(here: Tensor, there: Tensor) -> None:
-    there.copy_(here, non_blocking=True)  # what comes from the host is pinned, and read again only after the run
-
-
-__all__ = ["DeviceCode", "DeviceMachine", "Part"]
+__all__ = ["GpuExecutor", "Part"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer
+from tapestry.ir.program import Free, Launch, Load, Program, reads
 from tapestry.runtime.one_process.arena import Slot
 
 Follows = Callable[[int, int], int | None]
@@ -18,7 +19,8 @@ def chains(program: Program, may: Mapping[int, object], follows: Follows) -> lis
     Args:
         may: steps that may be part of a chain.
     """
-    readers = _readers(program)
+    readers = Counter(b for step in program.steps for b in reads(step))
+    readers.update(program.outputs.values())
     out: list[list[int]] = []
     last: int | None = None
     for i, step in enumerate(program.steps):
@@ -36,28 +38,6 @@ def chains(program: Program, may: Mapping[int, object], follows: Follows) -> lis
             out.append([i])
         last = i
     return [tuple(c) for c in out if len(c) > 1]
-
-
-def _readers(program: Program) -> dict[str, int]:
-    """How often each buffer is read."""
-    out: dict[str, int] = dict.fromkeys(program.buffers, 0)
-    for step in program.steps:
-        read: Sequence[str] = ()
-        match step:
-            case Launch():
-                read = (*step.ins, *step.states)
-            case Transfer():
-                read = (step.src,)
-            case Reduce():
-                read = step.srcs
-            case _:
-                pass
-        for name in read:
-            if name:
-                out[name] += 1
-    for name in program.outputs.values():
-        out[name] += 1
-    return out
 
 
 def together(wanted: Sequence[Slot], program: Program, found: Sequence[tuple[int, ...]]) -> list[Slot]:

@@ -1,349 +1,155 @@
-"""N logical devices in one process, each with its own buffers and nothing else.
-
-Knows Programs, not plans. What computes a kernel, merges states and reads weights is handed in as a `Target`.
-"""
+"""N logical devices in one process, each with its own arrays: kernels return new ones, transfers and merges fill new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Protocol
+
+import torch
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box, Kernel, intersect
-from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated, transfer_bytes
+from tapestry.ir.kernel import Box, shape
+from tapestry.ir.program import Launch, Load, Program, allocated
+from tapestry.runtime import arrays
+from tapestry.runtime.executor import Executor, Held, kernel_of, silent
 from tapestry.runtime.one_process.packing import Packing, pack, renamed
-from tapestry.runtime.one_process.static_schedule import Recorder, Schedule, schedule
-
-Array = Any  # the target's own array type
-Run = Callable[[Sequence[Array | None], Sequence[Array]], list[Array]]
-
-
-class Target(Protocol):
-    """What a code generator gives to the runtime."""
-
-    def kernel(self, graph: Graph, kernel: Kernel) -> Run:
-        """A function that computes one block."""
-        ...
-
-    def merge(self, monoid: str, states: Sequence[Sequence[Array]]) -> list[Array]:
-        """Merge the states (one list of fields per device) in order."""
-        ...
-
-    def slice(self, array: Array, box: Box, origin: Box) -> Array:
-        """A copy of a box of an array that holds ``origin``."""
-        ...
-
-    def assemble(self, box: Box, dtype: str, pieces: Sequence[tuple[Box, Array]]) -> Array:
-        """A new array of a box, filled from pieces that cover it."""
-        ...
-
-    def full(self, box: Box, dtype: str, value: float) -> Array:
-        """A new array of a box with one value everywhere."""
-        ...
-
-    def nbytes(self, array: Array) -> int:
-        """Bytes of memory that an array really occupies."""
-        ...
-
-    def packs(self, run: Run) -> Mapping[int, tuple[Hashable, Callable[[Array], Array]]]:
-        """Reads of a kernel that may be weights packed beforehand: position to (key, function); equal keys, equal copies."""
-        ...
-
-    def packed(self, run: Run) -> Run:
-        """The kernel that takes all of `packs` packed."""
-        ...
-
-    def recorder(self, run: Run) -> Recorder | None:
-        """The kernel as one that writes where it is told, if it can."""
-        ...
-
-    def follows(self, before: Any, after: Any) -> int | None:
-        """Of two recorders, the input that the second one may read while the first one makes it, where that pays."""
-        ...
-
-    def chain(self, calls: Sequence[Any]) -> Any | None:
-        """Calls of recorders of which each follows the one before, as one call; ``None`` where they cannot be that."""
-        ...
-
-    def place(self, box: Box, dtype: str) -> Callable[[Array], Array] | None:
-        """Memory of a box's size as an array of it; ``None`` where inputs of that type have no place of their own."""
-        ...
-
-    def copy(self, to: Array, array: Array) -> None:
-        """Fill an array with another one's values."""
-        ...
-
-    def memory(self, nbytes: int) -> Callable[[int, int], Array]:
-        """New memory: a function that gives a part of it, by offset and bytes."""
-        ...
-
-    def batch(self, calls: Sequence[Any]) -> Callable[[], None]:
-        """Calls of recorders one after another, as one."""
-        ...
+from tapestry.runtime.one_process.static_schedule import BoundProgram, Schedule, schedule
+from tapestry.runtime.step_messages import Route
+from tapestry.runtime.target_protocol import (
+    Array,
+    Measured,
+    PackableKernel,
+    Progress,
+    RecordingTarget,
+    Run,
+    Source,
+    Target,
+)
 
 
-Source = Callable[[str, Box], Array]
-"""Data of a weight or graph input: (tensor, box) to an array of the target."""
-
-
-@dataclass(slots=True)
-class Measured:
-    """What a run really used: peak bytes of buffers per device, and (count, bytes) per kind of transfer.
-
-    ``packed`` is what packed weights take beyond the plan's buffers, for as long as they stay loaded; ``gaps`` what buffers
-    with places of their own (`runtime.one_process.static_schedule`) take beyond the plan's peak.
-    """
-
-    peak: list[int]
-    transfers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    packed: list[int] = field(default_factory=list)
-    gaps: list[int] = field(default_factory=list)
-
-    def sent(self, kind: str, nbytes: int) -> None:
-        """Count one transfer."""
-        count, total = self.transfers.get(kind, (0, 0))
-        self.transfers[kind] = (count + 1, total + nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A launch on one device."""
-
-    device: int
-    run: Run
-    ins: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class Held:
-    """What the devices hold in the course of a run, and how many bytes of it."""
-
-    arrays: list[dict[str, Array]]
-    sizes: list[dict[str, int]]
-    alive: list[int]
-    peak: list[int]
-
-    @classmethod
-    def of(cls, machine: Machine) -> Held:
-        """Before the first step: nothing but copies of weights, which count as packed."""
-        n = machine.program.devices
-        return cls([{b: p.arrays[b] for b in p.copies} for p in machine.packing], [{} for _ in range(n)], [0] * n, [0] * n)
-
-    def reach(self, device: int) -> None:
-        """A step has been done."""
-        self.peak[device] = max(self.peak[device], self.alive[device])
-
-    def count(self, device: int, name: str, size: int) -> None:
-        """A buffer has been allocated."""
-        self.sizes[device][name] = size
-        self.alive[device] += size
-
-    def drop(self, device: int, names: Sequence[str]) -> None:
-        """Buffers are freed, where they are."""
-        arrays, sizes, freed = self.arrays[device], self.sizes[device], 0
-        for name in names:
-            if name in arrays:
-                del arrays[name]
-                freed += sizes.pop(name)
-        self.alive[device] -= freed
-
-
-class Machine:
+class LocalExecutor(Executor):
     """Runs one Program any number of times; weights stay loaded between runs, but for those that are streamed.
 
     Attributes:
-        devices: those that this process runs: all of them, but for `runtime.processes.distributed`.
-        room: bytes that packed weights may take on each device beyond what the plan holds; to be set before the first run.
+        launches: by step and device, the kernel and the buffers that it reads (packed weights in place of some).
+        weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
+        kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
     """
 
     def __init__(
         self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
-        devices: Sequence[int] | None = None,
+        route: Route | None = None,
     ) -> None:  # fmt: skip
-        self.graph, self.program, self.target = graph, program, target
-        self.weights, self.streamed = weights, streamed
-        self.devices = tuple(range(program.devices)) if devices is None else tuple(devices)
-        self.room = [0] * program.devices
-        self.alone = devices is None
-        self.launches: dict[int, list[_Bound]] = {}
+        super().__init__(graph, program, target, weights, streamed, route)
+        self.launches: dict[tuple[int, int], tuple[Run, tuple[str, ...]]] = {}
         self.packing: list[Packing] = []
         self.kept: list[dict[str, tuple[Array, int]]] = []
-        self.schedule: Schedule | None = None  # of a machine that runs all devices
-        self.busy = Lock()  # places of buffers are the machine's, not the run's
-        self.steps = [(step, allocated(step)) for step in program.steps]
+        self.schedule: Schedule | None = None
+        self.feeds: Source = weights
+        self.busy = Lock()  # positions of buffers are the executor's, not the run's
         self._computed = {b for step in program.steps if not isinstance(step, Load) for b in allocated(step)}
-        self.resident: list[dict[str, Array]] = [{} for _ in range(program.devices)]
+        self.weights_held: list[dict[str, Array]] = [{} for _ in range(program.devices)]
         for step in program.steps:
-            if isinstance(step, Load) and program.buffers[step.buffer].tensor in set(graph.weights) - streamed:
-                for d, box in self._mine(program.buffers[step.buffer].boxes):
-                    self.resident[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
+            if isinstance(step, Load) and program.buffers[step.buffer].tensor in self.resident:
+                for d, box in self.mine(program.buffers[step.buffer].boxes):
+                    self.weights_held[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
 
-    def _mine(self, boxes: Sequence[Box | None]) -> Iterator[tuple[int, Box]]:
-        """The devices of this process that take part, each with its box."""
-        return ((d, box) for d in self.devices if (box := boxes[d]) is not None)
-
-    def run(
-        self, feeds: Source, progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> tuple[dict[str, Array], Measured]:
-        """Outputs by name, gathered to the host, and what the run used."""
+    def run(self, feeds: Source, progress: Progress = silent) -> tuple[dict[str, Array], Measured]:
+        """Outputs by name, and what the run used."""
         self.bind()
         with self.busy:
-            memory = Held.of(self)
-            measured = Measured(memory.peak, packed=[p.extra for p in self.packing])
-            total = len(self.steps)
+            self.begin(feeds)
+            total = len(self.program.steps)
             if self.schedule is None:
-                for i in range(total):
-                    self._step(i, memory, feeds, measured)
-                    progress(i + 1, total)
+                for at in range(total):
+                    self.step(at)
+                    progress(at + 1, total)
             else:
-                measured.gaps.append(self.schedule.extra)
+                self.measured.gaps.append(self.schedule.extra)
                 for action in self.schedule.actions:
                     if isinstance(action, int):
-                        self._step(action, memory, feeds, measured)
+                        self.step(action)
                     else:
-                        action(memory, feeds)
+                        action(self.held, feeds)
                     progress((action if isinstance(action, int) else action.last) + 1, total)
-            return {t: self._gather(t, b, memory.arrays) for t, b in self.program.outputs.items()}, measured
+            return self.outputs(), self.measured
 
-    def _step(self, i: int, memory: Held, feeds: Source, measured: Measured) -> None:
-        """One step on all devices."""
-        step, new = self.steps[i]
-        match step:
-            case Launch():
-                self._launch(i, step, memory.arrays)
-            case Load():
-                self._load(step, memory.arrays, feeds)
-            case Free():
-                for d in range(self.program.devices):
-                    memory.drop(d, step.buffers)
-                return
-            case Transfer():
-                self._transfer(step, memory.arrays, measured)
-            case Reduce():
-                self._reduce(step, memory.arrays)
-                measured.sent(step.kind, transfer_bytes(step, self.program))
-        for d, held in enumerate(memory.arrays):
-            kept = self.kept[d]
-            for name in new:
-                if name in held:
-                    memory.count(d, name, kept[name][1] if name in kept else self.target.nbytes(held[name]))
-            memory.reach(d)
+    def begin(self, feeds: Source) -> None:
+        """Before the first step nothing is held but copies of weights, which count as packed."""
+        self.feeds, self.held = feeds, Held.nothing(self.program.devices)
+        for held, p in zip(self.held.arrays, self.packing, strict=True):
+            held.update((b, p.arrays[b]) for b in p.copies)
+        self.measured = Measured(self.held.peak, packed=[p.extra for p in self.packing])
 
     def bind(self) -> None:
         """Make every kernel and pack the weights, once: all that later runs need not do."""
         if self.packing:
             return
         kernels: dict[tuple[int, int], Run] = {}
-        for i, step in enumerate(self.program.steps):
-            for d, _ in self._mine(step.blocks) if isinstance(step, Launch) else ():
+        for at, step in enumerate(self.program.steps):
+            for d, _ in self.mine(step.blocks) if isinstance(step, Launch) else ():
                 assert isinstance(step, Launch)
-                kernels[i, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))
+                kernels[at, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))
         for d in range(self.program.devices):
-            wanted = {i: self.target.packs(k) for (i, e), k in kernels.items() if e == d}
-            packing = pack(self.program, wanted, self.resident[d], self._weigh, self.room[d])
-            self.packing.append(packing)
-        for (i, d), kernel in kernels.items():
-            step = self.program.steps[i]
+            wanted = {at: k.packs for (at, e), k in kernels.items() if e == d and isinstance(k, PackableKernel)}
+            self.packing.append(pack(self.program, wanted, self.weights_held[d], self.weigh, self.room[d]))
+        for (at, d), run in kernels.items():
+            step, names = self.program.steps[at], self.packing[d].names.get(at)
             assert isinstance(step, Launch)
-            names = self.packing[d].names.get(i)
-            kernel, ins = (self.target.packed(kernel), renamed(step.ins, names)) if names else (kernel, step.ins)
-            self.launches.setdefault(i, []).append(_Bound(d, kernel, ins))
+            if names and isinstance(run, PackableKernel):
+                self.launches[at, d] = run.packed, renamed(step.ins, names)
+            else:
+                self.launches[at, d] = run, step.ins
         for d, p in enumerate(self.packing):  # of a packed weight count the plan's bytes: the rest is in `Measured.packed`
             sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
-            plain = {b: (a, self.target.nbytes(a)) for b, a in self.resident[d].items()}
+            plain = {b: (a, arrays.nbytes(a)) for b, a in self.weights_held[d].items()}
             self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
-        self.schedule = schedule(self) if self.alone else None
+        self.schedule = self.scheduled()
 
-    def _weigh(self, array: Array) -> int:
+    def scheduled(self) -> Schedule | None:
+        """What a run need not do again, where one device runs alone on a target that can bind its kernels."""
+        if self.program.devices != 1 or self.route.wire is not None or not isinstance(self.target, RecordingTarget):
+            return None
+        launches = {at: bound for (at, _), bound in self.launches.items()}
+        room = self.room[0] - self.packing[0].extra
+        kept = {n: (a, 0) for n, a in self.packing[0].arrays.items()} | self.kept[0]
+        return schedule(BoundProgram(self.graph, self.program, self.target, launches, self.resident, kept, room))
+
+    def weigh(self, array: Array) -> int:
         """Bytes of a weight that is being packed."""
-        return self.target.nbytes(array)
+        return arrays.nbytes(array)
 
     def weight_bytes(self) -> int:
         """Bytes of all weights that stay loaded, packed ones included."""
         packed = (a for p in self.packing for a in p.arrays.values())
-        return sum(self.target.nbytes(a) for a in (*packed, *(a for held in self.resident for a in held.values())))
+        return sum(arrays.nbytes(a) for a in (*packed, *(a for held in self.weights_held for a in held.values())))
 
-    def _load(self, step: Load, memory: list[dict[str, Array]], feeds: Source) -> None:
-        buffer = self.program.buffers[step.buffer]
-        source = self.weights if buffer.tensor in self.streamed else feeds
-        for d, box in self._mine(buffer.boxes):
-            known = self.kept[d].get(step.buffer)
-            memory[d][step.buffer] = source(buffer.tensor, box) if known is None else known[0]
+    def load(self, name: str, device: int, box: Box) -> None:
+        """A weight that is there, or a part of what the caller gives."""
+        tensor, kept = self.program.buffers[name].tensor, self.kept[device].get(name)
+        source = self.weights if tensor in self.streamed else self.feeds
+        self.held.arrays[device][name] = source(tensor, box) if kept is None else kept[0]
 
-    def _launch(self, at: int, step: Launch, memory: list[dict[str, Array]]) -> None:
-        for b in self.launches.get(at, ()):
-            if b.device not in self.devices:
-                continue
-            held = memory[b.device]
-            outs = b.run([held[n] if n else None for n in b.ins], [held[s] for s in step.states])
-            held.update(zip(step.outs, outs, strict=True))
+    def launch(self, at: int, step: Launch, device: int) -> None:
+        """Call the kernel on what the device holds."""
+        (run, ins), held = self.launches[at, device], self.held.arrays[device]
+        outs = run([held[n] if n else None for n in ins], [held[s] for s in step.states])
+        held.update(zip(step.outs, outs, strict=True))
 
-    def _transfer(self, step: Transfer, memory: list[dict[str, Array]], measured: Measured) -> None:
-        src, dst = self.program.buffers[step.src], self.program.buffers[step.dst]
-        pieces: list[list[tuple[Box, Array]]] = [[] for _ in range(self.program.devices)]
-        sent = 0
-        for m in step.messages:
-            origin = src.boxes[m.src]
-            assert origin is not None
-            message = self.target.slice(memory[m.src][step.src], m.box, origin)
-            sent += self.target.nbytes(message)
-            pieces[m.dst].append((m.box, message))
-        for d, box in enumerate(dst.boxes):
-            if box is None:
-                continue
-            own = src.boxes[d]
-            common = None if own is None else intersect(own, box)
-            if own is not None and common is not None:
-                pieces[d].append((common, self.target.slice(memory[d][step.src], common, own)))
-            memory[d][step.dst] = self.target.assemble(box, dst.dtype, pieces[d])
-        measured.sent(step.kind, sent)
-
-    def _reduce(self, step: Reduce, memory: list[dict[str, Array]]) -> None:
-        op = self.graph.ops[step.op]
-        monoid = getattr(op, "monoid", None)
-        assert monoid is not None
-        dsts = [self.program.buffers[b] for b in step.dsts]
-        for group in step.groups:
-            done: dict[tuple[Box, ...], list[Array]] = {}
-            for d in group:
-                boxes = tuple(_box(b.boxes[d]) for b in dsts)
-                if boxes not in done:
-                    done[boxes] = self.target.merge(monoid, [self._states(step, e, boxes, memory) for e in group])
-                fresh = [self.target.slice(f, box, box) for f, box in zip(done[boxes], boxes, strict=True)]
-                memory[d].update(zip(step.dsts, fresh, strict=True))
-
-    def _states(self, step: Reduce, device: int, boxes: tuple[Box, ...], memory: list[dict[str, Array]]) -> list[Array]:
-        """What one device gives to a merge: slices of its states, and counts that everybody knows."""
-        out: list[Array] = []
-        for k, (s, box) in enumerate(zip(step.srcs, boxes, strict=True)):
-            b = self.program.buffers[s]
-            if step.known and step.known[k]:
-                out.append(self.target.full(box, b.dtype, step.known[k][device]))
-            else:
-                out.append(self.target.slice(memory[device][s], box, _box(b.boxes[device])))
+    def allocate(self, device: int, name: str) -> Array:
+        """A new array."""
+        extents, dtype = shape(self.box(device, name)), arrays.torch_dtype(self.program.buffers[name].dtype)
+        out = self.held.arrays[device][name] = torch.empty(extents, dtype=dtype, device=self.target.device)
         return out
 
-    def _gather(self, tensor: str, name: str, memory: list[dict[str, Array]]) -> Array:
-        buffer = self.program.buffers[name]
-        pieces = {box: memory[d][name] for d, box in enumerate(buffer.boxes) if box is not None}
-        whole = tuple((0, n) for n in self.graph.tensors[tensor].shape)
-        placed = self.schedule is not None and name in self.schedule.placed
-        if whole in pieces and name in self._computed and not placed:  # new at every run: it may be handed out as it is
-            return pieces[whole]
-        return self.target.assemble(whole, buffer.dtype, list(pieces.items()))
+    def array(self, device: int, name: str) -> Array:
+        """What the device holds."""
+        return self.held.arrays[device][name]
 
+    def nbytes(self, device: int, name: str) -> int:
+        """Bytes of the array that is there; of a packed weight, those that the plan has for it."""
+        kept = self.kept[device].get(name)
+        return super().nbytes(device, name) if kept is None else kept[1]
 
-def kernel_of(step: Launch, device: int, program: Program) -> Kernel:
-    """What a code generator needs to know of one device's launch."""
-    block = step.blocks[device]
-    assert block is not None
-    ins = tuple(program.buffers[b].boxes[device] if b else None for b in step.ins)
-    outs = tuple(_box(program.buffers[b].boxes[device]) for b in step.outs)
-    return Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs)
-
-
-def _box(box: Box | None) -> Box:
-    assert box is not None
-    return box
+    def new_at_every_run(self, name: str) -> bool:
+        """What is computed, but for what has a position of its own."""
+        return name in self._computed and (self.schedule is None or name not in self.schedule.placed)

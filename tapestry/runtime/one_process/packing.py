@@ -6,14 +6,14 @@ memory has room for it beside everything that the plan holds; `Packing.extra` co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from tapestry.ir.program import Launch, Program, Reduce, Transfer
+from tapestry.ir.program import Launch, Program, reads
+from tapestry.runtime.target_protocol import Array, Pack
 
-Array = Any
-Packs = Mapping[int, tuple[Hashable, Callable[[Array], Array]]]
+Packs = Mapping[int, Pack]
+"""Reads of a launch, by position, that may be packed."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Packing:
         extra: bytes beyond the plan's buffers.
     """
 
-    arrays: dict[str, Array] = field(default_factory=dict[str, Any])
+    arrays: dict[str, Array] = field(default_factory=dict[str, Array])
     copies: set[str] = field(default_factory=set[str])
     names: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
     extra: int = 0
@@ -46,9 +46,9 @@ def pack(
     uses, others = _readers(program, wanted, resident)
     for buffer, by_key in uses.items():
         alone = len(by_key) == 1 and buffer not in others
-        for n, places in enumerate(by_key.values()):
-            at, k = places[0]
-            array = wanted[at][k][1](resident[buffer])
+        for n, readers in enumerate(by_key.values()):
+            at, k = readers[0]
+            array = wanted[at][k].run(resident[buffer])
             more = nbytes(array) - (nbytes(resident[buffer]) if alone else 0)
             if out.extra + max(more, 0) > room:
                 continue
@@ -59,7 +59,7 @@ def pack(
                 del resident[buffer]
             else:
                 out.copies.add(name)
-            for i, j in places:
+            for i, j in readers:
                 out.names.setdefault(i, {})[j] = name
     return out
 
@@ -67,25 +67,15 @@ def pack(
 def _readers(
     program: Program, wanted: Mapping[int, Packs], resident: Mapping[str, Array]
 ) -> tuple[dict[str, dict[Hashable, list[tuple[int, int]]]], set[str]]:
-    """(places that want a weight packed, by buffer and key; buffers that somebody reads as they are)."""
+    """(reads that want a weight packed, by buffer and key; buffers that somebody reads as they are)."""
     uses: dict[str, dict[Hashable, list[tuple[int, int]]]] = {}
     others = set(program.outputs.values())
     for i, step in enumerate(program.steps):
-        plain: Iterable[str] = ()
-        match step:
-            case Launch():
-                packs = wanted.get(i, {})
-                plain = [b for k, b in enumerate(step.ins) if k not in packs]
-                for k, (key, _) in packs.items():
-                    if step.ins[k] in resident:
-                        uses.setdefault(step.ins[k], {}).setdefault(key, []).append((i, k))
-            case Transfer():
-                plain = (step.src,)
-            case Reduce():
-                plain = step.srcs
-            case _:
-                pass
-        others.update(plain)
+        packs = wanted.get(i, {})
+        others.update(b for k, b in enumerate(reads(step)) if k not in packs)
+        for k, how in packs.items():
+            if isinstance(step, Launch) and step.ins[k] in resident:
+                uses.setdefault(step.ins[k], {}).setdefault(how.key, []).append((i, k))
     return uses, others
 
 

@@ -1,39 +1,31 @@
-"""What a run need not do: buffers at places of their own in one piece of memory, and stretches of kernels bound to them.
+"""What a run need not do: buffers at fixed positions in one piece of memory, and segments of kernels bound to them.
 
-A kernel that can write where it is told has its output in an arena (`arena`), which outlives the run. One whose inputs
-are all there, or are resident weights, is the same call at every run; neighbours among those are one call. What is alive and
-how many bytes that is follows from the program, as it does step by step.
+A kernel that can write where it is told has its output in an arena (`arena`), which outlives the run. A kernel whose inputs
+are all there, or are resident weights, is the same call at every run; neighbours among those calls are one segment. What is
+alive and how many bytes that is follows from the program, as it does step by step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, runtime_checkable
 
-from tapestry.ir.program import Free, Launch, Load, allocated
-from tapestry.runtime.one_process.arena import Slot, place, slots
+import numpy as np
+import torch
+
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Box, shape
+from tapestry.ir.program import Free, Launch, Load, Program, allocated
+from tapestry.runtime.executor import Held
+from tapestry.runtime.one_process.arena import allocate, most_alive, slots
 from tapestry.runtime.one_process.launch_chains import chains, together
+from tapestry.runtime.target_protocol import Array, Call, Recorder, RecordingTarget, Run, Source
 
-if TYPE_CHECKING:
-    from tapestry.ir.kernel import Box
-    from tapestry.runtime.one_process.logical_devices import Held, Machine, Source
-
-Array = Any  # the target's own array type
-COPIED = 1 << 18  # bytes: an output of no more is copied out of its place
-
-
-class Call(Protocol):
-    """A kernel with what it works on."""
-
-    @property
-    def fixed(self) -> bool:
-        """Whether it reads and writes the arrays that it was made for and nothing else."""
-        ...
-
-    def run(self) -> None:
-        """Compute."""
-        ...
+COPIED = 1 << 18  # bytes: an output of no more is copied out of its position
+Positioned = Mapping[str, tuple[Array, int]]
+"""Arrays by buffer, with what they count as."""
 
 
 @runtime_checkable
@@ -45,26 +37,45 @@ class Lender(Protocol):
         ...
 
 
-class Recorder(Protocol):
-    """A kernel that can write into given memory."""
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """A program of one device with its kernels made and its weights loaded.
 
-    @property
-    def arrays(self) -> Sequence[Callable[[Array], Array]]:
-        """Each output as an array, over memory of its size."""
-        ...
+    Attributes:
+        launches: by step, the kernel and the buffers that it reads.
+        resident: weights that stay loaded.
+        kept: their arrays by buffer, with what they count as.
+        room: bytes that may be taken beyond the plan.
+    """
 
-    def bind(self, ins: Sequence[Array | None], memory: Sequence[Array]) -> Call:
-        """The call for some inputs and memory for each output."""
-        ...
+    graph: Graph
+    program: Program
+    target: RecordingTarget
+    launches: Mapping[int, tuple[Run, tuple[str, ...]]]
+    resident: frozenset[str]
+    kept: Positioned
+    room: int
+
+    def launch(self, at: int) -> Launch:
+        """A step that is a launch."""
+        step = self.program.steps[at]
+        assert isinstance(step, Launch)
+        return step
 
 
 @dataclass(slots=True)
-class Stretch:
-    """Steps that are one call: what is alive after them that was not before, what is gone, and the most bytes between."""
+class Segment:
+    """Steps that are one call.
+
+    Attributes:
+        born: buffers that are alive after them and were not before, with their bytes.
+        gone: buffers that are freed.
+        high: the most bytes that are alive in between, beyond those before.
+    """
 
     last: int
     run: Callable[[], None]
-    born: dict[str, tuple[Array, int]] = field(default_factory=dict[str, Any])
+    born: Positioned
     gone: tuple[str, ...] = ()
     high: int = 0
 
@@ -79,8 +90,8 @@ class Stretch:
 
 
 @dataclass(slots=True)
-class Fresh:
-    """A launch into places of its own, of inputs that are elsewhere at every run."""
+class BoundLaunch:
+    """A launch into memory at a fixed position, of inputs that are elsewhere at every run."""
 
     last: int
     recorder: Recorder
@@ -99,8 +110,8 @@ class Fresh:
 
 
 @dataclass(slots=True)
-class Given:
-    """An input that is copied into its place."""
+class StagedInput:
+    """An input that is copied to its position."""
 
     last: int
     name: str
@@ -108,177 +119,162 @@ class Given:
     box: Box
     array: Array
     size: int
-    copy: Callable[[Array, Array], None]
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the step."""
         lend = feeds.lend if isinstance(feeds, Lender) else feeds
-        self.copy(self.array, lend(self.tensor, self.box))
+        self.array.copy_(lend(self.tensor, self.box))
         held.arrays[0][self.name] = self.array
         held.count(0, self.name, self.size)
         held.reach(0)
 
 
+Action = Segment | BoundLaunch | StagedInput | int
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A program's steps: stretches, launches and inputs into a place, and (as numbers) steps as they are.
+    """A program's steps: segments, launches and inputs with a position, and (as numbers) steps as they are.
 
     Attributes:
-        placed: buffers that have a place, where the next run writes again.
+        placed: buffers that have a position, where the next run writes again.
         extra: bytes beyond the plan's peak.
     """
 
-    actions: tuple[Stretch | Fresh | Given | int, ...]
+    actions: tuple[Action, ...]
     placed: frozenset[str]
     extra: int
 
 
-def schedule(machine: Machine) -> Schedule | None:
-    """How a machine of one device may run its program; ``None`` where nothing is gained, or memory has no room for it."""
-    program = machine.program
-    if program.devices != 1:
-        return None
-    recorders: dict[int, Recorder] = {}
-    for i, bound in machine.launches.items():
-        recorder = machine.target.recorder(bound[0].run)
-        step = program.steps[i]
-        if recorder is None or not isinstance(step, Launch):
-            continue
-        if all(n not in program.outputs.values() or program.buffers[n].nbytes(0) <= COPIED for n in step.outs):
-            recorders[i] = recorder
+def schedule(bound: BoundProgram) -> Schedule | None:
+    """How to run a program of one device; ``None`` where nothing is gained, or memory has no room for it."""
+    program, recorders = bound.program, dict[int, Recorder]()
+    for at, (run, _) in bound.launches.items():
+        recorder, outs = bound.target.recorder(run), bound.launch(at).outs
+        if recorder and all(n not in program.outputs.values() or program.buffers[n].nbytes(0) <= COPIED for n in outs):
+            recorders[at] = recorder
     if not recorders:
         return None
-    made = _inputs(machine, recorders) | {
-        name: array
-        for i, recorder in recorders.items()
-        if isinstance(step := program.steps[i], Launch)
-        for name, array in zip(step.outs, recorder.arrays, strict=True)
-    }
-    wanted = slots(program, 0, frozenset(machine.graph.weights) - machine.streamed)
-    found = chains(program, recorders, lambda i, j: machine.target.follows(recorders[i], recorders[j]))
-    for joined in (found, []) if found else ([],):  # apart, they take less where there is little room
-        arena = place([s for s in together(wanted, program, joined) if s.name in made])
-        extra = max(0, arena.size + _most([s for s in wanted if s.name not in made]) - _most(wanted))
-        if extra <= machine.room[0] - machine.packing[0].extra:
+    views = _inputs(bound, recorders)
+    for at, recorder in recorders.items():
+        views.update(zip(bound.launch(at).outs, recorder.arrays, strict=True))
+    wanted = slots(program, 0, bound.resident)
+    together_at = chains(program, recorders, lambda i, j: bound.target.follows(recorders[i], recorders[j]))
+    for joined in (together_at, []) if together_at else ([],):  # apart, they take less where there is little room
+        arena = allocate([s for s in together(wanted, program, joined) if s.name in views])
+        extra = max(0, arena.size + most_alive([s for s in wanted if s.name not in views]) - most_alive(wanted))
+        if extra <= bound.room:
             break
     else:
         return None
-    take = machine.target.memory(arena.size)
-    memory = {n: take(arena.offsets[n], program.buffers[n].nbytes(0)) for n in made}
-    arrays = {n: (array(memory[n]), program.buffers[n].nbytes(0)) for n, array in made.items()}
-    return Schedule(tuple(_Steps(machine, recorders, memory, arrays, joined).actions()), frozenset(made), extra)
+    memory = _memory({n: (arena.offsets[n], program.buffers[n].nbytes(0)) for n in views}, arena.size)
+    arrays = {n: (view(memory[n]), program.buffers[n].nbytes(0)) for n, view in views.items()}
+    return Schedule(tuple(_Steps(bound, recorders, memory, arrays, joined).actions()), frozenset(views), extra)
 
 
-def _inputs(machine: Machine, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
-    """Inputs that are copied into a place: those that a kernel reads which knows where it is."""
-    program = machine.program
-    reads = {n for i in recorders if isinstance(step := program.steps[i], Launch) for n in step.ins}
-    out: dict[str, Callable[[Array], Array]] = {}
+def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
+    """Inputs of f32 that are copied to a position: those that a kernel reads which can be bound to it."""
+    program, out = bound.program, dict[str, Callable[[Array], Array]]()
+    reads = {n for at in recorders for n in bound.launch(at).ins}
     for step in program.steps:
         if not isinstance(step, Load) or step.buffer not in reads:
             continue
         buffer = program.buffers[step.buffer]
         box = buffer.boxes[0]
-        array = machine.target.place(box, buffer.dtype) if box is not None and buffer.tensor in machine.graph.inputs else None
-        if array:
-            out[step.buffer] = array
+        if box is not None and buffer.tensor in bound.graph.inputs and buffer.dtype == "f32":
+            out[step.buffer] = partial(_viewed, extents=shape(box))
     return out
 
 
-def _most(wanted: Sequence[Slot]) -> int:
-    """The most bytes that live at once."""
-    events = sorted([(s.first, 1, s.nbytes) for s in wanted] + [(s.last + 1, 0, -s.nbytes) for s in wanted])
-    alive = most = 0
-    for _, _, change in events:
-        alive += change
-        most = max(most, alive)
-    return most
+def _viewed(memory: torch.Tensor, extents: tuple[int, ...]) -> torch.Tensor:
+    return memory.view(extents)
 
 
-Known = Mapping[str, tuple[Array, int]]
+def _memory(parts: Mapping[str, tuple[int, int]], nbytes: int) -> dict[str, torch.Tensor]:
+    """New memory, cut into parts (offset, bytes): flat tensors of f32, each with a storage of its own."""
+    whole = torch.empty(nbytes, dtype=torch.uint8).numpy()
+    return {n: torch.from_numpy(whole[offset : offset + size].view(np.float32)) for n, (offset, size) in parts.items()}
 
 
 @dataclass(slots=True)
 class _Steps:
     """A program's steps in order, neighbours that are fixed joined."""
 
-    machine: Machine
+    bound: BoundProgram
     recorders: Mapping[int, Recorder]
     memory: Mapping[str, Array]
-    arrays: Known
+    arrays: Positioned
     chains: Sequence[tuple[int, ...]]
-    out: list[Stretch | Fresh | Given | int] = field(default_factory=list[Any])
-    now: list[tuple[int, Call | None]] = field(default_factory=list[Any])
+    out: list[Action] = field(default_factory=list[Action])
+    now: list[tuple[int, Call | None]] = field(default_factory=list[tuple[int, Call | None]])
 
-    def actions(self) -> list[Stretch | Fresh | Given | int]:
+    def actions(self) -> list[Action]:
         """All of them."""
-        kept = {n: (a, 0) for n, a in self.machine.packing[0].arrays.items()} | self.machine.kept[0]
-        known = {**kept, **self.arrays}
-        for i, step in enumerate(self.machine.program.steps):
+        fixed = {**self.bound.kept, **self.arrays}
+        for at, step in enumerate(self.bound.program.steps):
             quiet = isinstance(step, Free) and all(b in self.arrays for b in step.buffers)
-            if quiet or (isinstance(step, Load) and step.buffer in self.machine.kept[0]):
-                self.now.append((i, None))
-            elif i in self.recorders:
-                assert isinstance(step, Launch)
-                self._launch(i, step, known)
+            if quiet or (isinstance(step, Load) and step.buffer in self.bound.kept):
+                self.now.append((at, None))
+            elif at in self.recorders:
+                self._launch(at, fixed)
             else:
                 self._close()
-                self.out.append(self._given(i, step) if isinstance(step, Load) and step.buffer in self.arrays else i)
+                self.out.append(self._staged(at, step) if isinstance(step, Load) and step.buffer in self.arrays else at)
         self._close()
         return self.out
 
-    def _launch(self, i: int, step: Launch, known: Known) -> None:
-        ins, places = self.machine.launches[i][0].ins, tuple(self.memory[n] for n in step.outs)
-        held = [known[n][0] if n else None for n in ins] if all(n in known for n in ins if n) else None
-        call = None if held is None else self.recorders[i].bind(held, places)
-        if call is not None and call.fixed:
-            self.now.append((i, call))
-            return
+    def _launch(self, at: int, fixed: Positioned) -> None:
+        outs, ins = self.bound.launch(at).outs, self.bound.launches[at][1]
+        memory = tuple(self.memory[n] for n in outs)
+        if all(n in fixed for n in ins if n):
+            call = self.recorders[at].bind([fixed[n][0] if n else None for n in ins], memory)
+            if call.fixed:
+                self.now.append((at, call))
+                return
         self._close()
-        self.out.append(Fresh(i, self.recorders[i], ins, tuple((n, *self.arrays[n]) for n in step.outs), places))
+        self.out.append(BoundLaunch(at, self.recorders[at], ins, tuple((n, *self.arrays[n]) for n in outs), memory))
 
-    def _given(self, i: int, step: Load) -> Given:
-        buffer = self.machine.program.buffers[step.buffer]
+    def _staged(self, at: int, step: Load) -> StagedInput:
+        buffer = self.bound.program.buffers[step.buffer]
         box = buffer.boxes[0]
         assert box is not None
-        return Given(i, step.buffer, buffer.tensor, box, *self.arrays[step.buffer], self.machine.target.copy)
+        return StagedInput(at, step.buffer, buffer.tensor, box, *self.arrays[step.buffer])
 
     def _close(self) -> None:
+        """End the segment that is open."""
         if self.now:
-            self.out.append(_stretch(self.machine, self.now, self._calls(), self.arrays, self.machine.kept[0]))
+            self.out.append(self._segment())
             self.now.clear()
 
     def _calls(self) -> list[Call]:
-        """The calls of the stretch, those of a chain as one."""
-        calls = {i: c for i, c in self.now if c is not None}
+        """The calls of the segment, those of a chain as one."""
+        calls = {at: c for at, c in self.now if c is not None}
         for chain in self.chains:
-            if all(i in calls for i in chain):
-                one = self.machine.target.chain([calls[i] for i in chain])
+            if all(at in calls for at in chain):
+                one = self.bound.target.chain([calls[at] for at in chain])
                 if one is not None:
-                    calls = {i: one if i == chain[0] else c for i, c in calls.items() if i == chain[0] or i not in chain}
+                    calls = {at: one if at == chain[0] else c for at, c in calls.items() if at == chain[0] or at not in chain}
         return list(calls.values())
 
-
-def _stretch(
-    machine: Machine, steps: Sequence[tuple[int, Call | None]], calls: Sequence[Call], arrays: Known, kept: Known
-) -> Stretch:
-    """Steps as one; sizes change as they would one by one."""
-    alive = high = 0
-    born: dict[str, tuple[Array, int]] = {}
-    gone: list[str] = []
-    for i, _ in steps:
-        step = machine.program.steps[i]
-        if isinstance(step, Free):
-            for name in step.buffers:
-                alive -= arrays[name][1]
-                if born.pop(name, None) is None:
-                    gone.append(name)
-            continue
-        for name in allocated(step):
-            born[name] = arrays[name] if name in arrays else kept[name]
-            alive += born[name][1]
-        high = max(high, alive)
-    return Stretch(steps[-1][0], machine.target.batch(calls) if calls else _nothing, born, tuple(gone), high)
+    def _segment(self) -> Segment:
+        """Steps as one; sizes change as they would one by one."""
+        alive = high = 0
+        born: dict[str, tuple[Array, int]] = {}
+        gone: list[str] = []
+        for at, _ in self.now:
+            step = self.bound.program.steps[at]
+            if isinstance(step, Free):
+                for name in step.buffers:
+                    alive -= self.arrays[name][1]
+                    if born.pop(name, None) is None:
+                        gone.append(name)
+                continue
+            for name in allocated(step):
+                born[name] = self.arrays[name] if name in self.arrays else self.bound.kept[name]
+                alive += born[name][1]
+            high = max(high, alive)
+        calls = self._calls()
+        return Segment(self.now[-1][0], self.bound.target.batch(calls) if calls else _nothing, born, tuple(gone), high)
 
 
 def _nothing() -> None:

@@ -27,7 +27,7 @@ def shared(world: int) -> Slots:
     return np.frombuffer(memory, np.float64).reshape(world, 6)
 
 
-class Pulse:
+class Heartbeat:
     """One rank's slot: cheap enough to be written at every step."""
 
     def __init__(self, slots: Slots, rank: int) -> None:
@@ -43,19 +43,19 @@ class Pulse:
         self.slot[BATCH] = number
 
 
-class Beats:
+class HeartbeatPublisher:
     """Publishes a slot through a store, and reads the others'."""
 
-    def __init__(self, store: Any, pulse: Pulse, world: int, period: float = 0.5) -> None:
-        self.store, self.pulse, self.world, self.period = store, pulse, world, period
+    def __init__(self, store: Any, heartbeat: Heartbeat, world: int, period: float = 0.5) -> None:
+        self.store, self.heartbeat, self.world, self.period = store, heartbeat, world, period
         self.ended = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while not self.ended.wait(self.period):
-            self.pulse.slot[BEAT] += 1
+            self.heartbeat.slot[BEAT] += 1
             try:
-                self.store.set(f"pulse/{self.pulse.rank}", self.pulse.slot.tobytes())
+                self.store.set(f"heartbeat/{self.heartbeat.rank}", self.heartbeat.slot.tobytes())
             except RuntimeError:  # the store went away with the job
                 return
 
@@ -64,16 +64,16 @@ class Beats:
         before = self._all()
         time.sleep(3 * self.period)
         now = self._all()
-        still = {r for r in range(self.world) if r != self.pulse.rank and now[r, BEAT] == before[r, BEAT]}
+        still = {r for r in range(self.world) if r != self.heartbeat.rank and now[r, BEAT] == before[r, BEAT]}
         return now, still
 
     def _all(self) -> Slots:
         out = np.zeros((self.world, 6))
         for r in range(self.world):
-            if r == self.pulse.rank:
-                out[r] = self.pulse.slot
-            elif self.store.check([f"pulse/{r}"]):
-                out[r] = np.frombuffer(self.store.get(f"pulse/{r}"), np.float64)
+            if r == self.heartbeat.rank:
+                out[r] = self.heartbeat.slot
+            elif self.store.check([f"heartbeat/{r}"]):
+                out[r] = np.frombuffer(self.store.get(f"heartbeat/{r}"), np.float64)
         return out
 
 

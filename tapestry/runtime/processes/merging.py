@@ -9,28 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
 from tapestry.ir.kernel import Box, cut, shape
 from tapestry.ir.program import Buffer, Reduce
-from tapestry.runtime.processes.step_messages import Array, Memory, Parcels, part, present
-
-if TYPE_CHECKING:
-    from tapestry.runtime.processes.distributed import RankMachine
+from tapestry.runtime.arrays import torch_dtype
+from tapestry.runtime.executor import Executor
+from tapestry.runtime.step_messages import StepMessages
+from tapestry.runtime.target_protocol import Array
 
 
 @dataclass(slots=True)
-class Share:
-    """A reduction in one group, as far as this process takes part."""
+class GroupMerge:
+    """A reduction in one group of devices, as far as this process takes part."""
 
-    machine: RankMachine
+    executor: Executor
     step: Reduce
     group: tuple[int, ...]
-    own: dict[int, list[Array]] = field(default_factory=dict)
-    merged: dict[int, list[Array]] = field(default_factory=dict)
+    own: dict[int, list[Array]] = field(default_factory=dict[int, list[Array]])
+    merged: dict[int, list[Array]] = field(default_factory=dict[int, list[Array]])
 
     @property
     def whole(self) -> bool:
@@ -39,19 +39,19 @@ class Share:
 
     def buffers(self, names: Sequence[str]) -> list[Buffer]:
         """The buffers of all fields."""
-        return [self.machine.program.buffers[b] for b in names]
+        return [self.executor.program.buffers[b] for b in names]
 
-    def known(self, k: int) -> bool:
+    def counted(self, k: int) -> bool:
         """Whether a field is a count that is not sent."""
         return bool(self.step.known and self.step.known[k])
 
     def mine(self) -> Iterator[int]:
         """Devices of the group in this process."""
-        return (d for d in self.group if self.machine.owner[d] == self.machine.wire.rank)
+        return (d for d in self.group if d in self.executor.devices)
 
     def rows(self, device: int) -> tuple[int, int, int]:
         """(leading axes that all fields share, first row, end) of the part that a device merges of an all-reduce."""
-        boxes = [present(b.boxes[self.group[0]]) for b in self.buffers(self.step.dsts)]
+        boxes = [self.executor.box(self.group[0], name) for name in self.step.dsts]
         common = 0
         while all(len(b) > common and b[common] == boxes[0][common] for b in boxes):
             common += 1
@@ -60,79 +60,79 @@ class Share:
     def part(self, array: Array, box: Box, device: int) -> Array:
         """The rows of an array of a box that a device merges."""
         common, first, end = self.rows(device)
-        rest = shape(box)[common:]
-        return array.reshape(prod(shape(box)[:common]), *rest)[first:end]
+        return array.reshape(prod(shape(box)[:common]), *shape(box)[common:])[first:end]
 
     def extents(self, k: int, device: int) -> tuple[int, ...]:
         """Shape of what a device merges of one field."""
-        box = present(self.buffers(self.step.dsts)[k].boxes[device])
+        box = self.executor.box(device, self.step.dsts[k])
         if self.whole:
             return shape(box)
         common, first, end = self.rows(device)
         return (end - first, *shape(box)[common:])
 
-    def taken(self, k: int, sender: int, receiver: int, memory: Memory) -> Array:
+    def taken(self, k: int, sender: int, receiver: int) -> Array:
         """What one device has of another's part of one field."""
-        src, dst = self.buffers(self.step.srcs)[k], self.buffers(self.step.dsts)[k]
-        held = memory[sender][src.name]
+        src, box = self.step.srcs[k], self.executor.box
         if self.whole:
-            return part(held, present(dst.boxes[receiver]), src.boxes[sender])
-        return self.part(held, present(src.boxes[sender]), receiver)
+            return self.executor.part(sender, src, box(receiver, self.step.dsts[k]))
+        return self.part(self.executor.array(sender, src), box(sender, src), receiver)
 
-    def give(self, parcels: Parcels, memory: Memory) -> None:
+    def give(self, messages: StepMessages) -> None:
         """Every device sends every other one the states of that one's part, and keeps those of its own."""
-        for d in () if parcels.dry else self.mine():
-            kept = (None if self.known(k) else self.taken(k, d, d, memory) for k in range(len(self.step.srcs)))
-            self.own[d] = list(kept)
+        for d in () if messages.dry else self.mine():
+            self.own[d] = [None if self.counted(k) else self.taken(k, d, d) for k in range(len(self.step.srcs))]
         for receiver in self.group:
             for sender in self.group:
-                for k, name in enumerate(self.step.srcs):
-                    if sender != receiver and not self.known(k):
-                        piece = (f"{name}@{sender}>{receiver}", sender, receiver, self.extents(k, receiver))
-                        take = lambda k=k, s=sender, r=receiver: self.taken(k, s, r, memory)  # noqa: E731
-                        parcels.carry(*piece, self.machine.dtypes[name], take)
+                for k, b in enumerate(self.buffers(self.step.srcs)):
+                    if sender != receiver and not self.counted(k):
+                        take = partial(self.taken, k, sender, receiver)
+                        self._carry(messages, b, (sender, receiver), self.extents(k, receiver), take)
 
-    def merge(self, came: dict[str, torch.Tensor]) -> None:
+    def _carry(
+        self, messages: StepMessages, b: Buffer, ends: tuple[int, int], extents: tuple[int, ...], take: partial[Array]
+    ) -> None:
+        messages.carry(f"{b.name}@{ends[0]}>{ends[1]}", ends, extents, torch_dtype(b.dtype), take)
+
+    def merge(self, came: dict[str, Array]) -> None:
         """Merge the parts of this process's devices, in the order of the group."""
-        monoid = getattr(self.machine.graph.ops[self.step.op], "monoid", None)
-        assert monoid is not None
         for d in self.mine():
             states: list[list[Array]] = []
             for e in self.group:
                 fields: list[Array] = []
-                for k, b in enumerate(self.buffers(self.step.srcs)):
-                    if self.known(k):
-                        fields.append(self.count(k, self.extents(k, d), e))
+                for k, name in enumerate(self.step.srcs):
+                    if self.counted(k):
+                        fields.append(self.executor.count(self.step, k, e, self.extents(k, d)))
                     else:
-                        fields.append(self.own[d][k] if e == d else came[f"{b.name}@{e}>{d}"])
+                        fields.append(self.own[d][k] if e == d else came[f"{name}@{e}>{d}"])
                 states.append(fields)
-            self.merged[d] = self.machine.target.merge(monoid, states)
+            self.merged[d] = self.executor.target.merge(self.executor.monoid(self.step.op), states)
         self.own.clear()
 
-    def count(self, k: int, extents: tuple[int, ...], device: int) -> Array:
-        """A field that is known, over an array."""
-        dtype = self.machine.program.buffers[self.step.srcs[k]].dtype
-        return self.machine.target.full(tuple((0, n) for n in extents), dtype, self.step.known[k][device])
-
-    def give_back(self, parcels: Parcels) -> None:
+    def give_back(self, messages: StepMessages) -> None:
         """All-reduce in parts: every device sends every other one what it merged."""
         for sender in () if self.whole else self.group:
             for receiver in self.group:
-                for k, name in enumerate(self.step.dsts):
-                    if sender != receiver and not self.known(k):
-                        piece = (f"{name}@{sender}>{receiver}", sender, receiver, self.extents(k, sender))
-                        parcels.carry(*piece, self.machine.dtypes[name], lambda k=k, s=sender: self.merged[s][k])
+                for k, b in enumerate(self.buffers(self.step.dsts)):
+                    if sender != receiver and not self.counted(k):
+                        take = partial(self._merged, sender, k)
+                        self._carry(messages, b, (sender, receiver), self.extents(k, sender), take)
 
-    def finish(self, came: dict[str, torch.Tensor], memory: Memory) -> None:
+    def _merged(self, device: int, k: int) -> Array:
+        return self.merged[device][k]
+
+    def finish(self, came: dict[str, Array]) -> None:
         """Put the merged states into their buffers."""
         for d in self.mine():
-            for k, b in enumerate(self.buffers(self.step.dsts)):
-                box = present(b.boxes[d])
+            for k, name in enumerate(self.step.dsts):
+                there = self.executor.allocate(d, name)
                 if self.whole:
-                    memory[d][b.name] = self.machine.target.slice(self.merged[d][k], box, box)
-                elif self.known(k):
-                    counts = [[self.count(k, shape(box), e)] for e in self.group]
-                    memory[d][b.name] = self.machine.target.merge("sum", counts)[0].contiguous()
+                    there.copy_(self.merged[d][k])
+                elif self.counted(k):
+                    counts = [[self.executor.count(self.step, k, e, tuple(there.shape))] for e in self.group]
+                    there.copy_(self.executor.target.merge("sum", counts)[0])
                 else:
-                    rows = [self.merged[e][k] if e == d else came[f"{b.name}@{e}>{d}"] for e in self.group]
-                    memory[d][b.name] = torch.cat(rows).reshape(shape(box))
+                    rows = [self.merged[e][k] if e == d else came[f"{name}@{e}>{d}"] for e in self.group]
+                    there.copy_(torch.cat(rows).reshape(there.shape))
+
+
+__all__ = ["GroupMerge"]

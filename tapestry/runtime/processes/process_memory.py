@@ -19,7 +19,7 @@ def kernel_count(name: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")), 0)
 
 
-def settle() -> None:
+def trim() -> None:
     """Give freed memory back to the system (glibc keeps the holes that weights leave when they are packed), and let ``VmHWM``
     begin again at what is resident now, where the kernel allows it (`proc(5)`, clear_refs)."""
     with suppress(OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Messages between the processes of a run: torch.distributed carries them, each with a header of ours.
+"""Messages between the processes of a run: torch.distributed carries them, each with a header of its own.
 
 gloo accepts a message of another dtype or size without an error. So what one process has for another in one step travels as
 one packed message of bytes that says which plan, batch, step and exact pieces it holds, and nothing is unpacked before that
@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 
 from tapestry.errors import TapestryError
-from tapestry.runtime.processes.heartbeat import COMPUTE, WAIT, Pulse
+from tapestry.runtime.processes.heartbeat import COMPUTE, WAIT, Heartbeat
+from tapestry.runtime.step_messages import Piece
 
 MAGIC, VERSION, HEADER_BYTES, ALIGNMENT = b"TAPESTRY", 2, 64, 8
 HEADER = struct.Struct("<8sII16sIIIQQ")  # magic, version, sender, plan, batch, step, what is in it, bytes of it, when it left
 IN_FLIGHT = 16 << 20  # bytes of sent messages that may wait to be taken, and of receives posted ahead
 
-Piece = tuple[str, tuple[int, ...], torch.dtype]
-"""(what it is, shape, dtype): both ends name the same pieces in the same order."""
 Tag = tuple[int, int]
 """(step, part of it)."""
 
@@ -56,7 +55,7 @@ class Wire:
     rank: int
     world: int
     plan: bytes
-    pulse: Pulse
+    heartbeat: Heartbeat
     batch: int = 0
     payload: int = 0
     gathered: int = 0
@@ -151,20 +150,20 @@ class Wire:
             self.flying_bytes -= buffer.nbytes
 
     def _wait(self, work: dist.Work, peer: int, step: int) -> None:
-        self.pulse.at(step, WAIT, peer)
+        self.heartbeat.at(step, WAIT, peer)
         try:
             work.wait()
         except RuntimeError as e:
             peers = [peer] if peer >= 0 else [p for p in range(self.world) if p != self.rank]
             raise PeerLost(peers, step, _reason(e)) from None
-        self.pulse.at(step, COMPUTE)
+        self.heartbeat.at(step, COMPUTE)
 
     def _pack(self, step: int, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
         named = [p for p, _ in pieces]
-        places, total = _layout(named)
+        offsets, total = _layout(named)
         out = torch.empty(total, dtype=torch.uint8, device=self.device)
         nbytes = 0
-        for (at, n), (piece, array) in zip(places, pieces, strict=True):
+        for (at, n), (piece, array) in zip(offsets, pieces, strict=True):
             assert tuple(array.shape) == piece[1] and array.dtype == piece[2], (piece, array.shape, array.dtype)
             nbytes += n
             if n:
@@ -175,14 +174,14 @@ class Wire:
         return out
 
     def _unpack(self, step: int, peer: int, buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        places, total = _layout(pieces)
+        offsets, total = _layout(pieces)
         assert total == buffer.numel()
         if not self.deferred:
             self._check(buffer[:HEADER_BYTES], step, peer, pieces)
         else:
             head = torch.empty(HEADER_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             self.unchecked.append((head.copy_(buffer[:HEADER_BYTES], non_blocking=True), step, peer, pieces))
-        return [buffer[at : at + n].view(p[2]).view(p[1]) for (at, n), p in zip(places, pieces, strict=True)]
+        return [buffer[at : at + n].view(p[2]).view(p[1]) for (at, n), p in zip(offsets, pieces, strict=True)]
 
     def check_all(self) -> None:
         """Check the headers that have been put off; before outputs are handed out.
@@ -197,20 +196,20 @@ class Wire:
         self.unchecked.clear()
 
     def _check(self, head: torch.Tensor, step: int, peer: int, pieces: Sequence[Piece]) -> None:
-        *found, self.left = HEADER.unpack(head[: HEADER.size].numpy().tobytes())
+        *fields, self.left = HEADER.unpack(head[: HEADER.size].numpy().tobytes())
         nbytes = sum(n for _, n in _layout(pieces)[0])
         wanted = (MAGIC, VERSION, peer, self.plan, self.batch, step, _digest(pieces), nbytes)
         names = ("magic", "version", "sender", "plan", "batch", "step", "pieces", "bytes")
-        bad = [n for n, a, b in zip(names, found, wanted, strict=True) if a != b]
+        bad = [n for n, a, b in zip(names, fields, wanted, strict=True) if a != b]
         if bad:
             raise Mismatch(
                 f"rank {peer} sent a message that the plan has not at step {step}", where=f"rank {self.rank}, step {step}",
-                why="; ".join(f"{n}: {found[names.index(n)]!r}, not {wanted[names.index(n)]!r}" for n in bad),
+                why="; ".join(f"{n}: {fields[names.index(n)]!r}, not {wanted[names.index(n)]!r}" for n in bad),
             )  # fmt: skip
 
 
 def _layout(pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], int]:
-    """((place, bytes) of each piece, length of the message)."""
+    """((offset, bytes) of each piece, length of the message)."""
     at, out = HEADER_BYTES, list[tuple[int, int]]()
     for _, shape, dtype in pieces:
         n = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

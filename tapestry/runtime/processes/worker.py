@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -26,16 +26,22 @@ from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.runtime.processes import weight_shards as shards
 from tapestry.runtime.processes.batches import Batch
-from tapestry.runtime.processes.distributed import RankMachine
-from tapestry.runtime.processes.heartbeat import IDLE, WAIT, WEIGHTS, Beats, Pulse, Slots, describe, guilty
+from tapestry.runtime.processes.distributed import RankExecutor
+from tapestry.runtime.processes.heartbeat import IDLE, WAIT, Heartbeat, HeartbeatPublisher, Slots, describe, guilty
 from tapestry.runtime.processes.process_backend import BACKENDS, device_of
-from tapestry.runtime.processes.process_memory import kernel_count, settle
-from tapestry.runtime.processes.step_messages import owners
+from tapestry.runtime.processes.process_memory import kernel_count, trim
 from tapestry.runtime.processes.wire import VERSION, PeerLost, Wire
-from tapestry.runtime.session import Session
+from tapestry.runtime.session import MakeExecutor, Session, Slices
+from tapestry.runtime.step_messages import owners
+from tapestry.runtime.target_protocol import Target
 
-Open = Callable[..., Session]
-"""(build, constants, machine=…, weights=…) to a session on the build's target."""
+
+class Open(Protocol):
+    """Opens a session on a build's target (`api.open_session`)."""
+
+    def __call__(self, build: Build, constants: bytes, *, weights: Slices | None, make: MakeExecutor[Target] | None) -> Session:
+        """A session; see `Session` for the arguments."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,28 +91,29 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
 
     torch.set_num_threads(job.threads)
     memory = {"before": kernel_count("VmRSS")}
-    pulse = Pulse(me.slots, me.rank)
-    beats = Beats(me.store, pulse, me.world) if me.beats else None
+    heartbeat = Heartbeat(me.slots, me.rank)
+    beats = HeartbeatPublisher(me.store, heartbeat, me.world) if me.beats else None
     owners(job.build.program.devices, me.world)
     todo = _agree(me, job, [b.number for b in job.batches if not b.done])
     device = device_of(job.build.target, me.rank, me.local)
     plan, late = bytes.fromhex(job.identity)[:16], device.type != "cpu"
-    wire = Wire(me.rank, me.world, plan, pulse, device=device, deferred=late, ahead=not late)
+    wire = Wire(me.rank, me.world, plan, heartbeat, device=device, deferred=late, ahead=not late)
     try:
         dist.init_process_group(
             BACKENDS[device.type], store=dist.PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
             timeout=timedelta(seconds=job.timeout + 2),
         )  # fmt: skip
         source = None if job.shards is None else shards.reader(job.shards, job.build, job.identity)
-        session = open_session(
-            job.build, job.constants, weights=source, machine=partial(_machine, wire=wire, trace=job.trace, pulse=pulse)
-        )
-        session.machine.bind()
+        make = partial(RankExecutor, wire=wire, trace=job.trace)
+        session = open_session(job.build, job.constants, weights=source, make=make)
+        executor = session.executor
+        assert isinstance(executor, RankExecutor)
+        executor.bind()
         memory["loading"] = kernel_count("VmHWM")
-        settle()
-        _barrier(me, job, pulse)
+        trim()
+        _barrier(me, job, heartbeat)
         seconds = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
-        return _report(me, job, session, wire, seconds, todo, memory)
+        return _report(me, job, executor, wire, seconds, todo, memory)
     except PeerLost as e:
         raise _blamed(e, beats, me) from None
     finally:
@@ -116,23 +123,11 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _machine(
-    graph: Any, program: Any, target: Any, weights: Any, streamed: Any, *, wire: Wire, trace: bool, pulse: Pulse
-) -> Any:
-    """A rank's machine, which says that it lives while it reads weights."""
-
-    def read(tensor: str, box: Any) -> Any:
-        pulse.at(-1, WEIGHTS)
-        return weights(tensor, box)
-
-    return RankMachine(graph, program, target, read, streamed, wire=wire, trace=trace)
-
-
 def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> dict[str, Any]:
     """One batch; rank 0 keeps the results."""
     wire.batch = batch.number
-    wire.pulse.batch(batch.number)
-    wire.pulse.at(-1, IDLE)
+    wire.heartbeat.batch(batch.number)
+    wire.heartbeat.at(-1, IDLE)
     tensors = session.build.plan.graph.tensors
     feeds, before = batch.feeds(session.build.plan.graph), time.process_time()
     result = session.run(feeds)
@@ -185,22 +180,22 @@ def _collect(me: Rank, key: str, timeout: float) -> list[dict[str, Any]]:
     return out
 
 
-def _barrier(me: Rank, job: Job, pulse: Pulse) -> None:
+def _barrier(me: Rank, job: Job, heartbeat: Heartbeat) -> None:
     """Wait until all have loaded and packed their weights, however long that takes, as long as each says that it lives."""
     me.store.set(f"ready/{me.rank}", b"1")
     for r in range(me.world):
-        pulse.at(-1, WAIT, r)
+        heartbeat.at(-1, WAIT, r)
         before, since = b"", time.monotonic()
         while not me.store.check([f"ready/{r}"]):
             time.sleep(0.01)
-            if me.beats and me.store.check([f"pulse/{r}"]):
-                now = me.store.get(f"pulse/{r}")
+            if me.beats and me.store.check([f"heartbeat/{r}"]):
+                now = me.store.get(f"heartbeat/{r}")
                 before, since = (before, since) if now == before else (now, time.monotonic())
             if me.beats and time.monotonic() - since > job.timeout:
                 raise PeerLost([r], -1, f"no sign of life for {job.timeout:g} s while it read its weights")
 
 
-def _blamed(e: PeerLost, beats: Beats | None, me: Rank) -> Exception:
+def _blamed(e: PeerLost, beats: HeartbeatPublisher | None, me: Rank) -> Exception:
     """Under torchrun, find out who is to blame, and end a stopped process on this host so that its launcher notices."""
     if beats is None:
         return e
@@ -220,22 +215,20 @@ def _blamed(e: PeerLost, beats: Beats | None, me: Rank) -> Exception:
 
 
 def _report(
-    me: Rank, job: Job, session: Session, wire: Wire, runs: list[dict[str, Any]], todo: set[int], memory: dict[str, int]
+    me: Rank, job: Job, executor: RankExecutor, wire: Wire, runs: list[dict[str, Any]], todo: set[int], memory: dict[str, int]
 ) -> dict[str, Any]:
     """Everything that was measured, put together on rank 0."""
-    machine = session.machine
-    assert isinstance(machine, RankMachine)
-    rows = np.array([(s.batch, s.step, s.device, s.stream, s.start, s.end) for s in machine.slices], np.int64).reshape(-1, 6)
+    rows = np.array([(s.batch, s.step, s.device, s.stream, s.start, s.end) for s in executor.slices], np.int64).reshape(-1, 6)
     mine = {
-        "rank": me.rank, "devices": list(machine.devices), "runs": runs,
+        "rank": me.rank, "devices": list(executor.devices), "runs": runs,
         "payload_bytes": wire.payload, "gathered_bytes": wire.gathered, "messages": wire.messages,
         "staged_bytes": wire.staged,
         "resident_bytes": {**memory, "running": kernel_count("VmHWM")}, "slices": rows,
         "private_bytes": kernel_count("RssAnon"), "cpu_seconds": [r["cpu"] for r in runs],
-        "weight_bytes": machine.weight_bytes(),
+        "weight_bytes": executor.weight_bytes(),
     }  # fmt: skip
     everybody: list[Any] | None = [None] * me.world if me.rank == 0 else None
-    wire.pulse.at(-1, WAIT, 0 if me.rank else -1)
+    wire.heartbeat.at(-1, WAIT, 0 if me.rank else -1)
     dist.gather_object(mine, everybody)
     return {} if everybody is None else summary(job, everybody, todo)
 

@@ -18,7 +18,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.lift.file.external_data import tensor_bytes
-from tapestry.lift.file.structure import captured, node_name
+from tapestry.lift.file.protos import captured, node_name
 from tapestry.lift.normalize.prepare import RANDOM
 from tapestry.plan.cost import compute
 from tapestry.plan.topology import Topology

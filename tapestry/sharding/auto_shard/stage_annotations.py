@@ -9,7 +9,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from tapestry.errors import TapestryError
 from tapestry.interop import onnx_annotations
-from tapestry.lift.file.structure import subgraphs
+from tapestry.lift.file.protos import subgraphs
 
 CONFIGURATION = "tapestry.auto_shard"
 IR_VERSIONS = (11, 13)  # the first with the protos, the last that onnxruntime takes

@@ -17,7 +17,7 @@ from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.c import c_calls, conv_c, conv_chain
 from tapestry.runtime.one_process.arena import Slot
 from tapestry.runtime.one_process.launch_chains import together
-from tapestry.runtime.one_process.static_schedule import Given
+from tapestry.runtime.one_process.static_schedule import StagedInput
 from tests.support.small_models import N, f32, net
 
 pytestmark = [
@@ -88,7 +88,12 @@ def test_only_what_follows_is_a_chain() -> None:
     a, y = layer(x, 8, 1, 1, 0, 1, False, False, g)
     b, _ = layer(y, 8, 3, 1, 1, 1, True, False, g)
     other, _ = layer(y.clone(memory_format=torch.channels_last), 8, 3, 1, 1, 1, True, False, g)
-    assert conv_chain.chain([a, b]) and not conv_chain.chain([a, other]) and not conv_chain.chain([b, a]) and not conv_chain.chain([a])
+    assert (
+        conv_chain.chain([a, b])
+        and not conv_chain.chain([a, other])
+        and not conv_chain.chain([b, a])
+        and not conv_chain.chain([a])
+    )
     foreign = c_calls.Call(native.library().tapestry_mean, a.sizes, a.buffers, ())  # type: ignore[union-attr]
     assert not conv_chain.chain([foreign, b])
 
@@ -134,7 +139,7 @@ def links(c: api.Compiled, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return one
 
     monkeypatch.setattr(conv_chain, "chain", noted)
-    c.session.machine.bind()
+    c.session.executor.bind()
     return found
 
 
@@ -148,7 +153,7 @@ def test_models_run_in_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     again = compiled(tmp_path)
     # the block's input is its residual too, so that it has another reader and ends the first chain
     assert links(again, monkeypatch) == [3, 3]
-    assert any(isinstance(a, Given) for a in again.session.machine.schedule.actions)
+    assert any(isinstance(a, StagedInput) for a in again.session.executor.schedule.actions)
     for _ in range(2):
         result = again.session.run(feeds)
         np.testing.assert_array_equal(result.outputs["m"], want)
@@ -172,7 +177,7 @@ def test_without_room_nothing_is_joined(tmp_path: Path, monkeypatch: pytest.Monk
     feeds = want.random_feeds(0)
     monkeypatch.setattr(conv_chain, "LEAST", 0)
     c = compiled(tmp_path)
-    c.session.machine.room = [0]
+    c.session.executor.room = [0]
     assert links(c, monkeypatch) == []
     result = c.session.run(feeds)
     assert result.measured.peak == list(c.build.peak_bytes) and result.measured.gaps in ([], [0])

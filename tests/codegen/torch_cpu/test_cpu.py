@@ -15,7 +15,6 @@ from onnx import TensorProto as T
 
 from tapestry import api
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.base.closures import compile_value
 from tapestry.codegen.torch_cpu.base.strided_reads import Remembered
 from tapestry.codegen.torch_cpu.base.torch_unary import native
@@ -25,7 +24,7 @@ from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.program import Launch
 from tapestry.lift import read_weight
-from tapestry.runtime.one_process.logical_devices import kernel_of
+from tapestry.runtime.executor import kernel_of
 from tapestry.verify import interp
 from tests.support.small_models import N, f32, i64, net
 
@@ -76,7 +75,7 @@ def test_natives_are_found_and_nothing_that_is_only_like_them(name: str) -> None
 def test_compiled_values_are_those_of_the_table_and_keep_nan(formula: Callable[[Expr], Expr], owned: bool) -> None:
     x = torch.tensor([-30.0, -1.5, -0.0, 0.0, 1e-20, 0.7, 5.9, 6.1, 30.0, float("nan")])
     e = formula(call("add", X, number(0.25)))
-    expected = scalars.value(e, {}, [x], lambda i: x)
+    expected = torch.from_numpy(interp.value(e, [], [x.numpy()], {}, False))
     given = x.clone()
     found = compile_value(e, {}, owned=owned).run({}, [given])
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -90,7 +89,7 @@ def test_a_state_used_twice_is_left_alone() -> None:
 
 
 def packs(c: api.Compiled) -> list[dict[int, dict[int, str]]]:
-    return [p.names for p in c.session.machine.packing]
+    return [p.names for p in c.session.executor.packing]
 
 
 def compiled(m: onnx.ModelProto, folder: Path, mesh: str = "1", memory: str | None = None) -> api.Compiled:
@@ -158,7 +157,7 @@ def test_packed_linear_layers(mesh: str, tmp_path: Path) -> None:
     c = compiled(net(nodes, ins, {"f": T.FLOAT, "h": T.FLOAT}, weights, opset=20), tmp_path, mesh)
     check(c)
     assert all(len(n) >= 2 for n in packs(c))
-    assert all(set(p.arrays).isdisjoint(r) for p, r in zip(c.session.machine.packing, c.session.machine.resident, strict=True))
+    assert all(set(p.arrays).isdisjoint(r) for p, r in zip(c.session.executor.packing, c.session.executor.resident, strict=True))
 
 
 def tied() -> onnx.ModelProto:
@@ -171,10 +170,10 @@ def test_a_weight_with_other_readers_is_copied_where_there_is_room_and_counted(t
     outs = check(c)
     used = c.session.run(c.random_feeds(0)).measured
     assert used.packed == [64 * 32 * 4]
-    c.session.machine.packing.clear()
-    c.session.machine.kept.clear()
-    c.session.machine.launches.clear()
-    c.session.machine.room = [64 * 32 * 4 - 1]
+    c.session.executor.packing.clear()
+    c.session.executor.kept.clear()
+    c.session.executor.launches.clear()
+    c.session.executor.room = [64 * 32 * 4 - 1]
     assert c.session.run(c.random_feeds(0)).measured.packed == [0]
     np.testing.assert_allclose(check(c)["y"], outs["y"], rtol=1e-5, atol=1e-6)
     tight = compiled(tied(), tmp_path, memory=str(c.build.peak_bytes[0]))

@@ -20,9 +20,9 @@ from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
-from tapestry.rewrites.core.fixpoint import simplify
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule_check import random_feeds
-from tapestry.runtime.one_process.static_schedule import Stretch
+from tapestry.runtime.one_process.static_schedule import Segment
 from tapestry.verify import interp
 from tests.support.attention_cases import GUARDED, PLAIN, attention
 from tests.support.small_models import N, f32, net
@@ -227,12 +227,12 @@ def runs(folder: Path) -> tuple[api.Compiled, dict[str, np.ndarray]]:
 @needed
 def test_stretches_give_what_steps_give_and_hold_what_the_plan_says(tmp_path: Path) -> None:
     c, outs = runs(tmp_path)
-    schedule = c.session.machine.schedule
-    assert schedule and any(isinstance(a, Stretch) and len(a.born) for a in schedule.actions) and schedule.placed
+    schedule = c.session.executor.schedule
+    assert schedule and any(isinstance(a, Segment) and len(a.born) for a in schedule.actions) and schedule.placed
     kept = {t: a.copy() for t, a in outs.items()}
     used = c.session.run(c.random_feeds(1)).measured
     assert used.peak == list(c.build.peak_bytes)
-    c.session.machine.schedule = None
+    c.session.executor.schedule = None
     again = c.session.run(c.random_feeds(0))
     assert again.measured.peak == list(c.build.peak_bytes)
     for t, a in outs.items():

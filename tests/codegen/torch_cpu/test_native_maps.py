@@ -29,20 +29,20 @@ def compiled(model: onnx.ModelProto, folder: Path) -> tuple[api.Compiled, list[o
     onnx.save(model, folder / "m.onnx")
     c = api.compile(folder / "m.onnx", mesh="1")
     c.run(c.random_feeds(0))
-    machine = c.session.machine
-    return c, [b[0].run for b in machine.launches.values() if isinstance(b[0].run, Mapped | Together)]
+    executor = c.session.executor
+    return c, [run for run, _ in executor.launches.values() if isinstance(run, Mapped | Together)]
 
 
 def both(c: api.Compiled, feeds: dict[str, np.ndarray], tolerance: float) -> dict[str, np.ndarray]:
     """The outputs, equal to those of torch's operators."""
-    machine = c.session.machine
-    ours, schedule = c.run(feeds), machine.schedule
+    executor = c.session.executor
+    ours, schedule = c.run(feeds), executor.schedule
     assert schedule
     try:
-        machine.schedule = None
+        executor.schedule = None
         theirs = c.run(feeds)
     finally:
-        machine.schedule = schedule
+        executor.schedule = schedule
     for t, a in ours.items():
         np.testing.assert_array_equal(np.isnan(a), np.isnan(theirs[t]))
         np.testing.assert_allclose(a, theirs[t], rtol=tolerance, atol=tolerance if tolerance else 0)
@@ -147,4 +147,4 @@ def test_where_a_compiler_fails_torch_does(tmp_path: Path, monkeypatch: pytest.M
     assert ours and all(isinstance(k, Mapped) and k.recorder() is None for k in ours)
     x = np.random.default_rng(0).standard_normal((41, 43)).astype(np.float32)
     np.testing.assert_allclose(c.run({"x": x})["y"], np.floor(np.exp(x)), rtol=1e-6)
-    assert c.session.machine.schedule is None
+    assert c.session.executor.schedule is None

@@ -290,7 +290,11 @@ def in_its_own_process(target: str, cache: Path, names: Sequence[str] = ()) -> s
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.codegen.triton.test_triton_aot", target, *names],
-        env=env, capture_output=True, text=True, check=False, cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
 
 

@@ -100,7 +100,7 @@ def test_every_operation_of_a_model_has_a_kernel(tmp_path: Path, name: str) -> N
     from tapestry.ir.kernel import Kernel, whole
     from tapestry.ir.syntax.printer import signature
     from tapestry.lift import lift
-    from tapestry.rewrites.core.fixpoint import simplify
+    from tapestry.rewrites.core.driver import simplify
 
     path = EXPORTS / f"{name}.onnx.gz"
     if not path.is_file():

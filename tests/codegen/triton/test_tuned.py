@@ -17,7 +17,7 @@ from tapestry.codegen.triton.run import tuned
 from tapestry.codegen.triton.run.tuned import Cache, Choice, as_knobs, local_cache
 from tapestry.codegen.triton.run.tuned import _digest as digest
 from tapestry.errors import BuildError
-from tapestry.pipeline import verify_build
+from tapestry.saved_build import verify_build
 from tests.support.small_models import save
 
 CHOICE = Choice(knobs=Knobs(bm=32, bn=128, num_warps=8), library=True)
@@ -100,7 +100,9 @@ def test_a_build_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tuned, "cache_of_target", lambda folder, target, precision: cache)
     found = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
     assert list(found.build.knobs) == [kernel_sources.key_of(graph, first)]
-    assert kernel_sources.triton_kernels(graph, program, knobs=found.build.knobs)[f"{next(iter(plain.kernels))}"].knobs == changed
+    assert (
+        kernel_sources.triton_kernels(graph, program, knobs=found.build.knobs)[f"{next(iter(plain.kernels))}"].knobs == changed
+    )
     found.save(tmp_path / "b")
     build, _ = verify_build(tmp_path / "b")
     assert build.knobs == found.build.knobs

@@ -25,8 +25,8 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.rewrites.core.fixpoint import simplify
-from tapestry.runtime.one_process.logical_devices import Machine
+from tapestry.rewrites.core.driver import simplify
+from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.verify import certificate, interp
 from tests.support.lifting import data, evaluate, lift_model
 from tests.support.triton_kernels import compare, run_kernel
@@ -317,7 +317,7 @@ def test_states_that_merge_in_order_are_merged_over_two_mesh_axes_in_order() -> 
         plan = Plan(graph=graph, mesh=mesh, strategies=(s,))
         program = lower(plan)
         certificate.check(graph, program)
-        found, _ = Machine(graph, program, TorchCpu(), source).run(source)
+        found, _ = LocalExecutor(graph, program, TorchCpu(), source).run(source)
         for t in want:
             np.testing.assert_array_equal(found[t].numpy(), want[t])
         at, step = next((i, x) for i, x in enumerate(program.steps) if isinstance(x, Reduce))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tapestry
 from tapestry.errors import LawError, TapestryError
-from tapestry.pipeline import verify_build
+from tapestry.saved_build import verify_build
 
 Change = Callable[[Path, random.Random], None]
 FILE_FAULTS: dict[str, tuple[str, Change]] = {}

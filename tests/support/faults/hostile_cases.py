@@ -1,6 +1,6 @@
 """Hostile inputs: files that claim to be models or build directories, each made by a function in a folder of its own.
 
-``python tests/hostile_cases.py KIND FOLDER`` tries all of a kind in one process of limited memory, and prints a JSON line each.
+``python -m tests.support.faults.hostile_cases KIND FOLDER`` tries all of a kind in one process of limited memory, and prints a JSON line each.
 """
 
 from __future__ import annotations

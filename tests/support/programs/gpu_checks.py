@@ -1,6 +1,6 @@
 """Checks of the GPU runtime, each in a process of its own: Triton decides when it is imported whether it interprets.
 
-    python tests/gpu_checks.py NAME [cpu|cuda]
+    python -m tests.support.programs.gpu_checks NAME [cpu|cuda]
 
 On the CPU (``TRITON_INTERPRET=1``) the same code runs as on a GPU, but for capture and the compiled launcher.
 """
@@ -21,7 +21,7 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.codegen.triton import Knobs
 from tapestry.codegen.triton.run import library
-from tapestry.codegen.triton.run.device_target import DeviceTarget, find_device
+from tapestry.codegen.triton.run.device_target import TritonTarget, find_device
 from tapestry.codegen.triton.run.tune import How, choose, measure, random_data, wrong
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
@@ -30,7 +30,7 @@ from tapestry.ir.plan import Plan
 from tapestry.ir.program import Program
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
-from tapestry.runtime.one_process.gpu_devices import DeviceMachine
+from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 from tests.support.small_models import Case, assert_same, case, execute, mesh_of, peak, planned_transfers, random_plan
 
 HERE = find_device()
@@ -51,8 +51,8 @@ MODELS = (
 )
 
 
-def machine(c: Case, plan: Plan, program: Program) -> DeviceMachine:
-    return DeviceMachine(plan.graph, program, DeviceTarget(HERE), source(c.weights), plan.streamed)
+def machine(c: Case, plan: Plan, program: Program) -> GpuExecutor:
+    return GpuExecutor(plan.graph, program, TritonTarget(HERE), source(c.weights), plan.streamed)
 
 
 def source(arrays: dict[str, np.ndarray]):
@@ -179,7 +179,7 @@ def check_rng() -> None:
 def check_merges() -> None:
     """States merged on the device are those that the CPU target merges: every monoid, NaN and infinities kept."""
     rng = np.random.default_rng(0)
-    target, host = DeviceTarget(HERE), TorchCpu()
+    target, host = TritonTarget(HERE), TorchCpu()
     kinds = {"argmax": ("f32", "i64"), "argmin": ("f32", "i64"), "any": ("bool",), "all": ("bool",)}
     for name, monoid in MONOIDS.items():
         states = [[special(rng, d) for d in kinds.get(name, ("f32",) * len(monoid.fields))] for _ in range(3)]

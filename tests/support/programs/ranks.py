@@ -20,8 +20,8 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.ir.program import Reduce, Transfer, peak_bytes, transfer_bytes
 from tapestry.plan.lower import lower
-from tapestry.runtime.processes.distributed import RankMachine
-from tapestry.runtime.processes.heartbeat import Pulse, shared
+from tapestry.runtime.processes.distributed import RankExecutor
+from tapestry.runtime.processes.heartbeat import Heartbeat, shared
 from tapestry.runtime.processes.wire import Wire
 from tests.support.small_models import case, execute, mesh_of, random_plan
 
@@ -47,9 +47,9 @@ def rank_main(rank: int, world: int, trials: list[Trial], slots: Any, pipe: Any)
     for n, t in enumerate(trials):
         if t.program.devices < world:
             continue
-        wire = Wire(rank, world, bytes([n % 251] * 16), Pulse(slots, rank), batch=n)
+        wire = Wire(rank, world, bytes([n % 251] * 16), Heartbeat(slots, rank), batch=n)
         source = lambda arrays: lambda name, box: from_numpy(np.array(arrays[name][tuple(slice(lo, hi) for lo, hi in box)]))  # noqa: E731
-        machine = RankMachine(t.case.graph, t.program, TorchCpu(), source(t.case.weights), frozenset(), wire=wire)
+        machine = RankExecutor(t.case.graph, t.program, TorchCpu(), source(t.case.weights), frozenset(), wire=wire)
         outs, measured = machine.run(source(t.case.feeds))
         found.append({
             "outs": {k: to_numpy(v) for k, v in outs.items()}, "peak": {d: measured.peak[d] for d in machine.devices},

@@ -9,7 +9,7 @@ import torch
 
 from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.base.torch_unary import NATIVE, native
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
+from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Call, Const, Expr, Index, Let, walk
 
 Tensor = torch.Tensor
 Args = Mapping[int, Tensor]
@@ -64,9 +64,7 @@ def _node(e: Expr, index: Mapping[Index, Tensor], owned: bool) -> Node:
             at = e.pos
             return Node(lambda _, states: states[at], False)
         case Const():
-            two = torch.tensor([e.value, e.value], dtype=scalars.TORCH_DTYPES[e.dtype])
-            literal = two[0]  # a part of its memory, so that no result is taken to be a buffer of its own
-            return Node(lambda args, states: literal, False)
+            return Node(_literal(e), False)
         case Index():
             values = index[e]
             return Node(lambda args, states: values, False)
@@ -89,6 +87,18 @@ def _node(e: Expr, index: Mapping[Index, Tensor], owned: bool) -> Node:
         return _where(*parts)
     fn = e.fn
     return Node(lambda args, states: scalars.apply(fn, [p.run(args, states) for p in parts]), False)
+
+
+def _literal(e: Const) -> Value:
+    """A literal where the arguments are; on a GPU it is filled in, since a CUDA graph cannot capture copying it there."""
+    dtype = scalars.TORCH_DTYPES[e.dtype]
+    literal = torch.tensor([e.value, e.value], dtype=dtype)[0]  # a part of its memory: no result takes it for its own buffer
+
+    def run(args: Args, _: Sequence[Tensor]) -> Tensor:
+        given = next(iter(args.values()), literal)
+        return literal if given.device.type == "cpu" else torch.full((), e.value, dtype=dtype, device=given.device)
+
+    return run
 
 
 def _bound(e: Call, index: Mapping[Index, Tensor], owned: bool) -> Node | None:
@@ -120,7 +130,14 @@ def _where(test: Node, yes: Node, no: Node) -> Node:
     def run(args: Args, states: Sequence[Tensor]) -> Tensor:
         c, b = test.run(args, states), no.run(args, states)
         a = yes.run(args, states)
-        rare = c.numel() * 16 <= b.numel() and a.dim() <= b.dim() and c.dim() <= b.dim() and a.numel() <= b.numel()
+        rare = (
+            c.device.type == "cpu"
+            and c.numel() * 16 <= b.numel()
+            and a.dim() <= b.dim()
+            and c.dim() <= b.dim()
+            and a.numel() <= b.numel()
+        )
+        rare = rare and c.device.type == "cpu"  # a CUDA graph cannot capture a look at the data
         if rare and _covers(b, c) and _covers(b, a) and not bool(c.any()):
             return b
         return scalars.apply("where", [c, a, b])
@@ -144,7 +161,7 @@ def _unary(x: Node, new: Callable[[Tensor], Tensor], place: Callable[[Tensor], T
 def _binary(fn: str, left: Node, right: Node) -> Node:
     """Into the operand that is new and as large as the result."""
     new, place, a, b = scalars.TABLE[fn], _PLACE[fn], left.run, right.run
-    either = right.fresh and fn in ("add", "mul")
+    either = right.fresh and PRIMITIVES[fn].commutative
     if not left.fresh and not either:
         return Node(lambda args, states: new(a(args, states), b(args, states)), True)
 

@@ -14,6 +14,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Fetch, Frame, Remember
 from tapestry.ir.expr import Arg, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.recognise.contraction import sides
 from tapestry.ir.types import STORED, numpy_dtype
 
 Run = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor]]
@@ -87,7 +88,7 @@ def _fetchers(op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], 
 
 def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
     """States of a contraction over the block, on matrix units; ``None`` when the operation is none."""
-    found = contract.sides(op)
+    found = sides(op)
     dtype = op.body[0].dtype
     if found is None or any(d.size == 0 for d in op.space) or scalars.TORCH_DTYPES[dtype] in scalars.UNSIGNED:
         return None

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tapestry.codegen.torch_cpu import native
-from tapestry.codegen.torch_cpu.base.contract import plain_read, window
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.strided_reads import Tensor
 from tapestry.codegen.torch_cpu.c import conv_c
@@ -19,6 +18,7 @@ from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod
 from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.recognise.contraction import factors
+from tapestry.ir.recognise.convolution import plain_read, window
 
 States = Callable[[Sequence[Tensor | None]], list[Tensor]]
 

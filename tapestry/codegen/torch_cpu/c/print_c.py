@@ -47,16 +47,16 @@ INLINE float t_exp(float x) {
 INLINE float t_sigmoid(float x) { return 1.0f / (1.0f + t_exp(-x)); }
 """
 
-_FLOAT: dict[str, str] = {
+FLOAT: dict[str, str] = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "div": "({} / {})", "neg": "(-{})", "min": "t_min({}, {})",
     "max": "t_max({}, {})", "abs": "fabsf({})", "sqrt": "sqrtf({})", "exp": "t_exp({})", "sigmoid": "t_sigmoid({})",
     "sin": "sinf({})", "cos": "cosf({})", "floor": "floorf({})", "ceil": "ceilf({})",
     "round": "rintf({})",
 }  # fmt: skip
-_WHOLE: dict[str, str] = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "neg": "(-{})"}
-_SHORT = {fn: f"((int32_t){text})" for fn, text in _WHOLE.items()}
-_TRUTH: dict[str, str] = {"and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})", "not": "(!{})"}
-_COMPARE: dict[str, str] = {
+WHOLE: dict[str, str] = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "neg": "(-{})"}
+_SHORT = {fn: f"((int32_t){text})" for fn, text in WHOLE.items()}
+TRUTH: dict[str, str] = {"and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})", "not": "(!{})"}
+COMPARE: dict[str, str] = {
     "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
     "isnan": "({0} != {0})",
 }  # fmt: skip
@@ -72,9 +72,9 @@ def row(e: Call) -> str | None:
             return "({} != 0)"
         fits = e.dtype == "f32" or of != "f32" or (e.dtype == "i32" and _whole(e.args[0]))
         return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and fits else None
-    if e.fn in _COMPARE:
-        return _COMPARE[e.fn] if of in TYPES else None
-    return {"f32": _FLOAT, "i64": _WHOLE, "i32": _SHORT, "bool": _TRUTH}.get(e.dtype, {}).get(e.fn)
+    if e.fn in COMPARE:
+        return COMPARE[e.fn] if of in TYPES else None
+    return {"f32": FLOAT, "i64": WHOLE, "i32": _SHORT, "bool": TRUTH}.get(e.dtype, {}).get(e.fn)
 
 
 def _whole(e: Expr) -> bool:
@@ -277,4 +277,4 @@ def _always(g: Guard, inner: Mapping[str, tuple[int, int]]) -> bool:
     return bool(lo >= 0 if g.op == "ge" else lo == hi == 0)
 
 
-__all__ = ["PRELUDE", "Chosen", "Piece", "Writer", "literal", "written"]
+__all__ = ["COMPARE", "FLOAT", "PRELUDE", "TRUTH", "WHOLE", "Chosen", "Piece", "Writer", "literal", "written"]

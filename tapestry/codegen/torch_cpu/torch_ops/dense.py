@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tapestry.codegen.torch_cpu.base import contract, scalars
+from tapestry.codegen.torch_cpu.base import contract, state_merges
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
@@ -24,6 +24,7 @@ from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel
+from tapestry.ir.recognise.contraction import sides
 
 States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]
 """From the buffers (the weight packed), the bias and the residual to the result of the epilogue, over the map dimensions."""
@@ -113,7 +114,7 @@ def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
 
     def packed(ins: Ins, before: Sequence[Tensor]) -> list[Tensor]:
         new = found.packed(ins, [])
-        return scalars.combine("sum", list(before), new, ("f32",)) if before else new
+        return state_merges.combine("sum", list(before), new, ("f32",)) if before else new
 
     return replace(found, packed=packed)
 
@@ -134,7 +135,7 @@ def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] |
 
 def _linear(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Dense | None:
     """Rows of one factor times a weight read by columns and the reduced dimensions alone."""
-    found = contract.sides(op)
+    found = sides(op)
     if found is None or not op.reduce:
         return None
     a, b, a_dims, b_dims = found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tapestry.codegen.torch_cpu.base import contract, scalars
+from tapestry.codegen.torch_cpu.base import contract, state_merges
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, product
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.torch_ops.attention_torch import streaming
@@ -62,7 +62,7 @@ def _blocked(op: Block, graph: Graph, kernel: Kernel) -> States:
         assert op.monoid
         total = runs[0](ins)
         for r in runs[1:]:
-            total = scalars.combine(op.monoid, total, r(ins), dtypes)
+            total = state_merges.combine(op.monoid, total, r(ins), dtypes)
         return total
 
     return run
@@ -101,12 +101,12 @@ class _Layers:
         assert self.op.monoid
         if self.product is None or 0 in self.score[self.keep :]:
             full = [v.expand(shape) for v, shape in zip(values, self.shapes, strict=True)]
-            return scalars.reduce(self.op.monoid, full, self.keep)
+            return state_merges.reduce(self.op.monoid, full, self.keep)
         m, s, value = values
         m = m.expand(self.score)
         dims = tuple(range(self.keep, m.dim()))
         assert self.weights is not None
-        top, weights = scalars.weigh(self.weights, m, dims)
+        top, weights = state_merges.weigh(self.weights, m, dims)
         total = torch.sum(weights * s, dim=dims)
         return [top.flatten(self.keep)[..., 0], total, self.product(weights, value)]
 
@@ -136,7 +136,7 @@ def _reduced(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States:
     body = Expressions(op, graph, kernel, op.body, frame)
     monoid = op.monoid
     assert monoid is not None
-    return lambda ins: scalars.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], len(op.dims))
+    return lambda ins: state_merges.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], len(op.dims))
 
 
 __all__ = ["applies", "states"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu.base import scalars
+from tapestry.codegen.torch_cpu.base import scalars, state_merges
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.ir.graph import Block, Dim
 from tapestry.ir.index import dim
@@ -91,7 +91,7 @@ def prefixes(monoid: str, fields: list[Tensor], *, reverse: bool = False) -> lis
     dtypes = tuple(names[f.dtype] for f in fields)
 
     def merge(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
-        return scalars.combine(monoid, *((after, before) if reverse else (before, after)), dtypes)
+        return state_merges.combine(monoid, *((after, before) if reverse else (before, after)), dtypes)
 
     even = n - n % 2
     pairs = merge([f[..., 0:even:2] for f in fields], [f[..., 1:even:2] for f in fields])

@@ -20,8 +20,8 @@ from tapestry.ir.recognise.contraction import (
     inner_product,
     kept,
     narrow,
+    product_roles,
     products,
-    whole_rows,
 )
 from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.recognise.selection import Selection, selection
@@ -182,13 +182,12 @@ def folded(task: Task) -> Folded | None:
     if task.monoid is None or body is None or body.dtype not in FLOATS - {"f64"} or points(task.inner_dims) < 2:
         return None
     a, b = body.args
-    outer = frozenset(d.name for d in task.inner_dims)
     row = kept(task.monoid, task.dims, task.reduce, task.body) if task.mode == "full" else None
-    found = whole_rows(task.dims, task.reduce, dims_varied(task, a) - outer, dims_varied(task, b) - outer, row)
+    found = product_roles(task, body, row)
     if found is None:
         return None
     m, n = found.rows, found.columns
-    if found.turned:
+    if found.swapped:
         a, b = b, a
     elif not found.folds and points(m) < 64 <= points(n):
         a, b, m, n = b, a, n, m

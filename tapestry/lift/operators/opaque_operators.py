@@ -8,7 +8,7 @@ from tapestry.ir.expr import Expr, Index, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import const, dim
 from tapestry.lift.building.builder import Node, axes, literal
-from tapestry.lift.building.pointwise import emit_cells
+from tapestry.lift.building.opaque import emit_cells, emit_opaque
 from tapestry.lift.building.registry import lifts
 
 Axes = dict[int, list[int | None]]
@@ -16,10 +16,28 @@ Axes = dict[int, list[int | None]]
 
 def leading(n: Node, why: str, count: int, ins: Sequence[int], outs: Sequence[int] = (0,)) -> None:
     """Opaque, splittable along the first ``count`` axes of input 0, which inputs ``ins`` and the outputs share."""
-    shape = n.shape(0)
-    dims = [Dim(f"x{a}", shape[a]) for a in range(count)]
-    alike: Axes = {k: list(range(count)) for k in ins if n.has(k)}
-    n.opaque(why, dims, alike, {k: list(range(count)) for k in outs})
+    along(n, why, range(count), ins, outs)
+
+
+def along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,), outs: Sequence[int] = (0,)) -> None:
+    """Opaque, splittable along some axes of input 0, which inputs ``ins`` and the outputs share."""
+    shared: Axes = {k: list(axes) for k in (*ins, *outs)}
+    dims = [Dim(f"x{a}", n.shape(0)[a]) for a in axes]
+    emit_opaque(n, why, dims, {k: shared[k] for k in ins if n.has(k)}, {k: shared[k] for k in outs})
+
+
+@lifts("TopK")
+def lift_top_k(n: Node) -> None:
+    """Selection by value along one axis: independent along the others."""
+    rank = len(n.shape(0))
+    at = n.axis(-1, rank)
+    along(n, f"selects by value along axis {at}", [a for a in range(rank) if a != at], outs=range(len(n.outs)))
+
+
+@lifts("GridSample")
+def lift_grid_sample(n: Node) -> None:
+    """Sampling at computed places, image by image."""
+    emit_opaque(n, "samples where the grid says", [Dim("b", n.shape(0)[0])], {0: [0], 1: [0]}, {0: [0]})
 
 
 @lifts("Det")
@@ -37,14 +55,16 @@ def lift_col2im(n: Node) -> None:
 @lifts("DeformConv")
 def lift_deform_conv(n: Node) -> None:
     """Samples at offsets that depend on the data, image by image."""
-    n.opaque("samples at offsets that depend on the data", [Dim("b", n.shape(0)[0])], {0: [0], 2: [0], 4: [0]}, {0: [0]})
+    emit_opaque(n, "samples at offsets that depend on the data", [Dim("b", n.shape(0)[0])], {0: [0], 2: [0], 4: [0]}, {0: [0]})
 
 
 @lifts("RoiAlign")
 def lift_roi_align(n: Node) -> None:
     """Region by region, channel by channel; a region may lie in any image."""
     dims = [Dim("r", n.shape(1)[0]), Dim("c", n.shape(0)[1])]
-    n.opaque("samples inside regions that depend on the data", dims, {0: [None, 1], 1: [0, None], 2: [0, None]}, {0: [0, 1]})
+    emit_opaque(
+        n, "samples inside regions that depend on the data", dims, {0: [None, 1], 1: [0, None], 2: [0, None]}, {0: [0, 1]}
+    )
 
 
 @lifts("ReverseSequence")
@@ -53,7 +73,7 @@ def lift_reverse_sequence(n: Node) -> None:
     batch, time = int(n.attr("batch_axis", 1)), int(n.attr("time_axis", 0))
     axes: list[int | None] = [a for a in range(len(n.shape(0))) if a != time]
     dims = [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None]
-    n.opaque("lengths depend on the data", dims, {0: axes, 1: [0 if a == batch else None for a in axes]}, {0: axes})
+    emit_opaque(n, "lengths depend on the data", dims, {0: axes, 1: [0 if a == batch else None for a in axes]}, {0: axes})
 
 
 @lifts("DFT")
@@ -65,7 +85,7 @@ def lift_dft(n: Node) -> bool | None:
         return False
     at = int(axis.reshape(-1)[0]) if axis is not None else int(n.attr("axis", 1 if n.version < 20 else -2))
     axes: list[int | None] = [a for a in range(rank - 1) if a != at % rank]
-    n.opaque("a Fourier transform", [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None], {0: axes}, {0: axes})
+    emit_opaque(n, "a Fourier transform", [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None], {0: axes}, {0: axes})
     return None
 
 
@@ -122,7 +142,7 @@ def lift_affine_grid(n: Node) -> bool | None:
 def lift_linear_attention(n: Node) -> None:
     """Batch by batch: a state runs over the positions, and heads are packed into the last axis."""
     every: Axes = {k: [0] for k in range(len(n.ins)) if n.has(k)}
-    n.opaque("a state that runs over the positions", [Dim("b", n.shape(0)[0])], every, {0: [0], 1: [0]})
+    emit_opaque(n, "a state that runs over the positions", [Dim("b", n.shape(0)[0])], every, {0: [0], 1: [0]})
 
 
 @lifts("TfIdfVectorizer")
@@ -139,7 +159,7 @@ def lift_optimizer(n: Node) -> bool | None:
         return False
     every: list[int | None] = list(range(len(shape)))
     ins: Axes = dict.fromkeys(range(2, len(n.ins)), every)
-    n.opaque("a step of an optimiser", axes(shape), ins, dict.fromkeys(range(len(n.outs)), every))
+    emit_opaque(n, "a step of an optimiser", axes(shape), ins, dict.fromkeys(range(len(n.outs)), every))
     return None
 
 
@@ -156,4 +176,4 @@ def opaque_integer_conv(n: Node) -> None:
         dims.append(Dim("o", filters))
         ins = {0: [0, None], w: [None, 0], **({8: [None, 0]} if n.has(8) else {}), **{k: [None, 0] for k in each}}
         out = {0: [0, 1]}
-    n.opaque("products of shifted integers", dims, ins, out)
+    emit_opaque(n, "products of shifted integers", dims, ins, out)

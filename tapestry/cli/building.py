@@ -1,0 +1,170 @@
+"""Commands that make a build, or look at a model or at a build."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from tapestry.cli.outcome import Outcome, bar, shapes
+from tapestry.errors import TapestryError
+
+
+def compile_model(args: argparse.Namespace) -> Outcome:
+    """``tapestry compile``: find, verify and write a plan."""
+    from tapestry import api
+    from tapestry.interrupt import Interrupts
+    from tapestry.pipeline import PASSES, mesh_of
+    from tapestry.viz import pass_table, progress, tables
+
+    interrupts = Interrupts()
+    with interrupts.listening(), progress.passes([p.name for p in PASSES], quiet=args.quiet or args.json) as show:
+
+        def report(phase: str, name: str) -> None:
+            interrupts.stage(phase)
+            show(name)
+
+        build = api.compile(
+            args.model, mesh=mesh_of(args.devices, args.mesh), topology=args.topology, shapes=shapes(args.shape),
+            memory=args.memory, target=args.target, precision=args.precision, pins=args.pin, layouts=args.layout,
+            rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit, seed=args.seed, pareto=args.pareto,
+            exact=args.exact, sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked,
+            stages=args.stages, micro_batches=args.micro_batches, print_after=args.print_after, progress=report,
+        )  # fmt: skip
+        report("write", "write")
+        build.save(args.output)
+    if build.report["search"]["interrupted"]:
+        gap = build.report["gap"]
+        print(f"interrupted: the plan is the best so far, gap {gap:.2%}; go on with --resume {args.output}", file=sys.stderr)
+
+    def text() -> None:
+        if args.print_after:  # nothing else: what is printed reads back
+            print(*build.printed.values(), sep="\n", end="")
+        if args.print_passes:
+            tables.show(pass_table.ran(build.report["passes"]), stderr=bool(args.print_after))
+        if not args.print_after and not args.print_passes:
+            tables.show(tables.compiled(build.report))
+            print(f"build {args.output}, kernels in {args.output / 'kernels'}")
+
+    printed = {"printed": dict(build.printed)} if args.print_after else {}
+    return Outcome({**build.report, **printed}, text, insist=bool(args.print_after or args.print_passes))
+
+
+def explain(args: argparse.Namespace) -> Outcome:
+    """``tapestry explain``: the plan as a person reads it."""
+    from tapestry.build import store
+    from tapestry.viz import build_diff, explain, trace
+
+    if args.analyze:
+        return _analyze(args)
+    if args.processes:
+        raise TapestryError("nothing is run", where="--processes", hint="--analyze runs the build")
+    build, _ = store.read(args.build)
+    other = store.read(args.diff)[0] if args.diff else None
+    timed = explain.schedule(build)
+    document = explain.document(build, why=args.why, timed=timed)
+    text = explain.text(build, document, critical=args.critical_path)
+    if other is not None:
+        document["diff"] = build_diff.compare(build, other, document)
+        text = build_diff.text(document["diff"])
+    if args.trace:
+        document["trace"] = {"file": str(args.trace), **trace.write(args.trace, build.plan, timed)}
+        text += explain.trace_text(document["trace"])
+    return Outcome({**build.report, **document, "text": text}, lambda: print(text, end=""), insist=True)
+
+
+def _analyze(args: argparse.Namespace) -> Outcome:
+    from tapestry import launch
+    from tapestry.viz import measured
+
+    build, analysis = launch.analyze(args.build, args.processes, args.trace)
+    return Outcome({**build.report, "analysis": analysis}, lambda: print(measured.text(analysis), end=""), insist=True)
+
+
+def verify(args: argparse.Namespace) -> Outcome:
+    """``tapestry verify``: re-check every law from the files alone."""
+    from tapestry.saved_build import verify_build
+
+    build, laws = verify_build(args.build)
+
+    def text() -> None:
+        print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")
+        for name, count in laws.items():
+            print(f"  {name:18} {count:>10,}")
+
+    return Outcome({"model": build.model, "passed": True, "laws": laws}, text)
+
+
+def kernels(args: argparse.Namespace) -> Outcome:
+    """``tapestry kernels``: Triton source, compiled objects and a resource table."""
+    from tapestry.saved_build import emit_kernels
+    from tapestry.viz import kernel_table
+
+    with bar(args, "kernels") as report:
+        document = emit_kernels(args.build, args.output, args.target, report)
+    return Outcome(document, lambda: kernel_table.show(document))
+
+
+def export(args: argparse.Namespace) -> Outcome:
+    """``tapestry export``: the plan as multi-device annotations of the ONNX model."""
+    from tapestry.build import store
+    from tapestry.sharding.export_sharding import export
+
+    done = export(store.read(args.build)[0], args.output, copy=args.copy_data)
+
+    def text() -> None:
+        print(f"{args.output}: {done['specs']} sharding specs over {done['devices']} devices, IR version {done['ir_version']}")
+        print(f"  results of the plan that have an ONNX name: {done['outputs']} of {done['tensors']}")
+        print(f"  cut reductions, completed as the nodes' 'tapestry.partial' says: {done['partial']}")
+
+    return Outcome(done, text)
+
+
+def check_sharding(args: argparse.Namespace) -> Outcome:
+    """``tapestry check-sharding``: whether a model's multi-device annotations are right."""
+    from tapestry.sharding.check_sharding import check_file
+
+    findings = check_file(args.model, shapes(args.shape))
+    errors = [f for f in findings if f.level == "error" or (args.strict and f.code != "no-annotations")]
+    rows = {k: [asdict(f) for f in findings if (f in errors) == (k == "errors")] for k in ("errors", "warnings")}
+
+    def text() -> None:
+        for f in findings:
+            if f in errors or not args.quiet:
+                print(f)
+        if not args.quiet:
+            print(f"{args.model}: {len(errors)} errors, {len(findings) - len(errors)} warnings")
+
+    document = {"model": str(args.model), "passed": not errors, **rows}
+    return Outcome(document, text, status=1 if errors else 0, insist=True)
+
+
+def doctor(args: argparse.Namespace) -> Outcome:
+    """``tapestry doctor``: what splits, what is opaque, unbound or unsupported."""
+    from tapestry.lift.examine import examine
+    from tapestry.viz import doctor
+
+    document = doctor.document(args.model, examine(args.model, shapes(args.shape)))
+    status = 1 if document["unsupported"] else 0
+    return Outcome(document, lambda: print(doctor.text(document, all_nodes=args.verbose), end=""), status, insist=True)
+
+
+def auto_shard(args: argparse.Namespace) -> Outcome:
+    """``tapestry auto-shard``: pipeline stages for the nodes of an ONNX file."""
+    from tapestry.sharding.auto_shard import auto_shard
+    from tapestry.viz import stage_table, tables
+
+    options = auto_shard.Options(
+        model=args.input_model, devices=args.num_devices, output=args.output_model, optimal=args.optimal_perf,
+        processes=args.num_processes, proportions=args.memory_proportion or auto_shard.PROPORTIONS, shapes=shapes(args.shape),
+        topology=args.topology, memory=args.memory,
+    )  # fmt: skip
+    with bar(args, "auto-shard") as advance:
+
+        def report(stage: str, seconds: float) -> None:
+            del seconds
+            advance(None, None, stage)
+
+        document: dict[str, Any] = auto_shard.auto_shard(options, report)
+    return Outcome(document, lambda: tables.show(stage_table.sharded(document)))

@@ -1,0 +1,143 @@
+"""The table of commands, and how one begins and ends.
+
+Exit status: 0 done; 1 a check failed; 2 the user's input, with a message; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
+from typing import Any
+
+from tapestry import arguments
+from tapestry.cli import building, rewriting, running
+from tapestry.cli.outcome import Outcome, print_json
+from tapestry.errors import BuildError, LawError, RunError, TapestryError, refusing
+
+Arguments = Callable[[argparse.ArgumentParser], None]
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Arguments], str]] = {
+    "compile": (building.compile_model, [arguments.compile], "find, verify and write a plan"),
+    "run": (
+        running.run, [arguments.run, arguments.processes, arguments.checked],
+        "run a plan (random inputs when none are given)",
+    ),
+    "shard-weights": (
+        running.shard_weights, [arguments.build, arguments.output_folder],
+        "weights cut as the plan cuts them, a safetensors file per device",
+    ),
+    "explain": (building.explain, [arguments.explain], "the plan as a person reads it"),
+    "verify": (building.verify, [arguments.build], "re-check every law from the files alone"),
+    "kernels": (
+        building.kernels, [arguments.build, arguments.output_folder, arguments.kernels],
+        "readable Triton source, compiled objects, a resource table",
+    ),
+    "tune": (running.tune, [arguments.tune], "measure the kernels' knobs on this machine's GPU, for every later run"),
+    "export": (building.export, [arguments.build, arguments.export], "the plan as multi-device annotations of the ONNX model"),
+    "check-sharding": (
+        building.check_sharding, [arguments.model, arguments.check_sharding],
+        "whether a model's multi-device annotations are right",
+    ),
+    "calibrate": (running.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
+    "doctor": (
+        building.doctor, [arguments.model],
+        "what splits, what is opaque, unbound or unsupported; -v lists every node",
+    ),
+    "opt": (rewriting.opt, [arguments.opt], "apply rules to IR text"),
+    "rules": (rewriting.rules, [arguments.rules], "the rules, with before and after"),
+    "fuzz": (
+        running.fuzz, [arguments.fuzz],
+        "random models under random plans against onnxruntime and the ONNX reference evaluator",
+    ),
+    "auto-shard": (building.auto_shard, [arguments.auto_shard], "pipeline stages for the nodes of an ONNX file"),
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; never a traceback for what the user can mend."""
+    args = parsed(argv)
+    level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    try:
+        with _reading(args):
+            return COMMANDS[args.name][0](args).end(args)
+    except RunError as e:
+        return _failed(args, e, 1) if argv is not None else _leave(_failed(args, e, 1))
+    except LawError as e:
+        return _failed(args, e, 1)
+    except TapestryError as e:
+        return _failed(args, e, 2)
+    except MemoryError:
+        return _failed(args, TapestryError("out of memory", hint="a smaller --shape, or more memory"), 2)
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (nothing must be written to the pipe at exit)
+        return 141
+    except OSError as e:
+        return _failed(args, TapestryError(e.strerror or str(e), where=str(e.filename or "")), 2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments; a command that there is not ends the process with status 2 and the name of the closest one."""
+    words, parser = sys.argv[1:] if argv is None else argv, command_parser()
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        close = get_close_matches(words[0], COMMANDS, 1)
+        tip = f"a similar command exists: {close[0]}" if close else "tapestry --help lists the commands"
+        parser.error(f"there is no command '{words[0]}'\n  tip: {tip}")
+    return parser.parse_args(words)
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--json", action="store_true", help="one JSON document on standard output, everything else on standard error"
+    )
+    common.add_argument("-q", "--quiet", action="store_true")
+    common.add_argument("-v", "--verbose", action="store_true")
+    parser = argparse.ArgumentParser(prog="tapestry", description="ONNX models to verified, sharded plans and Triton kernels")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    sub = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    for name, (_, groups, text) in COMMANDS.items():
+        p = sub.add_parser(name, parents=[common], help=text, description=text)
+        for add in groups:
+            add(p)
+    return parser
+
+
+class _Version(argparse.Action):
+    """``--version``; the version is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import tapestry
+
+        print(f"tapestry {tapestry.__version__}")
+        parser.exit()
+
+
+def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """The net under commands that read a build: its plan may be one that nobody verified."""
+    if not hasattr(args, "build"):
+        return nullcontext()
+    what, hint = "the build cannot be used", "tapestry verify, and compile the model again; if that does not help, it is a bug"
+    return refusing(BuildError, what, str(args.build), hint)
+
+
+def _failed(args: argparse.Namespace, e: TapestryError, status: int) -> int:
+    print(f"tapestry {args.name}: {e}", file=sys.stderr)
+    if args.json:
+        print_json({"error": str(e), "kind": type(e).__name__, "what": e.what, "where": e.where, "why": e.why, "hint": e.hint})
+    return status
+
+
+def _leave(status: int) -> int:
+    """End at once: a failed run is over within two seconds, of which tearing down torch would take one or more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,72 @@
+"""What a command gives back: a document, the same for a person, and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tapestry.errors import TapestryError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a command.
+
+    Attributes:
+        document: what ``--json`` prints.
+        show: prints the same for a person; with ``--quiet`` only what was asked for by ``insist``.
+        status: of the process.
+    """
+
+    document: object
+    show: Callable[[], None]
+    status: int = 0
+    insist: bool = False
+
+    def end(self, args: argparse.Namespace) -> int:
+        """Print it in the way that was asked for."""
+        if args.json:
+            print_json(self.document)
+        elif self.insist or not args.quiet:
+            self.show()
+        return self.status
+
+
+def print_json(document: object) -> None:
+    """One JSON document; numbers that JSON has not become null."""
+    print(json.dumps(_plain(document), indent=1))
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in cast("dict[str, Any]", x).items()}
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in cast("list[Any]", x)]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def bar(args: argparse.Namespace, title: str) -> AbstractContextManager[Callable[..., None]]:
+    """Progress on standard error, where that is a terminal and nobody asked for silence."""
+    from tapestry.viz import progress
+
+    return progress.bar(title, quiet=args.quiet or args.json)
+
+
+def shapes(items: list[str]) -> dict[str, str]:
+    """``--shape symbol=size …``.
+
+    Raises:
+        TapestryError: an item has no name or no size.
+    """
+    out: dict[str, str] = {}
+    for item in items:
+        name, eq, value = item.rpartition("=")
+        if not eq or not name:
+            raise TapestryError(f"'{item}' is not symbol=size", where="--shape", hint="batch=8, or input=8x3x224x224")
+        out[name] = value
+    return out

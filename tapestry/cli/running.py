@@ -1,0 +1,119 @@
+"""Commands that run a build, or measure this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from tapestry import arguments
+from tapestry.cli.outcome import Outcome, bar
+from tapestry.errors import TapestryError
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """``tapestry run``: run a plan, in this process or on ranks."""
+    if arguments.by_ranks(args):
+        if args.library:
+            raise TapestryError("a run by ranks uses no vendor library", where="--library", hint="leave it out")
+        return _run_processes(args)
+    from tapestry import api
+    from tapestry.viz import tables
+
+    compiled = api.load(args.build)
+    compiled.libraries = args.library
+    feeds = compiled.random_feeds(args.seed) | _inputs(args.input)
+    with bar(args, "run") as report:
+        result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
+    if args.output:
+        from tapestry.runtime.outputs import write
+
+        write(args.output, result.outputs)
+    return Outcome(document, lambda: tables.show(tables.ran(document)), status=0 if document["passed"] else 1)
+
+
+def _inputs(items: list[str]) -> dict[str, Any]:
+    """``--input name=file.npy …``."""
+    import numpy as np
+
+    out: dict[str, Any] = {}
+    for item in items:
+        name, eq, file = item.rpartition("=")
+        if not eq:
+            raise TapestryError(f"'{item}' is not name=file.npy", where="--input")
+        try:
+            out[name] = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as e:
+            raise TapestryError(f"not an array: {e}", where=file, hint="a .npy file written by numpy.save") from None
+    return out
+
+
+def _run_processes(args: argparse.Namespace) -> Outcome:
+    from tapestry import launch
+    from tapestry.viz import tables
+
+    request = launch.request(args)
+    with bar(args, "run") as report:
+        how = launch.Launch(
+            processes=1 if args.processes is None else args.processes, restarts=args.max_restarts, port=args.port,
+            check=args.check, progress=report, tell=lambda text: print(f"tapestry run: {text}", file=sys.stderr),
+        )  # fmt: skip
+        document = launch.run(request, how)
+    return Outcome(document, lambda: tables.show(tables.ran_on_processes(document)), status=0 if document["passed"] else 1)
+
+
+def shard_weights(args: argparse.Namespace) -> Outcome:
+    """``tapestry shard-weights``: weights cut as the plan cuts them, a file per device."""
+    from tapestry import launch
+
+    done = launch.shard_weights(args.build, args.output)
+    text = f"{args.output}: {done['slices']} slices in {done['files']} files, {sum(done['bytes']):,} bytes"
+    return Outcome(done, lambda: print(text))
+
+
+def tune(args: argparse.Namespace) -> Outcome:
+    """``tapestry tune``: measure the kernels' configurations on this machine's GPU."""
+    from tapestry import api
+    from tapestry.viz import tables
+
+    with bar(args, "tune") as report:
+        done = api.tune(
+            args.build, libraries=args.library, again=args.again, time_limit=args.time_limit, seed=args.seed, progress=report
+        )
+    return Outcome(done, lambda: tables.show(tables.tuned(done)))
+
+
+def calibrate(args: argparse.Namespace) -> Outcome:
+    """``tapestry calibrate``: measure this machine and write a topology file."""
+    from tapestry import flags
+
+    flags.before_torch()
+    from tapestry.runtime import calibrate
+
+    document = calibrate.from_trace(args.from_trace) if args.from_trace else calibrate.calibrate(args.threads)
+    calibrate.write(args.output, document)
+    return Outcome(document, lambda: print(f"{args.output}: use it as --topology {args.output}"))
+
+
+def fuzz(args: argparse.Namespace) -> Outcome:
+    """``tapestry fuzz``: random models under random plans against two references."""
+    from tapestry import flags
+
+    flags.before_torch()
+    from tapestry.fuzz import campaign, series
+
+    in_series = args.jobs is not None or args.log is not None
+    with bar(args, "fuzz") as report:
+        if in_series:
+            what = series.Series(
+                seed=args.seed, first=args.first, count=args.count, jobs=args.jobs or 1, log=args.log, limit=args.time,
+                output=args.output,
+            )  # fmt: skip
+            document = series.run(what, report)
+            passed, text = bool(document["passed"]), series.summary(document) + "\n"
+        else:
+            tally = campaign.fuzz(
+                args.seed, args.count, first=args.first, limit=args.time, output=args.output, progress=report, stop=args.stop
+            )
+            document, passed, text = tally.document(), not tally.failures, campaign.text(tally)
+    return Outcome(document, lambda: print(text, end=""), status=0 if passed else 1, insist=in_series)

@@ -1,0 +1,123 @@
+"""What a compiler pass is, and the one runner that all passes go through.
+
+A pass is a plain function with the names of the values that it takes and gives. The runner hands it those values and no others,
+reports it (progress, and Ctrl-C, which ends a search and aborts anything else), times it, measures what it gives, prints the IR
+after it where that is asked for, and checks the laws between passes with ``TAPESTRY_DEBUG=2`` or more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from tapestry import flags
+from tapestry.errors import TapestryError
+from tapestry.ir import laws
+from tapestry.viz.ir_dump import dump, graph_of, sizes
+from tapestry.viz.pass_table import sizes_text
+
+log = logging.getLogger("tapestry")
+Report = Callable[[str, str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One line of the compiler: a function, the names of the values that it takes in its own order, and of those it gives.
+
+    Attributes:
+        phase: the part of the compiler that its seconds count for: "lift", "simplify", "search", "verify" or "codegen".
+    """
+
+    phase: str
+    function: Callable[..., Any]
+    takes: str
+    gives: str
+
+    @property
+    def name(self) -> str:
+        """The function's: ``hoist_transfers`` is the pass ``hoist-transfers``."""
+        return self.function.__name__.replace("_", "-")
+
+
+@dataclass(slots=True, kw_only=True)
+class Runner:
+    """Runs passes over named values.
+
+    Attributes:
+        report: told the phase and the name of every pass as it begins.
+        print_after: passes after which the IR is printed, into ``printed``.
+        rows: what ran, as ``tapestry compile --print-passes`` shows it.
+        seconds: by phase.
+    """
+
+    values: dict[str, Any]
+    report: Report
+    print_after: Collection[str] = ()
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    printed: dict[str, str] = field(default_factory=dict[str, str])
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Run all passes, in order.
+
+        Raises:
+            TapestryError: what a pass refuses.
+        """
+        for p in passes:
+            self._run(p)
+
+    def get(self, name: str, kind: type[T]) -> T:
+        """A value that a pass gave."""
+        value = self.values[name]
+        assert isinstance(value, kind), f"'{name}' is a {type(value).__name__}"
+        return value
+
+    def _run(self, p: Pass) -> None:
+        self.report(p.phase, p.name)
+        takes, gives = p.takes.split(), p.gives.split()
+        taken = [self.values[t] for t in takes]
+        start = time.perf_counter()
+        result = p.function(*taken)
+        seconds = time.perf_counter() - start
+        new: dict[str, Any] = dict(zip(gives, result if len(gives) > 1 else (result,) * len(gives), strict=True))
+        changed = any(self.values.get(k) is not v for k, v in new.items())
+        self.values |= new
+        self.seconds[p.phase] = round(self.seconds.get(p.phase, 0.0) + seconds, 4)
+        row: dict[str, Any] = {"name": p.name, "phase": p.phase, "takes": takes, "gives": gives, "seconds": round(seconds, 4)}
+        self.rows.append(row | {"changed": changed, **sizes(new.values())})
+        self._look(p, new)
+
+    def _look(self, p: Pass, new: Mapping[str, Any]) -> None:
+        """What a person may want to see between two passes, and the laws."""
+        level = flags.debug_level()
+        row = self.rows[-1]
+        log.log(logging.WARNING if level else logging.INFO, "%s: %.3f s; %s", p.name, row["seconds"], sizes_text(row))
+        if p.name in self.print_after or level >= 3:
+            text = dump(p.name, [*new.values(), *reversed(self.values.values())])
+            if p.name in self.print_after:
+                self.printed[p.name] = text
+            if level >= 3:
+                log.warning("%s", text)
+        for graph in filter(None, map(graph_of, new.values())) if level >= 2 else ():
+            laws.check(graph)
+
+
+def check_names(names: Collection[str], passes: Sequence[Pass]) -> None:
+    """Whether there are passes of these names.
+
+    Raises:
+        TapestryError: there is none; names the closest one.
+    """
+    there = [p.name for p in passes]
+    for name in names:
+        if name not in there:
+            close = get_close_matches(name, there, 1)
+            tip = f"'{close[0]}' is similar; " if close else ""
+            raise TapestryError(
+                f"there is no pass '{name}'", where="--print-after", hint=f"{tip}the passes are {', '.join(there)}"
+            )

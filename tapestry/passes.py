@@ -1,0 +1,250 @@
+"""The passes between the rooms: they turn what the user asks for into what the search takes, and a plan into what is written.
+
+Those of lifting are in `lift.onnx_to_graph`, those of the search in `plan.search_passes`; the order is in `pipeline`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from onnx import helper
+
+from tapestry import flags
+from tapestry.build import store
+from tapestry.codegen import kernel_sources
+from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
+from tapestry.errors import PlanError, TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Layout, MeshAxis, Plan
+from tapestry.ir.program import peak_bytes
+from tapestry.lift.onnx_to_graph import Lifted, ModelSource
+from tapestry.plan.fusion import Machine
+from tapestry.plan.hoist_transfers import early
+from tapestry.plan.layout_constraints import Fixed
+from tapestry.plan.pipelines.stage_choice import Request
+from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
+from tapestry.plan.search.pareto import Point, fronts, undominated
+from tapestry.plan.search.planner import Found, search
+from tapestry.plan.search.resume import Start, start_of
+from tapestry.plan.search_passes import Planned
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.task import Task, staging
+from tapestry.plan.topology import Link, Topology, shared
+from tapestry.rewrites.core import driver
+from tapestry.rewrites.core.rule import Move, parse_move
+from tapestry.sharding.annotations import Annotations, Given, constraints, staged
+from tapestry.verify import certificate
+
+log = logging.getLogger("tapestry")
+BARE = 1 << 16  # bytes; who gives less memory than this without a unit may have meant MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What the plan keeps to.
+
+    Attributes:
+        given: the model's own annotations.
+        inputs, outputs: layouts in which inputs (or weights) start and outputs end.
+        layouts: those that were asked for, as text; ``pins`` likewise.
+        moves: rewrites that the graph has behind it.
+        rewritable: whether more may be tried: a pin names an operation of the graph as it is, and an exact plan computes that
+            graph on any mesh.
+    """
+
+    given: Given | None
+    inputs: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+    layouts: Sequence[str]
+    pins: Sequence[str]
+    moves: tuple[Move, ...]
+    rewritable: bool
+
+    @property
+    def whole_mesh(self) -> bool:
+        """Whether something is fixed that is said of the whole mesh."""
+        return bool(self.layouts or self.given or self.pins)
+
+
+def check_memory(source: ModelSource, topology: Topology, memory: str | None) -> None:
+    """Bytes without a unit that cannot even hold the inputs are refused before the model is lifted, which may take a minute.
+
+    Raises:
+        PlanError: all devices together have less memory than the inputs take.
+    """
+    if memory is None or not memory.isdecimal() or int(memory) >= BARE:
+        return
+    read = {t for n in source.model.graph.node for t in n.input}
+    need = sum(_nbytes(i.type.tensor_type) for i in source.model.graph.input if i.name in {*source.inputs} & read)
+    if need > sum(topology.memories()):
+        what = f"{memory} bytes per device cannot hold the model's inputs: no plan fits"
+        why = f"they take {need:,} bytes, the {len(topology.memories())} device(s) have {sum(topology.memories()):,}"
+        raise PlanError(what, where="--memory", why=why, hint=f"{memory} is bytes; write {memory}MiB")
+
+
+def _nbytes(t: Any) -> int:
+    """Bytes of a declared tensor of static shape; 0 of anything else."""
+    if not t.elem_type or any(not d.HasField("dim_value") for d in t.shape.dim):
+        return 0
+    return math.prod(d.dim_value for d in t.shape.dim) * helper.tensor_dtype_to_np_dtype(t.elem_type).itemsize
+
+
+def simplify(lifted: Lifted, annotations: Annotations | None) -> Graph:
+    """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart."""
+    return lifted.graph if annotations and not staged(annotations) else driver.simplify(lifted.graph)
+
+
+def constrain(
+    lifted: Lifted, graph: Graph, annotations: Annotations | None, topology: Topology, layouts: Sequence[str],
+    pins: Sequence[str], exact: bool,
+) -> tuple[Graph, Constraints]:  # fmt: skip
+    """The layouts that were asked for, and those of the model's annotations, with the graph that they are of."""
+    given = constraints(annotations, lifted.graph, topology.mesh) if annotations and not staged(annotations) else None
+    for note in given.notes if given else ():
+        log.warning("sharding: %s", note)
+    graph = given.graph if given else graph
+    inputs, outputs = parse_layouts(layouts, graph, topology.mesh)
+    if given:
+        inputs, outputs = {**given.inputs, **inputs}, {**given.outputs, **outputs}
+    return graph, Constraints(
+        given=given, inputs=inputs, outputs=outputs, layouts=layouts, pins=pins, moves=given.moves if given else (),
+        rewritable=not pins and not given and not exact,
+    )  # fmt: skip
+
+
+def resume(
+    lifted: Lifted, graph: Graph, constraints: Constraints, earlier: store.Build | None
+) -> tuple[Graph, Constraints, Start]:
+    """The graph that an earlier search ended with, made again from the model; its strategies and its bound."""
+    if earlier is None:
+        return graph, constraints, Start()
+    if model_hash(lifted) != earlier.model_sha256:
+        log.warning("--resume: the build is of another model: its strategies are tried where they apply, its bound is not used")
+    key, bound = search_of(earlier).get("problem"), earlier.report.get("lower_bound_s")
+    if earlier.plan.stages:
+        log.warning("--resume: a plan with pipeline stages is searched anew")
+        return graph, constraints, Start()
+    start = start_of(earlier.plan)
+    if isinstance(key, str) and isinstance(bound, float) and math.isfinite(bound):
+        start = start_of(earlier.plan, bound, key)
+    if not constraints.rewritable or not earlier.moves or "fit" in earlier.report:
+        return graph, constraints, start
+    try:
+        moves = [parse_move(m) for m in earlier.moves]
+        disabled = driver.disabled_by(moves)
+        again = driver.replay(driver.simplify(lifted.graph, disabled=disabled) if disabled else graph, moves)
+    except TapestryError as e:
+        log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
+        return graph, constraints, start
+    return again, replace(constraints, moves=(*constraints.moves, *moves)), start
+
+
+def search_of(build: store.Build) -> Mapping[str, Any]:
+    """How the search of a build ended, as its report says; empty where it says nothing."""
+    record = build.report.get("search")
+    return cast("Mapping[str, Any]", record) if isinstance(record, Mapping) else {}
+
+
+def cut_pinned_scans(
+    lifted: Lifted, graph: Graph, constraints: Constraints, topology: Topology, exact: bool
+) -> tuple[Graph, Constraints]:
+    """Scans that are pinned along the dimension in which they run become scans of blocks, so that only totals travel."""
+    if not constraints.pins or exact:
+        return graph, constraints
+    pins = parse_pins(constraints.pins, graph, topology.mesh, _folded(lifted))
+    graph, moves, more = scan_blocks(pins, graph, topology.mesh)
+    return graph, replace(constraints, moves=(*constraints.moves, *moves), pins=[*constraints.pins, *more])
+
+
+def state_task(
+    lifted: Lifted, constraints: Constraints, start: Start, earlier: store.Build | None, topology: Topology,
+    request: Request, target: str, precision: str, exact: bool, time_limit: float, interrupt: threading.Event,
+) -> tuple[Task, Budget]:  # fmt: skip
+    """Everything that the search is asked for but the graph, and how long it may take."""
+    given, free = constraints.given, constraints.rewritable
+    same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
+    equal_parts = bool(constraints.layouts or given or exact)  # a layout that is given has equal parts
+    machine = Machine(device=topology.device, eager=target == "torch-cpu", precision=precision)
+    task = Task(
+        topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=constraints.pins,
+        folded=_folded(lifted), inputs=constraints.inputs, outputs=constraints.outputs,
+        fixed=replace(given.fixed if given else Fixed(), exact=exact), start=start, rewritable=free,
+        request=staging(request, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
+        machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves),
+        lifted=lifted.graph if free and not earlier else None,
+    )  # fmt: skip
+    return task, Budget.of(time_limit, interrupt)
+
+
+def _folded(lifted: Lifted) -> list[str]:
+    """Names of all nodes of the model, those that are no operations any more among them."""
+    return sorted({s for op in lifted.graph.ops for s in op.source})
+
+
+def _fitted_before(earlier: store.Build) -> tuple[Plan, list[Move]] | None:
+    """The plan of a build that fits in time only, with the moves to its graph."""
+    if "fit" not in earlier.report:
+        return None
+    try:
+        return earlier.plan, [parse_move(m) for m in earlier.moves]
+    except TapestryError:
+        return None
+
+
+def pareto_front(planned: Planned, task: Task, constraints: Constraints, budget: Budget, pareto: bool) -> list[Point] | None:
+    """Latency against memory, where that is asked for: plans of the graph and of what rewrites make of it."""
+    if not pareto:
+        return None
+    points = fronts(task.rewritten_problems(planned.graph, [*constraints.moves, *planned.base]), budget)
+    return undominated([*points, *(planned.fitted.points if planned.fitted else ())])
+
+
+def hoist_transfers(plan: Found) -> Found:
+    """The plan's program with every transfer posted as early as memory allows."""
+    program = early(plan.program)
+    return plan if program is plan.program else replace(plan, program=program)
+
+
+def unsharded_peak(planned: Planned, topology: Topology) -> int:
+    """Peak bytes of the same graph on one device of unlimited memory."""
+    device = replace(topology.device, memory=1 << 62)
+    one = replace(topology, mesh=(MeshAxis("d0", 1),), links=(Link(0.0, 0.0),), joined=(), kinds=(), device=device)
+    return peak_bytes(search(planned.graph, one).program)[0][0]
+
+
+def verify(plan: Found, topology: Topology, exact: bool) -> dict[str, int]:
+    """Every law of the plan, proved by algorithms that the planner does not share: how many checks of each.
+
+    Raises:
+        LawError: the plan breaks one; it is never returned then.
+    """
+    limits = replace(topology, mesh=plan.plan.mesh).memories()
+    return certificate.check(
+        plan.plan.annotated(), plan.program, limit=limits, stated_peak=peak_bytes(plan.program)[0], places=plan.plan.places,
+        streamed=plan.plan.streamed, exact=exact,
+    )  # fmt: skip
+
+
+def measured_configs(plan: Found, target: str, precision: str) -> dict[str, dict[str, Any]]:
+    """Configurations measured for the plan's kernels on this machine, where it has a GPU of the target's kind."""
+    if not target.startswith("triton"):
+        return {}
+    cache = cache_of_target(flags.cache_folder(), target, precision)
+    graph = plan.plan.graph
+    return {} if cache is None else recorded(cache, graph, kernel_sources.kernels(graph, plan.program))
+
+
+def emit_kernels(plan: Found, target: str, precision: str, knobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Source of every distinct kernel of the plan, by file name."""
+    return kernel_sources.triton_sources(plan.plan.graph, plan.program, target, precision, knobs)
+
+
+def model_hash(lifted: Lifted) -> str:
+    """SHA-256 of the model's file."""
+    return hashlib.sha256(lifted.model.read_bytes()).hexdigest()

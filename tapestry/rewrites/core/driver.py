@@ -1,0 +1,81 @@
+"""The one driver of rewrites: whatever applies rules to a graph does it through these functions.
+
+Each phase of the compiler asks for the rules of its own (`Rule.phase`): `simplify` runs those that always help, the others are
+choices, which something else judges: a price before the search (`plan.fusion`), the best plan of the rewritten graph
+(`plan.structural_search`), or the memory that there is (`plan.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule, apply_moves
+
+OPTIONAL = ("fuse_rows", "stream_softmax")
+"""Rules that never cost a launch or a byte on one device, but tie operations to one cut on several."""
+_WITHOUT, _NONE = "without", frozenset[str]()
+
+
+def rules_of(phase: Phase) -> list[Rule]:
+    """The rules of a phase, in the order in which they were registered."""
+    return [r for r in RULES.values() if r.phase == phase]
+
+
+def simplify(graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE) -> Graph:
+    """Apply every rule of the phase ``simplify`` until none changes the graph (each sweep is one linear pass).
+
+    The rules only remove operations, views from reads, or both, so that the rounds end; ``limit`` is a guard for rules
+    that a user adds, ``disabled`` has names of rules that are left out.
+    """
+    rules = [r for r in rules_of("simplify") if r.name not in disabled]
+    for _ in range(limit):
+        before = graph.ops
+        for rule in rules:
+            graph = rule.sweep(graph)
+        if graph.ops == before:
+            break
+    return graph
+
+
+def apply_legal(graph: Graph, moves: Iterable[Move]) -> tuple[Graph, list[Move]]:
+    """The graph after all moves that are still legal after the ones before, and those moves."""
+    done: list[Move] = []
+    for move in moves:
+        try:
+            graph = apply_moves(graph, [move])
+        except TapestryError:
+            continue
+        done.append(move)
+    return graph, done
+
+
+def replay(graph: Graph, moves: Iterable[Move]) -> Graph:
+    """The graph after moves that an earlier search accepted; ``graph`` is simplified without the rules that they disable.
+
+    Raises:
+        TapestryError: one of them does not apply.
+    """
+    moves = list(moves)
+    disabled, moves = disabled_by(moves), applied(moves)
+    for m in moves:
+        if graph.find(m.at) < 0:  # the move is of a simplified graph
+            graph = simplify(graph, disabled=disabled)
+        graph = apply_moves(graph, [m])
+    return simplify(graph, disabled=disabled) if moves else graph
+
+
+def without(rule: str) -> Move:
+    """What stands in a list of moves for a simplification that was left out from the beginning: ``without@fuse_rows``."""
+    return Move(_WITHOUT, rule)
+
+
+def disabled_by(moves: Iterable[Move]) -> frozenset[str]:
+    """Rules that a list of moves leaves out."""
+    return frozenset(m.at for m in moves if m.rule == _WITHOUT)
+
+
+def applied(moves: Iterable[Move]) -> list[Move]:
+    """The moves of a list that are applied to the simplified graph: all others."""
+    return [m for m in moves if m.rule != _WITHOUT]

@@ -1,0 +1,96 @@
+"""What is done with a saved build: checking it from its files alone, and writing its kernels out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tapestry.build import store
+from tapestry.codegen import kernel_sources
+from tapestry.errors import LawError
+from tapestry.lift.model_references import check_references
+from tapestry.plan.topology import from_data
+from tapestry.verify import certificate, layout_laws
+
+
+def _limits(build: store.Build) -> list[int]:
+    """Bytes that each device has."""
+    topo = from_data(build.topology)
+    return topo.memories() if topo.kinds else [build.memory] * build.plan.devices
+
+
+def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
+    """Re-check a build directory from its files alone: hashes, every law, memory, kernels.
+
+    Raises:
+        BuildError: the files are not what their hashes say; LawError: the plan breaks a law.
+    """
+    build, _ = store.read(folder)
+    plan = build.plan
+    stated = list(build.peak_bytes)
+    laws = certificate.check(
+        plan.annotated(),
+        build.program,
+        limit=_limits(build),
+        stated_peak=stated,
+        places=plan.places,
+        streamed=plan.streamed,
+        exact=build.exact,
+    )
+    laws["agreement"] += layout_laws.check(plan)
+    laws["model"] = check_references(plan.graph, Path(build.model), build.model_sha256)
+    emitted = kernel_sources.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
+    written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
+    for name, source in emitted.items():
+        if written.get(name) != source.encode():
+            raise LawError(
+                "kernels", f"'{name}' is not what the plan generates", where=str(folder), why=_differs(written, name, source)
+            )
+    laws["kernels"] = len(emitted)
+    return build, laws
+
+
+def _differs(written: Mapping[str, bytes], name: str, source: str) -> str:
+    """The first line in which a kernel's file is not what is generated."""
+    if name not in written:
+        return "there is no such file"
+    there, want = written[name].decode(errors="replace").splitlines(), source.splitlines()
+    at = next((k for k, (a, b) in enumerate(zip(there, want, strict=False)) if a != b), min(len(there), len(want)))
+    said, right = (repr(text[at].strip()[:80]) if at < len(text) else "nothing" for text in (there, want))
+    return f"line {at + 1} is {said}, not {right}"
+
+
+def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int, int], None]) -> dict[str, Any]:
+    """Sources, compiled objects and a resource table of a build's kernels, written in one step; returns the document.
+
+    Raises:
+        TapestryError: the target is unknown, or the output is a folder with other things in it.
+    """
+    from tapestry.codegen.triton import compile_ahead
+    from tapestry.codegen.triton.run.report import rows_of, summary
+
+    build, _ = store.read(folder)
+    graph = build.plan.graph
+    counts = kernel_sources.launches(graph, build.program)
+    knobs = build.knobs if target == build.target else dict[str, Mapping[str, Any]]()
+    made = kernel_sources.named_kernels(graph, build.program, target, build.precision, knobs)
+    files: dict[str, bytes] = {}
+    rows: list[dict[str, Any]] = []
+    for done, (name, (kernel, source)) in enumerate(made.items()):
+        report(done, len(made))
+        stem = name.removesuffix(".py")
+        files[name] = source.source.encode()
+        compiled = compile_ahead(source, target)
+        found = rows_of(graph, kernel, source, stem, compiled, counts.get(kernel_sources.key_of(graph, kernel), 0))
+        for each, row in zip(compiled, found, strict=True):
+            for kind, text in each.asm.items():
+                files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
+        rows += found
+    opaque = kernel_sources.without_kernel(graph)
+    model = summary(rows, list(opaque), build.report.get("unfused", {}))
+    document = {"target": target, "precision": build.precision, "kernels": rows, "model": model, "opaque": opaque}
+    files["resources.json"] = json.dumps(document, indent=1).encode()
+    store.write_files(output, files, "resources.json")
+    return document

@@ -1,0 +1,393 @@
+"""Everything that pages take from results and parsers: figures and tables, by name.
+
+A page says ``<!-- from: NAME -->…<!-- /from -->``; what stands between is made here. Benchmark figures come from ``bench/results`` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.paths import ROOT
+
+Row = dict[str, Any]
+MAKERS: dict[str, Callable[[], str]] = {}
+
+
+def makes(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """Register a function that makes the text called ``name``."""
+
+    def register(f: Callable[[], str]) -> Callable[[], str]:
+        assert name not in MAKERS, name
+        MAKERS[name] = f
+        return f
+
+    return register
+
+
+def generate(name: str) -> str:
+    """The text called ``name``."""
+    return MAKERS[name]()
+
+
+def result(name: str) -> Row:
+    """A document of ``bench/results``."""
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def rows(name: str) -> list[Row]:
+    """The rows of a document of ``bench/results``."""
+    return result(name)["rows"]
+
+
+def table(head: str, lines: list[list[object]]) -> str:
+    """A Markdown table; numbers of ``head`` with a colon behind are aligned to the right."""
+    names = [h.strip() for h in head.split("|")]
+    rule = ["---:" if h.endswith(":") else "---" for h in names]
+    body = [[n.rstrip(":") for n in names], rule, *[[str(c) for c in line] for line in lines]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in body)
+
+
+def percent(x: float) -> str:
+    """A share, with one digit behind the point; tiny gaps are 0."""
+    return "0" if x < 1e-6 else f"{x:.1%}"
+
+
+def geomean(values: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(math.log(v) for v in values) / len(values))
+
+
+def _provenance(name: str) -> str:
+    d = result(name)
+    m = d.get("machine") or d["versions"]
+    parts = [f"{m['cores']} {m['arch']} cores" if "cores" in m else "", f"Python {m['python']}", f"torch {m['torch']}"]
+    parts.append(f"onnxruntime {m['onnxruntime']}" if "onnxruntime" in m else "")
+    return f"{d.get('date', 'no date recorded')}; {', '.join(p for p in parts if p)}; `bench/results/{name}.json`"
+
+
+for _name in sorted(p.stem for p in (ROOT / "bench" / "results").glob("*.json")):
+    MAKERS[f"{_name}.when"] = lambda n=_name: _provenance(n)
+
+
+# CPU beside onnxruntime
+
+
+@makes("cpu.table")
+def _cpu() -> str:
+    lines = [
+        [r["model"], f"{r['cpu_ms']:.1f}", f"{r['ort_cpu_ms']:.1f}", f"{r['ratio']:.2f}", f"{r['rel_err']:.0e}"]
+        for r in sorted(rows("cpu"), key=lambda r: r["ratio"])
+    ]
+    return table("model | Tapestry, ms: | onnxruntime, ms: | ratio: | relative difference:", lines)
+
+
+@makes("cpu.geomean")
+def _cpu_geomean() -> str:
+    return f"{geomean([r['ratio'] for r in rows('cpu')]):.2f}"
+
+
+@makes("cpu.range")
+def _cpu_range() -> str:
+    ratios = [r["ratio"] for r in rows("cpu")]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+@makes("cpu.models")
+def _cpu_models() -> str:
+    return str(len(rows("cpu")))
+
+
+# bytes between devices
+
+
+def _per_device(r: Row) -> float:
+    return r["xla_bytes"] / result("communication")["devices"]
+
+
+@makes("communication.table")
+def _communication() -> str:
+    lines = [
+        [
+            r["case"],
+            "×".join(map(str, r["mesh"])),
+            f"{r['bytes_per_device']:,.0f}",
+            f"{_per_device(r):,.0f}",
+            f"{r['ratio_to_xla']:.3f}",
+        ]
+        for r in rows("communication")
+    ]
+    return table("case | mesh | Tapestry: | XLA: | ratio:", lines)
+
+
+@makes("communication.cases")
+def _communication_cases() -> str:
+    return str(len(rows("communication")))
+
+
+@makes("communication.fewer")
+def _communication_fewer() -> str:
+    return str(sum(r["ratio_to_xla"] < 0.9995 for r in rows("communication")))
+
+
+@makes("communication.same")
+def _communication_same() -> str:
+    return str(sum(0.9995 <= r["ratio_to_xla"] <= 1.0005 for r in rows("communication")))
+
+
+@makes("communication.lost")
+def _communication_lost() -> str:
+    """Cases in which the plan for another preset sends more than XLA."""
+    worse = [
+        [r["case"], preset, f"{total / result('communication')['devices']:,.0f}", f"{total / r['xla_bytes']:.3f}"]
+        for r in rows("communication")
+        for preset, total in {result("communication")["topology"]: r["bytes"], **r["bytes_elsewhere"]}.items()
+        if total > r["xla_bytes"] * 1.0005
+    ]
+    return table("case | planned for | bytes per device: | ratio to XLA:", worse)
+
+
+# kernels
+
+
+@makes("fusion.table")
+def _fusion() -> str:
+    lines = [
+        [
+            r["model"],
+            r["kernels"],
+            r.get("inductor_kernels") or "–",
+            r.get("kernels_per_layer") or "–",
+            f"{r['bytes'] / 1e6:,.1f}",
+            f"{r['inductor_bytes'] / 1e6:,.1f}" if r.get("inductor_bytes") else "–",
+        ]
+        for r in rows("fusion")
+    ]
+    return table("model | kernels: | Inductor: | per layer: | MB: | Inductor, MB:", lines)
+
+
+# the compiler
+
+
+@makes("compiler.table")
+def _compiler() -> str:
+    lines = [
+        [r["model"], r["nodes"], r["signatures"], f"{r['seconds']['search']:.1f}", f"{r['seconds']['total']:.1f}"]
+        for r in rows("compiler")
+    ]
+    return table("model | nodes: | distinct operations: | search, s: | total, s:", lines)
+
+
+@makes("scale.table")
+def _scale() -> str:
+    lines = [
+        [
+            r["model"],
+            r["mesh"],
+            r["devices"],
+            f"{r['seconds']['total']:.1f}",
+            f"{r['cpu_s']:.1f}",
+            f"{r['peak_mb']:,.0f}",
+            percent(r["gap"]),
+        ]
+        for r in rows("scale")
+    ]
+    return table("model | mesh | devices: | seconds: | processor seconds: | compiler's memory, MB: | gap:", lines)
+
+
+@makes("iopddl.table")
+def _iopddl() -> str:
+    lines = [
+        [
+            r["instance"],
+            f"{r['nodes']:,}",
+            f"{r['ratio']:.4f}" if r.get("ratio") else "–",
+            percent(r["gap"]) if r.get("gap") is not None else "–",
+            f"{r['seconds']:.1f}",
+        ]
+        for r in rows("iopddl")
+    ]
+    return table("instance | nodes: | cost ÷ best of 20 teams: | gap to our bound: | seconds:", lines)
+
+
+# correctness
+
+
+@makes("models.cases")
+def _models_cases() -> str:
+    return str(len(rows("models")))
+
+
+@makes("models.passed")
+def _models_passed() -> str:
+    return str(sum(bool(r["passed"]) for r in rows("models")))
+
+
+@makes("models.count")
+def _models_count() -> str:
+    return str(len({r["model"] for r in rows("models")}))
+
+
+@makes("models.table")
+def _models() -> str:
+    out: list[list[object]] = []
+    for model in dict.fromkeys(r["model"] for r in rows("models")):
+        mine = [r for r in rows("models") if r["model"] == model]
+        meshes = ", ".join(r["mesh"] + (" with a quarter of the memory" if r["memory"] else "") for r in mine)
+        worst = max(float(r["rel_err"]) for r in mine)
+        out.append(
+            [model, mine[0]["nodes"], mine[0]["signatures"], meshes, f"{worst:.0e}", percent(max(r["gap"] for r in mine))]
+        )
+    return table("model | nodes: | distinct operations: | meshes | largest relative difference: | largest gap:", out)
+
+
+@makes("memory.table")
+def _memory() -> str:
+    base = {(r["model"], r["devices"]): r["objective_s"] for r in rows("memory") if r["limit"] is None}
+    lines = [
+        [r["model"], f"{r['limit']:,}", *_fitted(r, base.get((r["model"], r["devices"])))] for r in rows("memory") if r["limit"]
+    ]
+    return table("model | allowed, bytes: | peak, bytes: | weights streamed, bytes: | estimated time ×:", lines)
+
+
+def _fitted(r: Row, alone: float | None) -> list[str]:
+    if "planned_peak" not in r:
+        return ["none found in the time", "–", "–"]
+    return [f"{r['planned_peak']:,}", f"{r['streamed_bytes']:,}", f"{r['objective_s'] / alone:.2f}" if alone else "–"]
+
+
+@makes("distributed.table")
+def _distributed() -> str:
+    lines = [
+        [
+            r["model"],
+            r["mesh"],
+            f"{r['planned_bytes']:,}",
+            "yes" if r["same_bits"] else "no",
+            f"{r['rel_diff_to_one_device']:.0e}",
+        ]
+        for r in rows("distributed")
+    ]
+    return table("model | processes | bytes sent, as planned: | bits of one process | difference to one device:", lines)
+
+
+@makes("distributed.cases")
+def _distributed_cases() -> str:
+    return str(len(rows("distributed")))
+
+
+@makes("scaling.speed_up")
+def _scaling() -> str:
+    return f"{rows('distributed_scaling')[0]['speed_up']:.2f}"
+
+
+@makes("faults.count")
+def _faults() -> str:
+    return str(len(rows("faults")))
+
+
+@makes("faults.handled")
+def _faults_handled() -> str:
+    return str(sum(bool(r["ok"]) for r in rows("faults")))
+
+
+@makes("fuzz_power.share")
+def _fuzz_power() -> str:
+    found = [r for r in rows("fuzz_power") if r.get("found_by")]
+    return f"{len(found)} of {len(rows('fuzz_power'))}"
+
+
+@makes("mutations.kinds")
+def _mutations() -> str:
+    never = result("mutations")["never"]
+    return f"{len(rows('mutations')) - len(never)} of {len(rows('mutations'))}"
+
+
+@makes("fuzz_series.summary")
+def _series() -> str:
+    r = rows("fuzz_series")[0]
+    return f"{r['cases']:,} cases (seed {r['seed']}), {len(r['failures'])} failures"
+
+
+# operators
+
+
+@makes("conformance.passed")
+def _conformance() -> str:
+    ours = next(r for r in rows("conformance") if r["backend"] == "tapestry")
+    return f"{ours['pass']:,} of {ours['pass'] + ours['fail'] + ours['skip']:,}"
+
+
+@makes("conformance.table")
+def _conformance_table() -> str:
+    lines = [[r["backend"], f"{r['pass']:,}", r["fail"], r["skip"]] for r in rows("conformance")]
+    return table("backend | passes: | fails: | skipped:", lines)
+
+
+@makes("conformance.not_passing")
+def _not_passing() -> str:
+    reasons: dict[str, list[str]] = {}
+    for case, (_, why) in sorted(result("conformance")["not_passing"].items()):
+        reasons.setdefault(_first_words(why), []).append(f"`{case.removeprefix('test_')}`")
+    return table("cases | why", [[", ".join(cases), why] for why, cases in reasons.items()])
+
+
+def _first_words(why: str) -> str:
+    line = why.splitlines()[0].split(": ", 1)[-1].strip()
+    line = line.replace("|", "/").split(" because:")[0]
+    line = line.split(" rtol=")[0].split(" (kn")[0]
+    if line.startswith("node "):
+        line = line.split(": ", 1)[-1]
+    return line[:100].rstrip(" :")
+
+
+@makes("operators.table")
+def _operators() -> str:
+    word = {"affine": "affine", "partly": "partly", "opaque": "opaque"}
+    known = result("conformance")["lifting"]["operators"]
+    lines = []
+    for name, row in sorted(known.items()):
+        counts = ", ".join(f"{row[k]} {k}" for k in ("affine", "partly", "opaque", "refused") if row.get(k))
+        lines.append([f"`{name}`", word[row["class"]], counts])
+    return table("operator | class | cases of the suite", lines)
+
+
+@makes("operators.counts")
+def _operator_counts() -> str:
+    c = result("conformance")["lifting"]["counts"]
+    return f"{c['affine']} affine, {c['partly']} partly, {c['opaque']} opaque"
+
+
+# the command line
+
+
+def _flag(a: argparse.Action) -> str:
+    name = ", ".join(a.option_strings) or a.dest.upper()
+    if not a.option_strings:
+        return f"`{a.metavar or name}`"
+    value = "" if a.nargs == 0 else f" {a.metavar or a.dest.upper()}"
+    return f"`{name}{value}`"
+
+
+def _default(a: argparse.Action) -> str:
+    nothing = a.default is None or a.default is False or a.default == [] or a.default == argparse.SUPPRESS
+    return "" if nothing else f"`{a.default}`"
+
+
+@makes("flags")
+def _flags() -> str:
+    from tapestry.cli import _parser
+
+    commands = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    helps = {a.dest: a.help for a in commands._choices_actions}
+    out: list[str] = []
+    for name, parser in commands.choices.items():
+        actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+        common = [a for a in actions if a.dest in ("json", "quiet", "verbose")]
+        lines = [[_flag(a), _default(a), (a.help or "").replace("|", "\\|")] for a in actions if a not in common]
+        lines = [[c.replace("|", "\\|") if k == 0 else c for k, c in enumerate(line)] for line in lines]
+        out.append(f"## {name}\n\n{(helps.get(name) or '').capitalize()}.\n\n{table('argument | default | meaning', lines)}")
+    return "\n\n".join(out)

@@ -1,0 +1,104 @@
+"""The documentation is what the program does: commands run, output is real, figures are measured, paths exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tapestry.cli import _parser
+from tests.docs.console import commands, normal, replay, run, workplace
+from tests.docs.pages import NOT_RUN, Page, pages
+from tests.docs.update import generated
+from tests.support.paths import ROOT
+
+PAGES = pages()
+RUN = [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.slow else []) for p in PAGES if any(b.runs for b in p.blocks)]
+EVERY = [pytest.param(p, id=p.name) for p in PAGES]
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_commands_print_what_the_page_shows(page: Page, tmp_path: Path):
+    for block, real in replay(page, tmp_path / "tapestry"):
+        assert normal(real) == normal(block.text), f"{page.name}: python -m tests.docs.update {page.name}"
+
+
+@pytest.mark.parametrize("page", EVERY)
+def test_figures_and_generated_parts_are_those_of_today(page: Page):
+    assert generated(page.text) == page.text, "python -m tests.docs.update --generated"
+
+
+@pytest.mark.parametrize("page", EVERY)
+def test_commands_that_no_test_runs_say_why(page: Page):
+    for block in page.blocks:
+        if block.language in ("sh", "bash", "shell"):
+            assert NOT_RUN.fullmatch(block.before.strip()), f"{page.name}: {block.text}"
+            for line in block.text.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["tapestry"]:
+                    _parser().parse_args(words[1:])
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)|<img[^>]* src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
+PATH = re.compile(r"`((?:tapestry|tests|bench|docs|examples)/[\w./-]*)`")
+
+
+@pytest.mark.parametrize("page", EVERY)
+def test_links_and_paths_lead_somewhere(page: Page):
+    links = [next(filter(None, m.groups())) for m in LINK.finditer(page.prose)]
+    missing = [x for x in links if not (page.path.parent / x).exists()]
+    missing += [m[1] for m in PATH.finditer(page.text) if not (ROOT / m[1]).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", EVERY)
+def test_every_page_can_be_reached_from_the_readme(page: Page):
+    seen, todo = set(), [ROOT / "README.md"]
+    while todo:
+        at = todo.pop()
+        if at not in seen and at.suffix == ".md" and at.exists():
+            seen.add(at)
+            todo += [(at.parent / m[1]).resolve() for m in LINK.finditer(at.read_text()) if m[1]]
+    assert page.path in seen
+
+
+def test_commands_and_their_output_are_told_apart():
+    (first, second) = commands("$ a \\\n  b\nout\n\n$ c\n")
+    assert (first.line, first.shown, second.line, second.shown) == ("a \\\n  b", "out\n\n", "c", "")
+
+
+def test_only_what_is_volatile_may_differ():
+    assert normal("took 3.1 s, error 4.2e-07, peak 12 B") == normal("took 4 s, error 1.9e-06, peak 12 B")
+    assert normal("objective 27.31 ms") != normal("objective 27.32 ms")
+    assert normal("error 4.2e-03") != normal("error 4.3e-03")
+
+
+def test_every_command_is_shown_somewhere_besides_its_flags():
+    text = "".join(p.text for p in PAGES if not p.name.endswith("flags.md"))
+    flags = (ROOT / "docs" / "reference" / "flags.md").read_text()
+    commands = re.findall(r"^## ([\w-]+)$", flags, re.MULTILINE)
+    assert len(commands) > 10 and [c for c in commands if f"tapestry {c}" not in text] == []
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = {t for p in PAGES for t in re.findall(r"`make ([\w-]+)`", p.text)}
+    assert asked <= targets
+
+
+def test_the_json_page_names_every_key_of_compile_and_run(tmp_path: Path):
+    page = (ROOT / "docs" / "reference" / "json.md").read_text()
+    workplace(tmp_path / "clone")
+    run([sys.executable, "examples/layer.py", "layer.onnx"], tmp_path / "clone")
+    for command, title in (
+        (["compile", "layer.onnx", "-o", "b", "--devices", "2"], "compile"),
+        (["run", "b", "--check"], "run"),
+    ):
+        section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+        named = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (`.*?) \| ", section, re.MULTILINE))))
+        document = run(["bash", "-c", f"tapestry {shlex.join(command)} --json 2> /dev/null"], tmp_path / "clone")
+        assert set(json.loads(document)) <= named, command

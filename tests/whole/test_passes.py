@@ -1,0 +1,225 @@
+"""The list of passes: it says the truth about what each takes and gives, ``compile`` shows what ran, and what is printed reads back."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import subprocess
+import sys
+import typing
+
+import onnx
+import pytest
+from onnx import TensorProto as T
+
+import tapestry
+from tapestry import flags, pass_runner
+from tapestry.errors import LawError, TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
+from tapestry.pass_runner import Pass, Runner
+from tapestry.pipeline import PASSES, Options, _values
+from tapestry.plan.fusion import fused
+from tapestry.rewrites import RULES
+from tapestry.rewrites.core.driver import rules_of
+from tests.support.command_line import document, run
+from tests.support.paths import EXAMPLES, ROOT
+from tests.support.small_models import N, case, net, save
+
+NAMES = [p.name for p in PASSES]
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A small model with inputs of 4 KiB."""
+    m = net([N("Relu", ["x"], ["y"], "act")], {"x": (T.FLOAT, [32, 32])}, {"y": T.FLOAT})
+    path = tmp_path / "wide.onnx"
+    path.write_bytes(m.SerializeToString())
+    return path
+
+
+# --- the list
+
+
+def test_every_pass_takes_what_its_function_takes_and_earlier_passes_give():
+    """Names and types: a parameter has the type that the pass that gave the value last says it has."""
+    types: dict[str, object] = dict.fromkeys(_values(Options(model=save("mlp"))))
+    for p in PASSES:
+        hints = typing.get_type_hints(p.function)
+        assert p.takes.split() == list(inspect.signature(p.function).parameters), p.name
+        for name in p.takes.split():
+            assert name in types, f"{p.name} takes '{name}', which no pass before it gives"
+            assert types[name] is None or types[name] == hints[name] or typing.get_origin(hints[name]) is not None, (
+                p.name,
+                name,
+            )
+        gives, result = p.gives.split(), hints["return"]
+        parts = typing.get_args(result) if len(gives) > 1 else (result,) * len(gives)
+        assert len(parts) == len(gives), p.name
+        types |= dict(zip(gives, parts, strict=True))
+    assert len(set(NAMES)) == len(NAMES)
+
+
+def test_every_rule_that_is_tried_by_price_says_so():
+    """`plan.fusion.fused` is what applies the rules of the phase fusion: it names each of them, and no other."""
+    source = inspect.getsource(fused)
+    assert {type(r).__name__ for r in rules_of("fusion")} == {
+        type(r).__name__ for r in RULES.values() if f"{type(r).__name__}()" in source
+    }
+
+
+# --- what ran
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_json_says_what_ran(name, tmp_path):
+    d = document("compile", save(name), "-o", tmp_path / "b", "--devices", "2")
+    assert [r["name"] for r in d["passes"]] == NAMES
+    rows = {r["name"]: r for r in d["passes"]}
+    for p in PASSES:
+        assert (rows[p.name]["takes"], rows[p.name]["gives"]) == (p.takes.split(), p.gives.split())
+        assert rows[p.name]["seconds"] >= 0
+    assert rows["read-model"]["nodes"] == d["nodes"]
+    assert rows["hoist-transfers"]["operations"] == d["ops"] and rows["solve"]["steps"] > 0
+    assert rows["hoist-transfers"]["peak_bytes"] == max(d["peak_bytes"])
+    assert rows["verify"]["checks"] == sum(d["certificate"]["laws"].values())
+    assert rows["emit-kernels"]["kernels"] == d["kernels"]
+    assert sum(r["seconds"] for r in d["passes"]) == pytest.approx(
+        sum(s for k, s in d["seconds"].items() if k != "total"), abs=0.01
+    )
+
+
+def test_print_passes(tmp_path):
+    status, out, err = run("compile", save("attention"), "-o", tmp_path / "b", "--devices", "2", "--print-passes")
+    assert status == 0 and err == ""
+    rows = [line for line in out.splitlines() if line.split(" ")[0] in NAMES]
+    assert [line.split()[0] for line in rows] == NAMES
+    assert all(float(line.split()[1]) >= 0 for line in rows)
+    assert "operations" in out and "nodes" in out and "kernels" in out
+
+
+def test_progress_goes_to_standard_error(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tapestry", "compile", str(save("mlp")), "-o", str(tmp_path / "b"), "-v", "--json"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    json.loads(done.stdout)
+    assert "lift-nodes: " in done.stderr and "solve: " in done.stderr
+
+
+# --- the IR after a pass
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_printed_after_a_pass_reads_back(name, tmp_path):
+    d = document("compile", save("attention"), "-o", tmp_path / "b", "--mesh", "2x2", "--print-after", name)
+    (text,) = d["printed"].values()
+    assert text.startswith(f"# after {name}\n")
+    if NAMES.index(name) < NAMES.index("lift-nodes"):  # ONNX's own text
+        assert onnx.parser.parse_model(text).graph.node
+        return
+    graph = parse(text)
+    assert to_text(graph) == text[text.index("graph ") :]
+    assert any(op.splits for op in graph.ops) == (NAMES.index(name) >= NAMES.index("solve"))
+
+
+def test_printed_ir_is_all_of_standard_output(tmp_path):
+    folder = tmp_path / "b"
+    status, out, err = run("compile", save("mlp"), "-o", folder, "--print-after", "simplify", "--print-passes")
+    assert status == 0 and len(parse(out).ops) == len(case("mlp").graph.ops)
+    assert "simplify" in err and "seconds" in err
+    plan = json.loads((folder / "plan.json").read_text())
+    status, out, _ = run("compile", save("mlp"), "-o", folder, "--print-after", "hoist-transfers", "-q")
+    assert status == 0 and to_text(parse(out)).startswith("graph ") and "# step 0: load" in out and plan
+
+
+def test_several_prints_come_in_the_order_of_the_passes(tmp_path):
+    status, out, _ = run("compile", save("mlp"), "-o", tmp_path / "b", "--print-after", "solve", "--print-after", "simplify")
+    assert status == 0 and out.index("# after simplify") < out.index("# after solve")
+    assert all(parse("# after" + part) for part in out.split("# after")[1:])
+
+
+def test_an_unknown_pass_is_an_error_before_anything_runs(tmp_path):
+    status, out, err = run("compile", tmp_path / "none.onnx", "-o", tmp_path / "b", "--print-after", "simplfy")
+    assert status == 2 and out == "" and "'simplify' is similar" in err and "hoist-transfers" in err
+    assert len(err.splitlines()) <= 6
+
+
+def test_the_moves_of_opt_print_between_read_back(tmp_path):
+    moves = ["split@hidden{dim=i,parts=2,to=mesh.d0}", "split@hidden{dim=n,parts=2,to=mesh.d1}"]
+    graph = parse((EXAMPLES / "mlp.tap").read_text())
+    first = next(op for op in graph.ops if len(op.dims) > 1)
+    moves = [f"split@{first.outs[0]}{{dim={d.name},parts=2,to=mesh.d{k}}}" for k, d in enumerate(first.dims[:2])]
+    status, out, err = run("opt", EXAMPLES / "mlp.tap", "--print-between", *(x for m in moves for x in ("-r", m)))
+    assert status == 0, err
+    parts = out.split("# after ")[1:]
+    assert [p.splitlines()[0] for p in parts] == moves
+    assert [len(parse("# after " + p).ops[graph.ops.index(first)].splits) for p in parts] == [1, 2]
+
+
+def test_comments_in_ir_text():
+    text = to_text(case("attention").graph)
+    commented = "# a comment\n" + text.replace("\n", "  # and 'another', \"one\" %$\n")
+    assert parse(commented) == parse(text)
+    with pytest.raises(TapestryError, match="line 3"):
+        parse("# one\n# two\nnonsense\n")
+
+
+# --- the runner
+
+
+def test_laws_are_checked_between_passes(monkeypatch, caplog):
+    """With TAPESTRY_DEBUG=2 a pass that breaks a law is caught behind it, not at the end."""
+    broken = parse("graph g\ninput x: f32[7]\ny: f32[7] = op [n: 7]\n  reads x[n + 1]\n  body x\noutput y\n")
+
+    def spoil(graph: Graph) -> Graph:
+        del graph
+        return broken
+
+    passes = [Pass("simplify", spoil, "graph", "graph")]
+    Runner(values={"graph": case("mlp").graph}, report=lambda phase, name: None).run(passes)
+    for level in (2, 3):
+        monkeypatch.setattr(flags, "debug_level", lambda level=level: level)
+        with pytest.raises(LawError, match="reads_inside"), caplog.at_level(logging.WARNING, logger="tapestry"):
+            Runner(values={"graph": case("mlp").graph}, report=lambda phase, name: None).run(passes)
+    assert "# after spoil" in caplog.text and pass_runner.log.name == "tapestry"
+
+
+def test_every_pass_is_reported_as_it_begins():
+    seen: list[tuple[str, str]] = []
+    tapestry.compile(save("mlp"), progress=lambda phase, name: seen.append((phase, name)))
+    assert seen == [(p.phase, p.name) for p in PASSES]
+
+
+# --- small things
+
+
+@pytest.mark.parametrize("word,tip", [("complie", "compile"), ("autoshard", "auto-shard"), ("zzz", "--help")])
+def test_an_unknown_command_gets_a_tip(word, tip):
+    status, out, err = run(word)
+    assert status == 2 and out == "" and "usage" in err and "tip: " in err and tip in err.splitlines()[-1]
+    assert "check-sharding" not in err
+
+
+def test_version():
+    status, out, _ = run("--version")
+    assert status == 0 and out == f"tapestry {tapestry.__version__}\n"
+    assert tapestry.__version__[0].isdigit()
+
+
+def test_bytes_that_were_meant_as_mebibytes_are_refused_before_lifting(wide, tmp_path, monkeypatch):
+    from tapestry.lift import onnx_to_graph
+
+    monkeypatch.setattr(onnx_to_graph, "prepare", lambda *a, **k: pytest.fail("lifted"))
+    status, _, err = run("compile", wide, "-o", tmp_path / "b", "--memory", "24", "--devices", "2")
+    assert status == 2 and "24 is bytes; write 24MiB" in err and "4,096 bytes" in err
+
+
+def test_what_does_not_fit_asks_whether_mebibytes_were_meant(wide, tmp_path):
+    status, _, err = run("compile", wide, "-o", tmp_path / "b", "--memory", "4200")
+    assert status == 2 and "4200 is bytes" in err and "too many" in err
+    status, _, err = run("compile", wide, "-o", tmp_path / "b", "--memory", "4KiB")
+    assert status == 2 and "is bytes" not in err
+    assert run("compile", wide, "-o", tmp_path / "b", "--memory", "24MiB", "-q")[0] == 0
