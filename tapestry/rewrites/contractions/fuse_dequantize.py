@@ -18,6 +18,7 @@ from tapestry.rewrites.core.edit import (
     substitute_expr,
     substitute_read,
     unused,
+    with_part,
     without_casts,
 )
 from tapestry.rewrites.core.inline import limits
@@ -139,15 +140,9 @@ def _cut(tensors: Mapping[str, Tensor], maker: Block, s: Scaled) -> tuple[tuple[
     name = unused(f"{old.name}.q", tensors)
     first = replace(maker, outs=(name,), **({"then": (s.value,)} if maker.monoid else {"body": (s.value,)}))
     whole = (maker.then if maker.monoid else maker.body)[0]
-    at = len(maker.reads)
-
-    def put(e: Expr) -> Expr:
-        if e == s.value:
-            return Arg(at, s.value.dtype)
-        return Call(e.fn, tuple(put(a) for a in e.args), e.dtype) if isinstance(e, Call) else e
-
+    body = with_part(whole, s.value, Arg(len(maker.reads), s.value.dtype))
     reads = (*maker.reads, Read(tensor=name, index=plain_index(maker.dims)))
-    second = Block(outs=maker.outs, dims=maker.dims, reads=reads, body=(put(whole),), source=maker.source)
+    second = Block(outs=maker.outs, dims=maker.dims, reads=reads, body=(body,), source=maker.source)
     return (merge_reads(first), merge_reads(second)), Tensor(name=name, dtype=s.value.dtype, shape=old.shape)
 
 

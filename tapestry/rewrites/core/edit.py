@@ -200,6 +200,13 @@ def same_value(e: Expr, op: Block, f: Expr, other: Block) -> bool:
     return resolved(e, op) == resolved(f, other)
 
 
+def with_part(e: Expr, old: Expr, new: Expr) -> Expr:
+    """An expression with another one in place of one of its parts, wherever that stands."""
+    if e == old:
+        return new
+    return Call(e.fn, tuple(with_part(a, old, new) for a in e.args), e.dtype) if isinstance(e, Call) else e
+
+
 def without_casts(e: Expr, among: Container[str]) -> Expr:
     """The expression inside casts between some types."""
     while isinstance(e, Call) and e.fn == "cast" and e.dtype in among and e.args[0].dtype in among:

@@ -165,12 +165,11 @@ class _Matching(Rule):
     at_once: ClassVar[bool] = False
     live: ClassVar[bool] = False
     backwards: ClassVar[bool] = False
-    chains: ClassVar[bool] = False
     second: ClassVar[str] = ""
 
-    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
-        """What the second operation may be, by a tensor; "" for a rule over one operation."""
-        raise NotImplementedError
+    def partners(self, draft: Draft, at: int) -> Iterable[str]:
+        """Results of the operations that may be the second one, in the order in which they are tried."""
+        return ("",)
 
     def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
         raise NotImplementedError
@@ -186,7 +185,7 @@ class _Matching(Rule):
         """Every place where the rule applies, and refusals where a user might expect it to."""
         draft = Draft(graph, live=self.live)
         for at, op in enumerate(graph.ops):
-            for second in self._candidates(draft, at):
+            for second in self.partners(draft, at):
                 result = self._at(draft, at, second)
                 if isinstance(result, Match):
                     yield self._move(op, second)
@@ -222,25 +221,18 @@ class _Matching(Rule):
         taken = set[int]()
         positions = range(len(graph.ops))
         for at in reversed(positions) if self.backwards else positions:
-            pending = list(self._candidates(draft, at))[::-1]
-            while pending:
-                second = pending.pop()
+            for second in list(self.partners(draft, at)):
                 match, op = self._at(draft, at, second), draft.op(at)
-                if (
-                    not isinstance(match, Match)
-                    or op is None
-                    or taken & match.ops.keys()
-                    or not _accepted(draft, match, accept)
-                ):
+                if op is None or not isinstance(match, Match) or taken & match.ops.keys():
+                    continue
+                if accept is not None and not accept(*_before_and_after(draft, match)):
                     continue
                 moves.append(self._move(op, second))
                 matches.append(match)
                 if self.at_once:
                     taken |= match.ops.keys()
-                    continue
-                made = draft.maker(second) if self.chains else None
-                pending += [t for t in (made.inputs if made else ()) if t not in pending]
-                draft.put(match)
+                else:
+                    draft.put(match)
         if not self.at_once:
             return draft.graph() or graph, moves
         for match in matches:
@@ -254,11 +246,9 @@ class _Matching(Rule):
         return after, moves
 
 
-def _accepted(draft: Draft, match: Match, accept: Accept | None) -> bool:
-    if accept is None:
-        return True
-    old = [op for at in sorted(match.ops) for op in draft.ops(at)]
-    return accept(old, [op for at in sorted(match.ops) for op in match.ops[at]])
+def _before_and_after(draft: Draft, match: Match) -> tuple[list[Op], list[Op]]:
+    where = sorted(match.ops)
+    return [op for at in where for op in draft.ops(at)], [op for at in where for op in match.ops[at]]
 
 
 class OpRule(_Matching):
@@ -268,9 +258,6 @@ class OpRule(_Matching):
         """What the rule does with the operation at a position; a refusal (see `refuse`) where somebody might expect it to
         do something; ``None`` where nobody would."""
         raise NotImplementedError
-
-    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
-        return ("",) if draft.op(at) is not None else ()
 
     def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
         return self.match(draft, at) if draft.op(at) is not None else None
@@ -282,7 +269,6 @@ class PairRule(_Matching):
 
     Attributes:
         second: the parameter of a move that names a result of the second operation.
-        chains: whether a sweep goes on with what the second operation read, once that is part of the first.
     """
 
     second: ClassVar[str] = "tensor"
@@ -292,12 +278,10 @@ class PairRule(_Matching):
         raise NotImplementedError
 
     def partners(self, draft: Draft, at: int) -> Iterable[str]:
-        """Results of the operations that may be the second one, in the order in which they are tried."""
+        """Results of the operations that may be the second one, in the order in which they are tried: of those that make
+        what a block operation reads."""
         op = draft.op(at)
         return op.inputs if isinstance(op, Block) else ()
-
-    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
-        return self.partners(draft, at)
 
     def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
         other = draft.makers.get(second, -1)

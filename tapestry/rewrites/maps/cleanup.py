@@ -51,7 +51,8 @@ class Share(PairRule):
     def partners(self, draft: Draft, at: int) -> Iterable[str]:
         """The first of the operations before that equal this one."""
         op = draft.op(at)
-        assert op is not None
+        if op is None:
+            return ()
         first = draft.memo.setdefault(_key(op, draft.tensors), op.outs[0])
         return [first] if first != op.outs[0] else ()
 

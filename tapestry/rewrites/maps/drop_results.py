@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from tapestry.errors import TapestryError
-from tapestry.ir.graph import Block, Graph, Op, with_ops
 from tapestry.rewrites.core.edit import merge_reads
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.matching import Draft, Match, OpRule
+from tapestry.rewrites.core.rule import Refusal, register
 
 
 @register
-class DropResults(Rule):
+class DropResults(OpRule):
     """Leave out the results of an operation that nobody reads, where it has others; the states behind them stay.
 
     before:
@@ -37,45 +35,16 @@ class DropResults(Rule):
 
     name = "drop_results"
     phase = "simplify"
+    nothing = "every result is needed, or none is"
 
-    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """One move per operation with a result too many."""
-        readers = graph.consumers()
-        for op in graph.ops:
-            kept = _needed(op, graph, readers)
-            if isinstance(op, Block) and 0 < len(kept) < len(op.outs):
-                yield Move(self.name, op.outs[0])
-
-    def apply(self, graph: Graph, move: Move) -> Graph:
-        """Leave out the results of one operation that nobody reads."""
-        at = graph.find(move.at)
-        readers = graph.consumers()
-        op = graph.ops[at] if at >= 0 else None
-        kept = _needed(op, graph, readers) if op is not None else []
-        if not isinstance(op, Block) or not 0 < len(kept) < len(op.outs):
-            raise TapestryError("every result is needed, or none is", where=str(move))
-        return with_ops(graph, tuple(_less(o, kept) if i == at else o for i, o in enumerate(graph.ops)))
-
-    def sweep(self, graph: Graph) -> Graph:
-        """All results that nobody reads."""
-        readers = graph.consumers()
-        ops: list[Op] = []
-        for op in graph.ops:
-            kept = _needed(op, graph, readers)
-            ops.append(_less(op, kept) if 0 < len(kept) < len(op.outs) else op)
-        return with_ops(graph, tuple(ops))
-
-
-def _needed(op: Op, graph: Graph, readers: dict[str, list[int]]) -> list[int]:
-    """Which results of an operation are read, or are outputs of the graph."""
-    if len(op.outs) == 1 or not isinstance(op, Block):
-        return list(range(len(op.outs)))
-    return [k for k, t in enumerate(op.outs) if t in readers or t in graph.outputs]
-
-
-def _less(op: Op, kept: list[int]) -> Op:
-    assert isinstance(op, Block)
-    outs = tuple(op.outs[k] for k in kept)
-    if op.monoid is None:
-        return merge_reads(replace(op, outs=outs, body=tuple(op.body[k] for k in kept)))
-    return merge_reads(replace(op, outs=outs, then=tuple(op.then[k] for k in kept)))
+    def match(self, draft: Draft, at: int) -> Match | Refusal | None:
+        """The operation without the results that nobody reads."""
+        op = draft.block(at)
+        if op is None:
+            return None
+        needed = [k for k, t in enumerate(op.outs) if draft.readers_of(t) or t in draft.outputs]
+        if not 0 < len(needed) < len(op.outs):
+            return None
+        results = tuple((op.then if op.monoid else op.body)[k] for k in needed)
+        op = replace(op, outs=tuple(op.outs[k] for k in needed), **{"then" if op.monoid else "body": results})
+        return Match({at: (merge_reads(op),)})

@@ -11,6 +11,7 @@ from tapestry.ir.monoid import MONOIDS, lowest, number
 from tapestry.ir.recognise.exponential import Exponential, exponential
 from tapestry.ir.types import FLOATS
 from tapestry.rewrites.core.constants import constant
+from tapestry.rewrites.core.edit import with_part, without_casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,9 @@ def _is_log_total(e: Expr) -> bool:
 
 def _factors(e: Expr) -> tuple[list[Expr], list[Expr]]:
     """Numerators and denominators of a product; only what holds the weights is taken apart."""
-    if isinstance(e, Call) and _inside(e):
-        if e.fn == "cast" and e.dtype in FLOATS and e.args[0].dtype in FLOATS:
-            return _factors(e.args[0])  # a narrower type in between would only lose digits
-        if e.fn in ("mul", "div"):
+    if _inside(e):
+        e = without_casts(e, FLOATS)  # a narrower type in between would only lose digits
+        if isinstance(e, Call) and e.fn in ("mul", "div"):
             (a, b), (c, d) = _factors(e.args[0]), _factors(e.args[1])
             return (a + c, b + d) if e.fn == "mul" else (a + d, b + c)
     return [e], []
@@ -151,18 +151,12 @@ def _row_value(w: Weight, top: float) -> float | None:
     """0 or NaN: the weights of a row with this maximum, one and all; ``None`` when they are something else."""
     out = 0.0
     for score in [top] if top == -math.inf else [top, 0.0, -math.inf]:
-        e = _replaced(w.weight, w.score, Const(score, w.score.dtype))
+        e = with_part(w.weight, w.score, Const(score, w.score.dtype))
         got = constant(rewrite(e, lambda x: Const(1.0 if x.field else top, x.dtype) if isinstance(x, Acc) else x))
         if got is None or (got != 0 and not math.isnan(got)):
             return None
         out += got
     return out
-
-
-def _replaced(e: Expr, old: Expr, new: Expr) -> Expr:
-    if e == old:
-        return new
-    return Call(e.fn, tuple(_replaced(a, old, new) for a in e.args), e.dtype) if isinstance(e, Call) else e
 
 
 def product_of(over: tuple[Expr, ...], under: tuple[Expr, ...], dtype: str) -> Expr:
