@@ -105,15 +105,10 @@ def compile(
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    known = "torch-cpu"
-    if target != known and not target.startswith("triton"):
-        raise TapestryError(f"there is no target '{target}'", hint=f"{known} or triton:sm90")
-    chip_of(target)  # an unknown one is refused before anything is done
-    if precision not in PRECISIONS:
-        raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
-    found = mesh if isinstance(mesh, tuple) else pipeline.mesh_of(devices, mesh)
+    _check_target(target, precision)
+    axes = mesh if isinstance(mesh, tuple) else pipeline.mesh_of(devices, mesh)
     options = pipeline.Options(
-        model=Path(model), shapes=shapes or {}, mesh=found, topology=topology, memory=memory, target=target, pins=pins,
+        model=Path(model), shapes=shapes or {}, mesh=axes, topology=topology, memory=memory, target=target, pins=pins,
         precision=precision, layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit,
         seed=seed, pareto=pareto, exact=exact, sharding=sharding,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
@@ -121,6 +116,15 @@ def compile(
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
     return Compiled(done.build, done.constants, done.kernels, done.laws, done.printed)
+
+
+def _check_target(target: str, precision: str) -> None:
+    """An unknown target or precision is refused before anything is done."""
+    if target != "torch-cpu" and not target.startswith("triton"):
+        raise TapestryError(f"there is no target '{target}'", hint="torch-cpu or triton:sm90")
+    chip_of(target)
+    if precision not in PRECISIONS:
+        raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
 
 
 def load(folder: str | Path) -> Compiled:
@@ -165,7 +169,8 @@ def _triton_session(
     build: store.Build, constants: bytes, weights: Slices | None, make: MakeExecutor[Target] | None, libraries: bool
 ) -> Session:
     """A session on a GPU, or in Triton's interpreter; a rank gets kernels on arrays, not bound ones."""
-    from tapestry.codegen.triton.run.device_target import TritonTarget, chip_name, find_device
+    from tapestry.codegen.triton.run.device_target import TritonTarget
+    from tapestry.codegen.triton.run.local_gpu import chip_name, find_device
     from tapestry.codegen.triton.run.tuned import local_cache
     from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 
@@ -198,7 +203,7 @@ def tune(
         TapestryError: there is no GPU, or the interpreter is on.
     """
     from tapestry.codegen.triton.run import tune as tuner
-    from tapestry.codegen.triton.run.device_target import find_device
+    from tapestry.codegen.triton.run.local_gpu import find_device
     from tapestry.codegen.triton.run.tuned import local_cache
 
     build, _ = store.read(Path(folder))

@@ -21,6 +21,7 @@ from onnx.backend.base import Backend, BackendRep
 
 from tapestry import api
 from tapestry.errors import ModelError, TapestryError
+from tapestry.onnx_eval.value_kinds import is_map, is_sequence
 
 NEWEST_IR = 13  # the newest that every evaluator reads
 
@@ -46,7 +47,7 @@ class Prepared(BackendRep):
         key = tuple(sizes.values())
         if key not in self._compiled:
             path = self._folder / f"model{len(self._compiled)}.onnx"
-            onnx.save(_sized(self.model, sizes), path)
+            path.write_bytes(_sized(self.model, sizes).SerializeToString())
             try:
                 self._compiled[key] = api.compile(path, **self.options)
             except ModelError as e:
@@ -60,8 +61,8 @@ class Prepared(BackendRep):
             inputs: values in the order of the model's inputs (those that are no initializers), or by name.
         """
         feeds = {n: _value(v) for n, v in self._named(inputs).items()}
-        found = self.compiled(feeds).run(feeds)
-        return tuple(found[o] for o in self.outputs)
+        outputs = self.compiled(feeds).run(feeds)
+        return tuple(outputs[o] for o in self.outputs)
 
     def _named(self, inputs: Any) -> Mapping[str, Any]:
         """Inputs by name.
@@ -69,9 +70,9 @@ class Prepared(BackendRep):
         Raises:
             TapestryError: there are more than the model's inputs (of which initializers are none: they are part of the plan).
         """
-        if isinstance(inputs, Mapping):
+        if is_map(inputs):
             return inputs
-        values = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+        values = list(inputs) if is_sequence(inputs) else [inputs]
         names = [i.name for i in self.inputs]
         if len(values) > len(names):
             why = f"they are {', '.join(names)}" if names else "it has none"
@@ -149,7 +150,7 @@ def _symbolic(value: onnx.ValueInfoProto) -> bool:
 
 def _value(v: Any) -> Any:
     """A tensor as an array (scalars arrive as numpy scalars); sequences and absent optionals as they are."""
-    if v is None or isinstance(v, list | tuple):
+    if v is None or is_sequence(v):
         return v
     array = np.asarray(v)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -162,10 +163,10 @@ def _fed(node: NodeProto, inputs: Any) -> tuple[NodeProto, dict[str, Any]]:
         TapestryError: their number is neither that of the node's inputs nor that of those which have a name.
     """
     named = [i for i in node.input if i]
-    if isinstance(inputs, Mapping):
+    if is_map(inputs):
         given = [inputs.get(i) for i in node.input]
     else:
-        given = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+        given = list(inputs) if is_sequence(inputs) else [inputs]
         if len(given) == len(named):
             left = iter(given)
             given = [next(left) if i else None for i in node.input]
@@ -186,8 +187,8 @@ def _fed(node: NodeProto, inputs: Any) -> tuple[NodeProto, dict[str, Any]]:
 
 def _type_of(value: Any) -> onnx.TypeProto:
     """The ONNX type of a value: a tensor, or a sequence of tensors (floats, where it is empty)."""
-    if isinstance(value, list | tuple):
-        parts = [np.asarray(v) for v in value]
+    if is_sequence(value):
+        parts: list[np.ndarray[Any, Any]] = [np.asarray(v) for v in value]
         shape = [None] * parts[0].ndim if parts and len({p.ndim for p in parts}) == 1 else None
         dtype = onnx.helper.np_dtype_to_tensor_dtype(parts[0].dtype) if parts else onnx.TensorProto.FLOAT
         return onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(dtype, shape))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def debug_level() -> int:
-    """``TAPESTRY_DEBUG``: 1 stages and times, 2 plan and cost, 3 IR after each stage, 4 kernels."""
+    """``TAPESTRY_DEBUG``: 1 every pass with its seconds and sizes, 2 the laws between passes, 3 the IR after each pass."""
     value = os.environ.get("TAPESTRY_DEBUG", "0")
     return int(value) if value.isdigit() else 0
 

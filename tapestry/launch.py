@@ -19,6 +19,7 @@ from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import numpy_dtype
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.runtime.outputs import places
 from tapestry.runtime.processes import batches as streams
 from tapestry.runtime.processes import weight_shards
@@ -59,21 +60,21 @@ def request(args: argparse.Namespace) -> Request:
 
 def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 1) -> list[Batch]:
     """Batches of single files and random inputs."""
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     for item in r.inputs:
         name, eq, file = item.rpartition("=")
         if not eq or name not in names:
             raise TapestryError(f"'{item}' is not name=file.npy", where="--input", hint=f"the inputs are {', '.join(names)}")
         streams.load(Path(file))
-        found.append((name, Path(file)))
-    return [Batch(number=k, name=f"run {k}", output=output, inputs=tuple(found), seed=r.seed) for k in range(count)]
+        files.append((name, Path(file)))
+    return [Batch(number=k, name=f"run {k}", output=output, inputs=tuple(files), seed=r.seed) for k in range(count)]
 
 
 def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled) -> Any:
     """The job of a request; torch is imported here and not before."""
     build, constants = compiled.build, b"".join(compiled.constants.values())
     flags.before_torch()
-    import tapestry.codegen.torch_cpu.kernels  # noqa: F401  (forked ranks find it imported)
+    import tapestry.codegen.torch_cpu.kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] (forked ranks find it imported)
     from tapestry.runtime.processes.worker import Job
     from tapestry.runtime.step_messages import owners
 
@@ -114,12 +115,12 @@ def run(r: Request, how: Launch) -> Document:
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, place)
             hold(batches[0].feeds(compiled.build.plan.graph), compiled.build.plan.graph)  # here, before ranks fail by it
-        found = _supervised(r, how, batches, compiled)
+        report = _supervised(r, how, batches, compiled)
         if r.stream:
-            document = {**{k: v for k, v in found.items() if k != "hosted"}, "passed": True}
+            document = {**{k: v for k, v in report.items() if k != "hosted"}, "passed": True}
             document |= _compared(compiled, batches) if how.check else {}
         else:
-            document = _judged(compiled, batches[0], found, place, how.check)
+            document = _judged(compiled, batches[0], report, place, how.check)
     return document
 
 
@@ -134,13 +135,13 @@ def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api
         done.add(batch)
         how.progress(len(done), len(batches))
 
-    found = supervise(
+    report = supervise(
         job, how.processes, api.open_session, restarts=how.restarts, port=how.port, advance=advance, tell=how.tell
     )
-    slices = found.pop("slices")
+    slices = report.pop("slices")
     if r.trace is not None:
-        found["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
-    return found
+        report["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
+    return report
 
 
 def _comparable(build: Build, check: bool) -> None:
@@ -163,13 +164,13 @@ def _compared(compiled: api.Compiled, batches: Sequence[Batch]) -> Document:
     return {"checked": checked, "passed": all(c["passed"] for c in checked.values())}
 
 
-def _judged(compiled: api.Compiled, batch: Batch, found: Document, place: Path, check: bool) -> Document:
-    outputs = _written(compiled, place, found.pop("hosted"))
-    moved = {t["kind"]: (t["count"], t["bytes"]) for t in found["transfers"]}
-    used = Measured(found["peak_bytes"], moved, found["packed_bytes"])
+def _judged(compiled: api.Compiled, batch: Batch, report: Document, place: Path, check: bool) -> Document:
+    outputs = _written(compiled, place, report.pop("hosted"))
+    moved = {t["kind"]: (t["count"], t["bytes"]) for t in report["transfers"]}
+    used = Measured(report["peak_bytes"], moved, report["packed_bytes"])
     feeds = {t: np.asarray(a) for t, a in batch.feeds(compiled.build.plan.graph).items()}
-    document = api.judged(compiled, feeds, Result(outputs, used, found["seconds"]), check=check)
-    return {**found, **document}
+    document = api.judged(compiled, feeds, Result(outputs, used, report["seconds"]), check=check)
+    return {**report, **document}
 
 
 def _written(compiled: api.Compiled, place: Path, hosted: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _written(compiled: api.Compiled, place: Path, hosted: Mapping[str, Any]) -> 
     placed = places(place, {n: hosted.get(n, np.empty(0)) for n in names})
     outputs = {n: hosted[n] if n in hosted else np.load(placed[n][0], allow_pickle=False) for n in names}
     for n, a in outputs.items():
-        outputs[n] = a.view(numpy_dtype(tensors[n].dtype)) if isinstance(a, np.ndarray) and a.dtype.kind == "V" else a
+        outputs[n] = a.view(numpy_dtype(tensors[n].dtype)) if is_array(a) and a.dtype.kind == "V" else a
     return outputs
 
 
@@ -191,10 +192,10 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
     job = _job(r, how.processes, _single(r, (), None, runs), compiled)
     from tapestry.runtime.processes.supervisor import supervise
 
-    found = supervise(job, how.processes, api.open_session)
-    analysis = measured.analysis(compiled.build, found["slices"], found["batch_seconds"])
+    report = supervise(job, how.processes, api.open_session)
+    analysis = measured.analysis(compiled.build, report["slices"], report["batch_seconds"])
     if trace is not None:
-        measured.write(trace, compiled.build, found["slices"])
+        measured.write(trace, compiled.build, report["slices"])
     return compiled.build, {"processes": how.processes, "threads": job.threads, **analysis}
 
 
@@ -249,33 +250,33 @@ def _ranked(r: Request) -> Document:
     me = Rank(rank=place["rank"], world=place["world"], store=shared_store, slots=slots, beats=True, local=place["local"])
     Heartbeat(slots, me.rank)
     try:
-        found = work(me, job, api.open_session)
+        report = work(me, job, api.open_session)
     except Exception as e:
         kind, text = cause(e, slots[me.rank])
         if kind == "failed" and _first(shared_store, me.rank):
             raise RunError(f"rank {me.rank}: {text}") from None
         print(f"tapestry.runtime: rank {me.rank} ends, {describe(slots[me.rank])}: {text}", file=sys.stderr)
         raise SystemExit(1) from None
-    slices, _ = found.pop("slices", []), found.pop("hosted", {})
-    if found and r.trace is not None:
-        found["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
-    return found
+    slices, _ = report.pop("slices", []), report.pop("hosted", {})
+    if report and r.trace is not None:
+        report["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
+    return report
 
 
 def _rendezvous(place: Mapping[str, int], timeout: float) -> Any:
     """The store of this attempt alone: the one that torchrun shares keeps what attempts before have written."""
     from datetime import timedelta
 
-    import torch.distributed as dist
+    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 
     try:
-        found, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        shared, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     except (RuntimeError, ValueError, OSError) as e:
         raise RunError(
             f"no rendezvous: {str(e).splitlines()[0]}", where=f"rank {place['rank']}, before the first step",
             hint="torchrun --nproc-per-node N -m tapestry.runtime BUILD",
         ) from None  # fmt: skip
-    return dist.PrefixStore(f"tapestry/{place['restart']}", found)
+    return PrefixStore(f"tapestry/{place['restart']}", shared)
 
 
 def _first(shared_store: Any, rank: int) -> bool:

@@ -1,4 +1,9 @@
-"""The whole compiler on one screen: `PASSES` is every function that can touch a graph or a plan, in order."""
+"""The whole compiler on one screen: `PASSES` is every function that can touch a graph or a plan, in order.
+
+Each line names the values that its function takes and gives, and gets no others; ``tapestry compile --print-passes`` shows what
+ran, ``--print-after PASS`` the IR there. A plan is lowered wherever it is compared with another one, since its memory is
+that of its program: so `solve` and all that follow give programs, with rings for gathers where those are better.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from bench.speed.gpu_models import Whole, wholes
 from tapestry import api
 from tapestry.codegen.kernel_sources import kernels
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.codegen.triton.run.device_target import TritonTarget, find_device
+from tapestry.codegen.triton.run.device_target import TritonTarget
+from tapestry.codegen.triton.run.local_gpu import find_device
 from tapestry.codegen.triton.run.tuned import Choice, Tuned
 from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 from tapestry.runtime.session import Session
@@ -172,12 +173,12 @@ def tuned(
     (kernel,) = kernels(ours.graph, ours.program)
     how = How(device=HERE, timer=clock, candidates=local_candidates(HERE))
     choice, found = choose(measure(ours.graph, kernel, how, time.monotonic() + limit))
-    if choice.knobs is None:
+    if choice.config is None:
         return {"tried": found["tried"], "refused": found["refused"]}
-    again = Ours(case.model, lambda graph, kernel: Choice(knobs=choice.knobs))
+    again = Ours(case.model, lambda graph, kernel: Choice(config=choice.config))
     off = error(again.run(inputs), wanted)
     now = clock(again.executor.replay) if off <= case.tolerance else float("inf")
-    more: Row = {"tried": found["tried"], "refused": found["refused"], "knobs": str(choice.knobs), "tuned_error": off}
+    more: Row = {"tried": found["tried"], "refused": found["refused"], "knobs": str(choice.config), "tuned_error": off}
     if now < seconds["ours"]:
         seconds["ours"] = now
         more["ours"] = rates(now, case.flops, case.bytes)

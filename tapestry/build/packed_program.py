@@ -70,6 +70,13 @@ class PackedFree(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_fi
     buffers: tuple[str, ...]
 
 
+PackedStep = PackedLoad | PackedLaunch | PackedTransfer | PackedReduce | PackedFree
+PACKED: dict[type[Step], type[PackedStep]] = {
+    Load: PackedLoad, Launch: PackedLaunch, Transfer: PackedTransfer, Reduce: PackedReduce, Free: PackedFree,
+}  # fmt: skip
+"""Steps and how they are packed: the same fields, with numbers for ``blocks``, ``messages`` and ``groups``."""
+
+
 class Packed(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A whole program; ``messages`` are (sender, receiver, number of a box)."""
 
@@ -80,7 +87,7 @@ class Packed(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     messages: list[tuple[tuple[int, int, int], ...]]
     groups: list[tuple[tuple[int, ...], ...]]
     buffers: list[PackedBuffer]
-    steps: list[PackedLoad | PackedLaunch | PackedTransfer | PackedReduce | PackedFree]
+    steps: list[PackedStep]
 
 
 class _Table:
@@ -91,10 +98,10 @@ class _Table:
         self.seen: dict[int, tuple[Any, int]] = {}
 
     def number(self, value: Any) -> int:
-        found = self.seen.get(id(value))
-        if found is None:  # the object is kept, so that its identity stays its own
-            found = self.seen[id(value)] = (value, self.numbers.setdefault(value, len(self.numbers)))
-        return found[1]
+        entry = self.seen.get(id(value))
+        if entry is None:  # the object is kept, so that its identity stays its own
+            entry = self.seen[id(value)] = (value, self.numbers.setdefault(value, len(self.numbers)))
+        return entry[1]
 
 
 def pack(program: Program) -> Packed:
@@ -103,19 +110,13 @@ def pack(program: Program) -> Packed:
     buffers = [
         PackedBuffer(b.name, b.tensor, b.dtype, lists.number(b.boxes), b.field) for b in program.buffers.values()
     ]  # fmt: skip
-    steps: list[PackedLoad | PackedLaunch | PackedTransfer | PackedReduce | PackedFree] = []
+    tables = {"blocks": lists, "messages": messages, "groups": groups}
+    steps: list[PackedStep] = []
     for s in program.steps:
-        match s:
-            case Load():
-                steps.append(PackedLoad(s.buffer))
-            case Launch():
-                steps.append(PackedLaunch(s.op, s.mode, lists.number(s.blocks), s.ins, s.outs, s.states))
-            case Transfer():
-                steps.append(PackedTransfer(s.kind, s.src, s.dst, messages.number(s.messages)))
-            case Reduce():
-                steps.append(PackedReduce(s.kind, s.op, s.srcs, s.dsts, groups.number(s.groups), s.known))
-            case Free():
-                steps.append(PackedFree(s.buffers))
+        packed = PACKED[type(s)]
+        values: dict[str, Any] = {f: getattr(s, f) for f in packed.__struct_fields__}
+        values |= {f: tables[f].number(v) for f, v in values.items() if f in tables}
+        steps.append(packed(**values))
     indices = [tuple(None if b is None else boxes.number(b) for b in x) for x in lists.numbers]
     sent = [tuple((m.src, m.dst, boxes.number(m.box)) for m in x) for x in messages.numbers]
     return Packed(
@@ -133,22 +134,13 @@ def unpack(data: Packed) -> Program:
         Shared(None if k is None else _at(data.boxes, k) for k in indices) for indices in data.lists
     ]
     messages = [Shared(Message(src, dst, _at(data.boxes, k)) for src, dst, k in sent) for sent in data.messages]
-    groups = [Shared(g) for g in data.groups]
+    shared: dict[str, Sequence[Any]] = {"blocks": lists, "messages": messages, "groups": [Shared(g) for g in data.groups]}
+    plain = {packed: step for step, packed in PACKED.items()}
     steps: list[Step] = []
     for s in data.steps:
-        match s:
-            case PackedLoad():
-                steps.append(Load(buffer=s.buffer))
-            case PackedLaunch():
-                blocks = _at(lists, s.blocks)
-                steps.append(Launch(op=s.op, mode=s.mode, blocks=blocks, ins=s.ins, outs=s.outs, states=s.states))
-            case PackedTransfer():
-                steps.append(Transfer(kind=s.kind, src=s.src, dst=s.dst, messages=_at(messages, s.messages)))
-            case PackedReduce():
-                merged = _at(groups, s.groups)
-                steps.append(Reduce(kind=s.kind, op=s.op, srcs=s.srcs, dsts=s.dsts, groups=merged, known=s.known))
-            case PackedFree():
-                steps.append(Free(buffers=s.buffers))
+        values = msgspec.structs.asdict(s)
+        values |= {f: _at(shared[f], v) for f, v in values.items() if f in shared}
+        steps.append(plain[type(s)](**values))
     buffers = {
         b.name: Buffer(name=b.name, tensor=b.tensor, dtype=b.dtype, boxes=_at(lists, b.boxes), field=b.field)
         for b in data.buffers

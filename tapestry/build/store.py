@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def write(
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": hashes}
-    files["certificate.json"] = _certificate(body, _hash(body))
+    files["certificate.json"] = _certificate(body, body_hash(body))
     own = {name.split("/")[0] for name in files} | {"kernels"}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
     if foreign:
@@ -93,15 +94,26 @@ def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
     Raises:
         BuildError: the place holds something else.
     """
+    with new_folder(folder, mark) as temporary:
+        for name, data in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_bytes(data)
+
+
+@contextmanager
+def new_folder(folder: Path, mark: str) -> Generator[Path]:
+    """An empty folder that takes the place of another one in one step, once it has been filled.
+
+    Raises:
+        BuildError: the place holds something else than a folder with the file ``mark`` in it, or an empty one.
+    """
     folder = Path(os.path.realpath(folder))  # through a link: an exchange would leave the link beside the target
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
         raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        for name, data in files.items():
-            (temporary / name).parent.mkdir(exist_ok=True)
-            (temporary / name).write_bytes(data)
+        yield temporary
         temporary.chmod(0o755)
         _swap(temporary, folder)
     finally:
@@ -113,7 +125,8 @@ def _certificate(body: Mapping[str, Any], digest: str) -> bytes:
     return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True).encode()
 
 
-def _hash(body: Mapping[str, Any]) -> str:
+def body_hash(body: Mapping[str, Any]) -> str:
+    """The hash of a document, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -242,9 +255,9 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
         BuildError: a file is missing, extra, too large, of another kind, or not what its hash says.
     """
     laws, files = _read_certificate(folder)
-    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
-    for name in sorted(found ^ (set(files) | {"certificate.json"})):
-        raise BuildError(f"'{name}' is {'not in the certificate' if name in found else 'missing'}", where=str(folder))
+    present = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
+    for name in sorted(present ^ (set(files) | {"certificate.json"})):
+        raise BuildError(f"'{name}' is {'not in the certificate' if name in present else 'missing'}", where=str(folder))
     for name, digest in files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
@@ -280,7 +293,7 @@ def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
         stated = body.pop("sha256")
         laws = msgspec.convert(body["laws"], dict[str, int])
         files = msgspec.convert(body["files"], dict[str, str])
-        honest = stated == _hash(body) and body["passed"] is True and _certificate(body, stated) == data
+        honest = stated == body_hash(body) and body["passed"] is True and _certificate(body, stated) == data
     except (msgspec.MsgspecError, KeyError, ValueError, UnicodeDecodeError, RecursionError) as e:
         raise BuildError(f"certificate.json does not read: {e}", where=str(folder)) from None
     if not honest:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tapestry.codegen.triton import generate, kernel_key, unavailable
 from tapestry.codegen.triton.emit.source import TritonKernel
-from tapestry.codegen.triton.run.tuned import as_knobs
+from tapestry.codegen.triton.run.tuned import config_from
 from tapestry.codegen.triton.task.chips import DEFAULT
 from tapestry.errors import BuildError
 from tapestry.ir.graph import Graph
@@ -15,9 +15,9 @@ from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.program import Launch, Program
 from tapestry.ir.syntax.printer import signature
 
-Turned = Mapping[str, Mapping[str, Any]]
-"""Knobs as data, by `key_of` of the kernel that they are for."""
-_NONE: Turned = {}
+Configs = Mapping[str, Mapping[str, Any]]
+"""KernelConfig as data, by `key_of` of the kernel that they are for."""
+_NONE: Configs = {}
 
 
 def kernels(graph: Graph, program: Program) -> list[Kernel]:
@@ -52,7 +52,7 @@ def kernels(graph: Graph, program: Program) -> list[Kernel]:
 
 
 def named_kernels(
-    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Turned = _NONE
+    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Configs = _NONE
 ) -> dict[str, tuple[Kernel, TritonKernel]]:
     """Kernels and what is generated for them, by file name.
 
@@ -66,7 +66,7 @@ def named_kernels(
     for kernel in kernels(graph, program):
         own = knobs.get(kernel_key(graph, kernel)) if knobs else None
         try:
-            chosen = None if own is None else as_knobs(own)
+            chosen = None if own is None else config_from(own)
         except ValueError as e:
             raise BuildError(f"not a plan: {e}", hint="compile the model again") from None
         made = generate(graph, kernel, chosen, target=target, precision=precision)
@@ -78,7 +78,7 @@ def named_kernels(
 
 
 def triton_kernels(
-    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Turned = _NONE
+    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Configs = _NONE
 ) -> dict[str, TritonKernel]:
     """Generated kernels by file name."""
     return {name: made for name, (_, made) in named_kernels(graph, program, target, precision, knobs).items()}
@@ -117,7 +117,7 @@ def without_kernel(graph: Graph) -> dict[str, str]:
 
 
 def triton_sources(
-    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Turned = _NONE
+    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Configs = _NONE
 ) -> dict[str, str]:
     """File name to Triton source."""
     return {name: k.source for name, k in triton_kernels(graph, program, target, precision, knobs).items()}

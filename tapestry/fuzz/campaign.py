@@ -32,13 +32,13 @@ class Tally:
     cases: int = 0
     models: int = 0
     seconds: float = 0.0
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
-    families: Counter[str] = field(default_factory=Counter)
-    operators: Counter[str] = field(default_factory=Counter)
-    rules: Counter[str] = field(default_factory=Counter)
-    via: Counter[str] = field(default_factory=Counter)
-    devices: Counter[str] = field(default_factory=Counter)
+    failures: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    refused: Counter[str] = field(default_factory=Counter[str])
+    families: Counter[str] = field(default_factory=Counter[str])
+    operators: Counter[str] = field(default_factory=Counter[str])
+    rules: Counter[str] = field(default_factory=Counter[str])
+    via: Counter[str] = field(default_factory=Counter[str])
+    devices: Counter[str] = field(default_factory=Counter[str])
 
     def document(self) -> dict[str, Any]:
         """As JSON."""

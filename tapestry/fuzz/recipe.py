@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import tapestry.rewrites  # noqa: F401  (fills the table of rules)
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Arrival, Layout, Mesh, MeshAxis, Plan, Stage, Strategy, device_count
@@ -46,14 +45,14 @@ class Recipe:
     mesh: Mesh
     simplified: tuple[bool, bool] = (True, False)
     moves: tuple[str, ...] = ()
-    strategies: Mapping[str, Strategy] = field(default_factory=dict)
-    inputs: Mapping[str, Layout] = field(default_factory=dict)
-    outputs: Mapping[str, Layout] = field(default_factory=dict)
+    strategies: Mapping[str, Strategy] = field(default_factory=dict[str, Strategy])
+    inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     streamed: frozenset[str] = frozenset()
     via: str = "strategies"
     stages: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    placed: Mapping[str, int] = field(default_factory=dict)
-    arrivals: Mapping[str, Layout] = field(default_factory=dict)
+    placed: Mapping[str, int] = field(default_factory=dict[str, int])
+    arrivals: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
 
     def document(self) -> dict[str, Any]:
         """As JSON."""

@@ -91,15 +91,24 @@ def _read(s: Series) -> list[Document]:
 def _chunk(s: Series, first: int, count: int) -> Document:
     argv = [sys.executable, "-m", "tapestry", "fuzz", "--seed", str(s.seed), "--first", str(first), "--count", str(count)]
     argv += ["--json", *(["--output", str(s.output)] if s.output else [])]
+    done = None
     try:
         done = subprocess.run(argv, capture_output=True, text=True, env=flags.interpreted(), timeout=PATIENCE)  # noqa: S603
-        document, end = json.loads(done.stdout), ""
+        document: Document = json.loads(done.stdout)
+        end = ""
     except subprocess.TimeoutExpired:
         document, end = {}, f"not done within {PATIENCE:g} s"
     except ValueError:
-        document, end = {}, f"status {done.returncode}: {done.stderr[-2000:]}"
+        document, end = {}, f"status {done.returncode}: {done.stderr[-2000:]}" if done else ""
     if "cases" not in document:
-        row = {"case": first, "seed": s.seed, "kind": "died", "what": "a process", "detail": end or str(document), "nodes": []}
+        row: Document = {
+            "case": first,
+            "seed": s.seed,
+            "kind": "died",
+            "what": "a process",
+            "detail": end or str(document),
+            "nodes": [],
+        }
         document = {"cases": 0, "models": 0, "seconds": 0.0, "failures": [row]}
     return {"seed": s.seed, "first": first, "count": count, **document}
 

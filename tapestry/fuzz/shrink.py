@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from onnx import NodeProto
 
 from tapestry.fuzz.generate.evaluate import Array, Unfit, reads, replay
 from tapestry.fuzz.generate.random_model import Model
@@ -115,7 +116,7 @@ def _models(case: Case) -> Iterator[Case]:
 def trimmed(model: Model, outputs: set[str], cut: dict[str, Array] | None = None) -> Model:
     """The model with some outputs only, values of ``cut`` as inputs, and nothing that neither needs."""
     cut = cut or {}
-    needed, nodes = set(outputs), []
+    needed, nodes = set(outputs), list[NodeProto]()
     for node in reversed(model.nodes):
         if any(o in needed and o not in cut for o in node.output):
             nodes.append(node)

@@ -66,7 +66,7 @@ class Prepared:
     path: Path
     lifted: Lifted
     data: dict[str, Array]
-    referee: dict[str, tuple[Array, float]] = field(default_factory=dict)
+    referee: dict[str, tuple[Array, float]] = field(default_factory=dict[str, tuple[Array, float]])
 
 
 def prepare(model: Model, path: Path) -> Prepared | Failure:
@@ -199,18 +199,8 @@ def _through_files(p: Prepared, recipe: Recipe) -> Failure | None:
 
 def _on_processes(p: Prepared, folder: Path, count: int) -> Failure | None:
     """The command that runs a build on several processes, and what it writes."""
-    argv = [
-        sys.executable,
-        "-m",
-        "tapestry",
-        "run",
-        str(folder / "b"),
-        "--processes",
-        str(count),
-        "--output",
-        str(folder / "o"),
-    ]
-    argv += ["--threads", "1", "--timeout", "120", "-q"]
+    argv = [sys.executable, "-m", "tapestry", "run", str(folder / "b"), "--processes", str(count)]
+    argv += ["--output", str(folder / "o"), "--threads", "1", "--timeout", "120", "-q"]
     for name, a in p.model.inputs.items():
         np.save(folder / f"{name}.npy", a)
         argv += ["--input", f"{name}={folder / name}.npy"]

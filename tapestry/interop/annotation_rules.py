@@ -6,11 +6,11 @@ numbers that show it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from onnx import GraphProto, ModelProto, NodeProto
+from onnx import ModelProto, NodeProto
 
 from tapestry.interop import sharding_specs
 from tapestry.interop.sharding_specs import DeviceConfiguration, NodeConfiguration, ShardedDim, ShardingSpec, name_of
@@ -52,31 +52,26 @@ class Context:
 
 def check(model: ModelProto, context: Context) -> list[Finding]:
     """All structural findings of a model, in file order."""
-    out = list(_configurations(model))
-    known: dict[str, DeviceConfiguration] = {}
+    named: dict[str, DeviceConfiguration] = {}
     for c in sharding_specs.configurations(model):
         if c.name is not None:
-            known.setdefault(c.name, c)
-    for node in _nodes(model):
-        out += _node(node, known, context)
-    out += _stages(model)
-    return out
+            named.setdefault(c.name, c)
+    of_nodes = (f for node in _nodes(model) for f in _node(node, named, context))
+    return [*_configurations(model), *of_nodes, *_stages(model)]
 
 
 def _nodes(model: ModelProto) -> Iterator[NodeProto]:
     """Nodes of the graph, of its subgraphs and of the functions."""
 
-    def inside(nodes: Sequence[NodeProto]) -> Iterator[NodeProto]:
+    def inside(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
         for n in nodes:
             yield n
             for a in n.attribute:
-                graphs: list[GraphProto] = [*([a.g] if a.HasField("g") else []), *a.graphs]
-                for g in graphs:
+                for g in (*([a.g] if a.HasField("g") else []), *a.graphs):
                     yield from inside(g.node)
 
-    yield from inside(model.graph.node)
-    for f in model.functions:
-        yield from inside(f.node)
+    for owner in (model.graph, *model.functions):
+        yield from inside(owner.node)
 
 
 def _configurations(model: ModelProto) -> Iterator[Finding]:

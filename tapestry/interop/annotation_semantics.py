@@ -14,8 +14,9 @@ classes (same part of every cut axis); only combinations of classes are looked a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from math import prod
 
 import numpy as np
@@ -50,9 +51,9 @@ class _Use:
 @dataclass(slots=True)
 class _Component:
     dims: list[str]
-    uses: list[_Use] = field(default_factory=list)
-    classes: list[tuple[int, ...]] = field(default_factory=list)
-    samples: list[dict[str, int]] = field(default_factory=list)
+    uses: list[_Use] = field(default_factory=list[_Use])
+    classes: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    samples: list[dict[str, int]] = field(default_factory=list[dict[str, int]])
 
 
 def clash(op: Op, placed: Mapping[str, Placement]) -> Clash | None:
@@ -98,10 +99,7 @@ def _joint(op: Block, reads: list[int], placed: Mapping[str, Placement]) -> Clas
 
 
 def _everyone(placed: Mapping[str, Placement]) -> int:
-    out = 0
-    for p in placed.values():
-        out |= p.holders
-    return out
+    return reduce(lambda a, b: a | b, (p.holders for p in placed.values()), 0)
 
 
 def _mask(op: Block, read: int, uses: list[_Use], values: list[int], placed: Mapping[str, Placement], everyone: int) -> int:
@@ -157,7 +155,7 @@ def _components(op: Block, reads: list[int], placed: Mapping[str, Placement]) ->
 def _classify(c: _Component, sizes: Mapping[str, int]) -> None:
     """The distinct tuples of labels over a component's points, with a point of each."""
     extents = [sizes[n] for n in c.dims]
-    grid = np.indices(extents, sparse=True) if extents else []
+    grid: Sequence[np.ndarray] = np.indices(extents, sparse=True) if extents else ()
     env = dict(zip(c.dims, grid, strict=True))
     columns = [np.broadcast_to(_labels(u, np.asarray(evaluate(u.aff, env))), extents).reshape(-1) for u in c.uses]
     rows, first = np.unique(np.stack(columns), axis=1, return_index=True)
@@ -199,7 +197,7 @@ def _opaque_clash(op: Opaque, placed: Mapping[str, Placement]) -> Clash | None:
     given = [(k, t) for k, t in enumerate(op.ins) if t in placed]
     cuts = [sorted({e for _, t in given for e in _edges(op, d, t, placed)} | {0}) for d in range(len(op.dims))]
     for point in itertools.product(*cuts):
-        mask, cells = _everyone(placed), []
+        mask, cells = _everyone(placed), list[tuple[str, tuple[int, ...], tuple[int, ...]]]()
         for k, t in given:
             p = placed[t]
             at = {a: x for a, x in zip(op.in_axes[k], point, strict=True) if a is not None}
@@ -285,7 +283,8 @@ def _need(op: Op, k: int, out: Placement, position: int, device: int, shape: tup
         names = sorted(dims_of(e))
         if prod(ranges[x][1] - ranges[x][0] for x in names) > MAX_POINTS:
             return None
-        grid = np.meshgrid(*(np.arange(*ranges[x]) for x in names), indexing="ij", sparse=True) if names else []
+        ends = (np.arange(*ranges[x]) for x in names)
+        grid: Sequence[np.ndarray] = np.meshgrid(*ends, indexing="ij", sparse=True) if names else ()
         at = np.unique(np.asarray(evaluate(e, dict(zip(names, grid, strict=True)))))
         found.append(at[(at >= 0) & (at < n)])
     return found

@@ -108,7 +108,7 @@ def _names(links: Links, n: int) -> Iterator[Shape]:
     if len(links) == n * (n - 1):
         yield Shape("full mesh")
     cycle = all(near) and len(_reach(near, 0)) == n
-    if cycle and all(len(r) == 1 for r in near) and len(set.union(*near)) == n:
+    if cycle and all(len(r) == 1 for r in near) and len({j for r in near for j in r}) == n:
         yield Shape("ring", two_way=n == 2)
     symmetric = all((j, i) in links for i, j in links)
     if symmetric and n > 2 and cycle and all(len(r) == 2 for r in near):

@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
-import onnx
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto
+from onnx import checker as onnx_checker
 
 from tapestry.errors import TapestryError
 from tapestry.interop.sharding_specs import (  # fmt: skip
@@ -32,6 +33,7 @@ MOVES = "tapestry.moves"  # model: JSON, structural rewrites of the plan, in ord
 STAGES = "tapestry.stages"  # model: JSON, devices and mesh of each pipeline stage, and the number of micro-batches
 PARTIAL = "tapestry.partial"  # node: JSON list, reductions cut over devices and where each is completed
 INTERNAL = "tapestry.internal"  # node: JSON, placements of operations inside the node whose results have no ONNX name
+checker = cast(Any, onnx_checker)  # (its types are incomplete)
 KEYS = (MESH, SHAPES, FIXED, MOVES, STAGES, PARTIAL, INTERNAL)
 
 
@@ -49,12 +51,12 @@ class Marks:
     """
 
     configuration: DeviceConfiguration
-    outs: Mapping[str, ShardingSpec] = field(default_factory=dict)
-    reads: Mapping[tuple[str, str], ShardingSpec] = field(default_factory=dict)
-    stages: Mapping[str, int] = field(default_factory=dict)
-    nodes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    model: Mapping[str, str] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    outs: Mapping[str, ShardingSpec] = field(default_factory=dict[str, ShardingSpec])
+    reads: Mapping[tuple[str, str], ShardingSpec] = field(default_factory=dict[tuple[str, str], ShardingSpec])
+    stages: Mapping[str, int] = field(default_factory=dict[str, int])
+    nodes: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    model: Mapping[str, str] = field(default_factory=dict[str, str])
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 def annotate(model: ModelProto, marks: Marks) -> int:
@@ -76,7 +78,7 @@ def annotate(model: ModelProto, marks: Marks) -> int:
     return sum(_node(node, marks) for node in model.graph.node)
 
 
-def _node(node: onnx.NodeProto, marks: Marks) -> int:
+def _node(node: NodeProto, marks: Marks) -> int:
     name = name_of(node)
     specs = [marks.reads[(name, t)] for t in dict.fromkeys(node.input) if (name, t) in marks.reads]
     specs += [marks.outs[t] for t in dict.fromkeys(node.output) if t in marks.outs]
@@ -160,10 +162,10 @@ def _same_file(a: Path, b: Path) -> bool:
 def _accepted(path: Path, source: Path) -> None:
     """Ask onnx's checker, unless it refuses the original as well."""
     try:
-        onnx.checker.check_model(str(path))
+        checker.check_model(str(path))
     except Exception as e:
         try:
-            onnx.checker.check_model(str(source))
+            checker.check_model(str(source))
         except Exception:
             return
         raise TapestryError("onnx refuses the annotated model", where=str(path), why=" ".join(str(e).split())[:300]) from None

@@ -84,11 +84,6 @@ def placement(spec: ShardingSpec, shape: tuple[int, ...]) -> Placement:
     return Placement(shape, pieces)
 
 
-def everywhere(shape: tuple[int, ...], devices: int) -> Placement:
-    """The whole tensor on every device."""
-    return Placement(shape, {d: tuple(((0, n),) for n in shape) for d in range(devices)})
-
-
 def _parts(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[dict[int, list[tuple[int, int]]], list[int], list[int]]:
     """(axis → (size, parts) of what was fused into it; numbers of parts, slowest first; the axis that each belongs to)."""
     axes: dict[int, list[tuple[int, int]]] = {}
@@ -152,7 +147,8 @@ def spec_of(tensor: str, layout: Layout, rank: int, mesh: Mesh) -> ShardingSpec:
     where: dict[tuple[int, ...], list[int]] = {}
     for d, c in enumerate(coordinates(mesh)):
         where.setdefault(tuple(part(mesh, by, c)[1] for by in axes), []).append(d)
-    devices, groups = [], []
+    devices: list[int] = []
+    groups: list[tuple[int, tuple[int, ...]]] = []
     for key in sorted(where):
         on = where[key]
         if len(on) == 1:

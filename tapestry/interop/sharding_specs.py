@@ -6,8 +6,8 @@ checker can tell "unset" from 0. What an annotation means is in `placement`, whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from onnx import (
     DeviceConfigurationProto,
@@ -18,6 +18,8 @@ from onnx import (
     ShardedDimProto,
     ShardingSpecProto,
     SimpleShardedDimProto,
+    TensorProto,
+    ValueInfoProto,
 )  # fmt: skip
 
 IR_VERSIONS = (11, 13)  # the first with annotations, the last that onnxruntime 1.31 reads
@@ -80,42 +82,32 @@ class NodeConfiguration:
 def configurations(model: ModelProto) -> tuple[DeviceConfiguration, ...]:
     """The device configurations of a model."""
     return tuple(
-        DeviceConfiguration(
-            c.name if c.HasField("name") else None, c.num_devices if c.HasField("num_devices") else None, tuple(c.device)
-        )
-        for c in model.configuration
+        DeviceConfiguration(_stated(c, "name"), _stated(c, "num_devices"), tuple(c.device)) for c in model.configuration
     )
 
 
 def node_configurations(node: NodeProto) -> tuple[NodeConfiguration, ...]:
     """The annotations of a node, one entry per configuration."""
     return tuple(
-        NodeConfiguration(
-            c.configuration_id if c.HasField("configuration_id") else None,
-            tuple(read_spec(s) for s in c.sharding_spec),
-            c.pipeline_stage if c.HasField("pipeline_stage") else None,
-        )
+        NodeConfiguration(_stated(c, "configuration_id"), tuple(map(read_spec, c.sharding_spec)), _stated(c, "pipeline_stage"))
         for c in node.device_configurations
     )
 
 
 def read_spec(proto: ShardingSpecProto) -> ShardingSpec:
     """One sharding spec."""
-    return ShardingSpec(
-        tensor=proto.tensor_name if proto.HasField("tensor_name") else None,
-        devices=tuple(proto.device),
-        groups=tuple((e.key if e.HasField("key") else None, tuple(e.value)) for e in proto.index_to_device_group_map),
-        dims=tuple(_read_dim(d) for d in proto.sharded_dim),
-    )
+    groups = tuple((_stated(e, "key"), tuple(e.value)) for e in proto.index_to_device_group_map)
+    return ShardingSpec(_stated(proto, "tensor_name"), tuple(proto.device), groups, tuple(map(_read_dim, proto.sharded_dim)))
 
 
 def _read_dim(proto: ShardedDimProto) -> ShardedDim:
-    shards: list[SimpleShard] = []
-    for s in proto.simple_sharding:
-        kind = s.WhichOneof("dim")
-        dim = None if kind is None else s.dim_value if kind == "dim_value" else s.dim_param
-        shards.append(SimpleShard(s.num_shards if s.HasField("num_shards") else None, dim))
-    return ShardedDim(proto.axis if proto.HasField("axis") else None, tuple(shards))
+    shards = (SimpleShard(_stated(s, "num_shards"), _stated(s, s.WhichOneof("dim") or "")) for s in proto.simple_sharding)
+    return ShardedDim(_stated(proto, "axis"), tuple(shards))
+
+
+def _stated(proto: Any, name: str) -> Any:
+    """The value of a field, if it is set."""
+    return getattr(proto, name) if name and proto.HasField(name) else None
 
 
 def annotated(model: ModelProto) -> bool:
@@ -133,51 +125,28 @@ def name_of(node: NodeProto) -> str:
 
 def configuration_proto(c: DeviceConfiguration) -> DeviceConfigurationProto:
     """A device configuration as its protobuf."""
-    proto = DeviceConfigurationProto(device=c.devices)
-    if c.name is not None:
-        proto.name = c.name
-    if c.num_devices is not None:
-        proto.num_devices = c.num_devices
-    return proto
+    return DeviceConfigurationProto(device=c.devices, name=c.name, num_devices=c.num_devices)
 
 
 def node_proto(c: NodeConfiguration) -> NodeDeviceConfigurationProto:
     """A node's annotation as its protobuf."""
-    proto = NodeDeviceConfigurationProto(sharding_spec=[spec_proto(s) for s in c.specs])
-    if c.configuration is not None:
-        proto.configuration_id = c.configuration
-    if c.stage is not None:
-        proto.pipeline_stage = c.stage
-    return proto
+    specs = map(spec_proto, c.specs)
+    return NodeDeviceConfigurationProto(sharding_spec=specs, configuration_id=c.configuration, pipeline_stage=c.stage)
 
 
 def spec_proto(s: ShardingSpec) -> ShardingSpecProto:
     """One sharding spec as its protobuf."""
-    proto = ShardingSpecProto(device=s.devices, sharded_dim=[_dim_proto(d) for d in s.dims])
-    if s.tensor is not None:
-        proto.tensor_name = s.tensor
-    for key, devices in s.groups:
-        entry = IntIntListEntryProto(value=devices)
-        if key is not None:
-            entry.key = key
-        proto.index_to_device_group_map.append(entry)
-    return proto
+    groups = [IntIntListEntryProto(value=devices, key=key) for key, devices in s.groups]
+    dims = map(_dim_proto, s.dims)
+    return ShardingSpecProto(device=s.devices, sharded_dim=dims, tensor_name=s.tensor, index_to_device_group_map=groups)
 
 
 def _dim_proto(d: ShardedDim) -> ShardedDimProto:
-    proto = ShardedDimProto()
-    if d.axis is not None:
-        proto.axis = d.axis
+    shards: list[SimpleShardedDimProto] = []
     for s in d.shards:
-        item = SimpleShardedDimProto()
-        if s.num_shards is not None:
-            item.num_shards = s.num_shards
-        if isinstance(s.dim, int):
-            item.dim_value = s.dim
-        elif s.dim is not None:
-            item.dim_param = s.dim
-        proto.simple_sharding.append(item)
-    return proto
+        size, symbol = (s.dim, None) if isinstance(s.dim, int) else (None, s.dim)
+        shards.append(SimpleShardedDimProto(num_shards=s.num_shards, dim_value=size, dim_param=symbol))
+    return ShardedDimProto(axis=d.axis, simple_sharding=shards)
 
 
 def clear(model: ModelProto) -> None:
@@ -190,16 +159,18 @@ def clear(model: ModelProto) -> None:
 # metadata: what the protos cannot say
 
 
-def metadata(holder: object) -> dict[str, str]:
+Holder = ModelProto | NodeProto | ValueInfoProto | TensorProto
+
+
+def metadata(holder: Holder) -> dict[str, str]:
     """The ``metadata_props`` of a model, node, value or tensor."""
-    props: Iterable[object] = holder.metadata_props  # type: ignore[attr-defined]
-    return {p.key: p.value for p in props}  # type: ignore[attr-defined]
+    return {p.key: p.value for p in holder.metadata_props}
 
 
-def set_metadata(holder: object, key: str, value: str | None) -> None:
+def set_metadata(holder: Holder, key: str, value: str | None) -> None:
     """Set a metadata property, or (None) remove it."""
-    props = holder.metadata_props  # type: ignore[attr-defined]
-    kept = [(p.key, p.value) for p in props if p.key != key]
-    del props[:]
-    for k, v in kept + ([] if value is None else [(key, value)]):
-        props.add(key=k, value=v)
+    others = [p for p in holder.metadata_props if p.key != key]
+    del holder.metadata_props[:]
+    holder.metadata_props.extend(others)
+    if value is not None:
+        holder.metadata_props.add(key=key, value=value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from tapestry.errors import TapestryError
 from tapestry.interop.sharding_specs import metadata, set_metadata
@@ -84,11 +84,8 @@ class Tiling:
         """Tile number j by the formulas of the slides, to the letter (integer parts taken after the division)."""
         p = self.pattern
         j = j if self.count != 1 else 0
-        out = []
-        for i, n in enumerate(shape):
-            k = p[i % len(p)]
-            out.append((j % k * n // k, min(n, (j % k + 1) * n // k)))
-        return tuple(out)
+        parts = [p[i % len(p)] for i in range(len(shape))]
+        return tuple((j % k * n // k, min(n, (j % k + 1) * n // k)) for n, k in zip(shape, parts, strict=True))
 
     def tiles(self, shape: tuple[int, ...], *, slides: bool = False) -> dict[int, Box]:
         """The tile of every instance that has one."""
@@ -302,7 +299,7 @@ def evaluate(d: TensorDictionary, after: Tiling, change: Change) -> TensorDictio
 
 def attach(model: ModelProto, tensor: str, tiling: Tiling | None) -> None:
     """Write a tiling into a model's metadata (None removes it): on the value or initializer, else on the model."""
-    holders = _holders(model, tensor)
+    holders = [h for h in _values(model) if h.name == tensor]
     set_metadata(model, f"{KEY}:{tensor}", None)
     for h in holders:
         set_metadata(h, KEY, None)
@@ -322,15 +319,13 @@ def read(model: ModelProto) -> dict[str, Tiling]:
         TapestryError: one does not parse.
     """
     out = {k.removeprefix(f"{KEY}:"): parse(v) for k, v in metadata(model).items() if k.startswith(f"{KEY}:")}
-    graph = model.graph
-    for h in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+    for h in _values(model):
         text = metadata(h).get(KEY)
         if text is not None:
             out[h.name] = parse(text)
     return out
 
 
-def _holders(model: ModelProto, tensor: str) -> list[object]:
+def _values(model: ModelProto) -> list[ValueInfoProto | TensorProto]:
     graph = model.graph
-    every = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
-    return [h for h in every if h.name == tensor]
+    return [*graph.input, *graph.output, *graph.value_info, *graph.initializer]

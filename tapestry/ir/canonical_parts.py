@@ -12,16 +12,11 @@ from __future__ import annotations
 
 import itertools
 
-from tapestry.ir.expr import Call, walk
+from tapestry.ir.expr import PRIMITIVES, Call, walk
 from tapestry.ir.graph import Block, Dim, Op
 from tapestry.ir.types import FLOATS
 
 PARTS = 24  # 1, 2, 3, 4, 6, 8, 12 and 24 devices
-# the same bits from a vector unit and from a scalar one: correctly rounded, or not rounded at all
-ROUNDED = frozenset(
-    {"add", "sub", "mul", "div", "neg", "abs", "sqrt", "floor", "ceil", "round", "sign", "isnan", "isinf", "eq", "ne", "lt"}
-    | {"le", "gt", "ge", "and", "or", "xor", "not", "shl", "shr", "where", "cast", "philox"}
-)
 
 
 def free(op: Op) -> bool:
@@ -31,7 +26,7 @@ def free(op: Op) -> bool:
     if op.monoid is not None and any(e.dtype in FLOATS for e in op.body):
         return False
     calls = [x for e in (*op.body, *op.then) for x in walk(e) if isinstance(x, Call)]
-    return all(c.fn in ROUNDED or not ({c.dtype, *(a.dtype for a in c.args)} & FLOATS) for c in calls)
+    return all(PRIMITIVES[c.fn].exact or not ({c.dtype, *(a.dtype for a in c.args)} & FLOATS) for c in calls)
 
 
 def canonical(op: Op) -> Dim | None:

@@ -76,7 +76,7 @@ class Primitive:
         result: its dtype: ``same`` as the arguments', ``bool``, ``i64``, or ``float`` (the same, and they must be floats);
             ``where`` and ``cast`` have rules of their own.
         commutative: whether the two arguments may change places.
-        exact: whether every target gives the same bits; the others are approximations.
+        exact: whether a vector unit, a scalar one and every target give the same bits: it is correctly rounded, or not rounded.
         flops: counted for one application.
     """
 
@@ -88,19 +88,21 @@ class Primitive:
 
 
 _BOTH = Primitive(2, commutative=True)
+_LESS_OR_MORE = Primitive(2, commutative=True, exact=False)  # of 0 and -0 either may come
 _TEST = Primitive(2, "bool")
+_ALIKE = Primitive(2, "bool", commutative=True)
 _CURVE = Primitive(1, "float", exact=False)
 _CURVES = (
     "exp", "log", "erf", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
     "sigmoid", "log1p", "expm1",
 )  # fmt: skip
 PRIMITIVES: dict[str, Primitive] = {
-    "add": _BOTH, "mul": _BOTH, "min": _BOTH, "max": _BOTH, "and": _BOTH, "or": _BOTH, "xor": _BOTH,
-    "sub": Primitive(2), "div": Primitive(2), "mod": Primitive(2), "fmod": Primitive(2), "shl": Primitive(2),
-    "shr": Primitive(2), "pow": Primitive(2, exact=False), "neg": Primitive(1), "abs": Primitive(1), "sign": Primitive(1),
-    "not": Primitive(1), **dict.fromkeys(_CURVES, _CURVE), "sqrt": Primitive(1, "float"), "floor": Primitive(1, "float"),
-    "ceil": Primitive(1, "float"), "round": Primitive(1, "float"), "isnan": Primitive(1, "bool"),
-    "isinf": Primitive(1, "bool"), "eq": Primitive(2, "bool", commutative=True), "ne": Primitive(2, "bool", commutative=True),
+    "add": _BOTH, "mul": _BOTH, "and": _BOTH, "or": _BOTH, "xor": _BOTH, "min": _LESS_OR_MORE, "max": _LESS_OR_MORE,
+    "sub": Primitive(2), "div": Primitive(2), "shl": Primitive(2), "shr": Primitive(2),
+    "mod": Primitive(2, exact=False), "fmod": Primitive(2, exact=False), "pow": Primitive(2, exact=False),
+    "neg": Primitive(1), "abs": Primitive(1), "sign": Primitive(1), "not": Primitive(1), **dict.fromkeys(_CURVES, _CURVE),
+    "sqrt": Primitive(1, "float"), "floor": Primitive(1, "float"), "ceil": Primitive(1, "float"),
+    "round": Primitive(1, "float"), "isnan": Primitive(1, "bool"), "isinf": Primitive(1, "bool"), "eq": _ALIKE, "ne": _ALIKE,
     "lt": _TEST, "le": _TEST, "gt": _TEST, "ge": _TEST, "where": Primitive(3, "where"), "cast": Primitive(1, "cast", flops=0),
     "philox": Primitive(5, "i64"),
 }  # fmt: skip

@@ -238,9 +238,6 @@ def primitive_of(name: str | None) -> str:
     return structure.fn if isinstance(structure, ByPrimitive) else ""
 
 
-SUMS = frozenset(sums(n) for n in range(1, MOST_SUMS + 1))
-
-
 def _scale(by: State, s: State) -> State:
     return (call("mul", by[0], s[0]),)
 

@@ -17,7 +17,6 @@ from tapestry.ir.kernel import Box, size
 from tapestry.ir.types import itemsize
 
 T = TypeVar("T")
-COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "halo", "broadcast", "permute", "send_recv")
 
 
 class Shared(tuple[T, ...]):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import pkgutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.types import PACKED, Tensor, Weight
+from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
 from tapestry.lift.building.nodes import SUSPECT, Prepared
 from tapestry.lift.building.nodes import lift_nodes as build_nodes
@@ -25,34 +28,15 @@ from tapestry.lift.file.external_data import dtype_name, parse_place
 from tapestry.lift.file.structure import check_attributes, check_structure, load
 from tapestry.lift.file.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.file.weight_data import read_weight
-from tapestry.lift.microsoft import contrib, contrib_attention, contrib_float, contrib_quant  # fmt: skip
-from tapestry.lift.movement import gather, resize, scatter, shape
+from tapestry.lift.microsoft import contrib
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.function_opsets import align_functions
 from tapestry.lift.normalize.prepare import infer, prepare, take_out_weights
-from tapestry.lift.operators import (
-    attention,
-    conv,
-    einsum,
-    elementwise,
-    integer,
-    linear,
-    loss,
-    ml,
-    norm,
-    opaque_operators,
-    pool,
-    quantize,
-    random,
-    reduce,
-)
-from tapestry.lift.recurrences import linear_scan, rnn
 from tapestry.lift.recurrences.loop_body import step_types
 
-FAMILIES = (  # they register lifters, and definitions of vendors' operators
-    attention, conv, einsum, elementwise, gather, integer, linear, loss, ml, norm, opaque_operators, pool, quantize, random,
-    linear_scan, rnn, reduce, resize, scatter, shape, contrib_attention, contrib_float, contrib_quant,
-)  # fmt: skip
+for room in (operators, movement, recurrences, microsoft):  # their modules register lifters and definitions of operators
+    for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+        import_module(module.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

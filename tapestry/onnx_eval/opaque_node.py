@@ -69,11 +69,11 @@ def run(
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
-                found = list(made(op.node, op.opsets, types)(feeds))
+                results = list(made(op.node, op.opsets, types)(feeds))
         except Exception as e:  # both libraries raise many kinds
             failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
             continue
-        return [_held_to(op, _plain(x), e) for x, e in zip(found, expected, strict=True)]
+        return [_held_to(op, _plain(x), e) for x, e in zip(results, expected, strict=True)]
     raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
 
 
@@ -125,15 +125,15 @@ def _plain(x: Any) -> Any:
     return a.astype(object) if a.dtype.kind in "US" else a
 
 
-def _held_to(op: Opaque, found: Any, expected: Expected) -> Any:
+def _held_to(op: Opaque, result: Any, expected: Expected) -> Any:
     """The result, if it is what the graph says of it."""
     dtype, shape = expected
     if dtype == HOST:
-        return found
-    is_array = isinstance(found, np.ndarray)
-    if is_array and found.shape == shape and (not dtype or found.dtype == numpy_dtype(dtype)):
-        return found
-    what = f"{found.dtype.name}{list(found.shape)}" if is_array else type(found).__name__
+        return result
+    is_array = isinstance(result, np.ndarray)
+    if is_array and result.shape == shape and (not dtype or result.dtype == numpy_dtype(dtype)):
+        return result
+    what = f"{result.dtype.name}{list(result.shape)}" if is_array else type(result).__name__
     raise TapestryError(
         "the result is not what the model declares", where=f"node '{', '.join(op.source)}' ({op.kind})",
         why=f"it is {what}, declared {dtype}{list(shape)}", hint="these inputs ask for another shape; leave it undeclared",
@@ -198,9 +198,9 @@ def _time_first(node: Any) -> list[Any]:
         return [node]
     inner = NodeProto()
     inner.CopyFrom(node)
-    kept = [a for a in node.attribute if a.name != "layout"]
+    attributes = [a for a in node.attribute if a.name != "layout"]
     del inner.attribute[:]
-    inner.attribute.extend(kept)
+    inner.attribute.extend(attributes)
     before, after = [], []
     for k, name in enumerate(node.input):
         if name and k in (0, 5, 6):  # X and the initial states; all else has no batch or nothing before it
@@ -234,5 +234,5 @@ def _onnxruntime(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    known = {i.name for i in session.get_inputs()}
-    return lambda given: session.run(None, {n: a for n, a in given.items() if n in known})
+    names = {i.name for i in session.get_inputs()}
+    return lambda given: session.run(None, {n: a for n, a in given.items() if n in names})

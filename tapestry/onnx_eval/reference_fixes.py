@@ -20,12 +20,12 @@ def corrected() -> list[type]:
         """Theirs takes places modulo the length, so that the end is the beginning, and divides by 0."""
 
         def _run(self, held: Any, tensor: Any, place: Any = None) -> tuple[Any, ...]:
-            found, length = list(held), len(held)
+            items, length = list(held), len(held)
             at = length if place is None else int(np.asarray(place).item())
             if not -length <= at <= length:
                 raise ValueError(f"place {at} in a sequence of {length}")
-            found.insert(at, tensor)  # a negative place counts from the end, as in Python
-            return (found,)
+            items.insert(at, tensor)  # a negative place counts from the end, as in Python
+            return (items,)
 
     class Loop(Theirs):
         """Theirs takes no steps without a condition, and concatenates what it should stack."""
@@ -37,11 +37,11 @@ def corrected() -> list[type]:
             seen: list[list[Any]] = [[] for _ in range(self.K)]
             while going and (M is None or step < int(np.asarray(M).item())):
                 values |= {names[0]: np.array(step, np.int64), names[1]: np.array(True)}
-                found = self._run_body(values, **body)
-                going, step = bool(np.asarray(found[0]).item()), step + 1
-                values |= dict(zip(names[2:], found[1 : 1 + self.N], strict=True))
-                for kept, a in zip(seen, found[1 + self.N :], strict=True):
-                    kept.append(a)
+                results = self._run_body(values, **body)
+                going, step = bool(np.asarray(results[0]).item()), step + 1
+                values |= dict(zip(names[2:], results[1 : 1 + self.N], strict=True))
+                for rows, a in zip(seen, results[1 + self.N :], strict=True):
+                    rows.append(a)
             return self._check_and_fix_outputs((*(values[n] for n in names[2:]), *map(np.stack, seen)))
 
     return [SequenceInsert, Loop]

@@ -17,7 +17,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
-from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated
+from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated, reads
 from tapestry.ir.state import counted, varies
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
@@ -342,24 +342,12 @@ def with_frees(steps: list[Step], kept: set[str]) -> list[Step]:
     """Free every buffer after the last step that touches it."""
     last: dict[str, int] = {}
     for i, s in enumerate(steps):
-        for b in (*allocated(s), *_touched(s)):
+        for b in (*allocated(s), *filter(None, reads(s))):
             last[b] = i
     out: list[Step] = []
     for i, s in enumerate(steps):
         out.append(s)
-        done = tuple(dict.fromkeys(b for b in (*_touched(s), *allocated(s)) if last[b] == i and b not in kept))
+        done = tuple(dict.fromkeys(b for b in (*filter(None, reads(s)), *allocated(s)) if last[b] == i and b not in kept))
         if done:
             out.append(Free(buffers=done))
     return out
-
-
-def _touched(s: Step) -> tuple[str, ...]:
-    match s:
-        case Launch():
-            return tuple(b for b in (*s.ins, *s.states) if b)
-        case Transfer():
-            return (s.src,)
-        case Reduce():
-            return s.srcs
-        case _:
-            return ()

@@ -18,7 +18,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, size
 from tapestry.ir.plan import Layout, Plan, Stage, Strategy
-from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.program import Launch, Load, Program, Reduce, Step, Transfer, allocated, reads
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
@@ -123,15 +123,7 @@ def _streams(step: Step, plan: Plan, program: Program) -> TypeGuard[Load]:
 
 def reads_of(step: Step) -> tuple[str, ...]:
     """Buffers that a step reads."""
-    match step:
-        case Launch():
-            return tuple(dict.fromkeys(b for b in (*step.ins, *step.states) if b))
-        case Transfer():
-            return (step.src,)
-        case Reduce():
-            return step.srcs
-        case Load() | Free():
-            return ()
+    return tuple(dict.fromkeys(b for b in reads(step) if b))
 
 
 def critical_path(schedule: Schedule) -> list[Hop]:

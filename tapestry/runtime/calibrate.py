@@ -62,11 +62,11 @@ def write(path: Path, document: dict[str, Any]) -> Topology:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as f:
         json.dump(document, f, indent=1)
     try:
-        found = topology((), f.name)
+        result = topology((), f.name)
         os.replace(f.name, path)
     finally:
         Path(f.name).unlink(missing_ok=True)
-    return found
+    return result
 
 
 def _matmul(dtype: torch.dtype) -> float:

@@ -60,15 +60,15 @@ def index_bounds(graph: Graph) -> Bounds:
     A gather is a sum over the axis that finds nothing for an index outside (`gather`), where ONNX has an error. What a
     model computes its indices from is not followed, nor are reads of which the cells are no plain slice.
     """
-    found: dict[tuple[str, str, int], tuple[str, Cells, int]] = {}
+    entries: dict[tuple[str, str, int], tuple[str, Cells, int]] = {}
     for op in (op for op in graph.ops if isinstance(op, Block) and op.reduce):
         for x in (x for e in op.point for x in walk(e)):
             arg = _gathered(x, op)
             cells = None if arg is None else _cells(op.reads[arg[0]], op.ranges)
             if arg is not None and cells is not None and op.reads[arg[0]].tensor in graph.inputs:
                 one = (op.reads[arg[0]].tensor, cells, arg[1])
-                found.setdefault((one[0], str(cells), one[2]), one)
-    return tuple(found.values())
+                entries.setdefault((one[0], str(cells), one[2]), one)
+    return tuple(entries.values())
 
 
 def check_indices(feeds: Mapping[str, Any], bounds: Bounds) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tapestry.onnx_eval.value_kinds import is_map, is_sequence
+
 LONGEST = 200  # characters of a file's name, with room for endings
 
 
@@ -38,20 +40,20 @@ def places(folder: Path, outputs: Mapping[str, Any]) -> dict[str, tuple[Path, np
 
 def paths(folder: Path, names: Iterable[str]) -> list[Path]:
     """One file per name, in the same order."""
-    found: list[Path] = []
+    taken: list[Path] = []
     for name in names:
         path, k = folder / f"{file_name(name)}.npy", 1
-        while path in found:
+        while path in taken:
             path, k = folder / f"{file_name(name)}_{k}.npy", k + 1
-        found.append(path)
-    return found
+        taken.append(path)
+    return taken
 
 
 def _arrays(outputs: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     for name, value in outputs.items():
-        if isinstance(value, list):
+        if is_sequence(value):
             yield from _arrays({f"{name}.{k}": v for k, v in enumerate(value)})
-        elif isinstance(value, dict):
+        elif is_map(value):
             yield f"{name}.keys", np.array(list(value))
             yield from _arrays({f"{name}.values": np.stack([np.asarray(v) for v in value.values()])} if value else {})
         elif value is not None:

@@ -19,6 +19,7 @@ from tapestry.ir.program import Load, Program
 from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
 from tapestry.lift import read_weight
 from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.plan.topology import from_data
 from tapestry.runtime.feeds import check_indices, index_bounds
 from tapestry.runtime.target_protocol import Measured, Progress, Source, Target
@@ -135,7 +136,7 @@ def _limits(build: Build) -> list[int]:
 
 
 def _row_major(a: Any) -> Any:
-    return a if not isinstance(a, np.ndarray) or a.flags.c_contiguous else a.copy(order="C")
+    return a if not is_array(a) or a.flags.c_contiguous else a.copy(order="C")
 
 
 def host_load_bytes(build: Build) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from onnx import ModelProto
@@ -69,11 +69,11 @@ class Given:
 
     graph: Graph
     fixed: Fixed
-    inputs: Mapping[str, Layout] = field(default_factory=dict)
-    outputs: Mapping[str, Layout] = field(default_factory=dict)
+    inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     moves: tuple[Move, ...] = ()
     notes: tuple[str, ...] = ()
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def read(path: Path, devices: int | None = None) -> Annotations | None:
@@ -330,7 +330,7 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
     blocks = {op.outs[0] for op in graph.ops if isinstance(op, Block)}
     for props in a.nodes.values():
         for name, s in _json(props.get(onnx_annotations.INTERNAL, "{}"), onnx_annotations.INTERNAL, dict).items():
-            if isinstance(s, dict) and len(s.get("dims", ())) == len(s.get("out", ())) == len(over):
+            if _complete(s, len(over)):
                 out[str(name)] = tuple(s["dims"])
                 inner |= {str(name): tuple(s["out"])} if name in blocks else {}
     for op in graph.ops:
@@ -338,9 +338,8 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
         if not isinstance(op, Block) or layout is None:
             continue
         text = a.nodes.get(a.writer.get(op.outs[0], ""), {}).get(onnx_annotations.PARTIAL, "[]")
-        partial = {
-            p["mesh_axis"]: p for p in _json(text, onnx_annotations.PARTIAL, list) if isinstance(p, dict) and "mesh_axis" in p
-        }
+        rows: list[Any] = _json(text, onnx_annotations.PARTIAL, list)
+        partial: dict[str, dict[str, Any]] = {p["mesh_axis"]: p for p in rows if isinstance(p, dict) and "mesh_axis" in p}
         dims: list[str | None] = []
         for axis, k in zip(over, layout, strict=True):
             p = partial.get(axis.name)
@@ -351,12 +350,22 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
     return out, inner
 
 
+def _complete(s: Any, axes: int) -> bool:
+    """Whether the metadata of an inner result says what every mesh axis cuts."""
+    return isinstance(s, dict) and len(cast(Any, s).get("dims", ())) == len(cast(Any, s).get("out", ())) == axes
+
+
 def _json(text: str, key: str, kind: type) -> Any:
+    """What a metadata property holds, as JSON.
+
+    Raises:
+        PlanError: it is no JSON, or of another type.
+    """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, kind):
+        value = None
+    if not isinstance(value, kind):
         hint = "--ignore-sharding plans without it"
         raise PlanError("the model's metadata does not read", where=key, why=text[:80], hint=hint)
-    return found
+    return value

@@ -13,7 +13,7 @@ from onnx import ModelProto, NodeProto
 from tapestry.errors import ModelError, TapestryError
 from tapestry.interop import annotation_semantics, onnx_annotations, sharding_specs
 from tapestry.interop.annotation_rules import Context, Finding, Shape, check
-from tapestry.interop.placement import Placement, describe, placement
+from tapestry.interop.placement import Intervals, Placement, describe, placement
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, name_of
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import device_count
@@ -244,13 +244,13 @@ def _not_identical(op: Op, placed: Mapping[str, Placement], node: str) -> Iterat
     if not isinstance(op, Block):
         return
     for d in op.space:
-        seen: dict[str, object] = {}
+        seen: dict[str, dict[int, Intervals]] = {}
         for r in op.reads:
             axis = next((k for k, e in enumerate(r.index) if e.is_dim and e.coef(d.name) == 1), None)
             if axis is not None and r.tensor in placed and placed[r.tensor].shape[axis] == d.size:
                 p = placed[r.tensor]
                 seen.setdefault(r.tensor, {n: piece[axis] for n, piece in p.pieces.items()})
-        if len({str(sorted(v.items())) for v in seen.values() if isinstance(v, dict)}) > 1:
+        if len({str(sorted(v.items())) for v in seen.values()}) > 1:
             names = " and ".join(f"'{t}'" for t in seen)
             text = f"{names} are not placed alike along '{d.name}'; each device has what it needs, and some more than that"
             yield Finding("warning", "not-identical", node, next(iter(seen)), text)

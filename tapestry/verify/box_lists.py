@@ -77,11 +77,11 @@ class Lists:
 
     def number(self, items: tuple[Any, ...]) -> int:
         """Equal tuples have one number. (An object seen before is known by its identity: it is kept, so that stays its own.)"""
-        found = self._seen.get(id(items))
-        if found is None:
-            found = items, self._numbers.setdefault(items, len(self._numbers))
-            self._seen[id(items)] = found
-        return found[1]
+        entry = self._seen.get(id(items))
+        if entry is None:
+            entry = items, self._numbers.setdefault(items, len(self._numbers))
+            self._seen[id(items)] = entry
+        return entry[1]
 
     def spans(self, boxes: Boxes, rank: int, law: str = "agreement", step: str = "") -> Spans:
         """The arrays of a list of boxes of a rank.

@@ -34,5 +34,5 @@ def coverage(boxes: Sequence[Box], target: Box) -> tuple[Point | None, Point | N
 
 
 def _corner(where: np.ndarray, cuts: list[list[int]]) -> Point | None:
-    found = np.argwhere(where)
-    return tuple(cuts[a][int(i)] for a, i in enumerate(found[0])) if len(found) else None
+    cells = np.argwhere(where)
+    return tuple(cuts[a][int(i)] for a, i in enumerate(cells[0])) if len(cells) else None

@@ -61,10 +61,10 @@ class _Replay:
 
     def buffer(self, name: str, step: str) -> Buffer:
         """A declared buffer."""
-        found = self.program.buffers.get(name)
-        if found is None:
+        buffer = self.program.buffers.get(name)
+        if buffer is None:
             raise LawError("read_after_write", f"buffer '{name}' does not exist", where=step)
-        return found
+        return buffer
 
     def spans(self, b: Buffer) -> Spans:
         """The boxes of a buffer (`_declared` has seen that they are parts of its tensor)."""

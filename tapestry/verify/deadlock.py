@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tapestry.errors import LawError
 from tapestry.ir.kernel import Box, size
-from tapestry.ir.program import Free, Launch, Program, Reduce, Step, Transfer
+from tapestry.ir.program import Free, Program, Reduce, Step, Transfer, reads
 from tapestry.ir.types import itemsize
 
 LAW = "no_deadlock"
@@ -135,17 +135,7 @@ def exchanges(program: Program) -> Iterator[tuple[tuple[int, int], Flow]]:
 
 def named(step: Step) -> tuple[str, ...]:
     """The buffers that a step reads or frees."""
-    match step:
-        case Launch():
-            return (*step.ins, *step.states)
-        case Transfer():
-            return (step.src,)
-        case Reduce():
-            return step.srcs
-        case Free():
-            return step.buffers
-        case _:
-            return ()
+    return step.buffers if isinstance(step, Free) else reads(step)
 
 
 def _post(out: list[list[Exchange]], tag: tuple[int, int], flow: Flow, owner: list[int]) -> None:

@@ -53,8 +53,8 @@ def _filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breac
         if key in known:
             continue
         rank = len(extent)
-        found = [tuple((int(p[a]), int(p[rank + a])) for a in range(rank)) for p in pieces]
-        gap, twice = coverage(found, whole(tuple(extent.tolist())))
+        boxes_held = [tuple((int(p[a]), int(p[rank + a])) for a in range(rank)) for p in pieces]
+        gap, twice = coverage(boxes_held, whole(tuple(extent.tolist())))
         corner = dst.lo[d].tolist()
         if gap is not None:
             return Breach("read_after_write", f"device {d} lacks cells after the transfer", _moved(gap, corner))

@@ -107,27 +107,27 @@ def _block(op: Block, graph: Graph, values: Mapping[str, Array], wide: bool) -> 
     for box in itertools.product(*ways[:n]):
         place = tuple(slice(lo, hi) for lo, hi in box)
         if op.monoid is None:
-            results = _points(op, op.body, box, graph, values, wide, [])
+            results = _points(op, op.body, box, values, wide, [])
         else:
             state: list[Array] | None = None
             for reduced in itertools.product(*ways[n:]):
-                partial = _fold(op, (*box, *reduced), graph, values, wide)
+                partial = _fold(op, (*box, *reduced), values, wide)
                 state = partial if state is None else _combine(op, state, partial)
             assert state is not None
-            results = _points(op, op.then, box, graph, values, wide, state)
+            results = _points(op, op.then, box, values, wide, state)
         for out, value in zip(outs, results, strict=True):
             out[place] = value
     return outs
 
 
-def _fold(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide: bool) -> list[Array]:
+def _fold(op: Block, box: Box, values: Mapping[str, Array], wide: bool) -> list[Array]:
     """Monoid state of each output point over a block of the reduced dimensions, merged one point after another."""
     assert op.monoid
     n, inner = len(op.dims), len(op.inner_dims)
-    lets = _inner(op, box, graph, values, wide)
+    lets = _inner(op, box, values, wide)
     box = (*box[: len(box) - inner], *((0, 1) for _ in range(inner)))
     extents = [hi - lo for lo, hi in box]
-    fields = _points(op, op.body, box, graph, values, wide, lets)
+    fields = _points(op, op.body, box, values, wide, lets)
     flat = [np.broadcast_to(f, extents).reshape(*extents[:n], math.prod(extents[n:])) for f in fields]
     zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
     state = [np.full(extents[:n], z.value, f.dtype) for z, f in zip(zero, flat, strict=True)]
@@ -136,12 +136,12 @@ def _fold(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide: 
     return state
 
 
-def _inner(op: Block, box: Box, graph: Graph, values: Mapping[str, Array], wide: bool) -> list[Array]:
+def _inner(op: Block, box: Box, values: Mapping[str, Array], wide: bool) -> list[Array]:
     """Values of the inner reductions, merged one point after another; their own dimensions keep an extent of 1."""
     out: list[Array] = []
     first = len(op.dims) + len(op.reduce)
     for s in op.inner:
-        (points,) = _points(op, (s.body,), box, graph, values, wide, [], whole=False)
+        (points,) = _points(op, (s.body,), box, values, wide, [], whole=False)
         mine = range(first, first + len(s.dims))
         first += len(s.dims)
         sizes = [d.size for d in s.dims]
@@ -173,15 +173,9 @@ def _merge(monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) 
 
 
 def _points(
-    op: Block,
-    exprs: tuple[Expr, ...],
-    box: Box,
-    graph: Graph,
-    values: Mapping[str, Array],
-    wide: bool,
-    state: list[Array],
+    op: Block, exprs: tuple[Expr, ...], box: Box, values: Mapping[str, Array], wide: bool, state: list[Array],
     whole: bool = True,
-) -> list[Array]:
+) -> list[Array]:  # fmt: skip
     """Values of expressions over a box of the index space (of the map dimensions alone, when there is a state).
 
     Not ``whole``: an axis keeps an extent of 1 where nothing depends on it.
@@ -194,10 +188,10 @@ def _points(
     needed = {x.pos for e in exprs for x in _leaves(e) if isinstance(x, Arg)}
     args = [_read(op, r, box, env, values[r.tensor]) if k in needed else np.zeros(()) for k, r in enumerate(op.reads)]
     with np.errstate(all="ignore"):
-        found = [value(e, args, state, env, wide) for e in exprs]
+        values_at = [value(e, args, state, env, wide) for e in exprs]
     if not whole:
-        return [np.reshape(v, (1,) * (len(extents) - v.ndim) + v.shape) for v in found]
-    return [np.broadcast_to(v, extents) for v in found]
+        return [np.reshape(v, (1,) * (len(extents) - v.ndim) + v.shape) for v in values_at]
+    return [np.broadcast_to(v, extents) for v in values_at]
 
 
 def _read(op: Block, r: Read, box: Box, env: Mapping[str, Array], source: Array) -> Array:

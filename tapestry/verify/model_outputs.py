@@ -71,8 +71,8 @@ def _onnxruntime(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, A
     session = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
-    found: list[Any] = list(session.run(names, {n: a for n, a in feeds.items() if n in known}))
-    return dict(zip(names, found, strict=True))
+    results: list[Any] = list(session.run(names, {n: a for n, a in feeds.items() if n in known}))
+    return dict(zip(names, results, strict=True))
 
 
 def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -82,8 +82,8 @@ def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Arr
     loaded = onnx.load(str(model)) if isinstance(model, Path) else onnx.load_from_string(model)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        found: list[Any] = list(ReferenceEvaluator(loaded).run(None, dict(feeds)))
-    return dict(zip([o.name for o in loaded.graph.output], found, strict=True))
+        results: list[Any] = list(ReferenceEvaluator(loaded).run(None, dict(feeds)))
+    return dict(zip([o.name for o in loaded.graph.output], results, strict=True))
 
 
 def tolerances(graph: Graph) -> dict[str, float]:

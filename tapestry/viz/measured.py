@@ -7,11 +7,8 @@ transfer's own, and the rest is reported as waiting. Medians over the batches, w
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +20,7 @@ from tapestry.build.store import Build
 from tapestry.ir.program import Launch, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.viz import explain
 from tapestry.viz.format import step_text
+from tapestry.viz.trace import write_events
 
 Slices = Sequence[np.ndarray[Any, Any]]  # per rank: rows of (batch, step, device, stream, start, end), nanoseconds
 Row = dict[str, Any]
@@ -34,13 +32,7 @@ def write(path: Path, build: Build, slices: Slices) -> dict[str, int]:
     """Write a Chrome trace, whole or not at all; returns how many ranks and slices it has."""
     events, counts = list(_events(build, slices)), {"ranks": len(slices), "slices": sum(len(s) for s in slices)}
     other = {"what": "a real run", **counts, "topology": build.topology, "steps": rows(build, slices)}
-    data = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-        json.dump(data, f, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    os.chmod(f.name, 0o644)
-    os.replace(f.name, path)
+    write_events(path, events, other)
     return counts
 
 
@@ -143,14 +135,10 @@ def text(found: Row) -> str:
     out = [f"measured on {found['processes']} processes of {found['threads']} threads, beside what the plan estimates", ""]
     out.append(f"{'step':>6}  {'estimated':>11}  {'measured':>11}  {'ratio':>7}  {'waited':>11}  what")
     for r in found["steps"]:
-        ratio = r["measured_s"] / r["estimated_s"] if r["estimated_s"] else math.inf
-        times = f"{_ms(r['estimated_s'])}  {_ms(r['measured_s'])}  {ratio:7.2f}  {_ms(r['waited_s'])}"
-        out.append(f"{r['step']:>6}  {times}  {r['what']}")
+        out.append(f"{r['step']:>6}  {_times(r)}  {r['what']}")
     out += ["", f"{'kind':16}  {'steps':>5}  {'estimated':>11}  {'measured':>11}  {'ratio':>7}  {'waited':>11}"]
     for kind, k in found["kinds"].items():
-        ratio = k["measured_s"] / k["estimated_s"] if k["estimated_s"] else math.inf
-        times = f"{_ms(k['estimated_s'])}  {_ms(k['measured_s'])}  {ratio:7.2f}  {_ms(k['waited_s'])}"
-        out.append(f"{kind:16}  {k['steps']:5}  {times}")
+        out.append(f"{kind:16}  {k['steps']:5}  {_times(k)}")
     way = found["overlap"]
     if way["on_the_way_s"]:
         share = way["hidden_s"] / way["on_the_way_s"]
@@ -162,6 +150,12 @@ def text(found: Row) -> str:
     step = f"a step is off by a factor of {found['step_error']:.2f} on (geometric) average"
     out += ["", f"in all {both}: error of the cost model {found['error']:+.0%}; {step}"]
     return "\n".join(out) + "\n"
+
+
+def _times(row: Row) -> str:
+    """Estimated, measured, their ratio, waited."""
+    ratio = row["measured_s"] / row["estimated_s"] if row["estimated_s"] else math.inf
+    return f"{_ms(row['estimated_s'])}  {_ms(row['measured_s'])}  {ratio:7.2f}  {_ms(row['waited_s'])}"
 
 
 def _ms(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -43,11 +43,17 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+def titled(title: str, columns: Sequence[str], *, left: Collection[str]) -> Table:
+    """An empty table; columns but those in ``left`` are of numbers."""
+    table = Table(title=title, title_justify="left")
+    for c in columns:
+        table.add_column(c, justify="left" if c in left else "right")
+    return table
+
+
 def pareto(points: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Latency against memory, fastest first."""
-    table = Table(title="Latency against memory", title_justify="left")
-    for c in ("objective", "peak per device, bytes"):
-        table.add_column(c, justify="right")
+    table = titled("Latency against memory", ("objective", "peak per device, bytes"), left=())
     for p in points:
         table.add_row(ms(p["objective_s"]), f"{p['peak_bytes']:,}")
     return table
@@ -55,10 +61,7 @@ def pareto(points: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Transfers by kind."""
-    table = Table(title="Transfers between devices", title_justify="left")
-    table.add_column("kind")
-    table.add_column("count", justify="right")
-    table.add_column("bytes, all senders", justify="right")
+    table = titled("Transfers between devices", ("kind", "count", "bytes, all senders"), left=("kind",))
     for r in rows:
         table.add_row(r["kind"], str(r["count"]), f"{r['bytes']:,}")
     table.add_row("all", str(sum(r["count"] for r in rows)), f"{sum(r['bytes'] for r in rows):,}", style="bold")
@@ -67,10 +70,7 @@ def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def memory(peaks: Sequence[int]) -> RenderableType:
     """Peak bytes per device, as bars."""
-    table = Table(title="Peak memory per device", title_justify="left")
-    table.add_column("device", justify="right")
-    table.add_column("bytes", justify="right")
-    table.add_column("")
+    table = titled("Peak memory per device", ("device", "bytes", ""), left=("",))
     top = max([*peaks, 1])
     for d, p in enumerate(peaks):
         table.add_row(str(d), f"{p:,}", "█" * max(1, round(24 * p / top)))
@@ -79,9 +79,7 @@ def memory(peaks: Sequence[int]) -> RenderableType:
 
 def ran(document: Mapping[str, Any]) -> RenderableType:
     """What ``tapestry run`` did."""
-    table = Table(title="Outputs", title_justify="left")
-    for c in ("output", "shape", "dtype", "max abs err", "rel err"):
-        table.add_column(c, justify="left" if c == "output" else "right")
+    table = titled("Outputs", ("output", "shape", "dtype", "max abs err", "rel err"), left=("output",))
     for name, o in document["outputs"].items():
         errors = ["" if o[k] is None else f"{o[k]:.2e}" for k in ("max_abs_err", "rel_err")]
         table.add_row(name, "×".join(map(str, o["shape"])), o["dtype"], *errors)
@@ -105,9 +103,8 @@ def on_gpu(gpu: Mapping[str, Any]) -> str:
 
 def tuned(document: Mapping[str, Any]) -> RenderableType:
     """What ``tapestry tune`` measured."""
-    table = Table(title=f"Kernels on {document['device']}, triton {document['triton']}", title_justify="left")
-    for c in ("kernel", "launches", "model's choice", "tuned", "library", "tried", "refused"):
-        table.add_column(c, justify="left" if c == "kernel" else "right")
+    columns = ("kernel", "launches", "model's choice", "tuned", "library", "tried", "refused")
+    table = titled(f"Kernels on {document['device']}, triton {document['triton']}", columns, left=("kernel",))
     for row in document["kernels"]:
         if "skipped" in row:
             table.add_row(row["kernel"], str(row["launches"]), "", "", "", "", row["skipped"])
@@ -129,9 +126,8 @@ def show(thing: RenderableType, *, stderr: bool = False) -> None:
 
 def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
     """What ``tapestry run --processes`` did, per rank."""
-    table = Table(title="Processes", title_justify="left")
-    for c in ("rank", "devices", "weights, bytes", "peak of buffers", "resident", "sent, bytes", "messages"):
-        table.add_column(c, justify="right")
+    columns = ("rank", "devices", "weights, bytes", "peak of buffers", "resident", "sent, bytes", "messages")
+    table = titled("Processes", columns, left=())
     for r in document["ranks"]:
         peak = sum(document["peak_bytes"][d] for d in r["devices"])
         numbers = (r["weight_bytes"], peak, r["resident_bytes"]["running"], r["payload_bytes"], r["messages"])
@@ -145,9 +141,7 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
 
 def of_batches(checked: Mapping[str, Any]) -> RenderableType:
     """How far each batch of a stream is from the reference, over its outputs."""
-    table = Table(title="Batches", title_justify="left")
-    for c in ("batch", "compared with", "rel err", ""):
-        table.add_column(c, justify="left" if c in ("batch", "compared with") else "right")
+    table = titled("Batches", ("batch", "compared with", "rel err", ""), left=("batch", "compared with"))
     for name, found in checked.items():
         worst = max((float(o["rel_err"]) for o in found["outputs"].values()), default=0.0)
         table.add_row(name, found["reference"], f"{worst:.2e}", "passed" if found["passed"] else "FAILED")

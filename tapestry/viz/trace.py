@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,13 @@ Event = dict[str, Any]
 def write(path: Path, plan: Plan, schedule: Schedule) -> dict[str, int]:
     """Write the trace, whole or not at all; returns how many devices, slices and flows it has, and how many it left out."""
     events, counts = trace(plan, schedule)
-    data = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"assumption": ASSUMPTION, **counts}}
+    write_events(path, events, {"assumption": ASSUMPTION, **counts})
+    return counts
+
+
+def write_events(path: Path, events: Sequence[Event], other: Mapping[str, Any]) -> None:
+    """Write events as a Chrome trace, whole or not at all; ``other`` is data about all of it."""
+    data = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -41,7 +47,6 @@ def write(path: Path, plan: Plan, schedule: Schedule) -> dict[str, int]:
     except BaseException:
         os.unlink(temporary)
         raise
-    return counts
 
 
 def trace(plan: Plan, schedule: Schedule) -> tuple[list[Event], dict[str, int]]:

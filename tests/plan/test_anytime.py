@@ -158,7 +158,18 @@ def test_a_signal_during_the_search(times, tmp_path):
 def test_signals_at_random_moments_leave_a_whole_build_or_none(seed, tmp_path):
     rng = random.Random(seed)
     out = tmp_path / "b"
-    command = [sys.executable, "-m", "tapestry", "compile", str(save("conv_chain")), "-o", str(out), "--mesh", "2x4", "--pareto"]
+    command = [
+        sys.executable,
+        "-m",
+        "tapestry",
+        "compile",
+        str(save("conv_chain")),
+        "-o",
+        str(out),
+        "--mesh",
+        "2x4",
+        "--pareto",
+    ]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     for _ in range(rng.choice([1, 1, 2])):
         time.sleep(rng.uniform(0.6, 2.5))  # after Python's own start

@@ -53,6 +53,8 @@ def test_front_is_on_the_true_front() -> None:
         everything.append(Point(evaluate(choice, problem.factors), max(peak_bytes(program)[0])))
     found, truth = front(problem, 10.0), undominated(everything)
     assert found[0].objective_s == min(p.objective_s for p in everything)
-    assert all(any(abs(p.objective_s - q.objective_s) < 1e-15 and p.peak_bytes == q.peak_bytes for q in everything) for p in found)
+    assert all(
+        any(abs(p.objective_s - q.objective_s) < 1e-15 and p.peak_bytes == q.peak_bytes for q in everything) for p in found
+    )
     assert all(a.objective_s <= b.objective_s and a.peak_bytes > b.peak_bytes for a, b in itertools.pairwise(found))
     assert found[-1].peak_bytes <= 1.2 * truth[-1].peak_bytes

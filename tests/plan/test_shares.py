@@ -17,7 +17,9 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir.plan import MeshAxis, coordinates, interval, part, shares
 from tapestry.lift import lift
 from tapestry.plan.lower import lower
+from tapestry.plan.search import problem
 from tapestry.plan.search.planner import cheapest, search
+from tapestry.plan.solver.budget import Budget
 from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import from_data, parse_mesh, shared, to_data, topology
 from tapestry.rewrites.core.driver import simplify
@@ -100,7 +102,7 @@ def test_one_fast_and_three_slow_devices(tmp_path):
     assert [t.mesh[0].weights for t in shared(topo)] == [(), (5, 1, 1, 1)]
     graph = wide()[1]
     even = search(graph, topo)
-    best = cheapest(lambda t: search(graph, t), shared(topo))
+    best = cheapest([problem.build(graph, t, {}, {}, {}) for t in shared(topo)], Budget.of(60.0))
     assert best.plan.mesh[0].weights and best.objective < 0.7 * even.objective
     assert best.bound <= best.objective
     build = tapestry.compile(wide()[0], devices=4, topology=source)
@@ -134,7 +136,7 @@ def test_memory_of_every_device_counts(tmp_path):
     small = f"{int(most * 0.6)}"
     source = file(tmp_path, device={**SLOW, "memory": small}, others=[{"devices": [0], "memory": "1GiB"}])
     topo = topology(parse_mesh("4"), source)
-    best = cheapest(lambda t: search(graph, t), shared(topo))
+    best = cheapest([problem.build(graph, t, {}, {}, {}) for t in shared(topo)], Budget.of(60.0))
     needs = peak(best.program)
     assert all(need <= has for need, has in zip(needs, topo.memories(), strict=True))
     assert needs[0] > int(small)

@@ -10,7 +10,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.torch_ops import layers
-from tapestry.codegen.triton import Knobs
+from tapestry.codegen.triton import KernelConfig
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import call
@@ -62,7 +62,7 @@ def test_cpu(name: str, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_triton(name: str) -> None:
     graph = fused(CASES[name])
     check(to_text(graph), feeds_of(graph))
-    check(to_text(graph), feeds_of(graph), Knobs(bm=16, bn=16))
+    check(to_text(graph), feeds_of(graph), KernelConfig(bm=16, bn=16))
 
 
 @pytest.mark.parametrize("weight", [PLAIN, GUARDED])

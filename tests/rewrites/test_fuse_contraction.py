@@ -16,7 +16,7 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 
-from tapestry.codegen.triton import Knobs, candidates, default_knobs, generate, operation
+from tapestry.codegen.triton import KernelConfig, candidates, default_config, generate, kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph
@@ -112,7 +112,7 @@ def test_one_kernel_with_a_product_in_tiles(name: str) -> None:
     for i, op in enumerate(c.graph.ops):
         if isinstance(op, Block) and op.inner:
             source = generate(c.graph, kernel_of(c.graph, i)).source
-            assert "tl.dot(" in source and operation(c.graph, kernel_of(c.graph, i)).kind == "folded"
+            assert "tl.dot(" in source and kernel_form(c.graph, kernel_of(c.graph, i)).kind == "folded"
         have.update(zip(op.outs, run_kernel(c.graph, i, have), strict=True))
     for t in c.graph.outputs:
         compare(have[t], c.expected[t], c.graph.tensors[t].dtype)
@@ -150,7 +150,7 @@ def test_blocks_and_states_on_triton(name: str) -> None:
         if t in want:
             compare(a, want[t], c.graph.tensors[t].dtype)
     box = tuple((min(1, d.size - 1), d.size) for d in op.dims) + tuple((0, d.size) for d in op.space[n:])
-    found = operation(c.graph, replace(kernel_of(c.graph, at), block=box, outs=(box[:n],) * len(op.outs)))
+    found = kernel_form(c.graph, replace(kernel_of(c.graph, at), block=box, outs=(box[:n],) * len(op.outs)))
     assert found.folded is not None and (found.folded.row is not None) == (name == "layer norm")
     part = run_kernel(c.graph, at, values, block=box, extra=1)
     full = run_kernel(c.graph, at, values)
@@ -193,35 +193,35 @@ CASES = {
         output y""",
 }
 FORMS = {
-    "plain": Knobs(bm=16, bn=16, bk=16),
-    "wide": Knobs(bm=32, bn=64, bk=32),
-    "descriptors": Knobs(bm=16, bn=32, bk=16, descriptors=True),
-    "parts": Knobs(bm=16, bn=16, bk=16, split_k=4),
-    "staged": Knobs(bm=16, bn=32, bk=16, staged=True),
+    "plain": KernelConfig(bm=16, bn=16, bk=16),
+    "wide": KernelConfig(bm=32, bn=64, bk=32),
+    "descriptors": KernelConfig(bm=16, bn=32, bk=16, descriptors=True),
+    "parts": KernelConfig(bm=16, bn=16, bk=16, split_k=4),
+    "packed": KernelConfig(bm=16, bn=32, bk=16, packed=True),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_knob_gives_the_same(case: str, form: str) -> None:
-    check(CASES[case], knobs=FORMS[form])
+    check(CASES[case], config=FORMS[form])
 
 
 def test_forms_are_what_they_say() -> None:
     made = {f: generate(g := parse(CASES["argmax"]), kernel_of(g), FORMS[f]) for f in FORMS}
     assert "x_desc.load(" in made["descriptors"].source and len(made["parts"].passes) == 2 and len(made["plain"].passes) == 1
     pool = parse(CASES["pool"])
-    assert len(generate(pool, kernel_of(pool), FORMS["staged"]).passes) > 1
+    assert len(generate(pool, kernel_of(pool), FORMS["packed"]).passes) > 1
 
 
 def test_parts_fill_the_chip_where_rows_do_not() -> None:
     """A vocabulary is gone through by many programs, in parts that divide it, and merged by a second pass."""
     graph = parse(columns("f16", "argmax", "let0, index(n)", "acc1", "i64", rows=16, n=50257))
-    found = operation(graph, kernel_of(graph))
-    knobs = default_knobs(found)
-    assert knobs.split_k == 29 and 50257 % 29 == 0
+    found = kernel_form(graph, kernel_of(graph))
+    config = default_config(found)
+    assert config.split_k == 29 and 50257 % 29 == 0
     wide = parse(columns("f16", "max", "let0", "acc0", "f32", rows=32768, n=256))
-    assert default_knobs(operation(wide, kernel_of(wide))).split_k == 1
+    assert default_config(kernel_form(wide, kernel_of(wide))).split_k == 1
     assert all(k.bm * k.bn <= 128 * 128 for k in candidates(found) if k.descriptors)  # two fields are folded: fewer lanes
 
 
@@ -303,7 +303,7 @@ def test_rows_of_more_columns_than_a_tile_keep_their_kernel() -> None:
         if isinstance(found, Refusal):
             return found.reason
         new = fused(graph, GPU)[0]
-        widths = {k.bn for k in candidates(operation(new, kernel_of(new)))}
+        widths = {k.bn for k in candidates(kernel_form(new, kernel_of(new)))}
         return f"{len(new.ops)} kernel, {widths}"
 
     assert rows(256) == "1 kernel, {256}" and rows(100) == "1 kernel, {128}"
@@ -376,5 +376,5 @@ def test_every_shape_has_a_tile(target: str, precision: str) -> None:
     )
     for text in (*norms, *(t.replace("f16", "f32") for t in norms), taps, taps.replace("24", "640").replace("f16", "f32")):
         graph = parse(text)
-        found = operation(graph, kernel_of(graph), precision)
+        found = kernel_form(graph, kernel_of(graph), precision)
         assert found.kind == "folded" and list(candidates(found, target)), (text, target)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tapestry
-from tapestry.codegen.triton.task.kernel_kind import operation
+from tapestry.codegen.triton import kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
@@ -182,7 +182,7 @@ def test_a_dequantised_product_is_one_kernel(tmp_path: Path, kind: str, columns:
     want = feeds.pop("y")
     graph, moves = fused(simplify(lifted), GPU)
     assert len(graph.ops) == 1 and [m.rule for m in moves].count("narrow_factors") == 2
-    found = operation(graph, kernel_of(graph)).product
+    found = kernel_form(graph, kernel_of(graph)).product
     assert found is not None and found.operand == ("f8" if kind == "f8" else "i8")
     for target, devices in (("torch-cpu", 1), ("torch-cpu", 2), ("triton:sm90", 1), ("triton:sm80", 2)):
         got = tapestry.compile(tmp_path / "model.onnx", target=target, devices=devices).run(feeds)["y"]
@@ -199,7 +199,7 @@ def test_dynamic_quantisation_multiplies_integers(tmp_path: Path) -> None:
     model = build(nodes, {"x": x}, ["y"], {"w": w, "ws": np.float32(0.01)})
     lifted = lift_model(model, tmp_path)
     graph, _ = fused(simplify(lifted.graph), GPU)
-    kinds = [operation(graph, kernel_of(graph, k)) for k in range(len(graph.ops))]
+    kinds = [kernel_form(graph, kernel_of(graph, k)) for k in range(len(graph.ops))]
     assert [k.product.operand for k in kinds if k.product] == ["i8"]
     want = tapestry.compile(tmp_path / "model.onnx").run({"x": x})["y"]
     got = tapestry.compile(tmp_path / "model.onnx", target="triton:sm90").run({"x": x})["y"]
@@ -228,7 +228,7 @@ def test_a_net_of_quantised_convolutions(tmp_path: Path) -> None:
     before = simplify(lifted.graph)
     feeds = {n: v for n, v in {**random_feeds(before, RNG), **consts, "x": x}.items() if n in before.tensors}
     same(before, apply_moves(before, moves), feeds, "moves")
-    found = [p for k in range(len(graph.ops)) if (p := operation(graph, kernel_of(graph, k)).product)]
+    found = [p for k in range(len(graph.ops)) if (p := kernel_form(graph, kernel_of(graph, k)).product)]
     assert [p.operand for p in found] == ["i8", "i8"], "both, activations stored in bytes between them"
     want = tapestry.compile(tmp_path / "model.onnx").run({"x": x})["y"]
     got = tapestry.compile(tmp_path / "model.onnx", target="triton:sm90").run({"x": x})["y"]

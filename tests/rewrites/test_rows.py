@@ -6,7 +6,7 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.grouped_rows import regrouped
 from tapestry.codegen.torch_cpu.kernels import build
-from tapestry.codegen.triton import Knobs, generate
+from tapestry.codegen.triton import KernelConfig, generate
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.plan import MeshAxis, Plan
@@ -77,8 +77,8 @@ def test_one_operation_that_says_the_same(name: str) -> None:
 def test_triton(name: str) -> None:
     text = to_text(fused(name))
     check(text)
-    check(text, knobs=Knobs(rows=2, cols=16))  # rows longer than a tile
-    check(text, knobs=Knobs(rows=4, cols=64))
+    check(text, config=KernelConfig(rows=2, cols=16))  # rows longer than a tile
+    check(text, config=KernelConfig(rows=4, cols=64))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -109,13 +109,13 @@ output y
 
 
 def test_a_scan_longer_than_a_tile_carries_its_state() -> None:
-    from tapestry.codegen.triton import Knobs
+    from tapestry.codegen.triton import KernelConfig
 
     for guard in GUARDS.values():
         graph = parse(running("affine", guard, size=37))
         values = {n: a * 0.9 for n, a in random_arrays(graph).items()}
         want = interp.run(graph, values)
-        for t, a in zip(("y0", "y1"), run_kernel(graph, 0, values, knobs=Knobs(rows=4, cols=8)), strict=True):
+        for t, a in zip(("y0", "y1"), run_kernel(graph, 0, values, config=KernelConfig(rows=4, cols=8)), strict=True):
             compare(a, want[t], "f64")
 
 

@@ -36,8 +36,8 @@ def random_graph(seed: int, most: int = 9) -> NodeGraph:
     steps = [Step(k, rng.choice([0, 5, 10, 40]), rng.randint(0, 9), tuple(p + 1 for p in parents[k]) or (0,), (k + 1,)) for k in range(n)]
     read = {p for row in parents for p in row}
     return NodeGraph(
-        names=tuple(f"n{k}" for k in range(n)), kinds=("Op",) * n, parents=tuple(parents), joined=tuple(map(len, parents)),
-        alive=(True,) * n, weights=tuple(weights), weight_names=tuple(f"w{k}" for k in range(n)), weight_bytes=tuple(rng.randint(1, 50) for _ in range(n)),
+        names=tuple(f"n{k}" for k in range(n)), parents=tuple(parents), joined=tuple(map(len, parents)),
+        weights=tuple(weights), weight_names=tuple(f"w{k}" for k in range(n)), weight_bytes=tuple(rng.randint(1, 50) for _ in range(n)),
         tensors=tuple(f"t{k}" for k in range(n + 1)), sizes=tuple(rng.randint(1, 30) for _ in range(n + 1)),
         moves=tuple(rng.randint(0, 12) for _ in range(n + 1)), maker=(-1, *range(n)), steps=tuple(steps),
         kept=frozenset(k + 1 for k in range(n) if k not in read),

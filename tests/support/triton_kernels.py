@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.triton import Knobs, generate, launch
+from tapestry.codegen.triton import KernelConfig, generate, launch
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel, whole
@@ -98,7 +98,7 @@ def footprint(graph: Graph, op: Block, pos: int, block: Box, extra: int) -> Box:
 
 def run_kernel(
     graph: Graph, at: int, values: Mapping[str, np.ndarray[Any, Any]], *, mode: str = "full", block: Box | None = None,
-    extra: int = 0, states: list[np.ndarray[Any, Any]] | None = None, knobs: Knobs | None = None, target: str = "sm90",
+    extra: int = 0, states: list[np.ndarray[Any, Any]] | None = None, config: KernelConfig | None = None, target: str = "sm90",
 ) -> list[np.ndarray[Any, Any]]:  # fmt: skip
     """Generate and run one kernel on exactly the buffers it asks for; its outputs over the block."""
     op = graph.ops[at]
@@ -111,7 +111,7 @@ def run_kernel(
     ins = tuple(footprint(graph, op, p, block, extra) if p in used else None for p in range(len(op.reads)))
     outs = tuple(state_box(op, k, mapped) for k in range(n)) if mode == "partial" else (mapped,) * n
     k = Kernel(op=at, mode=mode, block=mapped if mode == "finish" else block, ins=ins, outs=outs)
-    tk = generate(graph, k, knobs, target=target)
+    tk = generate(graph, k, config, target=target)
     ast.parse(tk.source)
     arrays: list[torch.Tensor] = []
     for p in tk.reads:
@@ -138,14 +138,14 @@ def compare(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], dtype: str) -
     np.testing.assert_allclose(got, want, rtol=tol * 4, atol=tol * max(scale, 1e-30), equal_nan=True)
 
 
-def check(text: str, values: Arrays | None = None, knobs: Knobs | None = None, target: str = "sm90") -> Arrays:
+def check(text: str, values: Arrays | None = None, config: KernelConfig | None = None, target: str = "sm90") -> Arrays:
     """Run every operation of a graph as a Triton kernel and compare its outputs with the reference."""
     graph = parse(text)
     values = values or random_arrays(graph)
     want = interp.run(graph, values, wide=True)
     have: Arrays = dict(values)
     for i, op in enumerate(graph.ops):
-        have.update(zip(op.outs, run_kernel(graph, i, have, knobs=knobs, target=target), strict=True))
+        have.update(zip(op.outs, run_kernel(graph, i, have, config=config, target=target), strict=True))
     for t in graph.outputs:
         compare(have[t], want[t], graph.tensors[t].dtype)
     return have

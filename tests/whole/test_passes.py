@@ -112,17 +112,23 @@ def test_progress_goes_to_standard_error(tmp_path):
 # --- the IR after a pass
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_printed_after_a_pass_reads_back(name, tmp_path):
-    d = document("compile", save("attention"), "-o", tmp_path / "b", "--mesh", "2x2", "--print-after", name)
-    (text,) = d["printed"].values()
-    assert text.startswith(f"# after {name}\n")
-    if NAMES.index(name) < NAMES.index("lift-nodes"):  # ONNX's own text
-        assert onnx.parser.parse_model(text).graph.node
-        return
-    graph = parse(text)
-    assert to_text(graph) == text[text.index("graph ") :]
-    assert any(op.splits for op in graph.ops) == (NAMES.index(name) >= NAMES.index("solve"))
+def test_what_is_printed_after_every_pass_reads_back():
+    printed = tapestry.compile(save("attention"), mesh="2x2", print_after=NAMES).printed
+    assert list(printed) == NAMES
+    for at, (name, text) in enumerate(printed.items()):
+        assert text.startswith(f"# after {name}\n")
+        if at < NAMES.index("lift-nodes"):  # ONNX's own text
+            assert onnx.parser.parse_model(text).graph.node, name
+            continue
+        graph = parse(text)
+        assert to_text(graph) == text[text.index("\ngraph ") + 1 :], name
+        assert any(op.splits for op in graph.ops) == (at >= NAMES.index("solve")), name
+
+
+def test_json_has_what_was_asked_to_be_printed(tmp_path):
+    d = document("compile", save("mlp"), "-o", tmp_path / "b", "--print-after", "lift-nodes")
+    assert list(d["printed"]) == ["lift-nodes"] and len(parse(d["printed"]["lift-nodes"]).ops) == d["passes"][4]["operations"]
+    assert "printed" not in document("compile", save("mlp"), "-o", tmp_path / "b")
 
 
 def test_printed_ir_is_all_of_standard_output(tmp_path):
@@ -218,8 +224,8 @@ def test_bytes_that_were_meant_as_mebibytes_are_refused_before_lifting(wide, tmp
 
 
 def test_what_does_not_fit_asks_whether_mebibytes_were_meant(wide, tmp_path):
-    status, _, err = run("compile", wide, "-o", tmp_path / "b", "--memory", "4200")
+    status, _, err = run("compile", wide, "-o", tmp_path / "b", "--memory", "4200", "--time-limit", "0")
     assert status == 2 and "4200 is bytes" in err and "too many" in err
-    status, _, err = run("compile", wide, "-o", tmp_path / "b", "--memory", "4KiB")
+    status, _, err = run("compile", wide, "-o", tmp_path / "b", "--memory", "4KiB", "--time-limit", "0")
     assert status == 2 and "is bytes" not in err
     assert run("compile", wide, "-o", tmp_path / "b", "--memory", "24MiB", "-q")[0] == 0

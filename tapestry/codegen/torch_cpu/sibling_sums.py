@@ -18,8 +18,7 @@ from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
-from tapestry.ir.monoid import SUMS
-from tapestry.ir.recognise.contraction import dims_read, factors, part
+from tapestry.ir.recognise.contraction import dims_read, factors, only_sums, part
 
 
 def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callable[[Block, Graph, Kernel], Run]) -> Run:
@@ -28,7 +27,7 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callabl
     Args:
         whole: the kernel of one sum on buffers as they are, for a weight that there was no room to pack.
     """
-    if kernel.mode != "full" or op.monoid not in SUMS or len(op.body) == 1 or op.inner:
+    if kernel.mode != "full" or not only_sums(op.monoid) or len(op.body) == 1 or op.inner:
         return dense.packable(op, graph, kernel, plain)
     then, runs, added = op.then, list[dense.Packable](), list[int]()
     for k, e in enumerate(op.body):

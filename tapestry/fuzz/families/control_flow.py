@@ -10,7 +10,7 @@ from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from tapestry.fuzz.families import elementwise_families, reduction_families, view_families
 from tapestry.fuzz.generate.draw import Draw, Value
-from tapestry.fuzz.generate.evaluate import Unfit, onnx_type, reads
+from tapestry.fuzz.generate.evaluate import need, onnx_type, reads
 
 
 def whole(d: Draw) -> None:
@@ -121,8 +121,7 @@ def branch(d: Draw) -> None:
     one = _inside(d, [])
     made = _made(one)
     first = d.rng.sample(made, min(len(made), d.rng.choice([1, 1, 2])))
-    if not first:
-        raise Unfit("no branch")
+    need(first, "no branch")
     left = _body(d, one, [], first)
     two = _inside(d, [])
     second = [_like(two, v, exact=False, state=False) for v in first]
@@ -163,8 +162,7 @@ def loop(d: Draw) -> None:
         (on,) = b.add("Less", [whole[0], b.weight(np.array(stop))], exact=True)
     after = [_like(b, v, exact=v.exact, state=True) for v in states]
     seen = _seen(b, 2)
-    if not after and not seen:
-        raise Unfit("a loop without results")
+    need(after or seen, "a loop without results")
     body = _body(d, b, formals, [on, *after, *seen])
     start = d.rng.choice(
         [None, None, d.weight(np.array(True)), d.weight(np.array(d.chance(0.8))), d.input(np.array(d.chance(0.8)))]
@@ -175,14 +173,12 @@ def loop(d: Draw) -> None:
 
 def scan_loop(d: Draw) -> None:
     """Scan: several states and inputs, either direction, any axes."""
-    if d.opset < 9:
-        raise Unfit("Scan had batches")
+    need(d.opset >= 9, "Scan had batches")
     first, states = _states(d, d.rng.choice([0, 1, 1, 2]))
     x = d.pick(rank=range(1, 4), floating=d.chance(0.8))
     over, axes = [x], [d.axis(x)]
     length = x.shape[axes[0]]
-    if not length or length > 9:
-        raise Unfit("no steps, or many")
+    need(0 < length <= 9, "no steps, or many")
     for _ in range(d.rng.choice([0, 0, 1, 2])):
         shape = list(d.shape(d.rng.randint(1, 3)))
         axes.append(d.rng.randrange(-len(shape), len(shape)))
@@ -193,8 +189,7 @@ def scan_loop(d: Draw) -> None:
     b = _inside(d, [*states, *slices], 4)
     after = [_like(b, v, exact=v.exact, state=True) for v in states]
     seen = _seen(b, 3)
-    if not after and not seen:
-        raise Unfit("a loop without results")
+    need(after or seen, "a loop without results")
     body = _body(d, b, [*states, *slices], [*after, *seen])
     back, out_back = ([d.rng.randrange(2) for _ in range(n)] for n in (len(over), len(seen)))
     out_axes = [d.rng.randrange(-v.rank - 1, v.rank + 1) for v in seen]
@@ -229,8 +224,7 @@ class _Sequence:
         """Any position, from either end, or (for ``extra``) none."""
         if extra and self.d.chance(0.3):
             return []
-        if not self.length + extra:
-            raise Unfit("no place")
+        need(self.length + extra, "no place")
         return [self.number(self.d.rng.randrange(-self.length, self.length + extra))]
 
 
@@ -243,8 +237,7 @@ def _begun(s: _Sequence, x: Value, parts: Sequence[Value]) -> None:
     else:
         at = d.axis(x)
         n, keep = x.shape[at], {}
-        if not n:
-            raise Unfit("nothing to split")
+        need(n, "nothing to split")
         split: list[str] = []
         if d.chance(0.5):
             step = d.rng.randint(1, n)
@@ -257,8 +250,7 @@ def _begun(s: _Sequence, x: Value, parts: Sequence[Value]) -> None:
 
 def sequence(d: Draw) -> None:
     """Sequences that are made, split, grown and shrunk, and end as tensors; in a branch that is taken, or a computed one."""
-    if d.opset < 11:
-        raise Unfit("there were no sequences")
+    need(d.opset >= 11, "there were no sequences")
     x = d.pick(rank=range(1, 4), floating=d.chance(0.8))
     same = d.chance(0.6)
     parts = [x, *(d.mate(x, x.shape if same else d.shape(x.rank)) for _ in range(d.rng.randint(0, 3)))]
@@ -297,8 +289,7 @@ def _taken(d: Draw, nodes: Sequence[NodeProto], outs: Sequence[str], dtype: np.d
 
 def optional(d: Draw) -> None:
     """Optionals of a tensor, or of none; what they hold, or whether they do."""
-    if d.opset < 15:
-        raise Unfit("there were no optionals")
+    need(d.opset >= 15, "there were no optionals")
     x = d.pick(floating=d.chance(0.8))
     s = _Sequence(d)
     kind = d.rng.randrange(3)

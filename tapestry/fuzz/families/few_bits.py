@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from tapestry.fuzz.generate.draw import Draw, Value
-from tapestry.fuzz.generate.evaluate import Array, Unfit, onnx_type
+from tapestry.fuzz.generate.evaluate import Array, need, onnx_type
 
 NO_CHANNELS = "onnxruntime leaves what was in the memory where a convolution of integers has no channels"
 BYTES = ("uint8", "int8")
@@ -99,8 +99,7 @@ def qdq(d: Draw) -> None:
         (y,) = d.add("MatMul", [x, _stored(d, (x.shape[-1], d.size()))])
     elif kind == 1:
         x = d.pick(rank=2, dtypes=("float32",))
-        if not x.shape[1]:
-            raise Unfit("onnxruntime forgets beta over nothing")
+        need(x.shape[1], "onnxruntime forgets beta over nothing")
         (y,) = d.add("Gemm", [x, _stored(d, (d.size(), x.shape[1]), 0)], transB=1)
     else:
         x = d.pick(rank=range(3, 5), dtypes=("float32",))
@@ -115,8 +114,7 @@ def integer_products(d: Draw) -> None:
     conv = d.chance(0.35)
     x = d.pick(rank=range(3, 5) if conv else range(1, 4), floating=False, dtypes=(one,))
     if conv:
-        if not x.array.size:
-            raise Unfit(NO_CHANNELS)
+        need(x.array.size, NO_CHANNELS)
         w = d.fresh((d.size(4), x.shape[1], *(min(n, d.rng.choice([1, 2, 3])) for n in x.shape[2:])), two)
         columns = w.shape[0]
     else:
@@ -139,14 +137,12 @@ def quantised_products(d: Draw) -> None:
     kind = d.rng.choice(BYTES)
     if d.chance(0.25):
         x = d.pick(exact=True, dtypes=("float32",))
-        if not x.array.size:
-            raise Unfit("nothing to measure")
+        need(x.array.size, "nothing to measure")
         d.add("DynamicQuantizeLinear", [x], 3, exact=True)
         return
     conv = d.chance(0.4)
     x = d.pick(rank=range(3, 5) if conv else range(2, 4), floating=False, dtypes=(kind,))
-    if conv and not x.array.size:
-        raise Unfit(NO_CHANNELS)
+    need(not (conv and not x.array.size), NO_CHANNELS)
     if conv:
         w = d.weight(d.data((d.size(4), x.shape[1], *(min(n, 2) for n in x.shape[2:])), kind))
         per = (w.shape[0],) if d.chance(0.5) else ()
@@ -162,8 +158,7 @@ def quantised_products(d: Draw) -> None:
 
 def short_floats(d: Draw) -> None:
     """A chain in bfloat16 or float16: casts, arithmetic, products, sums."""
-    if d.opset < 14:
-        raise Unfit("bfloat16 was not of arithmetic")
+    need(d.opset >= 14, "bfloat16 was not of arithmetic")
     kind = d.rng.choice(["bfloat16", "bfloat16", "float16"])
     x = d.pick(rank=range(1, 4), dtypes=("float32",))
     (y,) = d.add("Cast", [x], to=onnx_type(_kind(kind)))
@@ -197,8 +192,7 @@ def made_up(d: Draw) -> None:
         d.add("ConstantOfShape", [s], exact=True, value=_tensor(fill))
     elif kind == 2:
         x = d.pick(rank=2, floating=False)
-        if x.dtype == "bfloat16":
-            raise Unfit("no EyeLike has it")
+        need(x.dtype != "bfloat16", "no EyeLike has it")
         to = d.rng.choice([None, "float32", "int64", "int32"])
         d.add("EyeLike", [x], exact=True, k=d.rng.randint(-4, 4), dtype=to and onnx_type(np.dtype(to)))
     elif kind == 3 and d.opset >= 15:
@@ -245,8 +239,7 @@ def moved(d: Draw) -> None:
         last = d.rng.randint(1, x.rank - batch)
         rows = (*x.shape[:batch], *d.shape(d.rng.randint(0, 1)))
         sizes = x.shape[batch : batch + last]
-        if not all(sizes):
-            raise Unfit("nothing to gather")
+        need(all(sizes), "nothing to gather")
         index = np.stack([d.data(rows, "int64", lo=-s, hi=s - 1) for s in sizes], -1)
         d.add("GatherND", [x, d.weight(index) if d.chance(0.5) else d.input(index)], exact=True, batch_dims=batch)
     else:
@@ -258,7 +251,7 @@ def moved(d: Draw) -> None:
 def letters(d: Draw) -> None:
     """Einsum with an ellipsis, with letters that repeat in a term, without an arrow, and with a term of nothing."""
     equation = d.rng.choice(LETTERS)
-    sizes, dots = {}, d.shape(d.rng.choice([0, 1, 2]))[:2]
+    sizes, dots = dict[str, int](), d.shape(d.rng.choice([0, 1, 2]))[:2]
     ins: list[Value] = []
     dtype = d.rng.choice(["float32", "float32", "int32", "float64"])
     for term in equation.split("->")[0].split(","):
@@ -273,8 +266,7 @@ def ranked(d: Draw) -> None:
     """TopK from either end, Hardmax and ArgMax, among ties."""
     x = d.pick(rank=range(1, 4), exact=True, dtypes=("float32", "int64", "int32", "float32"))
     at, kind = d.axis(x), d.rng.randrange(3)
-    if not x.array.size:
-        raise Unfit("nothing to rank")
+    need(x.array.size, "nothing to rank")
     if kind == 0:
         k = d.ints(d.rng.randint(1, x.shape[at]))
         y, place = d.add("TopK", [x, k], 2, exact=True, axis=at, largest=d.rng.randrange(2), sorted=1)
@@ -291,18 +283,16 @@ def ranked(d: Draw) -> None:
 
 def loss(d: Draw) -> None:
     """NegativeLogLikelihoodLoss and SoftmaxCrossEntropyLoss: weights, ignored classes, every reduction."""
-    if d.opset < 12:
-        raise Unfit("there were no losses")
+    need(d.opset >= 12, "there were no losses")
     x = d.pick(rank=range(2, 5), dtypes=("float32",))
     classes, shape = x.shape[1], (x.shape[0], *x.shape[2:])
-    if not x.array.size:
-        raise Unfit("no class")
+    need(x.array.size, "no class")
     label = d.data(shape, d.rng.choice(["int64", "int32"]), lo=0, hi=classes - 1)
     ignored = d.rng.choice([None, None, 0, classes - 1, -1, 255])
     if ignored is not None and d.chance(0.5):
         label = np.where(d.data(shape, "bool"), np.asarray(ignored, label.dtype), label)
     weight = [d.weight(np.abs(d.data((classes,))) + np.float32(0.25))] if d.chance(0.5) else []
-    how = {"reduction": d.rng.choice(["mean", "sum", "none", None]), "ignore_index": ignored}
+    how: dict[str, Any] = {"reduction": d.rng.choice(["mean", "sum", "none", None]), "ignore_index": ignored}
     y = d.weight(label) if d.chance(0.5) else d.input(label)
     if d.chance(0.5):
         d.add("SoftmaxCrossEntropyLoss", [x, y, *weight], d.rng.choice([1, 2]), **how)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tapestry.fuzz.families.window_families import window
 from tapestry.fuzz.generate.draw import Draw, Value
-from tapestry.fuzz.generate.evaluate import Unfit
+from tapestry.fuzz.generate.evaluate import Unfit, need
 
 EQUATIONS = (
     "ij,jk->ik", "ij,kj->ik", "bij,bjk->bik", "bij,bjk->kib", "ij,j->i", "ij,ij->ij", "ij,ij->",
@@ -40,8 +40,7 @@ def gemm(d: Draw) -> None:
     x = d.pick(rank=2)
     ta, tb, n = d.rng.randrange(2), d.rng.randrange(2), d.size()
     m, k = x.shape[::-1] if ta else x.shape
-    if not k:
-        raise Unfit("onnxruntime forgets beta over nothing")
+    need(k, "onnxruntime forgets beta over nothing")
     w = d.mate(x, (n, k) if tb else (k, n))
     c = [d.fresh(d.rng.choice([(n,), (m, n), (m, 1), (1, n), (1,), ()]), x.dtype)] if d.chance(0.7) else []
     d.add("Gemm", [x, w, *c], transA=ta, transB=tb, alpha=d.rng.choice([None, 0.5]), beta=d.rng.choice([None, 2.0]))
@@ -63,14 +62,13 @@ def conv(d: Draw) -> None:
     """Convolutions of one to three dimensions: groups, strides, dilations, uneven padding, auto_pad."""
     x = d.pick(rank=range(3, 6), dtypes=("float32", "float32", "float32", "float64"))
     c = x.shape[1]
-    if 0 in x.shape:
-        raise Unfit("an empty image")
+    need(0 not in x.shape, "an empty image")
     groups = d.rng.choice([g for g in range(1, c + 1) if c % g == 0])
     out = groups * d.rng.choice([1, 2, 3])
     kernel, strides, dilations, pads = window(d, x.shape[2:])
     w = d.fresh((out, c // groups, *kernel), x.dtype)
     bias = [d.weight(d.data((out,), x.dtype))] if d.chance(0.5) else []
-    attrs = {"strides": strides, "group": groups}
+    attrs: dict[str, Any] = {"strides": strides, "group": groups}
     if d.chance(0.15):
         d.add("Conv", [x, w, *bias], auto_pad=d.rng.choice(["SAME_UPPER", "SAME_LOWER", "VALID"]), **attrs)
     else:

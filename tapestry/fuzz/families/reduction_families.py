@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tapestry.fuzz.generate.draw import Draw, Value
-from tapestry.fuzz.generate.evaluate import Unfit
+from tapestry.fuzz.generate.evaluate import need
 
 REDUCTIONS = (
     "ReduceSum", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceMean", "ReduceL1", "ReduceL2", "ReduceLogSumExp",
@@ -44,8 +44,7 @@ def masked(d: Draw) -> None:
     x = d.pick(rank=range(1, 5))
     n = x.shape[-1]
     keep = d.data(x.shape[-2:], "bool")
-    if not n:
-        raise Unfit("no columns")
+    need(n, "no columns")
     keep[..., d.rng.randrange(n)] = True
     fill = d.weight(np.asarray(-np.inf if d.chance(0.7) else -1e4, x.dtype))
     (hidden,) = d.add("Where", [d.weight(keep), x, fill], exact=True, loud=True)
@@ -90,8 +89,7 @@ def channel_norm(d: Draw) -> None:
     x = d.pick(rank=range(3, 5), dtypes=("float32",))
     c = x.shape[1]
     if kind == 1:
-        if x.rank != 4:
-            raise Unfit("LRN wants images")
+        need(x.rank == 4, "LRN wants images")
         d.add("LRN", [x], size=d.rng.choice([1, 3, 5]), alpha=0.1, beta=0.5, bias=1.5)
     elif kind == 2:
         d.add("InstanceNormalization", [x, _channels(d, x, c), _channels(d, x, c)])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.fuzz.generate.draw import Draw, Value
-from tapestry.fuzz.generate.evaluate import Unfit
+from tapestry.fuzz.generate.evaluate import need
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 FUNCTIONS = {"LSTM": 3, "GRU": 2, "RNN": 1}  # activations of a direction
@@ -136,8 +136,7 @@ def rotary(d: Draw) -> None:
         if d.chance(0.3):
             a = np.broadcast_to(np.arange(s, dtype=np.int64), (b, s)).copy()
         ids = [d.weight(a) if d.chance(0.5) else d.input(a)]
-    if not s:
-        raise Unfit("no positions")
+    need(s, "no positions")
     d.add(
         "RotaryEmbedding", [x, d.fresh((*table, half)), d.fresh((*table, half)), *ids], interleaved=d.rng.randrange(2),
         num_heads=heads if flat else None, rotary_embedding_dim=2 * half if width > 2 * half else d.rng.choice([None, width]),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from tapestry.fuzz.generate.draw import Draw, Value
-from tapestry.fuzz.generate.evaluate import Unfit
+from tapestry.fuzz.generate.evaluate import need
 
 
 def _any(d: Draw, rank: int | range | None = None) -> Value:
@@ -71,8 +71,7 @@ def cut(d: Draw) -> None:
     if d.chance(0.3):
         at = d.axis(x)
         n = x.shape[at]
-        if n < 2:
-            raise Unfit("nothing to split")
+        need(n >= 2, "nothing to split")
         first = d.rng.randrange(1, n)
         if d.chance(0.5) and n >= 3:
             d.add("Split", [x], 3, exact=True, axis=at, num_outputs=3)
@@ -81,7 +80,8 @@ def cut(d: Draw) -> None:
         return
     axes = d.rng.sample(range(x.rank), d.rng.randint(1, x.rank))
     steps = [d.rng.choice([1, 1, 1, 2, 3, -1, -2]) for _ in axes]
-    starts, ends = [], []
+    starts: list[int] = []
+    ends: list[int] = []
     for a, s in zip(axes, steps, strict=True):
         n = x.shape[a]
         lo, hi = sorted((d.rng.randint(0, n), d.rng.randint(0, n)))
@@ -133,8 +133,7 @@ def gather(d: Draw) -> None:
     x = _any(d, range(1, 4))
     at = d.axis(x)
     n = x.shape[at]
-    if n == 0:
-        raise Unfit("nothing to gather")
+    need(n != 0, "nothing to gather")
     kind = d.rng.randrange(6)
     if kind == 0:
         index = d.fresh(x.shape, "int64", lo=-n, hi=n - 1)
@@ -153,8 +152,7 @@ def scatter(d: Draw) -> None:
     """ScatterElements and ScatterND to distinct places, or with a reduction; OneHot."""
     x = d.pick(rank=range(1, 4), dtypes=("float32",))
     at = d.axis(x)
-    if not x.array.size:
-        raise Unfit("nothing to scatter into")
+    need(x.array.size, "nothing to scatter into")
     kind = d.rng.randrange(3)
     if kind == 0:
         index = np.argsort(d.data(x.shape), axis=at).astype(np.int64)  # distinct along the axis

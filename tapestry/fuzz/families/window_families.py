@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.fuzz.generate.draw import Draw, Value
-from tapestry.fuzz.generate.evaluate import Unfit
+from tapestry.fuzz.generate.evaluate import Unfit, need
 
 POOLS = ("MaxPool", "MaxPool", "AveragePool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
 SAME = ("SAME_UPPER", "SAME_LOWER", "VALID")
@@ -17,7 +17,7 @@ DILATED = {"MaxPool": 10, "AveragePool": 19, "LpPool": 18}  # the opset of which
 
 def window(d: Draw, extents: tuple[int, ...], *, dilate: bool = True) -> tuple[list[int], list[int], list[int], list[int]]:
     """Kernel, strides, dilations, pads: each output has at least one row."""
-    kernel, strides, dilations, begin, end = [], [], [], [], []
+    rows: list[tuple[int, int, int, int, int]] = []
     for n in extents:
         k = d.rng.choice([1, 2, 3, 3, 5])
         s = d.rng.choice([1, 1, 2, 3])
@@ -25,11 +25,8 @@ def window(d: Draw, extents: tuple[int, ...], *, dilate: bool = True) -> tuple[l
         lo, hi = (d.rng.randrange(k) if d.chance(0.7) else 0 for _ in range(2))
         if n + lo + hi < (k - 1) * r + 1:
             k, r, lo, hi = 1, 1, 0, 0
-        kernel.append(k)
-        strides.append(s)
-        dilations.append(r)
-        begin.append(lo)
-        end.append(hi)
+        rows.append((k, s, r, lo, hi))
+    kernel, strides, dilations, begin, end = (list(column) for column in zip(*rows, strict=True))
     return kernel, strides, dilations, begin + end
 
 
@@ -40,8 +37,7 @@ def image(d: Draw, ranks: range, *, exact: bool = False, dtypes: tuple[str, ...]
         Unfit: one of them is empty.
     """
     x = d.pick(rank=ranks, exact=exact, dtypes=dtypes)
-    if 0 in x.shape:
-        raise Unfit("an empty image")
+    need(0 not in x.shape, "an empty image")
     return x
 
 
@@ -111,8 +107,7 @@ def col2im(d: Draw) -> None:
     pads = [min(p, k - 1) for p, k in zip(pads, block * 2, strict=True)]
     sides = zip(size, block, strides, dilations, pads[:rank], pads[rank:], strict=True)
     counts = [(n + lo + hi - r * (k - 1) - 1) // s + 1 for n, k, s, r, lo, hi in sides]
-    if min(counts) < 1:
-        raise Unfit("no block fits")
+    need(min(counts) >= 1, "no block fits")
     shape = (d.rng.choice([1, 2, 3]), d.rng.choice([1, 2, 3]) * math.prod(block), math.prod(counts))
     x = d.mate(d.fresh((1,)), shape)
     d.add("Col2Im", [x, d.ints(*size), d.ints(*block)], strides=strides, dilations=dilations, pads=pads)
@@ -176,15 +171,19 @@ def deform_conv(d: Draw) -> None:
     ins: list[Value | None] = [x, d.fresh((out, c // groups, *kernel)), d.fresh((b, own * taps * 2, *places))]
     ins += [d.fresh((out,)) if d.chance(0.5) else None]
     ins += [d.fresh((b, own * taps, *places))] if d.chance(0.5) else []
-    attrs = {"strides": strides, "pads": pads, "dilations": dilations, "kernel_shape": d.rng.choice([None, kernel])}
+    attrs: dict[str, Any] = {
+        "strides": strides,
+        "pads": pads,
+        "dilations": dilations,
+        "kernel_shape": d.rng.choice([None, kernel]),
+    }
     d.add("DeformConv", ins if ins[-1] else ins[:-1], group=groups, offset_group=own, **attrs)
 
 
 def scatter_reduced(d: Draw) -> None:
     """ScatterElements and ScatterND to places that repeat, or to some only: add, mul, max, min."""
     x = d.pick(rank=range(1, 4), dtypes=("float32", "float32", "int64", "int32", "float64"))
-    if not x.array.size:
-        raise Unfit("nothing to scatter into")
+    need(x.array.size, "nothing to scatter into")
     how = d.rng.choice(["add", "mul", *(["max", "min"] if d.opset >= 18 else [])])
     exact = how in ("max", "min") or not x.floating
     if d.chance(0.5):

@@ -61,10 +61,10 @@ class Draw:
     rng: random.Random
     opset: int
     zeros: bool = False
-    nodes: list[NodeProto] = field(default_factory=list)
-    values: dict[str, Value] = field(default_factory=dict)
-    inputs: dict[str, Array] = field(default_factory=dict)
-    weights: dict[str, Array] = field(default_factory=dict)
+    nodes: list[NodeProto] = field(default_factory=list[NodeProto])
+    values: dict[str, Value] = field(default_factory=dict[str, Value])
+    inputs: dict[str, Array] = field(default_factory=dict[str, Array])
+    weights: dict[str, Array] = field(default_factory=dict[str, Array])
     count: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # shared with the bodies inside
     depth: int = 0  # of the control flow around it
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -19,6 +20,16 @@ BODIES = ("If", "Loop", "Scan")  # the reference evaluator takes no steps of a L
 
 class Unfit(Exception):
     """A node that the generator had better leave out: no evaluator runs it, or its values are of no use to compare."""
+
+
+def need(fact: object, why: str) -> None:
+    """Leave a node out unless this holds.
+
+    Raises:
+        Unfit: it does not.
+    """
+    if not fact:
+        raise Unfit(why)
 
 
 def onnx_type(dtype: np.dtype[Any]) -> int:
@@ -55,8 +66,7 @@ def model_of(
 
 @cache
 def _options() -> Any:
-    import onnxruntime as ort
-
+    ort: Any = importlib.import_module("onnxruntime")  # (it has no types)
     ort.set_default_logger_severity(4)
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -135,12 +145,9 @@ def _trust(node: NodeProto, used: Mapping[str, Array]) -> None:
 
 def _trust_reference(node: NodeProto, used: Mapping[str, Array]) -> None:
     given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    if node.op_type in ("LSTM", "GRU", "RNN"):
-        raise Unfit("the reference evaluator ignores activations, clip and lengths")
-    if node.op_type == "LpPool" and given.get("ceil_mode"):
-        raise Unfit("the reference evaluator counts cells twice")
-    if node.op_type.startswith("Global"):
-        raise Unfit("the reference evaluator drops axes")
+    need(node.op_type not in ("LSTM", "GRU", "RNN"), "the reference evaluator ignores activations, clip and lengths")
+    need(not (node.op_type == "LpPool" and given.get("ceil_mode")), "the reference evaluator counts cells twice")
+    need(not node.op_type.startswith("Global"), "the reference evaluator drops axes")
     if node.op_type != "Attention":
         return
     if len(node.output) > 3 and node.output[3] and given.get("softcap") and not given.get("qk_matmul_output_mode", 0):
@@ -152,8 +159,7 @@ def _trust_reference(node: NodeProto, used: Mapping[str, Array]) -> None:
 
 
 def _onnxruntime(model: ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    import onnxruntime as ort
-
+    ort: Any = importlib.import_module("onnxruntime")
     model = onnx.shape_inference.infer_shapes(model, strict_mode=True)
     session = ort.InferenceSession(model.SerializeToString(), _options(), providers=["CPUExecutionProvider"])
     names = [o.name for o in session.get_outputs()]
@@ -165,7 +171,7 @@ def _evaluator(model: ModelProto, inputs: Mapping[str, Array]) -> dict[str, Arra
 
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        found = ReferenceEvaluator(model).run(None, dict(inputs))
+        found: list[Any] = cast(Any, ReferenceEvaluator(model)).run(None, dict(inputs))
     return {o.name: np.asarray(a) for o, a in zip(model.graph.output, found, strict=True)}
 
 
@@ -235,7 +241,8 @@ def _shaken(a: Array, rng: np.random.Generator) -> Array:
     if not is_float(a):
         return a
     unit = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11}.get(a.dtype.name, 2.0**-8)
-    return (a.astype(np.float64) * (1 + rng.uniform(-2, 2, a.shape) * unit)).astype(a.dtype)
+    factors: Array = 1 + np.asarray(rng.uniform(-2, 2, a.shape), np.float64) * unit
+    return (a.astype(np.float64) * factors).astype(a.dtype)
 
 
 def _wide_node(node: NodeProto) -> NodeProto:

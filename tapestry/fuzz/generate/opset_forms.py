@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import AttributeProto, NodeProto, defs, helper
 
-from tapestry.fuzz.generate.evaluate import Array, Unfit
+from tapestry.fuzz.generate.evaluate import Array, Unfit, need
 
 Attributes = dict[str, Any]
 Given = list[Array | None]
@@ -18,8 +18,7 @@ Form = Callable[[int, list[str], Given, Attributes], None]
 
 def _axes(opset: int, ins: list[str], given: Given, attributes: Attributes) -> None:
     del opset, ins[1:]
-    if attributes.pop("noop_with_empty_axes", 0):
-        raise Unfit("axes were never empty")
+    need(not attributes.pop("noop_with_empty_axes", 0), "axes were never empty")
     if given:
         attributes["axes"] = _ints(given[0])
 
@@ -42,8 +41,7 @@ def _pad(opset: int, ins: list[str], given: Given, attributes: Attributes) -> No
 
 def _slice(opset: int, ins: list[str], given: Given, attributes: Attributes) -> None:
     del opset, ins[1:]
-    if len(given) > 3 and set(_ints(given[3])) != {1}:
-        raise Unfit("there were no steps")
+    need(not (len(given) > 3 and set(_ints(given[3])) != {1}), "there were no steps")
     attributes.update(zip(("starts", "ends", "axes"), map(_ints, given[:3]), strict=False))
 
 
@@ -90,8 +88,7 @@ def earlier(node: NodeProto, opset: int, constants: Mapping[str, Array]) -> Node
         Unfit: it has no such node, or only for values that are known.
     """
     kind = "Upsample" if node.op_type == "Resize" and opset < 10 else node.op_type
-    if not defs.has(kind, max_inclusive_version=opset):
-        raise Unfit(f"opset {opset} has no {kind}")
+    need(defs.has(kind, max_inclusive_version=opset), f"opset {opset} has no {kind}")
     since, form = FORMS.get(node.op_type, (0, _axes))
     attributes: Attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     ins = list(node.input)
@@ -100,11 +97,9 @@ def earlier(node: NodeProto, opset: int, constants: Mapping[str, Array]) -> Node
     schema = defs.get_schema(kind, max_inclusive_version=opset)
     if schema.deprecated or not schema.min_input <= len(ins) <= schema.max_input:
         raise Unfit(f"{kind} of opset {opset} has other inputs")
-    if opset < 11 and kind == "OneHot":
-        raise Unfit("places were counted from the front, which constants are held to")
+    need(not (opset < 11 and kind == "OneHot"), "places were counted from the front, which constants are held to")
     places = np.array([attributes.get("axis", 0), *attributes.get("axes", [])])
-    if opset < 11 and (places < 0).any():
-        raise Unfit("axes were counted from the front")
+    need(not (opset < 11 and (places < 0).any()), "axes were counted from the front")
     out = helper.make_node(kind, ins, list(node.output), node.name)
     given = {a.name: a for a in node.attribute}
     for name, value in attributes.items():

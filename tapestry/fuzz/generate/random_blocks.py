@@ -51,9 +51,9 @@ class Written:
     rng: random.Random
     data: np.random.Generator
     dtype: str
-    inputs: dict[str, Array] = field(default_factory=dict)
-    values: dict[str, Array] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    inputs: dict[str, Array] = field(default_factory=dict[str, Array])
+    values: dict[str, Array] = field(default_factory=dict[str, Array])
+    lines: list[str] = field(default_factory=list[str])
 
     def numbers(self, shape: tuple[int, ...]) -> Array:
         """Small ones of this model's type."""
@@ -73,12 +73,23 @@ def _mixed(rng: random.Random, *names: str) -> list[str]:
     return rng.sample(names, len(names)) if rng.random() < 0.4 else list(names)
 
 
-REDUCED: dict[str, Callable[[Array, tuple[int, ...]], Array]] = {
-    "sum": lambda x, axes: x.sum(axes, dtype=x.dtype),
-    "max": lambda x, axes: x.max(axes),
-    "min": lambda x, axes: x.min(axes),
-}
-PAIRS: dict[str, Callable[..., Array]] = {
+Pointwise = Callable[[Array, Array], Array] | Callable[[Array], Array]  # of what is read, element by element
+
+
+def _sum(x: Array, axes: tuple[int, ...]) -> Array:
+    return x.sum(axes, dtype=x.dtype)
+
+
+def _max(x: Array, axes: tuple[int, ...]) -> Array:
+    return x.max(axes)
+
+
+def _min(x: Array, axes: tuple[int, ...]) -> Array:
+    return x.min(axes)
+
+
+REDUCED = {"sum": _sum, "max": _max, "min": _min}
+PAIRS: dict[str, Callable[[Array, Array], Array]] = {
     "x * w": lambda x, w: x * w,
     "w * x": lambda x, w: x * w,
     "max((x * w), x)": lambda x, w: np.maximum(x * w, x),
@@ -96,7 +107,7 @@ ALONE: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def _reduced(monoid: str, f: Callable[..., Array]) -> Value:
+def _reduced(monoid: str, f: Pointwise) -> Value:
     return lambda xs, axes, _: REDUCED[monoid](f(*xs), axes) if axes else f(*xs)
 
 
@@ -181,7 +192,7 @@ def variance(rng: random.Random) -> Sketch:
 
 
 KINDS = (product, product, convolution, convolution, convolution, pool, elements, lookup, weighted, variance)
-AFTER: dict[str, Callable[..., Array]] = {
+AFTER: dict[str, Callable[[Array, Array], Array]] = {
     "max(acc0, ZERO)": lambda a, _: np.maximum(a, 0), "abs(acc0)": lambda a, _: np.abs(a), "neg(acc0)": lambda a, _: -a,
     "acc0 + t": lambda a, t: a + t, "acc0 * t": lambda a, t: a * t, "max(t, acc0)": np.maximum,
 }  # fmt: skip

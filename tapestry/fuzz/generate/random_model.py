@@ -39,17 +39,9 @@ FAMILIES = {
 }
 RUNNING, BLOCKS = "running", "blocks"  # the families of models that are IR text
 WEIGHT = {
-    "integers": 3,
-    "matmul": 3,
-    "conv": 3,
-    "softmax": 2,
-    "reduce": 2,
-    "binary": 3,
-    "layer_norm": 2,
-    "reshape": 2,
-    "pool": 2,
+    "integers": 3, "matmul": 3, "conv": 3, "softmax": 2, "reduce": 2, "binary": 3, "layer_norm": 2, "reshape": 2, "pool": 2,
     "unary": 2,
-}
+}  # fmt: skip
 OPSETS = (*range(7, 18), *(18, 20, 21, 22, 23) * 3, 24, 25, 26)
 
 
@@ -72,7 +64,7 @@ class Model:
     outputs: Mapping[str, Array]
     exact: frozenset[str]
     opset: int
-    symbols: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    symbols: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     families: tuple[str, ...] = ()
     text: str = ""
     part: tuple[int, int] = (0, 0)

@@ -13,7 +13,7 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import dims_read, kept, products
 from tapestry.ir.recognise.running_state import as_scan
-from tapestry.ir.recognise.selection import selection
+from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Boxes

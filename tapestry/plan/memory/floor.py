@@ -17,7 +17,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Graph, Op, Read
 from tapestry.ir.index import bounds, dims_of
 from tapestry.ir.plan import device_count
-from tapestry.ir.recognise.selection import selection
+from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
 from tapestry.plan.topology import Device, Topology

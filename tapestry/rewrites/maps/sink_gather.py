@@ -11,7 +11,7 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of
 from tapestry.ir.monoid import number
 from tapestry.ir.recognise.contraction import dims_read
-from tapestry.ir.recognise.selection import selection
+from tapestry.ir.recognise.selection_sum import selection
 from tapestry.rewrites.core.edit import merge_reads
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 

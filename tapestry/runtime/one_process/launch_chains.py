@@ -40,11 +40,11 @@ def chains(program: Program, may: Mapping[int, object], follows: Follows) -> lis
     return [tuple(c) for c in out if len(c) > 1]
 
 
-def together(wanted: Sequence[Slot], program: Program, found: Sequence[tuple[int, ...]]) -> list[Slot]:
+def together(wanted: Sequence[Slot], program: Program, joined: Sequence[tuple[int, ...]]) -> list[Slot]:
     """Slots where all that a chain reads and writes lives for as long as the whole chain runs."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    for chain in found:
+    for chain in joined:
         for i in chain:
             step = program.steps[i]
             assert isinstance(step, Launch)

@@ -58,27 +58,29 @@ class LocalExecutor(Executor):
         self.bind()
         with self.busy:
             self.begin(feeds)
-            total = len(self.program.steps)
-            if self.schedule is None:
-                for at in range(total):
-                    self.step(at)
-                    progress(at + 1, total)
+            try:
+                self._steps(feeds, progress)
+                return self.outputs(), self.measured
+            finally:  # nothing of a run stays beyond it
+                self.held, self.feeds = Held.nothing(self.program.devices), self.weights
+
+    def _steps(self, feeds: Source, progress: Progress) -> None:
+        total = len(self.program.steps)
+        actions = range(total) if self.schedule is None else self.schedule.actions
+        for action in actions:
+            if isinstance(action, int):
+                self.step(action)
             else:
-                self.measured.gaps.append(self.schedule.extra)
-                for action in self.schedule.actions:
-                    if isinstance(action, int):
-                        self.step(action)
-                    else:
-                        action(self.held, feeds)
-                    progress((action if isinstance(action, int) else action.last) + 1, total)
-            return self.outputs(), self.measured
+                action(self.held, feeds)
+            progress((action if isinstance(action, int) else action.last) + 1, total)
 
     def begin(self, feeds: Source) -> None:
         """Before the first step nothing is held but copies of weights, which count as packed."""
         self.feeds, self.held = feeds, Held.nothing(self.program.devices)
         for held, p in zip(self.held.arrays, self.packing, strict=True):
             held.update((b, p.arrays[b]) for b in p.copies)
-        self.measured = Measured(self.held.peak, packed=[p.extra for p in self.packing])
+        gaps = [] if self.schedule is None else [self.schedule.extra]
+        self.measured = Measured(self.held.peak, packed=[p.extra for p in self.packing], gaps=gaps)
 
     def bind(self) -> None:
         """Make every kernel and pack the weights, once: all that later runs need not do."""

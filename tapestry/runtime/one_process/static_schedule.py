@@ -193,7 +193,7 @@ def _viewed(memory: torch.Tensor, extents: tuple[int, ...]) -> torch.Tensor:
 def _memory(parts: Mapping[str, tuple[int, int]], nbytes: int) -> dict[str, torch.Tensor]:
     """New memory, cut into parts (offset, bytes): flat tensors of f32, each with a storage of its own."""
     whole = torch.empty(nbytes, dtype=torch.uint8).numpy()
-    return {n: torch.from_numpy(whole[offset : offset + size].view(np.float32)) for n, (offset, size) in parts.items()}
+    return {n: torch.as_tensor(whole[offset : offset + size].view(np.float32)) for n, (offset, size) in parts.items()}
 
 
 @dataclass(slots=True)

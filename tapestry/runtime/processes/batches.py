@@ -60,8 +60,8 @@ class Batch:
             names = {file_name(t): t for t in graph.inputs}
             return {names.get(p.stem, p.stem): load(p) for p in sorted(self.source.glob("*.npy"))}
         try:
-            with np.load(self.source, allow_pickle=False) as found:
-                return {name: found[name] for name in found.files}
+            with np.load(self.source, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
         except (OSError, ValueError, EOFError, AttributeError, TypeError, BadZipFile, zlib.error) as e:
             raise TapestryError(f"no arrays: {e}", where=str(self.source), hint="a .npz file of numpy.savez") from None
 
@@ -101,22 +101,22 @@ def stream(sources: Sequence[Path], output: Path | None, identity: str) -> list[
     Raises:
         TapestryError: a source is missing, two batches have one name, or the output belongs to another build.
     """
-    found: list[Path] = []
+    given: list[Path] = []
     for p in sources:
         inside = (
             sorted(q for q in p.iterdir() if q.suffix == ".npz" or (q.is_dir() and any(q.glob("*.npy")))) if p.is_dir() else []
         )
         if not p.exists() or (p.is_dir() and not inside and not any(p.glob("*.npy"))):
             raise TapestryError("no batches", where=str(p), hint=".npz files, or folders of .npy files")
-        found += inside or [p]
-    names = [p.stem if p.is_file() else p.name for p in found]
+        given += inside or [p]
+    names = [p.stem if p.is_file() else p.name for p in given]
     twice = next((n for n, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise TapestryError(f"two batches are called '{twice}'", where="--inputs")
     if output is not None:
         _claim(output, identity)
     places = [None if output is None else output / file_name(n) for n in names]
-    rows = zip(names, places, found, strict=True)
+    rows = zip(names, places, given, strict=True)
     return [Batch(number=k, name=n, output=o, source=p) for k, (n, o, p) in enumerate(rows)]
 
 
@@ -125,10 +125,10 @@ def _claim(output: Path, identity: str) -> None:
     mark = output / "run.json"
     if mark.is_file():
         try:
-            known = json.loads(mark.read_text()).get("build")
+            build = json.loads(mark.read_text()).get("build")
         except (ValueError, AttributeError):
-            known = None
-        if known != identity:
+            build = None
+        if build != identity:
             raise TapestryError("the outputs there are of another build", where=str(output), hint="another --output")
         for p in output.glob(".*"):
             if p.is_dir():

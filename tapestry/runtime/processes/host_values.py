@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from tapestry.errors import TapestryError
+from tapestry.onnx_eval.value_kinds import is_map, is_sequence
 
 
 def encode(value: Any) -> bytes:
@@ -34,9 +35,9 @@ def decode(data: bytes) -> Any:
 def _plain(value: Any) -> Any:
     if value is None:
         return None
-    if isinstance(value, list | tuple):
+    if is_sequence(value):
         return [_plain(v) for v in value]
-    if isinstance(value, dict):
+    if is_map(value):
         return {"keys": [k if isinstance(k, str) else int(k) for k in value], "values": [_plain(v) for v in value.values()]}
     a = np.asarray(value)
     if a.dtype.kind in "OUS":
@@ -48,7 +49,7 @@ def _plain(value: Any) -> Any:
 def _value(plain: Any) -> Any:
     if plain is None:
         return None
-    if isinstance(plain, list):
+    if is_sequence(plain):
         return [_value(v) for v in plain]
     if "keys" in plain:
         return dict(zip(plain["keys"], map(_value, plain["values"]), strict=True))

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -60,7 +60,7 @@ class Attempt:
     children: list[Child]
     slots: Slots
     advance: Callable[[int], None]
-    seen: dict[int, tuple[float, float]] = field(default_factory=dict)
+    seen: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
 
     def result(self) -> dict[str, Any] | str:
         """The document, or why there is none."""
@@ -205,17 +205,17 @@ def supervise(
             run = Attempt(job, [], shared(world), advance)
             try:
                 _fork(run, world, open_session)
-                found = _meet(run, port)
+                outcome = _meet(run, port)
             except Interrupted as e:
                 doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
                 raise RunError(f"interrupted by {e}: all ranks are ended", why=doing) from None
             finally:
                 run.end()
-            if not isinstance(found, str):
-                return {**found, "restarts": attempt}
+            if not isinstance(outcome, str):
+                return {**outcome, "restarts": attempt}
             if attempt == restarts:
-                raise RunError(found, hint="" if restarts else "--max-restarts R starts again after a failure")
-            tell(f"{found}; starting again ({attempt + 1} of {restarts})")
+                raise RunError(outcome, hint="" if restarts else "--max-restarts R starts again after a failure")
+            tell(f"{outcome}; starting again ({attempt + 1} of {restarts})")
     raise AssertionError("unreachable")
 
 
@@ -228,12 +228,16 @@ def _meet(run: Attempt, port: int) -> dict[str, Any] | str:
     return run.result()
 
 
-def _store(port: int, timeout: float) -> Any:
-    import torch.distributed as dist
+def _tcp_store(port: int, timeout: float, master: bool) -> Any:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+    limit = timedelta(seconds=timeout)
+    return TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False, timeout=limit, use_libuv=True)
+
+
+def _store(port: int, timeout: float) -> Any:
     try:
-        limit = timedelta(seconds=timeout)
-        return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit, use_libuv=True)
+        return _tcp_store(port, timeout, True)
     except (RuntimeError, OSError) as e:
         taken = "address already in use" in str(e).lower() or "EADDRINUSE" in str(e)
         what = f"port {port} is taken" if taken else f"no rendezvous on port {port}: {str(e).splitlines()[0]}"
@@ -265,10 +269,7 @@ def _child(rank: int, world: int, run: Attempt, pipe: Connection, open_session: 
         c.pipe.close()
     gc.freeze()  # what the parent made is the parent's to end: its threads are not here
     try:
-        import torch.distributed as dist
-
-        limit = timedelta(seconds=run.job.timeout)
-        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=limit, use_libuv=True)
+        store = _tcp_store(pipe.recv(), run.job.timeout, False)
         me = Rank(
             rank=rank, world=world, store=store, slots=run.slots, local=rank,
             advance=lambda batch, steps: pipe.send(("batch", batch)) if rank == 0 else None,
@@ -294,7 +295,7 @@ def state(pid: int) -> str:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _interruptible() -> Generator[None]:
     """SIGINT, SIGTERM and SIGHUP become `Interrupted` in here."""
 
     def raised(number: int, frame: Any) -> None:

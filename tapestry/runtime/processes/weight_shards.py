@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import BuildError
 from tapestry.ir.kernel import Box, shape
@@ -64,26 +63,15 @@ def write(folder: Path, build: Build, identity: str, read: Callable[[str, Box], 
     Raises:
         BuildError: the place holds something else.
     """
-    folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "index.json").is_file())):
-        raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
     mine: dict[int, list[tuple[str, Box]]] = {}
     for tensor, box, device in slices(build):
         mine.setdefault(device, []).append((tensor, box))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        index: dict[str, dict[str, Any]] = {}
+    index: dict[str, dict[str, Any]] = {}
+    with store.new_folder(folder, "index.json") as temporary:
         for device, held in mine.items():
             index |= _write_file(temporary / f"device-{device}.safetensors", held, build, read)
         body = {"build": identity, "slices": index}
-        (temporary / "index.json").write_text(json.dumps({**body, "sha256": _hash(body)}, indent=1))
-        temporary.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "index.json").write_text(json.dumps({**body, "sha256": store.body_hash(body)}, indent=1))
     total = {d: sum(index[_key(*k)]["length"] for k in held) for d, held in mine.items()}
     return {"files": len(mine), "slices": len(index), "bytes": [total.get(d, 0) for d in range(build.program.devices)]}
 
@@ -102,15 +90,15 @@ def _write_file(
         at += n
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     with path.open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for tensor, box in held:
             data = np.ascontiguousarray(read(tensor, box)).tobytes()
             place = {"file": path.name, "offset": f.tell(), "length": len(data)}
-            found[_key(tensor, box)] = {**place, "sha256": hashlib.sha256(data).hexdigest()}
+            entries[_key(tensor, box)] = {**place, "sha256": hashlib.sha256(data).hexdigest()}
             f.write(data)
-    return found
+    return entries
 
 
 def reader(folder: Path, build: Build, identity: str) -> Callable[[str, Box], Array]:
@@ -124,22 +112,22 @@ def reader(folder: Path, build: Build, identity: str) -> Callable[[str, Box], Ar
         index = msgspec.json.decode(raw, type=_Index)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise BuildError(f"not a set of shards: {e}", where=str(folder), hint="tapestry shard-weights BUILD -o DIR") from None
-    if index.sha256 != _hash({"build": index.build, "slices": msgspec.to_builtins(index.slices)}):
+    if index.sha256 != store.body_hash({"build": index.build, "slices": msgspec.to_builtins(index.slices)}):
         raise BuildError("index.json is not what its own hash says", where=str(folder))
     if index.build != identity:
         raise BuildError("shards of another build", where=str(folder), hint="tapestry shard-weights BUILD -o DIR again")
 
     def read(tensor: str, box: Box) -> Array:
-        found, t = index.slices.get(_key(tensor, box)), build.plan.graph.tensors[tensor]
-        if found is None or Path(found.file).name != found.file:
+        entry, t = index.slices.get(_key(tensor, box)), build.plan.graph.tensors[tensor]
+        if entry is None or Path(entry.file).name != entry.file:
             raise BuildError(f"the shards have no slice {box} of '{tensor}'", where=str(folder))
-        path = folder / found.file
+        path = folder / entry.file
         try:
-            data = np.memmap(path, np.uint8, "r", found.offset, (found.length,)) if found.length else np.empty(0, np.uint8)
+            data = np.memmap(path, np.uint8, "r", entry.offset, (entry.length,)) if entry.length else np.empty(0, np.uint8)
         except (OSError, ValueError) as e:
             raise BuildError(f"a slice of '{tensor}' does not read: {e}", where=str(path)) from None
-        right = found.length == int(np.prod(shape(box), dtype=np.int64)) * itemsize(t.dtype)
-        if not right or hashlib.sha256(data.data).hexdigest() != found.sha256:
+        right = entry.length == int(np.prod(shape(box), dtype=np.int64)) * itemsize(t.dtype)
+        if not right or hashlib.sha256(data.data).hexdigest() != entry.sha256:
             raise BuildError(f"a slice of '{tensor}' is not what its hash says", where=str(path))
         return np.array(data).view(numpy_dtype(t.dtype)).reshape(shape(box))
 
@@ -148,7 +136,3 @@ def reader(folder: Path, build: Build, identity: str) -> Callable[[str, Box], Ar
 
 def _key(tensor: str, box: Box) -> str:
     return f"{tensor} {','.join(f'{lo}:{hi}' for lo, hi in box)}"
-
-
-def _hash(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -30,6 +30,8 @@ IN_FLIGHT = 16 << 20  # bytes of sent messages that may wait to be taken, and of
 
 Tag = tuple[int, int]
 """(step, part of it)."""
+Expected = Mapping[int, Sequence[Piece]]
+"""The pieces that come from each rank."""
 
 
 class PeerLost(Exception):
@@ -63,23 +65,27 @@ class Wire:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: bool = False
     ahead: bool = True
-    flying: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
+    flying: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque[tuple[dist.Work, torch.Tensor]])
     flying_bytes: int = 0
     coming_bytes: int = 0
     staged: int = 0
-    queue: deque[tuple[Tag, Mapping[int, Sequence[Piece]]]] = field(default_factory=deque)
-    posted: dict[Tag, dict[int, tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
-    unchecked: list[tuple[torch.Tensor, int, int, Sequence[Piece]]] = field(default_factory=list)
+    queue: deque[tuple[Tag, Expected]] = field(default_factory=deque[tuple[Tag, Expected]])
+    posted: dict[Tag, dict[int, tuple[dist.Work, torch.Tensor]]] = field(
+        default_factory=dict[Tag, dict[int, tuple[dist.Work, torch.Tensor]]]
+    )
+    unchecked: list[tuple[torch.Tensor, int, int, Sequence[Piece]]] = field(
+        default_factory=list[tuple[torch.Tensor, int, int, Sequence[Piece]]]
+    )
     left: int = 0
 
-    def expect(self, agenda: Sequence[tuple[Tag, Mapping[int, Sequence[Piece]]]]) -> None:
+    def expect(self, agenda: Sequence[tuple[Tag, Expected]]) -> None:
         """All that will come in this run, in order. gloo moves a message when its receive is posted, so receives are posted
         ahead, as far as `IN_FLIGHT` allows. On NCCL they are not: a receive there holds up the stream until it is met."""
         self.queue = deque(agenda if self.ahead else ())
         self._look_ahead()
 
     def post(
-        self, tag: Tag, sends: Mapping[int, Sequence[tuple[Piece, torch.Tensor]]], receives: Mapping[int, Sequence[Piece]]
+        self, tag: Tag, sends: Mapping[int, Sequence[tuple[Piece, torch.Tensor]]], receives: Expected
     ) -> Callable[[], dict[int, list[torch.Tensor]]]:
         """Start sending and receiving; the function returned waits for what comes, by sender.
 
@@ -115,13 +121,13 @@ class Wire:
         while self.queue and self.coming_bytes <= IN_FLIGHT:
             self._receive(*self.queue.popleft())
 
-    def _receive(self, tag: Tag, receives: Mapping[int, Sequence[Piece]]) -> None:
+    def _receive(self, tag: Tag, receives: Expected) -> None:
         """Post receives before their step."""
         buffers = self._buffers(receives)
         works = self._start(tag[0], buffers, {})
         self.posted[tag] = {p: (works[p, False], b) for p, b in buffers.items()}
 
-    def _buffers(self, receives: Mapping[int, Sequence[Piece]]) -> dict[int, torch.Tensor]:
+    def _buffers(self, receives: Expected) -> dict[int, torch.Tensor]:
         sizes = {p: _layout(pieces)[1] for p, pieces in receives.items()}
         self.coming_bytes += sum(sizes.values())
         return {p: torch.empty(n, dtype=torch.uint8, device=self.device) for p, n in sizes.items()}
@@ -169,7 +175,7 @@ class Wire:
             if n:
                 out[at : at + n].view(piece[2]).view(piece[1]).copy_(array)
         head = HEADER.pack(MAGIC, VERSION, self.rank, self.plan, self.batch, step, _digest(named), nbytes, clock())
-        out[:HEADER_BYTES] = torch.from_numpy(np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), np.uint8).copy()).to(self.device)
+        out[:HEADER_BYTES] = torch.as_tensor(np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), np.uint8).copy()).to(self.device)
         self.payload, self.messages = self.payload + nbytes, self.messages + 1
         return out
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tapestry import flags
 from tapestry.build.store import Build
@@ -100,7 +101,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     wire = Wire(me.rank, me.world, plan, heartbeat, device=device, deferred=late, ahead=not late)
     try:
         dist.init_process_group(
-            BACKENDS[device.type], store=dist.PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
+            BACKENDS[device.type], store=PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
             timeout=timedelta(seconds=job.timeout + 2),
         )  # fmt: skip
         source = None if job.shards is None else shards.reader(job.shards, job.build, job.identity)
@@ -201,17 +202,17 @@ def _blamed(e: PeerLost, beats: HeartbeatPublisher | None, me: Rank) -> Exceptio
         return e
     try:
         slots, still = beats.read()
-        found = guilty(slots, still)[0]
-        about = json.loads(me.store.get(f"hello/{found}"))
-        who = f"rank {found} on {about['host']}"
-        if found in still and about["host"] == socket.gethostname():
+        culprit = guilty(slots, still)[0]
+        about = json.loads(me.store.get(f"hello/{culprit}"))
+        who = f"rank {culprit} on {about['host']}"
+        if culprit in still and about["host"] == socket.gethostname():
             os.kill(about["pid"], signal.SIGKILL)
     except (RuntimeError, OSError, IndexError):  # the store is gone as well: the launcher is ending the job
         return e
     if me.store.compare_set("failure", "", str(me.rank)) != str(me.rank).encode():
         return e
-    state = "is gone or stopped, last seen" if found in still else "holds up the others,"
-    return RunError(f"rank {found} {state} {describe(slots[found])}", where=who, why=str(e))
+    state = "is gone or stopped, last seen" if culprit in still else "holds up the others,"
+    return RunError(f"rank {culprit} {state} {describe(slots[culprit])}", where=who, why=str(e))
 
 
 def _report(
@@ -235,15 +236,17 @@ def _report(
 
 def summary(job: Job, ranks: list[dict[str, Any]], todo: set[int]) -> dict[str, Any]:
     """One document from what all ranks measured."""
-    peak, packed = ([0] * job.build.program.devices for _ in range(2))
+    peak, packed = [0] * job.build.program.devices, [0] * job.build.program.devices
     transfers: dict[str, list[int]] = {}
     for r in ranks:
+        devices: list[int] = r["devices"]
         for run in r["runs"]:
-            for d in r["devices"]:
-                peak[d], packed[d] = max(peak[d], run["peak"][d]), run["packed"][d]
-        for kind, (count, total) in (r["runs"][-1]["sent"] if r["runs"] else {}).items():
-            found = transfers.setdefault(kind, [count, 0])
-            found[1] += total
+            highest: list[int] = run["peak"]
+            for d in devices:
+                peak[d], packed[d] = max(peak[d], highest[d]), run["packed"][d]
+        last: dict[str, tuple[int, int]] = r["runs"][-1]["sent"] if r["runs"] else {}
+        for kind, (count, total) in last.items():
+            transfers.setdefault(kind, [count, 0])[1] += total
     each = [max(r["runs"][k]["seconds"] for r in ranks) for k in range(len(todo))]
     return {
         "peak_bytes": peak, "packed_bytes": packed,

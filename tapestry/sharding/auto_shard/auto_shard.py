@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tapestry.errors import PlanError, TapestryError
+from tapestry.interop import onnx_annotations
 from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
 from tapestry.lift.file.structure import check_structure, load
@@ -39,7 +40,7 @@ class Options:
     optimal: bool = False
     processes: int = 2
     proportions: Sequence[float] = PROPORTIONS
-    shapes: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     topology: str = "cpu"
     memory: str | None = None
 
@@ -109,7 +110,7 @@ def auto_shard(options: Options, report: Report = lambda stage, seconds: None) -
     document = _document(attempt, options, graph, topo.device.memory)
     with clock("write"):
         stage_annotations.annotate_stages(model, document["node_stages"], options.devices)
-        stage_annotations.write(model, path, target)
+        onnx_annotations.write(model, path, target)
     return {"model": str(path), "output": str(target), **document, "seconds": clock.total()}
 
 
@@ -121,7 +122,7 @@ class _Clock:
         self.report, self.start = report, time.perf_counter()
 
     @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
+    def __call__(self, stage: str) -> Generator[None]:
         start = time.perf_counter()
         self.report(stage, 0.0)
         yield

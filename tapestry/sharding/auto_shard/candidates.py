@@ -35,16 +35,16 @@ def subgraphs(graph: NodeGraph, candidates: Sequence[int]) -> list[Unit]:
     for top in (*candidates, *ends):
         if claimed[top]:
             continue
-        stack, found = [top], []
+        stack, unit = [top], list[int]()
         claimed[top] = True
         while stack:
             k = stack.pop()
-            found.append(k)
+            unit.append(k)
             for p in graph.parents[k]:
                 if not claimed[p]:
                     claimed[p] = True
                     stack.append(p)
-        units.append(tuple(sorted(found)))
+        units.append(tuple(sorted(unit)))
     assert all(claimed), "a node leads to no end of the graph"
     return units
 

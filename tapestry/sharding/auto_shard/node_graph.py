@@ -49,14 +49,11 @@ class NodeGraph:
             takes to send one to another device, ``maker`` the node that writes it (-1: a model input).
         steps: operations, in an order that their data allow and nodes follow.
         kept: tensors that the model returns.
-        alive: whether a node has operations at all; the rest is folded away.
     """
 
     names: tuple[str, ...]
-    kinds: tuple[str, ...]
     parents: tuple[tuple[int, ...], ...]
     joined: tuple[int, ...]
-    alive: tuple[bool, ...]
     weights: tuple[tuple[int, ...], ...]
     weight_names: tuple[str, ...]
     weight_bytes: tuple[int, ...]
@@ -87,16 +84,16 @@ class _Builder:
     nodes: list[NodeProto] = field(init=False)
     producer: dict[str, int] = field(init=False)  # tensor of the file → node
     parents: list[set[int]] = field(init=False)
-    constant: list[bool] = field(default_factory=list)
+    constant: list[bool] = field(default_factory=list[bool])
     weights: list[dict[int, None]] = field(init=False)
-    weight_ids: dict[str, int] = field(default_factory=dict)
-    weight_bytes: list[int] = field(default_factory=list)
-    root: dict[str, str] = field(default_factory=dict)  # view → the tensor behind it
-    ids: dict[str, int] = field(default_factory=dict)
-    maker: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    weight_ids: dict[str, int] = field(default_factory=dict[str, int])
+    weight_bytes: list[int] = field(default_factory=list[int])
+    root: dict[str, str] = field(default_factory=dict[str, str])  # view → the tensor behind it
+    ids: dict[str, int] = field(default_factory=dict[str, int])
+    maker: list[int] = field(default_factory=list[int])
+    steps: list[Step] = field(default_factory=list[Step])
     alive: list[bool] = field(init=False)
-    priced: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    priced: dict[Any, tuple[int, int]] = field(default_factory=dict[Any, tuple[int, int]])
 
     def __post_init__(self) -> None:
         self.nodes = list(self.model.graph.node)
@@ -118,8 +115,8 @@ class _Builder:
         sizes = tuple(self.lifted.tensors[t].nbytes for t in names)
         link = max(self.topo.links, key=lambda k: (k.alpha, k.beta))
         return NodeGraph(
-            names=tuple(node_name(n) for n in self.nodes), kinds=tuple(n.op_type for n in self.nodes),
-            parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()), alive=tuple(self.alive),
+            names=tuple(node_name(n) for n in self.nodes),
+            parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()),
             weights=tuple(tuple(w) for w in self.weights), weight_names=tuple(self.weight_ids),
             weight_bytes=tuple(self.weight_bytes), tensors=names, sizes=sizes,
             moves=tuple(round((link.alpha + link.beta * n) * PICO) for n in sizes), maker=tuple(self.maker),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto
 
 from tapestry.errors import TapestryError
-from tapestry.interop import onnx_annotations
+from tapestry.interop.onnx_annotations import external
+from tapestry.interop.sharding_specs import IR_VERSIONS
 from tapestry.lift.file.protos import subgraphs
 
 CONFIGURATION = "tapestry.auto_shard"
-IR_VERSIONS = (11, 13)  # the first with the protos, the last that onnxruntime takes
 
 
 def annotate_stages(model: ModelProto, stages: Sequence[int], devices: int) -> None:
@@ -56,14 +56,9 @@ def check_output(model: ModelProto, source: Path, target: Path) -> None:
         raise TapestryError("cannot write there", where=str(target), why=why, hint="another --output-model")
     if not target.absolute().parent.is_dir():
         raise TapestryError("cannot write there", where=str(target), why="its folder does not exist")
-    external = next((t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL), None)
-    if external is not None and target.resolve().parent != source.resolve().parent:
+    outside = next(external(model), None)
+    if outside is not None and target.resolve().parent != source.resolve().parent:
         raise TapestryError(
-            "the external data would be out of reach", where=f"initializer '{external.name}'",
+            "the external data would be out of reach", where=f"initializer '{outside.name}'",
             why="ONNX locations may not leave the model's folder", hint=f"an --output-model in {source.resolve().parent}",
         )  # fmt: skip
-
-
-def write(model: ModelProto, source: Path, target: Path) -> None:
-    """Write the annotated model in one step, after onnx's checker has taken it."""
-    onnx_annotations.write(model, source, target)

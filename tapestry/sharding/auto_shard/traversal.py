@@ -54,7 +54,7 @@ def traverse(problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate,
             if found.best is not None and not optimal:
                 return found
         evaluations.sort(key=lambda e: (max(0, e.memory - capacity), e.rank, e.scheme))
-        frontier = []
+        frontier = list[Scheme]()
         for e in evaluations[:BEAM]:
             for kind, scheme in moves(problem, e.scheme, group(e, capacity)):
                 if scheme not in seen:

@@ -11,6 +11,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -186,11 +187,10 @@ def run(graph: Graph, feeds: dict[str, np.ndarray], block: Box, *, packed: bool,
     kernel = target.kernel(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(out,) * len(op.outs)))
     given = [from_numpy(feeds[r.tensor][tuple(slice(*b) for b in box)].copy()) for r, box in zip(op.reads, ins, strict=True)]
     if packed:
-        packs = target.packs(kernel)
-        if not packs:
+        if not isinstance(kernel, Packable):
             return None
-        given = [packs[k][1](x) if k in packs else x for k, x in enumerate(given)]
-        kernel = target.packed(kernel)
+        given = [kernel.packs[k].run(x) if k in kernel.packs else x for k, x in enumerate(given)]
+        kernel = kernel.packed
     if recorder := target.recorder(kernel):
         memory = [torch.full((int(np.prod([hi - lo for lo, hi in out])),), float("nan")) for _ in op.outs]
         recorder.bind(given, memory).run()

@@ -157,7 +157,8 @@ def test_packed_linear_layers(mesh: str, tmp_path: Path) -> None:
     c = compiled(net(nodes, ins, {"f": T.FLOAT, "h": T.FLOAT}, weights, opset=20), tmp_path, mesh)
     check(c)
     assert all(len(n) >= 2 for n in packs(c))
-    assert all(set(p.arrays).isdisjoint(r) for p, r in zip(c.session.executor.packing, c.session.executor.resident, strict=True))
+    executor = c.session.executor
+    assert all(set(p.arrays).isdisjoint(r) for p, r in zip(executor.packing, executor.weights_held, strict=True))
 
 
 def tied() -> onnx.ModelProto:

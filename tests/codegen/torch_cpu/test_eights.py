@@ -152,10 +152,10 @@ def run(
     cells = [tuple(slice(lo, hi) for lo, hi in box) for box in boxes]
     ins = [torch.from_numpy(np.array(arrays[r.tensor][c])) for r, c in zip(op.reads, cells, strict=True)]
     if packed:
-        packs = target.packs(made)
-        assert packs or conv_int8.convolution(op, graph, kernel, Frame(op.space, block)) is None
-        ins = [packs[k][1](x) if k in packs else x for k, x in enumerate(ins)]
-        made = target.packed(made) if packs else made
+        assert isinstance(made, Packable) or conv_int8.convolution(op, graph, kernel, Frame(op.space, block)) is None
+    if packed and isinstance(made, Packable):
+        ins = [made.packs[k].run(x) if k in made.packs else x for k, x in enumerate(ins)]
+        made = made.packed
     return [x.numpy() for x in made(ins, [])]
 
 

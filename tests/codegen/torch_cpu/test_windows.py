@@ -127,9 +127,9 @@ def test_parts_of_sums_take_their_weights_packed(node: str, tmp_path: Path) -> N
         run = target.kernel(c.graph, k)
         assert isinstance(run, Packable)
         plain = run(given, plain)
-        for at, (_, pack) in target.packs(run).items():
-            given[at] = pack(given[at])
-        states = target.packed(run)(given, states)
+        for at, pack in run.packs.items():
+            given[at] = pack.run(given[at])
+        states = run.packed(given, states)
         assert dense(states[0])
     np.testing.assert_allclose(states[0].numpy(), plain[0].numpy(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(states[0].numpy(), c.sums(), rtol=1e-4, atol=1e-5)

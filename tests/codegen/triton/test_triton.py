@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.triton import Knobs
+from tapestry.codegen.triton import KernelConfig
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS
@@ -110,7 +110,7 @@ def test_contractions_use_the_matrix_unit() -> None:
 @pytest.mark.parametrize("name", ["matmul, bias, relu", "batched, transposed", "conv 3x3 stride 2 pad 1"])
 def test_many_tiles_in_any_order(name: str) -> None:
     """Tiles of 16 with two rows to a group: every program's tile is computed once, the ragged last group included."""
-    check(CONTRACTIONS[name], knobs=Knobs(bm=16, bn=16, bk=16, group=2))
+    check(CONTRACTIONS[name], config=KernelConfig(bm=16, bn=16, bk=16, group=2))
 
 
 def test_convolution_equals_torch() -> None:
@@ -142,7 +142,7 @@ def test_reductions(name: str) -> None:
 @pytest.mark.parametrize("name", ["max pool", "softmax", "layer norm", "whole mean", "all"])
 def test_reductions_in_loops(name: str) -> None:
     """Tiles of 4 x 4: rows and columns past the end, and several passes of the loop."""
-    check(REDUCTIONS[name], knobs=Knobs(block=16, rows=4, cols=4))
+    check(REDUCTIONS[name], config=KernelConfig(block=16, rows=4, cols=4))
 
 
 ARGMAX = """graph g
@@ -161,7 +161,7 @@ def test_argmax_takes_the_first_of_equals_and_the_first_nan() -> None:
     got = check(ARGMAX, {"x": x})
     np.testing.assert_array_equal(got["y"], [0, 3, 0, 4, 8, 8])
     check(ARGMAX.replace("argmax", "argmin"), {"x": x})
-    check(ARGMAX, {"x": x}, Knobs(rows=2, cols=4))
+    check(ARGMAX, {"x": x}, KernelConfig(rows=2, cols=4))
 
 
 @pytest.mark.parametrize("monoid", ["max", "min", "sum", "prod"])

@@ -12,7 +12,7 @@ import re
 import numpy as np
 import pytest
 
-from tapestry.codegen.triton import Knobs
+from tapestry.codegen.triton import KernelConfig
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOAT8, numpy_dtype
 from tests.support.triton_kernels import (
@@ -150,27 +150,27 @@ def test_integers_that_matrix_units_cannot_sum() -> None:
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_integers_by_descriptors_and_in_parts(split: int, persistent: bool) -> None:
-    knobs = Knobs(bm=64, bn=32, bk=32, descriptors=True, persistent=persistent, split_k=split)
+    config = KernelConfig(bm=64, bn=32, bk=32, descriptors=True, persistent=persistent, split_k=split)
     for text in (
         integers("i8", "i8", "i32(5)", "cast(q, i32)", (65, 70, 96)),
         integers("u8", "i8", "", "", (65, 70, 96), "f32"),
     ):
-        check(text, whole_range(text), knobs)
-    check(product("f8e4m3fn", "f8e5m2", (65, 70, 96)), knobs=knobs)
+        check(text, whole_range(text), config)
+    check(product("f8e4m3fn", "f8e5m2", (65, 70, 96)), config=config)
 
 
 def test_copies_have_k_last() -> None:
     """Matrix units take operands of 8 bits along k only: others are copied first."""
     for kind in ("f8e4m3fn", "i8", "u8"):
         text = product(kind, kind, (64, 96, 160), turned=False)
-        check(text, whole_range(text) if kind[0] in "iu" else None, Knobs(bm=64, bn=32, bk=32, staged=True))
+        check(text, whole_range(text) if kind[0] in "iu" else None, KernelConfig(bm=64, bn=32, bk=32, packed=True))
     graph = parse(product("f8e4m3fn", "f8e4m3fn", (4096, 4096, 4096), turned=False))
-    from tapestry.codegen.triton import default_knobs
-    from tapestry.codegen.triton.task.kernel_kind import operation
+    from tapestry.codegen.triton import default_config
+    from tapestry.codegen.triton.task.kernel_choice import kernel_form
     from tests.support.triton_kernels import kernel_of
 
-    knobs = default_knobs(operation(graph, kernel_of(graph)))
-    assert knobs.staged and knobs.descriptors
+    config = default_config(kernel_form(graph, kernel_of(graph)))
+    assert config.packed and config.descriptors
 
 
 @pytest.mark.parametrize("kind", ["f8e4m3fn", "f8e5m2", "i8", "u8"])

@@ -8,7 +8,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of
 
 import pytest
 
-from tapestry.codegen.triton import Knobs, candidates, default_knobs, generate, operation
+from tapestry.codegen.triton import KernelConfig, candidates, default_config, generate, kernel_form
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.errors import TapestryError
 from tapestry.ir.syntax.parser import parse
@@ -27,11 +27,11 @@ def matmul(dtype: str, m: int, n: int, k: int, batch: str = "", transposed: bool
 
 
 FORMS = {
-    "descriptors": Knobs(bm=64, bn=32, bk=16, descriptors=True),
-    "descriptors, persistent": Knobs(bm=16, bn=16, bk=32, descriptors=True, persistent=True, group=2),
-    "persistent": Knobs(bm=16, bn=16, bk=16, persistent=True, group=2),
-    "split": Knobs(bm=16, bn=16, bk=16, split_k=4),
-    "all": Knobs(bm=16, bn=32, bk=16, descriptors=True, persistent=True, split_k=2),
+    "descriptors": KernelConfig(bm=64, bn=32, bk=16, descriptors=True),
+    "descriptors, persistent": KernelConfig(bm=16, bn=16, bk=32, descriptors=True, persistent=True, group=2),
+    "persistent": KernelConfig(bm=16, bn=16, bk=16, persistent=True, group=2),
+    "split": KernelConfig(bm=16, bn=16, bk=16, split_k=4),
+    "all": KernelConfig(bm=16, bn=32, bk=16, descriptors=True, persistent=True, split_k=2),
 }
 
 
@@ -46,23 +46,23 @@ def test_contractions_in_every_form(form: str, dtype: str) -> None:
     ):
         source = generate(graph := parse(text), kernel_of(graph), FORMS[form]).source
         assert ("_desc" in source) == FORMS[form].descriptors
-        check(text, knobs=FORMS[form])
+        check(text, config=FORMS[form])
 
 
 def test_more_tiles_than_multiprocessors() -> None:
     """A persistent grid whose programs have several tiles, not all of them equally many."""
     text = matmul("bf16", 16 * 13, 16 * 13, 16)
-    knobs = Knobs(bm=16, bn=16, bk=16, persistent=True, descriptors=True)
-    made = generate(graph := parse(text), kernel_of(graph), knobs)
+    config = KernelConfig(bm=16, bn=16, bk=16, persistent=True, descriptors=True)
+    made = generate(graph := parse(text), kernel_of(graph), config)
     assert made.grid == (132,) and "tl.range(first_tile, 169, 132" in made.source
-    check(text, knobs=knobs)
+    check(text, config=config)
 
 
 def test_rows_that_no_descriptor_can_copy_are_loaded_by_pointers() -> None:
     for text in (matmul("bf16", 33, 21, 37), matmul("f32", 16, 16, 16)):
-        made = generate(graph := parse(text), kernel_of(graph), Knobs(bm=16, bn=16, bk=16, descriptors=True))
+        made = generate(graph := parse(text), kernel_of(graph), KernelConfig(bm=16, bn=16, bk=16, descriptors=True))
         assert not made.passes[0].descriptors or "f32" in text
-        check(text, knobs=Knobs(bm=16, bn=16, bk=16, descriptors=True))
+        check(text, config=KernelConfig(bm=16, bn=16, bk=16, descriptors=True))
 
 
 def test_convolution_with_channels_last() -> None:
@@ -72,7 +72,7 @@ def test_convolution_with_channels_last() -> None:
           then cast(acc0, bf16)
         output y"""
     check(text)
-    check(text, knobs=Knobs(bm=16, bn=16, bk=16))
+    check(text, config=KernelConfig(bm=16, bn=16, bk=16))
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -80,19 +80,19 @@ def test_convolution_with_channels_last() -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_streaming_sums_in_every_form(name: str, descriptors: bool, parts: int) -> None:
     """Tiles of keys without a mask, with one, and never visited; keys in parts over the grid (flash-decoding)."""
-    check(STREAMS[name], knobs=Knobs(bm=16, bn=16, descriptors=descriptors, split_k=parts))
+    check(STREAMS[name], config=KernelConfig(bm=16, bn=16, descriptors=descriptors, split_k=parts))
 
 
 def test_heads_that_share_keys_are_rows_of_one_tile_when_queries_are_few() -> None:
     graph = parse(STREAMS["one query for eight heads"])
-    found = operation(graph, kernel_of(graph))
+    found = kernel_form(graph, kernel_of(graph))
     assert found.streamed is not None and points(found.streamed.rows) == 4
-    many = operation(g := parse(attention("bf16", PLAIN, (8, 2), (64, 96), 32)), kernel_of(g))
+    many = kernel_form(g := parse(attention("bf16", PLAIN, (8, 2), (64, 96), 32)), kernel_of(g))
     assert many.streamed is not None and [d.name for d in many.streamed.rows] == ["i"]
 
 
 def test_tiles_that_every_row_sees_have_no_mask() -> None:
-    source = generate(graph := parse(STREAMS["causal"]), kernel_of(graph), Knobs(bm=16, bn=16)).source
+    source = generate(graph := parse(STREAMS["causal"]), kernel_of(graph), KernelConfig(bm=16, bn=16)).source
     first, second = source.split("for n_0 in tl.range(")[1:]
     assert 'float("-inf")' not in first.split("tl.maximum")[0] and "tl.where(" in second.split("tl.maximum")[0]
 
@@ -106,12 +106,12 @@ SPLIT = {
 @pytest.mark.parametrize("monoid", SPLIT)
 def test_reductions_in_parts_over_the_grid(monoid: str) -> None:
     text = f"""graph g input x: f32[3, 48] y: f32[3] = op [i: 3 | j: 48 {monoid}] reads x[i, j] body {SPLIT[monoid]} output y"""
-    made = generate(graph := parse(text), kernel_of(graph), Knobs(rows=2, cols=4, split_k=4))
+    made = generate(graph := parse(text), kernel_of(graph), KernelConfig(rows=2, cols=4, split_k=4))
     assert (
         len(made.passes) == 2
         and len(made.scratch) == len(SPLIT[monoid].split(" then ")[0].split(", ")) - (monoid == "argmax") * 0
     )
-    check(text, knobs=Knobs(rows=2, cols=4, split_k=4))
+    check(text, config=KernelConfig(rows=2, cols=4, split_k=4))
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32x3", "tf32"])
@@ -135,9 +135,9 @@ def test_unknown_precision_and_target() -> None:
 def test_candidates_fit_and_begin_with_the_default(target: str) -> None:
     for text in (matmul("bf16", 512, 512, 512), matmul("f32", 64, 64, 64), STREAMS["causal"], STREAMS["plain"]):
         graph = parse(text)
-        found = operation(graph, kernel_of(graph))
+        found = kernel_form(graph, kernel_of(graph))
         options = list(candidates(found, target))
-        assert options[0] == default_knobs(found, target) and len(options) == len(set(options)) > 1
+        assert options[0] == default_config(found, target) and len(options) == len(set(options)) > 1
         if target in ("sm80", "gfx942"):
             assert not any(k.descriptors for k in options)
 
@@ -154,13 +154,13 @@ CONV = """graph g input x: bf16[2, 16, 9, 7] input k: bf16[24, 16, 3, 3]
 def test_operands_copied_into_rows_first(parts: int, descriptors: bool) -> None:
     """Channels in front, and rows that are no multiples of 16 bytes."""
     for text in (CONV, matmul("bf16", 33, 21, 38), matmul("f16", 17, 19, 22, transposed=True), matmul("bf16", 9, 21, 26, "2")):
-        knobs = Knobs(bm=16, bn=16, bk=16, staged=True, split_k=parts, descriptors=descriptors)
-        made = generate(graph := parse(text), kernel_of(graph), knobs)
+        config = KernelConfig(bm=16, bn=16, bk=16, packed=True, split_k=parts, descriptors=descriptors)
+        made = generate(graph := parse(text), kernel_of(graph), config)
         assert len(made.passes) > parts and len(made.scratch) == len(made.passes) - 1
-        check(text, knobs=knobs)
+        check(text, config=config)
 
 
 def test_the_model_copies_operands_of_large_products_only() -> None:
     for text, wanted in ((CONV, False), (matmul("bf16", 2047, 2049, 2047), True), (matmul("bf16", 2048, 2048, 2048), False)):
         graph = parse(text)
-        assert default_knobs(operation(graph, kernel_of(graph))).staged == wanted
+        assert default_config(kernel_form(graph, kernel_of(graph))).packed == wanted

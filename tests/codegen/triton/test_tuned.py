@@ -12,15 +12,15 @@ import torch
 
 from tapestry import api
 from tapestry.codegen import kernel_sources
-from tapestry.codegen.triton import Knobs
+from tapestry.codegen.triton import KernelConfig
 from tapestry.codegen.triton.run import tuned
-from tapestry.codegen.triton.run.tuned import Cache, Choice, as_knobs, local_cache
+from tapestry.codegen.triton.run.tuned import Cache, Choice, config_from, local_cache
 from tapestry.codegen.triton.run.tuned import _digest as digest
 from tapestry.errors import BuildError
 from tapestry.saved_build import verify_build
 from tests.support.small_models import save
 
-CHOICE = Choice(knobs=Knobs(bm=32, bn=128, num_warps=8), library=True)
+CHOICE = Choice(config=KernelConfig(bm=32, bn=128, num_warps=8), library=True)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_the_interpreter_has_no_cache(tmp_path: Path) -> None:
 
 
 def test_knobs_from_data() -> None:
-    assert as_knobs({"bm": 32, "num_stages": 2}) == Knobs(bm=32, num_stages=2)
+    assert config_from({"bm": 32, "num_stages": 2}) == KernelConfig(bm=32, num_stages=2)
 
 
 def test_a_build_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +95,13 @@ def test_a_build_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     cache = Cache(tmp_path / "tune", "NVIDIA H200", "3.9.0")
     graph, program = plain.build.plan.graph, plain.build.program
     first = kernel_sources.kernels(graph, program)[0]
-    changed = replace(next(iter(kernel_sources.triton_kernels(graph, program).values())).knobs, num_warps=16, num_stages=5)
-    cache.write(cache.key(graph, first), Choice(knobs=changed), {})
+    changed = replace(next(iter(kernel_sources.triton_kernels(graph, program).values())).config, num_warps=16, num_stages=5)
+    cache.write(cache.key(graph, first), Choice(config=changed), {})
     monkeypatch.setattr(tuned, "cache_of_target", lambda folder, target, precision: cache)
     found = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
     assert list(found.build.knobs) == [kernel_sources.key_of(graph, first)]
     assert (
-        kernel_sources.triton_kernels(graph, program, knobs=found.build.knobs)[f"{next(iter(plain.kernels))}"].knobs == changed
+        kernel_sources.triton_kernels(graph, program, knobs=found.build.knobs)[f"{next(iter(plain.kernels))}"].config == changed
     )
     found.save(tmp_path / "b")
     build, _ = verify_build(tmp_path / "b")

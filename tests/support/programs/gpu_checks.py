@@ -19,9 +19,10 @@ import torch
 
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.codegen.triton import Knobs
+from tapestry.codegen.triton import KernelConfig
 from tapestry.codegen.triton.run import library
-from tapestry.codegen.triton.run.device_target import TritonTarget, find_device
+from tapestry.codegen.triton.run.device_target import TritonTarget
+from tapestry.codegen.triton.run.local_gpu import find_device
 from tapestry.codegen.triton.run.tune import How, choose, measure, random_data, wrong
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
@@ -148,13 +149,13 @@ def check_tune() -> None:
     graph = parse(PRODUCT.format("f32"))
     kernel = kernel_of(graph)
     times = iter([2.0, 1.5, 1.0, 0.5])
-    wanted = (Knobs(), Knobs(bm=32, bn=32), Knobs(bm=33), Knobs(bm=16, bn=16))
+    wanted = (KernelConfig(), KernelConfig(bm=32, bn=32), KernelConfig(bm=33), KernelConfig(bm=16, bn=16))
     trials = measure(
         graph, kernel, How(device=HERE, timer=lambda call: next(times), candidates=lambda g, k: wanted, libraries=True)
     )
-    assert [bool(t.refused) for t in trials] == [False, False, True, False, False] and trials[-1].knobs is None
+    assert [bool(t.refused) for t in trials] == [False, False, True, False, False] and trials[-1].config is None
     choice, numbers = choose(trials)
-    assert choice.knobs == Knobs(bm=16, bn=16) and numbers["default_seconds"] == 2.0 and len(numbers["refused"]) == 1
+    assert choice.config == KernelConfig(bm=16, bn=16) and numbers["default_seconds"] == 2.0 and len(numbers["refused"]) == 1
     data = random_data(graph, kernel, HERE, 0)
     data.outs[0].copy_(data.expected[0])
     assert not wrong(data)

@@ -11,7 +11,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import SAME_BITS, Frame, Tens
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognise.contraction import dims_read
-from tapestry.ir.recognise.selection import selection
+from tapestry.ir.recognise.selection_sum import selection
 
 
 def gather(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:

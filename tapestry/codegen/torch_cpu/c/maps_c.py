@@ -19,7 +19,7 @@ from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
-from tapestry.ir.recognise.selection import selection
+from tapestry.ir.recognise.selection_sum import selection
 
 Tensor = torch.Tensor
 LEAST = 1 << 10  # points: fewer take no time in torch's operators either

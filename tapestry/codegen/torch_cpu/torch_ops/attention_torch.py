@@ -15,7 +15,7 @@ from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.monoid import number
-from tapestry.ir.recognise.attention import Attention, attention, linear_score
+from tapestry.ir.recognise.attention_roles import Attention, attention, linear_score
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

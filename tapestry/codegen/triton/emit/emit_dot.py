@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.emit.emit_reduce import loop
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import TileBox, operand_boxes, tile_box
-from tapestry.codegen.triton.task.kernel_kind import Operation
+from tapestry.codegen.triton.task.kernel_form import KernelForm
 from tapestry.codegen.triton.task.lowered import Task, points
 from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, widened
 from tapestry.codegen.triton.task.tiles import Contraction, bare_read, shifted
@@ -42,27 +42,27 @@ class Axes:
         return [(a, "") for a in (self.batch, self.outer, self.taps) if a is not None]
 
 
-def emit_dot(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
+def emit_dot(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> Written:
     """``acc[m, n] += a[m, k] * b[k, n]`` for each batch point, then ``then`` (``full``) or the sums (``partial``)."""
     task, namer, c = frame.task, frame.namer, op.product
     assert c is not None
     ax = Axes(
         Axis(c.batch, 0, "", namer, "batch"),
-        Axis(c.m, knobs.bm, "BM", namer, "m"),
-        Axis(c.n, knobs.bn, "BN", namer, "n"),
-        Axis(c.k, knobs.bk, "BK", namer, "k"),
+        Axis(c.m, config.bm, "BM", namer, "m"),
+        Axis(c.n, config.bn, "BN", namer, "n"),
+        Axis(c.k, config.bk, "BK", namer, "k"),
         Axis(c.taps, 0, "", namer, "tap"),
         "",
     )
     ax.k_0 = namer.take(f"{ax.k.name}_0")
     accs = tuple(namer.take("acc") for _ in task.body)
-    boxes = operand_boxes(task, c) if knobs.descriptors and chip.descriptors else None
-    loads, rows, columns = operands(frame, c, ax, boxes, knobs)
-    how = dot_options(c.operand, op.precision, knobs.bk, chip)
+    boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
+    loads, rows, columns = operands(frame, c, ax, boxes, config)
+    how = dot_options(c.operand, op.precision, config.bk, chip)
     steps = [f"{acc} = tl.dot({rows[a]}, {columns[b]}, {acc}, {how})" for acc, (a, b) in zip(accs, c.pairs, strict=True)]
     zeros = zero_points(frame, c, rows, columns) if c.operand == "i8" else ZeroPoints()
     after = [*zeros.after(frame, ax, accs), *_as_floats(task, c, accs)]
-    epilogue = [*after, *_epilogue(frame, op, ax, accs, knobs, boxes is not None)]
+    epilogue = [*after, *_epilogue(frame, op, ax, accs, config, boxes is not None)]
     inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps, *zeros.steps), boxes is not None)
     held = [*ax.m.lines, *ax.n.lines, *inner, *epilogue]
     once = [
@@ -77,9 +77,9 @@ def emit_dot(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
         *epilogue,
     ]
     tiles = ax.batch.tiles * ax.m.tiles * ax.n.tiles
-    programs = min(tiles, chip.units) if knobs.persistent else tiles
-    lines = _grid(frame, ax, knobs, once, tiles, programs)
-    return Written(constants=(("BM", knobs.bm), ("BN", knobs.bn), ("BK", knobs.bk)), lines=tuple(lines), programs=programs)
+    programs = min(tiles, chip.units) if config.persistent else tiles
+    lines = _grid(frame, ax, config, once, tiles, programs)
+    return Written(constants=(("BM", config.bm), ("BN", config.bn), ("BK", config.bk)), lines=tuple(lines), programs=programs)
 
 
 def mentions(lines: list[str], name: str) -> bool:
@@ -87,7 +87,7 @@ def mentions(lines: list[str], name: str) -> bool:
 
 
 def operands(
-    frame: Frame, c: Contraction, ax: Axes, boxes: dict[Expr, TileBox] | None, knobs: Knobs
+    frame: Frame, c: Contraction, ax: Axes, boxes: dict[Expr, TileBox] | None, config: KernelConfig
 ) -> tuple[list[str], dict[Expr, str], dict[Expr, str]]:
     """Lines that load the tiles of the factors, each once, and the names: those of m by k, those of k by n."""
     ranges = frame.task.ranges
@@ -97,7 +97,7 @@ def operands(
         scalars = View(ax.scalars, ranges)
         m, n = ax.m.tile, ax.n.tile
         sides = ((firsts, (ax.m_0, k_at), (m, "BK")), (seconds, (k_at, ax.n_0), ("BK", n)))
-        sizes = {m: knobs.bm, n: knobs.bn, "BK": knobs.bk}
+        sizes = {m: config.bm, n: config.bn, "BK": config.bk}
         lines: list[str] = []
         names: list[dict[Expr, str]] = []
         for factors, at, tile in sides:
@@ -219,11 +219,11 @@ def described(
     name = frame.reads[position]
     param = frame.descriptor(name, box.descriptor(*sizes))
     narrow = ".to(tl.int32)" if frame.wide else ""
-    where = [f"({x}){narrow}" if narrow and x != "0" else x for x in (reversed(at) if box.turned else at)]
+    where = [f"({x}){narrow}" if narrow and x != "0" else x for x in (reversed(at) if box.transposed else at)]
     text = f"{param}.load([{', '.join([*_outer(box, scalars, narrow), *where])}])"
     if box.outer is not None:
-        text += f".reshape({', '.join(reversed(tile) if box.turned else tile)})"
-    if box.turned:
+        text += f".reshape({', '.join(reversed(tile) if box.transposed else tile)})"
+    if box.transposed:
         text = f"tl.trans({text})"
     out = frame.namer.take(name) if name in frame.assigned else name
     frame.assigned.add(out)
@@ -237,7 +237,9 @@ def _outer(box: TileBox, scalars: View, narrow: str) -> list[str]:
     return [f"({text}){narrow}" if narrow and not text.isdigit() else text]
 
 
-def _epilogue(frame: Frame, op: Operation, ax: Axes, accs: tuple[str, ...], knobs: Knobs, descriptors: bool) -> list[str]:
+def _epilogue(
+    frame: Frame, op: KernelForm, ax: Axes, accs: tuple[str, ...], config: KernelConfig, descriptors: bool
+) -> list[str]:
     """Lines that compute the results from the sums and store them."""
     task, c = frame.task, op.product
     assert c is not None
@@ -246,10 +248,10 @@ def _epilogue(frame: Frame, op: Operation, ax: Axes, accs: tuple[str, ...], knob
     values = last.results(exprs) if task.mode == "full" else accs
     for access, name, value, out in zip(task.outs, frame.outs, values, exprs, strict=True):
         box = tile_box(access, c.m, c.n, task.ranges) if descriptors else None
-        if box is None or box.turned or access.dtype not in HALVES:
+        if box is None or box.transposed or access.dtype not in HALVES:
             last.store(access, name, value)
             continue
-        param = frame.descriptor(name, box.descriptor(knobs.bm, knobs.bn))
+        param = frame.descriptor(name, box.descriptor(config.bm, config.bn))
         narrow = ".to(tl.int32)" if frame.wide else ""
         where = [f"({x}){narrow}" if narrow else x for x in ("pid_m * BM", "pid_n * BN")]
         coordinates = [*_outer(box, View([(ax.batch, "")], task.ranges), narrow), *where]
@@ -317,16 +319,16 @@ def k_loop(frame: Frame, ax: Axes, step: tuple[str, ...], descriptors: bool) -> 
     return [head, *("    " + line for line in (*lines, *taps.lines, *step))]
 
 
-def _grid(frame: Frame, ax: Axes, knobs: Knobs, once: list[str], tiles: int, programs: int) -> list[str]:
+def _grid(frame: Frame, ax: Axes, config: KernelConfig, once: list[str], tiles: int, programs: int) -> list[str]:
     """The tile that a program computes, or the loop over the tiles that a program of a persistent grid computes."""
     if programs == tiles:
-        return [frame.program(), *tile_order(ax, "pid", knobs.group), *once]
+        return [frame.program(), *tile_order(ax, "pid", config.group), *once]
     wide = ".to(tl.int64)" if frame.wide else ""
-    how = "warp_specialize=True" if knobs.warp_specialize else "flatten=True"  # on Hopper one excludes the other
+    how = "warp_specialize=True" if config.warp_specialize else "flatten=True"  # on Hopper one excludes the other
     return [
         "first_tile = tl.program_id(0)",
         f"for tile_index in tl.range(first_tile, {tiles}, {programs}, {how}):",
-        *(f"    {line}" for line in (f"pid = tile_index{wide}", *tile_order(ax, "pid", knobs.group), *once)),
+        *(f"    {line}" for line in (f"pid = tile_index{wide}", *tile_order(ax, "pid", config.group), *once)),
     ]
 
 

@@ -10,32 +10,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tapestry.codegen.triton.emit.emit_dot import Axes, dot_options, k_loop, mentions, operands, tile_order
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import operand_boxes
-from tapestry.codegen.triton.task.kernel_kind import Operation
-from tapestry.codegen.triton.task.lowered import Access, Check, Task
+from tapestry.codegen.triton.task.kernel_form import KernelForm
+from tapestry.codegen.triton.task.lowered import Access, Check, Task, substitute_access, substitute_indices
 from tapestry.codegen.triton.task.tiles import Folded, power_of_two
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import lane_reduction, tile_reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.expr import Expr, Index, rewrite
-from tapestry.ir.index import dim, dims_of, substitute
+from tapestry.ir.expr import Expr
+from tapestry.ir.index import dim, dims_of
 from tapestry.ir.recognise.contraction import Kept
 
 
-def emit_folded(frame: Frame, op: Operation, f: Folded, knobs: Knobs, chip: Chip) -> Written:
+def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, chip: Chip) -> Written:
     """Outputs (``full``) or states (``partial``)."""
     if f.row is not None:
         frame.task = _rows(frame.task, f.row)
-        knobs = replace(knobs, bn=max(knobs.bn, power_of_two(f.row.over.size)))  # whole rows, whatever is asked for
+        config = replace(config, bn=max(config.bn, power_of_two(f.row.over.size)))  # whole rows, whatever is asked for
     task, namer, c = frame.task, frame.namer, f.product
-    ax, outer = _axes(frame, f, knobs)
+    ax, outer = _axes(frame, f, config)
     product = namer.take("product")
-    accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{k}") for k in range(len(task.body)))
-    boxes = operand_boxes(task, c) if knobs.descriptors and chip.descriptors else None
-    loads, rows, columns = operands(frame, c, ax, boxes, knobs)
-    how = dot_options(c.operand, op.precision, knobs.bk, chip)
+    accs = frame.accumulators()
+    boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
+    loads, rows, columns = operands(frame, c, ax, boxes, config)
+    how = dot_options(c.operand, op.precision, config.bk, chip)
     step = f"{product} = tl.dot({rows[c.a]}, {columns[c.b]}, {product}, {how})"
     inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, step), boxes is not None)
     scalars = [(a, "") for a in (ax.batch, outer)]
@@ -55,7 +55,7 @@ def emit_folded(frame: Frame, op: Operation, f: Folded, knobs: Knobs, chip: Chip
     n = [] if f.folds else [*_index(frame, ax.n, "pid_n * COLS", [*turn, *last]), *ax.n.lines]
     lines = (
         frame.program(),
-        *_program(ax, knobs, folds=f.folds),
+        *_program(ax, config, folds=f.folds),
         *ax.batch.lines,
         *_index(frame, ax.m, "pid_m * ROWS", [*turn, *last]),
         *ax.m.lines,
@@ -65,18 +65,18 @@ def emit_folded(frame: Frame, op: Operation, f: Folded, knobs: Knobs, chip: Chip
         *last,
     )
     programs = ax.batch.tiles * ax.m.tiles * (1 if f.folds else ax.n.tiles)
-    return Written(constants=(("ROWS", knobs.bm), ("COLS", knobs.bn), ("BK", knobs.bk)), lines=lines, programs=programs)
+    return Written(constants=(("ROWS", config.bm), ("COLS", config.bn), ("BK", config.bk)), lines=lines, programs=programs)
 
 
-def _axes(frame: Frame, f: Folded, knobs: Knobs) -> tuple[Axes, Axis]:
+def _axes(frame: Frame, f: Folded, config: KernelConfig) -> tuple[Axes, Axis]:
     """The axes of the product's tiles, and that of what tiles go through one after another."""
     namer, c = frame.namer, f.product
     outer = Axis(f.outer, 0, "", namer, "turn")
     ax = Axes(
         Axis(c.batch, 0, "", namer, "batch"),
-        Axis(c.m, knobs.bm, "ROWS", namer, "m"),
-        Axis(c.n, knobs.bn, "COLS", namer, "n"),
-        Axis(c.k, knobs.bk, "BK", namer, "k"),
+        Axis(c.m, config.bm, "ROWS", namer, "m"),
+        Axis(c.n, config.bn, "COLS", namer, "n"),
+        Axis(c.k, config.bk, "BK", namer, "k"),
         Axis(c.taps, 0, "", namer, "tap"),
         "",
         m_0="pid_m * ROWS",
@@ -96,10 +96,10 @@ def _index(frame: Frame, axis: Axis, start: str, lines: list[str]) -> list[str]:
     return [f"{axis.name} = {wide}"] if axis.lines or mentions(lines, axis.name) else []
 
 
-def _program(ax: Axes, knobs: Knobs, *, folds: bool) -> list[str]:
+def _program(ax: Axes, config: KernelConfig, *, folds: bool) -> list[str]:
     """The tile that a program computes; of tiles that are folded, neighbours go through the same columns."""
     if not folds:
-        return tile_order(ax, "pid", knobs.group)
+        return tile_order(ax, "pid", config.group)
     if ax.batch.size == 1:
         return ["pid_m = pid"]
     return [f"{ax.batch.name} = pid // {ax.m.tiles}", f"pid_m = pid % {ax.m.tiles}"]
@@ -131,11 +131,10 @@ def _rows(task: Task, row: Kept) -> Task:
     part = (Check(lane, ">=", row.first), Check(lane, "<", row.first + row.column.size))
 
     def access(a: Access) -> Access:
-        moved = [(substitute(c.aff, env), c) for c in a.checks]
-        checks = tuple(Check(e - e.const, c.op, c.bound - e.const) for e, c in moved)
         along = any(row.column.name in dims_of(e) for e in (a.offset, *(c.aff for c in a.checks)))
         more = part if along and row.column.size < row.over.size else ()
-        return replace(a, offset=substitute(a.offset, env), checks=(*checks, *more))
+        moved = substitute_access(a, env)
+        return replace(moved, checks=(*moved.checks, *more))
 
     assert task.monoid is not None
     return replace(
@@ -147,7 +146,7 @@ def _rows(task: Task, row: Kept) -> Task:
 
 def _on_row(e: Expr, row: Kept) -> Expr:
     env = {row.column.name: dim(row.over.name) - row.first}
-    return rewrite(e, lambda x: replace(x, aff=substitute(x.aff, env)) if isinstance(x, Index) else x)
+    return substitute_indices(e, env)
 
 
 def _results(frame: Frame, ax: Axes, accs: tuple[str, ...], own: str, *, folds: bool) -> list[str]:
@@ -160,7 +159,4 @@ def _results(frame: Frame, ax: Axes, accs: tuple[str, ...], own: str, *, folds: 
     lanes = [(ax.m, "")] if folds and not own else [(ax.m, "[:, None]"), (ax.n, "[None, :]")]
     states = (*(f"{a}[:, None]" for a in accs), own) if own else accs
     last = Scope(frame, View([(ax.batch, ""), *lanes], task.ranges), states, narrow=bool(own))
-    values = last.results(task.then) if task.mode == "full" else list(accs)
-    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
-        last.store(access, name, value)
-    return last.lines
+    return last.store_results(accs)

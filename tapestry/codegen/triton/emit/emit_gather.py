@@ -1,20 +1,20 @@
-"""Gathers (`ir.recognise.selection`): the places are loaded once for each row, and what stands there along the columns."""
+"""Gathers (`ir.recognise.selection_sum`): the places are loaded once for each row, and what stands there along the columns."""
 
 from __future__ import annotations
 
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.tiles import split_selection
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.recognise.selection import Selection
+from tapestry.ir.recognise.selection_sum import Selection
 
 
-def emit_gather(frame: Frame, s: Selection, knobs: Knobs) -> Written:
+def emit_gather(frame: Frame, s: Selection, config: KernelConfig) -> Written:
     """Outputs (``full``) or the picked elements (``partial``); a place outside the block gives zero."""
     task, namer = frame.task, frame.namer
     of_place, others = split_selection(task, s)
-    rows = Axis(of_place, knobs.rows, "ROWS", namer, "row")
-    cols = Axis(others, knobs.cols, "COLS", namer, "col")
+    rows = Axis(of_place, config.rows, "ROWS", namer, "row")
+    cols = Axis(others, config.cols, "COLS", namer, "col")
     over = Axis((s.over,), 0, "", namer, "place")  # known at run time: a number for each row, not one of the grid's
     first = Scope(frame, View([(rows, "")], task.ranges))
     (wanted,) = first.printer.all((s.wanted,))
@@ -31,9 +31,7 @@ def emit_gather(frame: Frame, s: Selection, knobs: Knobs) -> Written:
     tile = Scope(frame, View(axes, task.ranges), (acc,))
     (picked,) = tile.printer.all((s.picked,))
     tile.lines.append(f"{acc} = tl.where({inside}[:, None], {picked}, 0)")
-    values = tile.results(task.then) if task.mode == "full" else [acc]
-    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
-        tile.store(access, name, value)
+    tile.store_results((acc,))
     head = [
         frame.program(),
         *([f"pid_row = pid // {cols.tiles}"] if cols.tiles > 1 else []),
@@ -41,5 +39,5 @@ def emit_gather(frame: Frame, s: Selection, knobs: Knobs) -> Written:
         f"{cols.name} = " + (f"pid % {cols.tiles} * COLS + tl.arange(0, COLS)" if cols.tiles > 1 else "tl.arange(0, COLS)"),
     ]
     body = (*head, *rows.lines, *lines, *over.lines, *cols.lines, *tile.lines)
-    constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
+    constants = (("ROWS", config.rows), ("COLS", config.cols))
     return Written(constants=constants, lines=body, programs=rows.tiles * cols.tiles)

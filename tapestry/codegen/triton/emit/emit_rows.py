@@ -10,31 +10,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tapestry.codegen.triton.emit.emit_reduce import loop
-from tapestry.codegen.triton.model.kernel_config import Knobs
-from tapestry.codegen.triton.task.lowered import Access, Task, points
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.task.lowered import Task, points, substitute_access, substitute_indices
 from tapestry.codegen.triton.task.tiles import row_dims
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.expr import Expr, Index, rewrite
+from tapestry.ir.expr import Arg, Expr, rewrite
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import dim, substitute
+from tapestry.ir.index import dim
 
 
-def emit_rows(frame: Frame, knobs: Knobs) -> Written:
+def emit_rows(frame: Frame, config: KernelConfig) -> Written:
     """Outputs of a row operation (mode ``full``)."""
     task, namer = frame.task, frame.namer
     found = row_dims(task)
     assert found is not None
-    rows = Axis(found[0], knobs.rows, "ROWS", namer, "row")
-    joined = joint(task, found[1]) if max(points(task.reduce), points(found[1])) <= knobs.cols else None
-    accs = tuple(namer.take("acc" if len(task.body) == 1 else f"acc{f}") for f in range(len(task.body)))
+    rows = Axis(found[0], config.rows, "ROWS", namer, "row")
+    joined = joint(task, found[1]) if max(points(task.reduce), points(found[1])) <= config.cols else None
+    accs = frame.accumulators()
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
     spread = tuple(f"{a}[:, None]" for a in accs)
-    constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
+    constants = (("ROWS", config.rows), ("COLS", config.cols))
     if joined is not None:
         frame.task = joined
-        cols = Axis(found[1], knobs.cols, "COLS", namer, "col")
+        cols = Axis(found[1], config.cols, "COLS", namer, "col")
         tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], joined.ranges))
         start, merge, end = reduction(frame, tile, cols, accs)
         first = list(tile.lines)
@@ -42,8 +42,8 @@ def emit_rows(frame: Frame, knobs: Knobs) -> Written:
         index = f"{cols.name} = tl.arange(0, COLS)"
         body = (index, *rows.lines, *cols.lines, *start, *first, *merge, *end, *last)
         return Written(constants=constants, lines=(*head, *body), programs=rows.tiles)
-    reduced = Axis(task.reduce, knobs.cols, "COLS", namer, "red")
-    cols = Axis(found[1], knobs.cols, "COLS", namer, "col")
+    reduced = Axis(task.reduce, config.cols, "COLS", namer, "red")
+    cols = Axis(found[1], config.cols, "COLS", namer, "col")
     tile = Scope(frame, View([(rows, "[:, None]"), (reduced, "[None, :]")], task.ranges))
     start, merge, end = reduction(frame, tile, reduced, accs)
     over = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))
@@ -57,10 +57,7 @@ def emit_rows(frame: Frame, knobs: Knobs) -> Written:
 def _stores(frame: Frame, scope: Scope, accs: tuple[str, ...], seen: int) -> list[str]:
     """Lines that write the results; those of the scope before ``seen`` are elsewhere already."""
     scope.accs = accs
-    values = scope.results(frame.task.then)
-    for access, name, value in zip(frame.task.outs, frame.outs, values, strict=True):
-        scope.store(access, name, value)
-    return scope.lines[seen:]
+    return scope.store_results()[seen:]
 
 
 def joint(task: Task, columns: tuple[Dim, ...]) -> Task | None:
@@ -71,17 +68,10 @@ def joint(task: Task, columns: tuple[Dim, ...]) -> Task | None:
     places = iter(columns)
     env = {d.name: dim(next(places).name) for d in task.reduce if d.size > 1}
 
-    def access(a: Access) -> Access:
-        checks = tuple(replace(c, aff=substitute(c.aff, env)) for c in a.checks)
-        return replace(a, offset=substitute(a.offset, env), checks=checks)
-
-    reads = {p: access(a) for p, a in task.reads.items()}
+    reads = {p: substitute_access(a, env) for p, a in task.reads.items()}
     first = {p: next(q for q, b in reads.items() if b == a) for p, a in reads.items()}
 
-    def leaf(e: Expr) -> Expr:
-        if isinstance(e, Index):
-            return replace(e, aff=substitute(e.aff, env))
-        return replace(e, pos=first[e.pos]) if hasattr(e, "pos") else e  # type: ignore[union-attr,return-value]
+    def expr(e: Expr) -> Expr:
+        return rewrite(substitute_indices(e, env), lambda x: replace(x, pos=first[x.pos]) if isinstance(x, Arg) else x)
 
-    body, then = (tuple(rewrite(e, leaf) for e in group) for group in (task.body, task.then))
-    return replace(task, reads=reads, body=body, then=then)
+    return replace(task, reads=reads, body=tuple(map(expr, task.body)), then=tuple(map(expr, task.then)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tapestry.codegen.triton.emit.emit_reduce import loop
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.expressions import combine_source
 from tapestry.codegen.triton.text.folds import identity, state_types
@@ -12,23 +12,20 @@ from tapestry.ir.expr import Arg
 from tapestry.ir.monoid import MONOIDS
 
 
-def emit_scan(frame: Frame, knobs: Knobs, *, reverse: bool) -> Written:
+def emit_scan(frame: Frame, config: KernelConfig, *, reverse: bool) -> Written:
     """Outputs (``full``) or states (``partial``) at every place."""
     task, namer = frame.task, frame.namer
-    rows = Axis(task.dims, knobs.rows, "ROWS", namer, "row")
-    cols = Axis(task.reduce, knobs.cols, "COLS", namer, "col")
-    count = len(task.body)
-    accs = tuple(namer.take("acc" if count == 1 else f"acc{f}") for f in range(count))
+    rows = Axis(task.dims, config.rows, "ROWS", namer, "row")
+    cols = Axis(task.reduce, config.cols, "COLS", namer, "col")
+    accs = frame.accumulators()
     tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges), accs)
     _combine(frame, reverse)
     lines, start = _running(frame, tile, cols, accs)
     tile.lines.extend(lines)
-    values = tile.results(task.then) if task.mode == "full" else list(accs)
-    for access, name, value in zip(task.outs, frame.outs, values, strict=True):
-        tile.store(access, name, value)
+    tile.store_results(accs)
     head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
     steps = loop(cols, (*cols.lines, *tile.lines), namer.take(f"{cols.name}_0"), frame.wide)
-    constants = (("ROWS", knobs.rows), ("COLS", knobs.cols))
+    constants = (("ROWS", config.rows), ("COLS", config.cols))
     return Written(constants=constants, lines=(*head, *rows.lines, *start, *steps), programs=rows.tiles)
 
 

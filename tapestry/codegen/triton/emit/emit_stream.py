@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass
 
 from tapestry.codegen.triton.emit.emit_dot import described, dot_options, factor, mentions
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import TileBox, stream_boxes
-from tapestry.codegen.triton.task.kernel_kind import Operation
+from tapestry.codegen.triton.task.kernel_form import KernelForm
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal
 from tapestry.codegen.triton.task.tiles import Stream, power_of_two
@@ -41,7 +41,7 @@ class _Plan:
 
     s: Stream
     ax: _Axes
-    knobs: Knobs
+    config: KernelConfig
     boxes: tuple[TileBox | None, TileBox | None, TileBox | None]
     how: tuple[str, str]  # options of the two products
     state: tuple[str, str, str]
@@ -55,7 +55,7 @@ class _Plan:
         return literal(self.s.weights.hidden("f32").value, "f32")
 
 
-def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
+def emit_stream(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> Written:
     """Outputs (``full``) or the states (``partial``): maximum and sum of weights by rows, weighted sums by rows and columns."""
     namer, s = frame.namer, op.streamed
     assert s is not None
@@ -63,18 +63,18 @@ def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Writte
     widths = [max(w, power_of_two(points(dims))) for w, dims in ((least, s.depth), (16, s.columns))]
     ax = _Axes(
         Axis(s.batch, 0, "", namer, "batch"),
-        Axis(s.rows, knobs.bm, "BM", namer, "row"),
-        Axis((s.key,), knobs.bn, "BN", namer, "key"),
+        Axis(s.rows, config.bm, "BM", namer, "row"),
+        Axis((s.key,), config.bn, "BN", namer, "key"),
         Axis(s.depth, widths[0], "DEPTH", namer, "depth"),
         Axis(s.columns, widths[1], "WIDTH", namer, "column"),
         "",
     )
-    boxes = stream_boxes(frame.task, s) if knobs.descriptors and chip.descriptors else (None, None, None)
-    once, query = _query(frame, s, ax, boxes[0], knobs)
+    boxes = stream_boxes(frame.task, s) if config.descriptors and chip.descriptors else (None, None, None)
+    once, query = _query(frame, s, ax, boxes[0], config)
     state = (namer.take("top"), namer.take("total"), namer.take("acc"))
-    how = tuple(dot_options(d, op.precision, w, chip) for d, w in ((s.operand, widths[0]), (s.weighted, knobs.bn)))
+    how = tuple(dot_options(d, op.precision, w, chip) for d, w in ((s.operand, widths[0]), (s.weighted, config.bn)))
     score, scale = _scaled(s.score, s.weights.hidden(s.score.dtype))
-    plan = _Plan(s, ax, knobs, boxes, (how[0], how[1]), state, query, score, scale)
+    plan = _Plan(s, ax, config, boxes, (how[0], how[1]), state, query, score, scale)
     ax.start = namer.take(f"{ax.key.name}_0")
     keys = key_range(frame, s, ax.batch, ax.rows, ax.key, "BM")
     steps = _loops(frame, plan, keys)
@@ -99,7 +99,7 @@ def emit_stream(frame: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Writte
         *_centre(frame, plan),
         *last,
     )
-    constants = (("BM", knobs.bm), ("BN", knobs.bn), ("DEPTH", widths[0]), ("WIDTH", widths[1]))
+    constants = (("BM", config.bm), ("BN", config.bn), ("DEPTH", widths[0]), ("WIDTH", widths[1]))
     return Written(constants=constants, lines=lines, programs=ax.batch.tiles * ax.rows.tiles)
 
 
@@ -127,11 +127,11 @@ def _scaled(e: Expr, hidden: Const) -> tuple[Expr, float]:
     return e, 1.0
 
 
-def _query(frame: Frame, s: Stream, ax: _Axes, box: TileBox | None, knobs: Knobs) -> tuple[list[str], str]:
+def _query(frame: Frame, s: Stream, ax: _Axes, box: TileBox | None, config: KernelConfig) -> tuple[list[str], str]:
     """Lines that load the queries' tile, which stays, and its name."""
     if box is not None:
         scalars = View([(ax.batch, "")], frame.task.ranges)
-        sizes = (knobs.bm, ax.depth.block)
+        sizes = (config.bm, ax.depth.block)
         name, lines = described(frame, s.query, box, scalars, ("pid_row * BM", "0"), ("BM", "DEPTH"), sizes)
         return lines, name
     scope = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.depth, "[None, :]")], frame.task.ranges))
@@ -146,7 +146,7 @@ def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
     for first, end, masked in spans:
         body = _step(frame, plan, masked)
         # one loop of a kernel at most: two are more than Triton 3.9's pass takes
-        special = ", warp_specialize=True" if plan.knobs.warp_specialize and (not masked or len(spans) == 1) else ""
+        special = ", warp_specialize=True" if plan.config.warp_specialize and (not masked or len(spans) == 1) else ""
         lines.append(f"for {plan.ax.start} in tl.range({first}, {end}, BN{special}):")
         lines += [f"    {line}" for line in body if line]
     return lines

@@ -1,30 +1,30 @@
-"""Comments at the head of a kernel: nodes, operation, block, projections, bytes, FLOPs, precision and knobs."""
+"""Comments at the head of a kernel: nodes, operation, block, projections, bytes, FLOPs, precision and config."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.model.kernel_work import work_of
-from tapestry.codegen.triton.task.kernel_kind import Operation
+from tapestry.codegen.triton.task.kernel_form import KernelForm
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
 from tapestry.ir.syntax.printer import op_text
 from tapestry.ir.types import itemsize
 
-# the knobs that each kind of kernel has
-_TURNED = {
+# the config that each kind of kernel has
+_FIELDS = {
     "map": ("block", "rows", "cols"), "rows": ("rows", "cols"), "reduce": ("rows", "cols", "split_k"), "scan": ("rows", "cols"),
     "nest": ("rows", "cols"), "gather": ("rows", "cols"),
-    "dot": ("bm", "bn", "bk", "group", "persistent", "staged", "split_k", "descriptors", "warp_specialize"),
-    "folded": ("bm", "bn", "bk", "group", "staged", "split_k", "descriptors"),
+    "dot": ("bm", "bn", "bk", "group", "persistent", "packed", "split_k", "descriptors", "warp_specialize"),
+    "folded": ("bm", "bn", "bk", "group", "packed", "split_k", "descriptors"),
     "stream": ("bm", "bn", "split_k", "descriptors", "warp_specialize"),
 }  # fmt: skip
 
 
-def header(graph: Graph, kernel: Kernel, found: Operation, name: str, knobs: Knobs, target: str) -> list[str]:
-    """What the kernel is: nodes, operation, block, each buffer with its bytes, work, precision and knobs."""
+def header(graph: Graph, kernel: Kernel, found: KernelForm, name: str, config: KernelConfig, target: str) -> list[str]:
+    """What the kernel is: nodes, operation, block, each buffer with its bytes, work, precision and config."""
     op, task = graph.ops[kernel.op], found.task
     assert isinstance(op, Block)
     space = op.dims if task.mode == "finish" else op.space
@@ -45,15 +45,15 @@ def header(graph: Graph, kernel: Kernel, found: Operation, name: str, knobs: Kno
     if (math := precision_text(found)) is not None:
         lines.append(f"math   {math}")
     shown = [
-        f"{f.name} {getattr(knobs, f.name)}"
-        for f in fields(knobs)
-        if f.name in (*_TURNED[found.kind], "num_warps", "num_stages")
+        f"{f.name} {getattr(config, f.name)}"
+        for f in fields(config)
+        if f.name in (*_FIELDS[found.kind], "num_warps", "num_stages")
     ]
     lines.append(f"knobs  {', '.join(shown)} for {target}")
     return [f"# {line}".rstrip() for line in lines]
 
 
-def precision_text(found: Operation) -> str | None:
+def precision_text(found: KernelForm) -> str | None:
     """How products are computed; ``None`` for a kernel without any."""
     operands: list[str] = []
     if found.product is not None:

@@ -11,17 +11,17 @@ from tapestry.codegen.triton.emit.emit_dot import emit_dot
 from tapestry.codegen.triton.emit.emit_folded import emit_folded
 from tapestry.codegen.triton.emit.emit_gather import emit_gather
 from tapestry.codegen.triton.emit.emit_map import emit_map
-from tapestry.codegen.triton.emit.emit_nest import emit_nest
 from tapestry.codegen.triton.emit.emit_reduce import emit_reduce
 from tapestry.codegen.triton.emit.emit_rows import emit_rows
 from tapestry.codegen.triton.emit.emit_scan import emit_scan
 from tapestry.codegen.triton.emit.emit_stream import emit_stream
 from tapestry.codegen.triton.emit.header import header
 from tapestry.codegen.triton.emit.split_passes import Parts, in_parts
-from tapestry.codegen.triton.model.kernel_config import Knobs, default_knobs, splits
+from tapestry.codegen.triton.model.kernel_config import KernelConfig, default_config, splits
 from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
 from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type
-from tapestry.codegen.triton.task.kernel_kind import Operation, on_chip, operation
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
+from tapestry.codegen.triton.task.kernel_form import KernelForm, on_chip
 from tapestry.codegen.triton.task.lowered import lower, task_text
 from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
 from tapestry.codegen.triton.text.axes import identifier
@@ -77,7 +77,7 @@ class TritonKernel:
     passes: tuple[Pass, ...]
     scratch: tuple[tuple[str, int], ...] = ()
     kind: str = ""
-    knobs: Knobs = Knobs()  # noqa: RUF009  (frozen)
+    config: KernelConfig = KernelConfig()  # noqa: RUF009  (frozen)
     target: str = DEFAULT
     precision: str = "ieee"
 
@@ -98,9 +98,9 @@ class TritonKernel:
 
 
 def generate(
-    graph: Graph, kernel: Kernel, knobs: Knobs | None = None, *, target: str = DEFAULT, precision: str = "ieee"
+    graph: Graph, kernel: Kernel, config: KernelConfig | None = None, *, target: str = DEFAULT, precision: str = "ieee"
 ) -> TritonKernel:
-    """Triton source for one kernel; ``knobs`` replace those that the model chooses for the target.
+    """Triton source for one kernel; ``config`` replace those that the model chooses for the target.
 
     Raises:
         TapestryError: the operation is opaque, or target or precision unknown.
@@ -110,47 +110,47 @@ def generate(
     target = plain(target)
     if CHIPS[target].backend == "hip" and precision == "tf32x3":
         precision = "ieee"  # AMD's matrix units multiply f32 as it is
-    found = on_chip(operation(graph, kernel, precision), CHIPS[target])
-    chosen = knobs or default_knobs(found, target)
+    found = on_chip(kernel_form(graph, kernel, precision), CHIPS[target])
+    chosen = config or default_config(found, target)
     op = graph.ops[kernel.op]
     name = identifier(op.source[-1] if op.source else op.outs[0]) + ("" if kernel.mode == "full" else f"_{kernel.mode}")
     stages, copied, parts = _stages(found, chosen, name, target)
     buffers = _Buffers(found, copied, parts)
     none = not any(map(size, kernel.outs))  # nothing to write: no program
     made: list[tuple[Frame, Written, Pass]] = []
-    for k, (stage, turned, wish) in enumerate(stages):
+    for k, (stage, stage_config, wish) in enumerate(stages):
         taken = {launch.function for _, _, launch in made}
         held, function = frame(stage.task, wish, CHIPS[target].float8)
         if function in taken:  # names are cut at the end
             held, function = frame(stage.task, f"pass{k}_{wish}", CHIPS[target].float8)
-        written = _emit(held, stage, turned, chip_of(target))
-        launch = _pass(held, function, written, turned, buffers.of(held, k, len(stages)))
+        written = _emit(held, stage, stage_config, chip_of(target))
+        launch = _pass(held, function, written, stage_config, buffers.of(held, k, len(stages)))
         made.append((held, written, replace(launch, grid=(0,)) if none else launch))
     names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
     last = made[-1][0]
     lines = [*header(graph, kernel, found, made[-1][2].function, chosen, target), *_module(made)]
-    scratch = (*(found.staged.scratch if found.staged is not None and copied else ()), *(parts.scratch if parts else ()))
+    scratch = (*(found.packed.scratch if found.packed is not None and copied else ()), *(parts.scratch if parts else ()))
     return TritonKernel(
         name=made[-1][2].function, source="\n".join(lines) + "\n", reads=buffers.positions, passes=tuple(p for _, _, p in made),
         args=tuple(f"{n}_ptr" for n in (*(names[p] for p in buffers.positions), *last.states, *last.outs)),
-        scratch=scratch, kind=found.kind, knobs=chosen, target=target, precision=precision,
+        scratch=scratch, kind=found.kind, config=chosen, target=target, precision=precision,
     )  # fmt: skip
 
 
 def _stages(
-    found: Operation, knobs: Knobs, name: str, target: str
-) -> tuple[list[tuple[Operation, Knobs, str]], tuple[int, ...], Parts | None]:  # fmt: skip
-    """The passes of a kernel as (operation, knobs, name), which reads are copied first, and the parts, if there are any."""
-    stages: list[tuple[Operation, Knobs, str]] = []
+    found: KernelForm, config: KernelConfig, name: str, target: str
+) -> tuple[list[tuple[KernelForm, KernelConfig, str]], tuple[int, ...], Parts | None]:  # fmt: skip
+    """The passes of a kernel as (operation, config, name), which reads are copied first, and the parts, if there are any."""
+    stages: list[tuple[KernelForm, KernelConfig, str]] = []
     base, copied = found, tuple[int, ...]()
-    if found.staged is not None and knobs.staged:
-        base, copied = found.staged.product, tuple(p for p, _ in found.staged.copies)
-        stages += [(copy, default_knobs(copy, target), f"{name}_rows") for _, copy in found.staged.copies]
-    if knobs.split_k > 1 and (cut := splits(base, knobs.split_k)):
-        parts = in_parts(base, cut, knobs.split_k)
-        stages += [(parts.first, knobs, f"{name}_parts"), (parts.second, default_knobs(parts.second, target), name)]
+    if found.packed is not None and config.packed:
+        base, copied = found.packed.product, tuple(p for p, _ in found.packed.copies)
+        stages += [(copy, default_config(copy, target), f"{name}_rows") for _, copy in found.packed.copies]
+    if config.split_k > 1 and (cut := splits(base, config.split_k)):
+        parts = in_parts(base, cut, config.split_k)
+        stages += [(parts.first, config, f"{name}_parts"), (parts.second, default_config(parts.second, target), name)]
         return stages, copied, parts
-    return [*stages, (base, knobs, name)], copied, None
+    return [*stages, (base, config, name)], copied, None
 
 
 def kernel_key(graph: Graph, kernel: Kernel) -> str:
@@ -158,7 +158,7 @@ def kernel_key(graph: Graph, kernel: Kernel) -> str:
     return hashlib.sha256(task_text(lower(graph, kernel)).encode()).hexdigest()
 
 
-def _pass(held: Frame, function: str, written: Written, knobs: Knobs, buffers: Mapping[str, int]) -> Pass:
+def _pass(held: Frame, function: str, written: Written, config: KernelConfig, buffers: Mapping[str, int]) -> Pass:
     """One launch; ``buffers`` gives the number of the buffer behind each variable name."""
     accesses = (*held.task.reads.values(), *held.task.states, *held.task.outs)
     names = (*held.reads.values(), *held.states, *held.outs)
@@ -166,7 +166,7 @@ def _pass(held: Frame, function: str, written: Written, knobs: Knobs, buffers: M
     params = [(f"{n}_ptr", kind, n) for n, kind in kinds.items() if n in held.pointers]
     params += [(p, descriptor_type(d), n) for p, (n, d) in held.descriptors.items()]
     return Pass(
-        function=function, grid=(written.programs,), num_warps=knobs.num_warps, num_stages=knobs.num_stages,
+        function=function, grid=(written.programs,), num_warps=config.num_warps, num_stages=config.num_stages,
         params=tuple(p for p, _, _ in params), takes=tuple(buffers[n] for _, _, n in params),
         signature={p: t for p, t, _ in params}, descriptors={p: d for p, (_, d) in held.descriptors.items()},
     )  # fmt: skip
@@ -175,7 +175,7 @@ def _pass(held: Frame, function: str, written: Written, knobs: Knobs, buffers: M
 class _Buffers:
     """Which buffer is behind each variable: reads, states and outputs of the caller, then copies, then the states of parts."""
 
-    def __init__(self, found: Operation, copied: tuple[int, ...], parts: Parts | None) -> None:
+    def __init__(self, found: KernelForm, copied: tuple[int, ...], parts: Parts | None) -> None:
         self.positions = tuple(found.task.reads)
         self.copied, self.parts = copied, parts
         self.total = len(self.positions) + len(found.task.states) + len(found.task.outs)
@@ -197,19 +197,19 @@ class _Buffers:
         return self.total + self.copied.index(p) if p in self.copied else self.positions.index(p)
 
 
-def _emit(held: Frame, op: Operation, knobs: Knobs, chip: Chip) -> Written:
+def _emit(held: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> Written:
     if op.kind == "dot" and op.product is not None:
-        return emit_dot(held, op, knobs, chip)
+        return emit_dot(held, op, config, chip)
     if op.kind == "folded" and op.folded is not None:
-        return emit_folded(held, op, op.folded, knobs, chip)
+        return emit_folded(held, op, op.folded, config, chip)
     if op.kind == "stream" and op.streamed is not None:
-        return emit_stream(held, op, knobs, chip)
+        return emit_stream(held, op, config, chip)
     if op.kind == "gather" and op.picked is not None:
-        return emit_gather(held, op.picked, knobs)
+        return emit_gather(held, op.picked, config)
     if op.kind == "scan":
-        return emit_scan(held, knobs, reverse=op.reverse)
-    plain_forms = {"map": emit_map, "rows": emit_rows, "reduce": emit_reduce, "nest": emit_nest}
-    return plain_forms[op.kind](held, knobs)
+        return emit_scan(held, config, reverse=op.reverse)
+    plain_forms = {"map": emit_map, "rows": emit_rows, "reduce": emit_reduce, "nest": emit_reduce}
+    return plain_forms[op.kind](held, config)
 
 
 def _module(made: list[tuple[Frame, Written, Pass]]) -> list[str]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tapestry.codegen.triton.task.kernel_kind import Operation, classified
-from tapestry.codegen.triton.task.lowered import Access, Check, points, recombine
+from tapestry.codegen.triton.task.kernel_form import KernelForm, classified
+from tapestry.codegen.triton.task.lowered import Access, points, substitute_access, substitute_indices
 from tapestry.codegen.triton.task.primitives import compute
-from tapestry.ir.expr import Arg, Expr, Index, arg_positions, rewrite
+from tapestry.ir.expr import Arg, arg_positions
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import Aff, const, dim, substitute
+from tapestry.ir.index import const, dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,35 +23,32 @@ class Parts:
     ``first`` writes the fields as its outputs. ``second`` reads field f as its read number ``base + f``.
     """
 
-    first: Operation
-    second: Operation
+    first: KernelForm
+    second: KernelForm
     scratch: tuple[tuple[str, int], ...]
     base: int
 
 
-def in_parts(operation: Operation, name: str, parts: int) -> Parts:
+def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
     """The operation with the reduced dimension ``name`` in ``parts`` blocks, which must divide it."""
-    task = operation.task
+    task = form.task
     part = next(n for n in (f"{name}_part", f"{name}_part_") if n not in task.ranges)
     size = task.ranges[name] // parts
     ranges = {**task.ranges, name: size, part: parts}
     env = {name: dim(part) * size + dim(name)}
-    fields = _fields(operation)
+    fields = _fields(form)
     scratch = tuple((compute(e.dtype), parts * points(f)) for e, f in zip(task.body, fields, strict=True))
     states = [
         _dense(f"partial{k}", d, (Dim(part, parts), *f)) for k, ((d, _), f) in enumerate(zip(scratch, fields, strict=True))
     ]
 
-    def moved(e: Expr) -> Expr:
-        return Index(substitute(e.aff, env, ranges), e.dtype) if isinstance(e, Index) else e
-
-    inner = tuple(replace(s, body=rewrite(s.body, moved)) for s in task.inner)
-    body = tuple(rewrite(e, moved) for e in task.body)
+    inner = tuple(replace(s, body=substitute_indices(s.body, env, ranges)) for s in task.inner)
+    body = tuple(substitute_indices(e, env, ranges) for e in task.body)
     used = arg_positions(tuple(s.body for s in inner) + body)
     first = replace(
         task, mode="partial", dims=(Dim(part, parts), *task.dims), outs=tuple(states), then=(), body=body, inner=inner,
         reduce=tuple(Dim(name, size) if d.name == name else d for d in task.reduce),
-        reads={p: _access(a, env, ranges) for p, a in task.reads.items() if p in used},
+        reads={p: substitute_access(a, env, ranges) for p, a in task.reads.items() if p in used},
     )  # fmt: skip
     base = max(task.reads, default=-1) + 1
     after = {p: a for p, a in task.reads.items() if p in arg_positions(task.then)}
@@ -60,12 +57,12 @@ def in_parts(operation: Operation, name: str, parts: int) -> Parts:
         reads={**after, **{base + k: a for k, a in enumerate(states)}},
     )  # fmt: skip
     return Parts(
-        first=_alike(classified(first, operation.precision), operation), second=classified(second, operation.precision),
+        first=_alike(classified(first, form.precision), form), second=classified(second, form.precision),
         scratch=scratch, base=base,
     )  # fmt: skip
 
 
-def _alike(part: Operation, whole: Operation) -> Operation:
+def _alike(part: KernelForm, whole: KernelForm) -> KernelForm:
     """A part with the operands that were chosen for the whole."""
     if part.product is not None and whole.product is not None:
         return replace(part, product=replace(part.product, operand=whole.product.operand))
@@ -74,12 +71,12 @@ def _alike(part: Operation, whole: Operation) -> Operation:
     return part
 
 
-def _fields(operation: Operation) -> list[tuple[Dim, ...]]:
+def _fields(form: KernelForm) -> list[tuple[Dim, ...]]:
     """The map dimensions that each field of the state varies along."""
-    dims = operation.task.dims
-    if operation.streamed is None:
-        return [dims] * len(operation.task.body)
-    rows = tuple(d for d in dims if d not in operation.streamed.columns)
+    dims = form.task.dims
+    if form.streamed is None:
+        return [dims] * len(form.task.body)
+    rows = tuple(d for d in dims if d not in form.streamed.columns)
     return [rows, rows, dims]
 
 
@@ -90,9 +87,3 @@ def _dense(name: str, dtype: str, dims: tuple[Dim, ...]) -> Access:
         offset = offset + dim(d.name) * step
         step *= d.size
     return Access(tensor=name, dtype=dtype, offset=offset)
-
-
-def _access(a: Access, env: dict[str, Aff], ranges: dict[str, int]) -> Access:
-    moved = [(substitute(c.aff, env, ranges), c) for c in a.checks]
-    checks = tuple(Check(e - e.const, c.op, c.bound - e.const) for e, c in moved)
-    return replace(a, offset=recombine(substitute(a.offset, env, ranges)), checks=checks)

@@ -1,6 +1,6 @@
 """What a tuner may turn in each kernel, and the values that a model of the chip chooses without measuring.
 
-`default_knobs` is the best of `candidates` by the model; a tuner measures `candidates` and passes the winner to
+`default_config` is the best of `candidates` by the model; a tuner measures `candidates` and passes the winner to
 `source.generate`. All candidates give the same result up to the order of rounding; ``split_k`` and tile sizes change it.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.chips import Chip, chip_of
 from tapestry.codegen.triton.task.descriptors import aligned, operand_boxes
-from tapestry.codegen.triton.task.kernel_kind import Operation, on_chip
+from tapestry.codegen.triton.task.kernel_form import KernelForm, on_chip
 from tapestry.codegen.triton.task.lowered import Access, Task, points
 from tapestry.codegen.triton.task.primitives import HALVES, compute, operand_size
 from tapestry.codegen.triton.task.tiles import (
@@ -23,29 +23,29 @@ from tapestry.codegen.triton.task.tiles import (
     power_of_two,
     row_dims,
     split_selection,
-    turned,
+    transposing_dims,
 )
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import INT8
-from tapestry.ir.recognise.selection import Selection
+from tapestry.ir.recognise.selection_sum import Selection
 from tapestry.ir.types import FLOAT8, itemsize
 
 LONGEST = 16384  # elements of a row that are kept in registers, by up to 16 warps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
+class KernelConfig:
     """What a tuner may turn; tile sizes are powers of two.
 
     Attributes:
-        block: elements per program of a map (``rows`` by ``cols`` where memory is turned and rows is above 1).
+        block: elements per program of a map (``rows`` by ``cols`` where memory is transposed and rows is above 1).
         rows, cols: tile of a reduction, row operation or scan, over map and reduced points.
         bm, bn, bk: tile of a contraction; of a streaming sum, queries (bm) and keys (bn).
         group: rows of tiles that neighbouring programs share, for the L2 cache.
         persistent: as many programs as multiprocessors, each going through several tiles of a contraction.
-        staged: operands of a contraction are copied first into rows that can be read 16 bytes at a time (`staging`).
+        packed: operands of a contraction are copied first into rows that can be read 16 bytes at a time (`staging`).
         split_k: parts of the reduced dimension that become programs of their own; a second pass merges their states.
         descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
         warp_specialize: producer and consumer warps of their own (on sm90 with ``num_warps=4`` only). Not among the
@@ -62,36 +62,36 @@ class Knobs:
     num_warps: int = 4
     num_stages: int = 3
     persistent: bool = False
-    staged: bool = False
+    packed: bool = False
     split_k: int = 1
     descriptors: bool = False
     warp_specialize: bool = False
 
 
-def default_knobs(operation: Operation, target: str = "sm90") -> Knobs:
+def default_config(form: KernelForm, target: str = "sm90") -> KernelConfig:
     """The candidate that the model takes for the fastest on a target (``sm80``, ``sm90``, ``sm100``, ``gfx942``).
 
     Raises:
         TapestryError: unknown target.
     """
-    return next(candidates(operation, target))
+    return next(candidates(form, target))
 
 
-def candidates(operation: Operation, target: str = "sm90") -> Iterator[Knobs]:
-    """Knobs worth measuring, each once, the model's choice first; every one of them fits the target.
+def candidates(form: KernelForm, target: str = "sm90") -> Iterator[KernelConfig]:
+    """KernelConfig worth measuring, each once, the model's choice first; every one of them fits the target.
 
     Raises:
         TapestryError: unknown target.
     """
     chip = chip_of(target)
-    operation = on_chip(operation, chip)
-    if operation.product is not None:
-        found = _either(operation, chip)
-    elif operation.kind == "stream" and operation.streamed is not None:
-        found = _stream(operation, operation.streamed, chip)
+    form = on_chip(form, chip)
+    if form.product is not None:
+        found = _either(form, chip)
+    elif form.kind == "stream" and form.streamed is not None:
+        found = _stream(form, form.streamed, chip)
     else:
-        found = _around(_simple(operation, chip), operation, chip)
-    seen: set[Knobs] = set()
+        found = _around(_simple(form, chip), form, chip)
+    seen: set[KernelConfig] = set()
     for k in found:
         if k not in seen:
             seen.add(k)
@@ -117,38 +117,48 @@ _IEEE = (
 )  # fmt: skip
 _PARTS = (1, 2, 4, 8, 16)
 _LAUNCH = 3e-6  # seconds that a second pass takes besides its bytes
+_FULL_TILE = 128 * 256 / (128 + 256)  # multiply-adds per element that is loaded, of the largest tile in `_HALF`
+# What plain loads reach of the rate of tiles copied by descriptors: on large squares on Hopper 0.7 to 0.8 of cuBLAS
+# (triton#2339, tilelang#1787) beside 0.85 to 0.97 with TMA and a persistent grid (tritonbench#894).
+_PLAIN_LOADS = 0.8
+# Bandwidth of the L2 cache as a multiple of the memory's: 5,120 bytes per clock (NVIDIA A100 white paper, 2020) are 9.0 TB/s at
+# an H100's 1.755 GHz, 2.7 times its 3.35 TB/s and 2.1 times what was measured of an H200.
+_CACHE = 2.5
+# Share of the memory's bandwidth that far fewer programs than multiprocessors reach; it grows linearly to all of it. An
+# assumption, not a measurement: it prefers many small tiles where memory decides (16 x 4096 x 4096).
+_FEW_PROGRAMS = 0.25
 _GATHERED = 2.5e12  # FLOP/s of a multiprocessor whose operands come one element at a time: loads decide, not matrix units
 _FILL = 1.2e-6  # seconds from a program's start to its first product, and for its epilogue
 
 
-def _either(operation: Operation, chip: Chip) -> Iterator[Knobs]:
+def _either(form: KernelForm, chip: Chip) -> Iterator[KernelConfig]:
     """Candidates of a contraction on its operands as they are and, where that helps, on copies of them, by predicted time."""
-    found = _dot(operation, chip)
-    if (on_copies := operation.staged) is not None and (chip.descriptors or not on_copies.padded):  # else masks cut rows up
+    found = _dot(form, chip)
+    if (on_copies := form.packed) is not None and (chip.descriptors or not on_copies.padded):  # else masks cut rows up
         cost = on_copies.moved / chip.bandwidth + _LAUNCH * len(on_copies.copies)
         more = _dot(on_copies.product, chip)
-        found = sorted([*found, *((t + cost, replace(k, staged=True)) for t, k in more)], key=lambda f: f[0])
+        found = sorted([*found, *((t + cost, replace(k, packed=True)) for t, k in more)], key=lambda f: f[0])
     return (k for _, k in found[:24])
 
 
-def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
+def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
     """Candidates of a contraction with their predicted times, the fastest first."""
-    c, f = operation.product, operation.folded
+    c, f = form.product, form.folded
     assert c is not None
-    held = len(c.pairs) + (_lanes_held(operation.task, f) if f else 0)
+    held = len(c.pairs) + (_lanes_held(form.task, f) if f else 0)
     m, n = points(c.m), points(c.n)
-    half, ready = c.operand != "f32", chip.descriptors and operand_boxes(operation.task, c) is not None
-    table = _table(operation, half)
-    size, smooth = operand_size(c.operand), _smooth(operation, c)
-    rough = half and not c.masked and not (ready or aligned(operation.task, c))
+    half, ready = c.operand != "f32", chip.descriptors and operand_boxes(form.task, c) is not None
+    table = _table(form, half)
+    size, smooth = operand_size(c.operand), _smooth(form, c)
+    rough = half and not c.masked and not (ready or aligned(form.task, c))
     least = 16 if size > 1 else 32  # points of k that a matrix instruction takes
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
-    gathered = rough or (half and not ready and not (smooth if size == 1 else _runs(operation, c)))  # elements one by one
+    gathered = rough or (half and not ready and not (smooth if size == 1 else _runs(form, c)))  # elements one by one
     slow = max(3.0, chip.flops[c.operand] / chip.units / _GATHERED) if gathered else 1.0
     # wgmma and tcgen05 take 64 rows at least
-    tall_enough = 64 if (half or operation.precision != "ieee") and chip.arch in (90, 100) and m >= 64 and n >= 64 else 16
+    tall_enough = 64 if (half or form.precision != "ieee") and chip.arch in (90, 100) and m >= 64 and n >= 64 else 16
     fewest = min(bm * bn for bm, bn, *_ in table if bm >= tall_enough)
-    found: list[tuple[float, Knobs]] = []
+    found: list[tuple[float, KernelConfig]] = []
     for bm, bn, bk, stages, warps in table:
         if bm < tall_enough:
             continue
@@ -172,30 +182,30 @@ def _dot(operation: Operation, chip: Chip) -> list[tuple[float, Knobs]]:
             stages -= 1
         if (shared := stages * (bm * tall + bn * wide) * bk * size) > chip.shared and chip.backend != "hip":
             continue
-        stored = shared + bm * bn * _stored(operation, chip)
-        for parts in fold_parts(operation, bm, bn, chip) if f else _PARTS:
-            if parts > 1 and not splits(operation, parts, 1 if f else bk):
+        stored = shared + bm * bn * _stored(form, chip)
+        for parts in fold_parts(form, bm, bn, chip) if f else _PARTS:
+            if parts > 1 and not splits(form, parts, 1 if f else bk):
                 continue
-            knobs = Knobs(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
-            timed = (_timed(each, operation, c, chip) for each in _forms(knobs, ready, c, chip, stored))
+            config = KernelConfig(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
+            timed = (_timed(each, form, c, chip) for each in _forms(config, ready, c, chip, stored))
             found += [(slow * t, each) for t, each in timed]
     return sorted(found, key=lambda f: f[0])
 
 
-def _timed(k: Knobs, operation: Operation, c: Contraction, chip: Chip) -> tuple[float, Knobs]:
+def _timed(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip) -> tuple[float, KernelConfig]:
     """Predicted time; a product that is reduced has no persistent grid."""
-    if operation.folded:
+    if form.folded:
         k = replace(k, persistent=False)
-        return _folded_seconds(k, operation, operation.folded, chip), k
+        return _folded_seconds(k, form, form.folded, chip), k
     extents = points(c.batch), points(c.m), points(c.n), points(c.k) * points(c.taps)
-    return _dot_seconds(k, extents, c.operand, operation.precision, chip), k
+    return _dot_seconds(k, extents, c.operand, form.precision, chip), k
 
 
-def _table(operation: Operation, half: bool) -> tuple[tuple[int, int, int, int, int], ...]:
+def _table(form: KernelForm, half: bool) -> tuple[tuple[int, int, int, int, int], ...]:
     """(bm, bn, bk, stages, warps). Of whole rows, the depth and stages of others, and warps enough to hold the product and
     what becomes of it."""
-    f = operation.folded
-    table = _HALF if half else _IEEE if operation.precision == "ieee" else _TF32
+    f = form.folded
+    table = _HALF if half else _IEEE if form.precision == "ieee" else _TF32
     if f is None or f.row is None:
         return table
     width = max(16, power_of_two(points(f.product.n)))
@@ -211,19 +221,19 @@ def _lanes_held(task: Task, f: Folded) -> int:
     return sum(max(1, itemsize(compute(e.dtype)) // 4) for e in task.body)
 
 
-def fold_parts(operation: Operation, bm: int, bn: int, chip: Chip) -> list[int]:
+def fold_parts(form: KernelForm, bm: int, bn: int, chip: Chip) -> list[int]:
     """Numbers of parts of the columns that are folded, where programs that go through all of them do not fill the chip."""
-    f = operation.folded
-    if f is None or not f.folds or f.row or operation.task.mode != "full":
+    f = form.folded
+    if f is None or not f.folds or f.row or form.task.mode != "full":
         return [1]
     c = f.product
     programs = points(c.batch) * -(-points(c.m) // bm)
     wanted = min(2 * chip.units // max(1, programs), points(c.n) * points(f.outer) // bn)
-    longest = max((d.size for d in operation.task.reduce), default=1)
+    longest = max((d.size for d in form.task.reduce), default=1)
     return [1, *(p for p in range(2, wanted + 1) if longest % p == 0)]
 
 
-def _folded_seconds(k: Knobs, operation: Operation, f: Folded, chip: Chip) -> float:
+def _folded_seconds(k: KernelConfig, form: KernelForm, f: Folded, chip: Chip) -> float:
     """Predicted time of a product that is reduced tile by tile: its tiles, as programs go through them, one after another."""
     c = f.product
     depth = points(c.k) * points(c.taps)
@@ -231,47 +241,47 @@ def _folded_seconds(k: Knobs, operation: Operation, f: Folded, chip: Chip) -> fl
     turns = points(f.outer) * (-(-n // k.bn) if f.folds else 1)
     programs = batch * -(-m // k.bm) * (1 if f.folds else -(-n // k.bn)) * k.split_k
     one = replace(k, split_k=1)
-    each = _dot_seconds(one, (1, min(m, k.bm), min(n, k.bn), depth), c.operand, operation.precision, chip) - _FILL
-    whole = _dot_seconds(one, (batch * points(f.outer), m, n, depth), c.operand, operation.precision, chip)
-    fields = sum(itemsize(compute(e.dtype)) for e in operation.task.body)
+    each = _dot_seconds(one, (1, min(m, k.bm), min(n, k.bn), depth), c.operand, form.precision, chip) - _FILL
+    whole = _dot_seconds(one, (batch * points(f.outer), m, n, depth), c.operand, form.precision, chip)
+    fields = sum(itemsize(compute(e.dtype)) for e in form.task.body)
     second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * fields / chip.bandwidth
     return max(-(-programs // chip.units) * -(-turns // k.split_k) * max(0.0, each) + _FILL, whole) + second
 
 
-def splits(operation: Operation, parts: int, depth: int = 1) -> str:
+def splits(form: KernelForm, parts: int, depth: int = 1) -> str:
     """The reduced dimension that ``parts`` programs may share, each with ``depth`` points at least; ``""`` for none."""
-    task = operation.task
-    if operation.kind not in ("dot", "stream", "reduce", "folded") or task.mode != "full":
+    task = form.task
+    if form.kind not in ("dot", "stream", "reduce", "folded") or task.mode != "full":
         return ""
     if task.monoid is None or not MONOIDS[task.monoid].commutative:
         return ""
-    dims = (operation.streamed.key,) if operation.streamed else task.reduce
+    dims = (form.streamed.key,) if form.streamed else task.reduce
     whole = [d for d in dims if d.size % parts == 0 and d.size // parts >= max(2, depth)]
     return max(whole, key=lambda d: d.size).name if whole else ""
 
 
-def _forms(knobs: Knobs, ready: bool, c: Contraction, chip: Chip, held: int) -> Iterator[Knobs]:
+def _forms(config: KernelConfig, ready: bool, c: Contraction, chip: Chip, held: int) -> Iterator[KernelConfig]:
     """The same tiles with plain loads, and with descriptors on a persistent grid where the chip has them.
 
     ``held`` are the bytes of shared memory that a persistent program needs: it loads a tile while it stores another.
     """
-    if ready and knobs.bm >= 64 and knobs.bn >= 16:
-        tiles = -(-points(c.m) // knobs.bm) * -(-points(c.n) // knobs.bn) * points(c.batch) * knobs.split_k
-        yield replace(knobs, descriptors=True, persistent=tiles > chip.units and held <= chip.shared)
-    yield knobs
+    if ready and config.bm >= 64 and config.bn >= 16:
+        tiles = -(-points(c.m) // config.bm) * -(-points(c.n) // config.bn) * points(c.batch) * config.split_k
+        yield replace(config, descriptors=True, persistent=tiles > chip.units and held <= chip.shared)
+    yield config
 
 
-def _stored(operation: Operation, chip: Chip) -> int:
+def _stored(form: KernelForm, chip: Chip) -> int:
     """Bytes of shared memory per cell of a tile that is stored: the results on their way to a descriptor.
 
     On Blackwell, sums that meet something that is read are laid out anew, in f32.
     """
-    task = operation.task
+    task = form.task
     met = chip.arch == 100 and task.mode == "full" and bool(arg_positions(task.then))
     return max(itemsize(a.dtype) for a in task.outs) + (4 if met else 0)
 
 
-def _dot_seconds(k: Knobs, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip) -> float:
+def _dot_seconds(k: KernelConfig, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip) -> float:
     """Predicted time: whole waves of tiles at the rate that a tile of this shape reaches, against memory's time.
 
     A tile's rate grows with its products per element staged, bm*bn/(bm+bn), up to 128 x 256; descriptors and persistence take
@@ -281,34 +291,35 @@ def _dot_seconds(k: Knobs, extents: tuple[int, int, int, int], operand: str, pre
     size = operand_size(operand)
     peak = chip.flops["vector" if precision == "ieee" else "tf32"] if operand == "f32" else chip.flops[operand]
     peak /= 3 if precision == "tf32x3" and size == 4 else 1
-    rate = peak / chip.units * min(1.0, (k.bm * k.bn / (k.bm + k.bn) / 85) ** 0.5) * (1.0 if k.descriptors else 0.8)
-    rate *= 0.97 if k.num_warps == 4 and k.bm * k.bn >= 128 * 128 and not k.warp_specialize else 1.0
+    reuse = min(1.0, (k.bm * k.bn / (k.bm + k.bn) / _FULL_TILE) ** 0.5)
+    rate = peak / chip.units * reuse * (1.0 if k.descriptors else _PLAIN_LOADS)
     tiles = batch * -(-m // k.bm) * -(-n // k.bn) * k.split_k
     share = -(-depth // k.split_k)
     waves = -(-tiles // chip.units)
     fill = _FILL if k.persistent else _FILL * min(waves, 4)
     compute = waves * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate + fill
     moved = batch * (m * depth + depth * n + m * n) * size
-    staged = tiles * (k.bm + k.bn) * share * size / (2.5 * chip.bandwidth)  # from the L2 cache
-    memory = max(moved / chip.bandwidth / min(1.0, 0.25 + 0.75 * tiles / chip.units), staged)
+    from_cache = tiles * (k.bm + k.bn) * share * size / (_CACHE * chip.bandwidth)
+    reached = min(1.0, _FEW_PROGRAMS + (1 - _FEW_PROGRAMS) * tiles / chip.units)
+    memory = max(moved / chip.bandwidth / reached, from_cache)
     second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * n * 4 / chip.bandwidth
     return max(compute, memory) + second
 
 
-def _runs(operation: Operation, c: Contraction) -> bool:
+def _runs(form: KernelForm, c: Contraction) -> bool:
     """Whether every operand lies contiguous along k or, unchecked, along its own dimension."""
-    return all(_contiguous(a, c.k) or (not a.checks and _contiguous(a, c.m + c.n)) for a in _factors(operation, c))
+    return all(_contiguous(a, c.k) or (not a.checks and _contiguous(a, c.m + c.n)) for a in _factors(form, c))
 
 
-def _smooth(operation: Operation, c: Contraction) -> bool:
+def _smooth(form: KernelForm, c: Contraction) -> bool:
     """Whether every operand lies contiguous along k, so that a tile's rows are copied 16 bytes at a time."""
-    return all(_contiguous(a, c.k) for a in _factors(operation, c))
+    return all(_contiguous(a, c.k) for a in _factors(form, c))
 
 
-def _factors(operation: Operation, c: Contraction) -> list[Access]:
+def _factors(form: KernelForm, c: Contraction) -> list[Access]:
     """The reads that the factors are made of."""
-    used = arg_positions(tuple(c.value(e, operation.task) for pair in c.pairs for e in pair))
-    return [a for p, a in operation.task.reads.items() if p in used]
+    used = arg_positions(tuple(c.value(e, form.task) for pair in c.pairs for e in pair))
+    return [a for p, a in form.task.reads.items() if p in used]
 
 
 # streaming sums ---------------------------------------------------------------------------------------------------------
@@ -328,7 +339,7 @@ _STREAMS = {
 _PLAIN = {"wide": ((32, 16, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)), "64": ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))}
 
 
-def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
+def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
     """Candidates of a streaming sum, by rows (bm) and keys (bn) of a tile; the heads' widths are whole."""
     half = s.operand != "f32" and s.weighted in HALVES
     wide = max(points(s.depth), points(s.columns))
@@ -348,8 +359,8 @@ def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
         bn = min(bn, keys)
         warps = 8 if chip.arch == 80 and bm >= 128 else warps  # its products take operands from registers
         stages = 1 if chip.backend == "hip" else min(stages, 2) if chip.shared < 200_000 and wide > 64 else stages
-        parts = _key_parts(operation, points(s.batch) * -(-points(s.rows) // bm), s.key.size, bn, chip)
-        base = Knobs(bm=bm, bn=bn, num_warps=warps if bm * bn >= 32 * 32 or not half else 4, num_stages=stages)
+        parts = _key_parts(form, points(s.batch) * -(-points(s.rows) // bm), s.key.size, bn, chip)
+        base = KernelConfig(bm=bm, bn=bn, num_warps=warps if bm * bn >= 32 * 32 or not half else 4, num_stages=stages)
         ready = chip.descriptors and half
         for split in sorted({1, *parts}, reverse=tall < chip.units):
             yield replace(base, split_k=split, descriptors=ready)
@@ -357,37 +368,37 @@ def _stream(operation: Operation, s: Stream, chip: Chip) -> Iterator[Knobs]:
                 yield replace(base, split_k=split)
 
 
-def _key_parts(operation: Operation, programs: int, keys: int, bn: int, chip: Chip) -> list[int]:
+def _key_parts(form: KernelForm, programs: int, keys: int, bn: int, chip: Chip) -> list[int]:
     """Numbers of parts of the keys that fill the chip (flash-decoding), when the other dimensions do not."""
     if programs >= chip.units // 2 or keys < 8 * bn:
         return []
     wanted = min(chip.units * 2 // max(1, programs), keys // (2 * bn))
-    return [p for p in (1 << i for i in range(wanted.bit_length() - 1, 0, -1)) if splits(operation, p, bn)][:2]
+    return [p for p in (1 << i for i in range(wanted.bit_length() - 1, 0, -1)) if splits(form, p, bn)][:2]
 
 
 # everything that memory decides -----------------------------------------------------------------------------------------
 
 
-def _simple(operation: Operation, chip: Chip) -> Knobs:
-    task = operation.task
-    if operation.kind == "map":
+def _simple(form: KernelForm, chip: Chip) -> KernelConfig:
+    task = form.task
+    if form.kind == "map":
         return _map(task)
-    if operation.kind == "rows":
+    if form.kind == "rows":
         return _rows(task)
-    if operation.kind == "scan":
+    if form.kind == "scan":
         return _scan(task)
-    if operation.kind == "gather" and operation.picked is not None:
-        return _gather(operation.task, operation.picked)
-    return _reduce(operation, chip)
+    if form.kind == "gather" and form.picked is not None:
+        return _gather(form.task, form.picked)
+    return _reduce(form, chip)
 
 
-def _around(first: Knobs, operation: Operation, chip: Chip) -> Iterator[Knobs]:
-    """The model's choice, then its neighbours in every knob that the kind has."""
+def _around(first: KernelConfig, form: KernelForm, chip: Chip) -> Iterator[KernelConfig]:
+    """The model's choice, then its neighbours in every field that the kind has."""
     yield first
     for warps in (first.num_warps * 2, first.num_warps // 2):
         if 1 <= warps <= (16 if chip.warp == 64 else 32):
             yield replace(first, num_warps=warps)
-    if operation.kind == "map":
+    if form.kind == "map":
         for block in (first.block * 2, first.block // 2, first.block * 4):
             if 64 <= block <= 8192:
                 yield replace(first, rows=1, block=block, num_warps=max(1, min(16, first.num_warps * block // first.block)))
@@ -395,26 +406,26 @@ def _around(first: Knobs, operation: Operation, chip: Chip) -> Iterator[Knobs]:
     for rows in (first.rows * 2, first.rows // 2):
         if 1 <= rows <= 64:
             yield replace(first, rows=rows)
-    if operation.kind == "reduce":
+    if form.kind == "reduce":
         for cols in (first.cols * 2, first.cols // 2):
             if 1 <= cols <= 8192 and first.cols > 1:
                 yield replace(first, cols=cols)
 
 
-def _map(task: Task) -> Knobs:
+def _map(task: Task) -> KernelConfig:
     """Tiles of a map: 4 KiB of output (16 bytes per thread and access), fewer for a small block.
 
     Where reads run along another dimension than writes: 64 x 64.
     """
     width = max(itemsize(a.dtype) for a in task.outs)
     flat = min(max(1024, 4096 // width), power_of_two(points(task.dims)))
-    if (found := turned(task)) is None:
-        return Knobs(block=flat)
+    if (found := transposing_dims(task)) is None:
+        return KernelConfig(block=flat)
     tall, wide = (min(64, power_of_two(task.dims[k].size)) for k in found)
-    return Knobs(block=flat, rows=tall, cols=wide, num_warps=4 if tall * wide <= 2048 else 8)
+    return KernelConfig(block=flat, rows=tall, cols=wide, num_warps=4 if tall * wide <= 2048 else 8)
 
 
-def _rows(task: Task) -> Knobs:
+def _rows(task: Task) -> KernelConfig:
     """A row to a program, or several short ones; warps by the length of what is kept in registers."""
     found = row_dims(task)
     assert found is not None
@@ -423,16 +434,16 @@ def _rows(task: Task) -> Knobs:
     height = max(1, min(power_of_two(points(found[0])), 1024 // width))
     held = width * height
     warps = 1 if held <= 512 else 2 if held <= 1024 else 4 if held <= 4096 else 8 if held <= 8192 else 16
-    return Knobs(rows=height, cols=width, num_warps=warps)
+    return KernelConfig(rows=height, cols=width, num_warps=warps)
 
 
-def _reduce(operation: Operation, chip: Chip) -> Knobs:
+def _reduce(form: KernelForm, chip: Chip) -> KernelConfig:
     """Tiles of a reduction: about 2048 elements (1024 with several fields), long along what lies contiguous in memory."""
-    task = operation.task
+    task = form.task
     rows, cols = points(task.dims), points(task.reduce)
     lanes = 2048 if len(task.body) == 1 else 1024
     if task.monoid and not MONOIDS[task.monoid].commutative:
-        return Knobs(rows=min(128, power_of_two(rows)), cols=1)  # lanes would merge out of order
+        return KernelConfig(rows=min(128, power_of_two(rows)), cols=1)  # lanes would merge out of order
     along_rows = any(_contiguous(a, task.dims) and not _contiguous(a, task.reduce) for a in task.reads.values())
     width = min(power_of_two(cols), 32 if along_rows else lanes)
     height = min(power_of_two(rows), max(1, lanes // max(1, width)))
@@ -441,26 +452,26 @@ def _reduce(operation: Operation, chip: Chip) -> Knobs:
     width = min(power_of_two(cols), max(width, lanes // height if not along_rows else width))
     parts = 1
     programs = -(-rows // height)
-    while programs * parts < chip.units and points(task.reduce) // parts >= 8192 and splits(operation, parts * 2, 1024):
+    while programs * parts < chip.units and points(task.reduce) // parts >= 8192 and splits(form, parts * 2, 1024):
         parts *= 2
-    return Knobs(rows=height, cols=max(1, width), num_warps=4 if height * width >= 512 else 1, split_k=parts)
+    return KernelConfig(rows=height, cols=max(1, width), num_warps=4 if height * width >= 512 else 1, split_k=parts)
 
 
-def _gather(task: Task, s: Selection) -> Knobs:
+def _gather(task: Task, s: Selection) -> KernelConfig:
     """Tiles of 2048 elements, long along the columns."""
     rows, columns = split_selection(task, s)
     width = min(1024, power_of_two(points(columns)))
     height = max(1, min(power_of_two(points(rows)), 2048 // width))
-    return Knobs(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
+    return KernelConfig(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
 
 
-def _scan(task: Task) -> Knobs:
+def _scan(task: Task) -> KernelConfig:
     """Tiles of 2048 elements, long along what lies contiguous in memory."""
     rows, steps = points(task.dims), points(task.reduce)
     along = any(a.offset.coef(task.reduce[0].name) in (1, -1) for a in task.reads.values())
     width = min(power_of_two(steps), 1024 if along else 64)
     height = min(power_of_two(rows), max(1, 2048 // width))
-    return Knobs(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
+    return KernelConfig(rows=height, cols=width, num_warps=4 if height * width >= 512 else 1)
 
 
 def _contiguous(access: Access, dims: tuple[Dim, ...]) -> bool:

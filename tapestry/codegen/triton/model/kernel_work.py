@@ -8,8 +8,9 @@ from math import prod
 import numpy as np
 
 from tapestry.codegen.triton.task.chips import Chip
-from tapestry.codegen.triton.task.kernel_kind import Operation
+from tapestry.codegen.triton.task.kernel_form import KernelForm
 from tapestry.codegen.triton.task.lowered import points
+from tapestry.codegen.triton.task.tiles import row_dims
 from tapestry.ir.expr import count_calls
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import Aff, bounds, dims_of, evaluate
@@ -46,13 +47,13 @@ class Work:
         return self.reads + self.writes
 
 
-def work_of(graph: Graph, kernel: Kernel, op: Operation) -> Work:
+def work_of(graph: Graph, kernel: Kernel, op: KernelForm) -> Work:
     """FLOPs and bytes of a kernel over its block."""
     matrix, other = _flops(op)
     return Work(matrix_flops=matrix, other_flops=other, reads=_read_bytes(graph, kernel, op), writes=_written(kernel, op))
 
 
-def roofline(work: Work, op: Operation, chip: Chip) -> float:
+def roofline(work: Work, op: KernelForm, chip: Chip) -> float:
     """Seconds that the chip needs at least: memory, matrix units and the other units each at their peak, side by side."""
     shares = [(op.product.operand if op.product is not None else "f32", 1)]
     if (s := op.streamed) is not None:  # two products, by the FLOPs of each
@@ -67,7 +68,7 @@ def _peak(operand: str, precision: str, chip: Chip) -> float:
     return chip.flops[kind] / (3 if precision == "tf32x3" and kind == "tf32" else 1)
 
 
-def _flops(op: Operation) -> tuple[int, int]:
+def _flops(op: KernelForm) -> tuple[int, int]:
     task = op.task
     after = points(task.dims) * count_calls(task.then)
     inside = points(task.dims + task.reduce)
@@ -89,19 +90,17 @@ def _flops(op: Operation) -> tuple[int, int]:
     if task.monoid is None or task.mode == "finish":
         return 0, after + nested + inside * count_calls(task.body)
     if op.kind == "rows" or op.kind == "reduce":
-        from tapestry.codegen.triton.task.tiles import row_dims
-
         found = row_dims(task)
         inside = points((found[0] if found else task.dims) + task.reduce)
     merge = MONOIDS[task.monoid].combiner(tuple(e.dtype for e in task.body))
     return 0, after + nested + inside * (count_calls(task.body) + max(1, count_calls(merge) // 2))
 
 
-def _written(kernel: Kernel, op: Operation) -> int:
+def _written(kernel: Kernel, op: KernelForm) -> int:
     return sum(size(box) * itemsize(a.dtype) for box, a in zip(kernel.outs, op.task.outs, strict=True))
 
 
-def _read_bytes(graph: Graph, kernel: Kernel, op: Operation) -> int:
+def _read_bytes(graph: Graph, kernel: Kernel, op: KernelForm) -> int:
     """Cells of each tensor that some point of the block reads, each once, and the states of ``finish``."""
     found = graph.ops[kernel.op]
     assert isinstance(found, Block)

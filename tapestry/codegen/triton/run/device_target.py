@@ -6,7 +6,7 @@ On the CPU Triton's interpreter runs them, by the same code path.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.run import library
 from tapestry.codegen.triton.run.execute import launch
-from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all, here, interpreted
-from tapestry.codegen.triton.run.tuned import Choice, Tuned, as_knobs
-from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, plain
+from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all, here
+from tapestry.codegen.triton.run.local_gpu import chip_name
+from tapestry.codegen.triton.run.tuned import Choice, Tuned, config_from
+from tapestry.codegen.triton.task.chips import DEFAULT
 from tapestry.codegen.triton.task.lowered import unavailable
-from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape
 
@@ -65,7 +65,7 @@ class TritonTarget:
         op = graph.ops[kernel.op]
         if unavailable(graph, kernel.op) or not isinstance(op, Block):
             return self._on_host(self.host.kernel(graph, kernel))
-        made = generate(graph, kernel, target=self.target, precision=self.precision)
+        made = self._made(graph, kernel)
         dtypes = [e.dtype for e in op.body] if kernel.mode == "partial" else [graph.tensors[t].dtype for t in op.outs]
         wanted = [(shape(b), scalars.TORCH_DTYPES[d]) for b, d in zip(kernel.outs, dtypes, strict=True)]
 
@@ -100,10 +100,10 @@ class TritonTarget:
         """What is generated for a kernel; equal ones in other layers share it, and are compiled once."""
         key = kernel_key(graph, kernel)
         if key not in self.made:
-            knobs = self._choice(graph, kernel).knobs
-            if knobs is None and key in self.knobs:
-                knobs = as_knobs(self.knobs[key])
-            self.made[key] = generate(graph, kernel, knobs, target=self.target, precision=self.precision)
+            config = self._choice(graph, kernel).config
+            if config is None and key in self.knobs:
+                config = config_from(self.knobs[key])
+            self.made[key] = generate(graph, kernel, config, target=self.target, precision=self.precision)
         return self.made[key]
 
     def bind(
@@ -137,31 +137,3 @@ class TritonTarget:
     def to_numpy(self, array: Any, dtype: str = "") -> Any:
         """The other way."""
         return self.host.to_numpy(array.cpu() if isinstance(array, Tensor) else array, dtype)
-
-
-def find_device(*, ask: Callable[[], bool] = torch.cuda.is_available) -> torch.device:
-    """Where generated kernels can run: the current GPU, or the CPU where Triton's interpreter is asked for.
-
-    Raises:
-        TapestryError: there is neither.
-    """
-    if interpreted():
-        return torch.device("cpu")
-    if not ask():
-        raise TapestryError(
-            "this build is for a GPU, and there is none that torch can use",
-            why=f"torch {torch.__version__} sees no CUDA or HIP device",
-            hint="TRITON_INTERPRET=1 runs the kernels on the CPU (slowly); or compile with --target torch-cpu",
-        )
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def chip_name(device: torch.device, interpreted_as: str = DEFAULT) -> str:
-    """The target whose limits and instructions a GPU has: the latest one that is not newer than it."""
-    if device.type == "cpu":
-        return plain(interpreted_as)
-    if torch.version.hip:
-        return "gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
-    older = [n for n, c in CHIPS.items() if isinstance(c.arch, int) and c.arch <= 10 * major + minor]
-    return "sm80" if not older or major == 12 else older[-1]  # sm120 has neither wgmma nor tensor memory

@@ -10,7 +10,8 @@ from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.model.kernel_work import roofline, work_of
 from tapestry.codegen.triton.run.compile_ahead import Compiled, Resources
 from tapestry.codegen.triton.task.chips import CHIPS, Chip
-from tapestry.codegen.triton.task.kernel_kind import on_chip, operation
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
+from tapestry.codegen.triton.task.kernel_form import on_chip
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -44,9 +45,9 @@ def rows_of(
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
     chip = CHIPS[compiled[0].target]
-    found = on_chip(operation(graph, kernel, made.precision), chip)
+    found = on_chip(kernel_form(graph, kernel, made.precision), chip)
     work = work_of(graph, kernel, found)
-    knobs = {f.name: getattr(made.knobs, f.name) for f in fields(made.knobs)}
+    config = {f.name: getattr(made.config, f.name) for f in fields(made.config)}
     out: list[dict[str, Any]] = []
     copies = len(made.passes) - 1 - _in_parts(made)
     for k, (one, each) in enumerate(zip(made.passes, compiled, strict=True)):
@@ -58,7 +59,7 @@ def rows_of(
             "nodes": list(op.source),
             "launches": launches,
             "precision": made.precision,
-            "knobs": knobs,
+            "knobs": config,
         }
         if (c := found.product) is not None and kind.startswith("dot"):
             row["extents"] = [points(c.batch), points(c.m), points(c.n), points((*c.k, *c.taps))]

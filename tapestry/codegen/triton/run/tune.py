@@ -22,12 +22,12 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
-from tapestry.codegen.triton.model.kernel_config import Knobs, candidates
+from tapestry.codegen.triton.model.kernel_config import KernelConfig, candidates
 from tapestry.codegen.triton.run import library
-from tapestry.codegen.triton.run.device_target import chip_name
 from tapestry.codegen.triton.run.launcher import Call, bind, compile_all, here
+from tapestry.codegen.triton.run.local_gpu import chip_name
 from tapestry.codegen.triton.run.tuned import Cache, Choice
-from tapestry.codegen.triton.task.kernel_kind import operation
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Call as Applied
 from tapestry.ir.expr import Index, walk
@@ -39,7 +39,7 @@ from tapestry.ir.types import FLOAT8, numpy_dtype
 log = logging.getLogger("tapestry")
 Tensor = torch.Tensor
 Timer = Callable[[Call], float]
-Candidates = Callable[[Graph, Kernel], Iterable[Knobs]]
+Candidates = Callable[[Graph, Kernel], Iterable[KernelConfig]]
 
 TOLERANCE = {"f64": 1e-11, "f32": 2e-5, "f16": 5e-3, "bf16": 4e-2}  # of the largest value; sums of some thousand terms
 COARSE = 100  # times that for products rounded to tf32, and for sums of 8-bit floats on Hopper (`emit_dot.dot_options`)
@@ -50,9 +50,9 @@ FLUSH = 256 << 20  # bytes: more than any L2 cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One candidate: its time, or why it was refused. ``knobs`` is ``None`` for the library."""
+    """One candidate: its time, or why it was refused. ``config`` is ``None`` for the library."""
 
-    knobs: Knobs | None
+    config: KernelConfig | None
     seconds: float | None
     refused: str = ""
 
@@ -63,7 +63,7 @@ class How:
 
     Attributes:
         timer: seconds of a call.
-        candidates: knobs to try for a kernel, the default first.
+        candidates: config to try for a kernel, the default first.
         libraries: also measure the vendor's library.
         limit: seconds for everything.
         precision: of products of f32.
@@ -120,7 +120,7 @@ def cuda_timer(device: torch.device, budget: float = 0.05, most: int = 50) -> Ti
 def local_candidates(device: torch.device, precision: str = "ieee") -> Candidates:
     """The generator's own candidates for a device, the model's choice first."""
     name = chip_name(device)
-    return lambda graph, kernel: candidates(operation(graph, kernel, precision), name)
+    return lambda graph, kernel: candidates(kernel_form(graph, kernel, precision), name)
 
 
 def tune(
@@ -140,32 +140,32 @@ def tune(
         left = how.limit - (time.monotonic() - start)
         if known is not None or left <= 0:
             why = "in the cache" if known is not None else "the time limit"
-            rows.append({**row, "skipped": why, "knobs": asdict(known.knobs) if known and known.knobs else None})
+            rows.append({**row, "skipped": why, "knobs": asdict(known.config) if known and known.config else None})
             continue
         trials = measure(graph, kernel, how, time.monotonic() + left / (len(found) - done) * 2)
         choice, measured = choose(trials)
         cache.write(key, choice, measured)
-        rows.append({**row, **measured, "knobs": asdict(choice.knobs) if choice.knobs else None, "library": choice.library})
+        rows.append({**row, **measured, "knobs": asdict(choice.config) if choice.config else None, "library": choice.library})
     report(len(found), len(found))
     return rows
 
 
 def choose(trials: Sequence[Trial]) -> tuple[Choice, dict[str, Any]]:
     """The fastest right candidate, the default unless it is beaten clearly; and the numbers behind it."""
-    ours = [t for t in trials if t.knobs is not None and t.seconds is not None]
-    theirs = next((t.seconds for t in trials if t.knobs is None), None)
+    ours = [t for t in trials if t.config is not None and t.seconds is not None]
+    theirs = next((t.seconds for t in trials if t.config is None), None)
     default = trials[0].seconds if trials else None
     best = min(ours, key=lambda t: t.seconds or 0.0, default=None)
-    knobs = None if best is None else best.knobs
+    config = None if best is None else best.config
     seconds = None if best is None else best.seconds
     if seconds is not None and default is not None and seconds > MARGIN * default:
-        knobs, seconds = None, default
+        config, seconds = None, default
     faster = theirs is not None and (seconds is None or theirs < MARGIN * seconds)
-    refused = [f"{t.knobs or 'library'}: {t.refused}" for t in trials if t.refused]
+    refused = [f"{t.config or 'library'}: {t.refused}" for t in trials if t.refused]
     measured = {
         "seconds": seconds, "default_seconds": default, "library_seconds": theirs, "tried": len(trials), "refused": refused,
     }  # fmt: skip
-    return Choice(knobs=knobs, library=faster), measured
+    return Choice(config=config, library=faster), measured
 
 
 def measure(graph: Graph, kernel: Kernel, how: How, until: float = float("inf")) -> list[Trial]:
@@ -179,35 +179,35 @@ def measure(graph: Graph, kernel: Kernel, how: How, until: float = float("inf"))
     wanted = list(how.candidates(graph, kernel))
     if how.device.type != "cpu":
         compile_all(_generated(graph, kernel, wanted, how), here(), os.cpu_count() or 1)
-    for knobs in wanted:
+    for config in wanted:
         if trials and time.monotonic() > until:
             break
-        trials.append(_try(graph, kernel, data, how, knobs))
+        trials.append(_try(graph, kernel, data, how, config))
     if how.libraries and (call := library.bind(graph, kernel, data.ins, data.outs)) is not None:
         trials.append(_timed(call, data, how, None))
     return trials
 
 
-def _generated(graph: Graph, kernel: Kernel, wanted: Sequence[Knobs], how: How) -> list[TritonKernel]:
-    """What the generator makes of knobs; it may refuse some."""
+def _generated(graph: Graph, kernel: Kernel, wanted: Sequence[KernelConfig], how: How) -> list[TritonKernel]:
+    """What the generator makes of config; it may refuse some."""
     out: list[TritonKernel] = []
-    for knobs in wanted:
+    for config in wanted:
         with suppress(Exception):
-            out.append(generate(graph, kernel, knobs, target=chip_name(how.device), precision=how.precision))
+            out.append(generate(graph, kernel, config, target=chip_name(how.device), precision=how.precision))
     return out
 
 
-def _try(graph: Graph, kernel: Kernel, data: Data, how: How, knobs: Knobs) -> Trial:
+def _try(graph: Graph, kernel: Kernel, data: Data, how: How, config: KernelConfig) -> Trial:
     try:
-        made = generate(graph, kernel, knobs, target=chip_name(how.device), precision=how.precision)
+        made = generate(graph, kernel, config, target=chip_name(how.device), precision=how.precision)
         given = [x for k in made.reads if (x := data.ins[k]) is not None]
         call = bind(made, [*given, *data.states, *data.outs])
     except Exception as e:
-        return Trial(knobs=knobs, seconds=None, refused=f"does not compile: {_first_line(e)}")
-    return _timed(call, data, how, knobs)
+        return Trial(config=config, seconds=None, refused=f"does not compile: {_first_line(e)}")
+    return _timed(call, data, how, config)
 
 
-def _timed(call: Call, data: Data, how: How, knobs: Knobs | None) -> Trial:
+def _timed(call: Call, data: Data, how: How, config: KernelConfig | None) -> Trial:
     """The time of a call, if what it computes is right."""
     for out in data.outs:
         out.fill_(float("nan") if out.is_floating_point() else 1)
@@ -218,11 +218,11 @@ def _timed(call: Call, data: Data, how: How, knobs: Knobs | None) -> Trial:
     except Exception as e:
         if any(text in str(e) for text in _FATAL):
             raise TapestryError(
-                "the GPU failed while a candidate ran; kernels measured before it are in the cache", where=str(knobs),
+                "the GPU failed while a candidate ran; kernels measured before it are in the cache", where=str(config),
                 why=_first_line(e), hint="run tune again; it goes on from there",
             ) from None  # fmt: skip
-        return Trial(knobs=knobs, seconds=None, refused=_first_line(e))
-    return Trial(knobs=knobs, seconds=seconds, refused=why)
+        return Trial(config=config, seconds=None, refused=_first_line(e))
+    return Trial(config=config, seconds=seconds, refused=why)
 
 
 def wrong(data: Data, factor: float = 1.0) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tapestry.codegen.triton.emit.source import kernel_key
-from tapestry.codegen.triton.model.kernel_config import Knobs
+from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.run.local_gpu import chip_name
 from tapestry.codegen.triton.task.chips import plain
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
@@ -29,9 +30,9 @@ MOST = 1 << 16  # no knob is larger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The knobs of a kernel (``None``: the model's own), and whether the vendor's library was faster still."""
+    """The config of a kernel (``None``: the model's own), and whether the vendor's library was faster still."""
 
-    knobs: Knobs | None = None
+    config: KernelConfig | None = None
     library: bool = False
 
 
@@ -86,7 +87,7 @@ class Cache:
         """Write an entry, whole or not at all."""
         body: dict[str, Any] = {
             "format": FORMAT, "key": key, "device": self.device, "triton": self.version, "library": choice.library,
-            "knobs": asdict(choice.knobs) if choice.knobs else None, "measured": dict(measured),
+            "knobs": asdict(choice.config) if choice.config else None, "measured": dict(measured),
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=".", suffix=".tmp", delete=False) as f:
@@ -105,8 +106,8 @@ def local_cache(folder: Path, device: Any, precision: str = "ieee") -> Cache | N
 
 def recorded(cache: Cache, graph: Graph, kernels: Iterable[Kernel]) -> dict[str, dict[str, Any]]:
     """What was measured for kernels, as data by `source.kernel_key`: what a build keeps."""
-    found = {kernel_key(graph, k): cache(graph, k).knobs for k in kernels}
-    return {key: asdict(knobs) for key, knobs in found.items() if knobs is not None}
+    found = {kernel_key(graph, k): cache(graph, k).config for k in kernels}
+    return {key: asdict(config) for key, config in found.items() if config is not None}
 
 
 def cache_of_target(folder: Path, target: str, precision: str) -> Cache | None:
@@ -114,8 +115,6 @@ def cache_of_target(folder: Path, target: str, precision: str) -> Cache | None:
     if not (folder / "tune").is_dir():
         return None
     import torch
-
-    from tapestry.codegen.triton.run.device_target import chip_name
 
     if not torch.cuda.is_available():
         return None
@@ -133,19 +132,19 @@ def _choice(document: Any, key: str, cache: Cache) -> Choice:
         raise ValueError("its hash is another one")
     if [body["format"], body["key"], body["device"], body["triton"]] != [FORMAT, key, cache.device, cache.version]:
         raise ValueError("it is about another kernel, device or version")
-    return Choice(knobs=None if body["knobs"] is None else as_knobs(body["knobs"]), library=body["library"] is True)
+    return Choice(config=None if body["knobs"] is None else config_from(body["knobs"]), library=body["library"] is True)
 
 
-def as_knobs(values: Mapping[str, Any]) -> Knobs:
-    """Knobs from data.
+def config_from(values: Mapping[str, Any]) -> KernelConfig:
+    """KernelConfig from data.
 
     Raises:
         ValueError: a knob that there is not, or a value that it cannot have.
     """
-    known = {f.name: f.default for f in fields(Knobs)}
+    known = {f.name: f.default for f in fields(KernelConfig)}
     for name, value in values.items():
         if name not in known:
             raise ValueError(f"no knob '{name}'")
         if type(value) is not type(known[name]) or (type(value) is int and not 1 <= value <= MOST):
             raise ValueError(f"knob {name} cannot be {value!r}")
-    return Knobs(**dict(values))
+    return KernelConfig(**dict(values))

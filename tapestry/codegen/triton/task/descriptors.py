@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
-from tapestry.codegen.triton.task.lowered import Access, Task
+from tapestry.codegen.triton.task.lowered import Access, Task, points
 from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS, operand_size
 from tapestry.codegen.triton.task.tiles import Contraction, Stream, bare_read
 from tapestry.ir.expr import Expr, arg_positions
@@ -45,18 +45,18 @@ class TileBox:
 
     Attributes:
         outer: the coordinate along it; ``None`` for a tensor of two axes.
-        turned: whether the first of the two tile axes is the contiguous one.
+        transposed: whether the first of the two tile axes is the contiguous one.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     outer: Aff | None
-    turned: bool
+    transposed: bool
     dtype: str
 
     def descriptor(self, first: int, second: int) -> Descriptor:
         """The descriptor for tiles of ``first`` by ``second`` elements along the two tile axes."""
-        tile = (second, first) if self.turned else (first, second)
+        tile = (second, first) if self.transposed else (first, second)
         return Descriptor(
             shape=self.shape, strides=self.strides, block=((1,) if self.outer is not None else ()) + tile, dtype=self.dtype
         )
@@ -70,9 +70,9 @@ def tile_box(access: Access, first: Sequence[Dim], second: Sequence[Dim], ranges
     steps = _stride(access.offset, first), _stride(access.offset, second)
     if steps[0] is None or steps[1] is None or 1 not in steps:
         return None
-    turned = steps[1] != 1
-    extents = [_points(first), _points(second)]
-    if turned:
+    transposed = steps[1] != 1
+    extents = [points(tuple(first)), points(tuple(second))]
+    if transposed:
         extents.reverse()
     far = max(steps[0], steps[1])
     inner = {d.name for d in (*first, *second)}
@@ -80,13 +80,15 @@ def tile_box(access: Access, first: Sequence[Dim], second: Sequence[Dim], ranges
     if far * size % _ALIGN or dims_of(rest) & {d.name for d in (*first, *second) if d.size > 1}:
         return None
     if not rest.terms and not rest.const:
-        return TileBox(shape=tuple(extents), strides=(far, 1), outer=None, turned=turned, dtype=access.dtype)
+        return TileBox(shape=tuple(extents), strides=(far, 1), outer=None, transposed=transposed, dtype=access.dtype)
     unit = gcd(rest.const, *(c for _, c in rest.terms))
     low, high = span(rest, ranges)
     if unit * size % _ALIGN or low < 0:
         return None
     outer = Aff(tuple((a, c // unit) for a, c in rest.terms), rest.const // unit)
-    return TileBox(shape=(high // unit + 1, *extents), strides=(unit, far, 1), outer=outer, turned=turned, dtype=access.dtype)
+    return TileBox(
+        shape=(high // unit + 1, *extents), strides=(unit, far, 1), outer=outer, transposed=transposed, dtype=access.dtype
+    )
 
 
 def operand_boxes(task: Task, c: Contraction) -> dict[Expr, TileBox] | None:
@@ -94,7 +96,9 @@ def operand_boxes(task: Task, c: Contraction) -> dict[Expr, TileBox] | None:
     found = {a: (_of(task, c.value(a, task), c.kind(a), c.m, c.k), False) for a, _ in c.pairs}
     found |= {b: (_of(task, c.value(b, task), c.kind(b), c.k, c.n), True) for _, b in c.pairs}
     small = operand_size(c.operand) == 1  # matrix units take operands of 8 bits along k only
-    boxes = {e: box for e, (box, turned) in found.items() if box is not None and not (small and box.turned != turned)}
+    boxes = {
+        e: box for e, (box, transposed) in found.items() if box is not None and not (small and box.transposed != transposed)
+    }
     return boxes if len(boxes) == len(found) and not c.masked else None
 
 
@@ -133,10 +137,3 @@ def _stride(offset: Aff, dims: Sequence[Dim]) -> int | None:
             return None
     step = offset.coef(kept[-1].name)
     return step if step > 0 else None
-
-
-def _points(dims: Sequence[Dim]) -> int:
-    n = 1
-    for d in dims:
-        n *= d.size
-    return n

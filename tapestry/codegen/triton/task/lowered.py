@@ -130,12 +130,12 @@ def lower(graph: Graph, kernel: Kernel, *, without: Guard | None = None) -> Task
     ranges = {d.name: d.size for d in local}
 
     def moved(e: Expr) -> Expr:
-        return Index(substitute(e.aff, shift, ranges), e.dtype) if isinstance(e, Index) else e
+        return substitute_indices(e, shift, ranges)
 
-    body = () if kernel.mode == "finish" else tuple(rewrite(e, moved) for e in op.body)
-    inner = () if kernel.mode == "finish" else tuple(replace(s, body=rewrite(s.body, moved)) for s in op.inner)
+    body = () if kernel.mode == "finish" else tuple(map(moved, op.body))
+    inner = () if kernel.mode == "finish" else tuple(replace(s, body=moved(s.body)) for s in op.inner)
     ends = op.then or tuple(Acc(f, e.dtype) for f, e in enumerate(op.body))
-    then = tuple(rewrite(e, moved) for e in ends) if op.monoid and kernel.mode != "partial" else ()
+    then = tuple(map(moved, ends)) if op.monoid and kernel.mode != "partial" else ()
     reads: dict[int, Access] = {}
     for p in sorted(arg_positions(tuple(s.body for s in inner) + body + then)):
         box = kernel.ins[p]
@@ -197,6 +197,18 @@ def _access(read: Read, dtype: str, extents: tuple[int, ...], box: Box, shift: M
     return Access(
         tensor=read.tensor, dtype=dtype, offset=recombine(offset), checks=tuple(dict.fromkeys(checks)), other=read.other
     )
+
+
+def substitute_access(access: Access, env: Mapping[str, Aff], ranges: Ranges | None = None) -> Access:
+    """An access with dimensions replaced by index expressions over others, of the extents ``ranges``."""
+    moved = [(substitute(c.aff, env, ranges), c) for c in access.checks]
+    checks = tuple(Check(e - e.const, c.op, c.bound - e.const) for e, c in moved)
+    return replace(access, offset=recombine(substitute(access.offset, env, ranges)), checks=checks)
+
+
+def substitute_indices(e: Expr, env: Mapping[str, Aff], ranges: Ranges | None = None) -> Expr:
+    """An expression with dimensions replaced by index expressions over others, of the extents ``ranges``."""
+    return rewrite(e, lambda x: Index(substitute(x.aff, env, ranges), x.dtype) if isinstance(x, Index) else x)
 
 
 def recombine(e: Aff) -> Aff:

@@ -7,11 +7,11 @@ descriptors or 16-byte loads. To the rest of the generator the copy is a tensor 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from tapestry.codegen.triton.task.descriptors import tile_box
-from tapestry.codegen.triton.task.kernel_kind import Operation, classified
+from tapestry.codegen.triton.task.kernel_form import KernelForm, PackedOperands, classified
 from tapestry.codegen.triton.task.lowered import lower
 from tapestry.codegen.triton.task.primitives import EXACT_IN, operand_size
 from tapestry.codegen.triton.task.tiles import Contraction, bare_read
@@ -24,26 +24,7 @@ from tapestry.ir.types import Tensor, itemsize
 _ALIGN = 16  # bytes that rows begin at multiples of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """A contraction on copied operands.
-
-    Attributes:
-        copies: for each copied read its position and the copy, in order; copy j writes scratch buffer j.
-        product: the contraction, with the same read positions.
-        scratch: (dtype, elements) of the copies.
-        moved: bytes that the copies read and write.
-        padded: whether some row is longer than what it holds.
-    """
-
-    copies: tuple[tuple[int, Operation], ...]
-    product: Operation
-    scratch: tuple[tuple[str, int], ...]
-    moved: int
-    padded: bool
-
-
-def staged(graph: Graph, kernel: Kernel, found: Operation) -> Staged | None:
+def packed_operands(graph: Graph, kernel: Kernel, found: KernelForm) -> PackedOperands | None:
     """The operation on copies of the operands that cannot be read by whole rows; ``None`` where that is of no use."""
     op, c = graph.ops[kernel.op], found.product
     wide = c is not None and (c.operand != "f32" or found.precision != "ieee")
@@ -64,7 +45,7 @@ def staged(graph: Graph, kernel: Kernel, found: Operation) -> Staged | None:
     return _with_copies(graph, kernel, found, copies) if copies else None
 
 
-def _order(graph: Graph, kernel: Kernel, found: Operation, p: int, side: int) -> tuple[int, ...] | None:
+def _order(graph: Graph, kernel: Kernel, found: KernelForm, p: int, side: int) -> tuple[int, ...] | None:
     """The order of axes of a read's copy; ``()`` where none is needed, ``None`` where none helps."""
     c, op = found.product, graph.ops[kernel.op]
     assert c is not None and isinstance(op, Block)
@@ -85,12 +66,12 @@ def _order(graph: Graph, kernel: Kernel, found: Operation, p: int, side: int) ->
     return None
 
 
-def _by_rows(found: Operation, c: Contraction, p: int, side: int) -> bool:
+def _by_rows(found: KernelForm, c: Contraction, p: int, side: int) -> bool:
     """Whether a factor's tiles are copied by a descriptor or in units of 16 bytes along k."""
     access = found.task.reads[p]
     first, second = (c.m, c.k) if side == 0 else (c.k, c.n)
     tile = tile_box(access, first, second, found.task.ranges)
-    if tile is not None and (operand_size(c.operand) > 1 or tile.turned == (side == 1)):
+    if tile is not None and (operand_size(c.operand) > 1 or tile.transposed == (side == 1)):
         return True
     step = _ALIGN // itemsize(access.dtype)
     rows = all(k % step == 0 for a, k in access.offset.terms if a != c.k[-1].name) if c.k else False
@@ -98,12 +79,12 @@ def _by_rows(found: Operation, c: Contraction, p: int, side: int) -> bool:
 
 
 def _with_copies(
-    graph: Graph, kernel: Kernel, found: Operation, copies: dict[int, tuple[Box, tuple[int, ...]]]
-) -> Staged:  # fmt: skip
+    graph: Graph, kernel: Kernel, found: KernelForm, copies: dict[int, tuple[Box, tuple[int, ...]]]
+) -> PackedOperands:  # fmt: skip
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
     tensors, ins, reads = dict(graph.tensors), list(kernel.ins), list(op.reads)
-    made: list[tuple[int, Operation]] = []
+    made: list[tuple[int, KernelForm]] = []
     scratch: list[tuple[str, int]] = []
     moved, padding = 0, False
     for p, (box, order) in copies.items():
@@ -124,10 +105,10 @@ def _with_copies(
         graph, tensors=tensors, ops=(*graph.ops[: kernel.op], replace(op, reads=tuple(reads)), *graph.ops[kernel.op + 1 :])
     )
     product = classified(lower(changed, replace(kernel, ins=tuple(ins))), found.precision)
-    return Staged(copies=tuple(made), product=product, scratch=tuple(scratch), moved=moved, padded=padding)
+    return PackedOperands(copies=tuple(made), product=product, scratch=tuple(scratch), moved=moved, padded=padding)
 
 
-def _copy(old: Tensor, new: Tensor, box: Box, held: Box, padded: Box, order: tuple[int, ...]) -> Operation:
+def _copy(old: Tensor, new: Tensor, box: Box, held: Box, padded: Box, order: tuple[int, ...]) -> KernelForm:
     """The map that writes a buffer's cells in another order of axes."""
     dims = tuple(Dim(f"x{k}", n) for k, n in enumerate(new.shape))
     index = tuple(dim(dims[order.index(a)].name) for a in range(len(order)))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.codegen.triton.task.lowered import Access, Check, Task
-from tapestry.ir.expr import Expr, Index, rewrite
+from tapestry.codegen.triton.task.lowered import Access, Task, substitute_access, substitute_indices
+from tapestry.ir.expr import Expr
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import Aff, Floor, dim, dims_of, substitute
+from tapestry.ir.index import Aff, Floor, dim, dims_of
 
 
 def split_groups(task: Task) -> Task:
@@ -40,18 +40,11 @@ def _cut(task: Task, d: Dim, k: int) -> Task:
     ranges = {n: s for n, s in task.ranges.items() if n != d.name} | {outer: d.size // k, inner: k}
     both = {d.name: dim(outer) * k + dim(inner)}
 
-    def aff(e: Aff) -> Aff:
-        return substitute(e, both, ranges)
-
-    def check(c: Check) -> Check:
-        e = aff(c.aff)
-        return Check(e - e.const, c.op, c.bound - e.const)
-
     def access(a: Access) -> Access:
-        return replace(a, offset=aff(a.offset), checks=tuple(check(c) for c in a.checks))
+        return substitute_access(a, both, ranges)
 
-    def leaf(e: Expr) -> Expr:
-        return Index(aff(e.aff), e.dtype) if isinstance(e, Index) else e
+    def expr(e: Expr) -> Expr:
+        return substitute_indices(e, both, ranges)
 
     at = task.dims.index(d)
     return replace(
@@ -60,7 +53,7 @@ def _cut(task: Task, d: Dim, k: int) -> Task:
         reads={p: access(a) for p, a in task.reads.items()},
         states=tuple(access(a) for a in task.states),
         outs=tuple(access(a) for a in task.outs),
-        body=tuple(rewrite(e, leaf) for e in task.body),
-        then=tuple(rewrite(e, leaf) for e in task.then),
-        inner=tuple(replace(s, body=rewrite(s.body, leaf)) for s in task.inner),
+        body=tuple(map(expr, task.body)),
+        then=tuple(map(expr, task.then)),
+        inner=tuple(replace(s, body=expr(s.body)) for s in task.inner),
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.codegen.triton.task.lowered import Access, Check, Task, lower, recombine
-from tapestry.ir.expr import Expr, Index, rewrite
+from tapestry.codegen.triton.task.lowered import Access, Check, Task, lower, substitute_access, substitute_indices
+from tapestry.ir.expr import Expr
 from tapestry.ir.graph import Block, Dim, Graph
-from tapestry.ir.index import Aff, dim, span, substitute
+from tapestry.ir.index import Aff, dim, span
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognise.running_state import Scan, as_scan
 
@@ -63,16 +63,15 @@ def _moved(
     body, (placed, elements) = op.body_reads(), checks
 
     def access(a: Access, more: tuple[Check, ...]) -> Access:
-        kept = [substitute(c.aff, env, ranges) - c.bound for c in a.checks]
-        own = [Check(e - e.const, c.op, -e.const) for e, c in zip(kept, a.checks, strict=True)]
-        return replace(a, offset=recombine(substitute(a.offset, env, ranges)), checks=tuple(dict.fromkeys((*own, *more))))
+        moved = substitute_access(a, env, ranges)
+        return replace(moved, checks=tuple(dict.fromkeys((*moved.checks, *more))))
 
-    def leaf(e: Expr) -> Expr:
-        return Index(substitute(e.aff, env, ranges), e.dtype) if isinstance(e, Index) else e
+    def expr(e: Expr) -> Expr:
+        return substitute_indices(e, env, ranges)
 
     return replace(
         task, dims=dims, reduce=(step,), states=(),
         reads={p: access(a, elements if p in body else placed) for p, a in task.reads.items()},
         outs=tuple(access(a, placed) for a in task.outs),
-        body=tuple(rewrite(e, leaf) for e in task.body), then=tuple(rewrite(e, leaf) for e in task.then),
+        body=tuple(map(expr, task.body)), then=tuple(map(expr, task.then)),
     )  # fmt: skip

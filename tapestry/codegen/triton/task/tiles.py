@@ -10,7 +10,7 @@ from tapestry.ir.expr import Arg, Call, Expr, arg_positions, uncast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS, Moments, number
-from tapestry.ir.recognise.attention import Attention, attention
+from tapestry.ir.recognise.attention_roles import Attention, attention
 from tapestry.ir.recognise.contraction import (
     INT8,
     Kept,
@@ -24,7 +24,7 @@ from tapestry.ir.recognise.contraction import (
     products,
 )
 from tapestry.ir.recognise.exponential import exponential
-from tapestry.ir.recognise.selection import Selection, selection
+from tapestry.ir.recognise.selection_sum import Selection, selection
 from tapestry.ir.types import FLOAT8, FLOATS
 
 
@@ -281,7 +281,7 @@ def split_selection(task: Task, s: Selection) -> tuple[tuple[Dim, ...], tuple[Di
     return tuple(d for d in task.dims if d.name in used), tuple(d for d in task.dims if d.name not in used)
 
 
-def turned(task: Task) -> tuple[int, int] | None:
+def transposing_dims(task: Task) -> tuple[int, int] | None:
     """Positions of the dimension that some reads run along in memory, and of the writes' own; ``None`` if it is one."""
     ends = [k for k, d in enumerate(task.dims) if d.size > 1 and all(a.offset.coef(d.name) == 1 for a in task.outs)]
     if len(ends) != 1 or task.dims[ends[0]].size < 16:

@@ -15,9 +15,10 @@ from tapestry.codegen.triton.text.device_functions import HELPERS
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Atom, Floor, dims_of, span
 
-_OWN = {"tl", "triton", "combine", "pid", "pid_m", "pid_n", "tile", "first", "high", "step", "first_tile", "tile_index"}
-_OWN |= {"pid_row", "DEPTH", "WIDTH"}
-_OWN |= {"BLOCK", "ROWS", "COLS", "BM", "BN", "BK"}
+_OWN = {
+    "tl", "triton", "combine", "pid", "pid_m", "pid_n", "pid_row", "tile", "first", "high", "step", "first_tile", "tile_index",
+    "DEPTH", "WIDTH", "BLOCK", "ROWS", "COLS", "BM", "BN", "BK",
+}  # fmt: skip
 _RESERVED = frozenset(_OWN) | set(keyword.kwlist) | set(dir(builtins)) | set(HELPERS)
 
 

@@ -107,7 +107,7 @@ def _small_power(e: Expr) -> int:
 
 def combine_source(state: tuple[Expr, ...], dtypes: tuple[str, ...], helpers: set[str]) -> str:
     """A monoid's merge of two states as a function ``combine(a0, .., b0, ..)``."""
-    namer, lines = Namer(), []
+    namer, lines = Namer(), list[str]()
     k = len(dtypes)
     names = [namer.take(f"{side}{i}") for side in "ab" for i in range(k)]
 

@@ -13,7 +13,7 @@ from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame
 from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.recognise.attention import Attention
+from tapestry.ir.recognise.attention_roles import Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

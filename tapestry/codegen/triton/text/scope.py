@@ -35,13 +35,13 @@ class Frame:
     states: list[str]
     outs: list[str]
     wide: bool
-    helpers: set[str] = field(default_factory=set)
-    functions: list[str] = field(default_factory=list)
-    assigned: set[str] = field(default_factory=set)
-    pointers: set[str] = field(default_factory=set)
-    descriptors: dict[str, tuple[str, Descriptor]] = field(default_factory=dict)
+    helpers: set[str] = field(default_factory=set[str])
+    functions: list[str] = field(default_factory=list[str])
+    assigned: set[str] = field(default_factory=set[str])
+    pointers: set[str] = field(default_factory=set[str])
+    descriptors: dict[str, tuple[str, Descriptor]] = field(default_factory=dict[str, tuple[str, Descriptor]])
     native: frozenset[str] = frozenset()
-    operands: set[str] = field(default_factory=set)
+    operands: set[str] = field(default_factory=set[str])
 
     def descriptor(self, name: str, d: Descriptor) -> str:
         """The parameter that is a descriptor of a buffer; the same one for equal descriptors."""
@@ -51,6 +51,11 @@ class Frame:
         param = self.namer.take(f"{name}_desc")
         self.descriptors[param] = (name, d)
         return param
+
+    def accumulators(self) -> tuple[str, ...]:
+        """Names of the state's fields."""
+        count = len(self.task.body)
+        return tuple(self.namer.take("acc" if count == 1 else f"acc{k}") for k in range(count))
 
     def program(self) -> str:
         """The program's number along the grid."""
@@ -171,6 +176,15 @@ class Scope:
     def results(self, values: tuple[Expr, ...]) -> list[str]:
         """Texts of values to be stored; a store rounds to the dtype of its buffer, so a last cast from f32 is left to it."""
         return self.printer.all(tuple(_unrounded(e) for e in values))
+
+    def store_results(self, states: tuple[str, ...] = ()) -> list[str]:
+        """Store what ``then`` makes of the states that the scope has (``full``), or the states themselves (``partial``); the
+        lines of the scope."""
+        task = self.frame.task
+        values = list(states) if task.mode == "partial" else self.results(task.then if task.monoid else task.body)
+        for access, name, value in zip(task.outs, self.frame.outs, values, strict=True):
+            self.store(access, name, value)
+        return self.lines
 
     def store(self, access: Access, name: str, value: str) -> None:
         """Write a value over the whole tile, less the lanes past the end and those that fail a check."""

@@ -1,14 +1,12 @@
-"""What kind of kernel a block operation becomes, from its index space, projections and monoid alone."""
+"""In which form a kernel is emitted, from its index space, projections and monoid alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tapestry.codegen.triton.task.chips import Chip
-from tapestry.codegen.triton.task.lowered import Task, lower, points
+from tapestry.codegen.triton.task.lowered import Task, points
 from tapestry.codegen.triton.task.regroup import split_groups
-from tapestry.codegen.triton.task.scan_task import scan_of, scan_task
 from tapestry.codegen.triton.task.tiles import (
     Contraction,
     Folded,
@@ -20,16 +18,11 @@ from tapestry.codegen.triton.task.tiles import (
     stream,
     without_columns,
 )
-from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Kernel
-from tapestry.ir.recognise.selection import Selection
-
-if TYPE_CHECKING:
-    from tapestry.codegen.triton.task.packed_operand import Staged
+from tapestry.ir.recognise.selection_sum import Selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class KernelForm:
     """A kernel's task and the form in which it is emitted.
 
     Attributes:
@@ -38,7 +31,7 @@ class Operation:
             ``nest``, with inner reductions of any other kind; ``reduce``.
         product, streamed, picked, folded: what was recognised for ``dot`` (and ``folded``), ``stream``, ``gather``, ``folded``.
         reverse: for ``scan``, whether elements come last first.
-        staged: for ``dot``, the same on copies of operands that cannot be read by whole rows.
+        packed: for ``dot``, the same on copies of operands that cannot be read by whole rows.
         precision: of f32 operands on matrix units: ``ieee``, ``tf32x3`` or ``tf32``.
     """
 
@@ -50,58 +43,63 @@ class Operation:
     folded: Folded | None = None
     reverse: bool = False
     precision: str = "ieee"
-    staged: Staged | None = None
+    packed: PackedOperands | None = None
 
 
-def operation(graph: Graph, kernel: Kernel, precision: str = "ieee") -> Operation:
-    """The operation that a kernel of the Program runs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedOperands:
+    """A contraction on copies of operands.
 
-    Raises:
-        TapestryError: the operation is opaque.
+    Attributes:
+        copies: for each copied read its position and the copy, in order; copy j writes scratch buffer j.
+        product: the contraction, with the same read positions.
+        scratch: (dtype, elements) of the copies.
+        moved: bytes that the copies read and write.
+        padded: whether some row is longer than what it holds.
     """
-    if (scan := scan_of(graph, kernel)) is not None:
-        return Operation(kind="scan", task=scan_task(graph, kernel, scan), reverse=scan.sign < 0)
-    from tapestry.codegen.triton.task.packed_operand import staged  # which builds operations itself
 
-    found = classified(lower(graph, kernel), precision)
-    return replace(found, staged=staged(graph, kernel, found)) if found.product is not None else found
+    copies: tuple[tuple[int, KernelForm], ...]
+    product: KernelForm
+    scratch: tuple[tuple[str, int], ...]
+    moved: int
+    padded: bool
 
 
-def on_chip(found: Operation, chip: Chip) -> Operation:
+def on_chip(found: KernelForm, chip: Chip) -> KernelForm:
     """The operation with operands that the chip's matrix units take: floats of 8 bits that they do not take become f16."""
     product, streamed = found.product, found.streamed
     if product is not None and product.operand == "f8" and not product.kinds <= chip.float8:
         product = replace(product, operand="f16")
     if streamed is not None and streamed.operand == "f8" and not streamed.kinds <= chip.float8:
         streamed = replace(streamed, operand="f16")
-    copied = found.staged and replace(found.staged, product=on_chip(found.staged.product, chip))
-    return replace(found, product=product, streamed=streamed, staged=copied)
+    copied = found.packed and replace(found.packed, product=on_chip(found.packed.product, chip))
+    return replace(found, product=product, streamed=streamed, packed=copied)
 
 
-def classified(task: Task, precision: str = "ieee") -> Operation:
+def classified(task: Task, precision: str = "ieee") -> KernelForm:
     """The operation of a task that is no scan."""
     if task.monoid is None or task.mode == "finish":
-        return Operation(kind="map" if not task.inner else "nest", task=task)
+        return KernelForm(kind="map" if not task.inner else "nest", task=task)
     for cut in () if task.inner else (task, split_groups(task)):
         if (product := contraction(cut)) is not None:
-            return Operation(kind="dot", task=cut, product=product, precision=precision)
+            return KernelForm(kind="dot", task=cut, product=product, precision=precision)
     if (streamed := stream(task)) is not None:
         if points(streamed.rows) < 64:  # few queries: those of all heads that share keys and values make one tile
             shared = split_groups(task)
             if (wider := stream(shared)) is not None and points(wider.rows) > points(streamed.rows):
                 task, streamed = shared, wider
-        return Operation(kind="stream", task=task, streamed=streamed, precision=precision)
+        return KernelForm(kind="stream", task=task, streamed=streamed, precision=precision)
     if (of_product := folded(task)) is not None:
-        return Operation(kind="folded", task=task, product=of_product.product, folded=of_product, precision=precision)
+        return KernelForm(kind="folded", task=task, product=of_product.product, folded=of_product, precision=precision)
     if task.inner:
-        return Operation(kind="nest", task=task)
+        return KernelForm(kind="nest", task=task)
     if (picked := gather(task)) is not None:
-        return Operation(kind="gather", task=task, picked=picked)
+        return KernelForm(kind="gather", task=task, picked=picked)
     if task.mode == "partial":
         task = without_columns(task)
     elif _rows(shared := split_groups(task)) < _rows(task):  # channels of a group share its statistics
         task = shared
-    return Operation(kind="rows" if task.mode == "full" and row_dims(task) else "reduce", task=task)
+    return KernelForm(kind="rows" if task.mode == "full" and row_dims(task) else "reduce", task=task)
 
 
 def _rows(task: Task) -> int:
