@@ -237,10 +237,10 @@ def view_composed_backwards(s: Swaps) -> None:
     """A view's dimensions are matched with the read's axes in reverse where both are equally long."""
     old = compose_views.compose
 
-    def wrong(read: Any, view: Block, graph: Any, ranges: Any) -> Any:
+    def wrong(read: Any, view: Block, tensors: Any, ranges: Any) -> Any:
         sizes = [d.size for d in view.dims]
         index = read.index[::-1] if len(sizes) > 1 and sizes == sizes[::-1] else read.index
-        return old(replace(read, index=index), view, graph, ranges)
+        return old(replace(read, index=index), view, tensors, ranges)
 
     s.function(old, wrong)
 
@@ -248,7 +248,7 @@ def view_composed_backwards(s: Swaps) -> None:
 @bug
 def bounds_of_a_view_lost(s: Swaps) -> None:
     """Reading through a view forgets where the view ends and padding begins."""
-    s.function(compose_views._kept_bounds, lambda *_: [])
+    s.function(compose_views._bounds, lambda *_: [])
 
 
 @bug
@@ -270,12 +270,9 @@ def stale_key_of_equal_operations(s: Swaps) -> None:
     """A stale cache key: operations are taken to be equal whatever their bodies say."""
     old = cleanup._key
 
-    def wrong(op: Any, graph: Any) -> str:
-        return (
-            f"{[graph.tensors[t].dtype for t in op.outs]} {op.reads} {op.space} {op.monoid}"
-            if isinstance(op, Block)
-            else old(op, graph)
-        )
+    def wrong(op: Any, tensors: Any) -> str:
+        types = [tensors[t].dtype for t in op.outs]
+        return f"{types} {op.reads} {op.space} {op.monoid}" if isinstance(op, Block) else old(op, tensors)
 
     s.function(old, wrong)
 

@@ -11,11 +11,12 @@ reduces is written and read again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from tapestry.ir.expr import Call, Expr, uncast, walk
-from tapestry.ir.graph import Block, Graph
+from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.recognise.contraction import folded_roles, kept, product_roles, products
 from tapestry.ir.types import itemsize
 from tapestry.plan.topology.fabric import Device
@@ -60,14 +61,16 @@ def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> t
             prices[op] = seconds(graph, op, machine)
         return prices[op]
 
-    def accept(op: Block, old: list[Block], new: list[Block]) -> bool:
-        return sum(map(price, new)) < price(op) + sum(map(price, old))
+    def accept(old: Sequence[Op], new: Sequence[Op]) -> bool:
+        return sum(price(o) for o in new if isinstance(o, Block)) < sum(price(o) for o in old if isinstance(o, Block))
 
-    def accept_product(maker: Block, op: Block, new: Block) -> bool:
+    def accept_product(old: Sequence[Op], new: Sequence[Op]) -> bool:
+        (maker, op), (one,) = old, new
+        assert isinstance(maker, Block) and isinstance(op, Block) and isinstance(one, Block)
         if any(itemsize(graph.tensors[maker.reads[k].tensor].dtype) < 2 for k in maker.body_reads()):
             return False  # products of 8 bits have kernels of their own
-        own = [products_seconds(o, machine) for o in (maker, new)]
-        return not machine.eager and reduced_seconds(graph, new, machine) + own[1] < price(maker) + price(op) + own[0]
+        own = [products_seconds(o, machine) for o in (maker, one)]
+        return not machine.eager and reduced_seconds(graph, one, machine) + own[1] < price(maker) + price(op) + own[0]
 
     graph, first = (graph, list[Move]()) if machine.eager else NarrowFactors().choose(graph)
     graph, moves = InlineMap().choose(graph, accept)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, cast, rewrite, walk
-from tapestry.ir.graph import Block, Graph, Guard, Op, Read, with_ops
-from tapestry.ir.index import Aff, const, dims_of, span, substitute
+from tapestry.ir.graph import Block, Read
+from tapestry.ir.index import const, dims_of, substitute
 from tapestry.ir.recognise.contraction import narrow, products
 from tapestry.ir.types import FLOAT8, FLOATS, Tensor
-from tapestry.rewrites.core.edit import merge_reads, plain_index, read_dims, shift_args, substitute_expr, substitute_read
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.edit import (
+    merge_reads,
+    plain_index,
+    read_dims,
+    shift_args,
+    substitute_expr,
+    substitute_read,
+    unused,
+    with_part,
+    without_casts,
+)
+from tapestry.rewrites.core.inline import limits
+from tapestry.rewrites.core.matching import Draft, Match, PairRule
+from tapestry.rewrites.core.rule import Refusal, refuse, register
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ def scaled(e: Expr) -> Scaled | None:
 
 
 @register
-class NarrowFactors(Rule):
+class NarrowFactors(PairRule):
     """Let a contraction read what it was made to read dequantised: bytes, for the matrix units that multiply bytes.
 
     What is made of 8 bits by another operation (quantised there and dequantised at once) is stored in 8 bits.
@@ -88,67 +99,34 @@ class NarrowFactors(Rule):
 
     name = "narrow_factors"
     phase = "fusion"
+    nothing = "that is no scaled tensor of 8 bits that a reduction reads"
 
-    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """One move or refusal per contraction and tensor of scaled values of 8 bits that it reads."""
-        makers = graph.producers()
-        for op in graph.ops:
-            for t in op.inputs:
-                maker = graph.ops[makers[t]] if t in makers else None
-                if isinstance(op, Block) and op.monoid and maker is not None and _result(maker):
-                    found = _narrowed(graph.tensors, op, maker, t)
-                    move = Move(self.name, op.outs[0], (("tensor", t),))
-                    yield Refusal(self.name, op.outs[0], found) if isinstance(found, str) else move
-
-    def apply(self, graph: Graph, move: Move) -> Graph:
-        """Let one contraction read one tensor's 8 bits."""
-        at, t = graph.find(move.at), move.text("tensor")
-        made = graph.producers().get(t, -1)
-        op, maker = (graph.ops[k] if k >= 0 else None for k in (at, made))
-        if not isinstance(op, Block) or maker is None or not op.monoid or not _result(maker):
-            raise TapestryError(f"'{t}' is no scaled tensor of 8 bits that a reduction reads", where=str(move))
-        found = _narrowed(graph.tensors, op, maker, t)
-        if isinstance(found, str):
-            raise TapestryError(found, where=str(move))
-        ops = [[o] for o in graph.ops]
-        ops[made], ops[at] = list(found.makers), [found.op]
-        return _pruned(graph, [o for part in ops for o in part], t, found.new)
-
-    def choose(self, graph: Graph) -> tuple[Graph, list[Move]]:
-        """All of them: each saves bytes and arithmetic."""
-        ops: list[list[Op]] = [[o] for o in graph.ops]
-        makers, tensors, moves = graph.producers(), dict(graph.tensors), list[Move]()
-        for at, op in enumerate(graph.ops):
-            for t in op.inputs:
-                now, maker = ops[at][-1], ops[makers[t]][-1] if t in makers else None
-                if not isinstance(now, Block) or not now.monoid or maker is None or not _result(maker):
-                    continue
-                found = _narrowed(tensors, now, maker, t)
-                if isinstance(found, str):
-                    continue
-                ops[makers[t]][-1:], ops[at][-1:] = found.makers, [found.op]
-                tensors |= {n.name: n for n in found.new}
-                moves.append(Move(self.name, op.outs[0], (("tensor", t),)))
-        flat = [o for part in ops for o in part]
-        for m in moves:
-            flat = _dropped(graph, flat, m.text("tensor"))
-        return with_ops(graph, tuple(flat), tuple(tensors.values())) if moves else graph, moves
+    def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
+        """The contraction on the 8 bits of its factor; what makes the factor, cut in two where it did more, or gone."""
+        op, maker = draft.block(at), draft.block(other)
+        if op is None or not op.monoid or maker is None or maker.outs[0] not in op.inputs or (s := _result(maker)) is None:
+            return None
+        if op.splits or maker.splits:
+            return refuse("an operation that is split already is not changed")
+        (t,), tensors = maker.outs, dict(draft.tensors)
+        if op.inner or products(op) is None:
+            return refuse(f"'{t}' is not read by a sum of products")
+        makers, new = (maker,), ()
+        if maker.monoid or not isinstance(s.value, Arg):
+            makers, tensor = _cut(tensors, maker, s)
+            new, tensors[tensor.name], s = (tensor,), tensor, _result(makers[-1])
+        assert s is not None and isinstance(s.value, Arg)
+        one = _moved(tensors, op, makers[-1], s, t)
+        if isinstance(one, Refusal):
+            return one
+        if draft.only_reader(t) == at and t not in one.inputs:
+            makers = makers[:-1]
+        return Match({other: (*draft.ops(other)[:-1], *makers), at: (*draft.ops(at)[:-1], one)}, new)
 
 
-def _pruned(graph: Graph, ops: list[Op], t: str, new: tuple[Tensor, ...]) -> Graph:
-    return with_ops(graph, tuple(_dropped(graph, ops, t)), new)
-
-
-def _dropped(graph: Graph, ops: list[Op], t: str) -> list[Op]:
-    """The operations without the one that makes a tensor, if nobody reads it any more."""
-    if t in graph.outputs or any(t in o.inputs for o in ops):
-        return ops
-    return [o for o in ops if t not in o.outs]
-
-
-def _result(maker: Op) -> Scaled | None:
+def _result(maker: Block) -> Scaled | None:
     """An operation's result as a scaled value of 8 bits."""
-    if not isinstance(maker, Block) or len(maker.outs) != 1 or (maker.monoid and not maker.then):
+    if len(maker.outs) != 1 or (maker.monoid and not maker.then):
         return None
     found = scaled((maker.then if maker.monoid else maker.body)[0])
     if found is None or any(isinstance(x, Acc | Let) for e in found.others for x in walk(e)):
@@ -156,63 +134,27 @@ def _result(maker: Op) -> Scaled | None:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The contraction, what takes the place of its factor's maker, and the tensors that are new."""
-
-    op: Block
-    makers: tuple[Op, ...]
-    new: tuple[Tensor, ...] = ()
-
-
-def _narrowed(tensors: Mapping[str, Tensor], op: Block, maker: Op, t: str) -> _Found | str:
-    """The contraction on the 8 bits of its factor ``t``, or why not."""
-    assert isinstance(maker, Block)
-    if op.splits or maker.splits:
-        return "an operation that is split already is not changed"
-    if op.inner or products(op) is None:
-        return f"'{t}' is not read by a sum of products"
-    makers, new = (maker,), ()
-    s = _result(maker)
-    assert s is not None
-    if maker.monoid or not isinstance(s.value, Arg):
-        makers, tensor = _cut(tensors, maker, s)
-        new, tensors, s = (tensor,), {**tensors, tensor.name: tensor}, _result(makers[-1])
-    assert s is not None and isinstance(s.value, Arg)
-    mapped = makers[-1]
-    found = _moved(tensors, op, mapped, s, t)
-    return found if isinstance(found, str) else _Found(found, makers, new)
-
-
 def _cut(tensors: Mapping[str, Tensor], maker: Block, s: Scaled) -> tuple[tuple[Block, Block], Tensor]:
     """An operation in two, with a tensor of 8 bits in between."""
     old = tensors[maker.outs[0]]
-    name = f"{old.name}.q"
-    while name in tensors:
-        name += "_"
+    name = unused(f"{old.name}.q", tensors)
     first = replace(maker, outs=(name,), **({"then": (s.value,)} if maker.monoid else {"body": (s.value,)}))
     whole = (maker.then if maker.monoid else maker.body)[0]
-    at = len(maker.reads)
-
-    def put(e: Expr) -> Expr:
-        if e == s.value:
-            return Arg(at, s.value.dtype)
-        return Call(e.fn, tuple(put(a) for a in e.args), e.dtype) if isinstance(e, Call) else e
-
+    body = with_part(whole, s.value, Arg(len(maker.reads), s.value.dtype))
     reads = (*maker.reads, Read(tensor=name, index=plain_index(maker.dims)))
-    second = Block(outs=maker.outs, dims=maker.dims, reads=reads, body=(put(whole),), source=maker.source)
+    second = Block(outs=maker.outs, dims=maker.dims, reads=reads, body=(body,), source=maker.source)
     return (merge_reads(first), merge_reads(second)), Tensor(name=name, dtype=s.value.dtype, shape=old.shape)
 
 
-def _moved(tensors: Mapping[str, Tensor], op: Block, maker: Block, s: Scaled, t: str) -> Block | str:
+def _moved(tensors: Mapping[str, Tensor], op: Block, maker: Block, s: Scaled, t: str) -> Block | Refusal:
     """The contraction reading what a map reads, with the map's scales behind the sum."""
     used = [k for k, r in enumerate(op.reads) if r.tensor == t and k in op.body_reads()]
     if len(used) != 1:
-        return f"'{t}' is read through {len(used)} projections"
+        return refuse(f"'{t}' is read through {len(used)} projections")
     (at,) = used
     fields = _fields(op, at)
     if fields is None:
-        return f"'{t}' is not a factor of its own"
+        return refuse(f"'{t}' is not a factor of its own")
     read, base = op.reads[at], len(op.reads)
     assert isinstance(s.value, Arg)
     env = dict(zip((d.name for d in maker.dims), read.index, strict=True))
@@ -221,11 +163,11 @@ def _moved(tensors: Mapping[str, Tensor], op: Block, maker: Block, s: Scaled, t:
     moved = [substitute_read(r, env if k == s.value.pos else fixed, op.ranges) for k, r in enumerate(maker.reads)]
     others = [substitute_expr(e, fixed, op.ranges, shift_args(base)) for e in s.others]
     reads = {base + k: r for k, r in enumerate(moved)}
-    if why := _varies(op, others, reads, t) or _outside(tensors, op, read, s, others, reads, t):
-        return why
+    if no := _varies(op, others, reads, t) or _outside(tensors, op, read, s, others, reads, t):
+        return no
     place = base + s.value.pos
     if read.other is not None:
-        moved[s.value.pos] = _kept(tensors, op, read, reads[place], s.zero)
+        moved[s.value.pos] = _guarded(tensors, op, read, reads[place], s.zero)
     zero = others[0] if s.zero is not None else None
     by = tuple((fn, e) for (fn, _), e in zip(s.by, others[s.zero is not None :], strict=True))
     now = Scaled(Arg(place, s.value.dtype), zero, by)
@@ -259,8 +201,7 @@ def _fields(op: Block, at: int) -> frozenset[int] | None:
 
 def _bare(e: Expr, at: int) -> bool:
     """Whether a factor is a read, but for casts between floats."""
-    while isinstance(e, Call) and e.fn == "cast" and e.dtype in FLOATS:
-        e = e.args[0]
+    e = without_casts(e, FLOATS)
     return isinstance(e, Arg) and e.pos == at
 
 
@@ -272,50 +213,38 @@ def _with(e: Expr, at: int, now: Scaled) -> Expr:
     return Call(e.fn, tuple(_with(a, at, now) for a in e.args), e.dtype)
 
 
-def _varies(op: Block, others: list[Expr], reads: Mapping[int, Read], t: str) -> str:
+def _varies(op: Block, others: list[Expr], reads: Mapping[int, Read], t: str) -> Refusal | None:
     """Whether a scale or zero point varies along what is summed."""
     summed = {d.name for d in op.reduce if d.size > 1}
     for x in (x for e in others for x in walk(e)):
         dims = dims_of(x.aff) if isinstance(x, Index) else read_dims(reads[x.pos]) if isinstance(x, Arg) else frozenset[str]()
         if found := sorted(dims & summed):
-            return f"scales or zero points of '{t}' vary along {', '.join(found)}, which is summed"
-    return ""
+            return refuse(f"scales or zero points of '{t}' vary along {', '.join(found)}, which is summed")
+    return None
 
 
 def _outside(
     tensors: Mapping[str, Tensor], op: Block, read: Read, s: Scaled, others: list[Expr], reads: Mapping[int, Read], t: str
-) -> str:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     """Why what the contraction finds outside the tensor cannot be said in 8 bits."""
     if read.other is None:
-        return ""
+        return None
     assert isinstance(s.value, Arg)
     if read.other != 0:
-        return f"'{t}' is read as {read.other} outside its cells"
+        return refuse(f"'{t}' is read as {read.other} outside its cells")
     if s.zero is not None and not isinstance(s.zero, Const):
-        return f"'{t}' is read as 0 outside its cells, and its zero point is known only when it runs"
+        return refuse(f"'{t}' is read as 0 outside its cells, and its zero point is known only when it runs")
     for x in (x for e in others for x in walk(e) if isinstance(x, Arg)):
         r = reads[x.pos]
-        if r.other is None and not _stays(r, tensors[r.tensor].shape, op.ranges):
-            return f"'{t}' is read outside its cells, where it has no scale"
-    return ""
+        if r.other is None and limits(r.index, tensors[r.tensor].shape, op.ranges):
+            return refuse(f"'{t}' is read outside its cells, where it has no scale")
+    return None
 
 
-def _stays(r: Read, shape: tuple[int, ...], ranges: Mapping[str, int]) -> bool:
-    """Whether a read never leaves its tensor."""
-    spans = [span(e, ranges) for e in r.index]
-    return all(lo >= 0 and hi < n for (lo, hi), n in zip(spans, shape, strict=True))
-
-
-def _kept(tensors: Mapping[str, Tensor], op: Block, read: Read, inner: Read, zero: Expr | None) -> Read:
+def _guarded(tensors: Mapping[str, Tensor], op: Block, read: Read, inner: Read, zero: Expr | None) -> Read:
     """The read of the 8 bits, which gives the zero point where the contraction found 0."""
     other = int(zero.value) if isinstance(zero, Const) else 0
     guards = (*read.when, *inner.when)
     if inner.index != read.index or tensors[inner.tensor].shape != tensors[read.tensor].shape:
-        for e, n in zip(read.index, tensors[read.tensor].shape, strict=True):
-            guards = (*guards, *_inside(e, n, op.ranges))
+        guards = (*guards, *limits(read.index, tensors[read.tensor].shape, op.ranges))
     return replace(inner, when=tuple(dict.fromkeys(guards)), other=other)
-
-
-def _inside(e: Aff, n: int, ranges: Mapping[str, int]) -> list[Guard]:
-    lo, hi = span(e, ranges)
-    return ([Guard(e, "ge")] if lo < 0 else []) + ([Guard(const(n - 1) - e, "ge")] if hi >= n else [])

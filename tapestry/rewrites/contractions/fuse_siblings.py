@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
-from tapestry.errors import TapestryError
-from tapestry.ir.expr import Acc, Arg, Call, Expr, rewrite
-from tapestry.ir.graph import Block, Graph, Op, map_exprs, with_ops
-from tapestry.ir.index import Aff, dim
+from tapestry.ir.expr import Acc, Call, Expr, rewrite
+from tapestry.ir.graph import Block, Op
+from tapestry.ir.index import dim
 from tapestry.ir.monoid import MOST_SUMS, sums
 from tapestry.ir.recognise.contraction import dims_read, products
-from tapestry.rewrites.core.edit import block_at, merge_reads, plain_index, shift_args, substitute_expr, substitute_read
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.edit import merge_reads, over, plain_index, resolved, shift_args
+from tapestry.rewrites.core.matching import Draft, Match, PairRule
+from tapestry.rewrites.core.rule import Refusal, refuse, register
+from tapestry.rewrites.reductions.joined_reductions import Merged, side_by_side
 
 
 @register
-class FuseSums(Rule):
+class FuseSums(PairRule):
     """Compute contractions of one common factor in one pass over it, each sum with an accumulator of its own.
 
     What the second does to its sum may use the first one's result at the same point (SwiGLU, a gate): it then never leaves
@@ -54,170 +55,88 @@ class FuseSums(Rule):
 
     name = "fuse_sums"
     phase = "fusion"
+    second = "with"
+    nothing = "no two block operations"
 
-    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """One move or refusal per contraction and the one before it that reads the same tensor over as many points."""
-        index = _Index(graph)
-        last: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Block] = {}
-        for op in graph.ops:
-            if not isinstance(op, Block) or products(op) is None or op.inner:
-                continue
-            sizes = tuple(d.size for d in op.dims), tuple(d.size for d in op.reduce)
-            reads = sorted({op.reads[k].tensor for k in op.body_reads()})
-            for first in dict.fromkeys(last[t, *sizes] for t in reads if (t, *sizes) in last):
-                found = _merge(index, first, op)
-                move = Move(self.name, op.outs[-1], (("with", first.outs[-1]),))
-                yield move if isinstance(found, _Merged) else Refusal(self.name, op.outs[-1], found)
-            last |= {(t, *sizes): op for t in reads}
+    def named(self, op: Op) -> str:
+        """The last result: those before may have been the first operation's."""
+        return op.outs[-1]
 
-    def apply(self, graph: Graph, move: Move) -> Graph:
-        """Make one operation of two."""
-        _, second = block_at(graph, move)
-        _, first = block_at(graph, replace(move, at=move.text("with")))
-        found = _merge(_Index(graph), first, second) if first is not second else "it is one operation already"
-        if not isinstance(found, _Merged):
-            raise TapestryError(found, where=str(move))
-        kept, gone = (first, second) if found.early else (second, first)
-        return with_ops(graph, tuple(found.op if o is kept else o for o in graph.ops if o is not gone))
+    def partners(self, draft: Draft, at: int) -> Iterable[str]:
+        """For each tensor that a contraction reads, the contraction before it that reads it over as many points."""
+        op = draft.block(at)
+        if op is None or products(op) is None or op.inner:
+            return ()
+        sizes = tuple(d.size for d in op.dims), tuple(d.size for d in op.reduce)
+        keys = [(t, *sizes) for t in sorted({op.reads[k].tensor for k in op.body_reads()})]
+        before = dict.fromkeys(draft.memo[key] for key in keys if key in draft.memo)
+        draft.memo |= dict.fromkeys(keys, op.outs[-1])
+        return list(before)
 
-    def choose(self, graph: Graph) -> tuple[Graph, list[Move]]:
-        """All of them, in one pass: each saves a kernel, and what it would read of the common factor."""
-        index, moves = _Index(graph), list[Move]()
-        last: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
-        for j in range(len(index.ops)):
-            op = index.ops[j]
-            if not isinstance(op, Block) or products(op) is None or op.inner:
-                continue
-            sizes = tuple(d.size for d in op.dims), tuple(d.size for d in op.reduce)
-            reads = sorted({op.reads[k].tensor for k in op.body_reads()})
-            at = j
-            for i in dict.fromkeys(last[t, *sizes] for t in reads if (t, *sizes) in last):
-                first = index.ops[i]
-                if not isinstance(first, Block) or at != j:
-                    continue
-                found = _merge(index, first, op)
-                if isinstance(found, _Merged):
-                    moves.append(Move(self.name, op.outs[-1], (("with", first.outs[-1]),)))
-                    at = index.put(i, j, found)
-            last |= {(t, *sizes): at for t in reads}
-        return with_ops(graph, tuple(o for o in index.ops if o is not None)), moves
+    def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
+        """Both as one operation, in place of the first or of the second."""
+        first, second = draft.block(other), draft.block(at)
+        if first is None or second is None:
+            return None
+        if no := _differ(first, second):
+            return no
+        early = _early(draft, other, at)
+        if early is None:
+            return refuse("what is between the two needs the first, and the second needs it")
+        env = {b.name: dim(a.name) for a, b in zip(first.space, second.space, strict=True)}
+        theirs = over(second, env, first)
+        shared = _shared(first, theirs)
+        if shared is None:
+            return refuse("no factor of theirs is one tensor read through one projection")
+        given = {k for k, r in enumerate(theirs.reads) if r.tensor in first.outs}
+        if any(theirs.reads[k].index != plain_index(first.dims) or theirs.reads[k].when for k in given) or (
+            given & theirs.body_reads()
+        ):
+            return refuse("the second needs the first at other points than its own")
+        needed = [k for k, t in enumerate(first.outs) if t in draft.outputs or set(draft.readers_of(t)) - {at}]
+        both = merge_reads(side_by_side(first, theirs, _sums(first, theirs, shared), needed))
+        return Match({other: (both,), at: ()} if early else {other: (), at: (both,)})
 
 
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    """The one operation, and which of the two it stands for: the first, or the second."""
-
-    op: Block
-    early: bool
-
-
-class _Index:
-    """Operations by their first position, which two that become one keep one of."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.makers, self.readers = graph, graph.producers(), graph.consumers()
-        self.ops: list[Op | None] = list(graph.ops)
-
-    def put(self, i: int, j: int, found: _Merged) -> int:
-        """One operation in place of those at i and j; returns where it is."""
-        at, gone = (i, j) if found.early else (j, i)
-        self.ops[at], self.ops[gone] = found.op, None
-        for t in found.op.outs:
-            self.makers[t] = at
-        for t, where in self.readers.items():
-            if gone in where:
-                self.readers[t] = sorted({at if k == gone else k for k in where})
-        return at
+def _sums(first: Block, second: Block, shared: str) -> Merged:
+    """The sums of both side by side."""
+    n, shift = len(first.body), shift_args(len(first.reads))
+    body = _ordered(first, shared) + tuple(rewrite(e, shift) for e in _ordered(second, shared))
+    accs = tuple(Acc(n + k, e.dtype) for k, e in enumerate(second.body))
+    return Merged(monoid=sums(len(body)), body=body, first=first.then, accs=accs)
 
 
-def _merge(index: _Index, first: Block, second: Block) -> _Merged | str:
-    """Both as one operation; why they cannot be."""
-    if why := _differ(first, second):
-        return why
-    early = _early(index, first, second)
-    if early is None:
-        return "what is between the two needs the first, and the second needs it"
-    theirs = _over(first, second)
-    shared = _shared(first, theirs)
-    if shared is None:
-        return "no factor of theirs is one tensor read through one projection"
-    given = {k for k, r in enumerate(theirs.reads) if r.tensor in first.outs}
-    if any(theirs.reads[k].index != plain_index(first.dims) or theirs.reads[k].when for k in given) or (
-        given & theirs.body_reads()
-    ):
-        return "the second needs the first at other points than its own"
-    n, k, at = len(first.reads), len(first.body), index.makers[second.outs[0]]
-    kept = [t for t in first.outs if t in index.graph.outputs or any(i != at for i in index.readers.get(t, ()))]
-    results = dict(zip(first.outs, first.then, strict=True))
-    shift = shift_args(n)
-
-    def put(x: Expr) -> Expr:
-        if isinstance(x, Arg) and x.pos in given:
-            return results[theirs.reads[x.pos].tensor]
-        return replace(x, field=x.field + k) if isinstance(x, Acc) else shift(x)
-
-    both = replace(
-        first, outs=(*kept, *second.outs), monoid=sums(k + len(second.body)), reads=first.reads + theirs.reads,
-        body=_ordered(first, shared) + tuple(rewrite(e, shift) for e in _ordered(theirs, shared)),
-        then=tuple(results[t] for t in kept) + tuple(rewrite(e, put) for e in theirs.then),
-        source=tuple(dict.fromkeys(first.source + second.source)),
-    )  # fmt: skip
-    return _Merged(merge_reads(both), early)
-
-
-def _differ(first: Block, second: Block) -> str:
+def _differ(first: Block, second: Block) -> Refusal | None:
     if products(first) is None or products(second) is None or first.inner or second.inner:
-        return "only sums of products are put side by side"
+        return refuse("only sums of products are put side by side")
     if first.splits or second.splits:
-        return "an operation that is split already is not fused"
+        return refuse("an operation that is split already is not fused")
     if len(first.body) + len(second.body) > MOST_SUMS:
-        return f"they would have more than {MOST_SUMS} accumulators"
+        return refuse(f"they would have more than {MOST_SUMS} accumulators")
     if len(first.dims) != len(second.dims) or [d.size for d in first.space] != [d.size for d in second.space]:
-        return "they run over different points"
-    return ""
+        return refuse("they run over different points")
+    return None
 
 
-def _early(index: _Index, first: Block, second: Block) -> bool | None:
+def _early(draft: Draft, i: int, j: int) -> bool | None:
     """Whether both can be where the first is (all that they read is there), or where the second is (nobody has needed them)."""
-    i, j = index.makers[first.outs[0]], index.makers[second.outs[0]]
-    if i > j:
+    first, second = draft.block(i), draft.block(j)
+    if i > j or first is None or second is None:
         return None
-    if all(index.makers.get(t, -1) < i for t in second.inputs if t not in first.outs):
+    if all(draft.makers.get(t, -1) < i for t in second.inputs if t not in first.outs):
         return True
-    return None if any(k < j for t in first.outs for k in index.readers.get(t, ())) else False
-
-
-def _over(first: Block, second: Block) -> Block:
-    """The second over the dimensions of the first."""
-    env: dict[str, Aff] = {b.name: dim(a.name) for a, b in zip(first.space, second.space, strict=True)}
-    moved = replace(
-        second, dims=first.dims, reduce=first.reduce, reads=tuple(substitute_read(r, env, first.ranges) for r in second.reads)
-    )
-    return map_exprs(moved, lambda e: substitute_expr(e, env, first.ranges))
+    return None if any(k < j for t in first.outs for k in draft.readers_of(t)) else False
 
 
 def _shared(first: Block, second: Block) -> str | None:
     """Text of a factor that every sum of both has, the other factors varying along the same dimensions."""
     pairs = [(op, *f) for op in (first, second) for f in products(op) or ()]
-    for candidate in (_text(first, e) for e in pairs[0][1:]):
-        named = [(op, a, b, _text(op, a), _text(op, b)) for op, a, b in pairs]
+    for candidate in (resolved(e, first) for e in pairs[0][1:]):
+        named = [(op, a, b, resolved(a, op), resolved(b, op)) for op, a, b in pairs]
         others = [(op, b if left == candidate else a) for op, a, b, left, right in named if candidate in (left, right)]
         if len(others) == len(pairs) and len({dims_read(op, e) for op, e in others}) == 1:
             return candidate
     return None
-
-
-def _text(op: Block, e: Expr) -> str:
-    """An expression with what its reads are in place of their numbers; the same text is the same value."""
-    names: list[str] = []
-
-    def leaf(x: Expr) -> Expr:
-        if isinstance(x, Arg):
-            names.append(repr(op.reads[x.pos]))
-            return replace(x, pos=0)
-        return x
-
-    return f"{rewrite(e, leaf)} {names}"
 
 
 def _ordered(op: Block, shared: str) -> tuple[Expr, ...]:
@@ -227,7 +146,7 @@ def _ordered(op: Block, shared: str) -> tuple[Expr, ...]:
         assert isinstance(e, Call)
         if e.fn == "cast":
             return replace(e, args=(put(e.args[0], pair),))
-        return e if _text(op, pair[0]) == shared else replace(e, args=pair[::-1])
+        return e if resolved(pair[0], op) == shared else replace(e, args=pair[::-1])
 
     pairs = products(op)
     assert pairs

@@ -12,9 +12,9 @@ from math import prod
 from typing import TypeGuard
 
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Arg, Expr, Index, arg_positions, depth, rewrite
+from tapestry.ir.expr import Arg, Call, Expr, Index, arg_positions, depth, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
-from tapestry.ir.index import Aff, Ranges, atoms, dim, dims_of, substitute
+from tapestry.ir.index import Aff, Ranges, atoms, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
 from tapestry.rewrites.core.rule import Move, Refusal
 
@@ -169,6 +169,48 @@ def reindex(op: Block, env: Mapping[str, Aff], space: tuple[Dim, ...]) -> Block:
     ranges = {d.name: d.size for d in (*space, *op.inner_dims)}
     moved = replace(op, reads=tuple(substitute_read(r, env, ranges) for r in op.reads))
     return map_exprs(moved, lambda e: substitute_expr(e, env, ranges))
+
+
+def over(op: Block, env: Mapping[str, Aff], other: Block) -> Block:
+    """The operation over the dimensions of another one, of which its own are expressions."""
+    return replace(reindex(op, env, other.space), dims=other.dims, reduce=other.reduce)
+
+
+def plain(read: Read, op: Block) -> Read:
+    """A read with the dimensions of size 1 left out, so that equal places are equal."""
+    return substitute_read(read, {d.name: const(0) for d in op.space if d.size == 1}, op.ranges)
+
+
+def resolved(e: Expr, op: Block) -> str:
+    """Text of an expression with what it reads in place of the numbers of its reads; the same text is the same value."""
+    names: list[str] = []
+
+    def leaf(x: Expr) -> Expr:
+        if isinstance(x, Arg):
+            names.append(repr(plain(op.reads[x.pos], op)))
+            return replace(x, pos=0)
+        return x
+
+    return f"{rewrite(e, leaf)} {names}"
+
+
+def same_value(e: Expr, op: Block, f: Expr, other: Block) -> bool:
+    """Whether expressions of two operations over the same dimensions have the same value, by what they read."""
+    return resolved(e, op) == resolved(f, other)
+
+
+def with_part(e: Expr, old: Expr, new: Expr) -> Expr:
+    """An expression with another one in place of one of its parts, wherever that stands."""
+    if e == old:
+        return new
+    return Call(e.fn, tuple(with_part(a, old, new) for a in e.args), e.dtype) if isinstance(e, Call) else e
+
+
+def without_casts(e: Expr, among: Container[str]) -> Expr:
+    """The expression inside casts between some types."""
+    while isinstance(e, Call) and e.fn == "cast" and e.dtype in among and e.args[0].dtype in among:
+        e = e.args[0]
+    return e
 
 
 def renamed_dims(op: Block, names: Mapping[str, str]) -> Block:

@@ -59,17 +59,13 @@ def inline(reader: Block, k: int, producer: Block, tensors: Mapping[str, Tensor]
         return values[x.pos] if isinstance(x, Arg) and x.pos in values else _shifted(x, here, 0)
 
     new = map_exprs(reader, lambda e: rewrite(e, put))
-    inner = tuple(Inner(dims=tuple(own[d.name] for d in s.dims), monoid=s.monoid, body=moved(s.body)) for s in producer.inner)
-    new = replace(
-        new, inner=new.inner + inner, source=tuple(dict.fromkeys(producer.source + reader.source)),
-        reads=(*theirs, *reader.reads) if reduces else (*reader.reads, *theirs),
-    )  # fmt: skip
     if reduces:
-        new = replace(
-            new, reduce=tuple(own[d.name] for d in producer.reduce), monoid=producer.monoid,
-            body=tuple(map(moved, producer.body)), then=new.body,
-        )  # fmt: skip
-    return merge_reads(new)
+        reduce = tuple(own[d.name] for d in producer.reduce)
+        new = replace(new, reduce=reduce, monoid=producer.monoid, body=tuple(map(moved, producer.body)), then=new.body)
+    inner = tuple(Inner(dims=tuple(own[d.name] for d in s.dims), monoid=s.monoid, body=moved(s.body)) for s in producer.inner)
+    reads = (*theirs, *reader.reads) if reduces else (*reader.reads, *theirs)
+    source = tuple(dict.fromkeys(producer.source + reader.source))
+    return merge_reads(replace(new, inner=new.inner + inner, reads=reads, source=source))
 
 
 def nest(op: Block) -> Block:

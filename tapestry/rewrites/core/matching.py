@@ -47,24 +47,17 @@ class Draft:
     """
 
     def __init__(self, graph: Graph, *, live: bool = False) -> None:
-        """With ``live`` operations whose results nobody needs are left out, so that they do not count as readers."""
+        """With ``live`` an operation whose result nobody needs does not count as a reader."""
         self.outputs = frozenset(graph.outputs)
         self.tensors = dict(graph.tensors)
         self.makers: dict[str, int] = {}
         self.readers: dict[str, list[int]] = {}
         self.memo: dict[object, str] = {}
         self._graph = graph
+        self._dead = _dead(graph) if live else frozenset[int]()
         self._parts: list[tuple[Op, ...]] = [()] * len(graph.ops)
-        needed = set(graph.outputs)
-        dead = set[int]()
-        for i in range(len(graph.ops) - 1 if live else -1, -1, -1):
-            if needed & set(graph.ops[i].outs):
-                needed |= set(graph.ops[i].inputs)
-            else:
-                dead.add(i)
         for i, op in enumerate(graph.ops):
-            if i not in dead:
-                self._set(i, (op,))
+            self._set(i, (op,))
 
     def op(self, at: int) -> Op | None:
         """The operation at a position (of several the last); ``None`` where there is none any more."""
@@ -103,20 +96,37 @@ class Draft:
             self._set(at, ops)
 
     def _set(self, at: int, ops: tuple[Op, ...]) -> None:
-        for t in {t for op in self._parts[at] for t in op.inputs}:
+        for t in {t for op in self._parts[at] for t in op.inputs} if at not in self._dead else ():
             self.readers[t].remove(at)
         for t in {t for op in self._parts[at] for t in op.outs}:
             del self.makers[t]
         self._parts[at] = ops
-        for t in {t for op in ops for t in op.inputs}:
+        for t in {t for op in ops for t in op.inputs} if at not in self._dead else ():
             insort(self.readers.setdefault(t, []), at)
         self.makers |= {t: at for op in ops for t in op.outs}
 
     def graph(self, *, reorder: bool = False) -> Graph | None:
         """The graph that it is now; with ``reorder``, operations may have to move, and ``None`` if no order is right."""
-        ops = [op for part in self._parts for op in part]
+        gone = {t for op in self._graph.ops for t in op.outs} - self.makers.keys()
+        ops = list[Op]()
+        for at, part in enumerate(self._parts):
+            if at in self._dead and any(gone & set(op.inputs) for op in part):
+                gone |= {t for op in part for t in op.outs}
+            else:
+                ops += part
         done = ordered(ops) if reorder else ops
         return with_ops(self._graph, tuple(done), tuple(self.tensors.values())) if len(done) == len(ops) else None
+
+
+def _dead(graph: Graph) -> frozenset[int]:
+    """Positions of the operations whose results nobody needs."""
+    needed, dead = set(graph.outputs), list[int]()
+    for i in range(len(graph.ops) - 1, -1, -1):
+        if needed & set(graph.ops[i].outs):
+            needed |= set(graph.ops[i].inputs)
+        else:
+            dead.append(i)
+    return frozenset(dead)
 
 
 def ordered(ops: Sequence[Op]) -> list[Op]:
@@ -147,7 +157,7 @@ class _Matching(Rule):
         nothing: the error of a move where the rule has nothing to say.
         at_once: whether a sweep matches the graph as it was, and then does all that does not overlap, in whatever order is
             right; otherwise it goes on with what it made.
-        live: whether operations whose results nobody needs are left out first.
+        live: whether an operation whose result nobody needs does not count as a reader.
         backwards: whether a sweep begins at the end.
     """
 
@@ -155,12 +165,11 @@ class _Matching(Rule):
     at_once: ClassVar[bool] = False
     live: ClassVar[bool] = False
     backwards: ClassVar[bool] = False
-    chains: ClassVar[bool] = False
     second: ClassVar[str] = ""
 
-    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
-        """What the second operation may be, by a tensor; "" for a rule over one operation."""
-        raise NotImplementedError
+    def partners(self, draft: Draft, at: int) -> Iterable[str]:
+        """Results of the operations that may be the second one, in the order in which they are tried."""
+        return ("",)
 
     def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
         raise NotImplementedError
@@ -176,7 +185,7 @@ class _Matching(Rule):
         """Every place where the rule applies, and refusals where a user might expect it to."""
         draft = Draft(graph, live=self.live)
         for at, op in enumerate(graph.ops):
-            for second in self._candidates(draft, at):
+            for second in self.partners(draft, at):
                 result = self._at(draft, at, second)
                 if isinstance(result, Match):
                     yield self._move(op, second)
@@ -212,25 +221,18 @@ class _Matching(Rule):
         taken = set[int]()
         positions = range(len(graph.ops))
         for at in reversed(positions) if self.backwards else positions:
-            pending = list(self._candidates(draft, at))
-            while pending:
-                second = pending.pop()
+            for second in list(self.partners(draft, at)):
                 match, op = self._at(draft, at, second), draft.op(at)
-                if (
-                    not isinstance(match, Match)
-                    or op is None
-                    or taken & match.ops.keys()
-                    or not _accepted(draft, match, accept)
-                ):
+                if op is None or not isinstance(match, Match) or taken & match.ops.keys():
+                    continue
+                if accept is not None and not accept(*_before_and_after(draft, match)):
                     continue
                 moves.append(self._move(op, second))
                 matches.append(match)
                 if self.at_once:
                     taken |= match.ops.keys()
-                    continue
-                made = draft.maker(second) if self.chains else None
-                pending += [t for t in (made.inputs if made else ()) if t not in pending]
-                draft.put(match)
+                else:
+                    draft.put(match)
         if not self.at_once:
             return draft.graph() or graph, moves
         for match in matches:
@@ -244,11 +246,9 @@ class _Matching(Rule):
         return after, moves
 
 
-def _accepted(draft: Draft, match: Match, accept: Accept | None) -> bool:
-    if accept is None:
-        return True
-    old = [op for at in sorted(match.ops) for op in draft.ops(at)]
-    return accept(old, [op for at in sorted(match.ops) for op in match.ops[at]])
+def _before_and_after(draft: Draft, match: Match) -> tuple[list[Op], list[Op]]:
+    where = sorted(match.ops)
+    return [op for at in where for op in draft.ops(at)], [op for at in where for op in match.ops[at]]
 
 
 class OpRule(_Matching):
@@ -258,9 +258,6 @@ class OpRule(_Matching):
         """What the rule does with the operation at a position; a refusal (see `refuse`) where somebody might expect it to
         do something; ``None`` where nobody would."""
         raise NotImplementedError
-
-    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
-        return ("",) if draft.op(at) is not None else ()
 
     def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
         return self.match(draft, at) if draft.op(at) is not None else None
@@ -272,7 +269,6 @@ class PairRule(_Matching):
 
     Attributes:
         second: the parameter of a move that names a result of the second operation.
-        chains: whether a sweep goes on with what the second operation read, once that is part of the first.
     """
 
     second: ClassVar[str] = "tensor"
@@ -282,12 +278,10 @@ class PairRule(_Matching):
         raise NotImplementedError
 
     def partners(self, draft: Draft, at: int) -> Iterable[str]:
-        """Results of the operations that may be the second one; a sweep begins with the last."""
+        """Results of the operations that may be the second one, in the order in which they are tried: of those that make
+        what a block operation reads."""
         op = draft.op(at)
         return op.inputs if isinstance(op, Block) else ()
-
-    def _candidates(self, draft: Draft, at: int) -> Iterable[str]:
-        return self.partners(draft, at)
 
     def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
         other = draft.makers.get(second, -1)

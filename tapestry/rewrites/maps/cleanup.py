@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from tapestry.errors import TapestryError
-from tapestry.ir.graph import Block, Graph, Op, with_ops
-from tapestry.ir.syntax.printer import op_text
+from tapestry.ir.graph import Block, Op
+from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import renamed, repeatable
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.matching import Draft, Match, OpRule, PairRule
+from tapestry.rewrites.core.rule import Refusal, refuse, register
 
 
 @register
-class Share(Rule):
+class Share(PairRule):
     """Compute equal operations once.
 
     before:
@@ -45,47 +45,31 @@ class Share(Rule):
 
     name = "share"
     phase = "simplify"
+    second = "with"
+    nothing = "the operations are not equal, or the second is an output"
 
-    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """Each operation that an earlier one equals."""
-        seen: dict[str, Op] = {}
-        for op in graph.ops:
-            first = seen.setdefault(_key(op, graph), op)
-            if first is not op:
-                reason = "it is an output of the graph" if set(op.outs) & set(graph.outputs) else ""
-                yield (
-                    Refusal(self.name, op.outs[0], reason)
-                    if reason
-                    else Move(self.name, op.outs[0], (("with", first.outs[0]),))
-                )
+    def partners(self, draft: Draft, at: int) -> Iterable[str]:
+        """The first of the operations before that equal this one."""
+        op = draft.op(at)
+        if op is None:
+            return ()
+        first = draft.memo.setdefault(_key(op, draft.tensors), op.outs[0])
+        return [first] if first != op.outs[0] else ()
 
-    def apply(self, graph: Graph, move: Move) -> Graph:
-        """Drop one operation and let its readers read the other's results."""
-        at, kept = graph.find(move.at), graph.find(move.text("with"))
-        equal = at >= 0 and kept >= 0 and _key(graph.ops[at], graph) == _key(graph.ops[kept], graph)
-        if not equal or at == kept or set(graph.ops[at].outs) & set(graph.outputs):
-            raise TapestryError("the operations are not equal, or the second is an output", where=str(move))
-        rename = dict(zip(graph.ops[at].outs, graph.ops[kept].outs, strict=True))
-        ops = [renamed(op, rename) for i, op in enumerate(graph.ops) if i != at]
-        return with_ops(graph, tuple(ops))
-
-    def sweep(self, graph: Graph) -> Graph:
-        """Share all equal operations in one pass."""
-        seen: dict[str, Op] = {}
-        rename: dict[str, str] = {}
-        ops: list[Op] = []
-        for op in graph.ops:
-            op = renamed(op, rename)
-            first = seen.setdefault(_key(op, graph), op)
-            if first is op or set(op.outs) & set(graph.outputs):
-                ops.append(op)
-            else:
-                rename.update(zip(op.outs, first.outs, strict=True))
-        return with_ops(graph, tuple(ops))
+    def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
+        """The readers of the second operation, reading what the first one writes."""
+        op, first = draft.op(at), draft.op(other)
+        if op is None or first is None or _key(op, draft.tensors) != _key(first, draft.tensors):
+            return None
+        if draft.outputs & set(op.outs):
+            return refuse("it is an output of the graph")
+        rename = dict(zip(op.outs, first.outs, strict=True))
+        where = sorted({i for t in op.outs for i in draft.readers_of(t)})
+        return Match({at: ()} | {i: (renamed(o, rename),) for i in where if (o := draft.op(i)) is not None})
 
 
 @register
-class DropDead(Rule):
+class DropDead(OpRule):
     """Remove operations whose results nobody needs.
 
     before:
@@ -111,36 +95,19 @@ class DropDead(Rule):
 
     name = "drop_dead"
     phase = "simplify"
+    nothing = "its results are needed"
+    backwards = True
 
-    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """Each operation without a reader."""
-        readers = graph.consumers()
-        for op in graph.ops:
-            if not any(t in readers or t in graph.outputs for t in op.outs):
-                yield Move(self.name, op.outs[0])
-
-    def apply(self, graph: Graph, move: Move) -> Graph:
-        """Remove one operation."""
-        at, readers = graph.find(move.at), graph.consumers()
-        if at < 0 or any(t in readers or t in graph.outputs for t in graph.ops[at].outs):
-            raise TapestryError("its results are needed", where=str(move))
-        return with_ops(graph, graph.ops[:at] + graph.ops[at + 1 :])
-
-    def sweep(self, graph: Graph) -> Graph:
-        """Remove all dead operations, from the end."""
-        needed = set(graph.outputs)
-        kept: list[Op] = []
-        for op in reversed(graph.ops):
-            if needed & set(op.outs):
-                kept.append(op)
-                needed |= set(op.inputs)
-        return with_ops(graph, tuple(reversed(kept)))
+    def match(self, draft: Draft, at: int) -> Match | Refusal | None:
+        """Nothing in place of an operation without a reader."""
+        op = draft.op(at)
+        needed = op is None or any(draft.readers_of(t) or t in draft.outputs for t in op.outs)
+        return None if needed else Match({at: ()})
 
 
-def _key(op: Op, graph: Graph) -> str:
+def _key(op: Op, tensors: Mapping[str, Tensor]) -> str:
     """Everything of an operation but the names of its results and its nodes."""
     if isinstance(op, Block):
-        types = [graph.tensors[t].dtype for t in op.outs]
+        types = [tensors[t].dtype for t in op.outs]
         return f"{types} {op.reads} {op.dims} {op.reduce} {op.monoid} {op.inner} {op.body} {op.then} {op.splits}"
-    text = op_text(replace(op, source=(), why=""), graph)
-    return text.partition(" = ")[2] if repeatable(op) else f"{op.outs}"
+    return repr(replace(op, outs=(), source=(), why="")) if repeatable(op) else f"{op.outs}"

@@ -51,10 +51,10 @@ class FuseEpilogue(PairRule):
     nothing = "no reduction with that reader alone"
 
     def partners(self, draft: Draft, at: int) -> Iterable[str]:
-        """Reductions that a map alone reads; the one with most points comes last, for a sweep."""
+        """Reductions that a map alone reads; the one with most points first."""
         op = draft.block(at)
         makers = {t: made for t in (op.inputs if op else ()) if (made := draft.maker(t)) is not None}
-        return sorted(makers, key=lambda t: (points(makers[t].space), t))
+        return sorted(makers, key=lambda t: (points(makers[t].space), t), reverse=True)
 
     def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
         """The reduction with the map as its ``then``."""

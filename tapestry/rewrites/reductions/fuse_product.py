@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-from tapestry.errors import TapestryError
-from tapestry.ir.expr import Acc, Expr, rewrite
-from tapestry.ir.graph import Block, Graph
-from tapestry.rewrites.core.edit import shift_args
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.ir.expr import Acc, rewrite
+from tapestry.ir.graph import Block
+from tapestry.rewrites.core.edit import over, same_value, shift_args
+from tapestry.rewrites.core.matching import Draft, Match, PairRule
+from tapestry.rewrites.core.rule import Refusal, refuse, register
 from tapestry.rewrites.reductions import joined_reductions
-from tapestry.rewrites.reductions.joined_reductions import Index, Merged, Pair
+from tapestry.rewrites.reductions.joined_reductions import Merged
 
 
 @register
-class FuseProduct(Rule):
+class FuseProduct(PairRule):
     """Read an input once for two reductions over the same dimensions: maximum and position, several norms, sum and minimum.
 
     Their states stand side by side in a product of monoids. What comes after one of them (its ``then``) may read the other's
@@ -47,86 +47,53 @@ class FuseProduct(Rule):
 
     name = "fuse_product"
     phase = "simplify"
+    second = "with"
+    nothing = "no such two reductions, the first one before the second"
+    at_once = live = True
 
-    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
-        """One move or refusal per reduction and the one before it over an input of the same name."""
-        index = Index(graph)
-        for i, j in _candidates(graph):
-            found = match(graph, index, i, j)
-            at, params = graph.ops[j].outs[0], (("with", graph.ops[i].outs[0]),)
-            yield Refusal(self.name, at, found) if isinstance(found, str) else Move(self.name, at, params)
-
-    def apply(self, graph: Graph, move: Move) -> Graph:
-        """Join two reductions."""
-        i, j = graph.find(move.text("with")), graph.find(move.at)
-        if not 0 <= i < j:
-            raise TapestryError("no such two reductions, the first one before the second", where=str(move))
-        found = match(graph, Index(graph), i, j)
-        if isinstance(found, str):
-            raise TapestryError(found, where=str(move))
-        return joined_reductions.replaced(graph, [found])
-
-    def sweep(self, graph: Graph) -> Graph:
-        """All pairs that have no reduction in common, in one pass."""
-        index, taken, found = Index(graph), set[int](), list[Pair]()
-        for i, j in _candidates(graph):
-            pair = match(graph, index, i, j) if not {i, j} & taken else ""
-            if isinstance(pair, Pair):
-                found.append(pair)
-                taken |= {i, j}
-        return joined_reductions.together(graph, found)
-
-
-def _candidates(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Reductions, each with the one before it that goes over a tensor of the same name."""
-    last: dict[str, int] = {}
-    for j, op in enumerate(graph.ops):
-        if not isinstance(op, Block) or not joined_reductions.reduction(op):
-            continue
+    def partners(self, draft: Draft, at: int) -> Iterable[str]:
+        """The reductions before that go over tensors of the same name, the nearest for each."""
+        op = draft.block(at)
+        if op is None or not joined_reductions.reduction(op):
+            return ()
         tensors = sorted({r.tensor for r in joined_reductions.swept(op)})
-        before = sorted({last[t] for t in tensors if t in last}, reverse=True)
-        yield from ((i, j) for i in before)
-        last |= dict.fromkeys(tensors, j)
+        before = {draft.memo[t] for t in tensors if t in draft.memo}
+        draft.memo |= dict.fromkeys(tensors, op.outs[0])
+        return sorted(before, key=lambda t: draft.makers[t], reverse=True)
+
+    def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
+        """Both reductions as one."""
+        a, b = draft.block(other), draft.block(at)
+        if other > at:
+            return None
+        if a is None or b is None or not joined_reductions.reduction(a) or not joined_reductions.reduction(b):
+            return refuse("only reductions that are not split, not running and have no inner ones are joined")
+        env = joined_reductions.aligned(a, b)
+        if env is None:
+            return refuse("they reduce or keep dimensions of different sizes")
+        first = over(a, env, b)
+        no = joined_reductions.unlike(first, b) or _dependent(a, b, env) or joined_reductions.needs(draft, b, other, at)
+        return no or joined_reductions.joined(draft, (other, at), env, (first, b), _product(first, b))
 
 
-def match(graph: Graph, index: Index, i: int, j: int) -> Pair | str:
-    """Reductions i and j as one; why they cannot be."""
-    a, b = graph.ops[i], graph.ops[j]
-    if (
-        not isinstance(a, Block)
-        or not isinstance(b, Block)
-        or not joined_reductions.reduction(a)
-        or not joined_reductions.reduction(b)
-    ):
-        return "only reductions that are not split, not running and have no inner ones are joined"
-    env = joined_reductions.aligned(a, b)
-    if env is None:
-        return "they reduce or keep dimensions of different sizes"
-    first = joined_reductions.moved(a, env, b)
-    why = joined_reductions.unlike(first, b)
-    if why:
-        return why
+def _dependent(a: Block, b: Block, env: joined_reductions.Env) -> Refusal | None:
+    """Why two states cannot stand side by side, for what the second reads of the first or for their shapes."""
     mine = {k for k, r in enumerate(b.reads) if r.tensor in a.outs}
     if mine & b.body_reads():
-        return "the second reduces what the first makes"
+        return refuse("the second reduces what the first makes")
     if not all(joined_reductions.at_rows(b.reads[k], a, env, b) for k in mine):
-        return "the second reads the first's result of another row"
-    if a.lowers is False and b.lowers is False and {d.size for d in a.dims} != {d.size for d in b.dims} and len(a.body) > 1:
-        return "states that are results themselves keep their shape"
-    return joined_reductions.needs(graph, index, b, i, j) or joined_reductions.joined(
-        graph, index, (i, j), env, (first, b), _product(first, b)
-    )
+        return refuse("the second reads the first's result of another row")
+    if not a.lowers and not b.lowers and {d.size for d in a.dims} != {d.size for d in b.dims} and len(a.body) > 1:
+        return refuse("states that are results themselves keep their shape")
+    return None
 
 
 def _product(a: Block, b: Block) -> Merged:
     """The two states side by side; one of them where they are the same."""
-    shift, n = shift_args(len(a.reads)), len(a.body)
-    body = tuple(rewrite(e, shift) for e in b.body)
-    if a.monoid == b.monoid and all(
-        joined_reductions.resolved(x, a.reads, b) == joined_reductions.resolved(y, b.reads, b)
-        for x, y in zip(a.body, b.body, strict=True)
-    ):
-        accs: tuple[Expr, ...] = tuple(Acc(k, e.dtype) for k, e in enumerate(b.body))
-        return Merged(monoid=a.monoid or "", body=a.body, first=a.then, accs=accs)
-    accs = tuple(Acc(n + k, e.dtype) for k, e in enumerate(b.body))
-    return Merged(monoid=f"{a.monoid}.{b.monoid}", body=a.body + body, first=a.then, accs=accs)
+    assert a.monoid and b.monoid
+    if a.monoid == b.monoid and all(same_value(x, a, y, b) for x, y in zip(a.body, b.body, strict=True)):
+        return Merged(monoid=a.monoid, body=a.body, first=a.then, accs=tuple(Acc(k, e.dtype) for k, e in enumerate(b.body)))
+    shift = shift_args(len(a.reads))
+    accs = tuple(Acc(len(a.body) + k, e.dtype) for k, e in enumerate(b.body))
+    body = a.body + tuple(rewrite(e, shift) for e in b.body)
+    return Merged(monoid=f"{a.monoid}.{b.monoid}", body=body, first=a.then, accs=accs)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from tapestry.ir.graph import Block
 from tapestry.ir.index import Aff, Floor
+from tapestry.ir.monoid import primitive_of
+from tapestry.ir.recognise.exponential import exponential
 from tapestry.rewrites.core.edit import read_dims
 from tapestry.rewrites.core.inline import inline
 from tapestry.rewrites.core.matching import Draft, Match, OpRule
 from tapestry.rewrites.core.rule import Refusal, refuse, register
 from tapestry.rewrites.reductions.row_columns import along_columns
+from tapestry.rewrites.reductions.softmax_pattern import WEIGHTS
 
 
 @register
@@ -67,7 +70,7 @@ class FuseRows(OpRule):
 def _refused(draft: Draft, at: int, op: Block, rows: Block) -> Refusal | None:
     """Why a map and a reduction of rows may not be one."""
     after = [draft.block(i) for i in draft.readers_of(op.outs[0])]
-    if rows.monoid == "logsumexp" and any(o is not None and o.monoid == "sum" for o in after):
+    if exponential(rows.monoid) == WEIGHTS and any(o is not None and primitive_of(o.monoid) == "add" for o in after):
         return refuse("the weights of a sum are left to stream_softmax")
     if rows.inner or rows.splits:
         return refuse("the reduction is split or has inner reductions")

@@ -8,7 +8,7 @@ from math import prod
 from tapestry.ir.graph import Block, Dim
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.state import row_groups
-from tapestry.rewrites.core.edit import merge_reads, reindex, substitute_read
+from tapestry.rewrites.core.edit import merge_reads, reindex, substitute_read, unused
 
 
 def rows(op: Block) -> int:
@@ -31,9 +31,7 @@ def along_columns(op: Block) -> Block:
         k = groups.get(d.name, 1)
         if k == 1:
             continue
-        name = f"{d.name}_"
-        while name in taken:
-            name += "_"
+        name = unused(f"{d.name}_", taken)
         taken.add(name)
         columns.append(Dim(name, k))
         here[d.name] = floordiv(dim(d.name), k, op.ranges) * k + dim(name)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from tapestry.ir.expr import Acc, Call, Const, Expr, call, cast, rewrite, walk
-from tapestry.ir.monoid import lowest, number
+from tapestry.ir.monoid import MONOIDS, lowest, number
+from tapestry.ir.recognise.exponential import Exponential, exponential
 from tapestry.ir.types import FLOATS
-from tapestry.verify.interp import value
+from tapestry.rewrites.core.constants import constant
+from tapestry.rewrites.core.edit import with_part, without_casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Weight:
 
 def as_weight(term: Expr) -> Weight | None:
     """The terms of a sum, written over the state of a softmax (``Acc``), as weighted values; ``None`` if they are not."""
-    over, under = _factors(term, _inside)
+    over, under = _factors(term)
     mine = [e for e in over if _inside(e)]
     below = [e for e in under if _inside(e)]
     if len(mine) != 1 or len(below) > 1:
@@ -73,13 +73,12 @@ def _is_log_total(e: Expr) -> bool:
     return isinstance(e, Call) and e.fn == "log" and is_state(e.args[0], 1)
 
 
-def _factors(e: Expr, inside: Callable[[Expr], bool]) -> tuple[list[Expr], list[Expr]]:
+def _factors(e: Expr) -> tuple[list[Expr], list[Expr]]:
     """Numerators and denominators of a product; only what holds the weights is taken apart."""
-    if isinstance(e, Call) and inside(e):
-        if e.fn == "cast" and e.dtype in FLOATS and e.args[0].dtype in FLOATS:
-            return _factors(e.args[0], inside)  # a narrower type in between would only lose digits
-        if e.fn in ("mul", "div"):
-            (a, b), (c, d) = _factors(e.args[0], inside), _factors(e.args[1], inside)
+    if _inside(e):
+        e = without_casts(e, FLOATS)  # a narrower type in between would only lose digits
+        if isinstance(e, Call) and e.fn in ("mul", "div"):
+            (a, b), (c, d) = _factors(e.args[0]), _factors(e.args[1])
             return (a + c, b + d) if e.fn == "mul" else (a + d, b + c)
     return [e], []
 
@@ -114,26 +113,34 @@ def _never_finite(test: Expr) -> bool:
     return test.fn == "isinf" and inner == m
 
 
-Centre = tuple[Callable[[Expr], Expr], float]
-"""A test of the maximum, and the value of a row that it holds for."""
+def centres(w: Weight) -> Callable[[Expr], Expr] | None:
+    """What rows whose maximum is infinite or NaN give instead of a result; ``None`` when it is no constant.
 
-
-def centres(w: Weight) -> list[Centre] | None:
-    """What rows whose maximum is infinite or NaN give, in the order of application; ``None`` when it is no constant.
-
-    Found by evaluating the weight as it was written. A weight of zero makes the row 0, a NaN makes it NaN.
+    The weight is evaluated as it was written. A weight of zero makes the row 0, a NaN makes it NaN.
     """
     least, most, none = (_row_value(w, top) for top in (-math.inf, math.inf, math.nan))
     if least is None or most is None or none is None or not _same(most, none):
         return None
 
-    def odd(m: Expr) -> Expr:
-        return call("isnan", call("sub", m, m))
+    def value(of: float, dtype: str) -> Expr:
+        # inf - inf rather than a literal: a NaN in the text of a graph is not equal to itself
+        return call("sub", Acc(0, dtype), Acc(0, dtype)) if math.isnan(of) else number(of, dtype)
 
-    def empty(m: Expr) -> Expr:
-        return call("eq", m, lowest(m.dtype))
+    def special(out: Expr) -> Expr:
+        top = Acc(0, out.dtype)
+        out = call("where", call("isnan", call("sub", top, top)), value(none, out.dtype), out)
+        return out if _same(least, none) else call("where", call("eq", top, lowest(top.dtype)), value(least, out.dtype), out)
 
-    return [(odd, none)] if _same(least, none) else [(odd, none), (empty, least)]
+    return special
+
+
+WEIGHTS = Exponential("max", 1.0, 1)
+"""Sums of ``exp(score - maximum)``, by structure: those of the built-in log-sum-exp."""
+
+
+def weighted_sums(count: int) -> str:
+    """Name of the monoid of so many sums with softmax weights."""
+    return next(name for name in MONOIDS if exponential(name) == replace(WEIGHTS, sums=count))
 
 
 def _same(a: float, b: float) -> bool:
@@ -144,20 +151,12 @@ def _row_value(w: Weight, top: float) -> float | None:
     """0 or NaN: the weights of a row with this maximum, one and all; ``None`` when they are something else."""
     out = 0.0
     for score in [top] if top == -math.inf else [top, 0.0, -math.inf]:
-        e = _replaced(w.weight, w.score, Const(score, w.score.dtype))
-        e = rewrite(e, lambda x: Const(1.0 if x.field else top, x.dtype) if isinstance(x, Acc) else x)
-        with np.errstate(all="ignore"):
-            got = float(value(e, [], [], {}, False))
-        if got != 0 and not math.isnan(got):
+        e = with_part(w.weight, w.score, Const(score, w.score.dtype))
+        got = constant(rewrite(e, lambda x: Const(1.0 if x.field else top, x.dtype) if isinstance(x, Acc) else x))
+        if got is None or (got != 0 and not math.isnan(got)):
             return None
         out += got
     return out
-
-
-def _replaced(e: Expr, old: Expr, new: Expr) -> Expr:
-    if e == old:
-        return new
-    return Call(e.fn, tuple(_replaced(a, old, new) for a in e.args), e.dtype) if isinstance(e, Call) else e
 
 
 def product_of(over: tuple[Expr, ...], under: tuple[Expr, ...], dtype: str) -> Expr:
