@@ -1,6 +1,6 @@
 """ONNX's multi-device annotations: export → check → compile again for whole models, wrong annotations, and bytes of tilings.
 
-    .venv/bin/python -m bench sharding_roundtrip [MODEL …]      light models, by name
+.venv/bin/python -m bench sharding_roundtrip [MODEL …]      light models, by name
 """
 
 from __future__ import annotations

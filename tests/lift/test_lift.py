@@ -1,4 +1,5 @@
 """Lifting: what ONNX says is what the Graph computes, in the names and forms that the other stages count on."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -231,7 +231,12 @@ def test_a_transposed_convolution_of_a_size_that_is_asked_for(tmp_path, mode, ex
         graphs.append(agree(node("ConvTranspose", "x w", **attributes), {"x": x}, ["y"], {"w": w}, folder=tmp_path))
     assert [g.tensors["y"].shape[2:] for g in graphs] == [(7, 9), (8, 10)][: len(graphs)]
     attributes["strides"] = [1, 1]
-    agree(node("ConvTranspose", "x w", output_shape=[3, 2], **attributes | {"output_padding": [0, 0]}), {"x": x, "w": w}, ["y"], folder=tmp_path)
+    agree(
+        node("ConvTranspose", "x w", output_shape=[3, 2], **attributes | {"output_padding": [0, 0]}),
+        {"x": x, "w": w},
+        ["y"],
+        folder=tmp_path,
+    )
 
 
 @pytest.mark.parametrize("rotated", [2, 4, 6])

@@ -94,7 +94,12 @@ def test_two_thirds_of_the_bytes() -> None:
 def test_what_counts() -> None:
     assert counted(graph().ops[0]) == {0: 1.0}  # type: ignore[arg-type]
     assert counted(graph("2.0", "sum", "acc0").ops[0]) == {0: 2.0}  # type: ignore[arg-type]
-    for other in (graph("x", "sum", "acc0"), graph("x, 1.0", "logsumexp", "acc0, acc1"), graph("2.0", "max", "acc0"), graph("x, x, 0.0")):
+    for other in (
+        graph("x", "sum", "acc0"),
+        graph("x, 1.0", "logsumexp", "acc0, acc1"),
+        graph("2.0", "max", "acc0"),
+        graph("x, x, 0.0"),
+    ):
         assert counted(other.ops[0]) == {}  # type: ignore[arg-type]
 
 

@@ -166,9 +166,7 @@ def test_processes_give_the_bits_of_one(tmp_path):
     want = alone.run(alone.random_feeds(0))
     tapestry.compile(model, devices=3, exact=True).save(tmp_path / "b")
     command = ["run", tmp_path / "b", "--processes", 3, "--threads", 2, "--output", tmp_path / "out", "-q"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tapestry", *map(str, command)], capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, "-m", "tapestry", *map(str, command)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert {p.stem: np.load(p).tobytes() for p in (tmp_path / "out").glob("*.npy")} == {n: a.tobytes() for n, a in want.items()}
 

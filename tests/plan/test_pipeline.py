@@ -108,7 +108,8 @@ def brute_seconds(pieces, piece):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "micro"), [("mlp", "2", 1), ("gathers", "3", 1), ("scalars", "2", 1), ("branches", "2", 2), ("batched", "2x2", 2)]
+    ("name", "mesh", "micro"),
+    [("mlp", "2", 1), ("gathers", "3", 1), ("scalars", "2", 1), ("branches", "2", 2), ("batched", "2x2", 2)],
 )
 def test_cuts_submeshes_and_strategies_together_are_exact(name, mesh, micro):
     """The plan's own objective is the least over all cuts, all submeshes and all strategies of every operation."""
@@ -173,7 +174,11 @@ def test_found_plans_pass_and_run_right(name, micro):
 
 def tower(layers=6, width=256, batch=8):
     names = ["x", *[f"h{k}" for k in range(layers - 1)], "y"]
-    nodes = [n for k in range(layers) for n in (N("MatMul", [names[k], f"w{k}"], [f"m{k}"], f"mm{k}"), N("Relu", [f"m{k}"], [names[k + 1]], f"act{k}"))]
+    nodes = [
+        n
+        for k in range(layers)
+        for n in (N("MatMul", [names[k], f"w{k}"], [f"m{k}"], f"mm{k}"), N("Relu", [f"m{k}"], [names[k + 1]], f"act{k}"))
+    ]
     return net(nodes, {"x": (T.FLOAT, [batch, width])}, {"y": T.FLOAT}, {f"w{k}": f32(width, width) / 8 for k in range(layers)})
 
 
@@ -202,7 +207,9 @@ def test_stages_are_taken_where_they_pay(model):
     assert r["lower_bound_s"] <= r["objective_s"] == r["pipeline"]["objective_s"]
     assert max(r["peak_bytes"]) <= 640_000
     assert [s["devices"] for s in r["stages"]] == [[0, 1], [2, 3]] and sum(s["ops"] for s in r["stages"]) == r["ops"]
-    assert r["pipeline"]["spatial_objective_s"] == pytest.approx(compiled(model, memory="640KB", stages=1).report["objective_s"])
+    assert r["pipeline"]["spatial_objective_s"] == pytest.approx(
+        compiled(model, memory="640KB", stages=1).report["objective_s"]
+    )
     feeds = build.random_feeds(1)
     assert np.allclose(build.run(feeds)["y"], compiled(model, stages=1).run(feeds)["y"], rtol=1e-4, atol=1e-5)
 

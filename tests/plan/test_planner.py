@@ -82,7 +82,10 @@ def all_plans(graph: Graph, topo, inputs=None, outputs=None):
     p = problem.build(graph, topo, {}, inputs or {}, outputs or {})
     for choice in itertools.product(*(range(n) for n in p.sizes)):
         chosen = tuple(m.strategies[c] for m, c in zip(p.menus, choice, strict=True))
-        yield evaluate(choice, p.factors), Plan(graph=graph, mesh=topo.mesh, strategies=chosen, inputs=inputs or {}, outputs=outputs or {})
+        yield (
+            evaluate(choice, p.factors),
+            Plan(graph=graph, mesh=topo.mesh, strategies=chosen, inputs=inputs or {}, outputs=outputs or {}),
+        )
 
 
 # --- optimal, against brute force
@@ -247,7 +250,15 @@ def test_layouts_are_honoured():
 
 @pytest.mark.parametrize(
     ("layout", "says"),
-    [("x:0=3@d0", "3 parts"), ("x:7=2@d0", "2 axes"), ("h:0=2@d0", "no input and no output"), ("x", "not a layout"), ("x:0@d0", "not axis"), ("x:0=2@zz", "no mesh axis"), ("x:0=2@d0,1=2@d0", "used twice")],
+    [
+        ("x:0=3@d0", "3 parts"),
+        ("x:7=2@d0", "2 axes"),
+        ("h:0=2@d0", "no input and no output"),
+        ("x", "not a layout"),
+        ("x:0@d0", "not axis"),
+        ("x:0=2@zz", "no mesh axis"),
+        ("x:0=2@d0,1=2@d0", "used twice"),
+    ],
 )
 def test_impossible_layouts_say_why(layout, says):
     with pytest.raises(PlanError, match=says):
@@ -292,7 +303,12 @@ def test_names_do_not_matter():
     text = to_text(graph)
     for old, new in (("h", "zeta"), ("d", "alpha"), ("s", "q9"), ("w", "a_weight"), ("v", "other")):
         text = text.replace(f" {old}[", f" {new}[").replace(f"\n{old}:", f"\n{new}:").replace(f"input {old}:", f"input {new}:")
-    renamed = parse(text.replace("body h * v", "body zeta * other").replace("body x * w", "body x * a_weight").replace("body d + x", "body alpha + x").replace("\n  body s\n", "\n  body q9\n"))
+    renamed = parse(
+        text.replace("body h * v", "body zeta * other")
+        .replace("body x * w", "body x * a_weight")
+        .replace("body d + x", "body alpha + x")
+        .replace("\n  body s\n", "\n  body q9\n")
+    )
     assert set(renamed.tensors) != set(graph.tensors)
     a, b = (search(g, topology(parse_mesh("2x2"))) for g in (graph, renamed))
     assert a.plan.strategies == b.plan.strategies
@@ -346,12 +362,16 @@ def test_the_megatron_mlp_is_one_all_reduce():
 
 def test_a_softmax_along_the_sharded_axis_reduces_1024_values_at_most_twice():
     path = FOLDER / "long_softmax.onnx"
-    path.write_bytes(net([N("Softmax", ["x"], ["y"], "softmax", axis=0)], {"x": (T.FLOAT, [4096, 1024])}, {"y": T.FLOAT}).SerializeToString())
+    path.write_bytes(
+        net([N("Softmax", ["x"], ["y"], "softmax", axis=0)], {"x": (T.FLOAT, [4096, 1024])}, {"y": T.FLOAT}).SerializeToString()
+    )
     build = tapestry.compile(path, devices=8, layouts=["x:0=8@d0", "y:0=8@d0"])
     rows = build.report["transfers"]
     assert {r["kind"] for r in rows} <= {"all_reduce"}
     states = [
-        sum(build.build.program.buffers[b].nbytes(0) for b in s.srcs) for s in build.build.program.steps if isinstance(s, Reduce)
+        sum(build.build.program.buffers[b].nbytes(0) for b in s.srcs)
+        for s in build.build.program.steps
+        if isinstance(s, Reduce)
     ]
     assert 1 <= sum(len(s.srcs) for s in build.build.program.steps if isinstance(s, Reduce)) <= 2
     assert sum(states) <= 2 * 1024 * 4
@@ -378,7 +398,9 @@ def test_meshes():
     assert parse_mesh("dp=2,tp=4") == (MeshAxis("dp", 2), MeshAxis("tp", 4))
 
 
-@pytest.mark.parametrize("bad", ["", "0", "-1", "2x", "x2", "2x0", "a", "dp=", "dp=0", "dp=2,", "2,4", "dp=2,dp=2", "1.5", "²", "dp =2"])
+@pytest.mark.parametrize(
+    "bad", ["", "0", "-1", "2x", "x2", "2x0", "a", "dp=", "dp=0", "dp=2,", "2,4", "dp=2,dp=2", "1.5", "²", "dp =2"]
+)
 def test_bad_meshes(bad):
     with pytest.raises(TapestryError) as caught:
         parse_mesh(bad)
@@ -387,7 +409,16 @@ def test_bad_meshes(bad):
 
 @pytest.mark.parametrize(
     ("text", "n"),
-    [("16GiB", 16 << 30), ("800MB", 800_000_000), ("1024", 1024), ("1.5KiB", 1536), ("2k", 2000), ("1TB", 10**12), (" 3 GB ", 3 * 10**9), ("7b", 7)],
+    [
+        ("16GiB", 16 << 30),
+        ("800MB", 800_000_000),
+        ("1024", 1024),
+        ("1.5KiB", 1536),
+        ("2k", 2000),
+        ("1TB", 10**12),
+        (" 3 GB ", 3 * 10**9),
+        ("7b", 7),
+    ],
 )
 def test_memory(text, n):
     assert parse_bytes(text) == n

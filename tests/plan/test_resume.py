@@ -32,7 +32,9 @@ def test_interrupted_and_resumed_is_as_good_as_unbroken(name, tmp_path):
     assert again["search"]["seconds"] >= first["search"]["seconds"]
     assert document("verify", tmp_path / "b")["passed"]
     # and once more, without any time: neither the plan nor the proof is lost
-    last = document("compile", save(name), "-o", tmp_path / "b", "--mesh", "2x2", "--resume", tmp_path / "b", "--time-limit", "0")
+    last = document(
+        "compile", save(name), "-o", tmp_path / "b", "--mesh", "2x2", "--resume", tmp_path / "b", "--time-limit", "0"
+    )
     assert (last["objective_s"], last["gap"]) == (again["objective_s"], again["gap"])
     assert last["search"]["problem"] == again["search"]["problem"]
     assert last["moves"] == again["moves"]
@@ -85,7 +87,9 @@ def test_strategies_of_another_model_are_a_start_where_they_apply():
     part = beginning(problem, Start(dict(names[: 2 * len(names) // 3])))
     assert part is not None
     assert all(0 <= c < n for c, n in zip(part, problem.sizes, strict=True))
-    assert all(a == b for a, b, op in zip(part, whole, graph.ops, strict=True) if op.outs[0] in dict(names[: 2 * len(names) // 3]))
+    assert all(
+        a == b for a, b, op in zip(part, whole, graph.ops, strict=True) if op.outs[0] in dict(names[: 2 * len(names) // 3])
+    )
     assert beginning(problem, Start(dict(names[:1]))) is None
     assert beginning(problem, Start({})) is None
 

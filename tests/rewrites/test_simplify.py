@@ -32,9 +32,13 @@ def test_results_and_laws_stay(name):
     laws.check(after)
     assert after.inputs == before.inputs and after.outputs == before.outputs
     assert len(after.ops) <= len(before.ops)
-    assert {t: (x.dtype, x.shape) for t, x in after.tensors.items() if t in before.tensors} == {t: (x.dtype, x.shape) for t, x in before.tensors.items() if t in after.tensors}
+    assert {t: (x.dtype, x.shape) for t, x in after.tensors.items() if t in before.tensors} == {
+        t: (x.dtype, x.shape) for t, x in before.tensors.items() if t in after.tensors
+    }
     c = case(name)
-    weights = {t: read_weight(lifted.model, w, before.tensors[t], constants=lifted.constants) for t, w in before.weights.items()}
+    weights = {
+        t: read_weight(lifted.model, w, before.tensors[t], constants=lifted.constants) for t, w in before.weights.items()
+    }
     assert_same(c.expected, interp.run(before, {**c.feeds, **weights}, wide=True), before)
     assert nodes_in(after) <= 4 * nodes_in(before) + 400  # bodies are not copied without end
 
@@ -113,7 +117,12 @@ def test_an_inverse_pair_of_views_that_is_the_output_is_one_copy():
 
 
 def test_equal_operations_are_done_once():
-    nodes = [N("Exp", ["x"], ["a"], "one"), N("Exp", ["x"], ["b"], "two"), N("ReduceSum", ["a", "ax"], ["s"], "sum"), N("ReduceMax", ["b", "ax"], ["m"], "max")]
+    nodes = [
+        N("Exp", ["x"], ["a"], "one"),
+        N("Exp", ["x"], ["b"], "two"),
+        N("ReduceSum", ["a", "ax"], ["s"], "sum"),
+        N("ReduceMax", ["b", "ax"], ["m"], "max"),
+    ]
     graph = graph_of(nodes, {"x": (T.FLOAT, [6, 4])}, {"s": T.FLOAT, "m": T.FLOAT}, {"ax": i64(1)})
     assert len(graph.ops) <= 3
 
@@ -125,7 +134,12 @@ def test_what_nobody_needs_goes():
 
 
 def test_dropout_and_identity_at_inference_cost_nothing():
-    nodes = [N("Identity", ["x"], ["a"], "id"), N("Dropout", ["a"], ["b"], "drop"), N("Cast", ["b"], ["c"], "cast", to=T.FLOAT), N("Relu", ["c"], ["y"], "relu")]
+    nodes = [
+        N("Identity", ["x"], ["a"], "id"),
+        N("Dropout", ["a"], ["b"], "drop"),
+        N("Cast", ["b"], ["c"], "cast", to=T.FLOAT),
+        N("Relu", ["c"], ["y"], "relu"),
+    ]
     assert len(graph_of(nodes, {"x": (T.FLOAT, [6, 4])}, {"y": T.FLOAT}).ops) == 1
 
 
@@ -149,7 +163,10 @@ def test_no_arithmetic_is_invented():
     """x - x, 0 * x and x / x are not simplified: they differ for an infinity and a NaN."""
     nodes = [N("Sub", ["x", "x"], ["a"], "sub"), N("Mul", ["x", "zero"], ["b"], "mul"), N("Div", ["x", "x"], ["c"], "div")]
     graph = graph_of(nodes, {"x": (T.FLOAT, [4])}, dict.fromkeys("abc", T.FLOAT), {"zero": np.float32(0)})
-    out = interp.run(graph, {"x": np.array([np.inf, np.nan, 2, 0], np.float32), **({"zero": np.float32(0)} if "zero" in graph.tensors else {})})
+    out = interp.run(
+        graph,
+        {"x": np.array([np.inf, np.nan, 2, 0], np.float32), **({"zero": np.float32(0)} if "zero" in graph.tensors else {})},
+    )
     for t, finite in (("a", [2, 3]), ("b", [2, 3]), ("c", [2])):
         assert [k for k in range(4) if not np.isnan(out[t][k])] == finite, t
 

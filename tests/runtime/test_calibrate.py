@@ -13,7 +13,9 @@ from tapestry.plan.topology import parse_mesh, topology
 from tapestry.runtime import calibrate
 
 
-def test_a_measured_machine_is_a_topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_machine_is_a_topology(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(calibrate, "REPEATS", 3)
     monkeypatch.setattr(calibrate, "CELLS", 1 << 20)
     assert main(["calibrate", "-o", str(tmp_path / "here.json"), "--threads", "1", "--json"]) == 0

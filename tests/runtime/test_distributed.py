@@ -72,7 +72,11 @@ def finished(p: subprocess.Popen, seconds: float = 120) -> tuple[int, str, str]:
 )
 def test_random_plans_give_the_same_bits_bytes_and_peaks(asked):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.programs.ranks", json.dumps(asked)], capture_output=True, text=True, env=ENV, timeout=900
+        [sys.executable, "-m", "tests.support.programs.ranks", json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        env=ENV,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -30,10 +30,16 @@ def random_graph(seed: int, most: int = 9) -> NodeGraph:
     rng = random.Random(seed)
     n = rng.randint(4, most)
     chain = rng.random() < 0.3
-    parents = [(k - 1,) if chain and k else tuple(sorted({rng.randrange(k) for _ in range(rng.randint(0, 2))})) if k else () for k in range(n)]
+    parents = [
+        (k - 1,) if chain and k else tuple(sorted({rng.randrange(k) for _ in range(rng.randint(0, 2))})) if k else ()
+        for k in range(n)
+    ]
     weights = [tuple({rng.randrange(n) for _ in range(rng.randint(0, 2))}) for _ in range(n)]
     # tensor 0 is the model's input
-    steps = [Step(k, rng.choice([0, 5, 10, 40]), rng.randint(0, 9), tuple(p + 1 for p in parents[k]) or (0,), (k + 1,)) for k in range(n)]
+    steps = [
+        Step(k, rng.choice([0, 5, 10, 40]), rng.randint(0, 9), tuple(p + 1 for p in parents[k]) or (0,), (k + 1,))
+        for k in range(n)
+    ]
     read = {p for row in parents for p in row}
     return NodeGraph(
         names=tuple(f"n{k}" for k in range(n)), parents=tuple(parents), joined=tuple(map(len, parents)),
@@ -91,7 +97,9 @@ def test_subgraphs_partition_the_nodes_in_topological_order(seed):
             fine = candidates.refine(graph, merged, 2 * wanted)
             for some in (units, merged, fine):
                 assert sorted(k for u in some for k in u) == list(range(len(graph.names)))
-                assert all(mask < 1 << u for u, mask in enumerate(Problem(graph, some).parents)), "an edge goes back in the list"
+                assert all(mask < 1 << u for u, mask in enumerate(Problem(graph, some).parents)), (
+                    "an edge goes back in the list"
+                )
             whole = Problem(graph, merged)
             whole.translate((whole.all,), Problem(graph, fine))  # nothing is torn apart
 
@@ -130,7 +138,9 @@ def test_heuristic_keeps_the_laws_and_the_program_is_never_worse(seed):
         known = [merged.translate(best.scheme, problem)]
         assert problem.evaluate(known[0]).stages == best.stages, "costs depend on how nodes are grouped"
         for limit in (1, 700):  # prefixes of orders only, and every cut
-            found = dynamic_program.solve(problem, devices, capacity, dynamic_program.family(problem, known, merged, limit), known)
+            found = dynamic_program.solve(
+                problem, devices, capacity, dynamic_program.family(problem, known, merged, limit), known
+            )
             if seen.best is None and found is None:
                 continue
             assert found is not None
@@ -181,7 +191,11 @@ def branches(blocks: int = 4, width: int = 16, tied: bool = False, names: bool =
             N("Add", [f"r{k}", f"q{k}"], [f"s{k}"], f"join{k}"), N("Add", [f"s{k}", x], [f"h{k}"], f"residual{k}"),
         ]  # fmt: skip
         x = f"h{k}"
-    nodes += [N("Shape", [x], ["shape"], "shape"), N("Reshape", [x, "flat"], ["z"], "view"), N("Reshape", ["z", "shape"], ["y"], "back")]
+    nodes += [
+        N("Shape", [x], ["shape"], "shape"),
+        N("Reshape", [x, "flat"], ["z"], "view"),
+        N("Reshape", ["z", "shape"], ["y"], "back"),
+    ]
     return net(nodes, {"x": (T.FLOAT, [8, width])}, {"y": T.FLOAT}, weights)
 
 
@@ -198,7 +212,10 @@ def shard(capsys, *args) -> dict:
 
 
 def stages_of(model: onnx.ModelProto) -> list[int]:
-    marks = [[c.pipeline_stage for c in n.device_configurations if c.configuration_id == "tapestry.auto_shard"] for n in model.graph.node]
+    marks = [
+        [c.pipeline_stage for c in n.device_configurations if c.configuration_id == "tapestry.auto_shard"]
+        for n in model.graph.node
+    ]
     assert all(len(m) == 1 for m in marks)
     return [m[0] for m in marks]
 
@@ -247,7 +264,9 @@ def test_memory_is_kept_and_later_proportions_are_fallbacks(tmp_path, capsys):
     loose = shard(capsys, "--input-model", path, "--num-devices", 2)
     assert loose["proportion"] == 0.4
     need = loose["dynamic"]["peak_bytes"]
-    tight = shard(capsys, "--input-model", path, "--num-devices", 2, "--memory", 2 * need, "--memory-proportion", "0.1", "0.5", "1")
+    tight = shard(
+        capsys, "--input-model", path, "--num-devices", 2, "--memory", 2 * need, "--memory-proportion", "0.1", "0.5", "1"
+    )
     assert tight["proportion"] == 0.5 and tight["dynamic"]["peak_bytes"] <= need
 
 
@@ -259,7 +278,9 @@ def test_what_cannot_fit_is_refused_with_bytes_and_node(tmp_path):
     e = caught.value
     over = int(e.what.split(": ")[1].split()[0].replace(",", ""))
     assert e.where.startswith("node '") and "wa" in e.why and over > 0 and list(tmp_path.iterdir()) == [path]
-    auto_shard.auto_shard(auto_shard.Options(model=path, devices=3, memory=str(3000 + over), proportions=(1.0,)))  # exactly so many are missing
+    auto_shard.auto_shard(
+        auto_shard.Options(model=path, devices=3, memory=str(3000 + over), proportions=(1.0,))
+    )  # exactly so many are missing
     with pytest.raises(PlanError):
         auto_shard.auto_shard(auto_shard.Options(model=path, devices=3, memory=str(3000 + over - 1), proportions=(1.0,)))
 
@@ -315,7 +336,11 @@ def test_subgraphs_of_nodes_are_marked_too_and_symbols_are_bound(tmp_path, capsy
         side: onnx.helper.make_graph([N(op, ["h"], [side], f"in_{side}")], side, [], [onnx.helper.make_tensor_value_info(side, T.FLOAT, None)])
         for side, op in (("yes", "Relu"), ("no", "Neg"))
     }  # fmt: skip
-    nodes = [N("MatMul", ["x", "w"], ["h"], "mm"), N("If", ["c"], ["i"], "if", then_branch=body["yes"], else_branch=body["no"]), N("Add", ["i", "h"], ["y"], "add")]
+    nodes = [
+        N("MatMul", ["x", "w"], ["h"], "mm"),
+        N("If", ["c"], ["i"], "if", then_branch=body["yes"], else_branch=body["no"]),
+        N("Add", ["i", "h"], ["y"], "add"),
+    ]
     model = net(nodes, {"x": (T.FLOAT, ["batch", 4]), "c": (T.BOOL, [])}, {"y": T.FLOAT}, {"w": f32(4, 4)})
     document = shard(capsys, "--input-model", save(model, tmp_path), "--num-devices", 2, "--shape", "batch=6")
     model = onnx.load(document["output"])

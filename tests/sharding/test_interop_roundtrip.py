@@ -38,7 +38,9 @@ def cuts(build) -> int:
 
 
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
-@pytest.mark.parametrize("name", ["mlp", "conv_chain", "attention", "norms", "views", "gathers", "opaques", "residual", "halves"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "conv_chain", "attention", "norms", "views", "gathers", "opaques", "residual", "halves"]
+)
 def test_round_trip(name, mesh, fast, tmp_path):
     source, target = tmp_path / "m.onnx", tmp_path / "sharded.onnx"
     onnx.save(MODELS[name](), source)
@@ -228,7 +230,12 @@ def test_views_and_stages_are_listed_not_dropped(tmp_path):
 
 
 def test_symbolic_models_remember_their_sizes(tmp_path):
-    m = net([N("MatMul", ["x", "w"], ["h"], "mm"), N("Relu", ["h"], ["y"], "act")], {"x": (T.FLOAT, ["batch", 16])}, {"y": T.FLOAT}, {"w": f32(16, 8)})
+    m = net(
+        [N("MatMul", ["x", "w"], ["h"], "mm"), N("Relu", ["h"], ["y"], "act")],
+        {"x": (T.FLOAT, ["batch", 16])},
+        {"y": T.FLOAT},
+        {"w": f32(16, 8)},
+    )
     m.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", T.FLOAT, ["batch", 8]))
     (tmp_path / "m.onnx").write_bytes(m.SerializeToString())
     before = tapestry.compile(tmp_path / "m.onnx", devices=4, shapes={"batch": 12}, pins=["mm:i=4@d0"])

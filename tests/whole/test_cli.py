@@ -50,7 +50,9 @@ def test_compile_document(tmp_path):
     assert d["nodes"] == 7 and d["devices"] == 4 and len(d["peak_bytes"]) == 4
     assert 0 < d["lower_bound_s"] <= d["objective_s"] and 0 <= d["gap"] < 1
     assert d["certificate"]["passed"] is True and all(isinstance(n, int) and n > 0 for n in d["certificate"]["laws"].values())
-    assert {"ssa", "written_once", "read_after_write", "split_partition", "access_preserved", "memory"} <= set(d["certificate"]["laws"])
+    assert {"ssa", "written_once", "read_after_write", "split_partition", "access_preserved", "memory"} <= set(
+        d["certificate"]["laws"]
+    )
     assert set(d["seconds"]) >= {"lift", "simplify", "search", "verify", "codegen", "total"}
     assert all({"kind", "count", "bytes"} <= set(t) for t in d["transfers"])
     assert d["kernels"] == len(list((tmp_path / "b" / "kernels").glob("*.py"))) > 0
@@ -93,7 +95,9 @@ def test_a_wrong_result_is_exit_1(build, tmp_path, monkeypatch):
 
     real = model_outputs.reference
     for spoil in (lambda a: a + 1, lambda a: np.full_like(a, np.nan), lambda a: a[..., :-1], lambda a: a.astype(np.float64)):
-        monkeypatch.setattr(model_outputs, "reference", lambda m, f, s=spoil: (real(m, f)[0], {k: s(v) for k, v in real(m, f)[1].items()}))
+        monkeypatch.setattr(
+            model_outputs, "reference", lambda m, f, s=spoil: (real(m, f)[0], {k: s(v) for k, v in real(m, f)[1].items()})
+        )
         status, out, _err = run("run", build, "--check", "--json")
         assert status == 1, spoil
         assert json.loads(out)["passed"] is False
@@ -145,7 +149,14 @@ def test_opt(tmp_path):
     assert status == 0 and "split n/3 mesh.d0" in out
     d = document("opt", path, "-r", "split@y{dim=n,parts=3,to=mesh.d0}", "--print-between")
     assert len(d["between"]) == 1 and d["laws"]["split_partition"] == 1
-    for move in ("split@y{dim=n,parts=8,to=mesh.d0}", "split@nope{dim=n,parts=2,to=time}", "nope@y", "???", "split@y{dim=n}", "split@y{dim=n,parts=x,to=time}"):
+    for move in (
+        "split@y{dim=n,parts=8,to=mesh.d0}",
+        "split@nope{dim=n,parts=2,to=time}",
+        "nope@y",
+        "???",
+        "split@y{dim=n}",
+        "split@y{dim=n,parts=x,to=time}",
+    ):
         status, out, err = run("opt", path, "-r", move)
         assert status == 2 and out == "" and "tapestry opt:" in err, move
     path.write_text("graph g\nnonsense\n")
@@ -168,14 +179,24 @@ def test_json_errors_are_documents(tmp_path, symbolic):
 
 
 def test_nothing_but_json_on_standard_output(tmp_path):
-    for argv in (["compile", save("mlp"), "-o", tmp_path / "b"], ["run", tmp_path / "b", "--check"], ["verify", tmp_path / "b"], ["explain", tmp_path / "b"], ["rules"]):
+    for argv in (
+        ["compile", save("mlp"), "-o", tmp_path / "b"],
+        ["run", tmp_path / "b", "--check"],
+        ["verify", tmp_path / "b"],
+        ["explain", tmp_path / "b"],
+        ["rules"],
+    ):
         status, out, _ = run(*argv, "--json", "-v")
         assert status == 0
         json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_quiet_says_nothing(tmp_path):
-    for argv in (["compile", save("mlp"), "-o", tmp_path / "b"], ["run", tmp_path / "b", "--check"], ["verify", tmp_path / "b"]):
+    for argv in (
+        ["compile", save("mlp"), "-o", tmp_path / "b"],
+        ["run", tmp_path / "b", "--check"],
+        ["verify", tmp_path / "b"],
+    ):
         assert run(*argv, "-q") == (0, "", "")
 
 
@@ -254,7 +275,16 @@ def test_bad_inputs_of_run(build, tmp_path):
     np.save(tmp_path / "double.npy", np.zeros((2, 5, 12)))
     np.save(tmp_path / "pickled.npy", np.array([{}], object), allow_pickle=True)
     (tmp_path / "junk.npy").write_bytes(b"junk")
-    for item in ("x", "x=", f"x={tmp_path}/none.npy", f"x={tmp_path}/wrong.npy", f"x={tmp_path}/double.npy", f"x={tmp_path}/pickled.npy", f"x={tmp_path}/junk.npy", f"nope={tmp_path}/wrong.npy"):
+    for item in (
+        "x",
+        "x=",
+        f"x={tmp_path}/none.npy",
+        f"x={tmp_path}/wrong.npy",
+        f"x={tmp_path}/double.npy",
+        f"x={tmp_path}/pickled.npy",
+        f"x={tmp_path}/junk.npy",
+        f"nope={tmp_path}/wrong.npy",
+    ):
         status, out, err = run("run", build, "--input", item, "--output", tmp_path / "o")
         assert status == 2 and out == "" and err.startswith("tapestry run: "), item
         assert not (tmp_path / "o").exists()
@@ -293,7 +323,11 @@ def test_a_rule_of_ones_own_makes_the_plan_better(tmp_path):
 
 
 def test_rules_that_do_not_load(tmp_path):
-    for name, text in (("syntax", "def"), ("raises", "1/0"), ("norule", "from tapestry.rewrites.core.rule import register\n@register\nclass X: pass")):
+    for name, text in (
+        ("syntax", "def"),
+        ("raises", "1/0"),
+        ("norule", "from tapestry.rewrites.core.rule import register\n@register\nclass X: pass"),
+    ):
         path = tmp_path / f"{name}.py"
         path.write_text(text)
         status, _, err = run("rules", "--rules", path)
@@ -312,7 +346,13 @@ def test_python_interface(tmp_path):
     again = tapestry.load(tmp_path / "b")
     assert np.array_equal(again.run(c.feeds)["y"], build.run(c.feeds)["y"])
     assert again.report["objective_s"] == build.report["objective_s"]
-    for feeds in ({}, {**c.feeds, "nope": c.feeds["x"]}, {"x": c.feeds["x"][:3]}, {"x": c.feeds["x"].astype(np.float64)}, {"x": [[1, 2], [3]]}):
+    for feeds in (
+        {},
+        {**c.feeds, "nope": c.feeds["x"]},
+        {"x": c.feeds["x"][:3]},
+        {"x": c.feeds["x"].astype(np.float64)},
+        {"x": [[1, 2], [3]]},
+    ):
         with pytest.raises(TapestryError):
             build.run(feeds)
     with pytest.raises(TapestryError):
@@ -344,7 +384,18 @@ def test_awkward_names(tmp_path):
     m = net(nodes, {"in put/0": (T.FLOAT, [4, 3])}, {"../out:0": T.FLOAT}, {'w"q': f32(3, 5)})
     path = tmp_path / "names.onnx"
     path.write_bytes(m.SerializeToString())
-    d = document("compile", path, "-o", tmp_path / "b", "--devices", "2", "--pin", "/layer.0/mat mul:i=2@d0", "--layout", "in put/0:0=2@d0")
+    d = document(
+        "compile",
+        path,
+        "-o",
+        tmp_path / "b",
+        "--devices",
+        "2",
+        "--pin",
+        "/layer.0/mat mul:i=2@d0",
+        "--layout",
+        "in put/0:0=2@d0",
+    )
     assert d["certificate"]["passed"]
     status, _, err = run("run", tmp_path / "b", "--check", "--output", tmp_path / "out", "-q")
     assert status == 0, err
@@ -361,16 +412,17 @@ def test_a_model_with_no_operations(tmp_path):
 
 
 def test_empty_tensors(tmp_path):
-    m = net([N("Relu", ["x"], ["r"], "relu"), N("Concat", ["r", "z"], ["y"], "cat", axis=0)], {"x": (T.FLOAT, [0, 3]), "z": (T.FLOAT, [2, 3])}, {"y": T.FLOAT, "r": T.FLOAT})
+    m = net(
+        [N("Relu", ["x"], ["r"], "relu"), N("Concat", ["r", "z"], ["y"], "cat", axis=0)],
+        {"x": (T.FLOAT, [0, 3]), "z": (T.FLOAT, [2, 3])},
+        {"y": T.FLOAT, "r": T.FLOAT},
+    )
     path = tmp_path / "empty.onnx"
     path.write_bytes(m.SerializeToString())
     status, _, err = run("compile", path, "-o", tmp_path / "b", "--devices", "2", "-q")
     assert status in (0, 2), err
     if status == 0:
         assert run("run", tmp_path / "b", "--check", "-q")[0] == 0
-
-
-
 
 
 @pytest.mark.slow

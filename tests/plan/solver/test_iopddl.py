@@ -225,7 +225,10 @@ def planted(seed: int, count: int, labels: int, *, slack: float, chain: bool = T
     plant = [int(np.argmin(u)) if rng.random() < 0.7 else int(rng.integers(len(u))) for u in usages]
     pairs, tables = [], []
     for i in range(1, count):
-        for j in {i - 1 if chain else int(rng.integers(0, i)), *rng.integers(max(0, i - 60), i, int(rng.integers(0, 2))).tolist()}:
+        for j in {
+            i - 1 if chain else int(rng.integers(0, i)),
+            *rng.integers(max(0, i - 60), i, int(rng.integers(0, 2))).tolist(),
+        }:
             if sizes[i] == sizes[j] and rng.random() < 0.3:  # one to one, the planted labels together
                 table = np.full((sizes[j], sizes[i]), INFINITE, object)
                 for a in range(sizes[j]):
@@ -240,7 +243,10 @@ def planted(seed: int, count: int, labels: int, *, slack: float, chain: bool = T
     return {**problem, "usage_limit": int(iopddl.evaluate(problem, plant)[1] * (1 + slack))}
 
 
-@pytest.mark.parametrize(("count", "labels", "slack", "chain"), [(300, 6, 0.02, True), (300, 6, 0.1, False), (1500, 4, 0.05, True), (80, 40, 0.05, True)])
+@pytest.mark.parametrize(
+    ("count", "labels", "slack", "chain"),
+    [(300, 6, 0.02, True), (300, 6, 0.1, False), (1500, 4, 0.05, True), (80, 40, 0.05, True)],
+)
 def test_tight_limits_are_kept_to(count, labels, slack, chain):
     """The cheapest choices pass the limit by far; some that keep to it are found, in any case."""
     problem = planted(count, count, labels, slack=slack, chain=chain)
@@ -261,7 +267,11 @@ def test_parallel_pairs_that_leave_nothing_one_to_one(seed):
     for _ in range(3):
         allowed = rng.permutation(size)
         tables.append([0 if allowed[a] == b or rng.random() < 0.3 else INFINITE for a in range(size) for b in range(size)])
-    nodes = {"intervals": [[0, 1]] * 3, "costs": [rng.integers(0, 9, size).tolist() for _ in range(3)], "usages": [[1] * size] * 3}
+    nodes = {
+        "intervals": [[0, 1]] * 3,
+        "costs": [rng.integers(0, 9, size).tolist() for _ in range(3)],
+        "usages": [[1] * size] * 3,
+    }
     edges = {"nodes": [[0, 1], [1, 0], [1, 2]], "costs": tables}
     problem = {"nodes": nodes, "edges": edges, "usage_limit": 10}
     found, best = pairwise.solve(iopddl.instance(problem), 5.0), brute(problem)
