@@ -5,7 +5,7 @@ Each call has one thread, whatever torch is set to: which kernel is taken, and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +47,7 @@ def build(graph: Graph, kernel: Kernel) -> kernels.Run:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> Generator[None]:
     before = torch.get_num_threads()
     if before == 1:
         yield

@@ -17,6 +17,7 @@ from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held, product
 from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
+from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.c import pooling, row_norms
 from tapestry.codegen.torch_cpu.c.maps_c import mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
@@ -205,7 +206,7 @@ def from_numpy(a: Any) -> Any:
         return a
     a = np.ascontiguousarray(a).reshape(a.shape)  # numpy would make a scalar a vector
     if a.dtype.name == "bfloat16":
-        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+        return tensor_of(a.view(np.int16)).view(torch.bfloat16)
     if a.dtype.itemsize == 1 and a.dtype.name in _BITS:  # a type that torch does not have, or has otherwise: its bits
         a = a.view(np.uint8)
-    return torch.from_numpy(a if a.flags.writeable else a.copy())
+    return tensor_of(a if a.flags.writeable else a.copy())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tapestry import api
+from tapestry import api, passes
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton import KernelConfig
 from tapestry.codegen.triton.run import tuned
@@ -97,7 +97,7 @@ def test_a_build_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     first = kernel_sources.kernels(graph, program)[0]
     changed = replace(next(iter(kernel_sources.triton_kernels(graph, program).values())).config, num_warps=16, num_stages=5)
     cache.write(cache.key(graph, first), Choice(config=changed), {})
-    monkeypatch.setattr(tuned, "cache_of_target", lambda folder, target, precision: cache)
+    monkeypatch.setattr(passes, "cache_of_target", lambda folder, target, precision: cache)
     found = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
     assert list(found.build.knobs) == [kernel_sources.key_of(graph, first)]
     assert (

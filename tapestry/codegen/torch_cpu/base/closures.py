@@ -15,9 +15,14 @@ Tensor = torch.Tensor
 Args = Mapping[int, Tensor]
 Value = Callable[[Args, Sequence[Tensor]], Tensor]
 
+
+def _root_in_place(x: Tensor) -> Tensor:
+    return scalars.root(x, x)
+
+
 _PLACE: dict[str, Callable[..., Tensor]] = {
     "add": torch.Tensor.add_, "sub": torch.Tensor.sub_, "mul": torch.Tensor.mul_, "div": torch.Tensor.div_,
-    "exp": torch.Tensor.exp_, "sqrt": lambda x: scalars.root(x, x), "tanh": torch.Tensor.tanh_, "erf": torch.Tensor.erf_,
+    "exp": torch.Tensor.exp_, "sqrt": _root_in_place, "tanh": torch.Tensor.tanh_, "erf": torch.Tensor.erf_,
     "sigmoid": torch.Tensor.sigmoid_, "neg": torch.Tensor.neg_, "abs": torch.Tensor.abs_,
 }  # fmt: skip
 _BOUND = {"max": (torch.clamp_min, torch.Tensor.clamp_min_), "min": (torch.clamp_max, torch.Tensor.clamp_max_)}
@@ -68,6 +73,11 @@ def _node(e: Expr, index: Mapping[Index, Tensor], owned: bool) -> Node:
         case Index():
             values = index[e]
             return Node(lambda args, states: values, False)
+        case Call():
+            return _call(e, index, owned)
+
+
+def _call(e: Call, index: Mapping[Index, Tensor], owned: bool) -> Node:
     found = native(e)
     if found:
         return _unary(_node(found[1], index, owned), *NATIVE[found[0]])

@@ -104,7 +104,7 @@ def conv(
 
     def run(x: Tensor, w: Tensor) -> Tensor:
         w = w[w_take]
-        parts = []
+        parts: list[Tensor] = []
         for first, count, o0, o1 in groups:
             piece = x[(rows, slice(first - x_box[1][0], first - x_box[1][0] + w.shape[1] * count), *takes)]
             if not even:

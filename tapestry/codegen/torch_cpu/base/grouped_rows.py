@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tapestry.ir.graph import Block, Dim, Graph
-from tapestry.ir.index import dim
+from tapestry.ir.index import Aff, dim
 from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.state import row_groups
 from tapestry.rewrites.core.edit import fresh_dim, reindex
@@ -25,7 +25,7 @@ def regrouped(op: Block, graph: Graph, kernel: Kernel) -> tuple[Graph, Kernel] |
     found = {n: k for n, k in row_groups(op).items() if k < sizes[n] and not (box[n][0] % k or box[n][1] % k)}
     if not found:
         return None
-    cut, bounds, env = list[Dim](), list[tuple[int, int]](), {}
+    cut, bounds, env = list[Dim](), list[tuple[int, int]](), dict[str, Aff]()
     for d in op.dims:
         k, (lo, hi) = found.get(d.name, 0), box[d.name]
         if not k:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.ir.philox import philox
 from tapestry.ir.types import FLOAT8, STORED, numpy_dtype
 
@@ -16,8 +17,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
     "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64, "c64": torch.complex64, "c128": torch.complex128,
 }  # fmt: skip
+TORCH_DTYPES.update({d: torch.uint8 for d in STORED if d not in TORCH_DTYPES})  # held as their bits
 _FLOAT8 = {d: getattr(torch, numpy_dtype(d).name) for d in FLOAT8}
-TORCH_DTYPES |= {d: torch.uint8 for d in STORED if d not in TORCH_DTYPES}  # held as their bits
 
 
 def _div(a: Tensor, b: Tensor) -> Tensor:
@@ -32,7 +33,11 @@ def _div(a: Tensor, b: Tensor) -> Tensor:
 
 def _rest(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A remainder; that of an integer over 0 is 0, as over 1."""
-    return lambda a, b: fn(a, b if a.is_floating_point() else b.masked_fill(b == 0, 1))
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        return fn(a, b if a.is_floating_point() else b.masked_fill(b == 0, 1))
+
+    return run
 
 
 def _sign(x: Tensor) -> Tensor:
@@ -51,16 +56,19 @@ def root(x: Tensor, out: Tensor | None = None) -> Tensor:
         if out is not None:
             np.sqrt(x.numpy(), out=out.numpy())
             return out
-        return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
+        return tensor_of(np.asarray(np.sqrt(x.numpy())))
 
 
 def _philox(key: Tensor, stream: Tensor, draw: Tensor, word: Tensor, index: Tensor) -> Tensor:
     arrays = [np.asarray(x.numpy()) for x in (key, stream, draw, word, index)]
-    return torch.from_numpy(np.ascontiguousarray(philox(*arrays)))
+    return tensor_of(np.ascontiguousarray(philox(*arrays)))
 
 
 def _either(logical: Callable[..., Tensor], bitwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda a, *b: logical(a, *b) if a.dtype == torch.bool else bitwise(a, *b)
+    def run(*operands: Tensor) -> Tensor:
+        return (logical if operands[0].dtype == torch.bool else bitwise)(*operands)
+
+    return run
 
 
 TABLE: dict[str, Callable[..., Tensor]] = {
@@ -93,7 +101,7 @@ def apply(fn: str, operands: list[Tensor]) -> Tensor:
     """One primitive."""
     if operands[-1].dtype in UNSIGNED:
         with np.errstate(all="ignore"):
-            return torch.from_numpy(np.array(UNSIGNED_ROWS[fn](*(o.numpy() for o in operands))))
+            return tensor_of(np.array(UNSIGNED_ROWS[fn](*(o.numpy() for o in operands))))
     return TABLE[fn](*operands)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.ir.graph import Dim, Guard, Read
 from tapestry.ir.index import Aff, Atom, Floor, bounds, dims_of, evaluate
 from tapestry.ir.kernel import Box
@@ -77,7 +78,7 @@ class Remembered:
 def index_values(e: Aff, frame: Frame) -> Tensor:
     """Values of an index expression over a block, in global coordinates; a part of their memory, so that no result is that."""
     value = np.asarray(evaluate(e, frame.grid()), np.int64)
-    memory = torch.from_numpy(np.append(value, 0))
+    memory = tensor_of(np.append(value, 0))
     return memory[:-1].view(value.shape or (1,) * len(frame.dims))
 
 
@@ -191,14 +192,14 @@ def _selected(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fet
         if e.is_affine and all(c > 0 for _, c in e.terms):
             continue
         names = dims_of(e)
-        others = frozenset().union(*(dims_of(o) for k, o in enumerate(read.index) if k != i))
+        others = frozenset[str]().union(*(dims_of(o) for k, o in enumerate(read.index) if k != i))
         if len(names) != 1 or names & others:
             return None
         name = next(iter(names))
         values = np.ravel(evaluate(e, frame.grid()))
         if not values.size or values.min() < box[i][0] or values.max() >= box[i][1]:
             return None
-        picks.append((i, torch.from_numpy(np.ascontiguousarray(values - box[i][0]))))
+        picks.append((i, tensor_of(np.ascontiguousarray(values - box[i][0]))))
         index[i] = Aff(((name, 1),))
         new_box[i] = next(b for d, b in zip(frame.dims, frame.box, strict=True) if d.name == name)
     extents = tuple(hi if i in dict(picks) else n for i, ((_, hi), n) in enumerate(zip(new_box, shape, strict=True)))
@@ -223,9 +224,9 @@ def _gathered(read: Read, frame: Frame, box: Box, shape: tuple[int, ...]) -> Fet
         v = np.asarray(evaluate(e, frame.grid()), np.int64)
         valid = valid & (v >= max(0, lo)) & (v < min(n, hi))
         flat = flat * (hi - lo) + np.clip(v, lo, max(lo, hi - 1)) - lo
-    positions = torch.from_numpy(np.ascontiguousarray(flat))
+    positions = tensor_of(np.ascontiguousarray(flat))
     everywhere = bool(valid.all())
-    ok = torch.from_numpy(np.ascontiguousarray(valid))
+    ok = tensor_of(np.ascontiguousarray(valid))
     fill = 0 if read.other is None else read.other
 
     def fetch(buffer: Tensor) -> Tensor:

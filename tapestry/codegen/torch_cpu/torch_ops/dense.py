@@ -291,7 +291,9 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
         call.fixed &= shares(x, held(ins[at]))
         return call
 
-    array = lambda memory: memory.as_strided(shape, strides)  # noqa: E731
+    def array(memory: Tensor) -> Tensor:
+        return memory.as_strided(shape, strides)
+
     link = ours.link and replace(ours.link, image=at)
     return _Dense(found.w, Pack((ours.key,), ours.pack), then, record=record, array=array, link=link)
 
@@ -308,6 +310,3 @@ def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable
         return call(x.contiguous(memory_format=torch.channels_last), w, bias, pads, stride, dilation, count, "none", [], "")
 
     return pack, convolve
-
-
-__all__ = ["Pack", "Packable", "packable", "partial"]

@@ -14,6 +14,7 @@ import torch
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.point_values import Expressions
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
+from tapestry.codegen.torch_cpu.base.torch_api import int_mm
 from tapestry.ir.expr import Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -104,7 +105,7 @@ def one_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tenso
         columns = 128 * torch.sum(right, dim=0, keepdim=True, dtype=torch.int32)
         more, left = columns if more is None else more + columns, signed(left)
     left, right = _matrix(left), _matrix(right)
-    found = torch._int_mm(left, right) if out is None else torch._int_mm(left, right, out=out)
+    found = int_mm(left, right, out)
     return found if more is None else found.add_(more)
 
 
@@ -135,14 +136,14 @@ def exact() -> bool:
     cannot multiply and add bytes in one instruction (VNNI; AVX2 and the first AVX-512 cannot)."""
     a, b = torch.full((4, 64), 127, dtype=torch.int8), torch.full((64, 16), 127, dtype=torch.int8)
     mixed = [(a, b), (-a, b)] + ([(a.view(torch.uint8) + 128, b)] if takes_unsigned() else [])
-    return all(torch.equal(torch._int_mm(x, y).long(), x.long() @ y.long()) for x, y in mixed)
+    return all(torch.equal(int_mm(x, y).long(), x.long() @ y.long()) for x, y in mixed)
 
 
 @cache
 def takes_unsigned() -> bool:
     """Whether this torch multiplies unsigned bytes by signed ones."""
     try:
-        found = torch._int_mm(torch.full((1, 1), 200, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.int8))
+        found = int_mm(torch.full((1, 1), 200, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.int8))
     except RuntimeError:
         return False
     return int(found) == 200

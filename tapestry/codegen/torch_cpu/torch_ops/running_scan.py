@@ -10,6 +10,7 @@ import torch
 
 from tapestry.codegen.torch_cpu.base import scalars, state_merges
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
+from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.ir.graph import Block, Dim
 from tapestry.ir.index import dim
 from tapestry.ir.kernel import Box
@@ -53,8 +54,8 @@ def runs(op: Block, scan: Scan, block: Box) -> Runs:
     return Runs(
         Block(outs=op.outs, dims=dims, reduce=op.reduce, monoid=op.monoid, reads=body.reads, body=body.body),
         Frame(dims + op.reduce, box),
-        torch.from_numpy(places // q - first),
-        torch.from_numpy(np.clip(taken, 0, j1 - j0)),
+        tensor_of(places // q - first),
+        tensor_of(np.clip(taken, 0, j1 - j0)),
     )  # fmt: skip
 
 

@@ -7,12 +7,12 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
-from tapestry.codegen.triton.run.execute import launch_options, load
+from tapestry.codegen.triton.run.launcher import compile_pass
+from tapestry.codegen.triton.run.triton_api import interpreted, tool
 from tapestry.codegen.triton.task.chips import CHIPS, plain
 from tapestry.errors import TapestryError
 
@@ -60,10 +60,8 @@ def compile_ahead(tk: TritonKernel, target: str) -> tuple[Compiled, ...]:
     Raises:
         TapestryError: unknown target, a kernel with descriptors for a target without, or Triton is in interpreter mode.
     """
-    from triton import knobs
-
     name = plain(target)
-    if knobs.runtime.interpret:
+    if interpreted():
         raise TapestryError("Triton cannot compile in interpreter mode", where=tk.name, hint="unset TRITON_INTERPRET")
     if not CHIPS[name].descriptors and any(p.descriptors for p in tk.passes):
         raise TapestryError(
@@ -73,17 +71,10 @@ def compile_ahead(tk: TritonKernel, target: str) -> tuple[Compiled, ...]:
 
 
 def _compiled(tk: TritonKernel, one: Pass, name: str) -> Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     chip = CHIPS[name]
-    aligned: Any = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(one.params) if p not in one.descriptors}
-    source = ASTSource(fn=load(tk, one=one), signature=dict(one.signature), constexprs={}, attrs=aligned)
-    options = launch_options(one)
     if chip.backend == "hip":  # 64 KiB of shared memory and no asynchronous copies worth three stages
-        options["num_stages"] = min(2, one.num_stages)
-    built: Any = triton.compile(source, target=GPUTarget(chip.backend, chip.arch, chip.warp), options=options)
+        one = replace(one, num_stages=min(2, one.num_stages))
+    built = compile_pass(tk, one, (chip.backend, chip.arch, chip.warp))
     shared = int(built.metadata.shared)
     resources = _cuda(built.asm["cubin"], shared) if chip.backend == "cuda" else _amd(built.asm["amdgcn"], shared)
     return Compiled(name=one.function, target=name, asm=dict(built.asm), resources=resources)
@@ -138,8 +129,5 @@ def _number(pattern: str, text: str) -> int:
 
 def _tool(name: str, *args: str) -> str:
     """Output of a disassembler shipped in the Triton wheel."""
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    done = subprocess.run([str(path), *args], capture_output=True, text=True, check=True)  # noqa: S603
+    done = subprocess.run([str(tool(name)), *args], capture_output=True, text=True, check=True)  # noqa: S603
     return done.stdout

@@ -17,8 +17,9 @@ from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.run import library
 from tapestry.codegen.triton.run.execute import launch
-from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all, here
+from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all
 from tapestry.codegen.triton.run.local_gpu import chip_name
+from tapestry.codegen.triton.run.triton_api import here
 from tapestry.codegen.triton.run.tuned import Choice, Tuned, config_from
 from tapestry.codegen.triton.task.chips import DEFAULT
 from tapestry.codegen.triton.task.lowered import unavailable

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.run.interpreter import corrected
+from tapestry.codegen.triton.run.triton_api import interpreted, module
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.types import FLOAT8
 
@@ -58,12 +59,10 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
     Raises:
         TapestryError: CPU tensors without Triton's interpreter.
     """
-    from triton import knobs
-
     assert len(arrays) == len(tk.args), f"{tk.name} takes {tk.args}"
     assert all(a.is_contiguous() for a in arrays), "buffers are row-major"
-    interpreted = bool(knobs.runtime.interpret)
-    if not interpreted and any(a.device.type == "cpu" for a in arrays):
+    on_host = interpreted()
+    if not on_host and any(a.device.type == "cpu" for a in arrays):
         raise TapestryError(
             "a Triton kernel cannot run on the CPU",
             where=tk.name,
@@ -72,7 +71,7 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
     buffers = [*(aligned(a) for a in arrays), *scratch(tk, arrays[-1].device)]
     for one in tk.launches:
         function = load(tk, one=one)[one.grid]
-        if interpreted:
+        if on_host:
             with corrected():
                 function(*arguments(one, buffers))
         else:
@@ -104,10 +103,8 @@ def arguments(one: Pass, buffers: Sequence[torch.Tensor]) -> list[Any]:
         if (d := one.descriptors.get(param)) is None:
             out.append(_viewed(buffers[at], one.signature[param]))
             continue
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        base = _viewed(buffers[at], one.signature[param])
-        out.append(TensorDescriptor(base, list(d.shape), list(d.strides), list(d.block)))
+        descriptor = module("triton.tools.tensor_descriptor").TensorDescriptor
+        out.append(descriptor(_viewed(buffers[at], one.signature[param]), list(d.shape), list(d.strides), list(d.block)))
     return out
 
 

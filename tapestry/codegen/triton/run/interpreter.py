@@ -10,21 +10,22 @@ arrays of one element, which numpy since 2.4 does not take for numbers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+
+from tapestry.codegen.triton.run.triton_api import module
 
 _METHODS = ("create_dot", "create_splat", "cast_impl", "create_fp_to_fp")
 
 
 @contextmanager
-def corrected() -> Iterator[None]:
+def corrected() -> Generator[None]:
     """Run kernels in the interpreter as a GPU would: see above; and no numpy warnings of overflow or 0/0."""
     import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
 
-    builder: Any = interpreter.InterpreterBuilder
+    tl, interpreter = module("triton.language"), module("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
     dot, splat, cast, convert = plain = [getattr(builder, n) for n in _METHODS]
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -54,7 +55,7 @@ def corrected() -> Iterator[None]:
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
+        scope.set_attr(tensor, "__index__", _integer)
 
     for name, method in zip(_METHODS, (create_dot, create_splat, cast_impl, create_fp_to_fp), strict=True):
         setattr(builder, name, method)
@@ -67,6 +68,10 @@ def corrected() -> Iterator[None]:
         interpreter._patch_lang_tensor = patch_tensor
         for name, method in zip(_METHODS, plain, strict=True):
             setattr(builder, name, method)
+
+
+def _integer(value: Any) -> int:
+    return int(value.handle.data.item())
 
 
 def _nearest(data: Any) -> Any:
@@ -83,8 +88,8 @@ def _floats(handle: Any) -> Any:
     """Floats of 8 bits and bf16, which are held as their bits, as f32; ``None`` for values of another kind."""
     import ml_dtypes
     import numpy as np
-    import triton.language as tl
 
+    tl = module("triton.language")
     kinds: dict[Any, Any] = {
         tl.bfloat16: ml_dtypes.bfloat16,
         tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e4b8: ml_dtypes.float8_e4m3fnuz, tl.float8e5: ml_dtypes.float8_e5m2,

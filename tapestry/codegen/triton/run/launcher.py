@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.run.execute import arguments, launch, launch_options, load, scratch
+from tapestry.codegen.triton.run.triton_api import ALIGNMENT, Architecture, compiled, driver, here, interpreted, module
 from tapestry.errors import TapestryError
 
 if TYPE_CHECKING:
@@ -20,16 +21,7 @@ if TYPE_CHECKING:
 
 Call = Callable[[], None]
 Shared = dict[tuple[int, str], "list[torch.Tensor]"]
-Architecture = tuple[str, int | str, int]  # Triton's backend, architecture and threads per warp
 _COMPILED: dict[tuple[object, ...], Any] = {}
-_ALIGNED = 16  # bytes: of pointers that 128-bit accesses may start at
-
-
-def interpreted() -> bool:
-    """Whether this process runs kernels in Triton's interpreter."""
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor], shared: Shared | None = None) -> Call:
@@ -73,16 +65,14 @@ def _between(tk: TritonKernel, device: torch.device, shared: Shared) -> list[tor
 
 def _bound(tk: TritonKernel, one: Pass, buffers: tuple[torch.Tensor, ...]) -> Call:
     """One launch on these buffers."""
-    from triton.runtime import driver
-
     taken = tuple(buffers[k] for k in one.takes)
-    aligned = tuple(i for i, (p, a) in enumerate(zip(one.params, taken, strict=True)) if p not in one.descriptors and _even(a))
+    pointers = [i for i, p in enumerate(one.params) if p not in one.descriptors]
+    aligned = tuple(i for i in pointers if taken[i].data_ptr() % ALIGNMENT == 0)
     device = taken[0].device.index
-    compiled = _loaded(tk, one, aligned, device)
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    loaded = _loaded(tk, one, aligned, device)
+    run, function, packed = loaded.run, loaded.function, loaded.packed_metadata
     x, y, z = (*one.grid, 1, 1)[:3]
-    active: Any = driver.active
-    stream = active.get_current_stream
+    stream = driver().get_current_stream
     values = arguments(one, buffers)  # pointers as numbers: the launcher asks the driver about anything else
     values = [v if p in one.descriptors else v.data_ptr() for p, v in zip(one.params, values, strict=True)]
 
@@ -106,39 +96,19 @@ def compile_all(made: Sequence[TritonKernel], architecture: Architecture, thread
 
 def compile_pass(tk: TritonKernel, one: Pass, architecture: Architecture, aligned: tuple[int, ...] | None = None) -> Any:
     """A pass compiled, not loaded; ``aligned`` lists the arguments that begin at multiples of 16 bytes (default: all)."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     which = [i for i, p in enumerate(one.params) if p not in one.descriptors] if aligned is None else aligned
-    attributes: Any = {(i,): [["tt.divisibility", _ALIGNED]] for i in which}
-    source = ASTSource(fn=load(tk, one=one), signature=dict(one.signature), constexprs={}, attrs=attributes)
-    return triton.compile(source, target=GPUTarget(*architecture), options=launch_options(one))
-
-
-def here() -> Architecture:
-    """The architecture of the current GPU."""
-    from triton.runtime import driver
-
-    target: Any = driver.active.get_current_target()
-    return target.backend, target.arch, target.warp_size
-
-
-def _even(a: torch.Tensor) -> bool:
-    return a.data_ptr() % _ALIGNED == 0
+    return compiled(load(tk, one=one), one.signature, which, architecture, launch_options(one))
 
 
 def _loaded(tk: TritonKernel, one: Pass, aligned: tuple[int, ...], device: int) -> Any:
     """A pass as compiled for a device and loaded there; equal ones are compiled once."""
-    from triton.runtime.errors import OutOfResources
-
     options = tuple(sorted(launch_options(one).items()))
     key = (hashlib.sha256(tk.source.encode()).hexdigest(), one.function, options, aligned, device)
     if key not in _COMPILED:
         built = compile_pass(tk, one, here(), aligned)
         try:
             assert built.run is not None  # loads the machine code
-        except OutOfResources as e:
+        except module("triton.runtime.errors").OutOfResources as e:
             raise TapestryError("the kernel needs more than this GPU has", where=tk.name, why=str(e)) from None
         _COMPILED[key] = built
     return _COMPILED[key]

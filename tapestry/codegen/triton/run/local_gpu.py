@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tapestry.codegen.triton.run.launcher import interpreted
+from tapestry.codegen.triton.run.triton_api import interpreted
 from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, plain
 from tapestry.errors import TapestryError
 

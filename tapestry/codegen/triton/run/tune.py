@@ -24,8 +24,9 @@ from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.model.kernel_config import KernelConfig, candidates
 from tapestry.codegen.triton.run import library
-from tapestry.codegen.triton.run.launcher import Call, bind, compile_all, here
+from tapestry.codegen.triton.run.launcher import Call, bind, compile_all
 from tapestry.codegen.triton.run.local_gpu import chip_name
+from tapestry.codegen.triton.run.triton_api import here
 from tapestry.codegen.triton.run.tuned import Cache, Choice
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.errors import TapestryError

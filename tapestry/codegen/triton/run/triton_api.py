@@ -1,0 +1,47 @@
+"""What is used of the ``triton`` package, which has no type stubs. It is imported at first use: that takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Architecture = tuple[str, int | str, int]  # Triton's backend, architecture and threads per warp
+ALIGNMENT = 16  # bytes: of pointers that 128-bit accesses may start at
+
+
+def module(name: str) -> Any:
+    """A module of Triton by its full name."""
+    return import_module(name)
+
+
+def interpreted() -> bool:
+    """Whether this process runs kernels in Triton's interpreter."""
+    return bool(module("triton").knobs.runtime.interpret)
+
+
+def driver() -> Any:
+    """The driver of the current GPU."""
+    return module("triton.runtime").driver.active
+
+
+def here() -> Architecture:
+    """The architecture of the current GPU."""
+    target = driver().get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
+def compiled(
+    function: Any, signature: Mapping[str, str], aligned: Iterable[int], target: Architecture, options: Mapping[str, Any]
+) -> Any:
+    """A jitted function compiled for a target; ``aligned`` lists the arguments that begin at multiples of 16 bytes."""
+    attributes = {(i,): [["tt.divisibility", ALIGNMENT]] for i in aligned}
+    source = module("triton.compiler").ASTSource(fn=function, signature=dict(signature), constexprs={}, attrs=attributes)
+    gpu = module("triton.backends.compiler").GPUTarget(*target)
+    return module("triton").compile(source, target=gpu, options=dict(options))
+
+
+def tool(name: str) -> Path:
+    """A disassembler that is shipped in the Triton wheel."""
+    return Path(module("triton").__file__).parent / "backends" / "nvidia" / "bin" / name
