@@ -238,7 +238,7 @@ def measured_configs(plan: PricedPlan, target: str, precision: str) -> dict[str,
         return {}
     cache = cache_of_target(flags.cache_folder(), target, precision)
     graph = plan.plan.graph
-    return {} if cache is None else recorded(cache, graph, kernel_sources.kernels(graph, plan.program))
+    return {} if cache is None else recorded(cache, graph, kernel_sources.distinct_kernels(graph, plan.program))
 
 
 def emit_kernels(plan: PricedPlan, target: str, precision: str, knobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -73,7 +73,7 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
 
     build, _ = store.read(folder)
     graph = build.plan.graph
-    counts = kernel_sources.launches(graph, build.program)
+    counts = dict(kernel_sources.distinct_kernels(graph, build.program).values())
     knobs = build.knobs if target == build.target else dict[str, Mapping[str, Any]]()
     made = kernel_sources.named_kernels(graph, build.program, target, build.precision, knobs)
     files: dict[str, bytes] = {}
@@ -83,7 +83,7 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
         stem = name.removesuffix(".py")
         files[name] = source.source.encode()
         compiled = compile_ahead(source, target)
-        found = rows_of(graph, kernel, source, stem, compiled, counts.get(kernel_sources.key_of(graph, kernel), 0))
+        found = rows_of(graph, kernel, source, stem, compiled, counts[kernel])
         for each, row in zip(compiled, found, strict=True):
             for kind, text in each.asm.items():
                 files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()

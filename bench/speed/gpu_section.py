@@ -22,7 +22,7 @@ from bench.speed import gpu_cases
 from bench.speed.gpu_cases import Case
 from bench.speed.gpu_models import Whole, wholes
 from tapestry import api
-from tapestry.codegen.kernel_sources import kernels
+from tapestry.codegen.kernel_sources import distinct_kernels
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.codegen.triton.run.device_target import TritonTarget
 from tapestry.codegen.triton.run.local_gpu import find_device
@@ -170,7 +170,7 @@ def tuned(
     """The fastest right knobs found within some seconds, if they beat the model's choice; ``seconds`` is brought up to date."""
     from tapestry.codegen.triton.run.tune import How, choose, local_candidates, measure
 
-    (kernel,) = kernels(ours.graph, ours.program)
+    ((kernel, _),) = distinct_kernels(ours.graph, ours.program).values()
     how = How(device=HERE, timer=clock, candidates=local_candidates(HERE))
     choice, found = choose(measure(ours.graph, kernel, how, time.monotonic() + limit))
     if choice.config is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tapestry.codegen.triton import generate, kernel_key, unavailable
@@ -16,39 +18,41 @@ from tapestry.ir.program import Launch, Program
 from tapestry.ir.syntax.printer import signature
 
 Configs = Mapping[str, Mapping[str, Any]]
-"""KernelConfig as data, by `key_of` of the kernel that they are for."""
+"""KernelConfig as data, by `kernel_key` of the kernel that they are for."""
 _NONE: Configs = {}
 
 
-def kernels(graph: Graph, program: Program) -> list[Kernel]:
-    """Every distinct kernel that the program launches and that Triton can express, in order of first use."""
-    seen: set[str] = set()
-    exact: set[tuple[object, ...]] = set()
-    whole: set[tuple[object, ...]] = set()
+def distinct_kernels(graph: Graph, program: Program) -> dict[str, tuple[Kernel, int]]:
+    """Every distinct kernel that the program launches and that Triton can express, in order of first use.
+
+    By `kernel_key`; with each, how often it is the launch of a step's first device.
+    """
     kinds = [signature(op, graph) for op in graph.ops]
-    out: list[Kernel] = []
+    of_step: dict[tuple[object, ...], str] = {}  # to the key of its first device's kernel
+    keys: dict[tuple[object, ...], str] = {}
+    found: dict[str, Kernel] = {}
+    counts: Counter[str] = Counter()
     for step in program.steps:
         if not isinstance(step, Launch) or unavailable(graph, step.op):
             continue
-        lists = [program.buffers[b].boxes if b else None for b in step.ins]
-        same = (kinds[step.op], step.mode, id(step.blocks), *map(id, lists))  # the program keeps the lists
-        if same in whole:
-            continue
-        whole.add(same)
-        results = [program.buffers[b].boxes for b in step.outs]
-        for d, block in enumerate(step.blocks):
-            if block is None:
-                continue
-            ins = tuple(boxes[d] if boxes is not None else None for boxes in lists)
-            if (kinds[step.op], step.mode, block, ins) in exact:
-                continue
-            exact.add((kinds[step.op], step.mode, block, ins))
-            kernel = Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=tuple(_box(r[d]) for r in results))
-            key = kernel_key(graph, kernel)
-            if key not in seen:
-                seen.add(key)
-                out.append(kernel)
-    return out
+        ins = [program.buffers[b].boxes if b else None for b in step.ins]
+        outs = [program.buffers[b].boxes for b in step.outs]
+        same = (kinds[step.op], step.mode, id(step.blocks), *map(id, (*ins, *outs)))  # the program keeps the lists
+        if same not in of_step:
+            made: list[str] = []
+            for d, block in enumerate(step.blocks):
+                if block is None:
+                    continue
+                boxes = tuple(b[d] if b is not None else None for b in ins)
+                kernel = Kernel(op=step.op, mode=step.mode, block=block, ins=boxes, outs=tuple(_box(b[d]) for b in outs))
+                exact = (kinds[step.op], replace(kernel, op=0))
+                if exact not in keys:
+                    keys[exact] = kernel_key(graph, kernel)
+                    found.setdefault(keys[exact], kernel)
+                made.append(keys[exact])
+            of_step[same] = made[0] if made else ""
+        counts[of_step[same]] += 1
+    return {key: (kernel, counts[key]) for key, kernel in found.items()}
 
 
 def named_kernels(
@@ -57,14 +61,14 @@ def named_kernels(
     """Kernels and what is generated for them, by file name.
 
     Args:
-        knobs: those of a build, by `key_of`; the model chooses the others for the target.
+        knobs: those of a build, by `kernel_key`; the model chooses the others for the target.
 
     Raises:
         BuildError: there are no such knobs.
     """
     out: dict[str, tuple[Kernel, TritonKernel]] = {}
-    for kernel in kernels(graph, program):
-        own = knobs.get(kernel_key(graph, kernel)) if knobs else None
+    for key, (kernel, _) in distinct_kernels(graph, program).items():
+        own = knobs.get(key)
         try:
             chosen = None if own is None else config_from(own)
         except ValueError as e:
@@ -77,39 +81,6 @@ def named_kernels(
     return out
 
 
-def triton_kernels(
-    graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Configs = _NONE
-) -> dict[str, TritonKernel]:
-    """Generated kernels by file name."""
-    return {name: made for name, (_, made) in named_kernels(graph, program, target, precision, knobs).items()}
-
-
-def launches(graph: Graph, program: Program) -> dict[str, int]:
-    """How often the first device that has any launches each kernel in one run, by `key_of`."""
-    kinds = [signature(op, graph) for op in graph.ops]
-    keys: dict[tuple[object, ...], str] = {}
-    out: dict[str, int] = {}
-    for step in program.steps:
-        if not isinstance(step, Launch) or unavailable(graph, step.op):
-            continue
-        found = next(((d, b) for d, b in enumerate(step.blocks) if b is not None), None)
-        if found is None:
-            continue
-        d, block = found
-        ins = tuple(program.buffers[b].boxes[d] if b else None for b in step.ins)
-        outs = tuple(_box(program.buffers[b].boxes[d]) for b in step.outs)
-        same = (kinds[step.op], step.mode, block, ins, outs)
-        if same not in keys:
-            keys[same] = kernel_key(graph, Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs))
-        out[keys[same]] = out.get(keys[same], 0) + 1
-    return out
-
-
-def key_of(graph: Graph, kernel: Kernel) -> str:
-    """Equal for kernels that are launched from one source."""
-    return kernel_key(graph, kernel)
-
-
 def without_kernel(graph: Graph) -> dict[str, str]:
     """Operations that no generated kernel computes: ONNX node (or first output) to the reason."""
     found = ((op, unavailable(graph, i)) for i, op in enumerate(graph.ops))
@@ -120,7 +91,7 @@ def triton_sources(
     graph: Graph, program: Program, target: str = DEFAULT, precision: str = "ieee", knobs: Configs = _NONE
 ) -> dict[str, str]:
     """File name to Triton source."""
-    return {name: k.source for name, k in triton_kernels(graph, program, target, precision, knobs).items()}
+    return {name: made.source for name, (_, made) in named_kernels(graph, program, target, precision, knobs).items()}
 
 
 def _box(box: Box | None) -> Box:

@@ -67,6 +67,3 @@ class TorchCpu:
         ours = [c for c in calls if isinstance(c, Call | Calls)]
         assert len(ours) == len(calls), "calls of another target"
         return batch(ours)
-
-
-__all__ = ["TorchCpu"]

@@ -17,7 +17,7 @@ from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
 from tapestry.codegen.torch_cpu.torch_ops.attention_torch import Match, match
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
-from tapestry.ir.graph import Block, Graph, Read
+from tapestry.ir.graph import Block, Read
 from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.kernel import Box, Kernel, size
 
@@ -57,7 +57,7 @@ class _Plan:
     group: int
 
 
-def attention(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
+def attention(op: Block, kernel: Kernel) -> Recorded | None:
     """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
     lib = conv_c.available()
     roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
@@ -116,13 +116,13 @@ def _plan(
     groups = {w.shared[n] for w in (k, v) for n in inner if w.steps.get(n)}
     rare = [w for w in (q, k, v, *rest) for n, g in w.shared.items() if g > 1 and not (n in inner and w in (k, v))]
     ends = ((q, roles.depth), (k, roles.depth), (v, roles.columns), *((w, (roles.key,)) for w in rest))
-    if rare or len(groups) > 1 or not all(_ends(w, names, w in rest, op, block) for w, names in ends):
+    if rare or len(groups) > 1 or not all(_ends(w, names, w in rest, block) for w, names in ends):
         return None
     heads = block[inner[0]][1] - block[inner[0]][0] if inner else 1
     return _Plan(q, k, v, rest[0] if rest else None, outer, inner, roles, groups.pop() if groups else heads)
 
 
-def _ends(w: _Walk, names: Sequence[str], absent: bool, op: Block, block: Intervals) -> bool:
+def _ends(w: _Walk, names: Sequence[str], absent: bool, block: Intervals) -> bool:
     """Whether the read's last axis, and no other, is the dimension, cell by cell; ``absent``: or no axis is."""
     last = len(w.first) - 1
     steps = [s for n in names for s in w.steps.get(n, ())]
@@ -195,6 +195,3 @@ def _out_stride(name: str, plan: _Plan, out: dict[str, int]) -> int:
 
 def _three(*values: int) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * 3)(*values)
-
-
-__all__ = ["attention"]

@@ -301,10 +301,8 @@ def _in_one_pass(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
     states = integers.product(op, graph, kernel, frame) if then else None
     if then is None or states is None:
         return None
-    tail, wanted = (
-        Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)])),
-        frame.extents[: len(op.dims)],
-    )
+    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
+    wanted = frame.extents[: len(op.dims)]
 
     def run(ins: Ins, _: Sequence[Tensor]) -> list[Tensor]:
         (total,) = found = states(ins)
@@ -326,7 +324,8 @@ def _find(op: Block, graph: Graph, kernel: Kernel) -> Convolution | None:
 
 
 def _matched(op: Block, bare: Block, graph: Graph, kernel: Kernel, parts: tuple[Narrow, Narrow]) -> Convolution | None:
-    here = localise(_zero_outside(bare), graph, kernel)
+    reads = tuple(r if r.other is None else replace(r, other=0.0) for r in bare.reads)
+    here = localise(replace(bare, reads=reads), graph, kernel)
     found = contract.conv_of(here)
     if found is None or kernel.ins[found.w] is None:
         return None
@@ -353,16 +352,9 @@ def _varies(op: Block, shift: Expr | None) -> frozenset[str]:
     return frozenset() if shift is None else dims_read(op, shift)
 
 
-def _zero_outside(op: Block) -> Block:
-    return replace(op, reads=tuple(r if r.other is None else replace(r, other=0.0) for r in op.reads))
-
-
 def _zero(op: Block, graph: Graph, kernel: Kernel, shift: Expr | None) -> Zero:
     if shift is None:
         return Zero(0)
     if isinstance(shift, Const):
         return Zero(int(shift.value))
     return Zero(None, shift_of(op, graph, kernel, Frame(op.space, kernel.block), shift))
-
-
-__all__ = ["convolution", "packable"]

@@ -26,6 +26,7 @@ from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.monoid import parts_of
 from tapestry.ir.recognise.contraction import only_sums, part
 from tapestry.ir.recognise.running_state import as_scan
+from tapestry.ir.state import layered
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.onnx_eval import opaque_node
 
@@ -42,10 +43,10 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])))
     if kernel.mode == "full":
         found = (
-            attention(op, graph, kernel)
-            or norms.layer_norm(op, graph, kernel)
-            or row_norms.rms_norm(op, graph, kernel)
-            or row_norms.mean(op, graph, kernel)
+            attention(op, kernel)
+            or norms.layer_norm(op, kernel)
+            or row_norms.rms_norm(op, kernel)
+            or row_norms.mean(op, kernel)
             or pooling.pooled(op, kernel)
         )
         if found:
@@ -53,13 +54,12 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         if cut := grouped_rows.regrouped(op, graph, kernel):
             run, wanted = build(*cut), [shape(b) for b in kernel.outs]
             return lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)]
-    states = _states(op, graph, kernel)
     if kernel.mode == "partial":
+        states = _states(op, graph, kernel)
         shapes = [shape(b) for b in kernel.outs]
         plain = _partial(op, lambda ins: [_once(s, wanted, ins) for s, wanted in zip(states(ins), shapes, strict=True)])
         return dense.partial(op, graph, kernel, plain)
-    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
-    plain = mapped(op, graph, kernel, lambda ins, _: tail(ins, states(ins)))
+    plain = mapped(op, graph, kernel, _whole(op, graph, kernel))
     return conv_int8.packable(op, graph, kernel, plain) or sibling_sums.packable(op, graph, kernel, plain, _whole)
 
 
@@ -101,7 +101,7 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         alone = [_states(part(op, k), graph, kernel) for k in range(len(op.body))]
         return lambda ins: [states(ins)[0] for states in alone]
     frame = Frame(op.space, kernel.block)
-    if layers.applies(op):
+    if layered(op):
         if not op.inner and (whole := _scan(op, graph, kernel)):
             return whole
         return (None if op.inner else gather(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
@@ -164,11 +164,7 @@ def _opaque(op: Opaque, graph: Graph, kernel: Kernel) -> Run:
         for (lo, hi), axis in zip(kernel.block, axes, strict=True):
             if axis is not None:
                 cut[axis] = slice(lo - box[axis][0], hi - box[axis][0])
-        sizes = list(graph.tensors[t].shape)
-        for (lo, hi), axis in zip(kernel.block, axes, strict=True):
-            if axis is not None:
-                sizes[axis] = hi - lo
-        takes.append((tuple(cut), tuple(sizes)))
+        takes.append((tuple(cut), tuple(s.stop - s.start for s in cut)))
 
     def run(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Any]:
         arrays = [None if c is None else _argument(held(x), c, d) for x, c, d in zip(ins, takes, dtypes, strict=True)]

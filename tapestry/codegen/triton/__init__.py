@@ -9,17 +9,6 @@ from tapestry.codegen.triton.task.kernel_form import KernelForm
 from tapestry.codegen.triton.task.lowered import unavailable
 
 __all__ = [
-    "Compiled",
-    "KernelConfig",
-    "KernelForm",
-    "Pass",
-    "TritonKernel",
-    "candidates",
-    "compile_ahead",
-    "default_config",
-    "generate",
-    "kernel_form",
-    "kernel_key",
-    "launch",
-    "unavailable",
+    "Compiled", "KernelConfig", "KernelForm", "Pass", "TritonKernel", "candidates", "compile_ahead", "default_config",
+    "generate", "kernel_form", "kernel_key", "launch", "unavailable",
 ]  # fmt: skip

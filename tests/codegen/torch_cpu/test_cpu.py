@@ -245,7 +245,7 @@ def test_pieces_digits_and_norms(tmp_path: Path) -> None:
     graph, program = c.build.plan.graph, c.build.program
     launches = [(s, graph.ops[s.op]) for s in program.steps if isinstance(s, Launch)]
     rows = [(s, op) for s, op in launches if isinstance(op, Block) and op.monoid == "moments"]
-    found = [norms.layer_norm(op, graph, kernel_of(s, 0, program)) for s, op in rows]
+    found = [norms.layer_norm(op, kernel_of(s, 0, program)) for s, op in rows]
     assert found and all(found)
 
 

@@ -183,7 +183,7 @@ def test_attention_on_buffers_as_they_are(
     assert isinstance(op, Block)
     ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
     kernel = Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, 51, 20)),))
-    run = attention_c.attention(op, graph, kernel)
+    run = attention_c.attention(op, kernel)
     assert run
     turned = [torch.from_numpy(feeds[r.tensor]) for r in op.reads]
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in turned]  # heads side by side

@@ -12,7 +12,7 @@ import torch
 
 from tapestry import api, passes
 from tapestry.codegen import kernel_sources
-from tapestry.codegen.triton import KernelConfig
+from tapestry.codegen.triton import KernelConfig, kernel_key
 from tapestry.codegen.triton.run import tuned
 from tapestry.codegen.triton.run.tuned import Cache, Choice, config_from, local_cache
 from tapestry.codegen.triton.run.tuned import _digest as digest
@@ -94,15 +94,14 @@ def test_a_build_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert plain.build.knobs == {}
     cache = Cache(tmp_path / "tune", "NVIDIA H200", "3.9.0")
     graph, program = plain.build.plan.graph, plain.build.program
-    first = kernel_sources.kernels(graph, program)[0]
-    changed = replace(next(iter(kernel_sources.triton_kernels(graph, program).values())).config, num_warps=16, num_stages=5)
+    (name, (first, made)), *_ = kernel_sources.named_kernels(graph, program).items()
+    changed = replace(made.config, num_warps=16, num_stages=5)
     cache.write(cache.key(graph, first), Choice(config=changed), {})
     monkeypatch.setattr(passes, "cache_of_target", lambda folder, target, precision: cache)
     found = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
-    assert list(found.build.knobs) == [kernel_sources.key_of(graph, first)]
-    assert (
-        kernel_sources.triton_kernels(graph, program, knobs=found.build.knobs)[f"{next(iter(plain.kernels))}"].config == changed
-    )
+    assert list(found.build.knobs) == [kernel_key(graph, first)]
+    assert next(iter(plain.kernels)) == name
+    assert kernel_sources.named_kernels(graph, program, knobs=found.build.knobs)[name][1].config == changed
     found.save(tmp_path / "b")
     build, _ = verify_build(tmp_path / "b")
     assert build.knobs == found.build.knobs

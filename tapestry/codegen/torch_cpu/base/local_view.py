@@ -39,7 +39,7 @@ class Local:
 def localise(op: Block, graph: Graph, kernel: Kernel) -> Local:
     """The block's own view; reads that cannot be told so simply keep their guards."""
     at = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
-    single = {d.name for d in op.dims if at[d.name][1] - at[d.name][0] == 1 and _named_in_floor(op, d, at)}
+    single = {d.name for d in op.dims if at[d.name][1] - at[d.name][0] == 1 and _named_in_floor(op, d)}
     env = {n: const(at[n][0]) for n in single}
     held: dict[int, Held] = {}
     reads: list[Read] = []
@@ -55,7 +55,7 @@ def localise(op: Block, graph: Graph, kernel: Kernel) -> Local:
     return Local(replace(op, dims=dims, reads=tuple(reads)), Frame(dims + op.reduce, kept), held)
 
 
-def _named_in_floor(op: Block, d: Dim, at: dict[str, tuple[int, int]]) -> bool:
+def _named_in_floor(op: Block, d: Dim) -> bool:
     """Whether a dimension of one point is a block's number: some read adds it to another dimension of the operation."""
     mixed = (e for r in op.reads for e in r.index if d.name in dims_of(e))
     return d.size > 1 and any(len(dims_of(e) - {x.name for x in op.reduce}) > 1 for e in mixed)

@@ -176,6 +176,3 @@ def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
         return Call(kernel, conv, native.Buffers(*map(_at, (x, w, bias, residual, None, out))), (x, w, bias, residual, out))
 
     return record
-
-
-__all__ = ["Convolve", "Kernel", "available", "convolve", "last", "multiply", "pack_panels"]

@@ -35,9 +35,12 @@ def chain(calls: Sequence[Call]) -> Call | None:
         if x != y:
             return None
     rows = MOST_ROWS
-    while rows > 1 and _bytes(calls, held(calls, rows)) > CACHE:
+    while rows > 1 and sum(4 * c.sizes.y_row * n for c, n in zip(calls[:-1], held(calls, rows), strict=False)) > CACHE:
         rows //= 2
-    links = (_link(c, kind, n) for c, kind, n in zip(calls, kinds, held(calls, rows), strict=True))
+    links = (
+        native.Link(ctypes.addressof(c.sizes), ctypes.addressof(c.buffers), kind, n)
+        for c, kind, n in zip(calls, kinds, held(calls, rows), strict=True)
+    )
     sizes = native.Chain(len(calls), rows, (native.Link * native.MOST_LINKS)(*links))
     kept = (*(x for c in calls for x in c.kept), *calls)
     return Call(lib.tapestry_chain, sizes, ctypes.c_void_p(), kept)
@@ -52,11 +55,3 @@ def held(calls: Sequence[Call], rows: int) -> list[int]:
         new = min(c.in_h, max(window, new * c.stride_h))
         out.append(min(c.in_h, window))
     return out[::-1]
-
-
-def _bytes(calls: Sequence[Call], kept: Sequence[int]) -> int:
-    return 4 * sum(c.sizes.y_row * n for c, n in zip(calls[:-1], kept, strict=False))
-
-
-def _link(c: Call, kind: int, rows: int) -> native.Link:
-    return native.Link(ctypes.addressof(c.sizes), ctypes.addressof(c.buffers), kind, rows)

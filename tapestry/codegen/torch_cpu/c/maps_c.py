@@ -110,6 +110,3 @@ def _image(op: Block, used: Sequence[int]) -> bool:
     """Whether images are read as such: their channels may be adjacent, as they are not in a row-major result."""
     plain = [sum(len(e.terms) == 1 and len(dims_of(e)) == 1 for e in op.reads[k].index) for k in used]
     return len(op.dims) == 4 and any(n >= 3 and len(op.reads[k].index) == 4 for n, k in zip(plain, used, strict=True))
-
-
-__all__ = ["Mapped", "mapped"]

@@ -275,6 +275,3 @@ def _test(g: Guard, text: str) -> str:
 def _always(g: Guard, inner: Mapping[str, tuple[int, int]]) -> bool:
     lo, hi = bounds(g.aff, inner)
     return bool(lo >= 0 if g.op == "ge" else lo == hi == 0)
-
-
-__all__ = ["COMPARE", "FLOAT", "PRELUDE", "TRUTH", "WHOLE", "Chosen", "Piece", "Writer", "literal", "written"]

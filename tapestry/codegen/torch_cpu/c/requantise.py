@@ -59,6 +59,3 @@ def requantised(op: Block, graph: Graph, kernel: Kernel, feature: str) -> Then |
         return out
 
     return run
-
-
-__all__ = ["requantised"]

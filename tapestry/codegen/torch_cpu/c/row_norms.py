@@ -10,14 +10,14 @@ from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
-from tapestry.ir.graph import Block, Graph
+from tapestry.ir.graph import Block
 from tapestry.ir.index import dim, substitute
 from tapestry.ir.kernel import Kernel, size, whole
 
 Tensor = torch.Tensor
 
 
-def rms_norm(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
+def rms_norm(op: Block, kernel: Kernel) -> Recorded | None:
     """``scale * (x / sqrt(sum(x^2) / n + eps))`` over the last dimension, on whole rows."""
     lib = conv_c.available()
     single = len(op.body) == len(op.reduce) == len(op.then) == 1
@@ -76,7 +76,7 @@ def _scaled(e: Expr) -> tuple[int, int, float, float] | None:
             return None
 
 
-def mean(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
+def mean(op: Block, kernel: Kernel) -> Recorded | None:
     """Sums over the last two axes of images with adjacent channels, perhaps divided by a number."""
     lib = conv_c.available()
     if lib is None or op.monoid != "sum" or len(op.body) != 1 or len(op.dims) != 2 or len(op.reduce) != 2 or op.inner:
@@ -109,6 +109,3 @@ def mean(op: Block, graph: Graph, kernel: Kernel) -> Recorded | None:
         return Call(lib.tapestry_mean, sizes, buffers, (given, memory), shares(given, held(ins[x.pos])))
 
     return Recorded(lambda memory: memory.view(b, c), record, b * c)
-
-
-__all__ = ["mean", "rms_norm"]

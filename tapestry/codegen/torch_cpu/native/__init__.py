@@ -124,23 +124,19 @@ class Chain(ctypes.Structure):
     _fields_ = [("links", _PLACE), ("rows", _PLACE), ("link", Link * MOST_LINKS)]
 
 
+_CONVOLUTIONS = ("conv", "depthwise", "mean", "winograd", "planes", "max_pool")
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    **{f"tapestry_{name}": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))) for name in _CONVOLUTIONS},
     "tapestry_lanes": (_PLACE, ()),
     "tapestry_packed_size": (_PLACE, (_PLACE, _PLACE)),
     "tapestry_pack": (None, (_POINTER, _POINTER, _PLACE, _PLACE)),
-    "tapestry_conv": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
-    "tapestry_depthwise": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
-    "tapestry_mean": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers))),
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),
-    "tapestry_winograd": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
-    "tapestry_planes": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
     "tapestry_chain": (None, (ctypes.POINTER(Chain), _POINTER)),
     "tapestry_depthwise8": (None, (ctypes.POINTER(Depthwise8), _POINTER, _POINTER, _POINTER)),
     "tapestry_windows8": (None, (ctypes.POINTER(Windows8), _POINTER, _POINTER)),
-    "tapestry_max_pool": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))),
 }
 
 
@@ -188,9 +184,3 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.is_file() else [platform.processor()]
     return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
-
-
-__all__ = [
-    "MOST_LINKS", "MOST_SUMS", "Attention", "Buffers", "Chain", "Conv", "Depthwise8", "Heads", "Link", "Products",
-    "RowBuffers", "Rows", "Several", "Step", "Windows8", "compiled", "library",
-]  # fmt: skip

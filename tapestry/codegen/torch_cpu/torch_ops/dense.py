@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -85,10 +86,7 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)
     if found is None or found.weight in op.then_reads():
         return plain
-    then, size = (
-        found.then,
-        contract.points([d.name for d in op.dims], dict(zip((d.name for d in op.dims), frame.extents, strict=False))),
-    )
+    then, size = found.then, prod(frame.extents[: len(op.dims)])
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     tail = None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True)
     bias, residual = _part(op, kernel, then.bias), _part(op, kernel, then.residual)

@@ -20,7 +20,6 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, cut, size
 from tapestry.ir.recognise.contraction import dims_read
 from tapestry.ir.recognise.exponential import exponential
-from tapestry.ir.state import layered as applies
 from tapestry.ir.state import state_box, varies
 
 States = Callable[[Sequence[Tensor | None]], list[Tensor]]
@@ -137,6 +136,3 @@ def _reduced(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States:
     monoid = op.monoid
     assert monoid is not None
     return lambda ins: state_merges.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], len(op.dims))
-
-
-__all__ = ["applies", "states"]

@@ -10,13 +10,13 @@ import torch
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Tensor
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr
-from tapestry.ir.graph import Block, Graph
+from tapestry.ir.graph import Block
 from tapestry.ir.index import dim, substitute
 from tapestry.ir.kernel import Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS, Moments
 
 
-def layer_norm(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
+def layer_norm(op: Block, kernel: Kernel) -> Run | None:
     """``(x - mean) / sqrt(M2 / n + eps) * scale + shift`` over the last dimension, on blocks of whole rows."""
     moments = op.monoid is not None and isinstance(MONOIDS[op.monoid].structure, Moments)
     if not moments or len(op.reduce) != 1 or len(op.then) != 1 or op.inner or not op.dims:

@@ -13,7 +13,7 @@ from tapestry.codegen.triton.task.kernel_form import KernelForm
 from tapestry.codegen.triton.task.lowered import Task, points
 from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, widened
 from tapestry.codegen.triton.task.tiles import Contraction, bare_read, shifted
-from tapestry.codegen.triton.text.axes import Axis, View
+from tapestry.codegen.triton.text.axes import Axis, Namer, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
 from tapestry.ir.expr import Acc, Const, Expr, walk
 from tapestry.ir.recognise.contraction import INT8
@@ -32,8 +32,8 @@ class Axes:
     k: Axis
     taps: Axis
     k_0: str
-    m_0: str = "pid_m * BM"
-    n_0: str = "pid_n * BN"
+    m_0: str
+    n_0: str
     outer: Axis | None = None  # what tiles go through one after another, of a product that is reduced
 
     @property
@@ -42,19 +42,23 @@ class Axes:
         return [(a, "") for a in (self.batch, self.outer, self.taps) if a is not None]
 
 
+def product_axes(namer: Namer, c: Contraction, config: KernelConfig, tile: tuple[str, str], outer: Axis | None = None) -> Axes:
+    """The axes of a contraction; ``tile`` names the constants of its rows and columns."""
+    batch, m, n, k, taps = (
+        Axis(dims, block, name, namer, wish)
+        for dims, block, name, wish in (
+            (c.batch, 0, "", "batch"), (c.m, config.bm, tile[0], "m"), (c.n, config.bn, tile[1], "n"),
+            (c.k, config.bk, "BK", "k"), (c.taps, 0, "", "tap"),
+        )
+    )  # fmt: skip
+    return Axes(batch, m, n, k, taps, namer.take(f"{k.name}_0"), f"pid_m * {tile[0]}", f"pid_n * {tile[1]}", outer)
+
+
 def emit_dot(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> Written:
     """``acc[m, n] += a[m, k] * b[k, n]`` for each batch point, then ``then`` (``full``) or the sums (``partial``)."""
     task, namer, c = frame.task, frame.namer, op.product
     assert c is not None
-    ax = Axes(
-        Axis(c.batch, 0, "", namer, "batch"),
-        Axis(c.m, config.bm, "BM", namer, "m"),
-        Axis(c.n, config.bn, "BN", namer, "n"),
-        Axis(c.k, config.bk, "BK", namer, "k"),
-        Axis(c.taps, 0, "", namer, "tap"),
-        "",
-    )
-    ax.k_0 = namer.take(f"{ax.k.name}_0")
+    ax = product_axes(namer, c, config, ("BM", "BN"))
     accs = tuple(namer.take("acc") for _ in task.body)
     boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
     loads, rows, columns = operands(frame, c, ax, boxes, config)

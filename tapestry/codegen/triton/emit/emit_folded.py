@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.codegen.triton.emit.emit_dot import Axes, dot_options, k_loop, mentions, operands, tile_order
+from tapestry.codegen.triton.emit.emit_dot import Axes, dot_options, k_loop, mentions, operands, product_axes, tile_order
 from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import operand_boxes
@@ -70,20 +70,9 @@ def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, c
 
 def _axes(frame: Frame, f: Folded, config: KernelConfig) -> tuple[Axes, Axis]:
     """The axes of the product's tiles, and that of what tiles go through one after another."""
-    namer, c = frame.namer, f.product
+    namer = frame.namer
     outer = Axis(f.outer, 0, "", namer, "turn")
-    ax = Axes(
-        Axis(c.batch, 0, "", namer, "batch"),
-        Axis(c.m, config.bm, "ROWS", namer, "m"),
-        Axis(c.n, config.bn, "COLS", namer, "n"),
-        Axis(c.k, config.bk, "BK", namer, "k"),
-        Axis(c.taps, 0, "", namer, "tap"),
-        "",
-        m_0="pid_m * ROWS",
-        n_0="pid_n * COLS",
-        outer=outer,
-    )
-    ax.k_0 = namer.take(f"{ax.k.name}_0")
+    ax = product_axes(namer, f.product, config, ("ROWS", "COLS"), outer)
     if f.folds:
         ax.n_0 = namer.take(f"{ax.n.name}_0") if ax.n.tiles > 1 else "0"
     return ax, outer

@@ -38,7 +38,7 @@ def emit_rows(frame: Frame, config: KernelConfig) -> Written:
         tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], joined.ranges))
         start, merge, end = reduction(frame, tile, cols, accs)
         first = list(tile.lines)
-        last = _stores(frame, tile, spread, len(first))
+        last = _stores(tile, spread, len(first))
         index = f"{cols.name} = tl.arange(0, COLS)"
         body = (index, *rows.lines, *cols.lines, *start, *first, *merge, *end, *last)
         return Written(constants=constants, lines=(*head, *body), programs=rows.tiles)
@@ -47,14 +47,14 @@ def emit_rows(frame: Frame, config: KernelConfig) -> Written:
     tile = Scope(frame, View([(rows, "[:, None]"), (reduced, "[None, :]")], task.ranges))
     start, merge, end = reduction(frame, tile, reduced, accs)
     over = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))
-    last = _stores(frame, over, spread, 0)
+    last = _stores(over, spread, 0)
     once = loop(reduced, (*reduced.lines, *tile.lines, *merge), namer.take(f"{reduced.name}_0"), frame.wide)
     again = loop(cols, (*cols.lines, *last), namer.take(f"{cols.name}_0"), frame.wide)
     lines = (*head, *rows.lines, *start, *once, *end, *again)
     return Written(constants=constants, lines=lines, programs=rows.tiles)
 
 
-def _stores(frame: Frame, scope: Scope, accs: tuple[str, ...], seen: int) -> list[str]:
+def _stores(scope: Scope, accs: tuple[str, ...], seen: int) -> list[str]:
     """Lines that write the results; those of the scope before ``seen`` are elsewhere already."""
     scope.accs = accs
     return scope.store_results()[seen:]

@@ -70,7 +70,7 @@ def emit_stream(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) 
         "",
     )
     boxes = stream_boxes(frame.task, s) if config.descriptors and chip.descriptors else (None, None, None)
-    once, query = _query(frame, s, ax, boxes[0], config)
+    query, once = _loaded(frame, ax, s.query, boxes[0], (ax.rows, ax.depth), "pid_row * BM", ax.depth, s.kind(s.query), "q")
     state = (namer.take("top"), namer.take("total"), namer.take("acc"))
     how = tuple(dot_options(d, op.precision, w, chip) for d, w in ((s.operand, widths[0]), (s.weighted, config.bn)))
     score, scale = _scaled(s.score, s.weights.hidden(s.score.dtype))
@@ -127,16 +127,24 @@ def _scaled(e: Expr, hidden: Const) -> tuple[Expr, float]:
     return e, 1.0
 
 
-def _query(frame: Frame, s: Stream, ax: _Axes, box: TileBox | None, config: KernelConfig) -> tuple[list[str], str]:
-    """Lines that load the queries' tile, which stays, and its name."""
+def _loaded(
+    frame: Frame, ax: _Axes, e: Expr, box: TileBox | None, axes: tuple[Axis, Axis], start: str, along: Axis, operand: str,
+    wish: str, *, transposed: bool = False,
+) -> tuple[str, list[str]]:  # fmt: skip
+    """The name of an operand's tile, and the lines that load it, by descriptor where it is a box.
+
+    Args:
+        axes: the operand's own two; ``start`` is where its tile begins along the first.
+        along: the axis that the product sums over.
+        transposed: whether the tile has the second axis first.
+    """
     if box is not None:
-        scalars = View([(ax.batch, "")], frame.task.ranges)
-        sizes = (config.bm, ax.depth.block)
-        name, lines = described(frame, s.query, box, scalars, ("pid_row * BM", "0"), ("BM", "DEPTH"), sizes)
-        return lines, name
-    scope = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.depth, "[None, :]")], frame.task.ranges))
-    name = factor(scope, s.query, ax.depth, s.kind(s.query), "q")
-    return scope.lines, name
+        tile, sizes = (axes[0].tile, axes[1].tile), (axes[0].block, axes[1].block)
+        name, lines = described(frame, e, box, View([(ax.batch, "")], frame.task.ranges), (start, "0"), tile, sizes)
+        return (f"tl.trans({name})" if transposed else name), lines
+    first, second = axes[::-1] if transposed else axes
+    scope = Scope(frame, View([(ax.batch, ""), (first, "[:, None]"), (second, "[None, :]")], frame.task.ranges))
+    return factor(scope, e, along, operand, wish), scope.lines
 
 
 def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
@@ -160,14 +168,18 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
     key = Axis(ax.key.dims, ax.key.block, ax.key.tile, namer, "key") if not masked else ax.key
     if not masked:
         key.size = key.size // key.block * key.block  # whole tiles only: no lane is past the end
-    copies, keys, values, later = _copies(frame, plan, key)
+    s, (_, of_keys, of_values) = plan.s, plan.boxes
+    keys, copies = _loaded(
+        frame, ax, s.keys, of_keys, (key, ax.depth), ax.start, ax.depth, s.kind(s.keys), "k", transposed=True
+    )
+    values, later = _loaded(frame, ax, s.value, of_values, (key, ax.columns), ax.start, key, s.weighted, "v")
     tile = Scope(frame, View([(ax.batch, ""), (ax.rows, "[:, None]"), (key, "[None, :]")], task.ranges), (score,))
     (shown,) = tile.printer.all((plan.score if masked else unguarded(plan.score, plan.s.weights.hidden(plan.score.dtype)),))
     if masked and key.ragged:
         shown = f"tl.where({tile.view.laid(key, key.inside())}, {shown}, {plan.hidden})"
     high, centre, scale, weights = (namer.take(n) for n in ("highest", "centre", "scale", "weights"))
-    half = "" if plan.s.weighted == "f32" else f".to({TRITON_TYPES[plan.s.weighted]})"
-    by, fn = repr(plan.s.weights.rate * plan.scale * math.log2(math.e)), plan.s.weights.fn
+    half = "" if s.weighted == "f32" else f".to({TRITON_TYPES[s.weighted]})"
+    by, fn = repr(s.weights.rate * plan.scale * math.log2(math.e)), s.weights.fn
     own = [
         *copies,
         f"{score} = tl.dot({plan.query}, {keys}, tl.zeros((BM, BN), tl.float32), {plan.how[0]})",
@@ -185,26 +197,6 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
     used = key.lines or mentions(own, key.name)
     index = [f"{key.name} = {_index(frame, f'{ax.start} + tl.arange(0, BN)')}"] if used else []
     return [*index, *key.lines, *own]
-
-
-def _copies(frame: Frame, plan: _Plan, key: Axis) -> tuple[list[str], str, str, list[str]]:
-    """Lines that load keys (depth by keys), their name, that of the values (keys by columns), and the lines that load those."""
-    s, ax, ranges = plan.s, plan.ax, frame.task.ranges
-    scalars = View([(ax.batch, "")], ranges)
-    if (box := plan.boxes[1]) is not None:
-        sizes = (ax.key.block, ax.depth.block)
-        name, first = described(frame, s.keys, box, scalars, (ax.start, "0"), ("BN", "DEPTH"), sizes)
-        keys = f"tl.trans({name})"
-    else:
-        left = Scope(frame, View([(ax.batch, ""), (ax.depth, "[:, None]"), (key, "[None, :]")], ranges))
-        keys, first = factor(left, s.keys, ax.depth, s.kind(s.keys), "k"), left.lines
-    if (box := plan.boxes[2]) is not None:
-        sizes = (ax.key.block, ax.columns.block)
-        values, second = described(frame, s.value, box, scalars, (ax.start, "0"), ("BN", "WIDTH"), sizes)
-    else:
-        right = Scope(frame, View([(ax.batch, ""), (key, "[:, None]"), (ax.columns, "[None, :]")], ranges))
-        values, second = factor(right, s.value, key, s.weighted, "v"), right.lines
-    return first, keys, values, second
 
 
 def _centre(frame: Frame, plan: _Plan) -> list[str]:

@@ -115,10 +115,10 @@ def _amd(listing: str, shared: int) -> Resources:
 
 def _width(opcode: str) -> int:
     """Bytes per thread of an access: ``LDG.E.128``, ``STG.E.U16``, ``global_load_dwordx4``; 4 where nothing is said."""
-    if found := re.search(r"\.(?:[US])?(8|16|64|128|256)(?:\.|$)", opcode):
-        return min(16, int(found.group(1)) // 8)
-    if found := re.search(r"dwordx(\d)", opcode):
-        return 4 * int(found.group(1))
+    if bits := _number(r"\.(?:[US])?(8|16|64|128|256)(?:\.|$)", opcode):
+        return min(16, bits // 8)
+    if words := _number(r"dwordx(\d)", opcode):
+        return 4 * words
     return 1 if re.search(r"(byte|_[us]?b8)", opcode) else 2 if re.search(r"(short|_[us]?b16|d16)", opcode) else 4
 
 

@@ -15,7 +15,6 @@ from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.run.interpreter import corrected
 from tapestry.codegen.triton.run.triton_api import interpreted, module
 from tapestry.errors import BuildError, TapestryError
-from tapestry.ir.types import FLOAT8
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +89,9 @@ def scratch(tk: TritonKernel, device: torch.device) -> list[torch.Tensor]:
     """New buffers for what lives between the passes."""
     import torch
 
-    kinds = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "bool": torch.bool}
-    kinds |= {f"{s}{n}": getattr(torch, f"{'u' if s == 'u' else ''}int{n}") for s in "iu" for n in (8, 16, 32, 64)}
-    kinds |= dict.fromkeys(FLOAT8, torch.uint8)
-    return [torch.empty(n, dtype=kinds[d], device=device) for d, n in tk.scratch]
+    from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
+
+    return [torch.empty(n, dtype=TORCH_DTYPES[d], device=device) for d, n in tk.scratch]
 
 
 def arguments(one: Pass, buffers: Sequence[torch.Tensor]) -> list[Any]:

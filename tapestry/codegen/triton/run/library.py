@@ -32,19 +32,14 @@ def bind(graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], outs: Seque
     c = contraction(task)
     if c is None or c.more or c.operand not in (*HALVES, "f32"):
         return None
-    where = [bare_read(c.a), bare_read(c.b)]
-    if None in where or any(task.reads[p].checks for p in where if p is not None):
-        return None
     reduced = (*c.k, *c.taps)
     views: list[Tensor] = []
-    for p, dims in zip(where, ((*c.batch, *c.m, *reduced), (*c.batch, *reduced, *c.n)), strict=True):
-        assert p is not None
-        x = ins[p]
-        if x is None or not task.reads[p].offset.is_affine:
+    for e, dims in ((c.a, (*c.batch, *c.m, *reduced)), (c.b, (*c.batch, *reduced, *c.n))):
+        p = bare_read(e)
+        x, access = (None, None) if p is None else (ins[p], task.reads[p])
+        if x is None or access is None or access.checks or not access.offset.is_affine or access.dtype != c.operand:
             return None
-        views.append(_strided(x, task.reads[p], dims))
-    if {access.dtype for p in where if p is not None for access in [task.reads[p]]} != {c.operand}:
-        return None
+        views.append(_strided(x, access, dims))
     batch, m, n, k = points(c.batch), points(c.m), points(c.n), points(reduced)
     a, b = views[0].reshape(batch, m, k), views[1].reshape(batch, k, n)
     if a.data_ptr() != views[0].data_ptr() or b.data_ptr() != views[1].data_ptr():  # a copy would have to be made at every run
@@ -75,9 +70,9 @@ def _calls(
 
     if plain:
         return multiply
-    finish = Kernel(
-        op=kernel.op, mode="finish", block=kernel.block[: len(op.dims)], ins=_then_reads(op, kernel), outs=kernel.outs
-    )
+    used = op.then_reads()
+    ins_of_then = tuple(box if p in used else None for p, box in enumerate(kernel.ins))
+    finish = Kernel(op=kernel.op, mode="finish", block=kernel.block[: len(op.dims)], ins=ins_of_then, outs=kernel.outs)
     made = generate(graph, finish)
     rest = bind_kernel(made, [*(x for p in made.reads if (x := ins[p]) is not None), state, *outs])
 
@@ -101,8 +96,3 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Te
 def _strided(x: Tensor, access: Access, dims: tuple[Dim, ...]) -> Tensor:
     steps = [access.offset.coef(d.name) for d in dims]
     return x.as_strided([d.size for d in dims], steps, x.storage_offset() + access.offset.const)
-
-
-def _then_reads(op: Block, kernel: Kernel) -> tuple[tuple[tuple[int, int], ...] | None, ...]:
-    used = op.then_reads()
-    return tuple(box if p in used else None for p, box in enumerate(kernel.ins))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
@@ -47,7 +47,7 @@ def rows_of(
     chip = CHIPS[compiled[0].target]
     found = on_chip(kernel_form(graph, kernel, made.precision), chip)
     work = work_of(graph, kernel, found)
-    config = {f.name: getattr(made.config, f.name) for f in fields(made.config)}
+    config = asdict(made.config)
     out: list[dict[str, Any]] = []
     copies = len(made.passes) - 1 - _in_parts(made)
     for k, (one, each) in enumerate(zip(made.passes, compiled, strict=True)):

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.kernel_sources import kernels, launches
+from tapestry.codegen.kernel_sources import distinct_kernels
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.kernels import from_numpy
-from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
+from tapestry.codegen.triton.emit.source import TritonKernel, generate
 from tapestry.codegen.triton.model.kernel_config import KernelConfig, candidates
 from tapestry.codegen.triton.run import library
 from tapestry.codegen.triton.run.launcher import Call, bind, compile_all
@@ -128,15 +128,14 @@ def tune(
     graph: Graph, program: Program, cache: Cache, how: How, report: Callable[[int, int], None] = lambda done, total: None
 ) -> list[dict[str, Any]]:
     """Measure every distinct kernel of a program; one row per kernel. Winners are in the cache as soon as they are known."""
-    found = kernels(graph, program)
-    counts = launches(graph, program)
+    found = distinct_kernels(graph, program).values()
     start = time.monotonic()
     rows: list[dict[str, Any]] = []
-    for done, kernel in enumerate(found):
+    for done, (kernel, launches) in enumerate(found):
         report(done, len(found))
         key = cache.key(graph, kernel)
         name = generate(graph, kernel, target=chip_name(how.device), precision=how.precision).name
-        row: dict[str, Any] = {"kernel": name, "launches": counts.get(kernel_key(graph, kernel), 0)}
+        row: dict[str, Any] = {"kernel": name, "launches": launches}
         known = None if how.again else cache.read(key)
         left = how.limit - (time.monotonic() - start)
         if known is not None or left <= 0:

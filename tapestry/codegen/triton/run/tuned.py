@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -104,9 +104,9 @@ def local_cache(folder: Path, device: Any, precision: str = "ieee") -> Cache | N
     return Cache(folder / "tune", torch.cuda.get_device_name(device), version("triton"), precision)
 
 
-def recorded(cache: Cache, graph: Graph, kernels: Iterable[Kernel]) -> dict[str, dict[str, Any]]:
-    """What was measured for kernels, as data by `source.kernel_key`: what a build keeps."""
-    found = {kernel_key(graph, k): cache(graph, k).config for k in kernels}
+def recorded(cache: Cache, graph: Graph, kernels: Mapping[str, tuple[Kernel, int]]) -> dict[str, dict[str, Any]]:
+    """What was measured for `kernel_sources.distinct_kernels`, as data by their keys: what a build keeps."""
+    found = {key: cache(graph, kernel).config for key, (kernel, _) in kernels.items()}
     return {key: asdict(config) for key, config in found.items() if config is not None}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Expr, Index, arg_positions, rewrite
@@ -81,10 +82,7 @@ class Task:
 
 def points(dims: tuple[Dim, ...]) -> int:
     """Number of points of a box of dimensions."""
-    n = 1
-    for d in dims:
-        n *= d.size
-    return n
+    return prod(d.size for d in dims)
 
 
 def strides(box: Box) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import builtins
 import keyword
 import re
 from collections.abc import Sequence
+from math import prod
 
 from tapestry.codegen.triton.text.device_functions import HELPERS
 from tapestry.ir.graph import Dim
@@ -59,9 +60,7 @@ class Axis:
         self.namer = namer
         self.name = namer.take("_".join(d.name for d in self.dims) if 0 < len(self.dims) <= 4 else wish)
         self.lines: list[str] = []
-        self.size = 1
-        for d in dims:
-            self.size *= d.size
+        self.size = prod(d.size for d in dims)
         self._named: dict[str, str] = {}
 
     @property
@@ -106,11 +105,7 @@ class Axis:
         return c != 0 and coefs.get(upper.name, 0) == c * lower.size
 
     def _run(self, first: int, last: int) -> str:
-        below = count = 1
-        for d in self.dims[last + 1 :]:
-            below *= d.size
-        for d in self.dims[first : last + 1]:
-            count *= d.size
+        below, count = (prod(d.size for d in dims) for dims in (self.dims[last + 1 :], self.dims[first : last + 1]))
         text = self.name if below == 1 else f"{self.name} // {below}"
         if first > 0:
             text = f"{text} % {count}" if below == 1 else f"({text}) % {count}"

@@ -26,8 +26,7 @@ def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> t
     if centred(frame.task):
         start, lines = _centred(frame, values, inside, cols, accs, once=cols.tiles == 1)
         return start, lines, []
-    if inside:
-        values = [f"tl.where({inside}, {v}, {z})" for v, z in zip(values, identity(frame), strict=True)]
+    values = [_only(inside, v, z) for v, z in zip(values, identity(frame), strict=True)]
     types = state_types(frame)
     if cols.tiles == 1:
         plain = [not inside and _fills(frame, tile, e) for e in frame.task.body]
@@ -68,7 +67,7 @@ def tile_reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...],
     if centred(frame.task):
         return _centred(frame, values, inside, cols, accs, once=once)
     own = accs if once else tuple(frame.namer.take(f"{a}_tile") for a in accs)
-    kept = [f"tl.where({inside}, {v}, {z})" for v, z in zip(values, identity(frame), strict=True)] if inside else values
+    kept = [_only(inside, v, z) for v, z in zip(values, identity(frame), strict=True)]
     spread = [
         v if any(isinstance(x, Let) for x in walk(e)) else f"tl.broadcast_to({v}, (ROWS, COLS)).to({t})"
         for e, v, t in zip(frame.task.body, kept, state_types(frame), strict=True)
@@ -97,29 +96,21 @@ def _moments(frame: Frame, values: list[str], inside: str, own: tuple[str, ...],
     n, mean, spread = own
     kind = TRITON_TYPES[compute(body[1].dtype)]
     delta = frame.namer.take("delta")
-    ones, flat = body[0] == number(1, body[0].dtype), _is_zero(body[2])
-    wide = f"tl.broadcast_to({values[1]}, (ROWS, COLS))"
-    weight = f"tl.broadcast_to({values[0]}, (ROWS, COLS))"
+    ones = body[0] == number(1, body[0].dtype)
+    weight, wide, inner = (f"tl.broadcast_to({v}, (ROWS, COLS))" for v in values)
     if ones and count:
-        own_lanes = f"tl.where({inside}, {wide}, 0.0)" if inside else wide  # lanes past the end hold anything
-        lines = [f"{n} = tl.full((ROWS,), {count}, {kind})", f"{mean} = tl.sum({own_lanes}, axis=1) / {n}"]
-        moved = f"{values[1]} - {mean}[:, None]"
-        lines += [f"{delta} = " + (f"tl.where({inside}, {moved}, 0.0)" if inside else moved)]
+        lines = [f"{n} = tl.full((ROWS,), {count}, {kind})", f"{mean} = tl.sum({_only(inside, wide)}, axis=1) / {n}"]
+        lines.append(f"{delta} = {_only(inside, f'{values[1]} - {mean}[:, None]')}")
         squares = f"{delta} * {delta}"
     else:
         held = frame.namer.take("weight")
-        lines = [f"{held} = " + (f"tl.where({inside}, {weight}, 0.0)" if inside else weight)]
-        lines += [f"{n} = tl.sum({held}, axis=1)"]
-        share = f"{held} * {wide}"
-        share = f"tl.where({inside}, {share}, 0.0)" if inside else share  # lanes past the end hold anything
-        lines += [f"{mean} = tl.sum({share}, axis=1) / tl.where({n} == 0, 1.0, {n})"]
-        lines += [
-            f"{delta} = " + (f"tl.where({inside}, {wide} - {mean}[:, None], 0.0)" if inside else f"{wide} - {mean}[:, None]")
-        ]
+        lines = [f"{held} = {_only(inside, weight)}", f"{n} = tl.sum({held}, axis=1)"]
+        share = _only(inside, f"{held} * {wide}")
+        lines.append(f"{mean} = tl.sum({share}, axis=1) / tl.where({n} == 0, 1.0, {n})")
+        lines.append(f"{delta} = {_only(inside, f'{wide} - {mean}[:, None]')}")
         squares = f"{held} * {delta} * {delta}"
-    if not flat:
-        inner = f"tl.broadcast_to({values[2]}, (ROWS, COLS))"
-        squares = f"{squares} + " + (f"tl.where({inside}, {inner}, 0.0)" if inside else inner)
+    if not (isinstance(body[2], Const) and body[2].value == 0):
+        squares = f"{squares} + {_only(inside, inner)}"
     return [*lines, f"{spread} = tl.sum({squares}, axis=1)"]
 
 
@@ -132,15 +123,16 @@ def _weights(frame: Frame, weights: Exponential, values: list[str], inside: str,
     shares = f"tl.where({held} == {top}[:, None], 1.0, tl.exp({away}))"
     hidden = literal(weights.hidden("f32").value, "f32")
     return [
-        f"{held} = " + (f"tl.where({inside}, {wide}, {hidden})" if inside else wide),
+        f"{held} = {_only(inside, wide, hidden)}",
         f"{top} = tl.{weights.fn}({held}, axis=1)",
-        f"{total} = tl.sum(" + (f"tl.where({inside}, {shares}, 0.0)" if inside else shares) + ", axis=1)",
+        f"{total} = tl.sum({_only(inside, shares)}, axis=1)",
         f"{top} = tl.where({total} == {total}, {top}, {total})",
     ]
 
 
-def _is_zero(e: object) -> bool:
-    return isinstance(e, Const) and e.value == 0
+def _only(inside: str, text: str, other: str = "0.0") -> str:
+    """A value in the lanes inside, all of them for ``""``; the others, past the end, hold anything."""
+    return f"tl.where({inside}, {text}, {other})" if inside else text
 
 
 def _merge(frame: Frame, accs: tuple[str, ...], values: list[str]) -> str:
@@ -148,24 +140,25 @@ def _merge(frame: Frame, accs: tuple[str, ...], values: list[str]) -> str:
     task = frame.task
     if only_sums(task.monoid):
         return "; ".join(f"{a} += {v}" for a, v in zip(accs, values, strict=True))
-    assert task.monoid is not None
-    dtypes = tuple(e.dtype for e in task.body)
-    source = combine_source(MONOIDS[task.monoid].combiner(dtypes), dtypes, frame.helpers)
+    _define_combine(frame)
+    return f"{', '.join(accs)} = combine({', '.join((*accs, *values))})"
+
+
+def _define_combine(frame: Frame) -> None:
+    """The monoid's ``combine`` among the kernel's functions."""
+    assert frame.task.monoid is not None
+    dtypes = tuple(e.dtype for e in frame.task.body)
+    source = combine_source(MONOIDS[frame.task.monoid].combiner(dtypes), dtypes, frame.helpers)
     if source not in frame.functions:
         frame.functions.append(source)
-    return f"{', '.join(accs)} = combine({', '.join((*accs, *values))})"
 
 
 def fold_line(frame: Frame, accs: tuple[str, ...]) -> str:
     """The line that folds the lanes of each row by the monoid's ``combine``."""
     task = frame.task
-    assert task.monoid is not None
-    dtypes = tuple(e.dtype for e in task.body)
-    if only_sums(task.monoid) and all(compute(d) in ("f32", "f64", "i32", "i64") for d in dtypes):
+    if only_sums(task.monoid) and all(compute(e.dtype) in ("f32", "f64", "i32", "i64") for e in task.body):
         return "; ".join(f"{a} = tl.sum({a}, axis=1)" for a in accs)
-    source = combine_source(MONOIDS[task.monoid].combiner(dtypes), dtypes, frame.helpers)
-    if source not in frame.functions:  # tl.sum would widen small integers, which would not wrap around
-        frame.functions.append(source)
+    _define_combine(frame)  # tl.sum would widen small integers, which would not wrap around
     states = accs[0] if len(accs) == 1 else f"({', '.join(accs)})"
     return f"{', '.join(accs)} = tl.reduce({states}, 1, combine)"
 
