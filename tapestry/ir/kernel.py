@@ -7,6 +7,7 @@ whole tensor or index space; a buffer is a contiguous row-major array of exactly
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 Box = tuple[tuple[int, int], ...]
 
@@ -38,10 +39,7 @@ def shape(box: Box) -> tuple[int, ...]:
 
 def size(box: Box) -> int:
     """Number of points of a box."""
-    n = 1
-    for lo, hi in box:
-        n *= max(0, hi - lo)
-    return n
+    return prod(max(0, hi - lo) for lo, hi in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -63,3 +61,9 @@ def whole(extents: tuple[int, ...]) -> Box:
 def cut(extent: int, parts: int, k: int) -> tuple[int, int]:
     """Block k of ``parts`` contiguous blocks of [0, extent): sizes differ by at most one, none is empty if parts <= extent."""
     return k * extent // parts, (k + 1) * extent // parts
+
+
+def strides(box: Box) -> tuple[int, ...]:
+    """Row-major strides, in elements, of the buffer that holds a box."""
+    extents = shape(box)
+    return tuple(prod(extents[k + 1 :]) for k in range(len(extents)))

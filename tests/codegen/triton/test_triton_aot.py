@@ -24,6 +24,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
+from tests.support.matrix_instructions import MATRIX
 from tests.support.paths import ROOT
 
 
@@ -328,7 +329,7 @@ def holds(name: str, row: dict[str, Any], target: str) -> None:
     assert row["registers"] * row["num_warps"] * chip.warp <= chip.registers, where
     products = row["kind"].startswith(("stream", "folded"))
     if (products and case in ON_MATRIX_UNITS) or (row["kind"].startswith("dot") and case in ON_MATRIX_UNITS):
-        assert row["matrix"] == chip.matrix, where
+        assert row["matrix"] == MATRIX[target], where
     if case in OF_8_BITS and row["kind"] not in ("copy", "merge"):
         assert any(n and re.fullmatch(OF_8_BITS[case][target], op) for op, n in row["instructions"].items()), where
         assert row.get("roofline_s", 1.0) > 0

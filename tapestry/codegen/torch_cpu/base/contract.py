@@ -96,20 +96,16 @@ def conv(
     sizes = [hi - lo for lo, hi in (at[c.batch], at[c.feature], *(at[v.out] for v in c.windows))]
     if 0 in sizes or any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
         return lambda x, w: torch.zeros(sizes, dtype=x.dtype)  # nothing but padding: the buffer may be any part of x
-    even = all(lo == hi for lo, hi in pads)
     function = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(c.windows)]
-    stride, dilation = [v.stride for v in c.windows], [v.dilation for v in c.windows]
-    padding = [lo for lo, _ in pads] if even else [0] * len(pads)
-    flat_pads = [p for pair in reversed(pads) for p in pair]
+    calls = [(_one_call(c, x_box, takes, pads, rows, w_take, g), slice(g[2], g[3])) for g in groups]
 
     def run(x: Tensor, w: Tensor) -> Tensor:
         w = w[w_take]
         parts: list[Tensor] = []
-        for first, count, o0, o1 in groups:
-            piece = x[(rows, slice(first - x_box[1][0], first - x_box[1][0] + w.shape[1] * count), *takes)]
-            if not even:
-                piece = torch.nn.functional.pad(piece, flat_pads)
-            parts.append(function(channels_first(piece), channels_first(w[o0:o1]), None, stride, padding, dilation, count))
+        for one, features in calls:
+            piece = torch.nn.functional.pad(x[one.take], one.extra) if one.extra else x[one.take]
+            image, weight = channels_first(piece), channels_first(w[features])
+            parts.append(function(image, weight, None, one.stride, one.padding, one.dilation, one.groups))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     return run
@@ -153,14 +149,22 @@ def call(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tupl
     if len(groups) != 1 or any(s != slice(0, n) for s, n in zip(w_take, whole, strict=True)):
         return None
     takes, pads = _simple(c, frame, takes, pads, [hi - lo for lo, hi in x_box[2:]])
+    return _one_call(c, x_box, takes, pads, rows, w_take, groups[0])
+
+
+def _one_call(
+    c: Conv, x_box: Box, takes: list[slice], pads: list[tuple[int, int]], rows: slice, w_take: tuple[slice, ...],
+    group: tuple[int, int, int, int],
+) -> Call:  # fmt: skip
+    """The call for one of `_groups`."""
     even = all(lo == hi for lo, hi in pads)
-    first, count, _, _ = groups[0]
-    channels = slice(first - x_box[1][0], first - x_box[1][0] + whole[1] * count)
+    first, count, _, _ = group
+    start, channels = first - x_box[1][0], (w_take[1].stop - w_take[1].start) * count
     add = [0 if even else lo + hi for lo, hi in pads]
     return Call(
-        take=(rows, channels, *takes),
+        take=(rows, slice(start, start + channels), *takes),
         extra=() if even else tuple(p for pair in reversed(pads) for p in pair),
-        input=(rows.stop - rows.start, whole[1] * count, *(t.stop - t.start + a for t, a in zip(takes, add, strict=True))),
+        input=(rows.stop - rows.start, channels, *(t.stop - t.start + a for t, a in zip(takes, add, strict=True))),
         stride=tuple(v.stride for v in c.windows),
         padding=tuple(lo if even else 0 for lo, _ in pads),
         dilation=tuple(v.dilation for v in c.windows),

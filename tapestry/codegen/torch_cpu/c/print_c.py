@@ -15,7 +15,7 @@ import numpy as np
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import Aff, Floor, bounds
-from tapestry.ir.kernel import Box, shape
+from tapestry.ir.kernel import Box, strides
 
 TYPES = {"f32": "float", "i64": "int64_t", "i32": "int32_t", "i8": "int8_t", "u8": "uint8_t", "bool": "uint8_t"}
 
@@ -181,7 +181,7 @@ class Writer:
             picked = self._expr(c.picked, within, [])
             lines.append(f"float acc = v >= {c.box[0]} && v < {c.box[1]} ? {picked} : 0.0f;")
             acc = ["acc"]
-        place = _sum(zip(_steps(self.out), (f"(d{i} - {lo})" for i, (lo, _) in enumerate(self.out)), strict=True))
+        place = _sum(zip(strides(self.out), (f"(d{i} - {lo})" for i, (lo, _) in enumerate(self.out)), strict=True))
         lines.append(f"y[{place}] = {self._expr(piece.value, inner, acc)};")
         return [*lines, "}" * len(piece.box)]
 
@@ -216,7 +216,7 @@ class Writer:
         r, box, extents, dtype = self.reads[k]
         tests = [_test(g, self._aff(g.aff, inner)) for g in r.when if not _always(g, inner)]
         terms: list[tuple[int, str]] = []
-        for e, step, (lo, hi), n in zip(r.index, _steps(box), box, extents, strict=True):
+        for e, step, (lo, hi), n in zip(r.index, strides(box), box, extents, strict=True):
             text = self._aff(e, inner)
             terms.append((step, f"({text} - {lo})"))
             low, high = bounds(e, inner)
@@ -257,15 +257,6 @@ def literal(e: Const) -> str:
 def _sum(terms: Iterable[tuple[int, str]]) -> str:
     parts = [f"{c} * {t}" if c != 1 else t for c, t in terms if c]
     return "(" + (" + ".join(parts) or "0") + ")"
-
-
-def _steps(box: Box) -> list[int]:
-    """Cells from one index to the next along each axis of a row-major buffer."""
-    out, step = list[int](), 1
-    for n in reversed(shape(box)):
-        out.insert(0, step)
-        step *= n
-    return out
 
 
 def _test(g: Guard, text: str) -> str:

@@ -94,12 +94,6 @@ static void panel(const float *from, float *to, int64_t features, int64_t depth,
     }
 }
 
-static Conv product(int64_t rows, int64_t depth, int64_t features, int64_t x, int64_t y) {
-    return (Conv){.images = 1, .channels = depth, .features = features, .in_h = 1, .in_w = rows, .out_h = 1, .out_w = rows,
-                  .kernel_h = 1, .kernel_w = 1, .stride_h = 1, .stride_w = 1, .dilation_h = 1, .dilation_w = 1,
-                  .x_pixel = x, .y_pixel = y};
-}
-
 static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const float *keys, const float *values, float *score) {
     int64_t padded = (a->keys + VL - 1) / VL * VL;
     const float *q = h->q + i * a->q[0] + j * a->q[1];

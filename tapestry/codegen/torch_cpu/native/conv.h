@@ -22,6 +22,13 @@ typedef struct {
 
 void tapestry_conv(const Conv *c, const Buffers *b);
 
+/* The product of a matrix and weights as a convolution; its rows, and those of the result, are `x` and `y` floats apart. */
+INLINE Conv product(int64_t rows, int64_t depth, int64_t features, int64_t x, int64_t y) {
+    return (Conv){.images = 1, .channels = depth, .features = features, .in_h = 1, .in_w = rows, .out_h = 1, .out_w = rows,
+                  .kernel_h = 1, .kernel_w = 1, .stride_h = 1, .stride_w = 1, .dilation_h = 1, .dilation_w = 1,
+                  .x_pixel = x, .y_pixel = y};
+}
+
 /* Rows [row, end) of one image: of planes; and depthwise, of an input of which `held` rows are there, row r at r mod `held`. */
 void tapestry_planes_rows(const Conv *c, const Buffers *b, int64_t image, int64_t row, int64_t end);
 void tapestry_depthwise_rows(const Conv *c, const Buffers *b, int64_t image, int64_t row, int64_t end, int64_t held);

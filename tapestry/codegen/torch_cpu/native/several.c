@@ -1,6 +1,4 @@
 /* Several products of the same rows, and a function of each cell of all of them, by blocks of rows that stay in cache. */
-#include <stdlib.h>
-
 #include "conv.h"
 
 enum { MOST_SUMS = 4, CELLS = 1 << 18 };
@@ -19,8 +17,7 @@ typedef struct {
 void tapestry_several(const Several *s, const Products *b) {
     int64_t rows = s->sum.in_w, features = s->sum.features, high = CELLS / (s->sums * features) / 48 * 48 + 48;
     if (high > rows) high = rows;
-    float *scratch = aligned_alloc(64, (size_t)(s->sums * high * features * 4 + 63) / 64 * 64);
-    if (!scratch) abort();
+    float *scratch = tapestry_scratch(s->sums * high * features);
     for (int64_t m = 0; m < rows; m += high) {
         Conv c = s->sum;
         c.in_w = c.out_w = rows - m < high ? rows - m : high;
@@ -33,5 +30,4 @@ void tapestry_several(const Several *s, const Products *b) {
         arrays[s->sums] = b->y + m * features;
         s->then(&cells, arrays);
     }
-    free(scratch);
 }

@@ -9,8 +9,6 @@
 
 enum { POINTS = 16 };
 
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* How many tiles are transformed at once, of all that there are: what they take should stay in the second level of cache. */
 static int64_t at_once(const Conv *c, int64_t tiles) {
     int64_t most = 12288 / (c->channels + c->features), parts;
@@ -18,8 +16,6 @@ static int64_t at_once(const Conv *c, int64_t tiles) {
     parts = (tiles + most - 1) / most;
     return (tiles + parts - 1) / parts;
 }
-
-static int64_t tiles_of(const Conv *c) { return c->images * ((c->out_h + 1) / 2) * ((c->out_w + 1) / 2); }
 
 INLINE void one_way(const vec d0, const vec d1, const vec d2, const vec d3, vec *t, int step) {
     t[0] = d0 - d2, t[step] = d1 + d2, t[2 * step] = d2 - d1, t[3 * step] = d1 - d3;
@@ -95,7 +91,7 @@ static void plainly(const Conv *c, const Buffers *b) {
 /* w: 16 matrices features x channels, packed one after another; where they would not be finite, a NaN at the end, and the weight
  * itself at the beginning, packed for tapestry_conv. Channels and features are multiples of VL. */
 void tapestry_winograd(const Conv *c, const Buffers *b) {
-    int64_t across = (c->out_w + 1) / 2, down = (c->out_h + 1) / 2, tiles = tiles_of(c), most = at_once(c, tiles);
+    int64_t across = (c->out_w + 1) / 2, down = (c->out_h + 1) / 2, tiles = c->images * across * down, most = at_once(c, tiles);
     int64_t size = c->features * c->channels, wide = most * c->channels, out = most * c->features;
     if (b->w[POINTS * size - 1] != b->w[POINTS * size - 1]) {
         tapestry_conv(c, b);
@@ -104,14 +100,12 @@ void tapestry_winograd(const Conv *c, const Buffers *b) {
     float *v = tapestry_scratch(POINTS * (wide + out)), *m = v + POINTS * wide;
     vec finite = {};
     for (int64_t t0 = 0; t0 < tiles; t0 += most) {
-        int64_t count = smaller(most, tiles - t0);
-        Conv product = {.images = 1, .channels = c->channels, .features = c->features, .in_h = 1, .in_w = count, .out_h = 1,
-                        .out_w = count, .kernel_h = 1, .kernel_w = 1, .stride_h = 1, .stride_w = 1, .dilation_h = 1,
-                        .dilation_w = 1, .x_pixel = c->channels, .y_pixel = c->features};
+        int64_t count = most < tiles - t0 ? most : tiles - t0;
+        Conv each = product(count, c->channels, c->features, c->channels, c->features);
         for (int64_t i = 0, t = t0; i < count; i++, t++)
             forward(c, b, t / (across * down), t / across % down, t % across, v + i * c->channels, wide);
         for (int e = 0; e < POINTS; e++)
-            tapestry_conv(&product, &(Buffers){.x = v + e * wide, .w = b->w + e * size, .y = m + e * out});
+            tapestry_conv(&each, &(Buffers){.x = v + e * wide, .w = b->w + e * size, .y = m + e * out});
         for (int64_t i = 0, t = t0; i < count; i++, t++)
             finite += backward(c, b, t / (across * down), t / across % down, t % across, m + i * c->features, out);
     }

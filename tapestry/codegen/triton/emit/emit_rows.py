@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tapestry.codegen.triton.emit.emit_reduce import loop
 from tapestry.codegen.triton.model.kernel_config import KernelConfig
-from tapestry.codegen.triton.task.lowered import Task, points, substitute_access, substitute_indices
+from tapestry.codegen.triton.task.lowered import Task, points, substitute_task
 from tapestry.codegen.triton.task.tiles import row_dims
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import reduction
@@ -66,12 +66,10 @@ def joint(task: Task, columns: tuple[Dim, ...]) -> Task | None:
     if sizes != [d.size for d in columns]:
         return None
     places = iter(columns)
-    env = {d.name: dim(next(places).name) for d in task.reduce if d.size > 1}
-
-    reads = {p: substitute_access(a, env) for p, a in task.reads.items()}
-    first = {p: next(q for q, b in reads.items() if b == a) for p, a in reads.items()}
+    moved = substitute_task(task, {d.name: dim(next(places).name) for d in task.reduce if d.size > 1})
+    first = {p: next(q for q, b in moved.reads.items() if b == a) for p, a in moved.reads.items()}
 
     def expr(e: Expr) -> Expr:
-        return rewrite(substitute_indices(e, env), lambda x: replace(x, pos=first[x.pos]) if isinstance(x, Arg) else x)
+        return rewrite(e, lambda x: replace(x, pos=first[x.pos]) if isinstance(x, Arg) else x)
 
-    return replace(task, reads=reads, body=tuple(map(expr, task.body)), then=tuple(map(expr, task.then)))
+    return replace(moved, body=tuple(map(expr, moved.body)), then=tuple(map(expr, moved.then)))

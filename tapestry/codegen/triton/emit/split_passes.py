@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.kernel_form import KernelForm, classified
-from tapestry.codegen.triton.task.lowered import Access, points, substitute_access, substitute_indices
+from tapestry.codegen.triton.task.lowered import Access, points, substitute_task
 from tapestry.codegen.triton.task.primitives import compute
 from tapestry.ir.expr import Arg, arg_positions
 from tapestry.ir.graph import Dim
@@ -42,13 +42,12 @@ def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
         _dense(f"partial{k}", d, (Dim(part, parts), *f)) for k, ((d, _), f) in enumerate(zip(scratch, fields, strict=True))
     ]
 
-    inner = tuple(replace(s, body=substitute_indices(s.body, env, ranges)) for s in task.inner)
-    body = tuple(substitute_indices(e, env, ranges) for e in task.body)
-    used = arg_positions(tuple(s.body for s in inner) + body)
+    moved = replace(substitute_task(task, env, ranges), then=())
+    used = arg_positions(moved.exprs)
     first = replace(
-        task, mode="partial", dims=(Dim(part, parts), *task.dims), outs=tuple(states), then=(), body=body, inner=inner,
+        moved, mode="partial", dims=(Dim(part, parts), *task.dims), outs=tuple(states),
         reduce=tuple(Dim(name, size) if d.name == name else d for d in task.reduce),
-        reads={p: substitute_access(a, env, ranges) for p, a in task.reads.items() if p in used},
+        reads={p: a for p, a in moved.reads.items() if p in used},
     )  # fmt: skip
     base = max(task.reads, default=-1) + 1
     after = {p: a for p, a in task.reads.items() if p in arg_positions(task.then)}

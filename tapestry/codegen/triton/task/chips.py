@@ -28,7 +28,6 @@ class Chip:
         float8: floats of 8 bits that its matrix units multiply and its converters widen; other kinds are widened to f16 by
             their bits.
         descriptors: whether tiles can be copied by tensor descriptors (TMA).
-        matrix: the matrix instruction for operands of 16 bits, as the opcode begins.
     """
 
     backend: str
@@ -45,7 +44,6 @@ class Chip:
     flops: Mapping[str, float]
     float8: frozenset[str]
     descriptors: bool
-    matrix: str
 
 
 _OPEN = frozenset({"f8e4m3fn", "f8e5m2"})  # of the Open Compute Project
@@ -54,26 +52,25 @@ CHIPS: dict[str, Chip] = {
         backend="cuda", arch=80, warp=32, units=108, shared=166912, shared_unit=167936, registers=65536, grain=256, warps=64,
         programs=32, bandwidth=2.0e12, float8=frozenset(),
         flops={"i8": 6.24e14, "f16": 3.12e14, "bf16": 3.12e14, "tf32": 1.56e14, "vector": 1.95e13},
-
-        descriptors=False, matrix="HMMA",
+        descriptors=False,
     ),
     "sm90": Chip(
         backend="cuda", arch=90, warp=32, units=132, shared=232448, shared_unit=233472, registers=65536, grain=256, warps=64,
         programs=32, bandwidth=4.3e12, float8=_OPEN,
         flops={"f8": 1.979e15, "i8": 1.979e15, "f16": 9.89e14, "bf16": 9.89e14, "tf32": 4.95e14, "vector": 6.7e13},
-        descriptors=True, matrix="HGMMA",
+        descriptors=True,
     ),
     "sm100": Chip(
         backend="cuda", arch=100, warp=32, units=148, shared=232448, shared_unit=233472, registers=65536, grain=256, warps=64,
         programs=32, bandwidth=8.0e12, float8=_OPEN,
         flops={"f8": 4.5e15, "i8": 4.5e15, "f16": 2.25e15, "bf16": 2.25e15, "tf32": 1.1e15, "vector": 7.5e13},
-        descriptors=True, matrix="UTCHMMA",
+        descriptors=True,
     ),
     "gfx942": Chip(
         backend="hip", arch="gfx942", warp=64, units=304, shared=65536, shared_unit=65536, registers=131072, grain=512,
         warps=32, programs=32, bandwidth=5.3e12, float8=frozenset({"f8e4m3fnuz", "f8e5m2fnuz"}),
         flops={"f8": 2.6e15, "i8": 2.6e15, "f16": 1.3e15, "bf16": 1.3e15, "tf32": 1.63e14, "vector": 1.63e14},
-        descriptors=False, matrix="v_mfma",
+        descriptors=False,
     ),
 }  # fmt: skip
 DEFAULT = "sm90"

@@ -15,7 +15,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Expr, Index, arg_positions, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Opaque, Read
 from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, dims_of, span, substitute
-from tapestry.ir.kernel import Box, Kernel, shape
+from tapestry.ir.kernel import Box, Kernel, strides
 from tapestry.ir.state import state_box, varies
 from tapestry.ir.syntax.printer import expr as expr_text
 from tapestry.ir.types import FLOAT8, STORED
@@ -83,16 +83,6 @@ class Task:
 def points(dims: tuple[Dim, ...]) -> int:
     """Number of points of a box of dimensions."""
     return prod(d.size for d in dims)
-
-
-def strides(box: Box) -> tuple[int, ...]:
-    """Row-major strides, in elements, of the buffer that holds a box."""
-    out: list[int] = []
-    step = 1
-    for extent in reversed(shape(box)):
-        out.append(step)
-        step *= extent
-    return tuple(reversed(out))
 
 
 def unavailable(graph: Graph, op: int) -> str:
@@ -184,9 +174,7 @@ def _access(read: Read, dtype: str, extents: tuple[int, ...], box: Box, shift: M
     checks: list[Check] = []
     if read.other is not None:
         for e, n in zip(index, extents, strict=True):
-            lo, hi = span(e, ranges)
-            checks += [Check(e - e.const, ">=", -e.const)] if lo < 0 else []
-            checks += [Check(e - e.const, "<", n - e.const)] if hi >= n else []
+            checks += inside(e, n, ranges)
     for g in read.when:
         e = substitute(g.aff, shift, ranges)
         lo, hi = span(e, ranges)
@@ -207,6 +195,29 @@ def substitute_access(access: Access, env: Mapping[str, Aff], ranges: Ranges | N
 def substitute_indices(e: Expr, env: Mapping[str, Aff], ranges: Ranges | None = None) -> Expr:
     """An expression with dimensions replaced by index expressions over others, of the extents ``ranges``."""
     return rewrite(e, lambda x: Index(substitute(x.aff, env, ranges), x.dtype) if isinstance(x, Index) else x)
+
+
+def substitute_task(task: Task, env: Mapping[str, Aff], ranges: Ranges | None = None) -> Task:
+    """A task with dimensions replaced in every access and expression; ``dims`` and ``reduce`` are left to the caller."""
+
+    def access(a: Access) -> Access:
+        return substitute_access(a, env, ranges)
+
+    def expr(e: Expr) -> Expr:
+        return substitute_indices(e, env, ranges)
+
+    return replace(
+        task, reads={p: access(a) for p, a in task.reads.items()}, states=tuple(map(access, task.states)),
+        outs=tuple(map(access, task.outs)), body=tuple(map(expr, task.body)), then=tuple(map(expr, task.then)),
+        inner=tuple(replace(s, body=expr(s.body)) for s in task.inner),
+    )  # fmt: skip
+
+
+def inside(e: Aff, extent: int, ranges: Ranges) -> list[Check]:
+    """The checks that an index expression is within ``[0, extent)``, as far as its ranges do not say so."""
+    lo, hi = span(e, ranges)
+    checks = [Check(e - e.const, ">=", -e.const)] if lo < 0 else []
+    return [*checks, Check(e - e.const, "<", extent - e.const)] if hi >= extent else checks
 
 
 def recombine(e: Aff) -> Aff:

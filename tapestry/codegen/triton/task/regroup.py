@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.codegen.triton.task.lowered import Access, Task, substitute_access, substitute_indices
-from tapestry.ir.expr import Expr
+from tapestry.codegen.triton.task.lowered import Task, substitute_task
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Floor, dim, dims_of
 
@@ -39,21 +38,6 @@ def _cut(task: Task, d: Dim, k: int) -> Task:
     outer, inner = (next(n for n in (f"{d.name}_{s}", f"{d.name}_{s}_") if n not in taken) for s in ("group", "in"))
     ranges = {n: s for n, s in task.ranges.items() if n != d.name} | {outer: d.size // k, inner: k}
     both = {d.name: dim(outer) * k + dim(inner)}
-
-    def access(a: Access) -> Access:
-        return substitute_access(a, both, ranges)
-
-    def expr(e: Expr) -> Expr:
-        return substitute_indices(e, both, ranges)
-
     at = task.dims.index(d)
-    return replace(
-        task,
-        dims=(*task.dims[:at], Dim(outer, d.size // k), Dim(inner, k), *task.dims[at + 1 :]),
-        reads={p: access(a) for p, a in task.reads.items()},
-        states=tuple(access(a) for a in task.states),
-        outs=tuple(access(a) for a in task.outs),
-        body=tuple(map(expr, task.body)),
-        then=tuple(map(expr, task.then)),
-        inner=tuple(replace(s, body=expr(s.body)) for s in task.inner),
-    )
+    dims = (*task.dims[:at], Dim(outer, d.size // k), Dim(inner, k), *task.dims[at + 1 :])
+    return replace(substitute_task(task, both, ranges), dims=dims)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.codegen.triton.task.lowered import Access, Check, Task, lower, substitute_access, substitute_indices
-from tapestry.ir.expr import Expr
+from tapestry.codegen.triton.task.lowered import Access, Check, Task, inside, lower, substitute_task
 from tapestry.ir.graph import Block, Dim, Graph
-from tapestry.ir.index import Aff, dim, span
+from tapestry.ir.index import dim
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognise.running_state import Scan, as_scan
 
@@ -42,36 +41,14 @@ def scan_task(graph: Graph, kernel: Kernel, scan: Scan) -> Task:
     segments = (Dim(k, last - first + 1),) if last > first else ()
     dims = tuple(e for d in task.dims for e in (segments if d.name == scan.dim else (d,)))
     env = {scan.dim: place, scan.over: element}
-    return _moved(task, op, env, dims, Dim(u, steps), _inside(env, (i1 - i0, j1 - j0), dims, Dim(u, steps)))
+    ranges = {d.name: d.size for d in (*dims, Dim(u, steps))}
+    placed, elements = inside(place, i1 - i0, ranges), inside(element, j1 - j0, ranges)
+    moved, body = substitute_task(task, env, ranges), op.body_reads()
 
-
-def _inside(env: dict[str, Aff], extents: tuple[int, int], dims: tuple[Dim, ...], step: Dim) -> tuple[tuple[Check, ...], ...]:
-    """Checks that a step has a place, and that it has an element."""
-    ranges = {d.name: d.size for d in (*dims, step)}
-    out: list[tuple[Check, ...]] = []
-    for e, n in zip(env.values(), extents, strict=True):
-        lo, hi = span(e, ranges)
-        checks = [Check(e - e.const, ">=", -e.const)] if lo < 0 else []
-        out.append((*checks, *([Check(e - e.const, "<", n - e.const)] if hi >= n else [])))
-    return tuple(out)
-
-
-def _moved(
-    task: Task, op: Block, env: dict[str, Aff], dims: tuple[Dim, ...], step: Dim, checks: tuple[tuple[Check, ...], ...]
-) -> Task:
-    ranges = {d.name: d.size for d in (*dims, step)}
-    body, (placed, elements) = op.body_reads(), checks
-
-    def access(a: Access, more: tuple[Check, ...]) -> Access:
-        moved = substitute_access(a, env, ranges)
-        return replace(moved, checks=tuple(dict.fromkeys((*moved.checks, *more))))
-
-    def expr(e: Expr) -> Expr:
-        return substitute_indices(e, env, ranges)
+    def checked(a: Access, more: list[Check]) -> Access:
+        return replace(a, checks=tuple(dict.fromkeys((*a.checks, *more))))
 
     return replace(
-        task, dims=dims, reduce=(step,), states=(),
-        reads={p: access(a, elements if p in body else placed) for p, a in task.reads.items()},
-        outs=tuple(access(a, placed) for a in task.outs),
-        body=tuple(map(expr, task.body)), then=tuple(map(expr, task.then)),
+        moved, dims=dims, reduce=(Dim(u, steps),), states=(), outs=tuple(checked(a, placed) for a in moved.outs),
+        reads={p: checked(a, elements if p in body else placed) for p, a in moved.reads.items()},
     )  # fmt: skip
