@@ -44,9 +44,7 @@ def matmul(
     first, second = (columns, rows) if swap else (rows, columns)
     order = batch + first + second
     back = [([*order, *loose]).index(n) for n in maps]
-    spare = 1
-    for n in reduced:
-        spare *= 1 if n in a_dims or n in b_dims else extent[n]
+    spare = points([n for n in reduced if n not in a_dims | b_dims], extent)
 
     def side(x: Tensor, own: frozenset[str], outer: list[str], transpose: bool) -> Tensor:
         x = x.reshape([1] * (len(names) - x.dim()) + list(x.shape))  # a literal has no axes

@@ -6,6 +6,7 @@ block it is a plain convolution again, and is run as one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,7 +67,8 @@ def _read(
 ) -> tuple[Read, Held]:
     index = [_plain(substitute(e, env), at) for e in read.index]
     guards = [replace(g, aff=_plain(substitute(g.aff, env), at)) for g in read.when]
-    guards = [g for g in guards if not _always(g, at)]
+    inclusive = {n: (lo, hi - 1) for n, (lo, hi) in at.items()}
+    guards = [g for g in guards if not always(g, inclusive)]
     take: list[slice | int] = []
     kept: list[tuple[Aff, tuple[int, int], int]] = []
     for old, e, (lo, hi), n in zip(read.index, index, box, shape, strict=True):
@@ -106,6 +108,7 @@ def _plain(e: Aff, at: dict[str, tuple[int, int]]) -> Aff:
     return out
 
 
-def _always(g: Guard, at: dict[str, tuple[int, int]]) -> bool:
-    lo, hi = bounds(g.aff, {n: (a, b - 1) for n, (a, b) in at.items()})
+def always(g: Guard, intervals: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether a guard holds everywhere in some inclusive intervals."""
+    lo, hi = bounds(g.aff, intervals)
     return bool(lo >= 0 if g.op == "ge" else lo == hi == 0)

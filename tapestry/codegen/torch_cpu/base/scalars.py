@@ -18,6 +18,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64, "c64": torch.complex64, "c128": torch.complex128,
 }  # fmt: skip
 TORCH_DTYPES.update({d: torch.uint8 for d in STORED if d not in TORCH_DTYPES})  # held as their bits
+NAMES = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
 _FLOAT8 = {d: getattr(torch, numpy_dtype(d).name) for d in FLOAT8}
 
 

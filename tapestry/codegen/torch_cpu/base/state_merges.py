@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from tapestry.codegen.torch_cpu.base.closures import Node, compile_value
-from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES, UNSIGNED
+from tapestry.codegen.torch_cpu.base.scalars import NAMES, UNSIGNED
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, parts_of
 from tapestry.ir.recognise.contraction import only_sums
 from tapestry.ir.recognise.exponential import Exponential, exponential
@@ -16,7 +16,6 @@ from tapestry.ir.recognise.exponential import Exponential, exponential
 Tensor = torch.Tensor
 Reducer = Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]
 """From the fields of states, merged along some axes to the end, to the fields of what they come to."""
-_DTYPES = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
 
 
 def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
@@ -31,7 +30,7 @@ def reduce(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
     if not dims:
         return fields
     if not fields[0].shape[keep:].numel():  # nothing to merge
-        zeros = MONOIDS[monoid].zero(tuple(_DTYPES[f.dtype] for f in fields))
+        zeros = MONOIDS[monoid].zero(tuple(NAMES[f.dtype] for f in fields))
         return [torch.full(f.shape[:keep], z.value, dtype=f.dtype) for f, z in zip(fields, zeros, strict=True)]
     reducer = None if fields[0].dtype in UNSIGNED else dense(monoid)
     return reducer(fields, dims) if reducer else fold(monoid, fields, keep)
@@ -125,7 +124,7 @@ def _combiner(monoid: Monoid, dtypes: tuple[str, ...]) -> list[Node]:
 def fold(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:
     """Any monoid, by halving in order: neighbours merge, so that associativity alone is needed."""
     flat = [f.flatten(keep) for f in fields]
-    dtypes = tuple(_DTYPES[f.dtype] for f in flat)
+    dtypes = tuple(NAMES[f.dtype] for f in flat)
     while (n := flat[0].shape[-1]) > 1:
         even = n - n % 2
         merged = combine(monoid, [f[..., 0:even:2] for f in flat], [f[..., 1:even:2] for f in flat], dtypes)

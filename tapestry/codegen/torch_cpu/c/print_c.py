@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tapestry.codegen.torch_cpu.base.local_view import always
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import Aff, Floor, bounds
@@ -214,7 +215,7 @@ class Writer:
 
     def _read(self, k: int, inner: Mapping[str, tuple[int, int]]) -> str:
         r, box, extents, dtype = self.reads[k]
-        tests = [_test(g, self._aff(g.aff, inner)) for g in r.when if not _always(g, inner)]
+        tests = [_test(g, self._aff(g.aff, inner)) for g in r.when if not always(g, inner)]
         terms: list[tuple[int, str]] = []
         for e, step, (lo, hi), n in zip(r.index, strides(box), box, extents, strict=True):
             text = self._aff(e, inner)
@@ -261,8 +262,3 @@ def _sum(terms: Iterable[tuple[int, str]]) -> str:
 
 def _test(g: Guard, text: str) -> str:
     return f"({text}) >= 0" if g.op == "ge" else f"({text}) == 0"
-
-
-def _always(g: Guard, inner: Mapping[str, tuple[int, int]]) -> bool:
-    lo, hi = bounds(g.aff, inner)
-    return bool(lo >= 0 if g.op == "ge" else lo == hi == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -120,10 +121,7 @@ class _Layout:
             at += len(g)
             own = full if whole or any(o > 1 for o in own) else own
             sizes += own
-            total = 1
-            for n in own:
-                total *= n
-            flat.append(total)
+            flat.append(prod(own))
         return x.reshape(x.shape[: len(order)]).expand(sizes).reshape(flat)
 
     def rows(self, x: Tensor) -> Tensor:

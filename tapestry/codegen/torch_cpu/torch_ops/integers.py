@@ -40,9 +40,8 @@ def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[
     values = Expressions(op, graph, kernel, (a.value, b.value), frame)
     shifts = [shift_of(op, graph, kernel, frame, z) for z in (a.shift, b.shift)]
     run = contract.matmul(op, frame, *dims, multiply=_multiply)
-    maps, depth = len(op.dims), 1
-    for n in frame.extents[maps:]:
-        depth *= n
+    maps = len(op.dims)
+    depth = prod(frame.extents[maps:])
     axes = tuple(range(maps, len(frame.extents)))
 
     def states(ins: Sequence[Tensor | None]) -> list[Tensor]:

@@ -88,8 +88,7 @@ def prefixes(monoid: str, fields: list[Tensor], *, reverse: bool = False) -> lis
         return [dense(fields[0], dim=-1, dtype=fields[0].dtype)]
     if n <= 1:
         return fields
-    names = {v: k for k, v in scalars.TORCH_DTYPES.items()}
-    dtypes = tuple(names[f.dtype] for f in fields)
+    dtypes = tuple(scalars.NAMES[f.dtype] for f in fields)
 
     def merge(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
         return state_merges.combine(monoid, *((after, before) if reverse else (before, after)), dtypes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 
 from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.model.kernel_work import work_of
@@ -44,12 +44,8 @@ def header(graph: Graph, kernel: Kernel, found: KernelForm, name: str, config: K
     lines.append(f"work   {work.matrix_flops:,} FLOPs of products, {work.other_flops:,} others, {work.bytes:,} bytes at least")
     if (math := precision_text(found)) is not None:
         lines.append(f"math   {math}")
-    shown = [
-        f"{f.name} {getattr(config, f.name)}"
-        for f in fields(config)
-        if f.name in (*_FIELDS[found.kind], "num_warps", "num_stages")
-    ]
-    lines.append(f"knobs  {', '.join(shown)} for {target}")
+    shown = (*_FIELDS[found.kind], "num_warps", "num_stages")
+    lines.append(f"knobs  {', '.join(f'{n} {v}' for n, v in asdict(config).items() if n in shown)} for {target}")
     return [f"# {line}".rstrip() for line in lines]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from tapestry.codegen.kernel_sources import distinct_kernels
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
+from tapestry.codegen.torch_cpu.base.scalars import NAMES, TORCH_DTYPES
 from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.triton.emit.source import TritonKernel, generate
 from tapestry.codegen.triton.model.kernel_config import KernelConfig, candidates
@@ -92,14 +92,14 @@ class Data:
     narrow: bool = False  # whether 8-bit floats are multiplied, whose sums not every chip keeps in f32
 
 
-def cuda_timer(device: torch.device, budget: float = 0.05, most: int = 50) -> Timer:
+def cuda_timer(device: torch.device, budget: float = 0.05) -> Timer:
     """Medians of single calls with a cold L2 cache, by CUDA events; about ``budget`` seconds for each candidate."""
     flush = torch.empty(FLUSH, dtype=torch.uint8, device=device)
 
     def timer(call: Call) -> float:
         call()
         torch.cuda.synchronize(device)
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(most)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(50)]
         spent, done = 0.0, 0
         for first, last in events:
             flush.zero_()
@@ -233,10 +233,9 @@ def wrong(data: Data, factor: float = 1.0) -> str:
             if not torch.equal(have, want):
                 return f"wrong: output {n} differs in {int((have != want).sum())} cells"
             continue
-        names = {v: k for k, v in TORCH_DTYPES.items()}
         a, b = have.double(), want.double()
         scale = float(b[b.isfinite()].abs().max()) if bool(b.isfinite().any()) else 1.0
-        tolerance = TOLERANCE[names[want.dtype]] * (factor if want.dtype == torch.float32 else 1.0)
+        tolerance = TOLERANCE[NAMES[want.dtype]] * (factor if want.dtype == torch.float32 else 1.0)
         close = torch.isclose(a, b, rtol=0.0, atol=tolerance * max(scale, 1e-30), equal_nan=True)
         if not bool(close.all()):
             return f"wrong: output {n} is off by {float((a - b).abs().nan_to_num(float('inf')).max()):.3g} of {scale:.3g}"

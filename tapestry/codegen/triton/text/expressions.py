@@ -19,7 +19,7 @@ class Printer:
     """Prints expressions into ``lines``, with ``leaf`` giving the text of Arg, Acc and Index.
 
     Attributes:
-        helpers: names of the helper functions used (`helpers.HELPERS`).
+        helpers: names of the helper functions used (`device_functions.HELPERS`).
         native: floats of 8 bits that the chip converts.
     """
 
