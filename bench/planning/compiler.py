@@ -9,6 +9,7 @@ ResNet-50 or BERT-base takes 10 s or more.
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import shutil
@@ -71,6 +72,7 @@ def rows() -> list[Row]:
 
 def main() -> int:
     """Measure, print and record."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = rows()
     table = Table(title=f"tapestry compile --mesh {MESH}, seconds", title_justify="left")
     table.add_column("model")

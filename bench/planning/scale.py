@@ -11,6 +11,7 @@ exits 1 where a target is missed. ``--quick`` leaves out the 1024 devices and mo
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import os
@@ -95,7 +96,9 @@ def rows(quick: bool) -> list[Row]:
 
 def main() -> int:
     """Measure, print and record."""
-    quick = "--quick" in sys.argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="neither 1024 devices nor more than 16 layers")
+    quick = parser.parse_args().quick
     found = rows(quick)
     table = Table(title="tapestry compile --topology h100, seconds", title_justify="left")
     table.add_column("model")

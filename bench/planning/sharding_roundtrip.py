@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -116,7 +117,9 @@ def _text(v: object) -> str:
 
 
 def main() -> int:
-    trips = [round_trip(name, mesh) for name in sys.argv[1:] or MODELS for mesh in ("4", "2x4")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="of onnx's light models; all that are listed without")
+    trips = [round_trip(name, mesh) for name in parser.parse_args().models or MODELS for mesh in ("4", "2x4")]
     show("Round trip: compile → export → check-sharding → compile", trips)
     wrong, moved = faults(), tilings()
     show(f"Wrong annotations: {sum(r['refused'] for r in wrong)} of {len(wrong)} refused", wrong)

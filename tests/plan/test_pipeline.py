@@ -198,17 +198,17 @@ def compiled(model, **options):
 
 
 def test_stages_are_taken_where_they_pay(model):
-    """Each device has room for 40 % of the weights: without stages every layer crosses the slow link."""
-    build = compiled(model, memory="640KB")
+    """Each device has room for 35 % of the weights: without stages every layer crosses the slow link."""
+    build = compiled(model, memory="560KB")
     r = build.report
     assert len(r["stages"]) == 2 and r["pipeline"]["chosen"]
     assert r["pipeline"]["objective_s"] < r["pipeline"]["spatial_objective_s"]
     assert r["pipeline"]["simulated_s"] <= r["pipeline"]["spatial_simulated_s"]
     assert r["lower_bound_s"] <= r["objective_s"] == r["pipeline"]["objective_s"]
-    assert max(r["peak_bytes"]) <= 640_000
+    assert max(r["peak_bytes"]) <= 560_000
     assert [s["devices"] for s in r["stages"]] == [[0, 1], [2, 3]] and sum(s["ops"] for s in r["stages"]) == r["ops"]
     assert r["pipeline"]["spatial_objective_s"] == pytest.approx(
-        compiled(model, memory="640KB", stages=1).report["objective_s"]
+        compiled(model, memory="560KB", stages=1).report["objective_s"]
     )
     feeds = build.random_feeds(1)
     assert np.allclose(build.run(feeds)["y"], compiled(model, stages=1).run(feeds)["y"], rtol=1e-4, atol=1e-5)
