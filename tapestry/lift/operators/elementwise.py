@@ -48,26 +48,21 @@ def softplus(x: Expr) -> Expr:
     return call("add", relu(x), call("log1p", call("exp", call("neg", call("abs", x)))))
 
 
-def _softsign(x: Expr) -> Expr:
-    return call("div", x, call("add", c(1, x), call("abs", x)))
-
-
-def _mish(x: Expr) -> Expr:
-    return call("mul", x, call("tanh", softplus(x)))
-
-
 SIXTH = float(np.float32(1 / 6))  # as an attribute in the body that ONNX gives a HardSwish of any type
+PRIMITIVES = (  # those of the same name
+    "Abs", "Neg", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh",
+    "Erf", "Tanh", "Sigmoid", "Floor", "Ceil", "Round", "Sign", "Not", "IsNaN",
+)  # fmt: skip
 UNARY: dict[str, Body] = {
-    "Abs": _primitive("abs"), "Neg": _primitive("neg"), "Exp": _primitive("exp"), "Log": _primitive("log"),
-    "Sqrt": _primitive("sqrt"), "Sin": _primitive("sin"), "Cos": _primitive("cos"), "Tan": _primitive("tan"),
-    "Asin": _primitive("asin"), "Acos": _primitive("acos"), "Atan": _primitive("atan"), "Sinh": _primitive("sinh"),
-    "Cosh": _primitive("cosh"), "Asinh": _primitive("asinh"), "Acosh": _primitive("acosh"), "Atanh": _primitive("atanh"),
-    "Erf": _primitive("erf"), "Tanh": _primitive("tanh"), "Sigmoid": sigmoid, "Floor": _primitive("floor"),
-    "Ceil": _primitive("ceil"), "Round": _primitive("round"), "Sign": _primitive("sign"), "Not": _primitive("not"),
-    "BitwiseNot": _primitive("not"), "IsNaN": _primitive("isnan"), "Relu": relu, "Softplus": softplus,
-    "Softsign": _softsign, "Mish": _mish, "Reciprocal": lambda x: call("div", c(1, x), x),
+    **{op: _primitive(op.lower()) for op in PRIMITIVES},
+    "BitwiseNot": _primitive("not"),
+    "Relu": relu,
+    "Softplus": softplus,
+    "Softsign": lambda x: call("div", x, call("add", c(1, x), call("abs", x))),
+    "Mish": lambda x: call("mul", x, call("tanh", softplus(x))),
+    "Reciprocal": lambda x: call("div", c(1, x), x),
     "HardSwish": lambda x: call("mul", x, _hard_sigmoid(x, SIXTH, 0.5)),
-}  # fmt: skip
+}
 
 
 @lifts(*UNARY)

@@ -90,35 +90,26 @@ def lift_array_feature_extractor(n: Node) -> bool | None:
     return None
 
 
-@lifts("LabelEncoder", domain=ML)
-def lift_label_encoder(n: Node) -> None:
-    """A table's value for every cell."""
-    _rows(n, "looks values up in a table", len(n.shape(0)))
-
-
-@lifts("Imputer", domain=ML)
-def lift_imputer(n: Node) -> None:
-    """Row by row: the values to put in go with the features, the last axis."""
-    _rows(n, "replaces what is missing", len(n.shape(0)) - 1)
-
-
-@lifts("OneHotEncoder", domain=ML)
-def lift_one_hot_encoder(n: Node) -> None:
-    """Cell by cell, into a new last axis."""
-    _rows(n, "compares with a list of categories", len(n.shape(0)))
-
-
-@lifts(
-    "TreeEnsemble", "TreeEnsembleRegressor", "TreeEnsembleClassifier", "SVMRegressor", "SVMClassifier", "LinearClassifier",
-    "Normalizer", "FeatureVectorizer", domain=ML,
+SAMPLES = dict.fromkeys(
+    (
+        "TreeEnsemble", "TreeEnsembleRegressor", "TreeEnsembleClassifier", "SVMRegressor", "SVMClassifier", "LinearClassifier",
+        "Normalizer", "FeatureVectorizer",
+    ),
+    "takes all features of a sample together",
 )  # fmt: skip
+CELLS = {"LabelEncoder": "looks values up in a table", "OneHotEncoder": "compares with a list of categories"}
+FEATURES = {"Imputer": "replaces what is missing"}
+
+
+@lifts(*SAMPLES, *CELLS, *FEATURES, domain=ML)
 def lift_rows(n: Node) -> None:
-    """Sample by sample: the first of two axes."""
-    _rows(n, "takes all features of a sample together", int(len(n.shape(0)) == 2))
+    """Opaque, splittable along the first axes if all inputs and outputs share them.
 
-
-def _rows(n: Node, why: str, count: int) -> None:
-    """Opaque, splittable along the first axes if all inputs and outputs share them."""
+    These are all axes where cells know nothing of each other, all but the last where its features do, and the first of two
+    where a sample is looked at as a whole.
+    """
+    rank = len(n.shape(0))
+    count = rank if n.kind in CELLS else rank - 1 if n.kind in FEATURES else int(rank == 2)
     ins, outs = range(len(n.ins)), range(len(n.outs))
     shapes = {t.shape[:count] for t in (*map(n.tensor, ins), *map(n.out, outs))}
-    along(n, why, range(count) if len(shapes) == 1 else (), ins, outs)
+    along(n, {**SAMPLES, **CELLS, **FEATURES}[n.kind], range(count) if len(shapes) == 1 else (), ins, outs)
