@@ -1,7 +1,7 @@
 """Which function lifts which operator.
 
-A lifter takes the builder and one node and emits operations; it returns False to decline the node (an attribute or a
-data-dependent input it has no affine form for), and the node then becomes opaque.
+A lifter takes one node and emits operations to its builder. It raises `Declined` for an attribute or a data-dependent input
+that it has no affine form for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from onnx import NodeProto
 
 from tapestry.lift.building.builder import Node
 
-Lifter = Callable[[Node], bool | None]
+Lifter = Callable[[Node], None]
+
+
+class Declined(Exception):
+    """A lifter has no affine form for a node, which becomes opaque then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tapestry.ir.expr import Arg, Expr, call, cast
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, INTEGERS
 from tapestry.lift.building.builder import DTYPE_OF, Body, Node, Operand, here, literal
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 
 def c(value: float, like: Expr) -> Expr:
@@ -81,34 +81,32 @@ VARIADIC = {"Add": "add", "Mul": "mul", "Sum": "add", "Max": "max", "Min": "min"
 
 
 @lifts(*BINARY)
-def lift_binary(n: Node) -> bool | None:
+def lift_binary(n: Node) -> None:
     """Two inputs (a Where has three), one primitive."""
     if n.attr("broadcast", 0) and n.version < 7:
-        return False  # the old, axis-based broadcasting
+        raise Declined  # the old, axis-based broadcasting
     emit_map(n, _primitive(BINARY[n.kind]))
-    return None
 
 
 @lifts(*VARIADIC)
-def lift_variadic(n: Node) -> bool | None:
+def lift_variadic(n: Node) -> None:
     """Any number of inputs, merged from the left; Mean divides by their number."""
     fn, count = VARIADIC[n.kind], len(n.ins)
     if (n.attr("broadcast", 0) and n.version < 7) or count > MOST_OPERANDS:
-        return False
+        raise Declined
 
     def body(*xs: Expr) -> Expr:
         total = reduce(lambda a, b: call(fn, a, b), xs)
         return call("div", total, c(count, total)) if n.kind == "Mean" else total
 
     emit_map(n, body)
-    return None
 
 
 @lifts("Pow")
-def lift_pow(n: Node) -> bool | None:
+def lift_pow(n: Node) -> None:
     """x ** y in the dtype of x; squares and square roots become what they are."""
     if n.attr("broadcast", 0) and n.version < 7:
-        return False
+        raise Declined
     power = n.const(1)
     exponent = float(power.reshape(-1)[0]) if power is not None and power.size == 1 else math.nan
     if exponent == 2 and len(n.shape(1)) <= len(n.shape(0)):
@@ -118,7 +116,6 @@ def lift_pow(n: Node) -> bool | None:
     else:
         wide = "f64" if n.dtype(0) in INTEGERS and n.dtype(1) in FLOATS else n.dtype(0)
         emit_map(n, lambda x, y: cast(call("pow", cast(x, wide), cast(y, wide)), n.dtype(0)))
-    return None
 
 
 @lifts("Mod")
@@ -134,12 +131,11 @@ def lift_shift(n: Node) -> None:
 
 
 @lifts("Cast", "CastLike", since=6)
-def lift_cast(n: Node) -> bool | None:
+def lift_cast(n: Node) -> None:
     """Conversion between supported dtypes (strings stay with ONNX)."""
     if n.kind == "Cast" and int(n.attr("to")) not in DTYPE_OF:
-        return False
+        raise Declined
     emit_map(n, lambda x: cast(x, n.out().dtype), 1)
-    return None
 
 
 @lifts("IsInf")

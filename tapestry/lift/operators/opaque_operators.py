@@ -9,7 +9,7 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import const, dim
 from tapestry.lift.building.builder import Node, axes, literal
 from tapestry.lift.building.opaque import emit_cells, emit_opaque
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 Axes = dict[int, list[int | None]]
 
@@ -78,33 +78,31 @@ def lift_reverse_sequence(n: Node) -> None:
 
 
 @lifts("DFT")
-def lift_dft(n: Node) -> bool | None:
+def lift_dft(n: Node) -> None:
     """A Fourier transform along one axis: the others commute, but for the last one, which holds real and imaginary parts."""
     rank = len(n.shape(0))
     axis = n.const(2) if n.has(2) else None
     if n.has(2) and axis is None:
-        return False
+        raise Declined
     at = int(axis.reshape(-1)[0]) if axis is not None else int(n.attr("axis", 1 if n.version < 20 else -2))
     axes: list[int | None] = [a for a in range(rank - 1) if a != at % rank]
     emit_opaque(n, "a Fourier transform", [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None], {0: axes}, {0: axes})
-    return None
 
 
 @lifts("BitCast")
-def lift_bit_cast(n: Node) -> bool | None:
+def lift_bit_cast(n: Node) -> None:
     """Cell by cell, where both types are equally wide."""
     if n.shape(0) != n.out().shape:
-        return False
+        raise Declined
     emit_cells(n, "reads bits as another type")
-    return None
 
 
 @lifts("AffineGrid")
-def lift_affine_grid(n: Node) -> bool | None:
+def lift_affine_grid(n: Node) -> None:
     """theta applied to every place of an image or volume, whose coordinates run from -1 to 1, the innermost first."""
     theta, y = n.tensor(0), n.out()
     if n.const(1) is None or theta.dtype not in ("f32", "f64"):
-        return False
+        raise Declined
     dims = n.out_dims()
     rank, row = len(dims) - 2, dims[-1].name
     corners = bool(n.attr("align_corners", 0))
@@ -124,19 +122,17 @@ def lift_affine_grid(n: Node) -> bool | None:
         return total
 
     n.block(y, dims, reads, body)
-    return None
 
 
 @lifts("Adagrad", "Adam", "Momentum", domain="ai.onnx.preview.training")
-def lift_optimizer(n: Node) -> bool | None:
+def lift_optimizer(n: Node) -> None:
     """Cell by cell, where all tensors to be optimised are of one shape; the first two inputs are a rate and a count."""
     shape = n.shape(2)
     if any(n.shape(k) != shape for k in range(2, len(n.ins))):
-        return False
+        raise Declined
     every: list[int | None] = list(range(len(shape)))
     ins: Axes = dict.fromkeys(range(2, len(n.ins)), every)
     emit_opaque(n, "a step of an optimiser", axes(shape), ins, dict.fromkeys(range(len(n.outs)), every))
-    return None
 
 
 def opaque_integer_conv(n: Node) -> None:

@@ -17,22 +17,21 @@ from tapestry.ir.recognise.running_state import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.affine_values import index_value
 from tapestry.lift.building.builder import Node, accumulator, axes, here
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 from tapestry.lift.recurrences.linear_state import NotLinear, Recurrence
 from tapestry.lift.recurrences.loop_body import Body, linear_body
 
 
 @lifts("Scan")
-def lift_scan(n: Node) -> bool | None:
+def lift_scan(n: Node) -> None:
     """As running states where every state is a linear recurrence; else the node stays whole."""
     if not n.b.steps:
-        return False
+        raise Declined
     try:
         body = linear_body(n.proto, n.b.types, n.b.known, n.b.opsets)
     except NotLinear:
-        return False
+        raise Declined from None
     _Steps(n, body).write()
-    return None
 
 
 @dataclass(slots=True)
