@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
 def _lifted(
     path: Path, inputs: Mapping[str, list[int | str]], sizes: Mapping[str, int], problems: list[ModelError]
 ) -> Lifted | None:
-    known = {n: [sizes.get(d, 0) if isinstance(d, str) else d for d in dims] for n, dims in inputs.items()}
-    given = {n: known[n] for n, dims in inputs.items() if any(isinstance(d, str) for d in dims)}
+    static = {n: [sizes.get(d, 0) if isinstance(d, str) else d for d in dims] for n, dims in inputs.items()}
+    given = {n: static[n] for n, dims in inputs.items() if any(isinstance(d, str) for d in dims)}
     try:
         return lift(path, given, weights=False)
     except ModelError as e:
@@ -106,28 +107,26 @@ def _operators(model: ModelProto) -> list[ModelError]:
     """Every node whose operator nobody knows."""
     functions = {(f.domain, f.name) for f in model.functions}
     opsets = opsets_of(model)
-    out: list[ModelError] = []
-    for node in (*model.graph.node, *(n for f in model.functions for n in f.node)):
-        try:
-            check_operators([node], functions, opsets)
-        except ModelError as e:
-            out.append(e)
-    return out
+    nodes = (*model.graph.node, *(n for f in model.functions for n in f.node))
+    return [e for node in nodes for e in _refusal(partial(check_operators, [node], functions, opsets))]
 
 
 def _data(model: ModelProto, folder: Path) -> list[ModelError]:
     """Every tensor whose data is missing, unsafe or of the wrong size."""
-    out: list[ModelError] = []
     try:
-        found = list(tensors(model))
+        stored = list(tensors(model))
     except ModelError as e:
         return [e]
-    for t in found:
-        try:
-            check_tensor(t, folder, weights=True)
-        except ModelError as e:
-            out.append(e)
-    return out
+    return [e for t in stored for e in _refusal(partial(check_tensor, t, folder, weights=True))]
+
+
+def _refusal(check: Callable[[], None]) -> list[ModelError]:
+    """What a check has to say, if it does not pass."""
+    try:
+        check()
+    except ModelError as e:
+        return [e]
+    return []
 
 
 def _evaluators(graph: Graph) -> list[ModelError]:
@@ -147,5 +146,5 @@ def _array(t: Tensor) -> tuple[Any, tuple[int, ...] | None] | None:
     """Element type and shape as far as they are known before the run; None of a sequence or an optional."""
     if t.dtype != HOST:
         return numpy_dtype(t.dtype), t.shape
-    found = re.fullmatch(r"(\w+)\[.*\]", t.about)  # float[?, 3]
-    return (onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.DataType.Value(found[1].upper())), None) if found else None
+    typed = re.fullmatch(r"(\w+)\[.*\]", t.about)  # float[?, 3]
+    return (onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.DataType.Value(typed[1].upper())), None) if typed else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
@@ -237,6 +238,25 @@ def test_a_transposed_convolution_of_a_size_that_is_asked_for(tmp_path, mode, ex
         ["y"],
         folder=tmp_path,
     )
+
+
+def test_a_transposed_convolution_whose_padding_cannot_be_written_out_is_opaque(tmp_path):
+    """onnx infers no shape behind an operator of ai.onnx.ml: when paddings are written out, the size of the image is not known."""
+    nodes = [
+        node("Scaler", "x", "scaled", domain="ai.onnx.ml", offset=[0.5], scale=[2.0]),
+        node("Unsqueeze", "scaled axes", "image"),
+        node("ConvTranspose", "image w", "y", strides=[2], auto_pad="SAME_UPPER"),
+    ]
+    x, w = data(2, 12), data(1, 3, 3, seed=1)
+    made = build([], {"x": x}, [], {"axes": np.array([1]), "w": w})
+    made.graph.node.extend(nodes)
+    made.graph.output.append(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None))
+    made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
+    lifted = lift_model(made, tmp_path)
+    assert [op.kind for op in lifted.graph.ops if isinstance(op, Opaque)] == ["ConvTranspose"]
+    assert lifted.graph.tensors["y"].shape == (2, 3, 24)
+    (want,) = onnxruntime.InferenceSession(made.SerializeToString()).run(None, {"x": x})
+    np.testing.assert_allclose(evaluate(lifted, {"x": x})["y"], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rotated", [2, 4, 6])

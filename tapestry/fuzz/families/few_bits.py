@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from onnx import numpy_helper
 
 from tapestry.fuzz.generate.draw import Draw, Value
 from tapestry.fuzz.generate.evaluate import Array, need, onnx_type
@@ -87,10 +88,6 @@ def _stored(d: Draw, shape: tuple[int, ...], axis: int | None = None) -> Value:
     return d.add("DequantizeLinear", [w, d.weight(_scales(d, sizes)), *zero], exact=True, **where)[0]
 
 
-def _pair(d: Draw, kind: str, shape: tuple[int, ...] = ()) -> list[Value]:
-    return [d.weight(_scales(d, shape)), d.weight(_zeros(d, shape, kind))]
-
-
 def qdq(d: Draw) -> None:
     """Stored weights of few bits before MatMul, Gemm and Conv, whose results are quantised if they are exact."""
     kind = d.rng.randrange(3)
@@ -152,7 +149,7 @@ def quantised_products(d: Draw) -> None:
         per, bias = (w.shape[1],) if d.chance(0.3) else (), []
     out = [d.weight(np.float32(2.0 ** d.rng.randint(-4, 3))), d.weight(_zeros(d, (), kind))]
     zero = d.weight(np.zeros(per, _kind(kind))) if conv else d.weight(_zeros(d, per, kind))
-    ins = [x, *_pair(d, kind), w, d.weight(_scales(d, per)), zero, *out, *bias]
+    ins = [x, d.weight(_scales(d, ())), d.weight(_zeros(d, (), kind)), w, d.weight(_scales(d, per)), zero, *out, *bias]
     d.add("QLinearConv" if conv else "QLinearMatMul", ins, exact=True)
 
 
@@ -189,7 +186,7 @@ def made_up(d: Draw) -> None:
         x = d.pick(floating=False)
         (s,) = d.add("Shape", [x], exact=True)
         fill = d.data((1,), d.rng.choice(["float32", "int64", "int32", "bool", "float16", "uint8"]))
-        d.add("ConstantOfShape", [s], exact=True, value=_tensor(fill))
+        d.add("ConstantOfShape", [s], exact=True, value=numpy_helper.from_array(fill))
     elif kind == 2:
         x = d.pick(rank=2, floating=False)
         need(x.dtype != "bfloat16", "no EyeLike has it")
@@ -208,12 +205,6 @@ def made_up(d: Draw) -> None:
             (first,) = d.add("Gather", [s, d.ints(0)], exact=True)
             (s,) = d.add("Concat", [first, d.ints(-1)], exact=True, axis=0)
         d.add("Reshape", [x, s], exact=True)
-
-
-def _tensor(a: Array) -> Any:
-    from onnx import numpy_helper
-
-    return numpy_helper.from_array(a)
 
 
 def moved(d: Draw) -> None:
@@ -331,7 +322,9 @@ def signals(d: Draw) -> None:
         )
 
 
-_ALL: tuple[Callable[[Draw], None], ...] = (
-    quantise, qdq, integer_products, quantised_products, short_floats, made_up, moved, letters, ranked, loss, signals,
-)  # fmt: skip
-FAMILIES = {f.__name__: f for f in _ALL}
+FAMILIES: dict[str, Callable[[Draw], None]] = {
+    f.__name__: f
+    for f in (
+        quantise, qdq, integer_products, quantised_products, short_floats, made_up, moved, letters, ranked, loss, signals,
+    )
+}  # fmt: skip

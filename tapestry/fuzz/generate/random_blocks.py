@@ -76,19 +76,11 @@ def _mixed(rng: random.Random, *names: str) -> list[str]:
 Pointwise = Callable[[Array, Array], Array] | Callable[[Array], Array]  # of what is read, element by element
 
 
-def _sum(x: Array, axes: tuple[int, ...]) -> Array:
-    return x.sum(axes, dtype=x.dtype)
-
-
-def _max(x: Array, axes: tuple[int, ...]) -> Array:
-    return x.max(axes)
-
-
-def _min(x: Array, axes: tuple[int, ...]) -> Array:
-    return x.min(axes)
-
-
-REDUCED = {"sum": _sum, "max": _max, "min": _min}
+REDUCED: dict[str, Callable[[Array, tuple[int, ...]], Array]] = {
+    "sum": lambda x, axes: x.sum(axes, dtype=x.dtype),
+    "max": lambda x, axes: x.max(axes),
+    "min": lambda x, axes: x.min(axes),
+}
 PAIRS: dict[str, Callable[[Array, Array], Array]] = {
     "x * w": lambda x, w: x * w,
     "w * x": lambda x, w: x * w,

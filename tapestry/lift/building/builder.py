@@ -237,11 +237,11 @@ class Node:
         given = self.attr(attr) if attr else None
         return None if given is None or self.has(k) else [int(v) for v in given]
 
-    def axis(self, default: int, rank: int, name: str = "axis") -> int:
+    def axis(self, default: int, rank: int) -> int:
         """The (single) axis attribute, counted from the front."""
-        axis = int(self.attr(name, default))
+        axis = int(self.attr("axis", default))
         if not -rank <= axis <= max(rank, 0):
-            raise ModelError("axis out of range", where=self.where, why=f"{name} is {axis}, the rank {rank}")
+            raise ModelError("axis out of range", where=self.where, why=f"axis is {axis}, the rank {rank}")
         return axis + rank if axis < 0 else axis
 
     # reads
@@ -284,13 +284,13 @@ class Node:
         return Tensor(name=name, dtype=dtype, shape=tuple(d.size for d in dims))
 
     # dimensions
-    def out_dims(self, k: int = 0, prefix: str = "x") -> tuple[Dim, ...]:
+    def out_dims(self, k: int = 0) -> tuple[Dim, ...]:
         """``x0, x1, …`` over the axes of output k."""
-        return axes(self.out(k).shape, prefix)
+        return axes(self.out(k).shape)
 
-    def temp(self, suffix: str, k: int = 0) -> str:
-        """A name for an intermediate tensor, after output k."""
-        base = next(o for o in self.outs[k:] + self.outs if o)
+    def temp(self, suffix: str) -> str:
+        """A name for an intermediate tensor, after the first output."""
+        base = next(o for o in self.outs if o)
         return self.b.fresh(f"{base}.{suffix}")
 
     def operand(self, k: int, dims: Sequence[Dim], reads: list[Operand]) -> Expr:

@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_he
 from tapestry.errors import ModelError, refusing
 from tapestry.lift.building import opaque
 from tapestry.lift.building.builder import Builder, Node
-from tapestry.lift.building.registry import find
+from tapestry.lift.building.registry import Declined, find
 from tapestry.lift.file.protos import ML, node_name, source_of
 from tapestry.lift.file.structure import opsets_of
 
@@ -65,7 +65,12 @@ def _lift_node(node: Node, hinted: frozenset[str]) -> None:
     with refusing(ModelError, "the node does not fit its operator", node.where, SUSPECT):
         if not why and opaque.touches_stored(node) and node.kind not in opaque.MOVES:
             opaque.lift_stored(node)
-        elif why or lifter is None or lifter(node) is False:
+            return
+        try:
+            if why or lifter is None:
+                raise Declined
+            lifter(node)
+        except Declined:
             opaque.emit_opaque(node, opaque.reason(node, why))
 
 

@@ -1,7 +1,7 @@
 """Which function lifts which operator.
 
-A lifter takes the builder and one node and emits operations; it returns False to decline the node (an attribute or a
-data-dependent input it has no affine form for), and the node then becomes opaque.
+A lifter takes one node and emits operations to its builder. It raises `Declined` for an attribute or a data-dependent input
+that it has no affine form for.
 """
 
 from __future__ import annotations
@@ -13,34 +13,31 @@ from onnx import NodeProto
 
 from tapestry.lift.building.builder import Node
 
-Lifter = Callable[[Node], bool | None]
+Lifter = Callable[[Node], None]
+
+
+class Declined(Exception):
+    """A lifter has no affine form for a node, which becomes opaque then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A lifter for one operator from one opset version on; ``when`` says which nodes it takes."""
+    """A lifter for one operator from one opset version on."""
 
     since: int
     lifter: Lifter
-    when: Callable[[NodeProto], bool]
 
 
 LIFTERS: dict[tuple[str, str], list[Entry]] = {}
 
 
-def lifts(
-    *ops: str, since: int = 1, domain: str = "", when: Callable[[NodeProto], bool] = lambda _: True
-) -> Callable[[Lifter], Lifter]:
-    """Register a lifter for operators, from an opset version on.
-
-    Args:
-        when: nodes it does not hold for are expanded into the operator's function body, or become opaque.
-    """
+def lifts(*ops: str, since: int = 1, domain: str = "") -> Callable[[Lifter], Lifter]:
+    """Register a lifter for operators, from an opset version on."""
 
     def add(lifter: Lifter) -> Lifter:
         for op in ops:
             entries = LIFTERS.setdefault((domain, op), [])
-            entries.append(Entry(since, lifter, when))
+            entries.append(Entry(since, lifter))
             entries.sort(key=lambda e: -e.since)
         return lifter
 
@@ -50,7 +47,4 @@ def lifts(
 def find(node: NodeProto, version: int) -> Lifter | None:
     """The lifter for a node at an opset version; the newest one that is not newer."""
     domain = "" if node.domain == "ai.onnx" else node.domain
-    for entry in LIFTERS.get((domain, node.op_type), ()):
-        if entry.since <= version:
-            return entry.lifter if entry.when(node) else None
-    return None
+    return next((e.lifter for e in LIFTERS.get((domain, node.op_type), ()) if e.since <= version), None)

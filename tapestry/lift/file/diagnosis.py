@@ -15,13 +15,13 @@ HINT = "look at this place of the model (netron shows it), and check it with onn
 def complete(e: ModelError, model: ModelProto) -> ModelError:
     """The same refusal, with the operator of the node that it names and a hint, where it lacked them."""
     e.hint = e.hint or HINT
-    found = re.fullmatch(r"(?:node )?'([^']*)'", e.where)
-    if found and not e.where.startswith("node"):  # a value: whoever makes it
-        maker = next((n for n in model_nodes(model) if found[1] in n.output), None)
+    match = re.fullmatch(r"(?:node )?'([^']*)'", e.where)
+    if match and not e.where.startswith("node"):  # a value: whoever makes it
+        maker = next((n for n in model_nodes(model) if match[1] in n.output), None)
         if maker is not None:
-            e.where = f"node '{node_name(maker)}' ({maker.op_type}), result '{found[1]}'"
-    elif found or re.fullmatch(r"[^' ]+", e.where):
-        name = found[1] if found else e.where
+            e.where = f"node '{node_name(maker)}' ({maker.op_type}), result '{match[1]}'"
+    elif match or re.fullmatch(r"[^' ]+", e.where):
+        name = match[1] if match else e.where
         node = next((n for n in model_nodes(model) if node_name(n) == name), None)
         if node is not None:
             e.where = f"node '{name}' ({node.op_type})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import stat
 from collections.abc import Iterable
@@ -49,9 +50,7 @@ def tensor_bytes(t: TensorProto) -> int:
     """
     if any(d < 0 for d in t.dims):
         raise ModelError("negative dimension", where=f"initializer '{t.name}'", why=f"dims are {list(t.dims)}")
-    count = 1
-    for d in t.dims:
-        count *= d
+    count = math.prod(t.dims)
     try:
         item = onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
     except (KeyError, TypeError, ValueError):
@@ -161,13 +160,13 @@ def check_file(folder: Path, place: Place, tensor: str) -> None:
         raise _refuse(tensor, f"the checksum is {place.checksum}, the data's sha1 is {part}")
 
 
-def check_overlaps(found: Iterable[TensorProto]) -> None:
+def check_overlaps(stored: Iterable[TensorProto]) -> None:
     """Check that tensors outside the model are the same bytes or have none in common.
 
     Raises:
         ModelError: two ranges of one file overlap in part.
     """
-    places = [(parse_place(t), t.name) for t in found if t.data_location == TensorProto.EXTERNAL]
+    places = [(parse_place(t), t.name) for t in stored if t.data_location == TensorProto.EXTERNAL]
     ranges = sorted((p.file, p.offset, p.offset + p.length, name) for p, name in places if p.length)
     for (file, lo, hi, name), (other, low, high, second) in itertools.pairwise(ranges):
         if file == other and low < hi and (lo, hi) != (low, high):
@@ -180,9 +179,7 @@ def check_inline(t: TensorProto) -> None:
     Raises:
         ModelError: too few or too many values, or two fields filled.
     """
-    need, count = tensor_bytes(t), 1
-    for d in t.dims:
-        count *= d
+    need, count = tensor_bytes(t), math.prod(t.dims)
     filled = [f for f in TYPED_FIELDS if len(getattr(t, f))]
     where, raw = f"initializer '{t.name}'", len(t.raw_data)
     if len(filled) + bool(raw) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, cast
 
@@ -292,29 +293,14 @@ def _check_names(graph: GraphProto, outer: list[set[str]]) -> None:
 def _sort(graph: GraphProto, needs: list[list[int]]) -> None:
     if all(k > j for k, row in enumerate(needs) for j in row):
         return
-    waiting = [len(row) for row in needs]
-    users: list[list[int]] = [[] for _ in needs]
+    sorter = TopologicalSorter[int](dict.fromkeys(range(len(needs)), ()))  # all of them first: ties keep the file's order
     for k, row in enumerate(needs):
-        for j in row:
-            users[j].append(k)
-    ready = [k for k, n in enumerate(waiting) if n == 0]
-    for k in ready:  # grows while it is walked
-        for u in users[k]:
-            waiting[u] -= 1
-            if waiting[u] == 0:
-                ready.append(u)
-    if len(ready) < len(needs):
-        raise _cycle(graph, needs, {k for k, n in enumerate(waiting) if n})
-    replace_nodes(graph, [graph.node[k] for k in ready])
-
-
-def _cycle(graph: GraphProto, needs: list[list[int]], stuck: set[int]) -> ModelError:
-    at, path = min(stuck), list[int]()
-    while at not in path:
-        path.append(at)
-        at = next(j for j in needs[at] if j in stuck)
-    loop = [node_name(graph.node[k]) for k in reversed(path[path.index(at) :])]
-    return ModelError(
-        "the graph has a cycle", where=f"node '{loop[0]}'", why=" -> ".join([*loop, loop[0]]),
-        hint="ONNX graphs are acyclic; export the model again",
-    )  # fmt: skip
+        sorter.add(k, *row)
+    try:
+        order = list(sorter.static_order())
+    except CycleError as e:
+        cycle: list[int] = e.args[1]
+        loop = [node_name(graph.node[k]) for k in cycle]
+        hint = "ONNX graphs are acyclic; export the model again"
+        raise ModelError("the graph has a cycle", where=f"node '{loop[0]}'", why=" -> ".join(loop), hint=hint) from None
+    replace_nodes(graph, [graph.node[k] for k in order])

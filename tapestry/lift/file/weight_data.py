@@ -75,29 +75,29 @@ def _mapped(folder: Path, weight: Weight, tensor: Tensor) -> np.ndarray:
 
 def _inline(model: Path, name: str) -> np.ndarray:
     status = model.stat()
-    found = _tensors(str(model), status.st_mtime_ns, status.st_size).get(name)
-    if found is None:
+    stored = _tensors(str(model), status.st_mtime_ns, status.st_size).get(name)
+    if stored is None:
         raise ModelError("the weight is not in the model file", where=f"weight '{name}'", why=f"looked in {model}")
-    return numpy_helper.to_array(found)
+    return numpy_helper.to_array(stored)
 
 
 @lru_cache(maxsize=2)
 def _tensors(path: str, _mtime: int, _size: int) -> dict[str, TensorProto]:
     """Tensors inside a model file, by name; cached by path, time and size, so that many weights parse it once."""
     model = load(Path(path))
-    found = stored_tensors(model)
-    for t in found.values():
+    stored = stored_tensors(model)
+    for t in stored.values():
         if t.data_location != TensorProto.EXTERNAL:
             check_inline(t)
-    return found
+    return stored
 
 
 def stored_tensors(model: onnx.ModelProto) -> dict[str, TensorProto]:
     """Initializers and values of top-level Constant nodes, by the name of the tensor that they define."""
-    found = {t.name: t for t in model.graph.initializer}
+    stored = {t.name: t for t in model.graph.initializer}
     for node in model.graph.node:
         if is_standard(node, "Constant") and node.output:
             for a in node.attribute:
                 if a.name == "value":
-                    found[node.output[0]] = a.t
-    return found
+                    stored[node.output[0]] = a.t
+    return stored

@@ -20,39 +20,24 @@ def _norm(b: Body, x: str, scale: str, bias: str, epsilon: float, *, centred: bo
     return [b("Add", y, bias) if bias else y, mean, b("Reciprocal", deviation)]
 
 
-def _last(b: Body) -> None:
-    axis = b.get("axis", -1)
-    b.need(axis == -1 or axis + 1 == b.ranks.get("i0"))
-
-
-@defines("LayerNormalization", domains=("", MICROSOFT))
+@defines("LayerNormalization", "SimplifiedLayerNormalization", domains=("", MICROSOFT))
 def layer_norm(b: Body) -> list[str]:
-    """onnxruntime's own, before opset 17: x, scale, bias."""
-    _last(b)
-    return _norm(b, b.ins[0], b.ins[1], b.ins[2] if b.has(2) else "", 1e-5, centred=True)
+    """Before opset 17: x, scale, bias. The simplified one divides by the root of the mean of squares and has no bias."""
+    axis, centred = b.get("axis", -1), b.node_kind == "LayerNormalization"
+    b.need(axis == -1 or axis + 1 == b.ranks.get("i0"))
+    y, mean, spread = _norm(b, b.ins[0], b.ins[1], b.ins[2] if centred and b.has(2) else "", 1e-5, centred=centred)
+    return [y, mean, spread] if centred else [y, spread]
 
 
-@defines("SimplifiedLayerNormalization", domains=("", MICROSOFT))
-def rms_norm(b: Body) -> list[str]:
-    """x divided by the root of the mean of its squares, times a scale."""
-    _last(b)
-    y, _, spread = _norm(b, b.ins[0], b.ins[1], "", 1e-5, centred=False)
-    return [y, spread]
-
-
-@defines("SkipLayerNormalization")
+@defines("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 def skip_layer_norm(b: Body) -> list[str]:
-    """The norm of input + skip (+ bias); the fourth output is that sum."""
-    total = b.add(b("Add", b.ins[0], b.ins[1]), 4)
-    return [*_norm(b, total, b.ins[2], b.ins[3] if b.has(3) else "", 1e-12, centred=True), total]
+    """The norm of input + skip (+ bias), and that sum as fourth output: input, skip, gamma, beta, bias.
 
-
-@defines("SkipSimplifiedLayerNormalization")
-def skip_rms_norm(b: Body) -> list[str]:
-    """The same without mean and beta: input, skip, gamma, bias."""
-    total = b.add(b("Add", b.ins[0], b.ins[1]), 3)
-    y, _, spread = _norm(b, total, b.ins[2], "", 1e-12, centred=False)
-    return [y, "", spread, total]
+    The simplified one has neither beta nor mean.
+    """
+    centred = b.node_kind == "SkipLayerNormalization"
+    total = b.add(b("Add", b.ins[0], b.ins[1]), 4 if centred else 3)
+    return [*_norm(b, total, b.ins[2], b.ins[3] if centred and b.has(3) else "", 1e-12, centred=centred), total]
 
 
 @defines("EmbedLayerNormalization")
@@ -75,15 +60,12 @@ def embed_layer_norm(b: Body) -> list[str]:
 # activations
 
 
-def _gelu(b: Body, x: str) -> str:
-    half = b("Add", b("Erf", b("Div", x, b.scalar(2**0.5, x))), b.scalar(1, x))
-    return b("Mul", b("Mul", x, half), b.scalar(0.5, x))
-
-
 @defines("Gelu", "BiasGelu")
 def gelu(b: Body) -> list[str]:
     """x (+ bias) times the normal distribution."""
-    return [_gelu(b, b.add(b.ins[0], 1))]
+    x = b.add(b.ins[0], 1)
+    half = b("Add", b("Erf", b("Div", x, b.scalar(2**0.5, x))), b.scalar(1, x))
+    return [b("Mul", b("Mul", x, half), b.scalar(0.5, x))]
 
 
 @defines("FastGelu")

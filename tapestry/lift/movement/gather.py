@@ -11,7 +11,7 @@ from tapestry.ir.index import Aff, const, dim, span
 from tapestry.ir.monoid import number
 from tapestry.lift.building.affine_values import affine_value
 from tapestry.lift.building.builder import Node, Operand, axes, every, from_front, here, inside
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 from tapestry.lift.movement.shape import reshape
 
 
@@ -24,7 +24,7 @@ def wrap(value: Aff, size: int, ranges: dict[str, int]) -> Aff | None:
 
 
 @lifts("Gather")
-def lift_gather(n: Node) -> bool | None:
+def lift_gather(n: Node) -> None:
     """y[.., i.., ..] = x[.., index[i..], ..]."""
     x, rank, places = n.tensor(0), len(n.shape(0)), len(n.shape(1))
     axis = n.axis(0, rank)
@@ -33,14 +33,13 @@ def lift_gather(n: Node) -> bool | None:
     spots = here(dims)
     inner = spots[axis : axis + places]
     if n.out().size == 0:
-        return False
+        raise Declined
     position = affine_value(n.b, n.ins[1], tuple(inner), ranges)
     position = None if position is None else wrap(position, x.shape[axis], ranges)
     if position is not None:
         n.view(n.out(), x.name, dims, [*spots[:axis], position, *spots[axis + places :]])
-        return None
+        return
     select(n, n.outs[0], x.name, n.ins[1], dims, axis, places)
-    return None
 
 
 def select(n: Node, out: str, data: str, index: str, dims: Sequence[Dim], axis: int, places: int) -> str:
@@ -60,25 +59,24 @@ def _pick(n: Node, out: str, dims: Sequence[Dim], data: Operand, index: Operand,
 
 
 @lifts("GatherElements")
-def lift_gather_elements(n: Node) -> bool | None:
+def lift_gather_elements(n: Node) -> None:
     """y[.., i, ..] = x[.., index[.., i, ..], ..], whose other axes may be shorter than those of x."""
     x, at = n.tensor(0), n.axis(0, len(n.shape(0)))
     if n.out().size == 0 or x.size == 0:
-        return False
+        raise Declined
     dims = n.out_dims()
     spots = here(dims)
     data = n.read(x.name, [*spots[:at], dim("v"), *spots[at + 1 :]])
     _pick(n, n.outs[0], dims, data, n.read(n.ins[1], spots), x.shape[at])
-    return None
 
 
 @lifts("GatherND")
-def lift_gather_nd(n: Node) -> bool | None:
+def lift_gather_nd(n: Node) -> None:
     """y[b.., i.., r..] = x[b.., index[b.., i.., 0], index[b.., i.., 1], .., r..], by the row-major index of what is picked."""
     if n.out().size == 0 or n.tensor(0).size == 0:
-        return False
+        raise Declined
     if lift_affine_gather_nd(n):
-        return None
+        return
     x, index = n.tensor(0), n.tensor(1)
     batch, count = int(n.attr("batch_dims", 0)), index.shape[-1]
     picked, outer = x.shape[batch : batch + count], len(index.shape) - 1
@@ -89,7 +87,6 @@ def lift_gather_nd(n: Node) -> bool | None:
     spots = here(dims)
     data = n.read(table, [*spots[:batch], dim("v"), *spots[outer:]])
     _pick(n, n.outs[0], dims, data, n.read(_flat(n, dims[:outer], picked), spots[:outer]), size)
-    return None
 
 
 def _flat(n: Node, dims: Sequence[Dim], picked: Sequence[int]) -> str:

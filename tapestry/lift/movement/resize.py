@@ -21,14 +21,14 @@ from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS
 from tapestry.lift.building.builder import Node, Operand, accumulator, axes, here, literal
 from tapestry.lift.building.opaque import emit_opaque
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 Place = tuple[Aff, int]  # numerator and denominator of the coordinate sampled
 Along = Callable[[Node, str, str, tuple[Dim, ...], int, int, Place], str]  # interpolation along one axis
 
 
 @lifts("Resize", "Upsample")
-def lift_resize(n: Node) -> bool | None:
+def lift_resize(n: Node) -> None:
     """Nearest, linear and cubic interpolation; what is left (antialiasing, crops) commutes with batch and channels."""
     places = None if n.out().size == 0 or n.tensor(0).size == 0 else _places(n)
     mode = n.attr("mode", "nearest")
@@ -37,7 +37,8 @@ def lift_resize(n: Node) -> bool | None:
         done = _nearest(n, places)
     elif places is not None and mode in ("linear", "cubic") and n.dtype(0) in FLOATS:
         done = _between(n, places, _linear_axis if mode == "linear" else _cubic_axis)
-    return None if done else _sampled(n)
+    if not done:
+        _sampled(n)
 
 
 def _places(n: Node) -> dict[int, Place] | None:
@@ -184,7 +185,7 @@ def _keys(t: Expr, a: float, dtype: str) -> list[Expr]:
     return [poly(near, *outer), poly(t, *inner), poly(back, *inner), poly(far, *outer)]
 
 
-def _sampled(n: Node) -> bool | None:
+def _sampled(n: Node) -> None:
     """Opaque; axes that the node does not name commute, or else batch and channels where it leaves them alone."""
     x, y = n.shape(0), n.out().shape
     named = n.attr("axes")
@@ -196,10 +197,9 @@ def _sampled(n: Node) -> bool | None:
         if free and n.has(3) and not _name_space_alone(n):
             free = []  # `sizes` names the whole batch: it would be wrong for a block of it, where scales stay right
     if not free:
-        return False
+        raise Declined
     dims = [Dim("bc"[a] if a < 2 else f"x{a}", x[a]) for a in free]
     emit_opaque(n, "interpolates", dims, {0: free}, {0: free})
-    return None
 
 
 def _name_space_alone(n: Node) -> bool:

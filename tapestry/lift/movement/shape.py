@@ -15,7 +15,7 @@ from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, Operand, axes, broadcast, every, from_front, here, inside, literal
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 WIDEST = 16  # tensors side by side in a padding that repeats them
 
@@ -97,12 +97,12 @@ def lift_tile(n: Node) -> None:
 
 
 @lifts("Slice")
-def lift_slice(n: Node) -> bool | None:
+def lift_slice(n: Node) -> None:
     """start + step * position; bounds are attributes before opset 10."""
     shape, rank = n.shape(0), len(n.shape(0))
     starts, ends = n.ints(1, "starts"), n.ints(2, "ends")
     if starts is None or ends is None or (n.has(3) and n.const(3) is None) or (n.has(4) and n.const(4) is None):
-        return False
+        raise Declined
     which = n.ints(3, "axes") or list(range(len(starts)))
     steps = n.ints(4) or [1] * len(starts)
     dims = n.out_dims()
@@ -113,11 +113,10 @@ def lift_slice(n: Node) -> bool | None:
         first = min(max(first, 0), size - 1 if step < 0 else size)
         index[axis % rank] = dim(f"x{axis % rank}") * step + first
     n.view(n.out(), n.ins[0], dims, index, 0 if n.out().size == 0 else None)
-    return None
 
 
 @lifts("Split")
-def lift_split(n: Node) -> bool | None:
+def lift_split(n: Node) -> None:
     """One view per piece."""
     rank = len(n.shape(0))
     axis, start = n.axis(0, rank), 0
@@ -128,7 +127,6 @@ def lift_split(n: Node) -> bool | None:
             index = [dim(d.name) + (start if a == axis else 0) for a, d in enumerate(dims)]
             n.view(n.out(k), n.ins[0], dims, index)
         start += size
-    return None
 
 
 def choose(place: Expr, starts: Sequence[int], values: Sequence[Expr]) -> Expr:
@@ -166,11 +164,11 @@ def lift_concat(n: Node) -> None:
 
 
 @lifts("Pad")
-def lift_pad(n: Node) -> bool | None:
+def lift_pad(n: Node) -> None:
     """Constant padding is a guarded read; the other modes are choices between reads, one axis after another."""
     rank, pads = len(n.shape(0)), n.ints(1, "pads" if n.version >= 2 else "paddings")
     if pads is None or (n.has(3) and n.const(3) is None):
-        return False
+        raise Declined
     which = [a % rank for a in (n.ints(3) or range(rank))]
     before, after = [0] * rank, [0] * rank
     for k, a in enumerate(which):
@@ -179,31 +177,29 @@ def lift_pad(n: Node) -> bool | None:
     if mode == "constant":
         return _pad_constant(n, before)
     if any(p < 0 for p in before + after):
-        return False
+        raise Declined
     src = n.ins[0]
     todo = [a for a in range(rank) if before[a] or after[a]]
     for a in todo[:-1]:
         src = _pad_axis(n, n.temp(f"pad{a}"), src, a, before[a], after[a], mode)
     last = todo[-1] if todo else 0
     _pad_axis(n, n.out(), src, last, before[last], after[last], mode)
-    return None
 
 
-def _pad_constant(n: Node, before: Sequence[int]) -> bool | None:
+def _pad_constant(n: Node, before: Sequence[int]) -> None:
     dims = n.out_dims()
     index = [dim(d.name) - b for d, b in zip(dims, before, strict=True)]
     if n.has(2) and n.const(2) is None:
         value = n.read(n.ins[2], [const(0)] * len(n.shape(2)))
         within = every(test for e, s in zip(index, n.shape(0), strict=True) for test in inside(Index(e), s))
         n.block(n.out(), dims, [n.read(n.ins[0], index, 0), value], lambda x, v: call("where", within, x, v))
-        return None
+        return
     given: Any = n.const(2)
     value = given.reshape(-1)[0].item() if given is not None else n.attr("value", 0.0)
     if value != value:
-        return False
+        raise Declined
     grown = any(b > 0 or d.size - b > s for b, d, s in zip(before, dims, n.shape(0), strict=True))
     n.view(n.out(), n.ins[0], dims, index, value if grown else None)
-    return None
 
 
 def _pad_axis(n: Node, out: str | Tensor, src: str, axis: int, before: int, after: int, mode: str) -> str:
@@ -276,11 +272,11 @@ def lift_constant_of_shape(n: Node) -> None:
 
 
 @lifts("Range")
-def lift_range(n: Node) -> bool | None:
+def lift_range(n: Node) -> None:
     """start + step * position, of known start and step."""
     start, step = n.const(0), n.const(2)
     if start is None or step is None:
-        return False
+        raise Declined
     dtype = n.out().dtype
     if np.issubdtype(start.dtype, np.integer):
         e: Expr = cast(Index(dim("x0") * int(step) + int(start)) if int(step) else Index(const(int(start))), dtype)
@@ -288,7 +284,6 @@ def lift_range(n: Node) -> bool | None:
         place = cast(Index(dim("x0")), dtype)
         e = call("add", literal(start.item(), dtype), call("mul", place, literal(step.item(), dtype)))
     n.block(n.out(), n.out_dims(), [], e)
-    return None
 
 
 @lifts("EyeLike")
@@ -300,16 +295,15 @@ def lift_eye(n: Node) -> None:
 
 
 @lifts("Trilu")
-def lift_trilu(n: Node) -> bool | None:
+def lift_trilu(n: Node) -> None:
     """x in a triangle, 0 elsewhere."""
     k = n.const(1) if n.has(1) else np.zeros(())
     if k is None:
-        return False
+        raise Declined
     dims, rank = n.out_dims(), len(n.shape(0))
     gap = Index(dim(f"x{rank - 1}") - dim(f"x{rank - 2}"))
     keep = call("ge" if n.attr("upper", 1) else "le", gap, number(int(k.reshape(-1)[0]), "i64"))
     n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], call("where", keep, Arg(0, n.dtype(0)), number(0, n.dtype(0))))
-    return None
 
 
 @lifts("OneHot")

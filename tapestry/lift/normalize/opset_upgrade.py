@@ -24,7 +24,8 @@ TARGET = 7  # whose forms are written
 PER_CHANNEL = 9  # from here on BatchNormalization's statistics are per channel
 COPIES = 1 << 10  # of a Tile that names one axis
 ALIGNED = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less"})
-SELU = {"alpha": 1.6732, "gamma": 1.0507}  # before opset 6; six digits more from then on
+DROPPED = {"Gemm": "broadcast", "LSTM": "output_sequence", "GRU": "output_sequence", "RNN": "output_sequence"}
+DEFAULTS = {"Concat": {"axis": 1}, "Selu": {"alpha": 1.6732, "gamma": 1.0507}}  # (Selu has six digits more from opset 6 on)
 
 
 class EarlyNode:
@@ -121,14 +122,14 @@ def _inference(o: EarlyNode) -> None:
         raise o.refused("it is in training mode (is_test is not 1)")
 
 
-@upgrades("Gemm")
-def _gemm(o: EarlyNode) -> None:
-    o.attributes.pop("broadcast", 0)
+@upgrades(*DROPPED)
+def _dropped(o: EarlyNode) -> None:
+    o.attributes.pop(DROPPED[o.node.op_type], None)
 
 
-@upgrades("LSTM", "GRU", "RNN")
-def _recurrent(o: EarlyNode) -> None:
-    o.attributes.pop("output_sequence", 0)
+@upgrades(*DEFAULTS)
+def _defaults(o: EarlyNode) -> None:
+    o.attributes = DEFAULTS[o.node.op_type] | o.attributes
 
 
 @upgrades("Cast")
@@ -136,16 +137,6 @@ def _cast(o: EarlyNode) -> None:
     to = o.attributes.get("to")
     if isinstance(to, bytes):
         o.attributes["to"] = TensorProto.DataType.Value(to.decode())
-
-
-@upgrades("Concat")
-def _concat(o: EarlyNode) -> None:
-    o.attributes.setdefault("axis", 1)
-
-
-@upgrades("Selu")
-def _selu(o: EarlyNode) -> None:
-    o.attributes = SELU | o.attributes
 
 
 @upgrades("Pad")

@@ -159,20 +159,17 @@ def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
     """
     makers = {o: n for n in model.graph.node for o in n.output}
     for value in (*model.graph.value_info, *model.graph.output):
-        found = types.get(value.name)
-        if found is None or not (found.HasField("tensor_type") and value.type.HasField("tensor_type")):
+        inferred = types.get(value.name)
+        if inferred is None or not (inferred.HasField("tensor_type") and value.type.HasField("tensor_type")):
             continue
-        a, b = value.type.tensor_type, found.tensor_type
+        a, b = value.type.tensor_type, inferred.tensor_type
         where = f"node '{node_name(makers[value.name])}'" if value.name in makers else f"value '{value.name}'"
         if a.elem_type and b.elem_type and a.elem_type != b.elem_type:
             names = [dtype_name(t.elem_type) for t in (a, b)]
             why = f"'{value.name}' is declared {names[0]}, computed {names[1]}"
             raise ModelError("dtypes contradict each other", where=where, why=why)
-        if not (a.HasField("shape") and b.HasField("shape")):
-            continue
-        declared, computed = ([d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim] for t in (a, b))
-        clash = any(x is not None and y is not None and x != y for x, y in zip(declared, computed, strict=False))
-        if len(declared) != len(computed) or clash:
+        if _contradicts(value.type, inferred):
+            declared, computed = ([d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim] for t in (a, b))
             why = f"'{value.name}' is declared {declared}, computed {computed}"
             raise ModelError("shapes contradict each other", where=where, why=why)
 
@@ -189,11 +186,11 @@ def forget_stale(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
         log.warning("sizes that the file declares for %s do not go with the sizes that are bound: not used", names)
 
 
-def _contradicts(declared: TypeProto, found: TypeProto | None) -> bool:
+def _contradicts(declared: TypeProto, inferred: TypeProto | None) -> bool:
     """Whether two types of a tensor have different ranks, or different sizes."""
-    if found is None or not (declared.tensor_type.HasField("shape") and found.tensor_type.HasField("shape")):
+    if inferred is None or not (declared.tensor_type.HasField("shape") and inferred.tensor_type.HasField("shape")):
         return False
-    a, b = (t.tensor_type.shape.dim for t in (declared, found))
+    a, b = (t.tensor_type.shape.dim for t in (declared, inferred))
     stated = ((x, y) for x, y in zip(a, b, strict=False) if x.HasField("dim_value") and y.HasField("dim_value"))
     return len(a) != len(b) or any(x.dim_value != y.dim_value for x, y in stated)
 

@@ -44,6 +44,47 @@ StepTypes = Callable[[NodeProto, Types, Mapping[str, TensorProto], Mapping[str, 
 the Scan are linear recurrences; else to the reason why they are not."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanNode:
+    """What a Scan node says, its axes counted from the front of its inputs; those of its results as they are given.
+
+    Attributes:
+        first, over: names of the states' first values and of what is scanned.
+        steps: how many there are.
+    """
+
+    body: GraphProto
+    first: tuple[str, ...]
+    over: tuple[str, ...]
+    axes: tuple[int, ...]
+    back: tuple[bool, ...]
+    out_axes: tuple[int, ...]
+    out_back: tuple[bool, ...]
+    steps: int
+
+
+def read_scan(node: NodeProto, types: Types, version: int) -> ScanNode | str:
+    """What a Scan node says; why it cannot be told, where it is of an older kind or has sizes that are not known."""
+    if version < 9:
+        return "Scan had batches before opset 9"
+    given = attributes(node)
+    body, scanned = given["body"], int(given["num_scan_inputs"])
+    first, over = tuple(node.input[: len(node.input) - scanned]), tuple(node.input[len(node.input) - scanned :])
+    shapes = [s for x in over if (s := static_shape(types.get(x)))]
+    outs = len(body.output) - len(first)
+    if len(shapes) < scanned or len(node.input) != len(body.input) or not over or outs < 0:
+        return "the number of steps is not known"
+    axes = tuple(a % len(s) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True))
+    lengths: set[int] = {s[a] for s, a in zip(shapes, axes, strict=True)}
+    if len(lengths) != 1 or 0 in lengths:
+        return "it has no step"
+    return ScanNode(
+        body=body, first=first, over=over, axes=axes, back=tuple(map(bool, given.get("scan_input_directions", [0] * scanned))),
+        out_axes=tuple(given.get("scan_output_axes", [0] * outs)),
+        out_back=tuple(map(bool, given.get("scan_output_directions", [0] * outs))), steps=lengths.pop(),
+    )  # fmt: skip
+
+
 def unroll(model: ModelProto, types: Types, step_types: StepTypes, *, loops: bool) -> bool:
     """Write out the top-level graph's control flow where it is known, and tell whether any was.
 
@@ -170,34 +211,26 @@ class _Work:
         """A Scan over axes of known length: (carried…, slices…) to (carried…, seen…)."""
         if self.version < 9:
             return False
-        if found := self._linear(node):
-            return self._typed(node, found)
-        given = attributes(node)
-        body, scanned = given["body"], int(given["num_scan_inputs"])
-        carried, over = list(node.input[: len(node.input) - scanned]), node.input[len(node.input) - scanned :]
-        shapes = [self.shape(x) for x in over]
-        outs = len(body.output) - len(carried)
-        out_axes = [
-            self._from_front(a, o) for a, o in zip(given.get("scan_output_axes", [0] * outs), node.output[len(carried) :])
-        ]
-        if len(node.input) != len(body.input) or None in shapes or None in out_axes or len(out_axes) != outs:
+        if results := self._linear(node):
+            return self._typed(node, results)
+        scan = read_scan(node, self.types, self.version)
+        if isinstance(scan, str) or not self._fits(scan.body, scan.steps):
             return False
-        axes = [a % len(s or [0]) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True)]
-        lengths: set[int] = {(s or [0])[a] for a, s in zip(axes, shapes, strict=True)}
-        if len(lengths) != 1 or not self._fits(body, count := lengths.pop()):
+        carried = list(scan.first)
+        out_axes = [self._from_front(a, o) for a, o in zip(scan.out_axes, node.output[len(carried) :])]
+        if None in out_axes or len(out_axes) != len(scan.out_back):
             return False
-        back = given.get("scan_input_directions", [0] * scanned)
-        write = _Copies(self, node, body)
+        write = _Copies(self, node, scan.body)
         seen: list[list[str]] = []
-        for t in range(count):
-            slices = [write.slice(f"{t}/{k}", x, axes[k], count - 1 - t if back[k] else t) for k, x in enumerate(over)]
-            found = write.copy(f"{t}/", dict(zip((i.name for i in body.input), (*carried, *slices), strict=True)))
-            carried = found[: len(carried)]
-            seen.append(found[len(carried) :])
-        out_back = given.get("scan_output_directions", [0] * outs)
+        for t in range(scan.steps):
+            places = [scan.steps - 1 - t if back else t for back in scan.back]
+            slices = [write.slice(f"{t}/{k}", x, scan.axes[k], places[k]) for k, x in enumerate(scan.over)]
+            outs = write.copy(f"{t}/", dict(zip((i.name for i in scan.body.input), (*carried, *slices), strict=True)))
+            carried = outs[: len(carried)]
+            seen.append(outs[len(carried) :])
         for k, axis in enumerate(out_axes):
             names = [s[k] for s in seen]
-            carried.append(write.stack(k, names[::-1] if out_back[k] else names, axis or 0))
+            carried.append(write.stack(k, names[::-1] if scan.out_back[k] else names, axis or 0))
         write.rename(node.output, carried)
         return True
 

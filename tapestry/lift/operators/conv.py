@@ -8,7 +8,7 @@ from tapestry.ir.graph import Dim, Guard
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.lift.building.builder import Node, Operand
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 from tapestry.lift.operators.linear import contract
 from tapestry.lift.operators.window import KERNEL, SPATIAL, window
 
@@ -21,11 +21,11 @@ def channel(outs: int, ins: int, groups: int) -> Aff:
 
 
 @lifts("Conv")
-def lift_conv(n: Node) -> bool | None:
+def lift_conv(n: Node) -> None:
     """Convolution, grouped or not, 1-D to 3-D; padding is the value of reads that leave the input."""
     x, w = n.tensor(0), n.tensor(1)
     if not 3 <= len(x.shape) <= 5:
-        return False
+        raise Declined
     groups, outs = int(n.attr("group", 1)), w.shape[0]
     if x.shape[1] != w.shape[1] * groups or outs % groups:
         raise ModelError("channels do not match", where=n.where, why=f"x {x.shape}, w {w.shape}, group {groups}")
@@ -37,7 +37,6 @@ def lift_conv(n: Node) -> bool | None:
     a = n.read(x.name, [dim("b"), channel(outs, x.shape[1], groups), *win.index()], 0 if win.leaves else None)
     b = n.read(w.name, [dim("o"), dim("c"), *(dim(d.name) for d in win.taps)])
     contract(n, n.out(), dims, (Dim("c", w.shape[1]), *win.taps), a, b, bias=bias)
-    return None
 
 
 def _of_nothing(n: Node, dims: tuple[Dim, ...], bias: Operand | None) -> None:
@@ -47,19 +46,19 @@ def _of_nothing(n: Node, dims: tuple[Dim, ...], bias: Operand | None) -> None:
 
 
 @lifts("ConvTranspose")
-def lift_conv_transpose(n: Node) -> bool | None:
+def lift_conv_transpose(n: Node) -> None:
     """The adjoint of a convolution: position h reads input (h + pad - d*r) / stride where that is whole and inside."""
     x, w = n.tensor(0), n.tensor(1)
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3:
-        return False
+        raise Declined
     groups = int(n.attr("group", 1))
     per_group, outs = w.shape[1], w.shape[1] * groups
     stride = [int(v) for v in n.attr("strides", [1] * rank)]
     dilation = [int(v) for v in n.attr("dilations", [1] * rank)]
     mode = n.attr("auto_pad", "NOTSET")
     if mode not in ("NOTSET", "", "VALID") or n.attr("output_shape") is not None:
-        return False  # `inference_fixes` has written the padding out wherever sizes are known
+        raise Declined  # `inference_fixes` has written the padding out wherever sizes are known
     before = [0] * rank if mode == "VALID" else [int(p) for p in n.attr("pads", [0] * rank)]
     places = tuple(Dim(name, s) for name, s in zip(SPATIAL[rank], n.out().shape[2:], strict=True))
     taps = tuple(Dim(name, s) for name, s in zip(KERNEL[rank], w.shape[2:], strict=True))
@@ -80,4 +79,3 @@ def lift_conv_transpose(n: Node) -> bool | None:
     inner = modulo(dim("o"), per_group, {"o": outs})
     b_read = n.read(w.name, [taken, inner, *(dim(d.name) for d in taps)])
     contract(n, n.out(), dims, (Dim("c", x.shape[1] // groups), *taps), a_read, b_read, bias=bias)
-    return None

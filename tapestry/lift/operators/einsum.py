@@ -10,7 +10,7 @@ from tapestry.ir.graph import Dim, Read
 from tapestry.ir.index import const, dim
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, accumulator
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,17 @@ class Term:
 
 
 @lifts("Einsum")
-def lift_einsum(n: Node) -> bool | None:
+def lift_einsum(n: Node) -> None:
     """Operands are contracted from the left, two by two; a letter goes once neither the result nor a later operand has it."""
     found = _terms(n)
     if found is None:
-        return False
+        raise Declined
     terms, out, sizes = found
     while len(terms) > 2:
         later = {a for t in terms[2:] for a in t.axes} | set(out)
         kept = tuple(dict.fromkeys(a for t in terms[:2] for a in t.axes if a in later))
         terms = [Term(_emit(n, n.temp("e"), terms[:2], kept, sizes, n.dtype()), kept), *terms[2:]]
     _emit(n, n.outs[0], terms, out, sizes, n.out().dtype)
-    return None
 
 
 def _terms(n: Node) -> tuple[list[Term], tuple[str, ...], dict[str, int]] | None:

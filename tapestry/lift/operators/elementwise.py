@@ -11,7 +11,7 @@ from tapestry.ir.expr import Arg, Expr, call, cast
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, INTEGERS
 from tapestry.lift.building.builder import DTYPE_OF, Body, Node, Operand, here, literal
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 
 def c(value: float, like: Expr) -> Expr:
@@ -48,26 +48,21 @@ def softplus(x: Expr) -> Expr:
     return call("add", relu(x), call("log1p", call("exp", call("neg", call("abs", x)))))
 
 
-def _softsign(x: Expr) -> Expr:
-    return call("div", x, call("add", c(1, x), call("abs", x)))
-
-
-def _mish(x: Expr) -> Expr:
-    return call("mul", x, call("tanh", softplus(x)))
-
-
 SIXTH = float(np.float32(1 / 6))  # as an attribute in the body that ONNX gives a HardSwish of any type
+PRIMITIVES = (  # those of the same name
+    "Abs", "Neg", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh",
+    "Erf", "Tanh", "Sigmoid", "Floor", "Ceil", "Round", "Sign", "Not", "IsNaN",
+)  # fmt: skip
 UNARY: dict[str, Body] = {
-    "Abs": _primitive("abs"), "Neg": _primitive("neg"), "Exp": _primitive("exp"), "Log": _primitive("log"),
-    "Sqrt": _primitive("sqrt"), "Sin": _primitive("sin"), "Cos": _primitive("cos"), "Tan": _primitive("tan"),
-    "Asin": _primitive("asin"), "Acos": _primitive("acos"), "Atan": _primitive("atan"), "Sinh": _primitive("sinh"),
-    "Cosh": _primitive("cosh"), "Asinh": _primitive("asinh"), "Acosh": _primitive("acosh"), "Atanh": _primitive("atanh"),
-    "Erf": _primitive("erf"), "Tanh": _primitive("tanh"), "Sigmoid": sigmoid, "Floor": _primitive("floor"),
-    "Ceil": _primitive("ceil"), "Round": _primitive("round"), "Sign": _primitive("sign"), "Not": _primitive("not"),
-    "BitwiseNot": _primitive("not"), "IsNaN": _primitive("isnan"), "Relu": relu, "Softplus": softplus,
-    "Softsign": _softsign, "Mish": _mish, "Reciprocal": lambda x: call("div", c(1, x), x),
+    **{op: _primitive(op.lower()) for op in PRIMITIVES},
+    "BitwiseNot": _primitive("not"),
+    "Relu": relu,
+    "Softplus": softplus,
+    "Softsign": lambda x: call("div", x, call("add", c(1, x), call("abs", x))),
+    "Mish": lambda x: call("mul", x, call("tanh", softplus(x))),
+    "Reciprocal": lambda x: call("div", c(1, x), x),
     "HardSwish": lambda x: call("mul", x, _hard_sigmoid(x, SIXTH, 0.5)),
-}  # fmt: skip
+}
 
 
 @lifts(*UNARY)
@@ -86,34 +81,32 @@ VARIADIC = {"Add": "add", "Mul": "mul", "Sum": "add", "Max": "max", "Min": "min"
 
 
 @lifts(*BINARY)
-def lift_binary(n: Node) -> bool | None:
+def lift_binary(n: Node) -> None:
     """Two inputs (a Where has three), one primitive."""
     if n.attr("broadcast", 0) and n.version < 7:
-        return False  # the old, axis-based broadcasting
+        raise Declined  # the old, axis-based broadcasting
     emit_map(n, _primitive(BINARY[n.kind]))
-    return None
 
 
 @lifts(*VARIADIC)
-def lift_variadic(n: Node) -> bool | None:
+def lift_variadic(n: Node) -> None:
     """Any number of inputs, merged from the left; Mean divides by their number."""
     fn, count = VARIADIC[n.kind], len(n.ins)
     if (n.attr("broadcast", 0) and n.version < 7) or count > MOST_OPERANDS:
-        return False
+        raise Declined
 
     def body(*xs: Expr) -> Expr:
         total = reduce(lambda a, b: call(fn, a, b), xs)
         return call("div", total, c(count, total)) if n.kind == "Mean" else total
 
     emit_map(n, body)
-    return None
 
 
 @lifts("Pow")
-def lift_pow(n: Node) -> bool | None:
+def lift_pow(n: Node) -> None:
     """x ** y in the dtype of x; squares and square roots become what they are."""
     if n.attr("broadcast", 0) and n.version < 7:
-        return False
+        raise Declined
     power = n.const(1)
     exponent = float(power.reshape(-1)[0]) if power is not None and power.size == 1 else math.nan
     if exponent == 2 and len(n.shape(1)) <= len(n.shape(0)):
@@ -123,7 +116,6 @@ def lift_pow(n: Node) -> bool | None:
     else:
         wide = "f64" if n.dtype(0) in INTEGERS and n.dtype(1) in FLOATS else n.dtype(0)
         emit_map(n, lambda x, y: cast(call("pow", cast(x, wide), cast(y, wide)), n.dtype(0)))
-    return None
 
 
 @lifts("Mod")
@@ -139,12 +131,11 @@ def lift_shift(n: Node) -> None:
 
 
 @lifts("Cast", "CastLike", since=6)
-def lift_cast(n: Node) -> bool | None:
+def lift_cast(n: Node) -> None:
     """Conversion between supported dtypes (strings stay with ONNX)."""
     if n.kind == "Cast" and int(n.attr("to")) not in DTYPE_OF:
-        return False
+        raise Declined
     emit_map(n, lambda x: cast(x, n.out().dtype), 1)
-    return None
 
 
 @lifts("IsInf")

@@ -12,7 +12,7 @@ from tapestry.ir.expr import Acc, Arg, Expr, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
 from tapestry.lift.building.builder import Node, Operand, axes, broadcast, literal
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 from tapestry.lift.operators.conv import channel
 from tapestry.lift.operators.opaque_operators import opaque_integer_conv
 from tapestry.lift.operators.quantize import REAL, saturated
@@ -22,12 +22,12 @@ BYTES = ("i8", "u8")
 
 
 @lifts("MatMulInteger", "QLinearMatMul")
-def lift_integer_matmul(n: Node) -> bool | None:
+def lift_integer_matmul(n: Node) -> None:
     """Zero points and scales of the whole, of a's rows or of b's columns; all others leave the node to ONNX."""
     second = 3 if n.kind == "QLinearMatMul" else 1
     a, b, y = n.tensor(0), n.tensor(second), n.out()
     if min(len(a.shape), len(b.shape)) < 2 or not _supported(n, second):
-        return False
+        raise Declined
     batch = axes(y.shape[:-2], "b")
     dims = (*batch, Dim("i", a.shape[-2]), Dim("n", b.shape[-1]))
     m = Dim("m", a.shape[-1])
@@ -36,11 +36,12 @@ def lift_integer_matmul(n: Node) -> bool | None:
         n.read(b.name, [*broadcast(b.shape[:-2], batch), dim("m"), dim("n")]),
     ]
     own = {**dict.fromkeys(_about(n, 0), "i"), **dict.fromkeys(_about(n, second), "n")}
-    return _emit(n, second, dims, (m,), reads, own)
+    if not _emit(n, second, dims, (m,), reads, own):
+        raise Declined
 
 
 @lifts("ConvInteger", "QLinearConv")
-def lift_integer_conv(n: Node) -> bool | None:
+def lift_integer_conv(n: Node) -> None:
     """As Conv; zero points and scales of the whole or, for the weight, of each filter. Padding is x's zero point."""
     second = 3 if n.kind == "QLinearConv" else 1
     x, w = n.tensor(0), n.tensor(second)
@@ -59,7 +60,8 @@ def lift_integer_conv(n: Node) -> bool | None:
         n.read(w.name, [dim("o"), dim("c"), *(dim(d.name) for d in win.taps)]),
     ]
     own = dict.fromkeys(_about(n, second), "o")
-    return _emit(n, second, dims, (Dim("c", w.shape[1]), *win.taps), reads, own) or opaque_integer_conv(n)
+    if not _emit(n, second, dims, (Dim("c", w.shape[1]), *win.taps), reads, own):
+        opaque_integer_conv(n)
 
 
 def _about(n: Node, k: int) -> list[int]:

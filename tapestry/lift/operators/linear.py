@@ -60,7 +60,7 @@ def lift_matmul(n: Node) -> None:
 
 
 @lifts("Gemm")
-def lift_gemm(n: Node) -> bool | None:
+def lift_gemm(n: Node) -> None:
     """alpha * A' B' + beta * C, with transposition as a projection."""
     i, k = ("m", "i") if n.attr("transA", 0) else ("i", "m")
     a = n.read(n.ins[0], [dim(i), dim(k)])
@@ -71,4 +71,3 @@ def lift_gemm(n: Node) -> bool | None:
     beta = float(n.attr("beta", 1.0))
     bias = n.read(n.ins[2], broadcast(n.shape(2), dims)) if n.has(2) and beta != 0.0 else None
     contract(n, n.out(), dims, [m], a, b, scale=float(n.attr("alpha", 1.0)), bias=bias, bias_scale=beta)
-    return None

@@ -9,16 +9,16 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim
 from tapestry.ir.monoid import number
 from tapestry.lift.building.builder import Node, accumulator, axes, here
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 from tapestry.lift.operators.reduce import softmax, split_dims
 
 
 @lifts("SoftmaxCrossEntropyLoss")
-def lift_cross_entropy(n: Node) -> bool | None:
+def lift_cross_entropy(n: Node) -> None:
     """``log(sum exp x) - x[label]`` over axis 1, weighted, and reduced as asked; log-probabilities on request."""
     x = n.tensor(0)
     if len(x.shape) < 2 or not x.size:
-        return False
+        raise Declined
     dims, wide = axes(x.shape), accumulator(x.dtype)
     kept, gone = split_dims(x.shape, [1])
     if n.wants(1):
@@ -31,21 +31,19 @@ def lift_cross_entropy(n: Node) -> bool | None:
     reads = [n.read(t, here(kept)) for t in (right, m, total)]
     lost = n.block(n.temp("lost"), kept, reads, lambda r, m, s: call("neg", call("sub", call("sub", r, m), call("log", s))))
     _reduced(n, lost, kept, wide)
-    return None
 
 
 @lifts("NegativeLogLikelihoodLoss")
-def lift_likelihood(n: Node) -> bool | None:
+def lift_likelihood(n: Node) -> None:
     """``-x[label]`` over axis 1, weighted, and reduced as asked."""
     x = n.tensor(0)
     if len(x.shape) < 2 or not x.size:
-        return False
+        raise Declined
     wide = accumulator(x.dtype)
     kept, gone = split_dims(x.shape, [1])
     right = _right(n, kept, gone, wide)
     lost = n.block(n.temp("lost"), kept, [n.read(right, here(kept))], lambda v: call("neg", v))
     _reduced(n, lost, kept, wide)
-    return None
 
 
 def _right(n: Node, kept: Sequence[Dim], gone: Sequence[Dim], wide: str) -> str:

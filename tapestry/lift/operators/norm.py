@@ -12,7 +12,7 @@ from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, Operand, accumulator, axes, broadcast, here, literal
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 from tapestry.lift.operators.pool import norm
 from tapestry.lift.operators.reduce import keep_dims, split_dims
 
@@ -135,11 +135,11 @@ def lift_group_norm(n: Node) -> None:
 
 
 @lifts("BatchNormalization")
-def lift_batch_norm(n: Node) -> bool | None:
+def lift_batch_norm(n: Node) -> None:
     """Inference: (x - mean) * (scale / sqrt(var + epsilon)) + bias, with statistics per channel."""
     training = n.attr("training_mode", 0) if n.version >= 14 else n.version < 7 and not n.attr("is_test", 0)
     if training or n.attr("spatial", 1) != 1 or any(n.wants(k) for k in range(1, 5)):
-        return False
+        raise Declined
     x = n.tensor(0)
     dims = axes(x.shape)
     wide = accumulator(x.dtype)
@@ -152,7 +152,6 @@ def lift_batch_norm(n: Node) -> bool | None:
         return cast(call("add", call("mul", call("sub", cast(v, wide), cast(mean, wide)), factor), cast(bias, wide)), x.dtype)
 
     n.block(n.out(), dims, reads, body)
-    return None
 
 
 @lifts("LpNormalization")

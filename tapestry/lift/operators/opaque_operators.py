@@ -9,14 +9,9 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import const, dim
 from tapestry.lift.building.builder import Node, axes, literal
 from tapestry.lift.building.opaque import emit_cells, emit_opaque
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 Axes = dict[int, list[int | None]]
-
-
-def leading(n: Node, why: str, count: int, ins: Sequence[int], outs: Sequence[int] = (0,)) -> None:
-    """Opaque, splittable along the first ``count`` axes of input 0, which inputs ``ins`` and the outputs share."""
-    along(n, why, range(count), ins, outs)
 
 
 def along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,), outs: Sequence[int] = (0,)) -> None:
@@ -26,36 +21,42 @@ def along(n: Node, why: str, axes: Sequence[int], ins: Sequence[int] = (0,), out
     emit_opaque(n, why, dims, {k: shared[k] for k in ins if n.has(k)}, {k: shared[k] for k in outs})
 
 
+ROWS: dict[
+    str, tuple[str, int, tuple[int, ...]]
+] = {  # why; how many of the first axes (or all but the last ones); inputs with them
+    "Det": ("a determinant mixes a whole matrix", -2, (0,)),
+    "Col2Im": ("adds overlapping blocks", 1, (0,)),  # channels are interleaved with the cells of a block
+    "STFT": ("Fourier transforms of overlapping frames", 1, (0,)),
+    "TensorScatter": ("positions depend on the data", 1, (0, 1, 2)),
+    "TfIdfVectorizer": ("counts sequences of a row's values", -1, (0,)),
+}
+BATCHES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # why; inputs and outputs whose first axis is the batch
+    "GridSample": ("samples where the grid says", (0, 1), (0,)),
+    "DeformConv": ("samples at offsets that depend on the data", (0, 2, 4), (0,)),
+    "LinearAttention": ("a state that runs over the positions", (0, 1, 2, 3, 4, 5), (0, 1)),
+}
+
+
+@lifts(*ROWS)
+def lift_rows(n: Node) -> None:
+    """Row by row, matrix by matrix or signal by signal: whatever the first axes count."""
+    why, count, ins = ROWS[n.kind]
+    along(n, why, range(len(n.shape(0)))[:count], ins)
+
+
+@lifts(*BATCHES)
+def lift_batches(n: Node) -> None:
+    """Entry by entry of a batch."""
+    why, ins, outs = BATCHES[n.kind]
+    emit_opaque(n, why, [Dim("b", n.shape(0)[0])], {k: [0] for k in ins if n.has(k)}, {k: [0] for k in outs})
+
+
 @lifts("TopK")
 def lift_top_k(n: Node) -> None:
     """Selection by value along one axis: independent along the others."""
     rank = len(n.shape(0))
     at = n.axis(-1, rank)
     along(n, f"selects by value along axis {at}", [a for a in range(rank) if a != at], outs=range(len(n.outs)))
-
-
-@lifts("GridSample")
-def lift_grid_sample(n: Node) -> None:
-    """Sampling at computed places, image by image."""
-    emit_opaque(n, "samples where the grid says", [Dim("b", n.shape(0)[0])], {0: [0], 1: [0]}, {0: [0]})
-
-
-@lifts("Det")
-def lift_det(n: Node) -> None:
-    """One matrix at a time."""
-    leading(n, "a determinant mixes a whole matrix", len(n.shape(0)) - 2, (0,))
-
-
-@lifts("Col2Im")
-def lift_col2im(n: Node) -> None:
-    """Overlapping blocks are added within one image; batch by batch (channels are interleaved with the block's cells)."""
-    leading(n, "adds overlapping blocks", 1, (0,))
-
-
-@lifts("DeformConv")
-def lift_deform_conv(n: Node) -> None:
-    """Samples at offsets that depend on the data, image by image."""
-    emit_opaque(n, "samples at offsets that depend on the data", [Dim("b", n.shape(0)[0])], {0: [0], 2: [0], 4: [0]}, {0: [0]})
 
 
 @lifts("RoiAlign")
@@ -77,45 +78,31 @@ def lift_reverse_sequence(n: Node) -> None:
 
 
 @lifts("DFT")
-def lift_dft(n: Node) -> bool | None:
+def lift_dft(n: Node) -> None:
     """A Fourier transform along one axis: the others commute, but for the last one, which holds real and imaginary parts."""
     rank = len(n.shape(0))
     axis = n.const(2) if n.has(2) else None
     if n.has(2) and axis is None:
-        return False
+        raise Declined
     at = int(axis.reshape(-1)[0]) if axis is not None else int(n.attr("axis", 1 if n.version < 20 else -2))
     axes: list[int | None] = [a for a in range(rank - 1) if a != at % rank]
     emit_opaque(n, "a Fourier transform", [Dim(f"x{a}", n.shape(0)[a]) for a in axes if a is not None], {0: axes}, {0: axes})
-    return None
-
-
-@lifts("STFT")
-def lift_stft(n: Node) -> None:
-    """Signal by signal."""
-    leading(n, "Fourier transforms of overlapping frames", 1, (0,))
-
-
-@lifts("TensorScatter")
-def lift_tensor_scatter(n: Node) -> None:
-    """Batch by batch: every entry is written from an index of its own."""
-    leading(n, "positions depend on the data", 1, (0, 1, 2))
 
 
 @lifts("BitCast")
-def lift_bit_cast(n: Node) -> bool | None:
+def lift_bit_cast(n: Node) -> None:
     """Cell by cell, where both types are equally wide."""
     if n.shape(0) != n.out().shape:
-        return False
+        raise Declined
     emit_cells(n, "reads bits as another type")
-    return None
 
 
 @lifts("AffineGrid")
-def lift_affine_grid(n: Node) -> bool | None:
+def lift_affine_grid(n: Node) -> None:
     """theta applied to every place of an image or volume, whose coordinates run from -1 to 1, the innermost first."""
     theta, y = n.tensor(0), n.out()
     if n.const(1) is None or theta.dtype not in ("f32", "f64"):
-        return False
+        raise Declined
     dims = n.out_dims()
     rank, row = len(dims) - 2, dims[-1].name
     corners = bool(n.attr("align_corners", 0))
@@ -135,32 +122,17 @@ def lift_affine_grid(n: Node) -> bool | None:
         return total
 
     n.block(y, dims, reads, body)
-    return None
-
-
-@lifts("LinearAttention")
-def lift_linear_attention(n: Node) -> None:
-    """Batch by batch: a state runs over the positions, and heads are packed into the last axis."""
-    every: Axes = {k: [0] for k in range(len(n.ins)) if n.has(k)}
-    emit_opaque(n, "a state that runs over the positions", [Dim("b", n.shape(0)[0])], every, {0: [0], 1: [0]})
-
-
-@lifts("TfIdfVectorizer")
-def lift_tf_idf(n: Node) -> None:
-    """Row by row, where there are rows."""
-    leading(n, "counts sequences of a row's values", len(n.shape(0)) - 1, (0,))
 
 
 @lifts("Adagrad", "Adam", "Momentum", domain="ai.onnx.preview.training")
-def lift_optimizer(n: Node) -> bool | None:
+def lift_optimizer(n: Node) -> None:
     """Cell by cell, where all tensors to be optimised are of one shape; the first two inputs are a rate and a count."""
     shape = n.shape(2)
     if any(n.shape(k) != shape for k in range(2, len(n.ins))):
-        return False
+        raise Declined
     every: list[int | None] = list(range(len(shape)))
     ins: Axes = dict.fromkeys(range(2, len(n.ins)), every)
     emit_opaque(n, "a step of an optimiser", axes(shape), ins, dict.fromkeys(range(len(n.outs)), every))
-    return None
 
 
 def opaque_integer_conv(n: Node) -> None:

@@ -11,11 +11,13 @@ from tapestry.ir.index import Aff, dim
 from tapestry.ir.monoid import highest, lowest, number
 from tapestry.lift.building.builder import Node, accumulator, every, inside, literal
 from tapestry.lift.building.opaque import emit_opaque
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 from tapestry.lift.operators.window import KERNEL, SPATIAL, Window, window
 
 
 def _window(n: Node) -> Window:
+    """The node's window over an image of one to three dimensions."""
+    _check_image(n)
     return window(n, n.shape(0)[2:], [int(k) for k in n.attr("kernel_shape")])
 
 
@@ -24,27 +26,25 @@ def _dims(n: Node, win: Window) -> tuple[Dim, ...]:
     return (Dim("b", b), Dim("c", c), *win.places)
 
 
-def _supported(n: Node) -> bool:
-    return 3 <= len(n.shape(0)) <= 5
+def _check_image(n: Node) -> None:
+    if not 3 <= len(n.shape(0)) <= 5:
+        raise Declined
 
 
 @lifts("MaxPool")
-def lift_max_pool(n: Node) -> bool | None:
+def lift_max_pool(n: Node) -> None:
     """The greatest value of each window, and with Indices its row-major position in the whole tensor, the first of several."""
-    if not _supported(n):
-        return False
     win = _window(n)
     other = lowest(n.dtype(0)).value if win.leaves else None
     x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], other)
     if n.wants(1):
         if n.attr("storage_order", 0):
             emit_opaque(n, "its Indices output counts positions in the whole tensor, column by column")
-            return None
+            return
         state, then = [Arg(0, x[1].dtype), _position(n, win)], [Acc(0, x[1].dtype), Acc(1, "i64")]
         n.reduce(n.outs[:2], _dims(n, win), win.taps, "argmax", [x], state, then)
-        return None
+        return
     n.reduce([n.outs[0]], _dims(n, win), win.taps, "max", [x], [Arg(0, x[1].dtype)])
-    return None
 
 
 def _position(n: Node, win: Window) -> Expr:
@@ -58,29 +58,23 @@ def _position(n: Node, win: Window) -> Expr:
 
 
 @lifts("AveragePool")
-def lift_average_pool(n: Node) -> bool | None:
+def lift_average_pool(n: Node) -> None:
     """Sum over each window divided by the number of taps inside the input, or inside the padded input."""
-    if not _supported(n):
-        return False
     win = _window(n)
     x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], 0 if win.leaves else None)
     wide = accumulator(n.dtype(0))
     count = cast(win.count(bool(n.attr("count_include_pad", 0))), wide)
     then = cast(call("div", Acc(0, wide), count), n.dtype(0))
     n.reduce([n.outs[0]], _dims(n, win), win.taps, "sum", [x], [cast(Arg(0, n.dtype(0)), wide)], [then])
-    return None
 
 
 @lifts("LpPool", since=2)
-def lift_lp_pool(n: Node) -> bool | None:
+def lift_lp_pool(n: Node) -> None:
     """The p-norm of each window."""
-    if not _supported(n):
-        return False
     win, p = _window(n), int(n.attr("p", 2))
     x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], 0 if win.leaves else None)
     body, then = norm(p, cast(Arg(0, n.dtype(0)), accumulator(n.dtype(0))))
     n.reduce([n.outs[0]], _dims(n, win), win.taps, "sum", [x], [body], [cast(then, n.dtype(0))])
-    return None
 
 
 def norm(p: int, x: Expr) -> tuple[Expr, Expr]:
@@ -96,10 +90,9 @@ def norm(p: int, x: Expr) -> tuple[Expr, Expr]:
 
 
 @lifts("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
-def lift_global_pool(n: Node) -> bool | None:
+def lift_global_pool(n: Node) -> None:
     """One window as large as the input; spatial output axes of size 1 are kept, as a view."""
-    if not _supported(n):
-        return False
+    _check_image(n)
     x, rank = n.tensor(0), len(n.shape(0)) - 2
     taps = tuple(Dim(k, s) for k, s in zip(KERNEL[rank], x.shape[2:], strict=True))
     dims = (Dim("b", x.shape[0]), Dim("c", x.shape[1]))
@@ -116,14 +109,12 @@ def lift_global_pool(n: Node) -> bool | None:
     inner = n.reduce([n.temp("r")], dims, taps, monoid, [read], [body], [cast(then, x.dtype)] if then else [])[0]
     places = [Dim(k, 1) for k in SPATIAL[rank]]
     n.view(n.out(), inner, (*dims, *places), [dim("b"), dim("c")])
-    return None
 
 
 @lifts("LRN")
-def lift_lrn(n: Node) -> bool | None:
+def lift_lrn(n: Node) -> None:
     """x / (bias + alpha/size * sum of squares over neighbouring channels) ^ beta."""
-    if not _supported(n):
-        return False
+    _check_image(n)
     x, size = n.tensor(0), int(n.attr("size"))
     if size < 1:
         raise ModelError("a window of no channels", where=n.where, why=f"size is {size}")
@@ -139,4 +130,3 @@ def lift_lrn(n: Node) -> bool | None:
     then = call("div", value, call("pow", scale, literal(beta, wide)))
     body = call("mul", neighbour, neighbour)
     n.reduce([n.outs[0]], dims, [Dim("k", size)], "sum", [near, own], [body], [cast(then, x.dtype)])
-    return None

@@ -13,25 +13,25 @@ from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOAT8
 from tapestry.lift.building.builder import Node, Operand, axes, here, literal
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 RANGE = {"u8": (0, 255), "i8": (-128, 127), "u16": (0, 65535), "i16": (-32768, 32767)}
 REAL = ("f32", "f16", "bf16")
 
 
 @lifts("DequantizeLinear")
-def lift_dequantize(n: Node) -> bool | None:
+def lift_dequantize(n: Node) -> None:
     """(x - zero point) * scale, in the dtype of the scale, or in f32 if that is shorter."""
     x, y = n.tensor(0), n.out()
     if x.dtype not in (*RANGE, "i32", *FLOAT8) or n.dtype(1) not in REAL or y.dtype not in REAL:
-        return False
+        raise Declined
     dims = n.out_dims()
     spot = _place(n, dims)
     if spot is None:
-        return False
+        raise Declined
     small = x.dtype in FLOAT8
     if small and n.has(2) and ((zero := n.const(2)) is None or np.any(zero.astype(np.float32))):
-        return False  # ONNX allows no zero point of such a type but 0
+        raise Declined  # ONNX allows no zero point of such a type but 0
     told, read = ([], []) if small else _zero(n, spot)
     reads = [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *read]
     wide = "i64" if x.dtype == "i32" else "i32"  # differences of 32 bits may need one more
@@ -42,19 +42,18 @@ def lift_dequantize(n: Node) -> bool | None:
         return cast(call("mul", cast(shifted, "f32"), cast(scale, "f32")), y.dtype)
 
     n.block(y, dims, reads, body)
-    return None
 
 
 @lifts("QuantizeLinear")
-def lift_quantize(n: Node) -> bool | None:
+def lift_quantize(n: Node) -> None:
     """saturate(round(x / scale) + zero point), in f32, half to even."""
     x, y = n.tensor(0), n.out()
     if x.dtype not in (*REAL, "i32") or y.dtype not in RANGE or n.dtype(1) not in REAL or n.attr("precision", 0) not in (0, 1):
-        return False
+        raise Declined
     dims = n.out_dims()
     spot = _place(n, dims)
     if spot is None:
-        return False
+        raise Declined
 
     def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
         whole: Expr = call("round", call("div", cast(v, "f32"), cast(scale, "f32")))
@@ -62,15 +61,14 @@ def lift_quantize(n: Node) -> bool | None:
 
     told, read = _zero(n, spot)
     n.block(y, dims, [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *read], body)
-    return None
 
 
 @lifts("DynamicQuantizeLinear")
-def lift_dynamic(n: Node) -> bool | None:
+def lift_dynamic(n: Node) -> None:
     """To u8 by the least and greatest value, 0 among them; a scale of 1 where all are 0, as in onnxruntime."""
     x = n.tensor(0)
     if x.dtype != "f32" or x.size == 0:
-        return False
+        raise Declined
     dims, zero = axes(x.shape), number(0, "f32")
     ends = [
         n.reduce(
@@ -94,7 +92,6 @@ def lift_dynamic(n: Node) -> bool | None:
         return saturated(call("round", call("div", v, by)), at, "u8")
 
     n.block(n.out(), dims, [n.read(x.name, here(dims)), n.read(scale, ()), n.read(spot, ())], body)
-    return None
 
 
 def _as(zero: Expr, dtype: str) -> Expr:

@@ -13,7 +13,7 @@ from tapestry.ir.monoid import MONOIDS, lowest, number
 from tapestry.ir.recognise.running_state import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, accumulator, axes, here, literal
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 
 
 def keep_dims(n: Node, out: str | Tensor, src: str, axes_reduced: Sequence[int], shape: Sequence[int]) -> str:
@@ -61,17 +61,17 @@ def _plan(kind: str, x: Expr, count: int) -> tuple[str, Expr, Expr | None]:
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
     "ReduceLogSum", "ReduceLogSumExp",
 )  # fmt: skip
-def lift_reduce(n: Node) -> bool | None:
+def lift_reduce(n: Node) -> None:
     """One reduction into the reduced shape, then (with keepdims) a view."""
     reduced, x = _axes(n), n.tensor(0)
     real = x.dtype in ("f16", "bf16", "f32", "f64")
     if reduced is None or (not real and n.kind in ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp")):
-        return False
+        raise Declined
     if not reduced and n.attr("noop_with_empty_axes", 0):
         if n.kind not in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"):
-            return False
+            raise Declined
         n.view(n.out(), x.name, axes(x.shape), here(axes(x.shape)))
-        return None
+        return
     kept, gone = split_dims(x.shape, reduced)
     exact = n.kind in ("ReduceMax", "ReduceMin")
     value = Arg(0, x.dtype) if exact else cast(Arg(0, x.dtype), accumulator(x.dtype))
@@ -89,15 +89,14 @@ def lift_reduce(n: Node) -> bool | None:
     n.reduce([name], kept, gone, monoid, [n.read(x.name, here(axes(x.shape)))], state, lowered)
     if keep:
         keep_dims(n, n.out(), name, reduced, x.shape)
-    return None
 
 
 @lifts("ArgMax", "ArgMin")
-def lift_arg(n: Node) -> bool | None:
+def lift_arg(n: Node) -> None:
     """Position of the extreme value, the first (or last) of several."""
     x = n.tensor(0)
     if not x.shape:
-        return False
+        raise Declined
     axis = n.axis(0, len(x.shape))
     kept, gone = split_dims(x.shape, [axis])
     last = bool(n.attr("select_last_index", 0))
@@ -109,17 +108,16 @@ def lift_arg(n: Node) -> bool | None:
     n.reduce([name], kept, gone, n.kind.lower(), [n.read(x.name, here(axes(x.shape)))], state, [lowered])
     if keep:
         keep_dims(n, n.out(), name, [axis], x.shape)
-    return None
 
 
 @lifts("Hardmax")
-def lift_hardmax(n: Node) -> bool | None:
+def lift_hardmax(n: Node) -> None:
     """1 at the first greatest value along an axis (before opset 13 along all from it on), else 0."""
     x, rank = n.tensor(0), len(n.shape(0))
     axis = n.axis(1 if n.version < 13 else -1, rank)
     gone = list(range(axis, rank)) if n.version < 13 else [axis]
     if not rank or x.size == 0:
-        return False
+        raise Declined
     dims = axes(x.shape)
     flat: Aff = const(0)
     for a in gone:
@@ -129,15 +127,14 @@ def lift_hardmax(n: Node) -> bool | None:
     (first,) = n.reduce([n.temp("first")], kept, over, "argmax", [n.read(x.name, here(dims))], state, [Acc(1, "i64")])
     chosen = call("eq", Arg(0, "i64"), Index(flat))
     n.block(n.out(), dims, [n.read(first, here(kept))], call("where", chosen, number(1, x.dtype), number(0, x.dtype)))
-    return None
 
 
 @lifts("CumSum", "CumProd")
-def lift_scan(n: Node) -> bool | None:
+def lift_scan(n: Node) -> None:
     """A running sum or product, as the scan that `running_state` recognises; an axis that is not known leaves it opaque."""
     x, at = n.tensor(0), n.const(1)
     if at is None or not x.shape or x.size == 0:
-        return False
+        raise Declined
     axis = int(at.reshape(-1)[0])
     if not -len(x.shape) <= axis < len(x.shape):
         raise ModelError("axis out of range", where=n.where, why=f"axis is {axis}, the rank {len(x.shape)}")
@@ -152,7 +149,6 @@ def lift_scan(n: Node) -> bool | None:
     read = n.read(x.name, [*spots[:axis], dim("j"), *spots[axis + 1 :]], zero, (when,))
     then = [] if wide == x.dtype else [cast(Acc(0, wide), x.dtype)]
     n.reduce([n.outs[0]], dims, [over], monoid, [read], [cast(Arg(0, x.dtype), wide)], then)
-    return None
 
 
 def softmax(
@@ -185,12 +181,11 @@ def softmax(
 
 
 @lifts("Softmax", "LogSoftmax")
-def lift_softmax(n: Node) -> bool | None:
+def lift_softmax(n: Node) -> None:
     """Over one axis; before opset 13 over all axes from the given one on."""
     x = n.tensor(0)
     if not x.shape:
-        return False
+        raise Declined
     axis = n.axis(1 if n.version < 13 else -1, len(x.shape))
     reduced = list(range(axis, len(x.shape))) if n.version < 13 else [axis]
     softmax(n, n.out(), x.name, axes(x.shape), reduced, log=n.kind == "LogSoftmax")
-    return None

@@ -17,22 +17,21 @@ from tapestry.ir.recognise.running_state import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.affine_values import index_value
 from tapestry.lift.building.builder import Node, accumulator, axes, here
-from tapestry.lift.building.registry import lifts
+from tapestry.lift.building.registry import Declined, lifts
 from tapestry.lift.recurrences.linear_state import NotLinear, Recurrence
 from tapestry.lift.recurrences.loop_body import Body, linear_body
 
 
 @lifts("Scan")
-def lift_scan(n: Node) -> bool | None:
+def lift_scan(n: Node) -> None:
     """As running states where every state is a linear recurrence; else the node stays whole."""
     if not n.b.steps:
-        return False
+        raise Declined
     try:
         body = linear_body(n.proto, n.b.types, n.b.known, n.b.opsets)
     except NotLinear:
-        return False
+        raise Declined from None
     _Steps(n, body).write()
-    return None
 
 
 @dataclass(slots=True)
@@ -64,8 +63,8 @@ class _Steps:
         n, scan, count = self.n, self.body.node, len(self.body.states)
         for name, outer, axis, back in zip(self.body.slices, scan.over, scan.axes, scan.back, strict=True):
             self.slices(name, outer, axis, back)
-        for k, found in self.body.recurrences.items():
-            self.state(k, found)
+        for k, recurrence in self.body.recurrences.items():
+            self.state(k, recurrence)
         for k in range(count):
             if n.wants(k):
                 self.last(k)
@@ -83,27 +82,27 @@ class _Steps:
             spots, place = here(dims[1:]), const(scan.steps - 1) - t if back else t
             self.names[name] = self.n.view(self.fresh(name), outer, dims, [*spots[:axis], place, *spots[axis:]])
 
-    def state(self, k: int, found: Recurrence) -> None:
+    def state(self, k: int, recurrence: Recurrence) -> None:
         """The states after every step."""
         name, after = self.body.states[k], self.body.after[k]
-        if found.unchanged:
+        if recurrence.unchanged:
             self.names[name] = self.body.node.first[k]
             return
-        self.emit({r.tensor for r in found.reads})
-        if found.scale is None:
-            assert found.shift is not None
-            self.history[k] = self.map(found, found.shift, "next", whole=True)[0]
+        self.emit({r.tensor for r in recurrence.reads})
+        if recurrence.scale is None:
+            assert recurrence.shift is not None
+            self.history[k] = self.map(recurrence, recurrence.shift, "next", whole=True)[0]
         else:
-            self.history[k] = self.run(k, found, found.scale)
+            self.history[k] = self.run(k, recurrence, recurrence.scale)
         if after in self.body.makers:  # who reads the next state in a step reads it here
             self.names[after] = self.history[k]
             self.timed.add(after)
 
-    def run(self, k: int, found: Recurrence, scale: Expr) -> str:
+    def run(self, k: int, recurrence: Recurrence, scale: Expr) -> str:
         """A scan of ``h = scale * h + shift``, a running sum where the scale is 1."""
-        parts = [self.shift(k, found, scale)]
+        parts = [self.shift(k, recurrence, scale)]
         if not (isinstance(scale, Const) and scale.value == 1):
-            parts.insert(0, self.map(found, scale, "scale", whole=False))
+            parts.insert(0, self.map(recurrence, scale, "scale", whole=False))
         monoid = "affine" if len(parts) > 1 else "sum"
         t, u = dim(self.time.name), dim(self.over.name)
         wide = accumulator(scale.dtype)
@@ -115,24 +114,26 @@ class _Steps:
         body = [cast(Arg(i, scale.dtype), wide) for i in range(len(parts))]
         then = [cast(Acc(len(parts) - 1, wide), scale.dtype)]
         out = self.fresh(self.body.after[k])
-        self.n.reduce([out], (self.time, *found.dims), [self.over], monoid, reads, body, then)
+        self.n.reduce([out], (self.time, *recurrence.dims), [self.over], monoid, reads, body, then)
         return out
 
-    def shift(self, k: int, found: Recurrence, scale: Expr) -> tuple[str, list[Aff]]:
+    def shift(self, k: int, recurrence: Recurrence, scale: Expr) -> tuple[str, list[Aff]]:
         """What each step adds. The state's first value is in the first step's: the product of all factors may overflow."""
         zero = number(0, scale.dtype)
-        own: Expr = Arg(len(found.reads), scale.dtype)
+        own: Expr = Arg(len(recurrence.reads), scale.dtype)
         begun = own if isinstance(scale, Const) and scale.value == 1 else call("mul", scale, own)
-        begun = begun if found.shift is None else call("add", begun, found.shift)
+        begun = begun if recurrence.shift is None else call("add", begun, recurrence.shift)
         first = call("eq", Index(dim(self.time.name)), number(0, "i64"))
-        body = call("where", first, begun, zero if found.shift is None else found.shift)
-        start = Read(tensor=self.body.node.first[k], index=tuple(here(found.dims)))
-        return self.map(found, body, "shift", whole=True, more=(start,))
+        body = call("where", first, begun, zero if recurrence.shift is None else recurrence.shift)
+        start = Read(tensor=self.body.node.first[k], index=tuple(here(recurrence.dims)))
+        return self.map(recurrence, body, "shift", whole=True, more=(start,))
 
-    def map(self, found: Recurrence, e: Expr, what: str, *, whole: bool, more: tuple[Read, ...] = ()) -> tuple[str, list[Aff]]:
+    def map(
+        self, recurrence: Recurrence, e: Expr, what: str, *, whole: bool, more: tuple[Read, ...] = ()
+    ) -> tuple[str, list[Aff]]:
         """Emit an expression of a state's step, over the steps and the state's dimensions: all, or those it differs along."""
         used = sorted({x.pos for x in walk(e) if isinstance(x, Arg)})
-        all_reads = (*(self.outer(r) for r in found.reads), *more)
+        all_reads = (*(self.outer(r) for r in recurrence.reads), *more)
         reads = [(all_reads[p], self.n.b.tensor(all_reads[p].tensor)) for p in used]
 
         def leaf(x: Expr) -> Expr:
@@ -141,7 +142,7 @@ class _Steps:
         affs = [a for r, _ in reads for a in (*r.index, *(g.aff for g in r.when))]
         affs += [x.aff for x in walk(e) if isinstance(x, Index)]
         along = {d for a in affs for d in dims_of(a)}
-        dims = tuple(d for d in (self.time, *found.dims) if whole or d.name in along)
+        dims = tuple(d for d in (self.time, *recurrence.dims) if whole or d.name in along)
         return self.n.block(self.fresh(what), dims, reads, rewrite(e, leaf)), here(dims)
 
     def before(self, k: int) -> str:

@@ -61,8 +61,8 @@ def recurrence(
         NotLinear: not ``a * h + b``, or not element by element.
     """
     walk = _Walk(state, makers, tensors, depends, axes(tensors[state].shape, "s"))
-    found = walk.tensor(after, tuple(dim(d.name) for d in walk.dims))
-    return Recurrence(dims=walk.dims, reads=tuple(walk.reads), scale=found.scale, shift=found.shift)
+    step = walk.tensor(after, tuple(dim(d.name) for d in walk.dims))
+    return Recurrence(dims=walk.dims, reads=tuple(walk.reads), scale=step.scale, shift=step.shift)
 
 
 @dataclass(slots=True)

@@ -17,32 +17,13 @@ from tapestry.ir.graph import Op, Opaque
 from tapestry.ir.index import dim
 from tapestry.lift.building.builder import Builder
 from tapestry.lift.building.nodes import lift_nodes
-from tapestry.lift.file.protos import attributes, captured, nested, static_shape
+from tapestry.lift.file.protos import captured, nested, static_shape
 from tapestry.lift.normalize.prepare import prepare
-from tapestry.lift.normalize.unroll import plain, size_of
+from tapestry.lift.normalize.unroll import ScanNode, plain, read_scan, size_of
 from tapestry.lift.recurrences.linear_state import NotLinear, Recurrence, recurrence
 from tapestry.onnx_eval.opaque_node import RANDOM
 
 NODES = 512  # of a body that is tried
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanNode:
-    """What a Scan node says, its axes counted from the front of its inputs; those of its results as they are given.
-
-    Attributes:
-        first, over: names of the states' first values and of what is scanned.
-        steps: how many there are.
-    """
-
-    body: GraphProto
-    first: tuple[str, ...]
-    over: tuple[str, ...]
-    axes: tuple[int, ...]
-    back: tuple[bool, ...]
-    out_axes: tuple[int, ...]
-    out_back: tuple[bool, ...]
-    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,32 +59,6 @@ class Body:
         return found[::-1]
 
 
-def read_node(node: NodeProto, types: Mapping[str, TypeProto], version: int) -> ScanNode:
-    """What a Scan node says.
-
-    Raises:
-        NotLinear: it is of an older kind, or has sizes that are not known.
-    """
-    if version < 9:
-        raise NotLinear("Scan had batches before opset 9")
-    given = attributes(node)
-    body, scanned = given["body"], int(given["num_scan_inputs"])
-    first, over = tuple(node.input[: len(node.input) - scanned]), tuple(node.input[len(node.input) - scanned :])
-    shapes = [s for x in over if (s := static_shape(types.get(x)))]
-    outs = len(body.output) - len(first)
-    if len(shapes) < scanned or len(node.input) != len(body.input) or not over or outs < 0:
-        raise NotLinear("the number of steps is not known")
-    axes = tuple(a % len(s) for a, s in zip(given.get("scan_input_axes", [0] * scanned), shapes, strict=True))
-    lengths: set[int] = {s[a] for s, a in zip(shapes, axes, strict=True)}
-    if len(lengths) != 1 or 0 in lengths:
-        raise NotLinear("it has no step")
-    return ScanNode(
-        body=body, first=first, over=over, axes=axes, back=tuple(map(bool, given.get("scan_input_directions", [0] * scanned))),
-        out_axes=tuple(given.get("scan_output_axes", [0] * outs)),
-        out_back=tuple(map(bool, given.get("scan_output_directions", [0] * outs))), steps=lengths.pop(),
-    )  # fmt: skip
-
-
 def linear_body(
     node: NodeProto, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int]
 ) -> Body:
@@ -115,7 +70,9 @@ def linear_body(
     Raises:
         NotLinear: with the reason.
     """
-    scan = read_node(node, types, opsets.get("", 1))
+    scan = read_scan(node, types, opsets.get("", 1))
+    if isinstance(scan, str):
+        raise NotLinear(scan)
     if not plain(scan.body) or size_of(scan.body) > NODES:
         raise NotLinear("its body is long, or has weights of its own")
     if any(n.op_type in RANDOM for n in nested(scan.body.node)):
