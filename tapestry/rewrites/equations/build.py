@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +26,7 @@ class Written:
     new: tuple[Tensor, ...]
 
 
-def write(rule: RuleText, m: Bindings, tensors: Mapping[str, Tensor]) -> Written | Refusal:
+def write(rule: RuleText, m: Bindings, tensors: dict[str, Tensor]) -> Written | Refusal:
     """The right-hand side of a rule for a match; a refusal where it would read by a dimension that is not there."""
     names = dict(m.tensors)
     for p in rule.after:
@@ -33,7 +34,8 @@ def write(rule: RuleText, m: Bindings, tensors: Mapping[str, Tensor]) -> Written
             if o.name not in names:
                 names[o.name] = unused(f"{m.root.outs[0]}.{o.name}", tensors)
     ops: list[Block] = []
-    table = dict(tensors)
+    new = dict[str, Tensor]()
+    table = ChainMap(new, tensors)
     sources = tuple(dict.fromkeys(s for k in sorted(m.ops) for s in m.ops[k].source))
     for p in rule.after:
         before = next((m.ops[k] for k, q in enumerate(rule.before) if p.outs[0].name in {o.name for o in q.outs}), None)
@@ -44,8 +46,8 @@ def write(rule: RuleText, m: Bindings, tensors: Mapping[str, Tensor]) -> Written
         ops.append(op)
         for t, e in zip(op.outs, op.then if op.monoid else op.body, strict=True):
             if t not in tensors:
-                table[t] = Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in op.dims))
-    return Written(tuple(ops), tuple(t for n, t in table.items() if n not in tensors))
+                new[t] = Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in op.dims))
+    return Written(tuple(ops), tuple(new.values()))
 
 
 @dataclass

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from math import isfinite, isnan
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, arg_positions, call, rewrite
+from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.types import FLOATS, Tensor
+from tapestry.ir.types import Tensor
+from tapestry.rewrites.core.constants import constant
 from tapestry.rewrites.core.edit import (
     accept,
     block_at,
@@ -169,54 +169,8 @@ def _vanishes(op: Block, reads: tuple[Read, ...], touched: set[int], zero: tuple
     """Whether the body is the monoid's identity where every guarded read gives what it fills in."""
     if op.inner or not arg_positions(op.body) <= touched:
         return False
-    fills = {i: reads[i].other for i in touched}
-    return all((value := _at(e, fills)) is not None and value == z.value for e, z in zip(op.body, zero, strict=True))
-
-
-_ZERO_AT_ZERO = frozenset(
-    {
-        "sin",
-        "tan",
-        "asin",
-        "atan",
-        "sinh",
-        "tanh",
-        "asinh",
-        "atanh",
-        "erf",
-        "sqrt",
-        "log1p",
-        "expm1",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-    }
-)
-
-
-def _at(e: Expr, fills: Mapping[int, float | None]) -> float | None:
-    """The value of an expression of reads of known values; ``None`` where a rule of thumb does not tell it."""
-    if isinstance(e, Const):
-        return e.value
-    if isinstance(e, Arg):
-        return fills[e.pos]
-    args = [_at(a, fills) for a in e.args] if isinstance(e, Call) else [None]
-    values = [v for v in args if v is not None]
-    if not isinstance(e, Call) or len(values) < len(args) or any(map(isnan, values)):
-        return None
-    first, last = values[0], values[-1]
-    if e.fn == "cast":
-        return first if isfinite(first) or e.dtype in FLOATS else None
-    if e.fn in _ZERO_AT_ZERO:
-        return first if first == 0 else None
-    if e.fn in ("neg", "abs"):
-        return -first if e.fn == "neg" else abs(first)
-    if e.fn in ("max", "min"):
-        return max(first, last) if e.fn == "max" else min(first, last)
-    if e.fn in ("add", "sub", "mul") and isfinite(first) and isfinite(last):
-        return first + last if e.fn == "add" else first - last if e.fn == "sub" else first * last
-    return None
+    fills = [0 if r.other is None else r.other for r in reads]  # the body has those alone that are touched
+    return all(constant(e, fills) == z.value for e, z in zip(op.body, zero, strict=True))
 
 
 def _level(graph: Graph, op: Block, states: tuple[str, ...], count: int, fanin: int, level: int) -> Block:
