@@ -11,7 +11,16 @@ from tapestry.ir.graph import Block, Dim, Inner, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import number
 from tapestry.ir.types import DTYPES, Tensor
-from tapestry.rewrites.core.edit import MOST_DEPTH, fresh_dim, merge_reads, read_dims, substitute_expr, substitute_read, unused
+from tapestry.rewrites.core.edit import (
+    MOST_DEPTH,
+    fresh_dim,
+    merge_reads,
+    read_dims,
+    results,
+    substitute_expr,
+    substitute_read,
+    unused,
+)
 from tapestry.rewrites.core.matching import Draft
 from tapestry.rewrites.core.rule import Refusal, refuse
 from tapestry.rewrites.equations.match import Bindings, number_of, place
@@ -44,9 +53,7 @@ def write(rule: RuleText, m: Bindings, tensors: dict[str, Tensor]) -> Written | 
         if isinstance(op, Refusal):
             return op
         ops.append(op)
-        for t, e in zip(op.outs, op.then if op.monoid else op.body, strict=True):
-            if t not in tensors:
-                new[t] = Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in op.dims))
+        new |= {t.name: t for t in results(op) if t.name not in tensors}
     return Written(tuple(ops), tuple(new.values()))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.ir.expr import Acc, Arg, Expr, rewrite
+from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.monoid import MONOIDS
-from tapestry.rewrites.core.edit import fresh, plain_index, prune, splits_in, with_args
+from tapestry.rewrites.core.edit import finish, fresh, plain_index, prune, splits_in
 from tapestry.rewrites.core.rule import Refusal, register
 from tapestry.rewrites.partition.phases import Sliced, Slicing, Window, sliced, windows
 
@@ -134,13 +134,4 @@ def _merged(graph: Graph, op: Block, plan: Sliced) -> list[Block]:
         held = outs
     states = held + (plan.parts[-1].outs if len(plan.parts) > 1 else ())
     final: tuple[Expr, ...] = merge if len(plan.parts) > 1 else tuple(Arg(i, d) for i, d in enumerate(dtypes))
-    kept = sorted(op.then_reads())
-    leaf = with_args({}, {old: len(states) + new for new, old in enumerate(kept)})
-
-    def lowered(x: Expr) -> Expr:
-        return final[x.field] if isinstance(x, Acc) else leaf(x)
-
-    reads = tuple(Read(tensor=t, index=plain_index(op.dims)) for t in states) + tuple(op.reads[k] for k in kept)
-    body = tuple(rewrite(e, lowered) for e in op.then)
-    last = Block(outs=op.outs, dims=op.dims, reads=reads, body=body, source=op.source, splits=splits_in(op, op.dims))
-    return [*ops, last]
+    return [*ops, replace(finish(op, states, final), splits=splits_in(op, op.dims))]
