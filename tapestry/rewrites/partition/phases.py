@@ -146,7 +146,8 @@ class Slicing(Rule):
         """For every map dimension along which a window slides."""
         for op, name in sliding(graph):
             plan = self.plan(graph, op, name)
-            yield plan if isinstance(plan, Refusal) else Move(self.name, op.outs[0], (("dim", name),))
+            move = Move(self.name, op.outs[0], (("dim", name),))
+            yield replace(plan, rule=self.name, at=move.at) if isinstance(plan, Refusal) else move
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with phases in place of the operation."""
