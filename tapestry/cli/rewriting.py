@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from difflib import get_close_matches
 
@@ -55,7 +54,7 @@ def rules(args: argparse.Namespace) -> Outcome:
         graph = simplify(lift(args.refused, shapes(args.shape), weights=False).graph)
         refused = [str(m) for r in chosen for m in r.find(graph) if isinstance(m, Refusal)]
         return Outcome({"refused": refused}, lambda: print("\n".join(refused or ["no rule was refused"])), insist=True)
-    rows = [{"name": r.name, "kind": r.kind, "phase": r.phase, "doc": inspect.getdoc(type(r)) or ""} for r in chosen]
+    rows = [{"name": r.name, "kind": r.kind, "phase": r.phase, "doc": r.doc} for r in chosen]
 
     def text() -> None:
         for r in rows:

@@ -6,17 +6,18 @@ expressions over others, renumber reads, and give the pieces names that nobody h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TypeGuard
 
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Arg, Call, Expr, Index, arg_positions, depth, rewrite
+from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, arg_positions, depth, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
 from tapestry.ir.index import Aff, Ranges, atoms, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
-from tapestry.rewrites.core.rule import Move, Refusal
+from tapestry.ir.types import Tensor
+from tapestry.rewrites.core.rule import Move, Refusal, refuse
 
 Leaf = Callable[[Expr], Expr]
 MOST_ATOMS = 100  # of a read's projection: a chain of reshapes and transposes doubles them with every other step
@@ -251,6 +252,47 @@ def single_consumer(graph: Graph, tensor: str) -> int | None:
     """Position of the only operation that reads a tensor; ``None`` when there are others or it is an output."""
     readers = [i for i, op in enumerate(graph.ops) if tensor in op.inputs]
     return readers[0] if len(readers) == 1 and tensor not in graph.outputs else None
+
+
+def results(*ops: Block) -> tuple[Tensor, ...]:
+    """The tensors that operations write, by their dimensions and expressions."""
+    return tuple(
+        Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in op.dims))
+        for op in ops
+        for t, e in zip(op.outs, op.then if op.monoid else op.body, strict=True)
+    )
+
+
+def finish(op: Block, states: Sequence[str], merged: Sequence[Expr]) -> Block:
+    """What an operation does after it has reduced, as a map that reads states which others have reduced.
+
+    Args:
+        states: tensors over the operation's map dimensions; ``Arg(k)`` is the k-th.
+        merged: the whole state, in terms of those.
+    """
+    late = sorted(op.then_reads())
+    leaf = with_args({}, {old: len(states) + new for new, old in enumerate(late)})
+    reads = (*(Read(tensor=t, index=plain_index(op.dims)) for t in states), *(op.reads[k] for k in late))
+    then = tuple(rewrite(e, lambda x: merged[x.field] if isinstance(x, Acc) else leaf(x)) for e in op.then)
+    return Block(outs=op.outs, dims=op.dims, reads=reads, body=then, source=op.source)
+
+
+def cut_refusal(name: str, size: int, parts: int) -> Refusal | None:
+    """Why so many points cannot be cut into so many parts; ``None`` when they can."""
+    if 2 <= parts <= size:
+        return None
+    points = "1 point" if size == 1 else f"{size} points"
+    return refuse(f"{points} of '{name}' cannot be cut into {parts} non-empty parts", f"part {min(parts - 1, size)} is empty")
+
+
+def order_refusal(op: Block, name: str) -> Refusal | None:
+    """Why a reduced dimension cannot be cut with the states merged part by part; ``None`` when it can."""
+    if not order_matters(op, name):
+        return None
+    return refuse(
+        f"'{op.monoid}' does not commute and '{name}' is not the first reduced dimension",
+        f"points 0 and 1 of '{name}' would be merged after all of '{op.reduce[0].name}'",
+    )
 
 
 def order_matters(op: Block, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 ``match`` looks at one place and says what would take the place of what (`Match`), why it is not legal though somebody might
 expect it (`Refusal`), or nothing. ``find`` asks it everywhere, ``apply`` where a move says, ``sweep`` everywhere in one
-pass that goes on with what it made, and ``choose`` does so where a price falls.
+pass that goes on with what it made, and ``choose`` does so where a price falls. All four are written once, in `MatchRule`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ClassVar
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op, with_ops
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.rule import Move, Refusal, Rule
+from tapestry.rewrites.core.rule import Move, Param, Refusal, Rule
 
 Accept = Callable[[Sequence[Op], Sequence[Op]], bool]
 """Whether some operations, in the order of the graph, are worth replacing by others."""
@@ -33,6 +33,11 @@ class Match:
 
     ops: Mapping[int, tuple[Op, ...]]
     tensors: tuple[Tensor, ...] = field(default=())
+
+
+Params = tuple[tuple[str, Param], ...]
+Candidate = tuple[Params, Match]
+"""What one move of a rule does, with the parameters of the move."""
 
 
 class Draft:
@@ -85,7 +90,9 @@ class Draft:
     def only_reader(self, tensor: str) -> int | None:
         """Position of the one operation that reads a tensor; ``None`` where there are others or it is an output."""
         where = self.readers_of(tensor)
-        return where[0] if len(where) == 1 and tensor not in self.outputs else None
+        if len(where) != 1 or tensor in self.outputs or sum(tensor in op.inputs for op in self._parts[where[0]]) != 1:
+            return None
+        return where[0]
 
     def put(self, match: Match) -> None:
         """Do what a match says."""
@@ -150,8 +157,8 @@ def ordered(ops: Sequence[Op]) -> list[Op]:
     return out
 
 
-class _Matching(Rule):
-    """What `OpRule` and `PairRule` share.
+class MatchRule(Rule):
+    """A rule of which `candidates` says everything: what its subclasses `OpRule`, `PairRule` and `Equation` share.
 
     Attributes:
         nothing: the error of a move where the rule has nothing to say.
@@ -159,38 +166,37 @@ class _Matching(Rule):
             right; otherwise it goes on with what it made.
         live: whether an operation whose result nobody needs does not count as a reader.
         backwards: whether a sweep begins at the end.
+        again: whether a sweep looks at a position anew after a move there, until none is left.
     """
 
     nothing: ClassVar[str] = "the rule does not apply there"
     at_once: ClassVar[bool] = False
     live: ClassVar[bool] = False
     backwards: ClassVar[bool] = False
-    second: ClassVar[str] = ""
+    again: ClassVar[bool] = False
 
-    def partners(self, draft: Draft, at: int) -> Iterable[str]:
-        """Results of the operations that may be the second one, in the order in which they are tried."""
-        return ("",)
+    def candidates(self, draft: Draft, at: int, move: Move | None) -> Iterator[Candidate | Refusal]:
+        """What the rule may do with the operation at a position: everything, or what one move asks for.
 
-    def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
+        The caller may carry out a candidate before it asks for the next one.
+        """
         raise NotImplementedError
 
     def named(self, op: Op) -> str:
         """The tensor by which a move names an operation."""
         return op.outs[0]
 
-    def _move(self, op: Op, second: str) -> Move:
-        return Move(self.name, self.named(op), ((self.second, second),) if second else ())
-
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Every place where the rule applies, and refusals where a user might expect it to."""
         draft = Draft(graph, live=self.live)
         for at, op in enumerate(graph.ops):
-            for second in self.partners(draft, at):
-                result = self._at(draft, at, second)
-                if isinstance(result, Match):
-                    yield self._move(op, second)
-                elif result is not None:
+            given = set[Params]()
+            for result in self.candidates(draft, at, None):
+                if isinstance(result, Refusal):
                     yield replace(result, rule=self.name, at=self.named(op))
+                elif result[0] not in given:
+                    given.add(result[0])
+                    yield Move(self.name, self.named(op), result[0])
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph after one move.
@@ -201,12 +207,14 @@ class _Matching(Rule):
         draft, at = Draft(graph, live=self.live), graph.find(move.at)
         if at < 0:
             raise TapestryError(f"no operation writes '{move.at}'", where=str(move))
-        result = self._at(draft, at, move.text(self.second) if self.second else "")
-        if isinstance(result, Refusal):
-            raise TapestryError(result.reason, where=str(move), why=result.witness)
-        if result is not None:
-            draft.put(result)
-        after = draft.graph(reorder=self.at_once) if result is not None else None
+        results = list(self.candidates(draft, at, move))
+        match = next((r[1] for r in results if not isinstance(r, Refusal)), None)
+        refusal = next((r for r in results if isinstance(r, Refusal)), None)
+        if match is None and refusal is not None:
+            raise TapestryError(refusal.reason, where=str(move), why=refusal.witness)
+        if match is not None:
+            draft.put(match)
+        after = draft.graph(reorder=self.at_once) if match is not None else None
         if after is None:
             raise TapestryError(self.nothing, where=str(move))
         return after
@@ -221,18 +229,21 @@ class _Matching(Rule):
         taken = set[int]()
         positions = range(len(graph.ops))
         for at in reversed(positions) if self.backwards else positions:
-            for second in list(self.partners(draft, at)):
-                match, op = self._at(draft, at, second), draft.op(at)
-                if op is None or not isinstance(match, Match) or taken & match.ops.keys():
+            results = self.candidates(draft, at, None)
+            while (result := next(results, None)) is not None:
+                op = draft.op(at)
+                if op is None or isinstance(result, Refusal) or taken & result[1].ops.keys():
                     continue
+                params, match = result
                 if accept is not None and not accept(*_before_and_after(draft, match)):
                     continue
-                moves.append(self._move(op, second))
+                moves.append(Move(self.name, self.named(op), params))
                 matches.append(match)
                 if self.at_once:
                     taken |= match.ops.keys()
-                else:
-                    draft.put(match)
+                    continue
+                draft.put(match)
+                results = self.candidates(draft, at, None) if self.again else results
         if not self.at_once:
             return draft.graph() or graph, moves
         for match in matches:
@@ -251,7 +262,7 @@ def _before_and_after(draft: Draft, match: Match) -> tuple[list[Op], list[Op]]:
     return [op for at in where for op in draft.ops(at)], [op for at in where for op in match.ops[at]]
 
 
-class OpRule(_Matching):
+class OpRule(MatchRule):
     """A rule over one operation; everything follows from `match`."""
 
     def match(self, draft: Draft, at: int) -> Match | Refusal | None:
@@ -259,11 +270,14 @@ class OpRule(_Matching):
         do something; ``None`` where nobody would."""
         raise NotImplementedError
 
-    def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
-        return self.match(draft, at) if draft.op(at) is not None else None
+    def candidates(self, draft: Draft, at: int, move: Move | None) -> Iterator[Candidate | Refusal]:
+        """The one match at a position."""
+        result = self.match(draft, at) if draft.op(at) is not None else None
+        if result is not None:
+            yield ((), result) if isinstance(result, Match) else result
 
 
-class PairRule(_Matching):
+class PairRule(MatchRule):
     """A rule over an operation and a second one, mostly the producer of a tensor that it reads; everything follows from
     `match`.
 
@@ -283,6 +297,10 @@ class PairRule(_Matching):
         op = draft.op(at)
         return op.inputs if isinstance(op, Block) else ()
 
-    def _at(self, draft: Draft, at: int, second: str) -> Match | Refusal | None:
-        other = draft.makers.get(second, -1)
-        return self.match(draft, at, other) if 0 <= other != at and draft.op(at) is not None else None
+    def candidates(self, draft: Draft, at: int, move: Move | None) -> Iterator[Candidate | Refusal]:
+        """The matches with each partner, or with the one that a move names."""
+        for second in list(self.partners(draft, at)) if move is None else [move.text(self.second)]:
+            other = draft.makers.get(second, -1)
+            result = self.match(draft, at, other) if 0 <= other != at and draft.op(at) is not None else None
+            if result is not None:
+                yield (((self.second, second),), result) if isinstance(result, Match) else result

@@ -10,6 +10,7 @@ are choices. Where a rule does not apply it says so in one way, a `Refusal` with
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ class Rule:
 
     name: ClassVar[str]
     phase: ClassVar[Phase] = "search"
+
+    @property
+    def doc(self) -> str:
+        """What the rule does, with an example: the docstring of its class."""
+        return inspect.cleandoc(type(self).__doc__ or "")
 
     @property
     def kind(self) -> str:

@@ -6,7 +6,6 @@ Laws before and after, equal dependences (law 5), equal values on random data, t
 
 from __future__ import annotations
 
-import inspect
 import re
 import textwrap
 from collections.abc import Mapping
@@ -189,7 +188,7 @@ def documented(rule: Rule) -> tuple[str, str, str]:
     """
     sections: dict[str, str] = {}
     current = ""
-    for line in inspect.cleandoc(type(rule).__doc__ or "").splitlines():
+    for line in rule.doc.splitlines():
         head = re.match(r"(before|move|after|legal when):\s*(.*)", line)
         if head:
             current = head.group(1)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, depth, distinct, rewrite
-from tapestry.ir.graph import Block, Dim, Inner, Read
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, depth, distinct
+from tapestry.ir.graph import Block, Dim, Inner, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import number
 from tapestry.ir.types import DTYPES, Tensor
-from tapestry.rewrites.core.edit import MOST_DEPTH, fresh_dim, merge_reads, read_dims, substitute_expr, substitute_read
-from tapestry.rewrites.equations.match import Match, Miss, number_of, place
+from tapestry.rewrites.core.edit import (
+    MOST_DEPTH,
+    fresh_dim,
+    merge_reads,
+    read_dims,
+    results,
+    substitute_expr,
+    substitute_read,
+    unused,
+)
+from tapestry.rewrites.core.matching import Draft
+from tapestry.rewrites.core.rule import Refusal, refuse
+from tapestry.rewrites.equations.match import Bindings, number_of, place
 from tapestry.rewrites.equations.pattern import App, DimPattern, Node, Num, OpPattern, RuleText, Var
 
 
@@ -23,35 +35,26 @@ class Written:
     new: tuple[Tensor, ...]
 
 
-def write(rule: RuleText, m: Match, tensors: Mapping[str, Tensor]) -> Written | Miss:
-    """The right-hand side of a rule for a match; a `Miss` where it would read by a dimension that is not there."""
+def write(rule: RuleText, m: Bindings, tensors: dict[str, Tensor]) -> Written | Refusal:
+    """The right-hand side of a rule for a match; a refusal where it would read by a dimension that is not there."""
     names = dict(m.tensors)
     for p in rule.after:
         for o in p.outs:
             if o.name not in names:
-                names[o.name] = _fresh(tensors, f"{m.root.outs[0]}.{o.name}")
+                names[o.name] = unused(f"{m.root.outs[0]}.{o.name}", tensors)
     ops: list[Block] = []
-    new: list[Tensor] = []
+    new = dict[str, Tensor]()
+    table = ChainMap(new, tensors)
     sources = tuple(dict.fromkeys(s for k in sorted(m.ops) for s in m.ops[k].source))
-    dtypes: dict[str, str] = {}
     for p in rule.after:
         before = next((m.ops[k] for k, q in enumerate(rule.before) if p.outs[0].name in {o.name for o in q.outs}), None)
         outs = before.outs if before is not None and p.outs[0].many else tuple(names[o.name] for o in p.outs)
-        op = _Writer(rule, m, p, names, dtypes).op(outs, before, sources)
-        if isinstance(op, Miss):
+        op = _Writer(rule, m, p, names, table).op(outs, before, sources)
+        if isinstance(op, Refusal):
             return op
         ops.append(op)
-        for t, e in zip(op.outs, op.then if op.monoid else op.body, strict=True):
-            dtypes[t] = e.dtype
-            if t not in tensors:
-                new.append(Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in op.dims)))
-    return Written(tuple(ops), tuple(new))
-
-
-def _fresh(tensors: Mapping[str, Tensor], base: str) -> str:
-    while base in tensors:
-        base += "_"
-    return base
+        new |= {t.name: t for t in results(op) if t.name not in tensors}
+    return Written(tuple(ops), tuple(new.values()))
 
 
 @dataclass
@@ -60,27 +63,26 @@ class _Writer:
 
     Attributes:
         names: tensors of the pattern → of the graph.
-        dtypes: of the tensors written before.
+        tensors: the graph's, and those written before.
         dims: dimensions of this operation, by name of the pattern.
         moved: dimensions of the left-hand side → what stands for them here.
         reads: alias → positions of its reads.
     """
 
     rule: RuleText
-    m: Match
+    m: Bindings
     pattern: OpPattern
     names: Mapping[str, str]
-    dtypes: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
     dims: dict[str, tuple[Dim, ...]] = field(default_factory=dict[str, tuple[Dim, ...]])
     moved: dict[str, Aff] = field(default_factory=dict[str, Aff])
     reads: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     projections: list[Read] = field(default_factory=list[Read])
-    kinds: list[str] = field(default_factory=list[str])
     ranges: dict[str, int] = field(default_factory=dict[str, int])
     inner: tuple[Inner, ...] = ()
     nested: int = 0
 
-    def op(self, outs: tuple[str, ...], before: Block | None, source: tuple[str, ...]) -> Block | Miss:
+    def op(self, outs: tuple[str, ...], before: Block | None, source: tuple[str, ...]) -> Block | Refusal:
         """The operation, or why it cannot be written."""
         p = self.pattern
         dims, reduce = self._space(p.dims), self._space(p.reduce)
@@ -100,7 +102,7 @@ class _Writer:
             )
         )  # fmt: skip
         if self.nested > 1:
-            return Miss("two bodies with inner reductions do not go into one operation")
+            return refuse("two bodies with inner reductions do not go into one operation")
         return self._loose(out) or out
 
     def _space(self, patterns: tuple[DimPattern, ...]) -> tuple[Dim, ...]:
@@ -125,19 +127,11 @@ class _Writer:
             formals = next(r.index for q in self.rule.before for r in q.reads if r.alias == alias)
             env = dict(e for f, n in zip(formals, index, strict=True) for e in self._argument(f, n))
             self.moved |= env
-            for v in self.m.views[alias]:
-                self.kinds.append(v.dtype)
-                self.projections.append(substitute_read(v.read, env, self.ranges) if env else v.read)
+            self.projections += [substitute_read(v, env, self.ranges) if env else v for v in self.m.views[alias]]
         else:
             cells = tuple(e for n in index for e in self._cells(n))
-            name = self.names[tensor]
-            self.kinds.append(self.dtypes.get(name) or self._dtype(tensor))
-            self.projections.append(Read(tensor=name, index=cells))
+            self.projections.append(Read(tensor=self.names[tensor], index=cells))
         self.reads[alias] = tuple(range(first, len(self.projections)))
-
-    def _dtype(self, tensor: str) -> str:
-        kind = next(o.dtype for p in self.rule.before for o in p.outs if o.name == tensor)
-        return self.m.dtypes.get(kind, kind)
 
     def _argument(self, formal: Node, given: Node) -> list[tuple[str, Aff]]:
         """What stands for the dimensions that an argument of a view named on the left-hand side."""
@@ -165,7 +159,7 @@ class _Writer:
             return (number(n.value, like or default),)
         if isinstance(n, Var):
             if n.name in self.reads:
-                return tuple(Arg(i, self.kinds[i]) for i in self.reads[n.name])
+                return tuple(Arg(i, self.tensors[self.projections[i].tensor].dtype) for i in self.reads[n.name])
             if n.name.startswith("acc"):
                 accs = tuple(Acc(i, e.dtype) for i, e in enumerate(state))
                 return accs if n.many else (accs[int(n.name[3:])],)
@@ -212,37 +206,51 @@ class _Writer:
         def leaf(x: Expr) -> Expr:
             return gone[x.pos] if isinstance(x, Arg) else accs.get(x.field, x) if isinstance(x, Acc) else x
 
-        return rewrite(substitute_expr(e, self.moved, self.ranges), leaf)
+        return substitute_expr(e, self.moved, self.ranges, leaf)
 
-    def _loose(self, op: Block) -> Miss | None:
+    def _loose(self, op: Block) -> Refusal | None:
         """What would be read by a dimension that the operation does not have."""
         names = {d.name for d in op.space}
         for r in op.reads:
             if read_dims(r) - names:
-                return Miss(f"'{r.tensor}' varies along '{min(read_dims(r) - names)}'")
+                return refuse(f"'{r.tensor}' varies along '{min(read_dims(r) - names)}'")
         for e in (*op.point, *op.then):
             for x in distinct((e,)):
                 if isinstance(x, Index) and dims_of(x.aff) - names:
-                    return Miss(f"the body looks at the index of '{min(dims_of(x.aff) - names)}'")
+                    return refuse(f"the body looks at the index of '{min(dims_of(x.aff) - names)}'")
         reduced = names - {d.name for d in op.dims}
         late = next((op.reads[i] for i in op.then_reads() if read_dims(op.reads[i]) & reduced), None)
         if late is not None:
-            return Miss(f"'{late.tensor}' varies along a reduced dimension, and is needed after the reduction")
+            return refuse(f"'{late.tensor}' varies along a reduced dimension, and is needed after the reduction")
         if depth((*op.point, *op.then)) > MOST_DEPTH:
-            return Miss("the expression would be nested too deeply", f"at most {MOST_DEPTH} calls inside each other")
+            return refuse("the expression would be nested too deeply", f"at most {MOST_DEPTH} calls inside each other")
         return None
 
 
-def swapped(m: Match, written: Written) -> list[tuple[Block, tuple[Block, ...]]]:
-    """What stands in the place of each operation of a match, the last one first; nothing where it goes.
+def replacements(draft: Draft, m: Bindings, written: Written) -> dict[int, tuple[Op, ...]]:
+    """What stands at each position of the graph that a match touches.
 
-    An operation that is written anew under its name stands where it stood, with new ones before it.
+    An operation that is written anew under its name stands where it stood, with new ones before it; one that is not goes
+    unless something still reads it.
     """
-    by_out = {op.outs[0]: op for op in m.ops.values()}
-    slots: dict[int, tuple[Block, ...]] = {}
-    pending: tuple[Block, ...] = ()
+    old = {op.outs[0]: op for op in m.ops.values()}
+    parts: dict[str, tuple[Op, ...]] = {}
+    pending: tuple[Op, ...] = ()
     for op in written.ops:
         pending = (*pending, op)
-        if op.outs[0] in by_out:
-            slots[id(by_out[op.outs[0]])], pending = pending, ()
-    return [(m.ops[k], slots.get(id(m.ops[k]), ())) for k in sorted(m.ops, reverse=True)]
+        if op.outs[0] in old:
+            parts[op.outs[0]], pending = pending, ()
+    out: dict[int, tuple[Op, ...]] = {}
+    for k in sorted(m.ops, reverse=True):
+        op = m.ops[k]
+        at = draft.makers[op.outs[0]]
+        if op.outs[0] in parts or not _needed(draft, op, out):
+            here = out.get(at, draft.ops(at))
+            out[at] = tuple(n for o in here for n in (parts.get(op.outs[0], ()) if o is op else (o,)))
+    return out
+
+
+def _needed(draft: Draft, op: Op, changed: Mapping[int, tuple[Op, ...]]) -> bool:
+    """Whether something reads a result of an operation, with other operations at some positions, or the graph returns it."""
+    ops = [o for t in op.outs for at in {*draft.readers_of(t), *changed} for o in changed.get(at, draft.ops(at))]
+    return any(t in draft.outputs or any(t in o.inputs for o in ops) for t in op.outs)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from math import prod
 
 from tapestry.ir import space
 from tapestry.ir.expr import Arg, Call, Expr, Index, count, distinct
-from tapestry.ir.graph import Block, Op, Read
-from tapestry.ir.index import dims_of
+from tapestry.ir.graph import Block, Dim, Op, Read
+from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import FLOATS
-from tapestry.rewrites.equations.match import Match, Miss, Surroundings
+from tapestry.rewrites.core.matching import Draft
+from tapestry.rewrites.core.rule import Refusal, refuse
+from tapestry.rewrites.equations.match import Bindings
 from tapestry.rewrites.equations.pattern import App, Clause, Node, Num, Var, show
 
 _COMPARE: dict[str, Callable[[object, object], bool]] = {"eq": operator.eq, "ne": operator.ne}
@@ -27,15 +30,15 @@ Failure = str | None  # of a property: None where it holds, else a witness, whic
 class Conditions:
     """Asks the clauses of a rule of one match."""
 
-    def __init__(self, around: Surroundings, m: Match, rewritten: tuple[Op, ...] = ()) -> None:
-        self.around, self.m, self.rewritten = around, m, rewritten
+    def __init__(self, draft: Draft, m: Bindings, rewritten: tuple[Op, ...] = ()) -> None:
+        self.draft, self.m, self.rewritten = draft, m, rewritten
 
-    def failing(self, clauses: tuple[Clause, ...]) -> Miss | None:
+    def failing(self, clauses: tuple[Clause, ...]) -> Refusal | None:
         """The first clause that does not hold, as the reason to refuse; ``None`` when all do."""
         for clause in clauses:
             witness = self._holds(clause.test)
             if witness is not None:
-                return Miss(self._filled(clause.reason) if clause.reason else f"{show(clause.test)} does not hold", witness)
+                return refuse(self._filled(clause.reason) if clause.reason else f"{show(clause.test)} does not hold", witness)
         return None
 
     def _holds(self, test: Node) -> Failure:
@@ -59,7 +62,7 @@ class Conditions:
         if isinstance(n, Var) and n.name in self.m.monoids:
             return self.m.monoids[n.name] or ""
         if isinstance(n, App) and n.fn == "dtype" and isinstance(n.args[0], Var):
-            return self.m.views[n.args[0].name][0].dtype
+            return self.dtype(n.args[0].name)
         if isinstance(n, Var) and n.name not in self.m.numbers and n.name not in self.m.sizes:
             return n.name
         return self.value(n)
@@ -78,6 +81,10 @@ class Conditions:
         """What an open body stands for, with what stands behind the reduction where that is one, too."""
         return self.m.bodies[name].variants[0]
 
+    def dtype(self, view: str) -> str:
+        """The dtype of the tensor that an open name stands for."""
+        return self.draft.tensors[self.m.views[view][0].tensor].dtype
+
     def _filled(self, reason: str) -> str:
         """A reason with ``{…}`` replaced by names and values of the match."""
 
@@ -88,7 +95,7 @@ class Conditions:
             if name in self.m.tensors:
                 return self.m.tensors[name]
             if name in self.m.views:
-                return self.m.views[name][0].read.tensor
+                return self.m.views[name][0].tensor
             if name in self.m.dims:
                 return ", ".join(d.name for d in self.m.dims[name])
             return str(self.word(Var(name)))
@@ -134,12 +141,18 @@ def _injective(c: Conditions, *args: Var) -> Failure:
         spare = [d.name for d in op.space if d.name not in used and d.size > 1]
         if spare:
             return f"every cell is read at each {', '.join(spare)}"
-        if all(a.is_dim for a in index) and len(set(index)) == len(index):
-            continue
-        collision = space.used(op, Read(tensor="", index=index)).collision()
+        collision = _collision(tuple(d for d in op.space if d.name in used), index)
         if collision:
             return str(collision)
     return None
+
+
+@lru_cache(maxsize=1 << 12)
+def _collision(dims: tuple[Dim, ...], index: tuple[Aff, ...]) -> tuple[object, object] | None:
+    """Two points of some dimensions at which an index is the same (asked of isl)."""
+    if all(a.is_dim for a in index) and len(set(index)) == len(index):
+        return None
+    return space.used(Block(outs=("",), dims=dims), Read(tensor="", index=index)).collision()
 
 
 def _commutative(c: Conditions, *args: Var) -> Failure:
@@ -176,7 +189,7 @@ def _placeless(c: Conditions, *args: Var) -> Failure:
 
 def _plain(c: Conditions, *args: Var) -> Failure:
     """``plain(x)``: a tensor is read inside its cells, without a guard and a value to fill in."""
-    wrong = next((v.read for a in args for v in c.m.views[a.name] if v.read.other is not None), None)
+    wrong = next((v for a in args for v in c.m.views[a.name] if v.other is not None), None)
     return None if wrong is None else f"'{wrong.tensor}' is read outside"
 
 
@@ -188,7 +201,7 @@ def _deterministic(c: Conditions, *args: Var) -> Failure:
 
 def _adds(c: Conditions, *args: Var) -> Failure:
     """``adds(S, x)``: the monoid leaves a value of x's dtype as it is where all others are zero."""
-    monoid, dtype = c.m.monoids[args[0].name], c.m.views[args[1].name][0].dtype
+    monoid, dtype = c.m.monoids[args[0].name], c.dtype(args[1].name)
     return None if monoid == ("any" if dtype == "bool" else "sum") else f"'{monoid}' of {dtype}"
 
 

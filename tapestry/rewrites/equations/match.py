@@ -8,34 +8,19 @@ by what the reader's projection says, so that everything a match holds lies in o
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, distinct
-from tapestry.ir.graph import Block, Dim, Graph, Inner, Op, Read
+from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
-from tapestry.ir.types import DTYPES, Tensor
+from tapestry.ir.types import DTYPES
 from tapestry.rewrites.core.edit import MOST_ATOMS, read_dims, substitute_expr, substitute_read, too_long
+from tapestry.rewrites.core.matching import Draft
+from tapestry.rewrites.core.rule import Refusal, refuse
 from tapestry.rewrites.equations.pattern import App, DimPattern, Node, Num, OpPattern, RuleText, Var, is_open, names_in
 
 COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
-
-
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """Why something that has the form of the left-hand side does not match."""
-
-    reason: str
-    witness: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A read, pulled back to the index space of the match."""
-
-    read: Read
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +41,7 @@ class Body:
 
 
 @dataclass(slots=True)
-class Match:
+class Bindings:
     """What the names of a left-hand side stand for.
 
     Attributes:
@@ -73,7 +58,7 @@ class Match:
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     dtypes: dict[str, str] = field(default_factory=dict[str, str])
     monoids: dict[str, str | None] = field(default_factory=dict[str, str | None])
-    views: dict[str, tuple[View, ...]] = field(default_factory=dict[str, tuple[View, ...]])
+    views: dict[str, tuple[Read, ...]] = field(default_factory=dict[str, tuple[Read, ...]])
     maps: dict[str, tuple[Aff, ...]] = field(default_factory=dict[str, tuple[Aff, ...]])
     bodies: dict[str, Body] = field(default_factory=dict[str, Body])
     numbers: dict[str, int] = field(default_factory=dict[str, int])
@@ -81,39 +66,14 @@ class Match:
     places: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict[tuple[int, str], tuple[int, ...]])
     variant: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
 
-    def copy(self) -> Match:
+    def copy(self) -> Bindings:
         """A match that may be extended without touching this one."""
-        return Match(**{f: dict(getattr(self, f)) for f in self.__slots__})
+        return Bindings(**{f: getattr(self, f).copy() for f in self.__slots__})
 
     @property
     def root(self) -> Block:
         """The last operation of the left-hand side."""
         return self.ops[max(self.ops)]
-
-
-class Surroundings:
-    """What a match may ask of a graph, kept up to date while its operations are replaced."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.tensors = dict(graph.tensors)
-        self.makers = {t: op for op in graph.ops for t in op.outs}
-        self.readers: Counter[str] = Counter(t for op in graph.ops for t in op.inputs)
-        self.outputs = frozenset(graph.outputs)
-
-    def swap(self, old: Sequence[Op], new: Sequence[Op], tensors: Sequence[Tensor]) -> None:
-        """Take note that some operations were replaced by others, which write new tensors."""
-        self.tensors |= {t.name: t for t in tensors}
-        for op in old:
-            self.readers.subtract(op.inputs)
-            for t in op.outs:
-                self.makers.pop(t, None)
-        for op in new:
-            self.readers.update(op.inputs)
-            self.makers |= dict.fromkeys(op.outs, op)
-
-    def needed(self, op: Op) -> bool:
-        """Whether something reads a result of an operation, or the graph returns it."""
-        return any(self.readers[t] > 0 or t in self.outputs for t in op.outs)
 
 
 _Reads = dict[str, tuple[int, ...]]  # alias → positions
@@ -128,41 +88,40 @@ class Matcher:
         self.makers = {o.name: k for k, p in enumerate(rule.before) for o in p.outs}
         self.root_dims = {d.name for d in (*rule.before[-1].dims, *rule.before[-1].reduce)}
 
-    def at(self, around: Surroundings, op: Op) -> Iterator[Match | Miss]:
+    def at(self, draft: Draft, op: Block) -> Iterator[Bindings | Refusal]:
         """Every match whose last operation is ``op``, and near misses."""
-        if not isinstance(op, Block):
-            return
-        yield from self._op(around, len(self.before) - 1, op, Match(ranges=op.ranges), {})
+        yield from self._op(draft, len(self.before) - 1, op, Bindings(ranges=op.ranges), {})
 
-    def _op(self, around: Surroundings, k: int, op: Block, m: Match, env: Mapping[str, Aff]) -> Iterator[Match | Miss]:
+    def _op(self, draft: Draft, k: int, op: Block, m: Bindings, env: Mapping[str, Aff]) -> Iterator[Bindings | Refusal]:
+        """Every match of one operation of the pattern, and of those before it; it may change ``m``."""
         p = self.before[k]
-        if not _similar(p, op, m):
+        chosen = list(self._chosen(draft, p, op, m)) if _similar(p, op, m) else []
+        if not chosen:
             return
         if op.splits:
-            yield Miss("an operation that is split already is not rewritten", str(op.splits[0]))
+            yield refuse("an operation that is split already is not rewritten", str(op.splits[0]))
             return
-        m = m.copy()
         m.ops[k] = op
         if p.monoid and op.monoid != p.monoid:
             m.monoids[p.monoid] = op.monoid
         m.tensors |= {o.name: t for o, t in zip(p.outs, op.outs, strict=False)}
         for o, t in () if p.outs[0].many else zip(p.outs, op.outs, strict=True):
             if (
-                around.tensors[t].dtype if o.dtype in DTYPES else m.dtypes.setdefault(o.dtype, around.tensors[t].dtype)
-            ) != around.tensors[t].dtype:
+                draft.tensors[t].dtype if o.dtype in DTYPES else m.dtypes.setdefault(o.dtype, draft.tensors[t].dtype)
+            ) != draft.tensors[t].dtype:
                 return
         root = k == len(self.before) - 1
         for dims in self._dims(p, op, m, root):
-            for chosen in self._chosen(around, p, op, dims):
-                results: list[Match | Miss] = []
-                for reads, bodies in self._expressions(k, op, dims, chosen):
-                    results += self._reads(around, k, op, dims, env, reads, bodies)
+            for tensors in chosen:
+                results: list[Bindings | Refusal] = []
+                for reads, bodies in self._expressions(k, op, dims, tensors):
+                    results += self._reads(draft, k, op, dims, env, reads, bodies)
                 if root:
-                    results = [r if isinstance(r, Miss) else self._settled(r) for r in results]
-                matches = [r for r in results if isinstance(r, Match)]
+                    results = [r if isinstance(r, Refusal) else self._settled(r) for r in results]
+                matches = [r for r in results if isinstance(r, Bindings)]
                 yield from matches or results[:1]  # factors may be taken in either order: one refusal says why none fits
 
-    def _dims(self, p: OpPattern, op: Block, m: Match, root: bool) -> Iterator[Match]:
+    def _dims(self, p: OpPattern, op: Block, m: Bindings, root: bool) -> Iterator[Bindings]:
         """Bind the dimensions: of the last operation all, of others the reduced ones (already renamed) and the sizes."""
         for mapped in _assigned(p.dims, op.dims) if root or not any(d.name in self.root_dims for d in p.dims) else [{}]:
             for reduced in _assigned(p.reduce, op.reduce):
@@ -173,16 +132,16 @@ class Matcher:
                             out.dims.setdefault(pd.name, (mapped | reduced)[pd.name])
                     yield out
 
-    def _chosen(self, around: Surroundings, p: OpPattern, op: Block, m: Match) -> Iterator[dict[str, str]]:
+    def _chosen(self, draft: Draft, p: OpPattern, op: Block, m: Bindings) -> Iterator[dict[str, str]]:
         """Tensors that stand for those that the pattern defines and this operation reads."""
         wanted = [r for r in p.reads if r.tensor in self.makers]
-        made = [t for t in reversed(op.inputs) if isinstance(around.makers.get(t), Block)] if wanted else []
-        lone = [t for t in made if around.readers[t] == 1 and t not in around.outputs] if self.alone else []
+        made = [(t, maker) for t in reversed(op.inputs) if (maker := draft.maker(t))] if wanted else []
         options = [
             [
                 t
-                for t in (lone if r.tensor in self.alone else made)
-                if _similar(self.before[self.makers[r.tensor]], around.makers[t], m)
+                for t, maker in made
+                if (r.tensor not in self.alone or draft.only_reader(t) is not None)
+                and _similar(self.before[self.makers[r.tensor]], maker, m)
             ]
             for r in wanted
         ]
@@ -190,7 +149,7 @@ class Matcher:
             if len(set(chosen)) == len(chosen):
                 yield {r.alias: t for r, t in zip(wanted, chosen, strict=True)}
 
-    def _expressions(self, k: int, op: Block, m: Match, chosen: Mapping[str, str]) -> Iterator[_Found]:
+    def _expressions(self, k: int, op: Block, m: Bindings, chosen: Mapping[str, str]) -> Iterator[_Found]:
         """Bind aliases to reads and open bodies to expressions, by the body and what follows the reduction."""
         p = self.before[k]
         reads: _Reads = {a: tuple(i for i, r in enumerate(op.reads) if r.tensor == t) for a, t in chosen.items()}
@@ -209,7 +168,7 @@ class Matcher:
             if done is not None:
                 yield done, bodies
 
-    def _unify(self, k: int, op: Block, m: Match, p: Node, e: Expr, s: _Found) -> Iterator[_Found]:
+    def _unify(self, k: int, op: Block, m: Bindings, p: Node, e: Expr, s: _Found) -> Iterator[_Found]:
         reads, bodies = s
         if isinstance(p, Num):
             if isinstance(e, Const) and e.value == p.value and isinstance(p.value, bool) <= (e.dtype == "bool"):
@@ -233,7 +192,7 @@ class Matcher:
                     found = [f for one in found for f in self._unify(k, op, m, a, x, one)]
                 yield from found
 
-    def _others(self, k: int, op: Block, m: Match, reads: _Reads, bodies: Mapping[str, Body]) -> _Reads | None:
+    def _others(self, k: int, op: Block, m: Bindings, reads: _Reads, bodies: Mapping[str, Body]) -> _Reads | None:
         """The reads that no place in an expression binds: by name inside of open bodies, the rest to the group."""
         p = self.before[k]
         group = next((r for r in p.reads if r.many and r.alias not in reads), None)
@@ -261,18 +220,19 @@ class Matcher:
         return reads
 
     def _reads(
-        self, around: Surroundings, k: int, op: Block, m: Match, env: Mapping[str, Aff], reads: _Reads, bodies: dict[str, Body]
-    ) -> Iterator[Match | Miss]:
+        self, draft: Draft, k: int, op: Block, m: Bindings, env: Mapping[str, Aff], reads: _Reads, bodies: dict[str, Body]
+    ) -> Iterator[Bindings | Refusal]:
         """Pull the reads and bodies back, then match the operations that write what is read."""
         m = m.copy()
         p = self.before[k]
         ranges = m.ranges
         for name, body in bodies.items():
-            variants = tuple(tuple(substitute_expr(e, env, ranges) for e in v) for v in body.variants)
-            inner = tuple(
-                Inner(dims=_renamed(s.dims, env), monoid=s.monoid, body=substitute_expr(s.body, env, ranges))
-                for s in body.inner
-            )
+            variants, inner = body.variants, body.inner
+            if env:
+                variants = tuple(tuple(substitute_expr(e, env, ranges) for e in v) for v in variants)
+                inner = tuple(
+                    Inner(dims=_renamed(s.dims, env), monoid=s.monoid, body=substitute_expr(s.body, env, ranges)) for s in inner
+                )
             old = m.bodies.get(name)
             if old is not None and old.op == k:  # the operation is read through one more projection
                 m.bodies[name] = replace(old, variants=old.variants + variants)
@@ -284,20 +244,20 @@ class Matcher:
             if r.tensor in self.makers:
                 made.append((r.tensor, reads[r.alias]))
                 continue
-            views: list[View] = []
+            views: list[Read] = []
             for i in reads[r.alias]:
                 moved = substitute_read(op.reads[i], env, ranges) if env else op.reads[i]
                 if env and too_long(moved, op.reads[i]):
-                    yield Miss(f"the projections would have more than {MOST_ATOMS} terms")
+                    yield refuse(f"the projections would have more than {MOST_ATOMS} terms")
                     return
-                views.append(View(moved, around.tensors[moved.tensor].dtype))
+                views.append(moved)
             if m.views.setdefault(r.alias, tuple(views)) != tuple(views):
                 return
-        yield from self._makers(around, k, op, m, env, made)
+        yield from self._makers(draft, k, op, m, env, made)
 
     def _makers(
-        self, around: Surroundings, k: int, op: Block, m: Match, env: Mapping[str, Aff], left: list[tuple[str, tuple[int, ...]]]
-    ) -> Iterator[Match | Miss]:
+        self, draft: Draft, k: int, op: Block, m: Bindings, env: Mapping[str, Aff], left: list[tuple[str, tuple[int, ...]]]
+    ) -> Iterator[Bindings | Refusal]:
         if not left:
             yield m
             return
@@ -305,31 +265,30 @@ class Matcher:
         pattern = next(r for r in self.before[k].reads if r.tensor == name)
         reads = list(dict.fromkeys(op.reads[i] for i in places))
         tensor = reads[0].tensor
-        maker = around.makers[tensor]
-        assert isinstance(maker, Block)
+        maker = draft.maker(tensor)
+        assert maker is not None
         if any(r.other is not None for r in reads):
-            yield Miss(f"'{tensor}' is read outside its cells, where it is not defined")
+            yield refuse(f"'{tensor}' is read outside its cells, where it is not defined")
             return
         if len(reads) > 1 and not pattern.many:
-            yield Miss(f"'{tensor}' is read through {len(reads)} projections: it would be computed for each")
+            yield refuse(f"'{tensor}' is read through {len(reads)} projections: it would be computed for each")
             return
         if len(reads) > 1 and maker.reads:
             return
         m.variant |= {(k, i): reads.index(op.reads[i]) for i in places}
-        found: list[Match | Miss] = [m]
+        found: list[Bindings | Refusal] = [m]
         for r in reads:
-            found = [f for one in found if isinstance(one, Match) for f in self._pulled(around, name, maker, one, r, env)]
+            found = [f for one in found if isinstance(one, Bindings) for f in self._pulled(draft, name, maker, one, r, env)]
         for f in found:
-            if isinstance(f, Miss):
+            if isinstance(f, Refusal):
                 yield f
             else:
-                yield from self._makers(around, k, op, f, env, rest)
+                yield from self._makers(draft, k, op, f, env, rest)
 
     def _pulled(
-        self, around: Surroundings, name: str, maker: Block, m: Match, read: Read, env: Mapping[str, Aff]
-    ) -> Iterator[Match | Miss]:
-        """Match the operation that writes a tensor, as it is read by one projection."""
-        m = m.copy()
+        self, draft: Draft, name: str, maker: Block, m: Bindings, read: Read, env: Mapping[str, Aff]
+    ) -> Iterator[Bindings | Refusal]:
+        """Match the operation that writes a tensor, as it is read by one projection; it changes ``m``."""
         k = self.makers[name]
         pattern = next(r for p in self.before[k:] for r in p.reads if r.tensor == name)
         index = substitute_read(read, env, m.ranges).index
@@ -349,12 +308,12 @@ class Matcher:
         inside |= {a: dim(b) for a, b in rename.items()}
         reduce = tuple(Dim(rename[d.name], d.size) for d in maker.reduce)
         moved = replace(maker, reduce=reduce) if reduce != maker.reduce else maker
-        for found in self._op(around, k, moved, m, inside):
-            if isinstance(found, Match):
+        for found in self._op(draft, k, moved, m, inside):
+            if isinstance(found, Bindings):
                 found.ops[k] = maker
             yield found
 
-    def _settled(self, m: Match) -> Match | Miss:
+    def _settled(self, m: Bindings) -> Bindings | Refusal:
         """Share out dimensions among the groups that stand side by side, and hold every view to its dimensions."""
         for p in (self.before[-1],):
             for group, dims in ((p.dims, m.root.dims), (p.reduce, m.root.reduce)):
@@ -367,24 +326,24 @@ class Matcher:
                     continue
                 allowed = _allowed(r.index, m)
                 for v in m.views[r.alias] if allowed is not None else ():
-                    loose = read_dims(v.read) - (allowed or set()) - inner
+                    loose = read_dims(v) - (allowed or set()) - inner
                     if loose:
-                        return Miss(f"'{v.read.tensor}' varies along '{min(loose)}'")
+                        return refuse(f"'{v.tensor}' varies along '{min(loose)}'")
         return m
 
-    def _share(self, m: Match, group: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Miss | None:
+    def _share(self, m: Bindings, group: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Refusal | None:
         mentioned = {g.name: {r.alias for p in self.before for r in p.reads if _mentions(r.index, g.name)} for g in group}
         shares: dict[str, list[Dim]] = {g.name: [] for g in group}
         for d in dims:
-            users = {a for a, views in m.views.items() if any(d.name in read_dims(v.read) for v in views)}
+            users = {a for a, views in m.views.items() if any(d.name in read_dims(v) for v in views)}
             fitting = [g.name for g in group if users <= mentioned[g.name]]
             if not fitting:
-                return Miss(f"'{d.name}' is a dimension of {', '.join(sorted(users))} at once")
+                return refuse(f"'{d.name}' is a dimension of {', '.join(sorted(users))} at once")
             shares[min(fitting, key=lambda g: len(mentioned[g]))].append(d)
         for g in group:
             m.dims[g.name] = tuple(shares[g.name])
             if not (g.many or len(shares[g.name]) == 1) or not _bind_sizes(m, g, m.dims[g.name]):
-                return Miss(f"'{g.name}' is {len(shares[g.name])} dimensions")
+                return refuse(f"'{g.name}' is {len(shares[g.name])} dimensions")
         return None
 
 
@@ -396,7 +355,7 @@ def _mentions(index: tuple[Node, ...], name: str) -> bool:
     return any(v.name == name for n in index for v in names_in(n))
 
 
-def _allowed(index: tuple[Node, ...], m: Match) -> set[str] | None:
+def _allowed(index: tuple[Node, ...], m: Bindings) -> set[str] | None:
     """Dimensions that a view may depend on; ``None`` for any (it names dimensions of an operation read through a map)."""
     names = [v.name for n in index for v in names_in(n)]
     if any(n not in m.dims for n in names):
@@ -404,9 +363,9 @@ def _allowed(index: tuple[Node, ...], m: Match) -> set[str] | None:
     return {d.name for n in names for d in m.dims[n]}
 
 
-def _similar(p: OpPattern, op: Op, m: Match) -> bool:
+def _similar(p: OpPattern, op: Block, m: Bindings) -> bool:
     """Whether an operation may have the form of a pattern, by what is seen at once."""
-    if not isinstance(op, Block) or (not p.outs[0].many and len(p.outs) != len(op.outs)):
+    if not p.outs[0].many and len(p.outs) != len(op.outs):
         return False
     if p.monoid in m.monoids:
         if op.monoid != m.monoids[p.monoid]:
@@ -443,7 +402,7 @@ def _assigned(patterns: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Iterat
                     yield {first.name: dims[:n], **others}
 
 
-def _bind_sizes(m: Match, p: DimPattern, dims: tuple[Dim, ...] | None) -> bool:
+def _bind_sizes(m: Bindings, p: DimPattern, dims: tuple[Dim, ...] | None) -> bool:
     sizes = None if dims is None else tuple(d.size for d in dims)
     if sizes is None:
         return True
@@ -452,7 +411,7 @@ def _bind_sizes(m: Match, p: DimPattern, dims: tuple[Dim, ...] | None) -> bool:
     return not isinstance(p.size, Var) or m.sizes.setdefault(p.size.name, sizes) == sizes
 
 
-def place(n: Node, m: Match, dims: Mapping[str, tuple[Dim, ...]] | None = None) -> Aff:
+def place(n: Node, m: Bindings, dims: Mapping[str, tuple[Dim, ...]] | None = None) -> Aff:
     """An index term as an expression over the dimensions of a match."""
     if isinstance(n, Num):
         return const(int(n.value))
@@ -468,7 +427,7 @@ def place(n: Node, m: Match, dims: Mapping[str, tuple[Dim, ...]] | None = None) 
     return (floordiv if n.fn == "floordiv" else modulo)(a, b.const, ranges)
 
 
-def number_of(name: str, m: Match) -> int:
+def number_of(name: str, m: Bindings) -> int:
     """The number that a parameter or a size of one dimension stands for."""
     if name in m.numbers:
         return m.numbers[name]

@@ -25,9 +25,14 @@ def equation(text: RuleText, module: str = __name__) -> type[Equation]:
         phase = text.phase
         rule = text
 
+        @property
+        def doc(self) -> str:
+            """The equation, and an example of it."""
+            return describe(self)
+
     Made.__name__ = Made.__qualname__ = text.name
+    Made.nothing = f"this is not {text.form or f'the left-hand side of {text.name}'}"
     Made.__module__ = module
-    Made.__doc__ = describe(Made())
     return Made
 
 
@@ -63,6 +68,7 @@ def _load_equations(path: Path) -> None:
         try:
             rule = RULES[text.name]
             assert isinstance(rule, Equation)
+            assert rule.doc
             prove(rule, np.random.default_rng(0))
         except TapestryError:
             del RULES[text.name]

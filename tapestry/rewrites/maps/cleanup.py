@@ -53,6 +53,10 @@ class Share(PairRule):
         op = draft.op(at)
         if op is None:
             return ()
+        similar = draft.memo.setdefault((type(op), op.inputs, op.dims), op.outs[0])
+        if similar == op.outs[0] or (before := draft.op(draft.makers[similar])) is None:
+            return ()  # whole texts are compared only of those that read the same
+        draft.memo.setdefault(_key(before, draft.tensors), similar)
         first = draft.memo.setdefault(_key(op, draft.tensors), op.outs[0])
         return [first] if first != op.outs[0] else ()
 

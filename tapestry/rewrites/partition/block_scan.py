@@ -10,8 +10,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.running_state import Scan, as_scan, running, unguarded
-from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, plain_index, prune, reindex, resized
+from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, plain_index, prune, reindex, resized, results
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 
@@ -74,11 +73,7 @@ class BlockScan(Rule):
         each = -(-op.ranges[scan.dim] // parts)
         totals = _totals(graph, op, scan, each)
         before = _before(graph, op, scan, totals)
-        new = tuple(
-            Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in o.dims))
-            for o in (totals, before) for t, e in zip(o.outs, op.body, strict=True)
-        )  # fmt: skip
-        return replace_op(graph, at, (totals, before, _inside(op, scan, each, before)), new)
+        return replace_op(graph, at, (totals, before, _inside(op, scan, each, before)), results(totals, before))
 
 
 def refusal(op: Block, parts: int) -> Refusal | None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, with_ops
-from tapestry.ir.index import Aff, const, dim, dims_of, floordiv, modulo, span
+from tapestry.ir.index import dim, dims_of, floordiv, modulo, span
 from tapestry.ir.monoid import number
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, read_dims, reindex, single_consumer
+from tapestry.rewrites.core.edit import block_at, fresh, fresh_dim, read_dims, reindex, single_consumer
+from tapestry.rewrites.core.inline import limits
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 from tapestry.rewrites.partition.phases import windows
 
@@ -81,8 +82,7 @@ class Overlap(Rule):
         tensor, name = move.text("tensor"), move.text("dim")
         seams = _seams(graph, op, tensor, name, move.number("parts"))
         if isinstance(seams, Refusal):
-            accept(seams, move)
-            raise TapestryError(seams.reason, where=str(move))
+            raise TapestryError(seams.reason, where=str(move), why=seams.witness)
         first = graph.producers()[tensor]
         wide, made = _wide(graph, seams, fresh(graph, f"{tensor}.wide"))
         reader = _reader(op, seams, wide.name, graph.tensors[tensor].shape)
@@ -157,8 +157,7 @@ def _wide(graph: Graph, s: _Seams, name: str) -> tuple[Tensor, Block]:
     dims = (*op.dims[: s.axis], k, p, *op.dims[s.axis + 1 :])
     row = dim(k.name) * (s.step * s.each) + dim(p.name) + s.first
     moved = reindex(op, {old.name: row}, dims + op.reduce)
-    lo, hi = span(row, {k.name: k.size, p.name: p.size})
-    inside = ([Guard(row, "ge")] if lo < 0 else []) + ([Guard(const(old.size - 1) - row, "ge")] if hi >= old.size else [])
+    inside = limits((row,), (old.size,), {k.name: k.size, p.name: p.size})
     reads = [
         _kept_inside(new, inside, graph.tensors[new.tensor].dtype) if old.name in read_dims(was) else new
         for was, new in zip(op.reads, moved.reads, strict=True)
@@ -185,15 +184,7 @@ def _reader(op: Block, s: _Seams, wide: str, shape: tuple[int, ...]) -> Block:
         row = r.index[s.axis]
         within = place * s.step + (row - dim(s.dim) * s.step) - s.first
         index = (*r.index[: s.axis], block, within, *r.index[s.axis + 1 :])
-        return replace(r, tensor=wide, index=index, when=(*r.when, *_bounds(r, row, shape[s.axis], op)))
+        ends = limits((row,), (shape[s.axis],), op.ranges) if r.other is not None else []
+        return replace(r, tensor=wide, index=index, when=(*r.when, *ends))
 
     return replace(op, reads=tuple(moved(r) for r in op.reads))
-
-
-def _bounds(read: Read, row: Aff, size: int, op: Block) -> tuple[Guard, ...]:
-    """Guards that say what the ends of the tensor's axis said, where the read may leave it."""
-    if read.other is None:
-        return ()
-    lo, hi = span(row, op.ranges)
-    below = (Guard(row, "ge"),) if lo < 0 else ()
-    return (*below, *((Guard(const(size - 1) - row, "ge"),) if hi >= size else ()))

@@ -16,7 +16,7 @@ from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read, replace_op
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import block_at, fresh, plain_index, reindex, resized, splits_in
+from tapestry.rewrites.core.edit import block_at, fresh, plain_index, reindex, resized, results, splits_in
 from tapestry.rewrites.core.rule import Move, Refusal, Rule
 
 
@@ -146,7 +146,8 @@ class Slicing(Rule):
         """For every map dimension along which a window slides."""
         for op, name in sliding(graph):
             plan = self.plan(graph, op, name)
-            yield plan if isinstance(plan, Refusal) else Move(self.name, op.outs[0], (("dim", name),))
+            move = Move(self.name, op.outs[0], (("dim", name),))
+            yield replace(plan, rule=self.name, at=move.at) if isinstance(plan, Refusal) else move
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with phases in place of the operation."""
@@ -155,8 +156,5 @@ class Slicing(Rule):
         if isinstance(plan, Refusal):
             raise TapestryError(plan.reason, where=str(move), why=plan.witness)
         rest = self.rest(graph, op, plan)
-        new = [
-            Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in o.dims))
-            for o in (*plan.parts, *rest[:-1]) for t, e in zip(o.outs, o.then if o.monoid else o.body, strict=True)
-        ]  # fmt: skip
-        return replace_op(graph, at, (*plan.phases.ops, *plan.parts, *rest), (*plan.phases.tensors.values(), *new))
+        new = (*plan.phases.tensors.values(), *results(*plan.parts, *rest[:-1]))
+        return replace_op(graph, at, (*plan.phases.ops, *plan.parts, *rest), new)

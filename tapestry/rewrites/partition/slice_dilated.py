@@ -9,7 +9,7 @@ from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import dim, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.rewrites.core.edit import fresh, plain_index, splits_in
-from tapestry.rewrites.core.rule import Refusal, register
+from tapestry.rewrites.core.rule import Refusal, refuse, register
 from tapestry.rewrites.partition.phases import Sliced, Slicing, points_in, sliced, windows
 
 
@@ -62,39 +62,36 @@ class SliceDilated(Slicing):
 
     def plan(self, graph: Graph, op: Block, name: str) -> Sliced | Refusal:
         """The operation once per phase of its output, or why not."""
-        return _plan(graph, op, name)
+        size = {d.name: d.size for d in op.dims}.get(name)
+        if size is None:
+            return refuse(
+                f"'{name}' is not a map dimension", "the map dimensions are " + ", ".join(f"'{d.name}'" for d in op.dims)
+            )
+        found = windows(op, name)
+        if not found:
+            return refuse(f"no window slides along '{name}'", f"no read is at {name} + (a reduced dimension)")
+        dense = next((w for w in found if w.step == 1), None)
+        if dense is None:
+            w = found[0]
+            return refuse(
+                f"the window strides along '{name}': see slice_strided", f"'{name}' 0 and 1 read '{w.tensor}' {w.step} apart"
+            )
+        step = gcd(*(c for w in found if w.step == 1 for _, c in w.others))
+        if step == 1:
+            other, coef = min(dense.others, key=lambda t: abs(t[1]))
+            return refuse(f"the window is dense along '{name}'", f"'{other}' 0 and 1 read '{dense.tensor}' {abs(coef)} apart")
+        if size < step:
+            return refuse(f"{size} points of '{name}' leave one of {step} phases empty", f"no point is {size} modulo {step}")
+        if any(s.dim == name for s in op.splits):
+            return refuse(f"'{name}' is split already")
+        outs = [tuple(fresh(graph, f"{t}.{name}{q}") for t in op.outs) for q in range(step)]
+        return sliced(graph, op, name, step, outs) or refuse(
+            f"'{dense.tensor}' has fewer than {step} cells along axis {dense.axis}", f"phase {step - 1} of it is empty"
+        )
 
     def rest(self, graph: Graph, op: Block, plan: Sliced) -> list[Block]:
         """The operation that interleaves the phases."""
         return [_interleave(graph, op, plan.name, plan.parts)]
-
-
-def _plan(graph: Graph, op: Block, name: str) -> Sliced | Refusal:
-    def no(reason: str, witness: str = "") -> Refusal:
-        return Refusal("slice_dilated", op.outs[0], reason, witness)
-
-    size = {d.name: d.size for d in op.dims}.get(name)
-    if size is None:
-        return no(f"'{name}' is not a map dimension", "the map dimensions are " + ", ".join(f"'{d.name}'" for d in op.dims))
-    found = windows(op, name)
-    if not found:
-        return no(f"no window slides along '{name}'", f"no read is at {name} + (a reduced dimension)")
-    dense = next((w for w in found if w.step == 1), None)
-    if dense is None:
-        w = found[0]
-        return no(f"the window strides along '{name}': see slice_strided", f"'{name}' 0 and 1 read '{w.tensor}' {w.step} apart")
-    step = gcd(*(c for w in found if w.step == 1 for _, c in w.others))
-    if step == 1:
-        other, coef = min(dense.others, key=lambda t: abs(t[1]))
-        return no(f"the window is dense along '{name}'", f"'{other}' 0 and 1 read '{dense.tensor}' {abs(coef)} apart")
-    if size < step:
-        return no(f"{size} points of '{name}' leave one of {step} phases empty", f"no point is {size} modulo {step}")
-    if any(s.dim == name for s in op.splits):
-        return no(f"'{name}' is split already")
-    outs = [tuple(fresh(graph, f"{t}.{name}{q}") for t in op.outs) for q in range(step)]
-    return sliced(graph, op, name, step, outs) or no(
-        f"'{dense.tensor}' has fewer than {step} cells along axis {dense.axis}", f"phase {step - 1} of it is empty"
-    )
 
 
 def _interleave(graph: Graph, op: Block, name: str, parts: tuple[Block, ...]) -> Block:

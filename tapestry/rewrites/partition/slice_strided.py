@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.ir.expr import Acc, Arg, Expr, rewrite
+from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.monoid import MONOIDS
-from tapestry.rewrites.core.edit import fresh, plain_index, prune, splits_in, with_args
-from tapestry.rewrites.core.rule import Refusal, register
+from tapestry.rewrites.core.edit import finish, fresh, plain_index, prune, splits_in
+from tapestry.rewrites.core.rule import Refusal, refuse, register
 from tapestry.rewrites.partition.phases import Sliced, Slicing, Window, sliced, windows
 
 
@@ -70,35 +70,44 @@ class SliceStrided(Slicing):
 
     def plan(self, graph: Graph, op: Block, name: str) -> Sliced | Refusal:
         """The operation once per phase of its window, or why not."""
-        return _plan(graph, op, name)
+        if all(d.name != name for d in op.dims):
+            return refuse(
+                f"'{name}' is not a map dimension", "the map dimensions are " + ", ".join(f"'{d.name}'" for d in op.dims)
+            )
+        found = windows(op, name)
+        if not found:
+            return refuse(f"no window slides along '{name}'", f"no read is at {name} + (a reduced dimension)")
+        strided = next((w for w in found if w.step > 1), None)
+        if strided is None:
+            return refuse(
+                f"the window does not stride along '{name}'", f"'{name}' 0 and 1 read '{found[0].tensor}' 1 cell apart"
+            )
+        inner = _inner(op, strided)
+        if isinstance(inner, tuple):
+            return refuse(*inner)
+        if op.monoid is None or not MONOIDS[op.monoid].commutative:
+            return refuse(f"'{op.monoid}' does not commute", f"'{inner}' {strided.step} would be merged before 1")
+        if any(s.dim == inner for s in op.splits):
+            return refuse(f"'{inner}' is split already")
+        return _parts(graph, op, inner, strided.step) or refuse(
+            f"'{strided.tensor}' has fewer than {strided.step} cells along axis {strided.axis}", "a phase of it is empty"
+        )
 
     def rest(self, graph: Graph, op: Block, plan: Sliced) -> list[Block]:
-        """The merges of the phases' states."""
-        return _merged(graph, op, plan)
-
-
-def _plan(graph: Graph, op: Block, name: str) -> Sliced | Refusal:
-    def no(reason: str, witness: str = "") -> Refusal:
-        return Refusal("slice_strided", op.outs[0], reason, witness)
-
-    if all(d.name != name for d in op.dims):
-        return no(f"'{name}' is not a map dimension", "the map dimensions are " + ", ".join(f"'{d.name}'" for d in op.dims))
-    found = windows(op, name)
-    if not found:
-        return no(f"no window slides along '{name}'", f"no read is at {name} + (a reduced dimension)")
-    strided = next((w for w in found if w.step > 1), None)
-    if strided is None:
-        return no(f"the window does not stride along '{name}'", f"'{name}' 0 and 1 read '{found[0].tensor}' 1 cell apart")
-    inner = _inner(op, strided)
-    if isinstance(inner, tuple):
-        return no(*inner)
-    if op.monoid is None or not MONOIDS[op.monoid].commutative:
-        return no(f"'{op.monoid}' does not commute", f"'{inner}' {strided.step} would be merged before 1")
-    if any(s.dim == inner for s in op.splits):
-        return no(f"'{inner}' is split already")
-    return _parts(graph, op, inner, strided.step) or no(
-        f"'{strided.tensor}' has fewer than {strided.step} cells along axis {strided.axis}", "a phase of it is empty"
-    )
+        """The phases' states merged one after another; the last merge also does what the operation did after reducing."""
+        assert op.monoid
+        dtypes = tuple(e.dtype for e in op.body)
+        fields = MONOIDS[op.monoid].fields
+        merge = MONOIDS[op.monoid].combiner(dtypes)
+        held, ops = plan.parts[0].outs, list[Block]()
+        for q, part in enumerate(plan.parts[1:-1], 1):
+            outs = tuple(fresh(graph, f"{op.outs[0]}.{plan.name}0_{q}.{f}") for f in fields)
+            reads = tuple(Read(tensor=t, index=plain_index(op.dims)) for t in (*held, *part.outs))
+            ops.append(Block(outs=outs, dims=op.dims, reads=reads, body=merge, source=op.source, splits=splits_in(op, op.dims)))
+            held = outs
+        states = held + (plan.parts[-1].outs if len(plan.parts) > 1 else ())
+        final: tuple[Expr, ...] = merge if len(plan.parts) > 1 else tuple(Arg(i, d) for i, d in enumerate(dtypes))
+        return [*ops, replace(finish(op, states, final), splits=splits_in(op, op.dims))]
 
 
 def _inner(op: Block, window: Window) -> str | tuple[str, str]:
@@ -118,29 +127,3 @@ def _parts(graph: Graph, op: Block, inner: str, step: int) -> Sliced | None:
     fields = MONOIDS[op.monoid].fields
     outs = [tuple(fresh(graph, f"{op.outs[0]}.{inner}{q}.{f}") for f in fields) for q in range(min(step, op.ranges[inner]))]
     return sliced(graph, prune(replace(op, then=())), inner, step, outs)
-
-
-def _merged(graph: Graph, op: Block, plan: Sliced) -> list[Block]:
-    """The phases' states merged one after another; the last merge also does what the operation did after reducing."""
-    assert op.monoid
-    dtypes = tuple(e.dtype for e in op.body)
-    fields = MONOIDS[op.monoid].fields
-    merge = MONOIDS[op.monoid].combiner(dtypes)
-    held, ops = plan.parts[0].outs, list[Block]()
-    for q, part in enumerate(plan.parts[1:-1], 1):
-        outs = tuple(fresh(graph, f"{op.outs[0]}.{plan.name}0_{q}.{f}") for f in fields)
-        reads = tuple(Read(tensor=t, index=plain_index(op.dims)) for t in (*held, *part.outs))
-        ops.append(Block(outs=outs, dims=op.dims, reads=reads, body=merge, source=op.source, splits=splits_in(op, op.dims)))
-        held = outs
-    states = held + (plan.parts[-1].outs if len(plan.parts) > 1 else ())
-    final: tuple[Expr, ...] = merge if len(plan.parts) > 1 else tuple(Arg(i, d) for i, d in enumerate(dtypes))
-    kept = sorted(op.then_reads())
-    leaf = with_args({}, {old: len(states) + new for new, old in enumerate(kept)})
-
-    def lowered(x: Expr) -> Expr:
-        return final[x.field] if isinstance(x, Acc) else leaf(x)
-
-    reads = tuple(Read(tensor=t, index=plain_index(op.dims)) for t in states) + tuple(op.reads[k] for k in kept)
-    body = tuple(rewrite(e, lowered) for e in op.then)
-    last = Block(outs=op.outs, dims=op.dims, reads=reads, body=body, source=op.source, splits=splits_in(op, op.dims))
-    return [*ops, last]

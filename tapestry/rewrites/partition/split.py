@@ -10,7 +10,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Op, Read, Split
 from tapestry.ir.index import bounds, dims_of
 from tapestry.ir.kernel import cut
 from tapestry.ir.monoid import MONOIDS
-from tapestry.rewrites.core.edit import accept, op_at, order_matters
+from tapestry.rewrites.core.edit import accept, op_at, order_refusal
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 _RESOURCE = re.compile(r"mesh\.\w+|time|grid|loop")
@@ -129,12 +129,8 @@ def _monoid_refusal(op: Op, dim: str, at: Refusal) -> Refusal | None:
         return None
     if op.monoid not in MONOIDS:
         return replace(at, reason=f"'{dim}' is reduced by no known monoid", witness=f"monoid {op.monoid}")
-    if order_matters(op, dim):
-        return replace(
-            at, reason=f"'{op.monoid}' does not commute and '{dim}' is not the first reduced dimension",
-            witness=f"points 0 and 1 of '{dim}' would be merged after all of '{op.reduce[0].name}'",
-        )  # fmt: skip
-    return None
+    no = order_refusal(op, dim)
+    return no and replace(no, rule=at.rule, at=at.at)
 
 
 def halo(op: Block, read: Read, dim: str, parts: int, graph: Graph) -> tuple[int, int]:

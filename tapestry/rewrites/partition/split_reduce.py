@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from math import isfinite, isnan
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, arg_positions, call, rewrite
+from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.types import FLOATS, Tensor
+from tapestry.rewrites.core.constants import constant
 from tapestry.rewrites.core.edit import (
     accept,
     block_at,
+    cut_refusal,
     fresh,
     fresh_dim,
-    order_matters,
+    order_refusal,
     plain_index,
     prune,
     read_dims,
     reindex,
     resized,
+    results,
     splits_in,
     with_args,
 )
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
 
 
 @register
@@ -80,7 +81,11 @@ class SplitReduce(Rule):
             for d in op.reduce if isinstance(op, Block) else ():
                 assert isinstance(op, Block)
                 no = refusal(op, d.name, 2, 2)
-                yield no or Move(self.name, op.outs[0], (("dim", d.name), ("parts", 2), ("fanin", 2)))
+                yield (
+                    replace(no, rule=self.name, at=op.outs[0])
+                    if no
+                    else Move(self.name, op.outs[0], (("dim", d.name), ("parts", 2), ("fanin", 2)))
+                )
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with partial states and their merge tree in place of the operation."""
@@ -91,37 +96,23 @@ class SplitReduce(Rule):
         while parts > fanin:
             ops.append(_level(graph, op, ops[-1].outs, parts, fanin, len(ops)))
             parts = -(-parts // fanin)
-        extents = tuple(d.size for d in op.dims)
-        new = tuple(
-            Tensor(name=t, dtype=e.dtype, shape=(o.dims[0].size, *extents))
-            for o in ops for t, e in zip(o.outs, op.body, strict=True)
-        )  # fmt: skip
-        return replace_op(graph, at, (*ops, _last(op, ops[-1].outs, parts)), new)
+        return replace_op(graph, at, (*ops, _last(op, ops[-1].outs, parts)), results(*ops))
 
 
 def refusal(op: Block, name: str, parts: int, fanin: int) -> Refusal | None:
     """Why a reduced dimension cannot be cut so; ``None`` when it can."""
 
-    def no(reason: str, witness: str = "") -> Refusal:
-        return Refusal("split_reduce", op.outs[0], reason, witness)
-
     size = {d.name: d.size for d in op.reduce}.get(name)
     if size is None or op.monoid not in MONOIDS:
         known = ", ".join(f"'{d.name}'" for d in op.reduce) or "none"
-        return no(f"'{name}' is not reduced by a monoid", f"the reduced dimensions are {known}")
-    if not 2 <= parts <= size:
-        points = "1 point" if size == 1 else f"{size} points"
-        return no(f"{points} of '{name}' cannot be cut into {parts} non-empty parts", f"part {min(parts - 1, size)} is empty")
+        return refuse(f"'{name}' is not reduced by a monoid", f"the reduced dimensions are {known}")
+    if no_parts := cut_refusal(name, size, parts):
+        return no_parts
     if fanin < 2:
-        return no(f"a tree of fan-in {fanin} never ends", f"{parts} states stay {parts}")
+        return refuse(f"a tree of fan-in {fanin} never ends", f"{parts} states stay {parts}")
     if any(s.dim == name for s in op.splits):
-        return no(f"'{name}' is split already", str(next(s for s in op.splits if s.dim == name)))
-    if order_matters(op, name):
-        return no(
-            f"'{op.monoid}' does not commute and '{name}' is not the first reduced dimension",
-            f"points 0 and 1 of '{name}' would be merged after all of '{op.reduce[0].name}'",
-        )
-    return None
+        return refuse(f"'{name}' is split already", str(next(s for s in op.splits if s.dim == name)))
+    return order_refusal(op, name)
 
 
 def _partial(graph: Graph, op: Block, name: str, parts: int) -> Block:
@@ -169,54 +160,8 @@ def _vanishes(op: Block, reads: tuple[Read, ...], touched: set[int], zero: tuple
     """Whether the body is the monoid's identity where every guarded read gives what it fills in."""
     if op.inner or not arg_positions(op.body) <= touched:
         return False
-    fills = {i: reads[i].other for i in touched}
-    return all((value := _at(e, fills)) is not None and value == z.value for e, z in zip(op.body, zero, strict=True))
-
-
-_ZERO_AT_ZERO = frozenset(
-    {
-        "sin",
-        "tan",
-        "asin",
-        "atan",
-        "sinh",
-        "tanh",
-        "asinh",
-        "atanh",
-        "erf",
-        "sqrt",
-        "log1p",
-        "expm1",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-    }
-)
-
-
-def _at(e: Expr, fills: Mapping[int, float | None]) -> float | None:
-    """The value of an expression of reads of known values; ``None`` where a rule of thumb does not tell it."""
-    if isinstance(e, Const):
-        return e.value
-    if isinstance(e, Arg):
-        return fills[e.pos]
-    args = [_at(a, fills) for a in e.args] if isinstance(e, Call) else [None]
-    values = [v for v in args if v is not None]
-    if not isinstance(e, Call) or len(values) < len(args) or any(map(isnan, values)):
-        return None
-    first, last = values[0], values[-1]
-    if e.fn == "cast":
-        return first if isfinite(first) or e.dtype in FLOATS else None
-    if e.fn in _ZERO_AT_ZERO:
-        return first if first == 0 else None
-    if e.fn in ("neg", "abs"):
-        return -first if e.fn == "neg" else abs(first)
-    if e.fn in ("max", "min"):
-        return max(first, last) if e.fn == "max" else min(first, last)
-    if e.fn in ("add", "sub", "mul") and isfinite(first) and isfinite(last):
-        return first + last if e.fn == "add" else first - last if e.fn == "sub" else first * last
-    return None
+    fills = [0 if r.other is None else r.other for r in reads]  # the body has those alone that are touched
+    return all(constant(e, fills) == z.value for e, z in zip(op.body, zero, strict=True))
 
 
 def _level(graph: Graph, op: Block, states: tuple[str, ...], count: int, fanin: int, level: int) -> Block:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.rewrites.core.edit import accept, op_at, order_matters
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.edit import accept, cut_refusal, op_at, order_refusal
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
 from tapestry.rewrites.partition.tiled_region import Clones, Cut, clone, even, grow
 
 REACH = 8  # positions before an operation that `find` looks at; moves may reach further
@@ -75,7 +76,7 @@ class SplitTime(Rule):
             for d in op.space:
                 no = refusal(op, d.name, 2)
                 if no:
-                    yield no
+                    yield replace(no, rule=self.name, at=op.outs[0])
                     continue
                 reach = at - min(grow(graph, {at: even(d.name, d.size, 2)}, at - REACH))
                 for back in dict.fromkeys((0, reach)):
@@ -111,23 +112,14 @@ def region(graph: Graph, at: int, dim: str, parts: int, back: int) -> dict[int, 
 def refusal(op: Op, name: str, parts: int) -> Refusal | None:
     """Why a dimension cannot be run in so many parts; ``None`` when it can."""
 
-    def no(reason: str, witness: str = "") -> Refusal:
-        return Refusal("split_time", op.outs[0], reason, witness)
-
     size = op.ranges.get(name)
     if size is None:
         known = ", ".join(f"'{d.name}'" for d in op.space) or "none"
-        return no(f"there is no dimension '{name}'", f"the dimensions are {known}")
+        return refuse(f"there is no dimension '{name}'", f"the dimensions are {known}")
     if isinstance(op, Block) and any(d.name == name for d in op.inner_dims):
-        return no(f"'{name}' is reduced whole inside every point", "an inner reduction is never cut")
-    if not 2 <= parts <= size:
-        points = "1 point" if size == 1 else f"{size} points"
-        return no(f"{points} of '{name}' cannot be cut into {parts} non-empty parts", f"part {min(parts - 1, size)} is empty")
+        return refuse(f"'{name}' is reduced whole inside every point", "an inner reduction is never cut")
+    if no_parts := cut_refusal(name, size, parts):
+        return no_parts
     if op.splits:
-        return no("it is split already", str(op.splits[0]))
-    if isinstance(op, Block) and name in {d.name for d in op.reduce} and order_matters(op, name):
-        return no(
-            f"'{op.monoid}' does not commute and '{name}' is not the first reduced dimension",
-            f"points 0 and 1 of '{name}' would be merged after all of '{op.reduce[0].name}'",
-        )
-    return None
+        return refuse("it is split already", str(op.splits[0]))
+    return order_refusal(op, name) if isinstance(op, Block) and name in {d.name for d in op.reduce} else None

@@ -12,14 +12,14 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tapestry.ir.expr import Acc, Arg, Expr, Index, call, rewrite
+from tapestry.ir.expr import Arg, Expr, Index, call
 from tapestry.ir.expr import Const as Literal
 from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read, with_ops
 from tapestry.ir.index import bounds, dim
 from tapestry.ir.kernel import cut, whole
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import fresh, plain_index, prune, reindex, resized, with_args
+from tapestry.rewrites.core.edit import finish, fresh, plain_index, prune, reindex, resized
 
 Interval = tuple[int, int]
 MOST_AGAIN = 1.5  # an operation joins a region if its parts together compute at most this many times its points
@@ -286,16 +286,9 @@ class _Cloning:
             return
         held = (*self.states[i], *outs)
         reads = tuple(Read(tensor=t, index=plain_index(op.dims)) for t in held)
-        args: list[Expr] = [Arg(n, d) for n, d in enumerate(dtypes * 2)]
-        merged = tuple(
-            rewrite(e, lambda x: args[x.pos] if isinstance(x, Arg) else x) for e in MONOIDS[op.monoid].combiner(dtypes)
-        )
+        merged = MONOIDS[op.monoid].combiner(dtypes)
         if last:
-            kept = sorted(op.then_reads())
-            leaf = with_args({}, {old: len(held) + new for new, old in enumerate(kept)})
-            then = tuple(rewrite(rewrite(e, leaf), lambda x: merged[x.field] if isinstance(x, Acc) else x) for e in op.then)
-            reads += tuple(op.reads[n] for n in kept)
-            self.ends.append((Block(outs=op.outs, dims=op.dims, reads=reads, body=then, source=op.source), k))
+            self.ends.append((finish(op, held, merged), k))
             return
         sums = tuple(self.tensor(f"{op.outs[0]}@0_{k}.{f}", d, shape) for f, d in zip(fields, dtypes, strict=True))
         self.add(Block(outs=sums, dims=op.dims, reads=reads, body=merged, source=op.source), k)
