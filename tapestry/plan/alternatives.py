@@ -132,7 +132,7 @@ class _Moves:
     topo: Topology
     layouts: dict[str, Layout] = field(init=False)
     readers: dict[str, list[int]] = field(init=False)
-    cache: dict[object, float] = field(default_factory=dict)
+    cache: dict[object, float] = field(default_factory=dict[object, float])
 
     def __post_init__(self) -> None:
         self.layouts = layouts(self.plan)

@@ -43,15 +43,15 @@ class _Lowering:
     """Steps so far, and which buffers hold which tensor (the first one is where the tensor was produced)."""
 
     plan: Plan
-    steps: list[Step] = field(default_factory=list)
-    buffers: dict[str, Buffer] = field(default_factory=dict)
-    held: dict[str, list[str]] = field(default_factory=dict)
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    resident: set[str] = field(default_factory=set)
-    waiting: set[str] = field(default_factory=set)
-    used: dict[str, int] = field(default_factory=dict)
-    boxes: dict[str, Boxes] = field(default_factory=dict)
-    needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list[Step])
+    buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
+    held: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    resident: set[str] = field(default_factory=set[str])
+    waiting: set[str] = field(default_factory=set[str])
+    used: dict[str, int] = field(default_factory=dict[str, int])
+    boxes: dict[str, Boxes] = field(default_factory=dict[str, Boxes])
+    needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list[list[tuple[int, str, Boxes]]])
 
     def sources(self) -> None:
         """Load what no operation writes: in its fixed layout, or else each distinct footprint of its readers.

@@ -163,8 +163,8 @@ class _Clock:
     """When each stream is free, and each buffer there."""
 
     costs: _Costs
-    timed: list[Timed] = field(default_factory=list)
-    ready: dict[str, np.ndarray] = field(default_factory=dict)
+    timed: list[Timed] = field(default_factory=list[Timed])
+    ready: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     free: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -198,10 +198,12 @@ class _Costs:
     plan: Plan
     program: Program
     topo: Topology
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    topologies: dict[Stage, Topology] = field(default_factory=dict)
-    launches: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(default_factory=dict)
-    transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    topologies: dict[Stage, Topology] = field(default_factory=dict[Stage, Topology])
+    launches: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(
+        default_factory=dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]]
+    )
+    transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict[object, tuple[np.ndarray, np.ndarray]])
     makers: dict[str, int] = field(init=False)
     alone: np.ndarray = field(init=False)
 

@@ -114,7 +114,7 @@ class Room:
 
     def solve(self, limit: float, budget: Budget, share: float = 1.0, gap: float = PROVED) -> Solution:
         """The cheapest choice, up to a gap, within a limit less a share of what lowering adds."""
-        net = Network(self.problem.sizes, self.problem.factors, self.demands, limit - share * self.less)
+        net = Network(self.problem.sizes, self.problem.factors, self.demands, (limit - share * self.less).tolist())
         return solve(net, budget.part(SOLVE_SECONDS), gap=gap, quick=True)
 
     def learn(self, choice: Sequence[int], plan: PricedPlan, limit: float) -> None:

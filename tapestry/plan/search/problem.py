@@ -62,8 +62,8 @@ class Problem:
     inputs: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
     streamed: frozenset[str] = frozenset()
-    menus: list[Menu] = field(default_factory=list)
-    factors: list[Factor] = field(default_factory=list)
+    menus: list[Menu] = field(default_factory=list[Menu])
+    factors: list[Factor] = field(default_factory=list[Factor])
     distinct: int = 0
 
     @property
