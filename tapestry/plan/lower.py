@@ -22,7 +22,7 @@ from tapestry.ir.state import counted, varies
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
 from tapestry.plan.kinds import kind_of
-from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, scatters, tensor_boxes
+from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, scatters, tensor_boxes, which_cover
 
 CHUNK = 1 << 16  # pairs of devices compared at once
 
@@ -40,7 +40,10 @@ def lower(plan: Plan) -> Program:
 
 @dataclass(slots=True)
 class _Lowering:
-    """Steps so far, and which buffers hold which tensor (the first one is where the tensor was produced)."""
+    """Steps so far, and which buffers hold which tensor (the first one is where the tensor was produced).
+
+    ``stacks`` has the boxes of those buffers in one array, so that a tensor with a thousand parts is searched at once.
+    """
 
     plan: Plan
     steps: list[Step] = field(default_factory=list[Step])
@@ -51,6 +54,7 @@ class _Lowering:
     waiting: set[str] = field(default_factory=set[str])
     used: dict[str, int] = field(default_factory=dict[str, int])
     boxes: dict[str, Boxes] = field(default_factory=dict[str, Boxes])
+    stacks: dict[str, tuple[list[str], np.ndarray]] = field(default_factory=dict[str, tuple[list[str], np.ndarray]])
     needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list[list[tuple[int, str, Boxes]]])
 
     def sources(self) -> None:
@@ -117,10 +121,15 @@ class _Lowering:
 
     def covering(self, tensor: str, boxes: Boxes) -> str | None:
         """A buffer that holds every device's footprint; the tightest one."""
-        found = [b for b in self.held.get(tensor, ()) if covers(self.boxes[b], boxes)]
-        return min(
-            found, key=lambda b: int(np.prod(self.boxes[b][..., 1] - self.boxes[b][..., 0], axis=-1).sum()), default=None
-        )
+        names = self.held.get(tensor, [])
+        if not names:
+            return None
+        if tensor not in self.stacks or self.stacks[tensor][0] != names:
+            self.stacks[tensor] = list(names), np.stack([self.boxes[b] for b in names])
+        stack = self.stacks[tensor][1]
+        at = np.flatnonzero(which_cover(stack, boxes))
+        cells = np.prod(stack[at, ..., 1] - stack[at, ..., 0], axis=-1).sum(axis=-1)
+        return names[int(at[cells.argmin()])] if len(at) else None
 
     def fetch(self, tensor: str, boxes: Boxes) -> str:
         """A buffer with the footprint, transferring what is missing."""
@@ -335,7 +344,10 @@ def _tuples_of(raw: bytes, shape: tuple[int, ...]) -> tuple[Box, ...]:
 def distinct(found: list[Boxes]) -> list[Boxes]:
     """Footprints without those that another one covers on every device."""
     unique = list({b.tobytes(): b for b in found}.values())
-    return [b for b in unique if not any(o is not b and covers(o, b) and not (covers(b, o)) for o in unique)]
+    if len(unique) < 2:
+        return unique
+    stack = np.stack(unique)
+    return [b for b in unique if all(covers(b, unique[k]) for k in np.flatnonzero(which_cover(stack, b)))]
 
 
 def with_frees(steps: list[Step], kept: set[str]) -> list[Step]:

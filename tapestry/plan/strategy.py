@@ -175,9 +175,15 @@ def _cut_boxes(extents: tuple[int, ...], axes: tuple[tuple[int, ...], ...], mesh
 
 def covers(outer: Boxes, inner: Boxes) -> bool:
     """Whether every device's inner box is empty or inside its outer one."""
+    return bool(which_cover(outer[None], inner)[0])
+
+
+def which_cover(outers: np.ndarray, inner: Boxes) -> np.ndarray:
+    """For each of several footprints ``[k, device, axis, 2]``, whether it covers another one."""
     empty: np.ndarray = np.any(inner[..., 1] <= inner[..., 0], axis=-1)
-    inside: np.ndarray = np.all((outer[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outer[..., 1]), axis=-1)
-    return bool((empty | inside).all())
+    inside: np.ndarray = np.all((outers[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outers[..., 1]), axis=-1)
+    out: np.ndarray = np.all(empty | inside, axis=-1)
+    return out
 
 
 def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[int, str, Boxes]]:

@@ -14,6 +14,7 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.lower import distinct
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import load_seconds
+from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.partition import recompute, split_time
@@ -83,12 +84,13 @@ def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
     return out
 
 
-def moves(graph: Graph, found: PricedPlan, topo: Topology, count: int) -> list[tuple[Move, ...]]:
-    """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind."""
+def moves(graph: Graph, found: PricedPlan, topo: Topology, count: int, budget: Budget) -> list[tuple[Move, ...]]:
+    """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind; those that were looked
+    at when the budget is over."""
     spot = peak_of(found, topo)
     above = max(topo.strain(peak_bytes(found.program)[0]) - topo.device.memory, 1)
     out: list[tuple[Move, ...]] = []
-    scored = sorted(_regions(graph, spot), key=lambda s: (-min(s.saved, above), s.clones, -s.saved))
+    scored = sorted(_regions(graph, spot, budget), key=lambda s: (-min(s.saved, above), s.clones, -s.saved))
     seen: set[tuple[int, str, int]] = set()
     for s in scored:
         if len(out) < count and (s.at, s.dim, s.clones) not in seen:
@@ -111,7 +113,7 @@ class _Region:
     clones: int
 
 
-def _regions(graph: Graph, spot: Peak) -> Iterator[_Region]:
+def _regions(graph: Graph, spot: Peak, budget: Budget) -> Iterator[_Region]:
     """Regions around the peak, each with a first estimate of what it saves."""
     for at in _ends(graph, spot.op):
         op = graph.ops[at]
@@ -119,6 +121,8 @@ def _regions(graph: Graph, spot: Peak) -> Iterator[_Region]:
             if _window(op, d):
                 continue
             for parts in (p for p in PARTS if split_time.refusal(op, d.name, p) is None):
+                if budget.over():
+                    return
                 whole = split_time.region(graph, at, d.name, parts, min(at, at - spot.op + REACH[-1]))
                 known = 0
                 for back in (at - spot.op + r for r in REACH) if spot.op in whole else ():
