@@ -22,7 +22,7 @@ from tapestry.ir.state import counted, varies
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
 from tapestry.plan.kinds import kind_of
-from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, scatters, tensor_boxes, which_cover
+from tapestry.plan.strategy import Boxes, covers, footprints, merges, op_boxes, out_layout, tensor_boxes, which_cover
 
 CHUNK = 1 << 16  # pairs of devices compared at once
 
@@ -152,8 +152,7 @@ class _Lowering:
     def op(self, i: int) -> None:
         """One operation: fetch, launch, and merge where a reduced dimension is cut."""
         op, s = self.plan.graph.ops[i], self.plan.strategies[i]
-        reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-        cut = [a for a, d in enumerate(s.dims) if d in reduced]
+        cut = merges(op, s)
         ins = [""] * (len(op.reads) if isinstance(op, Block) else len(op.ins))
         for t in self.plan.streamed.intersection(op.inputs):
             if self.used.get(t, i) < i - 1:  # gone since; only the operation right before leaves it loaded
@@ -184,7 +183,7 @@ class _Lowering:
             for t, shape in zip(op.outs, shapes, strict=True)
         )
 
-    def reduction(self, i: int, op: Block, block: Boxes, ins: list[str], cut: list[int]) -> None:
+    def reduction(self, i: int, op: Block, block: Boxes, ins: list[str], cut: list[tuple[int, bool]]) -> None:
         """Partial states, then a reduce-scatter and an all-reduce along their mesh axes, then ``then``."""
         mesh, s = self.plan.mesh, self.plan.strategies[i]
         local, body, then = block[:, : len(op.dims)], op.body_reads(), op.then_reads()
@@ -195,11 +194,10 @@ class _Lowering:
         blocks = _tuples(block)
         used = tuple(b if k in body else "" for k, b in enumerate(ins))
         self.steps.append(Launch(op=i, mode="partial", blocks=blocks, ins=used, outs=states))
-        scatter = [a for a in cut if scatters(op, s, a)]
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
         known = _counts(op, block)
-        todo = [("reduce_scatter", scatter), ("all_reduce", [a for a in cut if a not in scatter])]
-        todo = [(kind, axes) for kind, axes in todo if axes]
+        scattered, gathered = [a for a, scatter in cut if scatter], [a for a, scatter in cut if not scatter]
+        todo = [(kind, axes) for kind, axes in (("reduce_scatter", scattered), ("all_reduce", gathered)) if axes]
         for n, (kind, axes) in enumerate(todo):
             last = n == len(todo) - 1
             if last and not op.lowers:

@@ -26,7 +26,7 @@ from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import Way, merge
 from tapestry.plan.pipelines.staged_plan import link_between, stage_topology
 from tapestry.plan.search.problem import load_seconds
-from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, scatters, tensor_boxes
+from tapestry.plan.strategy import Boxes, footprints, merges, op_boxes, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
 ASSUMPTION = (
@@ -296,9 +296,7 @@ class _Costs:
 
     def cut(self, step: Reduce) -> list[tuple[int, bool]]:
         """(mesh axis, whether it scatters) of all reduced dimensions that the step's operation cuts."""
-        op, s = self.plan.graph.ops[step.op], self.plan.strategies[step.op]
-        reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-        return [(a, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced]
+        return merges(self.plan.graph.ops[step.op], self.plan.strategies[step.op])
 
     def ways(self, step: Reduce) -> list[Way]:
         """How a step merges states."""

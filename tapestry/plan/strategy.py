@@ -79,6 +79,12 @@ def _reduced(op: Op) -> set[str]:
     return {d.name for d in op.reduce} if isinstance(op, Block) else set()
 
 
+def merges(op: Op, s: Strategy) -> list[tuple[int, bool]]:
+    """Mesh axes along which partial states are merged, and whether each merge is a reduce-scatter."""
+    reduced = _reduced(op)
+    return [(a, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced]
+
+
 def _axis_choices(op: Op, size: int, pinned: str | None, *, every: bool = False) -> list[tuple[str | None, int | None]]:
     """(dimension, scatter axis) for one mesh axis; ``every``: also those that are left out."""
     out: list[tuple[str | None, int | None]] = [] if pinned else [(None, None)]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapestry.ir.graph import Block, Dim, Graph, Op
-from tapestry.ir.program import Free, Launch, Program, Reduce, alive_bytes, allocated, device_bytes, peak_bytes
+from tapestry.ir.program import Free, Program, alive_at, alive_bytes, allocated, device_bytes, peak_bytes
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.lower import distinct
+from tapestry.plan.search.memory_limit import operations_served
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import load_seconds
 from tapestry.plan.solver.budget import Budget
@@ -49,24 +50,12 @@ def peak_of(found: PricedPlan, topo: Topology) -> Peak:
     most, at = peak_bytes(program)
     device = topo.tightest(most)
     limit = topo.memories()[device]
-    serves, last = list[int](), len(found.plan.graph.ops) - 1
-    for step in reversed(program.steps):
-        last = step.op if isinstance(step, Launch | Reduce) else last
-        serves.append(last)
-    serves.reverse()
-    alive, now, held = 0, dict[str, int](), dict[str, int]()
-    high: dict[int, None] = {}
+    serves = operations_served(program, len(found.plan.graph.ops))
     bar = min(LIKE * most[device], limit) if most[device] > limit else LIKE * most[device]
-    for i, step in enumerate(program.steps):
-        for b in allocated(step):
-            now[b] = program.buffers[b].nbytes(device)
-            alive += now[b]
-        if alive > bar:
-            high[serves[i]] = None
-        if i == at[device]:
-            held = _by_tensor(program, now)
-        for b in step.buffers if isinstance(step, Free) else ():
-            alive -= now.pop(b)
+    high = dict.fromkeys(op for op, alive in zip(serves, alive_bytes(program), strict=True) if alive[device] > bar)
+    held: dict[str, int] = {}
+    for buffer in (program.buffers[b] for b in alive_at(program, at[device])):
+        held[buffer.tensor] = held.get(buffer.tensor, 0) + buffer.nbytes(device)
     return Peak(serves[at[device]], held, tuple(high))
 
 
@@ -74,14 +63,6 @@ def excess(program: Program, topo: Topology) -> int:
     """Bytes above what the devices have, summed over the steps of the program and its devices."""
     limit = np.array(topo.memories(), np.int64)
     return sum(int(np.maximum(alive - limit, 0).sum()) for alive in alive_bytes(program))
-
-
-def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for b, n in buffers.items():
-        t = program.buffers[b].tensor
-        out[t] = out.get(t, 0) + n
-    return out
 
 
 def moves(graph: Graph, found: PricedPlan, topo: Topology, count: int, budget: Budget) -> list[tuple[Move, ...]]:
