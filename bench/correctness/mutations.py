@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support import record
+from bench.support.random_plan import random_plan, random_staged_plan
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, Plan, Stage
@@ -29,7 +30,6 @@ from tapestry.ir.program import Program, peak_bytes
 from tapestry.lift import lift
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.staged_plan import lower_plan
-from tapestry.plan.random_plan import random_plan, random_staged_plan
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify

@@ -222,8 +222,8 @@ class Sharded:
     """One case, compiled once, to be run under any number of random plans."""
 
     def __init__(self, model: ModelProto, inputs: Sequence[Any]) -> None:
+        from bench.support.random_plan import random_plan
         from tapestry.backend import TapestryBackend
-        from tapestry.plan.random_plan import random_plan
 
         # for several devices, so that recurrences are lifted step by step; the plan itself is not used
         self.prepared = TapestryBackend.prepare(model, devices=2, time_limit=0.0, stages=1)
@@ -249,7 +249,7 @@ class Sharded:
 
     def split(self, devices: int, seed: int) -> int:
         """Run under a random plan, checked by the verifier, and compare; returns how many operations were really cut."""
-        from tapestry.plan.random_plan import random_plan
+        from bench.support.random_plan import random_plan
 
         plan = random_plan(self.graph, (MeshAxis("d0", devices),), seed)
         for name, a in self._run(plan).items():

@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from tapestry.ir.graph import Block, Op
+from tapestry.ir.graph import Op
 from tapestry.ir.plan import Layout, Plan, Strategy, still
 from tapestry.ir.program import peak_bytes
 from tapestry.ir.types import itemsize
@@ -22,7 +22,7 @@ from tapestry.plan.lower import exchange, lower
 from tapestry.plan.pipelines.staged_plan import stage_ops, stage_plan, stage_topology
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import layouts
-from tapestry.plan.strategy import Boxes, Pin, footprints, out_layout, scatters, tensor_boxes
+from tapestry.plan.strategy import Boxes, Pin, footprints, merges, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
 LOWERINGS = 16  # how many better-looking alternatives are lowered to see whether they fit into memory
@@ -132,7 +132,7 @@ class _Moves:
     topo: Topology
     layouts: dict[str, Layout] = field(init=False)
     readers: dict[str, list[int]] = field(init=False)
-    cache: dict[object, float] = field(default_factory=dict)
+    cache: dict[object, float] = field(default_factory=dict[object, float])
 
     def __post_init__(self) -> None:
         self.layouts = layouts(self.plan)
@@ -142,7 +142,9 @@ class _Moves:
         """What the difference between two choices of an operation is made of."""
         graph, menu = self.plan.graph, problem.menus[i]
         op, old, new = graph.ops[i], menu.strategies[now], menu.strategies[other]
-        merging = [_merge_seconds(op, s, int(menu.state_bytes[k]), self.topo) for k, s in ((now, old), (other, new))]
+        merging = [
+            transfer.reduce_seconds(int(menu.state_bytes[k]), merges(op, s), self.topo) for k, s in ((now, old), (other, new))
+        ]
         reduction = _reduction(op, new if merging[1] >= merging[0] else old)
         sent = [_merge_bytes(op, s, int(menu.state_bytes[k]), self.topo) for k, s in ((now, old), (other, new))]
         out = [Part(reduction, op.outs[0], merging[1] - merging[0], sent[1] - sent[0])]
@@ -196,16 +198,10 @@ class _Moves:
         return kind_of(messages, *([tuple((lo, hi) for lo, hi in b) for b in w.tolist()] for w in (held, dearest)))
 
 
-def _merge_seconds(op: Op, s: Strategy, state_bytes: int, topo: Topology) -> float:
-    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-    return transfer.reduce_seconds(state_bytes, [(a, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced], topo)
-
-
 def _merge_bytes(op: Op, s: Strategy, state_bytes: int, topo: Topology) -> int:
     """Bytes on the wire of a strategy's merges, reduce-scatters first, as `ir.program.transfer_bytes` counts them."""
-    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-    cut = [(topo.mesh[a].size, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced]
-    scattered, gathered = ([n for n, scatter in cut if scatter is kind] for kind in (True, False))
+    cut = merges(op, s)
+    scattered, gathered = ([topo.mesh[a].size for a, scatter in cut if scatter is kind] for kind in (True, False))
     devices, total = prod(a.size for a in topo.mesh), 0
     for sizes, factor in ((scattered, 1), (gathered, 2)):
         n = prod(sizes)
@@ -216,8 +212,7 @@ def _merge_bytes(op: Op, s: Strategy, state_bytes: int, topo: Topology) -> int:
 
 def _reduction(op: Op, s: Strategy) -> str:
     """What the merge of a strategy's partial states is called."""
-    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-    kinds = {"reduce_scatter" if scatters(op, s, a) else "all_reduce" for a, d in enumerate(s.dims) if d in reduced}
+    kinds = {"reduce_scatter" if scatter else "all_reduce" for _, scatter in merges(op, s)}
     return " and ".join(sorted(kinds, reverse=True))
 
 

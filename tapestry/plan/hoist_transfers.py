@@ -61,12 +61,8 @@ def _behind(step: Transfer, other: Step) -> bool:
 
 
 def _alive(program: Program) -> np.ndarray:
-    """[step, device]: bytes alive once the step has been done (before anything is freed by it)."""
-    out, alive = np.zeros((len(program.steps), program.devices), np.int64), np.zeros(program.devices, np.int64)
-    for i, step in enumerate(program.steps):
-        alive = alive + _change(step, program)
-        out[i] = alive
-    return out
+    """[step, device]: bytes alive once the step has been done."""
+    return np.cumsum([_change(step, program) for step in program.steps], axis=0)
 
 
 def _change(step: Step, program: Program) -> np.ndarray:

@@ -28,9 +28,9 @@ class LayoutConstraints:
         exact: only cuts that leave every bit as it is on one device (`ir.canonical_parts`).
     """
 
-    outs: Mapping[str, Layout] = field(default_factory=dict)
-    reads: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
-    dims: Mapping[str, Dims] = field(default_factory=dict)
+    outs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    reads: Mapping[tuple[str, str], Layout] = field(default_factory=dict[tuple[str, str], Layout])
+    dims: Mapping[str, Dims] = field(default_factory=dict[str, Dims])
     exact: bool = False
 
     def __bool__(self) -> bool:

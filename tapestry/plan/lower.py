@@ -22,7 +22,7 @@ from tapestry.ir.state import counted, varies
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
 from tapestry.plan.kinds import kind_of
-from tapestry.plan.strategy import Boxes, covers, footprints, op_boxes, out_layout, scatters, tensor_boxes
+from tapestry.plan.strategy import Boxes, covers, footprints, merges, op_boxes, out_layout, tensor_boxes, which_cover
 
 CHUNK = 1 << 16  # pairs of devices compared at once
 
@@ -40,18 +40,22 @@ def lower(plan: Plan) -> Program:
 
 @dataclass(slots=True)
 class _Lowering:
-    """Steps so far, and which buffers hold which tensor (the first one is where the tensor was produced)."""
+    """Steps so far, and which buffers hold which tensor (the first one is where the tensor was produced).
+
+    ``stacks`` has the boxes of those buffers in one array, so that a tensor with a thousand parts is searched at once.
+    """
 
     plan: Plan
-    steps: list[Step] = field(default_factory=list)
-    buffers: dict[str, Buffer] = field(default_factory=dict)
-    held: dict[str, list[str]] = field(default_factory=dict)
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    resident: set[str] = field(default_factory=set)
-    waiting: set[str] = field(default_factory=set)
-    used: dict[str, int] = field(default_factory=dict)
-    boxes: dict[str, Boxes] = field(default_factory=dict)
-    needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list[Step])
+    buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
+    held: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    resident: set[str] = field(default_factory=set[str])
+    waiting: set[str] = field(default_factory=set[str])
+    used: dict[str, int] = field(default_factory=dict[str, int])
+    boxes: dict[str, Boxes] = field(default_factory=dict[str, Boxes])
+    stacks: dict[str, tuple[list[str], np.ndarray]] = field(default_factory=dict[str, tuple[list[str], np.ndarray]])
+    needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list[list[tuple[int, str, Boxes]]])
 
     def sources(self) -> None:
         """Load what no operation writes: in its fixed layout, or else each distinct footprint of its readers.
@@ -117,10 +121,15 @@ class _Lowering:
 
     def covering(self, tensor: str, boxes: Boxes) -> str | None:
         """A buffer that holds every device's footprint; the tightest one."""
-        found = [b for b in self.held.get(tensor, ()) if covers(self.boxes[b], boxes)]
-        return min(
-            found, key=lambda b: int(np.prod(self.boxes[b][..., 1] - self.boxes[b][..., 0], axis=-1).sum()), default=None
-        )
+        names = self.held.get(tensor, [])
+        if not names:
+            return None
+        if tensor not in self.stacks or self.stacks[tensor][0] != names:
+            self.stacks[tensor] = list(names), np.stack([self.boxes[b] for b in names])
+        stack = self.stacks[tensor][1]
+        at = np.flatnonzero(which_cover(stack, boxes))
+        cells = np.prod(stack[at, ..., 1] - stack[at, ..., 0], axis=-1).sum(axis=-1)
+        return names[int(at[cells.argmin()])] if len(at) else None
 
     def fetch(self, tensor: str, boxes: Boxes) -> str:
         """A buffer with the footprint, transferring what is missing."""
@@ -143,8 +152,7 @@ class _Lowering:
     def op(self, i: int) -> None:
         """One operation: fetch, launch, and merge where a reduced dimension is cut."""
         op, s = self.plan.graph.ops[i], self.plan.strategies[i]
-        reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-        cut = [a for a, d in enumerate(s.dims) if d in reduced]
+        cut = merges(op, s)
         ins = [""] * (len(op.reads) if isinstance(op, Block) else len(op.ins))
         for t in self.plan.streamed.intersection(op.inputs):
             if self.used.get(t, i) < i - 1:  # gone since; only the operation right before leaves it loaded
@@ -175,7 +183,7 @@ class _Lowering:
             for t, shape in zip(op.outs, shapes, strict=True)
         )
 
-    def reduction(self, i: int, op: Block, block: Boxes, ins: list[str], cut: list[int]) -> None:
+    def reduction(self, i: int, op: Block, block: Boxes, ins: list[str], cut: list[tuple[int, bool]]) -> None:
         """Partial states, then a reduce-scatter and an all-reduce along their mesh axes, then ``then``."""
         mesh, s = self.plan.mesh, self.plan.strategies[i]
         local, body, then = block[:, : len(op.dims)], op.body_reads(), op.then_reads()
@@ -186,11 +194,10 @@ class _Lowering:
         blocks = _tuples(block)
         used = tuple(b if k in body else "" for k, b in enumerate(ins))
         self.steps.append(Launch(op=i, mode="partial", blocks=blocks, ins=used, outs=states))
-        scatter = [a for a in cut if scatters(op, s, a)]
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
         known = _counts(op, block)
-        todo = [("reduce_scatter", scatter), ("all_reduce", [a for a in cut if a not in scatter])]
-        todo = [(kind, axes) for kind, axes in todo if axes]
+        scattered, gathered = [a for a, scatter in cut if scatter], [a for a, scatter in cut if not scatter]
+        todo = [(kind, axes) for kind, axes in (("reduce_scatter", scattered), ("all_reduce", gathered)) if axes]
         for n, (kind, axes) in enumerate(todo):
             last = n == len(todo) - 1
             if last and not op.lowers:
@@ -335,7 +342,10 @@ def _tuples_of(raw: bytes, shape: tuple[int, ...]) -> tuple[Box, ...]:
 def distinct(found: list[Boxes]) -> list[Boxes]:
     """Footprints without those that another one covers on every device."""
     unique = list({b.tobytes(): b for b in found}.values())
-    return [b for b in unique if not any(o is not b and covers(o, b) and not (covers(b, o)) for o in unique)]
+    if len(unique) < 2:
+        return unique
+    stack = np.stack(unique)
+    return [b for b in unique if all(covers(b, unique[k]) for k in np.flatnonzero(which_cover(stack, b)))]
 
 
 def with_frees(steps: list[Step], kept: set[str]) -> list[Step]:

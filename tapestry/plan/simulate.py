@@ -26,7 +26,7 @@ from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import Way, merge
 from tapestry.plan.pipelines.staged_plan import link_between, stage_topology
 from tapestry.plan.search.problem import load_seconds
-from tapestry.plan.strategy import Boxes, footprints, op_boxes, out_layout, scatters, tensor_boxes
+from tapestry.plan.strategy import Boxes, footprints, merges, op_boxes, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
 ASSUMPTION = (
@@ -163,8 +163,8 @@ class _Clock:
     """When each stream is free, and each buffer there."""
 
     costs: _Costs
-    timed: list[Timed] = field(default_factory=list)
-    ready: dict[str, np.ndarray] = field(default_factory=dict)
+    timed: list[Timed] = field(default_factory=list[Timed])
+    ready: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     free: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -198,10 +198,12 @@ class _Costs:
     plan: Plan
     program: Program
     topo: Topology
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    topologies: dict[Stage, Topology] = field(default_factory=dict)
-    launches: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(default_factory=dict)
-    transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    topologies: dict[Stage, Topology] = field(default_factory=dict[Stage, Topology])
+    launches: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(
+        default_factory=dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]]
+    )
+    transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict[object, tuple[np.ndarray, np.ndarray]])
     makers: dict[str, int] = field(init=False)
     alone: np.ndarray = field(init=False)
 
@@ -294,9 +296,7 @@ class _Costs:
 
     def cut(self, step: Reduce) -> list[tuple[int, bool]]:
         """(mesh axis, whether it scatters) of all reduced dimensions that the step's operation cuts."""
-        op, s = self.plan.graph.ops[step.op], self.plan.strategies[step.op]
-        reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-        return [(a, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced]
+        return merges(self.plan.graph.ops[step.op], self.plan.strategies[step.op])
 
     def ways(self, step: Reduce) -> list[Way]:
         """How a step merges states."""

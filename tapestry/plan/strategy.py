@@ -79,6 +79,12 @@ def _reduced(op: Op) -> set[str]:
     return {d.name for d in op.reduce} if isinstance(op, Block) else set()
 
 
+def merges(op: Op, s: Strategy) -> list[tuple[int, bool]]:
+    """Mesh axes along which partial states are merged, and whether each merge is a reduce-scatter."""
+    reduced = _reduced(op)
+    return [(a, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced]
+
+
 def _axis_choices(op: Op, size: int, pinned: str | None, *, every: bool = False) -> list[tuple[str | None, int | None]]:
     """(dimension, scatter axis) for one mesh axis; ``every``: also those that are left out."""
     out: list[tuple[str | None, int | None]] = [] if pinned else [(None, None)]
@@ -175,9 +181,15 @@ def _cut_boxes(extents: tuple[int, ...], axes: tuple[tuple[int, ...], ...], mesh
 
 def covers(outer: Boxes, inner: Boxes) -> bool:
     """Whether every device's inner box is empty or inside its outer one."""
+    return bool(which_cover(outer[None], inner)[0])
+
+
+def which_cover(outers: np.ndarray, inner: Boxes) -> np.ndarray:
+    """For each of several footprints ``[k, device, axis, 2]``, whether it covers another one."""
     empty: np.ndarray = np.any(inner[..., 1] <= inner[..., 0], axis=-1)
-    inside: np.ndarray = np.all((outer[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outer[..., 1]), axis=-1)
-    return bool((empty | inside).all())
+    inside: np.ndarray = np.all((outers[..., 0] <= inner[..., 0]) & (inner[..., 1] <= outers[..., 1]), axis=-1)
+    out: np.ndarray = np.all(empty | inside, axis=-1)
+    return out
 
 
 def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[int, str, Boxes]]:

@@ -19,9 +19,8 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir.canonical_parts import PARTS, blocks, canonical, free, may_cut
 from tapestry.ir.graph import Split
 from tapestry.ir.kernel import cut
-from tapestry.ir.plan import MeshAxis
+from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.syntax.parser import parse
-from tapestry.plan.random_plan import random_plan
 from tapestry.verify import certificate
 from tests.support.lifting import SHARED, needs_shared
 from tests.support.small_models import MODELS, N, f32, net, save
@@ -99,12 +98,11 @@ def test_plans_that_no_search_would_choose():
     rng = np.random.default_rng(0)
     for devices in (2, 3, 8):
         mesh = (MeshAxis("d0", devices),)
-        plan = random_plan(graph, mesh, 0)
         chosen = []
         for op in graph.ops:
             legal = [s for s in strategies(op, mesh) if all(d is None or may_cut(op, d, devices) for d in s.dims)]
             chosen.append(legal[rng.integers(len(legal))])
-        plan = replace(plan, strategies=tuple(chosen))
+        plan = Plan(graph=graph, mesh=mesh, strategies=tuple(chosen))
         assert any(s.dims != (None,) for s in chosen)
         program = lower(plan)
         certificate.check(plan.annotated(), program, mesh=mesh, exact=True)

@@ -14,17 +14,20 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import evaluate
 from tapestry.ir.program import Free, Load
 from tapestry.ir.syntax.parser import parse
+from tapestry.plan import lower as lowering
+from tapestry.plan import strategy
 from tapestry.plan.lower import lower
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.floor import least_cells, least_seconds
-from tapestry.plan.memory.peaks import fewest
+from tapestry.plan.memory.peaks import fewest, moves
 from tapestry.plan.search.planner import search, spatial
 from tapestry.plan.search.priced_plan import TooBig
 from tapestry.plan.search.problem import build, load_seconds
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import topology
-from tapestry.rewrites.core.rule import RULES, Move
+from tapestry.rewrites.core.rule import RULES, Move, apply_moves
+from tapestry.rewrites.partition import split_time as splitting
 from tapestry.rewrites.partition.micro_batch import batch_move
 from tapestry.rewrites.partition.split_time import time_move
 from tapestry.verify import certificate, interp
@@ -272,6 +275,40 @@ def test_what_cannot_fit_says_by_how_much_and_what_was_tried() -> None:
         fit(graph, topo, spatial(build(graph, topo, {}, {}, {}), Budget.of(1.0)), budget=Budget.of(20.0))
     text = str(e.value)
     assert "bytes of 4,000" in text and "too many" in text and "device 0" in text and "tried" in text and "split_time" in text
+
+
+def test_lowering_many_parts_compares_few_footprints(monkeypatch) -> None:
+    """A tensor that is read in n parts: about one comparison (with all parts at once) for each part, not one for each two."""
+    text = "graph parts\ninput x: f32[512]\ny: f32[512] = op [i: 512]\n  reads x[i]\n  body max(x, 0.0)\noutput y\n"
+    graph = parse(text)
+    graph = apply_moves(graph, [time_move(graph.ops[0], "i", 512, 0)])
+    counted = {"comparisons": 0}
+
+    def count(outers, inner):
+        counted["comparisons"] += 1
+        return strategy.which_cover(outers, inner)
+
+    monkeypatch.setattr(lowering, "which_cover", count)
+    monkeypatch.setattr(lowering, "covers", lambda outer, inner: bool(count(outer[None], inner)[0]))
+    plan = spatial(build(graph, topology(mesh_of("2")), {}, {}, {}), Budget.of(0.0)).plan
+    counted["comparisons"] = 0
+    lower(plan)
+    assert len(graph.ops) > 512 and 512 < counted["comparisons"] < 8 * len(graph.ops)
+
+
+def test_no_regions_are_looked_at_when_the_time_is_up(monkeypatch) -> None:
+    graph, topo = parse(SKIP), topology(mesh_of("1"), memory=4000)
+    plan, asked, region = spatial(build(graph, topo, {}, {}, {}), Budget.of(1.0)), [0], splitting.region
+
+    def count(*args):
+        asked[0] += 1
+        return region(*args)
+
+    monkeypatch.setattr(splitting, "region", count)
+    moves(graph, plan, topo, 5, Budget.of(0.0))
+    assert asked == [0]
+    moves(graph, plan, topo, 5, Budget.of(math.inf))
+    assert asked[0] > 5
 
 
 def test_the_command_line_fits_checks_and_explains(tmp_path) -> None:

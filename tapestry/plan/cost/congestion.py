@@ -78,7 +78,7 @@ def _places(along: Along, fabric: Fabric, joined: Axes, moving: Axes) -> tuple[n
     sizes = [along.mesh[a].size for a in moving]
     numbers = np.arange(prod(sizes))
     digit = dict(zip(moving, np.unravel_index(numbers, sizes), strict=True))
-    device = np.arange(along.coords.shape[1])
+    device = np.arange(int(along.coords.shape[1]))
     at = np.zeros((len(device), len(numbers)), np.int64)
     for a in joined:
         own = np.broadcast_to(along.coords[a][:, None], at.shape)

@@ -124,7 +124,7 @@ class _Search:
     def children(self, state: _State) -> list[_State]:
         """The states that one list of moves leads to."""
         out: list[_State] = []
-        for group in moves(state.graph, state.found, self.topo, CHOICES):
+        for group in moves(state.graph, state.found, self.topo, CHOICES, self.budget):
             if self.budget.over():
                 break
             key = tuple(map(str, (*state.moves, *group)))

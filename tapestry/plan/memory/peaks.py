@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapestry.ir.graph import Block, Dim, Graph, Op
-from tapestry.ir.program import Free, Launch, Program, Reduce, alive_bytes, allocated, device_bytes, peak_bytes
+from tapestry.ir.program import Free, Program, alive_at, alive_bytes, allocated, device_bytes, peak_bytes
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.lower import distinct
+from tapestry.plan.search.memory_limit import operations_served
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import load_seconds
+from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.partition import recompute, split_time
@@ -48,24 +50,12 @@ def peak_of(found: PricedPlan, topo: Topology) -> Peak:
     most, at = peak_bytes(program)
     device = topo.tightest(most)
     limit = topo.memories()[device]
-    serves, last = list[int](), len(found.plan.graph.ops) - 1
-    for step in reversed(program.steps):
-        last = step.op if isinstance(step, Launch | Reduce) else last
-        serves.append(last)
-    serves.reverse()
-    alive, now, held = 0, dict[str, int](), dict[str, int]()
-    high: dict[int, None] = {}
+    serves = operations_served(program, len(found.plan.graph.ops))
     bar = min(LIKE * most[device], limit) if most[device] > limit else LIKE * most[device]
-    for i, step in enumerate(program.steps):
-        for b in allocated(step):
-            now[b] = program.buffers[b].nbytes(device)
-            alive += now[b]
-        if alive > bar:
-            high[serves[i]] = None
-        if i == at[device]:
-            held = _by_tensor(program, now)
-        for b in step.buffers if isinstance(step, Free) else ():
-            alive -= now.pop(b)
+    high = dict.fromkeys(op for op, alive in zip(serves, alive_bytes(program), strict=True) if alive[device] > bar)
+    held: dict[str, int] = {}
+    for buffer in (program.buffers[b] for b in alive_at(program, at[device])):
+        held[buffer.tensor] = held.get(buffer.tensor, 0) + buffer.nbytes(device)
     return Peak(serves[at[device]], held, tuple(high))
 
 
@@ -75,20 +65,13 @@ def excess(program: Program, topo: Topology) -> int:
     return sum(int(np.maximum(alive - limit, 0).sum()) for alive in alive_bytes(program))
 
 
-def _by_tensor(program: Program, buffers: dict[str, int]) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for b, n in buffers.items():
-        t = program.buffers[b].tensor
-        out[t] = out.get(t, 0) + n
-    return out
-
-
-def moves(graph: Graph, found: PricedPlan, topo: Topology, count: int) -> list[tuple[Move, ...]]:
-    """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind."""
+def moves(graph: Graph, found: PricedPlan, topo: Topology, count: int, budget: Budget) -> list[tuple[Move, ...]]:
+    """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind; those that were looked
+    at when the budget is over."""
     spot = peak_of(found, topo)
     above = max(topo.strain(peak_bytes(found.program)[0]) - topo.device.memory, 1)
     out: list[tuple[Move, ...]] = []
-    scored = sorted(_regions(graph, spot), key=lambda s: (-min(s.saved, above), s.clones, -s.saved))
+    scored = sorted(_regions(graph, spot, budget), key=lambda s: (-min(s.saved, above), s.clones, -s.saved))
     seen: set[tuple[int, str, int]] = set()
     for s in scored:
         if len(out) < count and (s.at, s.dim, s.clones) not in seen:
@@ -111,7 +94,7 @@ class _Region:
     clones: int
 
 
-def _regions(graph: Graph, spot: Peak) -> Iterator[_Region]:
+def _regions(graph: Graph, spot: Peak, budget: Budget) -> Iterator[_Region]:
     """Regions around the peak, each with a first estimate of what it saves."""
     for at in _ends(graph, spot.op):
         op = graph.ops[at]
@@ -119,6 +102,8 @@ def _regions(graph: Graph, spot: Peak) -> Iterator[_Region]:
             if _window(op, d):
                 continue
             for parts in (p for p in PARTS if split_time.refusal(op, d.name, p) is None):
+                if budget.over():
+                    return
                 whole = split_time.region(graph, at, d.name, parts, min(at, at - spot.op + REACH[-1]))
                 known = 0
                 for back in (at - spot.op + r for r in REACH) if spot.op in whole else ():

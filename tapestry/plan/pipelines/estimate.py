@@ -40,7 +40,7 @@ class Estimates:
     """Upper estimates of pieces, and a lower bound of the sum over any chain."""
 
     pieces: Pieces
-    tables: list[_Table] = field(default_factory=list)
+    tables: list[_Table] = field(default_factory=list[_Table])
     least: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:

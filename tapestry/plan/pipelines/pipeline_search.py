@@ -168,8 +168,8 @@ class _Assembly:
     topo: Topology
     stages: tuple[Stage, ...] = field(init=False)
     stage_of: dict[int, int] = field(init=False)
-    chosen: dict[int, Strategy] = field(default_factory=dict)
-    arrivals: dict[tuple[str, int], Layout] = field(default_factory=dict)
+    chosen: dict[int, Strategy] = field(default_factory=dict[int, Strategy])
+    arrivals: dict[tuple[str, int], Layout] = field(default_factory=dict[tuple[str, int], Layout])
 
     def __post_init__(self) -> None:
         points = self.pieces.points

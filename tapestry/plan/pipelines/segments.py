@@ -117,10 +117,10 @@ class Pieces:
     keys: list[str] = field(init=False)
     makers: dict[str, int] = field(init=False)
     readers: dict[str, list[int]] = field(init=False)
-    solved: dict[Key, Solved | None] = field(default_factory=dict)
-    known: dict[Piece, Solved | None] = field(default_factory=dict)
-    numbers: dict[Key, int] = field(default_factory=dict)
-    names: dict[tuple[int, int], int] = field(default_factory=dict)
+    solved: dict[Key, Solved | None] = field(default_factory=dict[Key, Solved | None])
+    known: dict[Piece, Solved | None] = field(default_factory=dict[Piece, Solved | None])
+    numbers: dict[Key, int] = field(default_factory=dict[Key, int])
+    names: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
 
     def __post_init__(self) -> None:
         self.keys = [signature(op, self.graph) for op in self.graph.ops]

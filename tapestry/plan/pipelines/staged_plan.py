@@ -113,15 +113,15 @@ class _Weaving:
     """The programs of all stages, step by step in the order of the graph's operations."""
 
     plan: Plan
-    loads: list[Step] = field(default_factory=list)
-    buffers: dict[str, Buffer] = field(default_factory=dict)
+    loads: list[Step] = field(default_factory=list[Step])
+    buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
     chunks: list[list[Step]] = field(init=False)
-    renamed: list[dict[str, str]] = field(default_factory=list)
-    arriving: list[tuple[int, str]] = field(default_factory=list)
+    renamed: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    arriving: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     arrived: list[list[Step]] = field(init=False)
     members: list[list[int]] = field(init=False)
     makers: dict[str, int] = field(init=False)
-    resident: set[str] = field(default_factory=set)
+    resident: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         plan = self.plan

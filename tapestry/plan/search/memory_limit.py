@@ -78,11 +78,17 @@ def needed_bytes(program: Program, topo: Topology, operations: int) -> np.ndarra
     """Most bytes that the tightest device needs while each operation runs, as if all had as much as the one that has least."""
     out, memories = np.zeros(operations, np.int64), np.array(topo.memories(), np.int64)
     now = [int((alive - memories).max()) + topo.device.memory for alive in alive_bytes(program)]
-    op = operations - 1
-    for step, need in zip(reversed(program.steps), reversed(now), strict=True):
-        op = step.op if isinstance(step, Launch | Reduce) else op
-        out[op] = max(out[op], need)
+    np.maximum.at(out, operations_served(program, operations), now)
     return out
+
+
+def operations_served(program: Program, operations: int) -> list[int]:
+    """For each step of a program, the operation that it serves: the next one that is launched or merged."""
+    out, op = list[int](), operations - 1
+    for step in reversed(program.steps):
+        op = step.op if isinstance(step, Launch | Reduce) else op
+        out.append(op)
+    return out[::-1]
 
 
 @dataclass(slots=True)
@@ -114,7 +120,7 @@ class Room:
 
     def solve(self, limit: float, budget: Budget, share: float = 1.0, gap: float = PROVED) -> Solution:
         """The cheapest choice, up to a gap, within a limit less a share of what lowering adds."""
-        net = Network(self.problem.sizes, self.problem.factors, self.demands, limit - share * self.less)
+        net = Network(self.problem.sizes, self.problem.factors, self.demands, (limit - share * self.less).tolist())
         return solve(net, budget.part(SOLVE_SECONDS), gap=gap, quick=True)
 
     def learn(self, choice: Sequence[int], plan: PricedPlan, limit: float) -> None:

@@ -26,9 +26,9 @@ from tapestry.plan.strategy import (
     every_strategy,
     footprints,
     left_out,
+    merges,
     op_boxes,
     out_layout,
-    scatters,
     tensor_boxes,
 )
 from tapestry.plan.topology import Device, Topology
@@ -62,8 +62,8 @@ class Problem:
     inputs: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
     streamed: frozenset[str] = frozenset()
-    menus: list[Menu] = field(default_factory=list)
-    factors: list[Factor] = field(default_factory=list)
+    menus: list[Menu] = field(default_factory=list[Menu])
+    factors: list[Factor] = field(default_factory=list[Factor])
     distinct: int = 0
 
     @property
@@ -119,13 +119,12 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
         prints = {k: (t, b) for k, t, b in footprints(op, graph, s, topo.mesh)}
         unique = {(t, b.tobytes()): b for t, b in prints.values()}
-        reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
-        cut = [a for a, d in enumerate(s.dims) if d in reduced]
+        cut = merges(op, s)
         size = compute.state_bytes(op, block) if cut else 0
-        merge = transfer.reduce_seconds(size, [(a, scatters(op, s, a)) for a in cut], topo)
-        merges = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
+        merge = transfer.reduce_seconds(size, cut, topo)
+        launches = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
         seconds.append(
-            compute.seconds(op, graph, block, final, unique, topo) + merge + (merges * topo.device.launch if cut else 0.0)
+            compute.seconds(op, graph, block, final, unique, topo) + merge + (launches * topo.device.launch if cut else 0.0)
         )
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)

@@ -225,13 +225,15 @@ def levels(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
     Costs travel along pairs from level to level, so that one sweep carries them far.
     """
     degree = np.bincount(tail, minlength=count) + np.bincount(head, minlength=count)
-    near: list[list[int]] = [list[int]() for _ in range(count)]
-    for a, b in zip(tail.tolist(), head.tolist(), strict=True):
+    near = [list[int]() for _ in range(count)]
+    ends: list[tuple[int, int]] = list(zip(tail.tolist(), head.tolist(), strict=True))
+    for a, b in ends:
         near[a].append(b)
         near[b].append(a)
     seen = [False] * count
     level = [0] * count
-    for first in np.argsort(degree, kind="stable").tolist():
+    order: list[int] = np.argsort(degree, kind="stable").tolist()
+    for first in order:
         if seen[first]:
             continue
         seen[first], queue = True, [first]

@@ -46,7 +46,7 @@ class Undominated:
 
     def shrink(self, choice: Sequence[int]) -> list[int]:
         """A choice of all labels as one of those that are left."""
-        return [int(np.searchsorted(k, i[c])) for k, i, c in zip(self.kept, self.instead, choice, strict=True)]
+        return [int(np.flatnonzero(k == i[c])[0]) for k, i, c in zip(self.kept, self.instead, choice, strict=True)]
 
     def restore(self, choice: Sequence[int]) -> list[int]:
         """A choice of the labels that are left as one of all."""

@@ -80,7 +80,7 @@ def solve(
         start = None if start is None else fewer.shrink(start)
     sizes, factors = _joined(small)
     begin = None if start is None else [*start, *_of_groups(small, start)]
-    result = pairwise.solve(_instance(sizes, factors, small), budget, begin, bound, gap, quick)
+    result = pairwise.search(_instance(sizes, factors, small), budget, begin, bound, gap, quick).solution()
     choice = result.choice[: len(net.sizes)]
     choice = fewer.restore(choice) if fewer is not None else choice
     objective = evaluate(choice, net.factors) if np.isfinite(result.objective) else np.inf

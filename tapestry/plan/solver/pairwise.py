@@ -17,7 +17,7 @@ from tapestry.plan.solver.incumbent import Search, Stage, integer, raise_prices,
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.neighbourhood import LEAST, improve, kinds
 from tapestry.plan.solver.network_reduction import Reduction, reduce
-from tapestry.plan.solver.pairs import PROVED, Infeasible, Instance, Solution, from_instance
+from tapestry.plan.solver.pairs import PROVED, Infeasible, Instance, from_instance
 
 EXACT = 150_000  # joint choices up to which the whole network goes to HiGHS
 BRANCH = 400_000  # the same for branch and bound: where prices take seconds
@@ -25,29 +25,6 @@ SHARE = 0.2  # of the time left, for the first search for prices, or one linear 
 TURN = 0.04  # of the time, for neighbourhoods or for branching before the other's turn
 NODES = 10  # of HiGHS in a quick search: its root finds nearly all that 200 find in ten times the time
 TRIES = 2  # searches for prices of the whole
-
-
-def solve(
-    given: Instance,
-    time_limit: float | Budget,
-    start: Sequence[int] | None = None,
-    bound: float = -np.inf,
-    gap: float = PROVED,
-    quick: bool = False,
-) -> Solution:
-    """Minimise within the limit of the usages.
-
-    Args:
-        time_limit: seconds, or a budget that may be interrupted.
-        start: a choice to improve on.
-        bound: a lower bound that is already proved.
-        gap, quick: see `network.solve`.
-
-    Returns:
-        The best choice found, never worse than ``start``; its cost is infinite when none was, and so is the bound when there
-        is none.
-    """
-    return search(given, time_limit, start, bound, gap, quick).solution()
 
 
 def search(
@@ -58,7 +35,18 @@ def search(
     gap: float = PROVED,
     quick: bool = False,
 ) -> Search:
-    """`solve`, with what it saw on the way."""
+    """Minimise within the limit of the usages.
+
+    Args:
+        time_limit: seconds, or a budget that may be interrupted.
+        start: a choice to improve on.
+        bound: a lower bound that is already proved.
+        gap, quick: see `network.solve`.
+
+    Returns:
+        What it saw on the way, and as its `solution` the best choice, never worse than ``start``; the cost is infinite when
+        there was none, and so is the bound when there is none.
+    """
     state = Search(given, Budget.of(time_limit), np.zeros(len(given.sizes), np.int64), bound=bound, gap=gap, quick=quick)
     if start is not None:
         state.start(np.asarray(start, np.int64))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tapestry.errors import TapestryError
 from tapestry.interop import instance_map
@@ -78,7 +78,7 @@ def _document(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(found, dict):
         raise TapestryError("not a topology: not a JSON object", where=str(path))
-    return found
+    return cast(dict[str, Any], found)
 
 
 def _read(path: Path) -> Source:
@@ -126,7 +126,7 @@ def _device(d: Mapping[str, Any]) -> Device:
 
 def _interconnect(data: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """(specs by mesh axis, spec of the whole mesh); at most one of them is not empty."""
-    given = data.get("interconnect")
+    given: dict[str, Any] | None = data.get("interconnect")
     if "instance_map" in data:
         link = data.get("link", {})
         given = {"map": str(data["instance_map"]), "alpha": link["alpha"], "beta": link["beta"], "links": data.get("links", [])}

@@ -6,14 +6,14 @@ import random
 from collections.abc import Sequence
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Arrival, Mesh, Plan, Stage
+from tapestry.ir.plan import Arrival, Mesh, Plan, Stage, Strategy
 from tapestry.plan.strategy import strategies, tensor_boxes
 
 
 def random_plan(graph: Graph, mesh: Mesh, seed: int) -> Plan:
     """One strategy per operation, drawn from all that are legal; an operation that can be split is, where it can be."""
-    rng = random.Random(seed)  # noqa: S311  (a test case, not a secret)
-    chosen = []
+    rng = random.Random(seed)
+    chosen: list[Strategy] = []
     for op in graph.ops:
         found = strategies(op, mesh)
         cut = [s for s in found if any(d is not None for d in s.dims)]
@@ -24,7 +24,7 @@ def random_plan(graph: Graph, mesh: Mesh, seed: int) -> Plan:
 def random_staged_plan(graph: Graph, mesh: Mesh, stages: Sequence[Stage], seed: int) -> Plan:
     """Operations in any of the stages, in the graph's order, any legal strategy for each on its stage's mesh, and any layout
     that leaves no device without cells for what arrives at a later stage (or none: all of it on every device)."""
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     of = sorted(rng.randrange(len(stages)) for _ in graph.ops)
     chosen = tuple(rng.choice(strategies(op, stages[k].mesh)) for op, k in zip(graph.ops, of, strict=True))
     arrivals: list[Arrival] = []
