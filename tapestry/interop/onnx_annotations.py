@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, cast
 from onnx import ModelProto, NodeProto, TensorProto
 from onnx import checker as onnx_checker
 
+from tapestry.build.atomic import new_file
 from tapestry.errors import TapestryError
 from tapestry.interop.sharding_specs import (  # fmt: skip
     IR_VERSIONS,
@@ -104,23 +103,16 @@ def write(model: ModelProto, source: Path, target: Path, *, copy: bool = False) 
     if target.is_dir() or target.resolve() == source:
         why = "it is a folder" if target.is_dir() else "it is the model that the build was made from"
         raise TapestryError("cannot write there", where=str(target), why=why, hint="another -o")
-    target.parent.mkdir(parents=True, exist_ok=True)
     moved = _relocate(model, source.parent, target.resolve().parent, copy)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".onnx", dir=target.parent)
-    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(model.SerializeToString())
-        for old, new in moved.items():
-            shutil.copyfile(old, new)
-        _accepted(temporary, source)
-        temporary.chmod(0o644)
-        os.replace(temporary, target)
+        with new_file(target) as temporary:
+            temporary.write_bytes(model.SerializeToString())
+            for old, new in moved.items():
+                shutil.copyfile(old, new)
+            _accepted(temporary, source)
     except ValueError as e:  # protobuf's limit of 2 GiB
         hint = "keep weights as external data"
         raise TapestryError("the model does not serialise", where=str(target), why=str(e)[:200], hint=hint) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def external(model: ModelProto) -> Iterator[TensorProto]:

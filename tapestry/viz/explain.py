@@ -29,8 +29,7 @@ from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import ASSUMPTION, COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
-from tapestry.viz import memory_chart
-from tapestry.viz.format import duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
+from tapestry.viz.format import area, duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
 
 Document = dict[str, Any]
 
@@ -333,7 +332,7 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
     weights, first = memory["weight_bytes"], memory["first_step"]
     above = [max(0, b - weights) for b in memory["alive_bytes"][first:]]
     yield f"memory on device {worst} over steps {first} to {memory['steps'] - 1}, above {human(weights)} of weights:"
-    lines = memory_chart.area(above)
+    lines = area(above)
     labels = [human(max(above, default=0)), *[""] * (len(lines) - 2), "0 B"]
     for label, line in zip(labels, lines, strict=True):
         yield f"  {label:>11} │{line}".rstrip()

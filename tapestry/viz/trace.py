@@ -7,14 +7,13 @@ keeps their order); messages are flow arrows from the sender's slice to the rece
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tapestry.build.atomic import new_file
 from tapestry.ir.plan import Plan, coordinates
 from tapestry.ir.program import Launch, Program, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.plan.simulate import ASSUMPTION, STREAMS, Schedule, Timed
@@ -36,17 +35,8 @@ def write(path: Path, plan: Plan, schedule: Schedule) -> dict[str, int]:
 def write_events(path: Path, events: Sequence[Event], other: Mapping[str, Any]) -> None:
     """Write events as a Chrome trace, whole or not at all; ``other`` is data about all of it."""
     data = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as f:
-            json.dump(data, f, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with new_file(path) as temporary, temporary.open("w") as f:
+        json.dump(data, f, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def trace(plan: Plan, schedule: Schedule) -> tuple[list[Event], dict[str, int]]:
