@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
-from typing import Any
 
 from tapestry.cli.outcome import Outcome, bar, shapes
 from tapestry.errors import TapestryError
@@ -161,10 +160,5 @@ def auto_shard(args: argparse.Namespace) -> Outcome:
         topology=args.topology, memory=args.memory,
     )  # fmt: skip
     with bar(args, "auto-shard") as advance:
-
-        def report(stage: str, seconds: float) -> None:
-            del seconds
-            advance(None, None, stage)
-
-        document: dict[str, Any] = auto_shard.auto_shard(options, report)
+        document = auto_shard.auto_shard(options, lambda stage: advance(None, None, stage))
     return Outcome(document, lambda: tables.show(tables.sharded(document)))

@@ -20,7 +20,7 @@ from tapestry.build.store import Build
 from tapestry.ir.program import Launch, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.viz import explain
 from tapestry.viz.format import step_text
-from tapestry.viz.trace import write_events
+from tapestry.viz.trace import named, write_events
 
 Slices = Sequence[np.ndarray[Any, Any]]  # per rank: rows of (batch, step, device, stream, start, end), nanoseconds
 Row = dict[str, Any]
@@ -41,10 +41,9 @@ def _events(build: Build, slices: Slices) -> Iterator[Row]:
     begin = min((int(s[:, 4].min()) for s in slices if len(s)), default=0)
     for rank, found in enumerate(slices):
         devices = sorted({int(d) for d in found[:, 2]} - {-1})
-        name = {"name": f"rank {rank} (devices {', '.join(map(str, devices))})"}
-        yield {"name": "process_name", "ph": "M", "ts": 0, "pid": rank, "tid": 0, "args": name}
+        yield named("process_name", rank, 0, {"name": f"rank {rank} (devices {', '.join(map(str, devices))})"})
         for tid, stream in enumerate(STREAMS):
-            yield {"name": "thread_name", "ph": "M", "ts": 0, "pid": rank, "tid": tid, "args": {"name": stream}}
+            yield named("thread_name", rank, tid, {"name": stream})
         for n, (batch, step, device, stream, start, end) in enumerate(cast("list[list[int]]", found.tolist())):
             if step == len(build.program.steps):  # outputs on their way to rank 0
                 continue

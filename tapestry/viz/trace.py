@@ -69,14 +69,15 @@ def _tracks(plan: Plan, shown: int) -> Iterator[Event]:
     """Names of processes and threads."""
     for d, c in zip(range(shown), coordinates(plan.mesh), strict=False):
         where = ", ".join(f"{a.name}={k}" for a, k in zip(plan.mesh, c, strict=True))
-        yield _named("process_name", d, 0, {"name": f"device {d} ({where})"})
-        yield _named("process_sort_index", d, 0, {"sort_index": d})
+        yield named("process_name", d, 0, {"name": f"device {d} ({where})"})
+        yield named("process_sort_index", d, 0, {"sort_index": d})
         for tid, stream in enumerate(STREAMS):
-            yield _named("thread_name", d, tid, {"name": stream})
-            yield _named("thread_sort_index", d, tid, {"sort_index": tid})
+            yield named("thread_name", d, tid, {"name": stream})
+            yield named("thread_sort_index", d, tid, {"sort_index": tid})
 
 
-def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
+def named(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
+    """The name (or the place in the order) of a process or a thread."""
     return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
 
 
