@@ -71,11 +71,11 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
         stem = name.removesuffix(".py")
         files[name] = source.source.encode()
         compiled = compile_ahead(source, target)
-        found = rows_of(graph, kernel, source, stem, compiled, counts.get(kernel_sources.key_of(graph, kernel), 0))
-        for each, row in zip(compiled, found, strict=True):
+        of_kernel = rows_of(graph, kernel, source, stem, compiled, counts.get(kernel_sources.key_of(graph, kernel), 0))
+        for each, row in zip(compiled, of_kernel, strict=True):
             for kind, text in each.asm.items():
                 files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
-        rows += found
+        rows += of_kernel
     opaque = kernel_sources.without_kernel(graph)
     model = summary(rows, list(opaque), build.report.get("unfused", {}))
     document = {"target": target, "precision": build.precision, "kernels": rows, "model": model, "opaque": opaque}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from onnx import checker as onnx_checker
 
 from tapestry.build.atomic import new_file
-from tapestry.errors import TapestryError
+from tapestry.errors import PlanError, TapestryError
 from tapestry.interop.sharding_specs import (  # fmt: skip
     IR_VERSIONS,
     DeviceConfiguration,
@@ -88,6 +89,24 @@ def _node(node: NodeProto, marks: Marks) -> int:
         for key, value in marks.nodes.get(who, {}).items():
             set_metadata(node, key, value)
     return len(specs)
+
+
+def read_json(properties: Mapping[str, str], key: str, kind: type) -> Any:
+    """A metadata property that is JSON; an empty ``kind`` where there is none.
+
+    Raises:
+        PlanError: it is no JSON, or of another type.
+    """
+    if key not in properties:
+        return kind()
+    try:
+        value = json.loads(properties[key])
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        hint = "--ignore-sharding plans without it"
+        raise PlanError("the model's metadata does not read", where=key, why=properties[key][:80], hint=hint)
+    return value
 
 
 def write(model: ModelProto, source: Path, target: Path, *, copy: bool = False) -> None:

@@ -169,8 +169,8 @@ def _stages(r: _Replay, places: tuple[Stage, ...]) -> None:
     r.law("split_partition", len(places) == len(r.graph.ops), f"{len(places)} stages for {len(r.graph.ops)} operations")
     taken: dict[int, Stage] = {}
     for stage in dict.fromkeys(places):
-        known = stage.devices.start >= 0 and stage.devices.stop <= r.program.devices
-        r.law("split_partition", known, f"a stage has devices beyond the {r.program.devices} of the program", why=stage)
+        there = stage.devices.start >= 0 and stage.devices.stop <= r.program.devices
+        r.law("split_partition", there, f"a stage has devices beyond the {r.program.devices} of the program", why=stage)
         twice = next((d for d in stage.devices if d in taken), None)
         r.law("split_partition", twice is None, f"device {twice} is in two stages", why=stage)
         taken |= dict.fromkeys(stage.devices, stage)
@@ -196,8 +196,8 @@ def _inside(boxes: Spans, shape: tuple[int, ...], b: Buffer) -> Breach | None:
 
 def _load(r: _Replay, step: Load, name: str) -> None:
     b = r.buffer(step.buffer, name)
-    known = b.tensor in r.graph.weights or b.tensor in r.graph.inputs
-    r.law("read_after_write", known and b.field is None, f"'{b.tensor}' is no input and no weight", name)
+    loadable = b.tensor in r.graph.weights or b.tensor in r.graph.inputs
+    r.law("read_after_write", loadable and b.field is None, f"'{b.tensor}' is no input and no weight", name)
     if b.tensor in r.graph.weights and b.tensor not in r.streamed:
         r.resident.add(step.buffer)
     r.allocate(step.buffer, name, r.spans(b).there, Content())

@@ -59,10 +59,10 @@ def match(a: Sequence[Op], b: Sequence[Op]) -> tuple[list[tuple[int, int]], list
             for k in key(op):
                 by_key.setdefault(k, []).append(j)
         for i, op in list(rest.items()):
-            found = next((j for k in key(op) for j in by_key.get(k, ()) if j in left), None)
-            if found is not None:
-                pairs.append((i, found))
-                del left[found], rest[i]
+            counterpart = next((j for k in key(op) for j in by_key.get(k, ()) if j in left), None)
+            if counterpart is not None:
+                pairs.append((i, counterpart))
+                del left[counterpart], rest[i]
     return sorted(pairs), list(rest), list(left)
 
 
@@ -93,9 +93,9 @@ def _kinds(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> li
     return out
 
 
-def text(found: Document) -> str:
+def text(comparison: Document) -> str:
     """A comparison as a person reads it."""
-    return "\n".join(_lines(found)) + "\n"
+    return "\n".join(_lines(comparison)) + "\n"
 
 
 def _lines(d: Document) -> Iterator[str]:

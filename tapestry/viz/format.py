@@ -55,14 +55,14 @@ def split_text(op: Op, s: Strategy, mesh: Mesh) -> str:
         if d is not None:
             ends = "" if d not in reduced else " (all_reduce)" if out is None else f" (reduce_scatter to {op.dims[out].name})"
             axes.setdefault((d, ends), []).append(a)
-    found: list[str] = []
+    splits: list[str] = []
     for (d, ends), cut_by in axes.items():
         parts = 1
         for a in cut_by:
             parts *= mesh[a].size
-        found.append(f"{d}/{parts}@{'+'.join(mesh[a].name for a in cut_by)}{ends}")
-    found += [f"{d}/{mesh[a].size} round {mesh[a].name}" for a, d in enumerate(s.ring) if d is not None]
-    return ", ".join(found) or "none"
+        splits.append(f"{d}/{parts}@{'+'.join(mesh[a].name for a in cut_by)}{ends}")
+    splits += [f"{d}/{mesh[a].size} round {mesh[a].name}" for a, d in enumerate(s.ring) if d is not None]
+    return ", ".join(splits) or "none"
 
 
 def split_words(op: Op, s: Strategy, mesh: Mesh) -> str:
@@ -119,9 +119,9 @@ def columns(values: Sequence[int], width: int) -> list[int]:
 
 def area(values: Sequence[int], width: int = 72, height: int = 3) -> list[str]:
     """An area chart from 0 to the largest value, in lines of block characters; anything above 0 shows."""
-    found = columns(values, width)
-    top = max(found, default=0) or 1
+    heights = columns(values, width)
+    top = max(heights, default=0) or 1
     steps = len(BLOCKS) - 1
-    levels = [0 if v <= 0 else max(1, round(v / top * height * steps)) for v in found]
+    levels = [0 if v <= 0 else max(1, round(v / top * height * steps)) for v in heights]
     rows = range(height - 1, -1, -1)
     return ["".join(BLOCKS[min(steps, max(0, level - row * steps))] for level in levels) for row in rows]

@@ -144,9 +144,9 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
 def of_batches(checked: Mapping[str, Any]) -> RenderableType:
     """How far each batch of a stream is from the reference, over its outputs."""
     table = titled("Batches", ("batch", "compared with", "rel err", ""), left=("batch", "compared with"))
-    for name, found in checked.items():
-        worst = max((float(o["rel_err"]) for o in found["outputs"].values()), default=0.0)
-        table.add_row(name, found["reference"], f"{worst:.2e}", "passed" if found["passed"] else "FAILED")
+    for name, result in checked.items():
+        worst = max((float(o["rel_err"]) for o in result["outputs"].values()), default=0.0)
+        table.add_row(name, result["reference"], f"{worst:.2e}", "passed" if result["passed"] else "FAILED")
     return table
 
 
@@ -210,12 +210,12 @@ def sharded(document: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _stages(found: Mapping[str, Any], title: str) -> RenderableType:
-    if not found["fits"]:
+def _stages(outcome: Mapping[str, Any], title: str) -> RenderableType:
+    if not outcome["fits"]:
         return f"{title}: no scheme fits"
     columns = ("stage", "nodes", "weights MiB", "activ. MiB", "memory", "GFLOP", "compute ms", "receive ms")
-    table = _narrow(f"{title}, memory proportion {found['proportion']:g}", columns)
-    for s in found["stages"]:
+    table = _narrow(f"{title}, memory proportion {outcome['proportion']:g}", columns)
+    for s in outcome["stages"]:
         table.add_row(
             str(s["stage"]), str(s["nodes"]), f"{s['weight_bytes'] / MIB:.2f}", f"{s['activation_bytes'] / MIB:.2f}",
             f"{s['share']:.1%}", f"{s['flops'] / 1e9:.3f}", f"{s['compute_s'] * 1e3:.4g}", f"{s['receive_s'] * 1e3:.4g}",

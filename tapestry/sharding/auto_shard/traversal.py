@@ -64,14 +64,14 @@ def traverse(problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate,
         capacity: bytes that a stage may take.
         optimal: go on after the first scheme that fits, for a better balance.
     """
-    found = Traversal()
+    traversal = Traversal()
     seen, frontier = {start}, [start]
-    while frontier and found.schemes < LIMIT:
+    while frontier and traversal.schemes < LIMIT:
         evaluations = evaluate(frontier)
         for e in evaluations:
-            found.see(e, capacity)
-            if found.best is not None and not optimal:
-                return found
+            traversal.see(e, capacity)
+            if traversal.best is not None and not optimal:
+                return traversal
         evaluations.sort(key=lambda e: (max(0, e.memory - capacity), e.rank, e.scheme))
         frontier = list[Scheme]()
         for e in evaluations[:BEAM]:
@@ -79,9 +79,9 @@ def traverse(problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate,
                 if scheme not in seen:
                     seen.add(scheme)
                     frontier.append(scheme)
-                    found.moves[kind] += 1
-        del frontier[LIMIT - found.schemes :]
-    return found
+                    traversal.moves[kind] += 1
+        del frontier[LIMIT - traversal.schemes :]
+    return traversal
 
 
 def group(e: Evaluation, capacity: int) -> int:
