@@ -179,7 +179,7 @@ def _triton_session(
     if make is not None:
         return Session(build, constants, TritonTarget(device, target=build.target, precision=build.precision), make, weights)
     cache = local_cache(flags.cache_folder(), device, build.precision)
-    knobs = build.knobs if chip_name(device, build.target) == plain(build.target) else {}
+    knobs = build.knobs if chip_name(device, build.target) == plain(build.target) else dict[str, Mapping[str, Any]]()
     target = TritonTarget(device, cache, libraries=libraries, target=build.target, precision=build.precision, knobs=knobs)
     return Session(build, constants, target, GpuExecutor, weights)
 
