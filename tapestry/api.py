@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,29 +18,31 @@ from tapestry.ir.plan import Mesh
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant
-from tapestry.runtime.target_protocol import Target
+from tapestry.runtime.target_protocol import Progress, Target
 from tapestry.verify import model_outputs
 from tapestry.viz.explain import explain
 
 Array = np.ndarray[Any, Any]
+Values = Mapping[str, Any]
+"""Inputs or outputs by name: arrays, and lists and dictionaries for what is no tensor."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Compiled:
-    """A verified plan: run it, read it, save it."""
+    """A verified plan: run it, read it, save it.
 
-    def __init__(
-        self,
-        build: store.Build,
-        constants: Mapping[str, bytes],
-        kernels: Mapping[str, str],
-        laws: Mapping[str, int],
-        printed: Mapping[str, str] | None = None,
-    ) -> None:
-        self.build, self.kernels, self.laws = build, kernels, laws
-        self.constants = constants
-        self.printed = printed or {}  # the IR after each pass that was named for it
-        self.libraries = False  # on a GPU, whether products may run in the vendor's library; before the session is opened
-        self._session: Session | None = None
+    Attributes:
+        printed: the IR after each pass that was named for it.
+        libraries: on a GPU, whether products may run in the vendor's library; to be set before the first run.
+    """
+
+    build: store.Build
+    constants: Mapping[str, bytes]
+    kernels: Mapping[str, str]
+    laws: Mapping[str, int]
+    printed: Mapping[str, str] = field(default_factory=dict[str, str])
+    libraries: bool = False
+    _session: Session | None = field(default=None, init=False)
 
     @property
     def report(self) -> Mapping[str, Any]:
@@ -73,11 +76,10 @@ class Compiled:
 def compile(
     model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "cpu",
     shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
-    precision: str = "ieee", weights: bool = True,
-    pins: Sequence[str] = (), layouts: Sequence[str] = (), rules: Sequence[str | Path] = (),
-    time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True, exact: bool = False,
-    resume: str | Path | None = None, interrupt: threading.Event | None = None, stages: int | str = "auto",
-    micro_batches: int | str = "auto", print_after: Sequence[str] = (),
+    precision: str = "ieee", weights: bool = True, pins: Sequence[str] = (), layouts: Sequence[str] = (),
+    rules: Sequence[str | Path] = (), time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True,
+    exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
+    stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     progress: pipeline.Report = lambda phase, name: None,
 ) -> Compiled:  # fmt: skip
     """Compile an ONNX file into a verified plan for a mesh of devices.
@@ -88,8 +90,7 @@ def compile(
         shapes: sizes of symbolic dimensions, by symbol or by input.
         memory: per device, as ``"16GiB"``; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
-        pins, layouts: as on the command line.
-        rules: files of the user's own rewrite rules.
+        pins, layouts: as on the command line; ``rules``: files of the user's own rewrite rules.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         weights: False plans a model whose external data is absent.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
@@ -110,8 +111,8 @@ def compile(
     options = pipeline.Options(
         model=Path(model), shapes=shapes or {}, mesh=axes, topology=topology, memory=memory, target=target, pins=pins,
         precision=precision, layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit,
-        seed=seed, pareto=pareto, exact=exact, sharding=sharding,
-        resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(),
+        seed=seed, pareto=pareto, exact=exact, sharding=sharding, resume=Path(resume) if resume else None,
+        interrupt=interrupt or threading.Event(),
         stages=str(stages), micro_batches=str(micro_batches), print_after=print_after,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
@@ -177,20 +178,15 @@ def _triton_session(
     device = find_device()
     if make is not None:
         return Session(build, constants, TritonTarget(device, target=build.target, precision=build.precision), make, weights)
-    target = TritonTarget(
-        device,
-        local_cache(flags.cache_folder(), device, build.precision),
-        libraries=libraries,
-        target=build.target,
-        precision=build.precision,
-        knobs=build.knobs if chip_name(device, build.target) == plain(build.target) else {},
-    )
+    cache = local_cache(flags.cache_folder(), device, build.precision)
+    knobs = build.knobs if chip_name(device, build.target) == plain(build.target) else dict[str, Mapping[str, Any]]()
+    target = TritonTarget(device, cache, libraries=libraries, target=build.target, precision=build.precision, knobs=knobs)
     return Session(build, constants, target, GpuExecutor, weights)
 
 
 def tune(
     folder: str | Path, *, libraries: bool = False, again: bool = False, time_limit: float = 600.0, seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the kernels of a saved plan on this machine's GPU; what wins is used by every later run of such a kernel here.
 
@@ -220,20 +216,15 @@ def tune(
 
 
 def run_checked(
-    compiled: Compiled,
-    feeds: Mapping[str, Any],
-    *,
-    check: bool,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    compiled: Compiled, feeds: Values, *, check: bool, progress: Progress = lambda done, total: None
 ) -> tuple[Result, dict[str, Any]]:
     """Run once; the document is what ``tapestry run --json`` prints."""
     result = compiled.session.run(feeds, progress)
-    found = judged(compiled, feeds, result, check=check)
-    described = compiled.session.executor.described()
-    return result, found | ({"gpu": described} if described else {})
+    document, where = judged(compiled, feeds, result, check=check), compiled.session.executor.described()
+    return result, document | ({"gpu": where} if where else {})
 
 
-def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, check: bool) -> dict[str, Any]:
+def judged(compiled: Compiled, feeds: Values, result: Result, *, check: bool) -> dict[str, Any]:
     """What a run gave and used, held against the plan and, with ``check``, the reference."""
     document = compared(compiled, feeds, result.outputs, check=check) | {
         "peak_bytes": result.measured.peak, "packed_bytes": result.measured.packed,
@@ -247,7 +238,7 @@ def judged(compiled: Compiled, feeds: Mapping[str, Any], result: Result, *, chec
     return document
 
 
-def compared(compiled: Compiled, feeds: Mapping[str, Any], outs: Mapping[str, Any], *, check: bool) -> dict[str, Any]:
+def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) -> dict[str, Any]:
     """Outputs described and, with ``check``, held against the reference: ``outputs, reference, passed``."""
     rows = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in outs.items()}
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
@@ -266,24 +257,17 @@ def _described(a: Any) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": "string" if array.dtype == object else array.dtype.name}
 
 
-def _check(
-    model: Path | bytes,
-    feeds: Mapping[str, Any],
-    outs: Mapping[str, Any],
-    allowed: Mapping[str, float],
-    document: dict[str, Any],
-) -> None:
+def _check(model: Path | bytes, feeds: Values, outs: Values, allowed: Mapping[str, float], document: dict[str, Any]) -> None:
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
     document["reference"], expected = model_outputs.reference(model, feeds)
     spread: dict[str, float] | None = None
     for name, a in outs.items():
-        found = model_outputs.compare(a, expected[name], allowed.get(name, 0.0))
-        row = document["outputs"][name]
-        row.update(max_abs_err=found.max_abs_err, rel_err=found.rel_err)
-        passed = found.passed
-        if not passed and found.rel_err < model_outputs.SPREAD_LIMIT and document["reference"] == "onnxruntime":
+        difference = model_outputs.compare(a, expected[name], allowed.get(name, 0.0))
+        row, passed = document["outputs"][name], difference.passed
+        row.update(max_abs_err=difference.max_abs_err, rel_err=difference.rel_err)
+        if not passed and difference.rel_err < model_outputs.SPREAD_LIMIT and document["reference"] == "onnxruntime":
             spread = model_outputs.spread(model, feeds, expected) if spread is None else spread
             row["reference_spread"] = spread.get(name)
             limit = min(model_outputs.SPREAD_FACTOR * spread.get(name, 0.0), model_outputs.SPREAD_LIMIT)
-            passed = found.rel_err <= limit
+            passed = difference.rel_err <= limit
         document["passed"] = document["passed"] and passed

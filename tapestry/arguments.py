@@ -44,11 +44,14 @@ def model(p: argparse.ArgumentParser) -> None:
     shape(p)
 
 
+def several(p: argparse.ArgumentParser, name: str, form: str, text: str) -> None:
+    """An option that takes one or more values, and may be given again."""
+    p.add_argument(name, action="extend", nargs="+", default=[], metavar=form, help=text)
+
+
 def shape(p: argparse.ArgumentParser) -> None:
     """Sizes of symbols."""
-    p.add_argument(
-        "--shape", action="extend", nargs="+", default=[], metavar="SYMBOL=SIZE", help="size of a symbol, or INPUT=8x3x224x224"
-    )
+    several(p, "--shape", "SYMBOL=SIZE", "size of a symbol, or INPUT=8x3x224x224")
 
 
 def own_rules(p: argparse.ArgumentParser) -> None:
@@ -189,18 +192,8 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
     )
-    p.add_argument(
-        "--pin",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="OP:dim=parts@axis",
-        help="how an operation is cut: conv1:h=8@d0",
-    )
-    p.add_argument(
-        "--layout", action="extend", nargs="+", default=[], metavar="TENSOR:axis=parts@axis",
-        help="where an input starts or an output ends: x:0=4@d0, or x:replicated",
-    )  # fmt: skip
+    several(p, "--pin", "OP:dim=parts@axis", "how an operation is cut: conv1:h=8@d0")
+    several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")
     own_rules(p)
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")

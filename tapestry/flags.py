@@ -34,16 +34,11 @@ def before_torch() -> None:
 
 def torchrun() -> dict[str, int]:
     """Rank, number on its host, world size and restart count that torchrun gives to a process; a world of one without it."""
-    names = {
-        "rank": ("RANK", 0),
-        "local": ("LOCAL_RANK", 0),
-        "world": ("WORLD_SIZE", 1),
-        "restart": ("TORCHELASTIC_RESTART_COUNT", 0),
-    }
+    names = {"rank": "RANK", "local": "LOCAL_RANK", "world": "WORLD_SIZE", "restart": "TORCHELASTIC_RESTART_COUNT"}
     if "WORLD_SIZE" not in os.environ:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(name, value)
-    return {key: int(os.environ.get(name, default)) for key, (name, default) in names.items()}
+    return {key: int(os.environ.get(name, "0")) for key, name in names.items()}
 
 
 def cache_folder() -> Path:

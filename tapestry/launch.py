@@ -217,12 +217,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         document = _ranked(request(args))
-    except RunError as e:
-        print(f"tapestry.runtime: {e}", file=sys.stderr)
-        return 1
     except TapestryError as e:
         print(f"tapestry.runtime: {e}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(e, RunError) else 2
     if document and args.json:
         print(json.dumps(document, indent=1))
     elif document and not args.quiet:

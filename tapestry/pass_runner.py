@@ -18,7 +18,7 @@ from tapestry import flags
 from tapestry.errors import TapestryError
 from tapestry.ir import laws
 from tapestry.viz.ir_dump import dump, graph_of, sizes
-from tapestry.viz.pass_table import sizes_text
+from tapestry.viz.tables import sizes_text
 
 log = logging.getLogger("tapestry")
 Report = Callable[[str, str], None]

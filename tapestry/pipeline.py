@@ -10,28 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tapestry import passes
+from tapestry import build_report, passes
 from tapestry.build import store
-from tapestry.codegen.unfused import unfused
 from tapestry.errors import TapestryError
 from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
-from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.lift import Lifted
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.pass_runner import Pass, Report, Runner, check_names
-from tapestry.passes import model_hash
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
-from tapestry.plan.search.priced_plan import PricedPlan, TooBig
-from tapestry.plan.search.resume import fingerprint
-from tapestry.plan.simulate import ASSUMPTION, simulate
-from tapestry.plan.solver.budget import Budget
-from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, to_data, topology
+from tapestry.plan.search.priced_plan import TooBig
+from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, topology
 from tapestry.rewrites import load_rules
 from tapestry.sharding import annotations
 from tapestry.sharding.annotations import Annotations
@@ -125,8 +119,8 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
         if options.memory and options.memory.isdecimal():
             e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
         raise
-    build = _build(runner, options)
-    document = _document(runner, options, build)
+    build = build_report.build_of(runner)
+    document = build_report.document(runner, build)
     document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - start, 4)}
     lifted = runner.get("lifted", Lifted)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
@@ -157,7 +151,7 @@ def _values(options: Options) -> dict[str, Any]:
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
-        "pareto": options.pareto,
+        "pareto": options.pareto, "resumed": str(options.resume) if options.resume else None,
     }  # fmt: skip
 
 
@@ -189,99 +183,6 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     if stages not in ("auto", "1") or micro not in ("auto", "1"):
         raise TapestryError("exact plans have one stage and one batch", where="--exact", hint="no --stages, no --micro-batches")
     return "1", "1"
-
-
-# what is written
-
-
-def _build(runner: Runner, options: Options) -> store.Build:
-    lifted, found = runner.get("lifted", Lifted), runner.get("plan", PricedPlan)
-    topo = replace(runner.get("topology", Topology), mesh=found.plan.mesh)
-    constants: dict[str, tuple[int, int]] = {}
-    offset = 0
-    for t, w in found.plan.graph.weights.items():
-        if w.file == "":
-            constants[t] = (offset, lifted.constants[t].nbytes)
-            offset += lifted.constants[t].nbytes
-    moves = (*runner.get("constraints", passes.Constraints).moves, *runner.get("planned", search.Planned).moves)
-    return store.Build(
-        model=str(lifted.model), model_sha256=model_hash(lifted), plan=found.plan,
-        program=found.program, target=options.target, memory=topo.device.memory, report={}, moves=tuple(map(str, moves)),
-        peak_bytes=tuple(peak_bytes(found.program)[0]), constants=constants,
-        topology=to_data(topo), exact=options.exact, precision=options.precision, knobs=runner.values["knobs"],
-    )  # fmt: skip
-
-
-def _document(runner: Runner, options: Options, build: store.Build) -> dict[str, Any]:
-    """The JSON document of ``compile``, without its seconds."""
-    found, planned = runner.get("plan", PricedPlan), runner.get("planned", search.Planned)
-    lifted, given = runner.get("lifted", Lifted), runner.get("constraints", passes.Constraints).given
-    requests: dict[str, Any] = {"pins": list(options.pins), "layouts": list(options.layouts)}
-    if given:
-        requests["sharding"] = {**given.counts, "notes": list(given.notes)}
-    document = _facts(runner, build) | {"unified": lifted.unified, "unfused": unfused(lifted.graph), "requests": requests}
-    if options.pareto:
-        document["pareto"] = [asdict(p) for p in runner.values["front"]]
-    if planned.fitted:
-        document["fit"] = dict(planned.fitted.report)
-    document["search"] = _search_record(found, runner, options)
-    return document | planned.choice.report | {"passes": runner.rows}
-
-
-def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
-    """The plan in numbers."""
-    found, topo = runner.get("plan", PricedPlan), runner.get("topology", Topology)
-    graph, program, lifted = found.plan.graph, found.program, runner.get("lifted", Lifted)
-    loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
-    return {
-        "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": found.distinct,
-        "left_out": found.problem.left_out if found.problem else 0,
-        "bound_of": _bound_of(found, build.moves, fitted=runner.get("planned", search.Planned).fitted is not None),
-        "devices": program.devices, "objective_s": found.objective, "lower_bound_s": found.bound, "gap": found.gap,
-        "simulated_s": simulate(found.plan, program, replace(topo, mesh=found.plan.mesh)).total, "overlap": ASSUMPTION,
-        "peak_bytes": list(build.peak_bytes), "memory_bytes": topo.device.memory,
-        "unsharded_peak_bytes": runner.get("peak_alone", int),
-        "host_load_bytes": sum(int(device_bytes(b).sum()) for b in loads),
-        "transfers": _transfers(program), "kernels": len(runner.values["kernels"]), "moves": list(build.moves),
-        "certificate": {"passed": True, "laws": dict(runner.values["laws"])},
-        "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
-    }  # fmt: skip
-
-
-def _search_record(found: PricedPlan, runner: Runner, options: Options) -> dict[str, Any]:
-    """How the search ended, and what a later one needs to go on."""
-    budget, earlier = runner.get("budget", Budget), runner.values["earlier"]
-    spent = float(passes.search_of(earlier).get("seconds", 0.0)) if earlier else 0.0
-    ended = "proved" if found.proved else "interrupted" if budget.interrupted() else "time" if budget.over() else "stalled"
-    return {
-        "ended": ended, "interrupted": budget.interrupted(), "seconds": round(spent + runner.seconds["search"], 4),
-        "problem": fingerprint(found.problem) if found.problem else "",
-        "resumed": str(options.resume) if options.resume else None,
-    }  # fmt: skip
-
-
-def _bound_of(found: PricedPlan, moves: Sequence[str], *, fitted: bool) -> str:
-    """Which plans the lower bound holds for."""
-    if fitted:
-        return "all plans, in space and in time: the least work of each operation, evenly shared"
-    if found.plan.stages:
-        return "the stages of any pipeline, without messages: each operation at its fastest on any of the submeshes"
-    form = f"the graph after {len(moves)} moves" if moves else "the graph as simplified"
-    left = found.problem.left_out if found.problem else 0
-    most = f", without up to {left:,} combinations of one operation" if left else ""
-    return f"plans in space of {form}: every operation cut along one dimension, or none, by each mesh axis{most}"
-
-
-def _transfers(program: Program) -> list[dict[str, Any]]:
-    """Transfers by kind: how many, bytes summed over senders, and the largest per-device payload."""
-    out: dict[str, dict[str, Any]] = {}
-    for step in program.steps:
-        if isinstance(step, Transfer | Reduce):
-            row = out.setdefault(step.kind, {"kind": step.kind, "count": 0, "bytes": 0, "payload_bytes": 0})
-            row["count"] += 1
-            row["bytes"] += transfer_bytes(step, program)
-            row["payload_bytes"] = max(row["payload_bytes"], payload_bytes(step, program))
-    return list(out.values())
 
 
 def mesh_of(devices: int | None, mesh: str | None) -> Mesh | None:

@@ -11,14 +11,8 @@ from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError
 from tapestry.lift.model_references import check_references
-from tapestry.plan.topology import from_data
+from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
-
-
-def _limits(build: store.Build) -> list[int]:
-    """Bytes that each device has."""
-    topo = from_data(build.topology)
-    return topo.memories() if topo.kinds else [build.memory] * build.plan.devices
 
 
 def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
@@ -29,16 +23,10 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
     """
     build, _ = store.read(folder)
     plan = build.plan
-    stated = list(build.peak_bytes)
     laws = certificate.check(
-        plan.annotated(),
-        build.program,
-        limit=_limits(build),
-        stated_peak=stated,
-        places=plan.places,
-        streamed=plan.streamed,
-        exact=build.exact,
-    )
+        plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
+        streamed=plan.streamed, exact=build.exact,
+    )  # fmt: skip
     laws["agreement"] += layout_laws.check(plan)
     laws["model"] = check_references(plan.graph, Path(build.model), build.model_sha256)
     emitted = kernel_sources.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
@@ -83,11 +71,11 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
         stem = name.removesuffix(".py")
         files[name] = source.source.encode()
         compiled = compile_ahead(source, target)
-        found = rows_of(graph, kernel, source, stem, compiled, counts[kernel])
-        for each, row in zip(compiled, found, strict=True):
+        of_kernel = rows_of(graph, kernel, source, stem, compiled, counts[kernel])
+        for each, row in zip(compiled, of_kernel, strict=True):
             for kind, text in each.asm.items():
                 files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
-        rows += found
+        rows += of_kernel
     opaque = kernel_sources.without_kernel(graph)
     model = summary(rows, list(opaque), build.report.get("unfused", {}))
     document = {"target": target, "precision": build.precision, "kernels": rows, "model": model, "opaque": opaque}

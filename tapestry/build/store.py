@@ -7,20 +7,16 @@ schema alone would accept one single-bit flip in eight. Nothing in a build direc
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tapestry.build.atomic import new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
 from tapestry.errors import BuildError, TextError
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
@@ -100,26 +96,6 @@ def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
             (temporary / name).write_bytes(data)
 
 
-@contextmanager
-def new_folder(folder: Path, mark: str) -> Generator[Path]:
-    """An empty folder that takes the place of another one in one step, once it has been filled.
-
-    Raises:
-        BuildError: the place holds something else than a folder with the file ``mark`` in it, or an empty one.
-    """
-    folder = Path(os.path.realpath(folder))  # through a link: an exchange would leave the link beside the target
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
-        raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        _swap(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _certificate(body: Mapping[str, Any], digest: str) -> bytes:
     """The one way of writing a certificate: another space in it makes another file, which is refused."""
     return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True).encode()
@@ -133,21 +109,6 @@ def body_hash(body: Mapping[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _swap(new: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``old`` (which then stands where ``new`` was)."""
-    if not old.exists():
-        os.rename(new, old)
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    at_cwd, exchange = -100, 2
-    if hasattr(libc, "renameat2") and libc.renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), exchange) == 0:
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", dir=old.parent)) / "old"
-    os.rename(old, aside)
-    os.rename(new, old)
-    shutil.rmtree(aside.parent, ignore_errors=True)
 
 
 def encode(build: Build) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
-from typing import Any
 
 from tapestry.cli.outcome import Outcome, bar, shapes
 from tapestry.errors import TapestryError
@@ -16,7 +15,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
     from tapestry import api
     from tapestry.interrupt import Interrupts
     from tapestry.pipeline import PASSES, mesh_of
-    from tapestry.viz import pass_table, progress, tables
+    from tapestry.viz import progress, tables
 
     interrupts = Interrupts()
     with interrupts.listening(), progress.passes([p.name for p in PASSES], quiet=args.quiet or args.json) as show:
@@ -42,7 +41,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
         if args.print_after:  # nothing else: what is printed reads back
             print(*build.printed.values(), sep="\n", end="")
         if args.print_passes:
-            tables.show(pass_table.ran(build.report["passes"]), stderr=bool(args.print_after))
+            tables.show(tables.passes(build.report["passes"]), stderr=bool(args.print_after))
         if not args.print_after and not args.print_passes:
             tables.show(tables.compiled(build.report))
             print(f"build {args.output}, kernels in {args.output / 'kernels'}")
@@ -99,11 +98,11 @@ def verify(args: argparse.Namespace) -> Outcome:
 def kernels(args: argparse.Namespace) -> Outcome:
     """``tapestry kernels``: Triton source, compiled objects and a resource table."""
     from tapestry.saved_build import emit_kernels
-    from tapestry.viz import kernel_table
+    from tapestry.viz import tables
 
     with bar(args, "kernels") as report:
         document = emit_kernels(args.build, args.output, args.target, report)
-    return Outcome(document, lambda: kernel_table.show(document))
+    return Outcome(document, lambda: tables.show_wide(tables.kernels(document)))
 
 
 def export(args: argparse.Namespace) -> Outcome:
@@ -153,7 +152,7 @@ def doctor(args: argparse.Namespace) -> Outcome:
 def auto_shard(args: argparse.Namespace) -> Outcome:
     """``tapestry auto-shard``: pipeline stages for the nodes of an ONNX file."""
     from tapestry.sharding.auto_shard import auto_shard
-    from tapestry.viz import stage_table, tables
+    from tapestry.viz import tables
 
     options = auto_shard.Options(
         model=args.input_model, devices=args.num_devices, output=args.output_model, optimal=args.optimal_perf,
@@ -161,10 +160,5 @@ def auto_shard(args: argparse.Namespace) -> Outcome:
         topology=args.topology, memory=args.memory,
     )  # fmt: skip
     with bar(args, "auto-shard") as advance:
-
-        def report(stage: str, seconds: float) -> None:
-            del seconds
-            advance(None, None, stage)
-
-        document: dict[str, Any] = auto_shard.auto_shard(options, report)
-    return Outcome(document, lambda: tables.show(stage_table.sharded(document)))
+        document = auto_shard.auto_shard(options, lambda stage: advance(None, None, stage))
+    return Outcome(document, lambda: tables.show(tables.sharded(document)))

@@ -65,12 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with _reading(args):
             return COMMANDS[args.name][0](args).end(args)
-    except RunError as e:
-        return _failed(args, e, 1) if argv is not None else _leave(_failed(args, e, 1))
-    except LawError as e:
-        return _failed(args, e, 1)
     except TapestryError as e:
-        return _failed(args, e, 2)
+        status = _failed(args, e, 1 if isinstance(e, LawError | RunError) else 2)
+        return _leave(status) if isinstance(e, RunError) and argv is None else status
     except MemoryError:
         return _failed(args, TapestryError("out of memory", hint="a smaller --shape, or more memory"), 2)
     except BrokenPipeError:  # the reader of our output went away

@@ -15,7 +15,8 @@ from onnx import ModelProto, NodeProto
 from tapestry.interop import sharding_specs
 from tapestry.interop.sharding_specs import DeviceConfiguration, NodeConfiguration, ShardedDim, ShardingSpec, name_of
 
-Shape = tuple[int | str | None, ...]  # per axis a size, a symbol, or nothing known
+Shape = tuple[int | str | None, ...]  # per axis a size, a symbol, or None
+Rule = tuple[str, str, str]  # a rule that is broken: level, code, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,9 @@ def check(model: ModelProto, context: Context) -> list[Finding]:
     for c in sharding_specs.configurations(model):
         if c.name is not None:
             named.setdefault(c.name, c)
+    of_model = (Finding(level, code, "", "", message) for level, code, message in _configuration_rules(model))
     of_nodes = (f for node in _nodes(model) for f in _node(node, named, context))
-    return [*_configurations(model), *of_nodes, *_stages(model)]
+    return [*of_model, *of_nodes, *_stages(model)]
 
 
 def _nodes(model: ModelProto) -> Iterator[NodeProto]:
@@ -74,32 +76,29 @@ def _nodes(model: ModelProto) -> Iterator[NodeProto]:
         yield from inside(owner.node)
 
 
-def _configurations(model: ModelProto) -> Iterator[Finding]:
-    def error(code: str, message: str) -> Finding:
-        return Finding("error", code, "", "", message)
-
-    found = sharding_specs.configurations(model)
+def _configuration_rules(model: ModelProto) -> Iterator[Rule]:
+    configurations = sharding_specs.configurations(model)
     if sharding_specs.annotated(model) and model.ir_version < sharding_specs.IR_VERSIONS[0]:
         first = sharding_specs.IR_VERSIONS[0]
-        yield error("ir-version", f"IR version {model.ir_version} has no multi-device annotations, they came with {first}")
-    for k, c in enumerate(found):
+        yield "error", "ir-version", f"IR version {model.ir_version} has no multi-device annotations, they came with {first}"
+    for k, c in enumerate(configurations):
         name = f"configuration '{c.name}'" if c.name else f"configuration number {k}"
         if not c.name:
-            yield error("configuration-unnamed", f"{name} has no name")
-        elif any(o.name == c.name for o in found[:k]):
-            yield error("configuration-duplicate", f"two configurations have the name '{c.name}'")
+            yield "error", "configuration-unnamed", f"{name} has no name"
+        elif any(o.name == c.name for o in configurations[:k]):
+            yield "error", "configuration-duplicate", f"two configurations have the name '{c.name}'"
         if c.num_devices is None:
-            yield error("num-devices-unset", f"{name} does not say its num_devices")
+            yield "error", "num-devices-unset", f"{name} does not say its num_devices"
         elif c.num_devices < 1:
-            yield error("num-devices-bad", f"{name} has {c.num_devices} devices")
+            yield "error", "num-devices-bad", f"{name} has {c.num_devices} devices"
         elif c.devices and len(c.devices) != c.num_devices:
-            yield error("device-names", f"{name} has {c.num_devices} devices and {len(c.devices)} names")
+            yield "error", "device-names", f"{name} has {c.num_devices} devices and {len(c.devices)} names"
         twice = next((d for d in c.devices if c.devices.count(d) > 1), None)
         if twice is not None:
-            yield Finding("warning", "device-name-twice", "", "", f"{name} has two devices named '{twice}'")
+            yield "warning", "device-name-twice", f"{name} has two devices named '{twice}'"
 
 
-def _node(node: NodeProto, known: Mapping[str, DeviceConfiguration], context: Context) -> Iterator[Finding]:
+def _node(node: NodeProto, configurations: Mapping[str, DeviceConfiguration], context: Context) -> Iterator[Finding]:
     name = name_of(node)
     seen: set[str] = set()
     for c in sharding_specs.node_configurations(node):
@@ -107,14 +106,14 @@ def _node(node: NodeProto, known: Mapping[str, DeviceConfiguration], context: Co
             yield Finding("error", "configuration-id-unset", name, "", "an annotation does not say its configuration_id")
         elif c.configuration in seen:
             yield Finding("error", "configuration-id-twice", name, "", f"two annotations for configuration '{c.configuration}'")
-        elif c.configuration not in known:
-            names = ", ".join(f"'{k}'" for k in known) or "none"
+        elif c.configuration not in configurations:
+            names = ", ".join(f"'{k}'" for k in configurations) or "none"
             text = f"configuration '{c.configuration}' is not in the model, which has {names}"
             yield Finding("error", "configuration-unknown", name, "", text)
         seen.add(c.configuration or "")
         if c.stage is not None and c.stage < 0:
             yield Finding("error", "stage-negative", name, "", f"pipeline_stage is {c.stage}")
-        configuration = known.get(c.configuration or "")
+        configuration = configurations.get(c.configuration or "")
         yield from _specs(node, c, configuration.num_devices if configuration else None, context)
 
 
@@ -134,9 +133,6 @@ def _specs(node: NodeProto, c: NodeConfiguration, devices: int | None, context: 
         seen.add(s.tensor)
         for level, code, message in spec_rules(s, devices, context):
             yield Finding(level, code, name, s.tensor, message)
-
-
-Rule = tuple[str, str, str]  # level, code, message
 
 
 def spec_rules(s: ShardingSpec, devices: int | None, context: Context) -> list[Rule]:
@@ -193,11 +189,11 @@ def _range(count: int | None) -> str:
 def _dim_rules(s: ShardingSpec, context: Context) -> Iterator[Rule]:
     """Axes: inside the rank, each cut once, in a sane number of parts that the devices match."""
     shape = context.shapes.get(s.tensor or "", ())
-    known = s.tensor in context.shapes
-    if known and shape is None:
+    has_shape = s.tensor in context.shapes
+    if has_shape and shape is None:
         yield "error", "not-a-tensor", "only tensors can be sharded, this value is a sequence, map or optional"
         return
-    rank = len(shape or ()) if known else None
+    rank = len(shape or ()) if has_shape else None
     cut: set[int] = set()
     for d in s.dims:
         if d.axis is None:
@@ -217,7 +213,7 @@ def _dim_rules(s: ShardingSpec, context: Context) -> Iterator[Rule]:
             yield "error", "devices-count", f"{parts} part(s) and a list of {len(s.devices)} device(s) or groups"
 
 
-def _shard_rules(d: ShardedDim, axis: int, dim: int | str | None, known: bool, context: Context) -> Iterator[Rule]:
+def _shard_rules(d: ShardedDim, axis: int, dim: int | str | None, has_rank: bool, context: Context) -> Iterator[Rule]:
     if not d.shards:
         yield "error", "sharding-empty", f"axis {axis} has no simple_sharding"
     size = context.size(dim)
@@ -235,7 +231,7 @@ def _shard_rules(d: ShardedDim, axis: int, dim: int | str | None, known: bool, c
                 yield "error", "dim-value", f"dim_value of axis {axis} is {s.dim}, the tensor has {size}"
         elif s.dim is not None:
             sizes.append(context.symbols.get(s.dim))
-            yield from _symbol_rules(s.dim, axis, dim, known and len(d.shards) == 1, context)
+            yield from _symbol_rules(s.dim, axis, dim, has_rank and len(d.shards) == 1, context)
         else:
             sizes.append(size if len(d.shards) == 1 else None)
     yield from _fit_rules(d, axis, size, sizes)
@@ -276,11 +272,11 @@ def _fit_rules(d: ShardedDim, axis: int, size: int | None, sizes: list[int | Non
 def _stages(model: ModelProto) -> Iterator[Finding]:
     """Along every edge of the graph the pipeline stage stays or grows; a node without one passes on what it reads."""
     annotated = [(n, sharding_specs.node_configurations(n)) for n in model.graph.node]
-    for name in dict.fromkeys(c.configuration or "" for _, found in annotated for c in found if c.stage is not None):
+    for name in dict.fromkeys(c.configuration or "" for _, marks in annotated for c in marks if c.stage is not None):
         stage: dict[str, tuple[int, str]] = {}  # tensor → latest stage before it, and the node that said so
-        for node, found in annotated:
+        for node, marks in annotated:
             latest = max(((*stage[i], i) for i in node.input if i in stage), default=None)
-            mine = next((c.stage for c in found if (c.configuration or "") == name and c.stage is not None), None)
+            mine = next((c.stage for c in marks if (c.configuration or "") == name and c.stage is not None), None)
             if mine is not None and latest is not None and 0 <= mine < latest[0]:
                 yield Finding(
                     "error", "stage-back", name_of(node), latest[2],

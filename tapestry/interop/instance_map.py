@@ -65,13 +65,13 @@ def parse(text: str) -> InstanceMap:
     if m is None or not 0 < int(m.group(1)) <= MAX_INSTANCES:
         raise TapestryError(f"'{text[:40]}' is not an instance map", hint="{4, [[1],[2],[3],[0]]}")
     count, body = int(m.group(1)), m.group(2).strip()
-    found = re.findall(r"\[([^\[\]]*)\]", body)
+    written = re.findall(r"\[([^\[\]]*)\]", body)
     rest = re.sub(r"\[[^\[\]]*\]|[\s,]", "", body)
     if rest not in ("", "...", "…"):
         raise TapestryError(f"'{rest[:20]}' in an instance map", hint="rows in brackets, or ... at the end")
-    if len(found) != count and not (rest and len(found) < count):
-        raise TapestryError(f"{count} instances and {len(found)} rows", hint="one row per instance")
-    rows = tuple(tuple(dict.fromkeys(_number(x, count) for x in row.split(",") if x.strip())) for row in found)
+    if len(written) != count and not (rest and len(written) < count):
+        raise TapestryError(f"{count} instances and {len(written)} rows", hint="one row per instance")
+    rows = tuple(tuple(dict.fromkeys(_number(x, count) for x in row.split(",") if x.strip())) for row in written)
     return InstanceMap(count, rows)
 
 
@@ -91,13 +91,13 @@ def recognise(m: InstanceMap) -> tuple[Shape, ...]:
     if m.given < m.count:
         return tuple(_partly(m)) or (Shape("other", notes=("rows are left out",)),)
     links, notes = m.links, ()
-    found = list(_names(links, m.count))
+    shapes = list(_names(links, m.count))
     both = links | {(j, i) for i, j in links}
-    if not found and both != links:
+    if not shapes and both != links:
         one_way = sorted((i, j) for i, j in links if (j, i) not in links)
         notes = tuple(f"{i} sends to {j} and not the other way round; taken as two-way" for i, j in one_way)
-        found = list(_names(both, m.count))
-    return tuple(Shape(s.kind, s.detail, s.two_way, notes) for s in found) or (Shape("other"),)
+        shapes = list(_names(both, m.count))
+    return tuple(Shape(s.kind, s.detail, s.two_way, notes) for s in shapes) or (Shape("other"),)
 
 
 def _names(links: Links, n: int) -> Iterator[Shape]:

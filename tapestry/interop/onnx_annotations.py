@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any, cast
 from onnx import ModelProto, NodeProto, TensorProto
 from onnx import checker as onnx_checker
 
-from tapestry.errors import TapestryError
+from tapestry.build.atomic import new_file
+from tapestry.errors import PlanError, TapestryError
 from tapestry.interop.sharding_specs import (  # fmt: skip
     IR_VERSIONS,
     DeviceConfiguration,
@@ -91,6 +91,24 @@ def _node(node: NodeProto, marks: Marks) -> int:
     return len(specs)
 
 
+def read_json(properties: Mapping[str, str], key: str, kind: type) -> Any:
+    """A metadata property that is JSON; an empty ``kind`` where there is none.
+
+    Raises:
+        PlanError: it is no JSON, or of another type.
+    """
+    if key not in properties:
+        return kind()
+    try:
+        value = json.loads(properties[key])
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        hint = "--ignore-sharding plans without it"
+        raise PlanError("the model's metadata does not read", where=key, why=properties[key][:80], hint=hint)
+    return value
+
+
 def write(model: ModelProto, source: Path, target: Path, *, copy: bool = False) -> None:
     """Write a model that was read from ``source`` to ``target`` in one step, and let onnx check it first.
 
@@ -104,23 +122,16 @@ def write(model: ModelProto, source: Path, target: Path, *, copy: bool = False) 
     if target.is_dir() or target.resolve() == source:
         why = "it is a folder" if target.is_dir() else "it is the model that the build was made from"
         raise TapestryError("cannot write there", where=str(target), why=why, hint="another -o")
-    target.parent.mkdir(parents=True, exist_ok=True)
     moved = _relocate(model, source.parent, target.resolve().parent, copy)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".onnx", dir=target.parent)
-    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(model.SerializeToString())
-        for old, new in moved.items():
-            shutil.copyfile(old, new)
-        _accepted(temporary, source)
-        temporary.chmod(0o644)
-        os.replace(temporary, target)
+        with new_file(target) as temporary:
+            temporary.write_bytes(model.SerializeToString())
+            for old, new in moved.items():
+                shutil.copyfile(old, new)
+            _accepted(temporary, source)
     except ValueError as e:  # protobuf's limit of 2 GiB
         hint = "keep weights as external data"
         raise TapestryError("the model does not serialise", where=str(target), why=str(e)[:200], hint=hint) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def external(model: ModelProto) -> Iterator[TensorProto]:

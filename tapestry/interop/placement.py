@@ -57,15 +57,15 @@ class Placement:
         for d, piece in self.pieces.items():
             by_piece[piece[k]] = by_piece.get(piece[k], 0) | 1 << d
         ends = sorted({e for p in by_piece for lo, hi in p for e in (lo, hi)} | {0, self.shape[k]})
-        found: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         label = np.zeros(self.shape[k], np.int64)
         for lo, hi in itertools.pairwise(ends):
             mask = 0
             for p, devices in by_piece.items():
                 if any(a <= lo and hi <= b for a, b in p):
                     mask |= devices
-            label[lo:hi] = found.setdefault(mask, len(found))
-        return Axis(label, tuple(found))
+            label[lo:hi] = numbers.setdefault(mask, len(numbers))
+        return Axis(label, tuple(numbers))
 
 
 def placement(spec: ShardingSpec, shape: tuple[int, ...]) -> Placement:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tapestry.build.atomic import new_file
 from tapestry.errors import TapestryError
 from tapestry.plan.topology import Topology, topology
 
@@ -58,15 +58,9 @@ def write(path: Path, document: dict[str, Any]) -> Topology:
     Raises:
         TapestryError: the measurements make no topology (a rate that is not positive).
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as f:
-        json.dump(document, f, indent=1)
-    try:
-        result = topology((), f.name)
-        os.replace(f.name, path)
-    finally:
-        Path(f.name).unlink(missing_ok=True)
-    return result
+    with new_file(path) as temporary:
+        temporary.write_text(json.dumps(document, indent=1))
+        return topology((), str(temporary))
 
 
 def _matmul(dtype: torch.dtype) -> float:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tapestry.build.atomic import new_file
 from tapestry.onnx_eval.value_kinds import is_map, is_sequence
 
 LONGEST = 200  # characters of a file's name, with room for endings
@@ -26,9 +25,8 @@ def write(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     placed = places(folder, outputs)
     for path, array in placed.values():
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
-            np.save(f, array, allow_pickle=False)
-        os.replace(f.name, path)
+        with new_file(path) as temporary:
+            np.save(temporary, array, allow_pickle=False)
     return [path for path, _ in placed.values()]
 
 

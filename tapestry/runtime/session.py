@@ -15,7 +15,7 @@ from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
-from tapestry.ir.program import Load, Program
+from tapestry.ir.program import Program
 from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
 from tapestry.lift import read_weight
 from tapestry.onnx_eval.opaque_node import HostValue
@@ -84,7 +84,7 @@ class Session:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
         self.executor = make(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
         self.bounds = index_bounds(build.plan.graph)
-        self.executor.room = [limit - peak for limit, peak in zip(_limits(build), build.peak_bytes, strict=True)]
+        self.executor.room = [limit - peak for limit, peak in zip(memory_limits(build), build.peak_bytes, strict=True)]
 
     def _weight(self, tensor: str, box: Box) -> Any:
         """A box of a weight, copied out of the model's files."""
@@ -121,7 +121,8 @@ class _Feeds:
 
     def __call__(self, tensor: str, box: Box) -> Any:
         """A copy of a box."""
-        return self.target.from_numpy(_part(self.arrays[tensor], box))
+        value = self.arrays[tensor]
+        return self.target.from_numpy(value if isinstance(value, HostValue) else np.array(value[_slices(box)]))
 
     def lend(self, tensor: str, box: Box) -> Any:
         """A box as it is, to be copied at once."""
@@ -129,7 +130,7 @@ class _Feeds:
         return self.target.from_numpy(value if isinstance(value, HostValue) else value[_slices(box)])
 
 
-def _limits(build: Build) -> list[int]:
+def memory_limits(build: Build) -> list[int]:
     """Bytes that each device has."""
     topo = from_data(build.topology)
     return topo.memories() if topo.kinds else [build.memory] * build.plan.devices
@@ -137,17 +138,6 @@ def _limits(build: Build) -> list[int]:
 
 def _row_major(a: Any) -> Any:
     return a if not is_array(a) or a.flags.c_contiguous else a.copy(order="C")
-
-
-def host_load_bytes(build: Build) -> int:
-    """Bytes that all devices together load from the host: weights and inputs."""
-    program = build.program
-    loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
-    return sum(b.nbytes(d) for b in loads for d in range(program.devices))
-
-
-def _part(value: Any, box: Box) -> Any:
-    return value if isinstance(value, HostValue) else np.array(value[_slices(box)])
 
 
 def hold(feeds: Mapping[str, Any], graph: Graph) -> None:

@@ -21,6 +21,7 @@ from onnx import ModelProto
 from tapestry.errors import PlanError, TapestryError
 from tapestry.interop import onnx_annotations, sharding_specs
 from tapestry.interop.annotation_rules import Context, check, spec_rules
+from tapestry.interop.onnx_annotations import read_json
 from tapestry.interop.placement import layout_of
 from tapestry.interop.sharding_specs import ShardingSpec, name_of
 from tapestry.ir.graph import Block, Graph
@@ -83,7 +84,7 @@ def read(path: Path, devices: int | None = None) -> Annotations | None:
         PlanError: they are structurally wrong, or for other numbers of devices only.
     """
     model = load(path)
-    found = sharding_specs.configurations(model)
+    configurations = sharding_specs.configurations(model)
     if not sharding_specs.annotated(model):
         return None
     errors = (f for f in check(model, Context({}, _symbols(model))) if f.level == "error" and f.code != "dim-param-unknown")
@@ -92,9 +93,9 @@ def read(path: Path, devices: int | None = None) -> Annotations | None:
         where = f"node '{wrong.node}'" if wrong.node else str(path)
         hint = "tapestry check-sharding lists everything; --ignore-sharding plans without"
         raise PlanError(f"the model's sharding is wrong: {wrong.message}", where=where, hint=hint)
-    chosen = next((c for c in found if devices in (None, c.num_devices)), None)
+    chosen = next((c for c in configurations if devices in (None, c.num_devices)), None)
     if chosen is None or chosen.name is None or chosen.num_devices is None:
-        sizes = ", ".join(str(c.num_devices) for c in found)
+        sizes = ", ".join(str(c.num_devices) for c in configurations)
         what = f"the model's sharding is for {sizes} devices, not {devices}"
         raise PlanError(what, where=str(path), hint="another --mesh, or --ignore-sharding")
     if chosen.num_devices > MAX_DEVICES:
@@ -132,8 +133,8 @@ def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
 
 def shapes(a: Annotations) -> dict[str, list[int]]:
     """Sizes of inputs that the annotations were made for, where the file says."""
-    found = _json(a.model.get(onnx_annotations.SHAPES, "{}"), onnx_annotations.SHAPES, dict)
-    return {k: v for k, v in found.items() if isinstance(v, list) and v}
+    sizes = read_json(a.model, onnx_annotations.SHAPES, dict)
+    return {k: v for k, v in sizes.items() if isinstance(v, list) and v}
 
 
 def staged(a: Annotations) -> tuple[int, int] | None:
@@ -146,8 +147,8 @@ def staged(a: Annotations) -> tuple[int, int] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
-        stages, micro = len(found["stages"]), int(found["micro_batches"])
+        stated = json.loads(text)
+        stages, micro = len(stated["stages"]), int(stated["micro_batches"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise PlanError(f"not pipeline stages: {e}", where=onnx_annotations.STAGES, hint="--ignore-sharding") from None
     if not (2 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
@@ -207,7 +208,7 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
     wanted = {t: _spec_layout(s, lifted, over, a.writer[t]) for t, s in a.outs.items() if t in lifted.tensors}
     reads = {k: _spec_layout(s, lifted, over, k[0]) for k, s in a.reads.items() if k[1] in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in a.outs if t not in lifted.tensors]
-    chosen = [parse_move(str(m)) for m in _json(a.model.get(onnx_annotations.MOVES, "[]"), onnx_annotations.MOVES, list)]
+    chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
     graph, outs, more = _kept(lifted, wanted, disabled_by(chosen))
     notes += more
     graph, moves = _moved(graph, chosen, notes)
@@ -270,8 +271,8 @@ def _carry(tensor: str, layout: Layout, lifted: Graph, graph: Graph) -> tuple[st
     for _ in range(len(lifted.ops)):
         if tensor in written:
             return tensor, layout
-        found = readers.get(tensor, [])
-        op = lifted.ops[found[0]] if len(found) == 1 else None
+        consumers = readers.get(tensor, [])
+        op = lifted.ops[consumers[0]] if len(consumers) == 1 else None
         if not isinstance(op, Block) or op.monoid or len(op.outs) != 1:
             return None
         through = [r for r in op.reads if r.tensor == tensor]
@@ -310,8 +311,8 @@ def _moved(graph: Graph, moves: Sequence[Move], notes: list[str]) -> tuple[Graph
 def _ends(a: Annotations, graph: Graph, reads: Mapping[tuple[str, str], Layout]) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Layouts of inputs and outputs: as the metadata says; else of inputs whose readers all give the same one."""
     if onnx_annotations.FIXED in a.model:
-        found = _json(a.model[onnx_annotations.FIXED], onnx_annotations.FIXED, dict)
-        pairs = [{t: tuple(v) for t, v in found.get(k, {}).items() if t in graph.tensors} for k in ("inputs", "outputs")]
+        layouts = read_json(a.model, onnx_annotations.FIXED, dict)
+        pairs = [{t: tuple(v) for t, v in layouts.get(k, {}).items() if t in graph.tensors} for k in ("inputs", "outputs")]
         return pairs[0], pairs[1]
     inputs: dict[str, Layout] = {}
     for t in graph.inputs:
@@ -329,7 +330,7 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
         return out, inner
     blocks = {op.outs[0] for op in graph.ops if isinstance(op, Block)}
     for props in a.nodes.values():
-        for name, s in _json(props.get(onnx_annotations.INTERNAL, "{}"), onnx_annotations.INTERNAL, dict).items():
+        for name, s in read_json(props, onnx_annotations.INTERNAL, dict).items():
             if _complete(s, len(over)):
                 out[str(name)] = tuple(s["dims"])
                 inner |= {str(name): tuple(s["out"])} if name in blocks else {}
@@ -337,8 +338,8 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
         layout = outs.get(op.outs[0])
         if not isinstance(op, Block) or layout is None:
             continue
-        text = a.nodes.get(a.writer.get(op.outs[0], ""), {}).get(onnx_annotations.PARTIAL, "[]")
-        rows: list[Any] = _json(text, onnx_annotations.PARTIAL, list)
+        properties = a.nodes.get(a.writer.get(op.outs[0], ""), {})
+        rows: list[Any] = read_json(properties, onnx_annotations.PARTIAL, list)
         partial: dict[str, dict[str, Any]] = {p["mesh_axis"]: p for p in rows if isinstance(p, dict) and "mesh_axis" in p}
         dims: list[str | None] = []
         for axis, k in zip(over, layout, strict=True):
@@ -353,19 +354,3 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
 def _complete(s: Any, axes: int) -> bool:
     """Whether the metadata of an inner result says what every mesh axis cuts."""
     return isinstance(s, dict) and len(cast(Any, s).get("dims", ())) == len(cast(Any, s).get("out", ())) == axes
-
-
-def _json(text: str, key: str, kind: type) -> Any:
-    """What a metadata property holds, as JSON.
-
-    Raises:
-        PlanError: it is no JSON, or of another type.
-    """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, kind):
-        hint = "--ignore-sharding plans without it"
-        raise PlanError("the model's metadata does not read", where=key, why=text[:80], hint=hint)
-    return value

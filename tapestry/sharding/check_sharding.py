@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
@@ -41,23 +40,23 @@ def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
     model = load(path)
     declared = _declared(model)
     ours = onnx_annotations.MESH in sharding_specs.metadata(model)  # then uneven cuts are agreed upon
-    found = [f for f in check(model, declared) if not (ours and f.code == "uneven")]
-    found += _metadata(model)
+    findings = [f for f in check(model, declared) if not (ours and f.code == "uneven")]
+    findings += _metadata(model)
     if not sharding_specs.annotated(model):
-        return [Finding("warning", "no-annotations", "", "", "the model has no multi-device annotations"), *found]
-    wrong = {(f.node, f.tensor) for f in found if f.level == "error"}
+        return [Finding("warning", "no-annotations", "", "", "the model has no multi-device annotations"), *findings]
+    wrong = {(f.node, f.tensor) for f in findings if f.level == "error"}
     try:
         graph = lift(path, shapes or _sizes(model, declared), weights=False).graph
     except ModelError as e:
         text = f"what the operators mean was not checked: {e.what} ({e.where}: {e.why})"
-        return [*found, Finding("warning", "not-lifted", "", "", text)]
+        return [*findings, Finding("warning", "not-lifted", "", "", text)]
     for c in sharding_specs.configurations(model):
         if c.name and c.num_devices and c.num_devices > MAX_DEVICES:
             text = f"configuration '{c.name}' has {c.num_devices:,} devices: what the operators mean was not checked"
-            found.append(Finding("warning", "many-devices", "", "", text))
+            findings.append(Finding("warning", "many-devices", "", "", text))
         elif c.name and c.num_devices:
-            found += _Meaning(model, graph, c.name, wrong).findings()
-    return found
+            findings += _Meaning(model, graph, c.name, wrong).findings()
+    return findings
 
 
 def _declared(model: ModelProto) -> Context:
@@ -86,13 +85,13 @@ def _declared(model: ModelProto) -> Context:
 def _sizes(model: ModelProto, context: Context) -> dict[str, int | str | list[int]]:
     """Sizes for the lifting: what the file's metadata says, else one that every cut divides."""
     try:
-        stated = json.loads(sharding_specs.metadata(model).get(onnx_annotations.SHAPES, "{}"))
-    except ValueError:
+        stated = onnx_annotations.read_json(sharding_specs.metadata(model), onnx_annotations.SHAPES, dict)
+    except TapestryError:
         stated = {}
     weights = {t.name for t in model.graph.initializer}
     inputs = [i.name for i in model.graph.input if i.name not in weights]
     symbolic = {i for i in inputs if any(isinstance(d, str) for d in context.shapes.get(i) or ())}
-    if isinstance(stated, dict) and symbolic and symbolic <= stated.keys():
+    if symbolic and symbolic <= stated.keys():
         return {k: stated[k] for k in symbolic}
     parts = 1
     for node in model.graph.node:
@@ -148,7 +147,7 @@ class _Meaning:
         return out
 
     def _specs(self, node: NodeProto, cache: dict[tuple[object, ...], Placement]) -> dict[str, Placement]:
-        found: dict[str, Placement] = {}
+        placements: dict[str, Placement] = {}
         mine = (c for c in sharding_specs.node_configurations(node) if c.configuration == self.name)
         specs: list[ShardingSpec] = [s for c in mine for s in c.specs]
         for s in specs:
@@ -160,21 +159,21 @@ class _Meaning:
             key = (s.devices, s.groups, s.dims, shape)
             if key not in cache:
                 cache[key] = placement(s, shape)
-            found[s.tensor] = cache[key]
-        return found
+            placements[s.tensor] = cache[key]
+        return placements
 
     def _op(self, node: NodeProto, op: Op, mine: Placements, written: Placements) -> Iterator[Finding]:
         name = name_of(node)
         own = {t: mine[t] for t in op.inputs if t in mine}
         inherited = {t: written[t] for t in op.inputs if t in written and t not in own}
-        found = annotation_semantics.clash(op, own)
-        if found is not None:
-            yield Finding("error", *_clash_text(op, found, name))
+        clash = annotation_semantics.clash(op, own)
+        if clash is not None:
+            yield Finding("error", *_clash_text(op, clash, name))
             return
         both = {**inherited, **own}
-        found = annotation_semantics.clash(op, both) if inherited else None
-        if found is not None:
-            code, node_name, tensor, text = _clash_text(op, found, name)
+        clash = annotation_semantics.clash(op, both) if inherited else None
+        if clash is not None:
+            code, node_name, tensor, text = _clash_text(op, clash, name)
             text = f"as their producers leave them, {text}: a reshard is implied"
             yield Finding("warning", f"{code}-inherited", node_name, tensor, text)
         for t, p in own.items():
@@ -220,23 +219,23 @@ def _lacking(before: Placement, after: Placement, device: int) -> int:
     return cells - common
 
 
-def _clash_text(op: Op, found: annotation_semantics.Clash, node: str) -> tuple[str, str, str, str]:
+def _clash_text(op: Op, clash: annotation_semantics.Clash, node: str) -> tuple[str, str, str, str]:
     """(code, node, tensor, message) for a point that no device can compute."""
-    point = ", ".join(f"{n}={v}" for n, v in found.point.items())
-    cells = " and ".join(f"'{t}'{list(c)} (on {_devices(h)})" for t, c, h in found.cells)
+    point = ", ".join(f"{n}={v}" for n, v in clash.point.items())
+    cells = " and ".join(f"'{t}'{list(c)} (on {_devices(h)})" for t, c, h in clash.cells)
     if not isinstance(op, Block):
         text = f"{op.kind} is computed whole along some axes of its inputs, and no device holds them: {cells}"
-        return "not-splittable", node, found.cells[0][0], text
+        return "not-splittable", node, clash.cells[0][0], text
     reduced = bool(op.reduce)
     code = "contraction" if reduced else "agreement"
-    lone = next((t for t, _, h in found.cells if not h), None)
+    lone = next((t for t, _, h in clash.cells if not h), None)
     why = f"point ({point}) needs {cells}"
     text = "no device holds these cells" if lone else "no device holds them together, the device sets do not meet"
-    return code, node, lone or found.cells[-1][0], f"{why}: {text}"
+    return code, node, lone or clash.cells[-1][0], f"{why}: {text}"
 
 
-def _devices(found: tuple[int, ...]) -> str:
-    return f"device{'s' * (len(found) > 1)} {', '.join(map(str, found))}" if found else "no device"
+def _devices(numbers: tuple[int, ...]) -> str:
+    return f"device{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else "no device"
 
 
 def _not_identical(op: Op, placed: Mapping[str, Placement], node: str) -> Iterator[Finding]:

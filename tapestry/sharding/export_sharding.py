@@ -144,13 +144,13 @@ def _reads(plan: Plan, model: ModelProto) -> dict[tuple[str, str], ShardingSpec]
     for node in model.graph.node:
         for t in node.input:
             readers.setdefault(t, set()).add(name_of(node))
-    found: dict[tuple[str, str], set[tuple[Layout | None, Stage]]] = {}
+    layouts_read: dict[tuple[str, str], set[tuple[Layout | None, Stage]]] = {}
     for op, s, at in zip(plan.graph.ops, plan.strategies, plan.places, strict=True):
         for _, t, boxes in footprints(op, plan.graph, s, at.mesh):
             for node in readers.get(t, set()) & set(op.source):
-                found.setdefault((node, t), set()).add((_layout(boxes, plan.graph.tensors[t].shape, at.mesh), at))
+                layouts_read.setdefault((node, t), set()).add((_layout(boxes, plan.graph.tensors[t].shape, at.mesh), at))
     out: dict[tuple[str, str], ShardingSpec] = {}
-    for (node, t), layouts in found.items():
+    for (node, t), layouts in layouts_read.items():
         layout, at = next(iter(layouts))
         if len(layouts) == 1 and layout is not None:
             out[(node, t)] = on_devices(spec_of(t, layout, len(plan.graph.tensors[t].shape), at.mesh), at.first)

@@ -169,8 +169,8 @@ def _stages(r: _Replay, places: tuple[Stage, ...]) -> None:
     r.law("split_partition", len(places) == len(r.graph.ops), f"{len(places)} stages for {len(r.graph.ops)} operations")
     taken: dict[int, Stage] = {}
     for stage in dict.fromkeys(places):
-        known = stage.devices.start >= 0 and stage.devices.stop <= r.program.devices
-        r.law("split_partition", known, f"a stage has devices beyond the {r.program.devices} of the program", why=stage)
+        there = stage.devices.start >= 0 and stage.devices.stop <= r.program.devices
+        r.law("split_partition", there, f"a stage has devices beyond the {r.program.devices} of the program", why=stage)
         twice = next((d for d in stage.devices if d in taken), None)
         r.law("split_partition", twice is None, f"device {twice} is in two stages", why=stage)
         taken |= dict.fromkeys(stage.devices, stage)
@@ -196,8 +196,8 @@ def _inside(boxes: Spans, shape: tuple[int, ...], b: Buffer) -> Breach | None:
 
 def _load(r: _Replay, step: Load, name: str) -> None:
     b = r.buffer(step.buffer, name)
-    known = b.tensor in r.graph.weights or b.tensor in r.graph.inputs
-    r.law("read_after_write", known and b.field is None, f"'{b.tensor}' is no input and no weight", name)
+    loadable = b.tensor in r.graph.weights or b.tensor in r.graph.inputs
+    r.law("read_after_write", loadable and b.field is None, f"'{b.tensor}' is no input and no weight", name)
     if b.tensor in r.graph.weights and b.tensor not in r.streamed:
         r.resident.add(step.buffer)
     r.allocate(step.buffer, name, r.spans(b).there, Content())
@@ -234,13 +234,10 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
     _launch_outs(r, step, op, points, content, name)
 
 
-def _with_others(r: _Replay, step: Launch, points: Spans, parts: Parts, name: str) -> Parts:
-    """What a block's states hold once they are merged with those of other parts of the reduction, which must be legal."""
-    op = r.graph.ops[step.op]
-    assert isinstance(op, Block) and op.monoid is not None
-    r.law("written_once", MONOIDS[op.monoid].commutative, f"'{op.monoid}' merges in order, and blocks come in another", name)
+def _states(r: _Replay, step: Launch, op: Block, points: Spans, name: str) -> list[Content]:
+    """What the buffers of a launch's states hold, which must be the operation's fields over each device's block."""
     r.law("agreement", len(step.states) == len(op.body), "states and fields differ in number", name)
-    rows, merged, extents = points.keep(slice(0, len(op.dims))), set[Parts](), tuple(d.size for d in op.reduce)
+    rows, out = points.keep(slice(0, len(op.dims))), list[Content]()
     for k, s in enumerate(step.states):
         b, content = r.buffer(s, name), r.holds.get(s)
         ok = content is not None and content.op == step.op and b.field == k and b.tensor == op.outs[0]
@@ -248,6 +245,17 @@ def _with_others(r: _Replay, step: Launch, points: Spans, parts: Parts, name: st
         assert content is not None
         same = first(block_laws.state(op, k, rows).equals(r.spans(b)) | ~points.there)
         r.law("read_after_write", same < 0, f"'{s}' does not hold field {k} of the block on device {same}", name)
+        out.append(content)
+    return out
+
+
+def _with_others(r: _Replay, step: Launch, points: Spans, parts: Parts, name: str) -> Parts:
+    """What a block's states hold once they are merged with those of other parts of the reduction, which must be legal."""
+    op = r.graph.ops[step.op]
+    assert isinstance(op, Block) and op.monoid is not None
+    r.law("written_once", MONOIDS[op.monoid].commutative, f"'{op.monoid}' merges in order, and blocks come in another", name)
+    merged, extents = set[Parts](), tuple(d.size for d in op.reduce)
+    for content in _states(r, step, op, points, name):
         merged.add(content.parts)
         fact = ("others", r.lists.number(content.parts), r.lists.number(step.blocks), len(op.dims), len(op.reduce))
         counts = {"written_once": int(points.there.sum())}
@@ -298,16 +306,8 @@ def _reads_inside(r: _Replay, step: Launch, op: Op, k: int, points: Spans, b: Bu
 def _merged_states(r: _Replay, step: Launch, points: Spans, name: str) -> None:
     op = r.graph.ops[step.op]
     assert isinstance(op, Block)
-    r.law("agreement", len(step.states) == len(op.body), "states and fields differ in number", name)
-    extents = tuple(d.size for d in op.reduce)
-    taking = int(points.there.sum())
-    for k, s in enumerate(step.states):
-        b, content = r.buffer(s, name), r.holds.get(s)
-        ok = content is not None and content.op == step.op and b.field == k
-        r.law("read_after_write", ok, f"'{s}' does not hold field {k} of the operation", name)
-        assert content is not None
-        same = first(block_laws.state(op, k, points).equals(r.spans(b)) | ~points.there)
-        r.law("read_after_write", same < 0, f"'{s}' does not hold field {k} of the block on device {same}", name)
+    extents, taking = tuple(d.size for d in op.reduce), int(points.there.sum())
+    for content in _states(r, step, op, points, name):
         fact = ("complete", r.lists.number(step.blocks), r.lists.number(content.parts), extents)
         counts = {"written_once": 2 * taking, "read_after_write": taking - 1}
         r.lists.prove(fact, name, counts, lambda c=content: block_laws.complete(points.there, c.parts, extents))

@@ -40,7 +40,7 @@ def _filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breac
     local = Spans(np.maximum(src.lo, dst.lo), np.minimum(src.hi, dst.hi), src.there & dst.there)
     order = np.argsort(receiver, kind="stable")
     ends = np.searchsorted(receiver[order], np.arange(len(dst.there) + 1))
-    known: set[bytes] = set()
+    proved: set[bytes] = set()
     for d in np.flatnonzero(dst.there).tolist():
         mine = order[ends[d] : ends[d + 1]]
         lo, hi = boxes.lo[mine], boxes.hi[mine]
@@ -50,7 +50,7 @@ def _filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breac
         pieces = pieces[np.lexsort(pieces.T)] if pieces.shape[1] else pieces
         extent = dst.hi[d] - dst.lo[d]
         key = extent.tobytes() + pieces.tobytes() + len(pieces).to_bytes(8, "big")
-        if key in known:
+        if key in proved:
             continue
         rank = len(extent)
         boxes_held = [tuple((int(p[a]), int(p[rank + a])) for a in range(rank)) for p in pieces]
@@ -60,7 +60,7 @@ def _filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breac
             return Breach("read_after_write", f"device {d} lacks cells after the transfer", _moved(gap, corner))
         if twice is not None:
             return Breach("written_once", f"device {d} receives a cell twice", _moved(twice, corner))
-        known.add(key)
+        proved.add(key)
     return None
 
 
@@ -76,7 +76,7 @@ def merge(
     members = Counter(d for g in groups for d in g)
     if set(members) != set(np.flatnonzero(src.there).tolist()) or max(members.values(), default=0) != 1:
         return Breach("written_once", "groups overlap, or leave out a device that has states")
-    known: set[tuple[Box, ...]] = set()
+    proved: set[tuple[Box, ...]] = set()
     for g in map(list, groups):
         lo, hi = src.lo[g].max(axis=0), src.hi[g].min(axis=0)
         mine = Spans(dst.lo[g], dst.hi[g], dst.there[g])
@@ -86,14 +86,14 @@ def merge(
         if kind == "all_reduce" and first(mine.equals(Spans(src.lo[g], src.hi[g], src.there[g]))) >= 0:
             return Breach("agreement", "an all-reduce changes a box")
         merged = merged_parts(g, parts)
-        if merged in known:
+        if merged in proved:
             continue
         gap, twice = coverage(merged, whole(extents))
         if twice is not None:
             return Breach("written_once", "a state is merged twice", twice)
         if ends and gap is not None:
             return Breach("written_once", "part of a reduction is missing", gap)
-        known.add(merged)
+        proved.add(merged)
     return None
 
 

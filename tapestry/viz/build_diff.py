@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tapestry.build.store import Build
@@ -11,6 +11,12 @@ from tapestry.viz.explain import Document, document
 from tapestry.viz.format import duration, human, shape_text, signed
 
 SHOWN = 40  # operations in the text; JSON has all
+KEYS: tuple[Callable[[Op], Sequence[object]], ...] = (
+    lambda op: op.outs,
+    lambda op: (op.source,) if op.source else (),
+    lambda op: op.source,
+)
+"""What two operations have in common that are one and the same, the surest first."""
 
 
 def compare(a: Build, b: Build, found_a: Document | None = None, found_b: Document | None = None) -> Document:
@@ -47,29 +53,17 @@ def match(a: Sequence[Op], b: Sequence[Op]) -> tuple[list[tuple[int, int]], list
     pairs: list[tuple[int, int]] = []
     left = dict(enumerate(b))
     rest = dict(enumerate(a))
-    for key in (_by_name, _by_all_nodes, _by_node):
+    for key in KEYS:
         by_key: dict[object, list[int]] = {}
         for j, op in left.items():
             for k in key(op):
                 by_key.setdefault(k, []).append(j)
         for i, op in list(rest.items()):
-            found = next((j for k in key(op) for j in by_key.get(k, ()) if j in left), None)
-            if found is not None:
-                pairs.append((i, found))
-                del left[found], rest[i]
+            counterpart = next((j for k in key(op) for j in by_key.get(k, ()) if j in left), None)
+            if counterpart is not None:
+                pairs.append((i, counterpart))
+                del left[counterpart], rest[i]
     return sorted(pairs), list(rest), list(left)
-
-
-def _by_name(op: Op) -> Sequence[object]:
-    return op.outs
-
-
-def _by_all_nodes(op: Op) -> Sequence[object]:
-    return (op.source,) if op.source else ()
-
-
-def _by_node(op: Op) -> Sequence[object]:
-    return op.source
 
 
 def _row(a: Document, b: Document) -> Document | None:
@@ -99,9 +93,9 @@ def _kinds(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> li
     return out
 
 
-def text(found: Document) -> str:
+def text(comparison: Document) -> str:
     """A comparison as a person reads it."""
-    return "\n".join(_lines(found)) + "\n"
+    return "\n".join(_lines(comparison)) + "\n"
 
 
 def _lines(d: Document) -> Iterator[str]:

@@ -16,26 +16,26 @@ Document = dict[str, Any]
 SHOWN = 12  # rows of a long list on a terminal
 
 
-def document(model: Path, found: Examined) -> Document:
+def document(model: Path, examined: Examined) -> Document:
     """Everything as data."""
-    graph = simplify(found.lifted.graph) if found.lifted is not None else None
-    problems = [{"where": e.where, "what": e.what, "why": e.why, "hint": e.hint} for e in found.problems]
+    graph = simplify(examined.lifted.graph) if examined.lifted is not None else None
+    problems = [{"where": e.where, "what": e.what, "why": e.why, "hint": e.hint} for e in examined.problems]
     return {
-        "model": str(model), "nodes": found.nodes, "opset": found.opset, "inputs": dict(found.inputs),
-        "bound": dict(found.bound), "unbound": _unbound(found), "unsupported": problems,
+        "model": str(model), "nodes": examined.nodes, "opset": examined.opset, "inputs": dict(examined.inputs),
+        "bound": dict(examined.bound), "unbound": _unbound(examined), "unsupported": problems,
         "operations": [] if graph is None else [_operation(op) for op in graph.ops],
         "host_values": {} if graph is None else {t.name: t.about for t in graph.tensors.values() if t.on_host},
         "summary": {} if graph is None else _summary(graph),
     }  # fmt: skip
 
 
-def _unbound(found: Examined) -> list[Document]:
+def _unbound(examined: Examined) -> list[Document]:
     """Symbols without a size: where they stand, and how to bind them."""
     rows: list[Document] = []
-    for symbol, size in found.assumed.items():
-        places = [f"{n}[{a}]" for n, dims in found.inputs.items() for a, d in enumerate(dims) if d == symbol]
+    for symbol, size in examined.assumed.items():
+        places = [f"{n}[{a}]" for n, dims in examined.inputs.items() for a, d in enumerate(dims) if d == symbol]
         name = places[0].rpartition("[")[0]
-        shape = "x".join(str(size) if isinstance(d, str) else str(d) for d in found.inputs[name])
+        shape = "x".join(str(size) if isinstance(d, str) else str(d) for d in examined.inputs[name])
         bind = f"--shape {name}={shape}" if "[" in symbol else f"--shape {symbol}={size}"
         rows.append({"symbol": symbol, "where": places, "assumed": size, "bind": bind})
     return rows
@@ -60,35 +60,35 @@ def _summary(graph: Graph) -> dict[str, int]:
     return {"operations": len(graph.ops), **{k: counts[k] for k in ("affine", "partly", "opaque")}, "splittable": can}
 
 
-def text(found: Mapping[str, Any], *, all_nodes: bool = False) -> str:
+def text(facts: Mapping[str, Any], *, all_nodes: bool = False) -> str:
     """The document as a person reads it."""
-    return "\n".join(_lines(found, all_nodes)) + "\n"
+    return "\n".join(_lines(facts, all_nodes)) + "\n"
 
 
-def _lines(found: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
-    yield f"{found['model']}: {found['nodes']} nodes, opset {found['opset']}"
-    for row in found["unbound"]:
+def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
+    yield f"{facts['model']}: {facts['nodes']} nodes, opset {facts['opset']}"
+    for row in facts["unbound"]:
         places = ", ".join(row["where"])
         yield f"  unbound: {row['symbol']} in {places}; bind it with {row['bind']} (taken as {row['assumed']} here)"
-    for row in found["unsupported"]:
+    for row in facts["unsupported"]:
         yield f"  unsupported: {row['where']}: {row['what']}" if row["where"] else f"  unsupported: {row['what']}"
         yield from (f"    {k}: {v}" for k, v in (("because", row["why"]), ("try", row["hint"])) if v)
-    if not found["summary"]:
+    if not facts["summary"]:
         yield "  nothing can be said of splitting before the above is mended"
         return
-    s = found["summary"]
+    s = facts["summary"]
     counts = ", ".join(f"{s[k]} {k}" for k in ("affine", "partly", "opaque"))
     yield f"  {s['operations']} operations: {counts}; {s['splittable']} can be split"
-    opaque = [o for o in found["operations"] if o["class"] != "affine"]
+    opaque = [o for o in facts["operations"] if o["class"] != "affine"]
     if opaque:
         yield "  not affine:"
         yield from _cut([f"    {_node(o)} ({o['operator']}): {o['why']}; {_dims(o)}" for o in opaque], all_nodes)
-    if found["host_values"]:
+    if facts["host_values"]:
         yield "  on the host, of a size known only at run time:"
-        yield from _cut([f"    {name}: {about}" for name, about in found["host_values"].items()], all_nodes)
+        yield from _cut([f"    {name}: {about}" for name, about in facts["host_values"].items()], all_nodes)
     yield "  can be split (monoid: partial results are merged):"
     alike: dict[str, list[str]] = {}
-    for o in found["operations"]:
+    for o in facts["operations"]:
         if o["class"] == "affine" and o["dims"]:
             alike.setdefault(_dims(o), []).append(_node(o))
     rows = [f"    {dims} – {', '.join(n[:3])}{f' and {len(n) - 3} more' if len(n) > 3 else ''}" for dims, n in alike.items()]

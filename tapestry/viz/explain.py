@@ -29,8 +29,7 @@ from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import ASSUMPTION, COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
-from tapestry.viz import memory_chart
-from tapestry.viz.format import duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
+from tapestry.viz.format import area, duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
 
 Document = dict[str, Any]
 
@@ -82,7 +81,7 @@ def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
         row: Document = {
             "outs": list(op.outs), "nodes": list(op.source), "kind": kind_text(op), "dims": {d.name: d.size for d in op.space},
             "split": split_text(op, s, plan.stage(i).mesh), "block": list(shape(block)), "seconds": own[i],
-            "transfer_seconds": fetched[i], "pins": [t for t, found in pinned.items() if i in found],
+            "transfer_seconds": fetched[i], "pins": [t for t, ops in pinned.items() if i in ops],
         }  # fmt: skip
         if plan.stages:
             row["stage"] = plan.stage_of[i]
@@ -173,11 +172,11 @@ def _critical(build: Build, timed: Schedule) -> list[Document]:
 # text
 
 
-def text(build: Build, found: Document, *, critical: bool = False) -> str:
+def text(build: Build, facts: Document, *, critical: bool = False) -> str:
     """A `document` as a person reads it."""
-    lines = [*_head(build, found["simulated"]), "", *_steps(build, found), "", *_memory_text(found["memory"])]
+    lines = [*_head(build, facts["simulated"]), "", *_steps(build, facts), "", *_memory_text(facts["memory"])]
     if critical:
-        lines += ["", *_critical_text(found)]
+        lines += ["", *_critical_text(facts)]
     return "\n".join(lines) + "\n"
 
 
@@ -249,18 +248,18 @@ def _stages_text(report: Mapping[str, Any]) -> Iterator[str]:
     other = report.get("pipeline")
     if other:
         for name, key in (("with stages", ""), ("without stages", "spatial_")):
-            found = [other[f"{key}objective_s"], other[f"{key}simulated_s"]]
-            what = "no plan fits" if found[0] is None else f"objective {duration(found[0])}, simulated {duration(found[1])}"
+            costs = [other[f"{key}objective_s"], other[f"{key}simulated_s"]]
+            what = "no plan fits" if costs[0] is None else f"objective {duration(costs[0])}, simulated {duration(costs[1])}"
             yield f"{name}{' (chosen)' if other['chosen'] == (key == '') else ''}: {what}"
 
 
-def _steps(build: Build, found: Document) -> Iterator[str]:
-    rows = {t["step"]: t for t in found["steps"]}
+def _steps(build: Build, facts: Document) -> Iterator[str]:
+    rows = {t["step"]: t for t in facts["steps"]}
     for i, step in enumerate(build.program.steps):
         if i in rows:
             yield "  " + _transfer_text(rows[i])
         elif isinstance(step, Launch) and step.mode != "finish":
-            yield from _operation_text(found["operations"][step.op])
+            yield from _operation_text(facts["operations"][step.op])
 
 
 def _operation_text(row: Mapping[str, Any]) -> Iterator[str]:
@@ -333,7 +332,7 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
     weights, first = memory["weight_bytes"], memory["first_step"]
     above = [max(0, b - weights) for b in memory["alive_bytes"][first:]]
     yield f"memory on device {worst} over steps {first} to {memory['steps'] - 1}, above {human(weights)} of weights:"
-    lines = memory_chart.area(above)
+    lines = area(above)
     labels = [human(max(above, default=0)), *[""] * (len(lines) - 2), "0 B"]
     for label, line in zip(labels, lines, strict=True):
         yield f"  {label:>11} │{line}".rstrip()
@@ -342,13 +341,13 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
         yield f"  on device {worst} at the peak: '{b['buffer']}' {human(b['bytes'])}"
 
 
-def _critical_text(found: Document) -> Iterator[str]:
-    total = found["simulated"]["seconds"]
+def _critical_text(facts: Document) -> Iterator[str]:
+    total = facts["simulated"]["seconds"]
     yield f"critical path, {duration(total)} (assumed: {ASSUMPTION})"
     kinds: dict[str, float] = {}
-    for hop in found["critical_path"]:
+    for hop in facts["critical_path"]:
         kinds[hop["kind"]] = kinds.get(hop["kind"], 0.0) + hop["share"]
     yield "  " + ", ".join(f"{k} {v:.1%}" for k, v in sorted(kinds.items(), key=lambda kv: -kv[1]))
-    for hop in found["critical_path"]:
+    for hop in facts["critical_path"]:
         where = f"step {hop['step']:>4}, device {hop['device']}"
         yield f"  {hop['share']:>6.1%} {duration(hop['seconds']):>9}  {where}: {hop['what']}"

@@ -55,14 +55,14 @@ def split_text(op: Op, s: Strategy, mesh: Mesh) -> str:
         if d is not None:
             ends = "" if d not in reduced else " (all_reduce)" if out is None else f" (reduce_scatter to {op.dims[out].name})"
             axes.setdefault((d, ends), []).append(a)
-    found: list[str] = []
+    splits: list[str] = []
     for (d, ends), cut_by in axes.items():
         parts = 1
         for a in cut_by:
             parts *= mesh[a].size
-        found.append(f"{d}/{parts}@{'+'.join(mesh[a].name for a in cut_by)}{ends}")
-    found += [f"{d}/{mesh[a].size} round {mesh[a].name}" for a, d in enumerate(s.ring) if d is not None]
-    return ", ".join(found) or "none"
+        splits.append(f"{d}/{parts}@{'+'.join(mesh[a].name for a in cut_by)}{ends}")
+    splits += [f"{d}/{mesh[a].size} round {mesh[a].name}" for a, d in enumerate(s.ring) if d is not None]
+    return ", ".join(splits) or "none"
 
 
 def split_words(op: Op, s: Strategy, mesh: Mesh) -> str:
@@ -102,3 +102,26 @@ def step_text(step: Step, program: Program, ops: tuple[Op, ...]) -> str:
             return f"load '{step.buffer}'"
         case Free():
             return "free " + ", ".join(f"'{b}'" for b in step.buffers)
+
+
+# charts
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def columns(values: Sequence[int], width: int) -> list[int]:
+    """At most ``width`` values: the largest of each of so many equal stretches, so that no peak is lost."""
+    n = len(values)
+    if n <= width:
+        return list(values)
+    return [max(values[k * n // width : (k + 1) * n // width]) for k in range(width)]
+
+
+def area(values: Sequence[int], width: int = 72, height: int = 3) -> list[str]:
+    """An area chart from 0 to the largest value, in lines of block characters; anything above 0 shows."""
+    heights = columns(values, width)
+    top = max(heights, default=0) or 1
+    steps = len(BLOCKS) - 1
+    levels = [0 if v <= 0 else max(1, round(v / top * height * steps)) for v in heights]
+    rows = range(height - 1, -1, -1)
+    return ["".join(BLOCKS[min(steps, max(0, level - row * steps))] for level in levels) for row in rows]

@@ -42,21 +42,21 @@ def dump(name: str, values: Iterable[object]) -> str:
     for value in values:
         graph = graph_of(value)
         if graph is not None:
-            found = value.result if isinstance(value, Candidate) else value
-            more = list(_plan_lines(found)) if isinstance(found, PricedPlan) else []
+            result = value.result if isinstance(value, Candidate) else value
+            more = list(_plan_lines(result)) if isinstance(result, PricedPlan) else []
             return "\n".join([f"# after {name}", *more, to_text(graph)])
         if isinstance(value, ModelSource | Prepared):
             return f"# after {name}\n{onnx.printer.to_text(value.model)}\n"
     return f"# after {name}: no IR yet\n"
 
 
-def _plan_lines(found: PricedPlan) -> Iterator[str]:
+def _plan_lines(priced: PricedPlan) -> Iterator[str]:
     """A plan's cost and program, as comments."""
-    plan = found.plan
+    plan = priced.plan
     yield f"# mesh {', '.join(f'{a.name}={a.size}' for a in plan.mesh)}"
-    yield f"# objective {found.objective:.6g} s, lower bound {found.bound:.6g} s, gap {found.gap:.2%}"
-    for i, step in enumerate(found.program.steps):
-        yield f"# step {i}: {' '.join(step_text(step, found.program, plan.graph.ops).split())}"
+    yield f"# objective {priced.objective:.6g} s, lower bound {priced.bound:.6g} s, gap {priced.gap:.2%}"
+    for i, step in enumerate(priced.program.steps):
+        yield f"# step {i}: {' '.join(step_text(step, priced.program, plan.graph.ops).split())}"
 
 
 def sizes(values: Iterable[object]) -> Sizes:

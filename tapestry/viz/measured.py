@@ -20,7 +20,7 @@ from tapestry.build.store import Build
 from tapestry.ir.program import Launch, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.viz import explain
 from tapestry.viz.format import step_text
-from tapestry.viz.trace import write_events
+from tapestry.viz.trace import named, write_events
 
 Slices = Sequence[np.ndarray[Any, Any]]  # per rank: rows of (batch, step, device, stream, start, end), nanoseconds
 Row = dict[str, Any]
@@ -39,13 +39,12 @@ def write(path: Path, build: Build, slices: Slices) -> dict[str, int]:
 def _events(build: Build, slices: Slices) -> Iterator[Row]:
     """Names of tracks, then slices; nanoseconds count from the first of all."""
     begin = min((int(s[:, 4].min()) for s in slices if len(s)), default=0)
-    for rank, found in enumerate(slices):
-        devices = sorted({int(d) for d in found[:, 2]} - {-1})
-        name = {"name": f"rank {rank} (devices {', '.join(map(str, devices))})"}
-        yield {"name": "process_name", "ph": "M", "ts": 0, "pid": rank, "tid": 0, "args": name}
+    for rank, of_rank in enumerate(slices):
+        devices = sorted({int(d) for d in of_rank[:, 2]} - {-1})
+        yield named("process_name", rank, 0, {"name": f"rank {rank} (devices {', '.join(map(str, devices))})"})
         for tid, stream in enumerate(STREAMS):
-            yield {"name": "thread_name", "ph": "M", "ts": 0, "pid": rank, "tid": tid, "args": {"name": stream}}
-        for n, (batch, step, device, stream, start, end) in enumerate(cast("list[list[int]]", found.tolist())):
+            yield named("thread_name", rank, tid, {"name": stream})
+        for n, (batch, step, device, stream, start, end) in enumerate(cast("list[list[int]]", of_rank.tolist())):
             if step == len(build.program.steps):  # outputs on their way to rank 0
                 continue
             s = build.program.steps[step]
@@ -69,8 +68,8 @@ def rows(build: Build, slices: Slices) -> list[Row]:
     """Every step that takes time: what was estimated, what was measured, and what was waited (seconds)."""
     spent: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     batches: set[int] = set()
-    for rank, found in enumerate(slices):
-        for batch, step, device, stream, start, end in found.tolist():
+    for rank, of_rank in enumerate(slices):
+        for batch, step, device, stream, start, end in of_rank.tolist():
             if stream == FLOWN or step == len(build.program.steps):
                 continue
             batches.add(batch)
@@ -102,9 +101,9 @@ def overlap(slices: Slices) -> Row:
     A message is on its way from when it was expected until it was taken; ``hidden_s`` is what of it lies under kernels.
     """
     flown = hidden = 0.0
-    for found in slices:
-        kernels = found[found[:, 3] == 0][:, 4:6]
-        for _, _, _, _, start, end in found[found[:, 3] == FLOWN].tolist():
+    for of_rank in slices:
+        kernels = of_rank[of_rank[:, 3] == 0][:, 4:6]
+        for _, _, _, _, start, end in of_rank[of_rank[:, 3] == FLOWN].tolist():
             flown += (end - start) / 1e9
             under = np.minimum(kernels[:, 1], end) - np.maximum(kernels[:, 0], start)
             hidden += float(under[under > 0].sum()) / 1e9
@@ -113,42 +112,42 @@ def overlap(slices: Slices) -> Row:
 
 def analysis(build: Build, slices: Slices, seconds: Sequence[float]) -> Row:
     """Rows, totals by kind, and how far the cost model is off."""
-    found = rows(build, slices)
+    steps = rows(build, slices)
     kinds: dict[str, Row] = {}
-    for r in found:
+    for r in steps:
         k = kinds.setdefault(r["kind"], {"steps": 0, "estimated_s": 0.0, "measured_s": 0.0, "waited_s": 0.0})
         k["steps"] += 1
         for key in ("estimated_s", "measured_s", "waited_s"):
             k[key] += r[key]
-    ratios = [abs(math.log(r["measured_s"] / r["estimated_s"])) for r in found if r["measured_s"] > 0 and r["estimated_s"] > 0]
+    ratios = [abs(math.log(r["measured_s"] / r["estimated_s"])) for r in steps if r["measured_s"] > 0 and r["estimated_s"] > 0]
     total = statistics.median(list(seconds)[1:] or seconds)
     simulated = explain.schedule(build).total
     return {
-        "steps": found, "kinds": kinds, "overlap": overlap(slices), "measured_s": total, "simulated_s": simulated,
+        "steps": steps, "kinds": kinds, "overlap": overlap(slices), "measured_s": total, "simulated_s": simulated,
         "error": total / simulated - 1 if simulated else 0.0,
         "step_error": math.exp(statistics.fmean(ratios)) if ratios else 1.0,
     }  # fmt: skip
 
 
-def text(found: Row) -> str:
+def text(facts: Row) -> str:
     """The analysis as a person reads it."""
-    out = [f"measured on {found['processes']} processes of {found['threads']} threads, beside what the plan estimates", ""]
+    out = [f"measured on {facts['processes']} processes of {facts['threads']} threads, beside what the plan estimates", ""]
     out.append(f"{'step':>6}  {'estimated':>11}  {'measured':>11}  {'ratio':>7}  {'waited':>11}  what")
-    for r in found["steps"]:
+    for r in facts["steps"]:
         out.append(f"{r['step']:>6}  {_times(r)}  {r['what']}")
     out += ["", f"{'kind':16}  {'steps':>5}  {'estimated':>11}  {'measured':>11}  {'ratio':>7}  {'waited':>11}"]
-    for kind, k in found["kinds"].items():
+    for kind, k in facts["kinds"].items():
         out.append(f"{kind:16}  {k['steps']:5}  {_times(k)}")
-    way = found["overlap"]
+    way = facts["overlap"]
     if way["on_the_way_s"]:
         share = way["hidden_s"] / way["on_the_way_s"]
         out += [
             "",
             f"messages were on their way for {_ms(way['on_the_way_s']).strip()} (all ranks), {share:.0%} of it beside kernels",
         ]
-    both = f"{_ms(found['measured_s']).strip()} measured, {_ms(found['simulated_s']).strip()} simulated"
-    step = f"a step is off by a factor of {found['step_error']:.2f} on (geometric) average"
-    out += ["", f"in all {both}: error of the cost model {found['error']:+.0%}; {step}"]
+    both = f"{_ms(facts['measured_s']).strip()} measured, {_ms(facts['simulated_s']).strip()} simulated"
+    step = f"a step is off by a factor of {facts['step_error']:.2f} on (geometric) average"
+    out += ["", f"in all {both}: error of the cost model {facts['error']:+.0%}; {step}"]
     return "\n".join(out) + "\n"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.viz.format import human, moves_text
@@ -143,7 +144,128 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
 def of_batches(checked: Mapping[str, Any]) -> RenderableType:
     """How far each batch of a stream is from the reference, over its outputs."""
     table = titled("Batches", ("batch", "compared with", "rel err", ""), left=("batch", "compared with"))
-    for name, found in checked.items():
-        worst = max((float(o["rel_err"]) for o in found["outputs"].values()), default=0.0)
-        table.add_row(name, found["reference"], f"{worst:.2e}", "passed" if found["passed"] else "FAILED")
+    for name, result in checked.items():
+        worst = max((float(o["rel_err"]) for o in result["outputs"].values()), default=0.0)
+        table.add_row(name, result["reference"], f"{worst:.2e}", "passed" if result["passed"] else "FAILED")
     return table
+
+
+# kernels
+
+_KERNEL_COLUMNS = (
+    "kernel", "kind", "launches", "grid", "warps", "regs", "spills", "shared", "of limit", "occupancy", "matrix", "16-byte",
+    "FLOPs", "bytes", "roofline",
+)  # fmt: skip
+_KERNEL_WIDTH = 200
+
+
+def kernels(document: Mapping[str, Any]) -> RenderableType:
+    """What ``tapestry kernels`` made: a row for each launch of a kernel, and the model over one run."""
+    table = titled(f"Kernels for {document['target']}", _KERNEL_COLUMNS, left=("kernel", "kind", "matrix"))
+    table.columns[0].no_wrap = True
+    for r in document["kernels"]:
+        work = (f"{r['flops']:,}", f"{r['bytes']:,}", ms(r["roofline_s"])) if "bytes" in r else ("", "", "")
+        table.add_row(
+            r["kernel"], r["kind"], str(r["launches"]), "×".join(map(str, r["grid"])), str(r["num_warps"]), str(r["registers"]),
+            str(r["spills"]), f"{r['shared']:,}", f"{r['shared'] / r['shared_limit']:.0%}", f"{r['occupancy']:.0%}",
+            r["matrix"], f"{r['wide_share']:.0%}", *work,
+        )  # fmt: skip
+    return Group(table, _model(document["model"], document["precision"]))
+
+
+def _model(m: Mapping[str, Any], precision: str) -> str:
+    """The model in two lines."""
+    text = f"One run: {m['launches']} launches, {m['bytes'] / 1e6:.1f} MB, roofline {ms(m['roofline_s'])}"
+    if "unfused_kernels" in m:
+        text += f"; a kernel for each ONNX node: {m['unfused_kernels']} launches, {m['unfused_bytes'] / 1e6:.1f} MB"
+    text += f". Products of float32: {precision}."
+    return text + (f"\nWithout a kernel: {', '.join(m['opaque'])}" if m["opaque"] else "")
+
+
+def show_wide(thing: RenderableType) -> None:
+    """Print a table whole, into a file or a narrow terminal as well."""
+    console = Console(highlight=False)
+    Console(highlight=False, width=max(console.width, _KERNEL_WIDTH)).print(thing, crop=False)
+
+
+# auto-shard
+
+TITLES = {"heuristic": "PopRT-like heuristic", "dynamic": "dynamic program"}
+MIB = 1 << 20
+
+
+def sharded(document: Mapping[str, Any]) -> RenderableType:
+    """Stages of both, their sums side by side, and which was chosen."""
+    d = document
+    count = d["subgraphs"]
+    head = (
+        f"{d['nodes']} nodes, {count['all']} subgraphs (candidates: {d['candidates']}), {d['devices']} devices of "
+        f"{human(d['memory_bytes'])} ({d['topology']})"
+    )
+    parts: list[RenderableType] = [head, *(_stages(d[k], TITLES[k]) for k in TITLES), _sums(d)]
+    for k, ends in enumerate(d["sharding_nodes"]):
+        parts.append(f"sharding nodes: device {k} - {ends}")
+    parts.append(f"chosen: {TITLES[d['chosen']]}{' (the dynamic program is no better)' if d['chosen'] == 'heuristic' else ''}")
+    parts.append(f"written {d['output']} in {d['seconds']['total']:.2f} s")
+    return Group(*parts)
+
+
+def _stages(outcome: Mapping[str, Any], title: str) -> RenderableType:
+    if not outcome["fits"]:
+        return f"{title}: no scheme fits"
+    columns = ("stage", "nodes", "weights MiB", "activ. MiB", "memory", "GFLOP", "compute ms", "receive ms")
+    table = _narrow(f"{title}, memory proportion {outcome['proportion']:g}", columns)
+    for s in outcome["stages"]:
+        table.add_row(
+            str(s["stage"]), str(s["nodes"]), f"{s['weight_bytes'] / MIB:.2f}", f"{s['activation_bytes'] / MIB:.2f}",
+            f"{s['share']:.1%}", f"{s['flops'] / 1e9:.3f}", f"{s['compute_s'] * 1e3:.4g}", f"{s['receive_s'] * 1e3:.4g}",
+        )  # fmt: skip
+    return table
+
+
+def _narrow(title: str, columns: Sequence[str]) -> Table:
+    """An empty table without a frame."""
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for c in columns:
+        table.add_column(c, justify="right", no_wrap=True)
+    return table
+
+
+def _sums(d: Mapping[str, Any]) -> RenderableType:
+    table = _narrow("Estimated pipeline", ("", *TITLES.values()))
+    table.columns[0].justify, table.columns[0].no_wrap = "left", False
+    rows: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "interval (slowest stage)": lambda f: ms(f["interval_s"]),
+        "throughput, runs/s": lambda f: "" if f["throughput_per_s"] is None else f"{f['throughput_per_s']:.4g}",
+        "latency of one run": lambda f: ms(f["latency_s"]),
+        "mean stage / slowest stage": lambda f: f"{f['balance']:.1%}",
+        "fullest stage": lambda f: human(f["peak_bytes"]),
+        "schemes or cuts looked at": lambda f: str(f["schemes"]),
+    }
+    for name, cell in rows.items():
+        table.add_row(name, *(cell(d[k]) if d[k]["fits"] else "–" for k in TITLES))
+    return table
+
+
+# passes
+
+HEAD = ("name", "phase", "takes", "gives", "seconds", "changed")  # of a row; everything else is a size
+
+
+def passes(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """What ran, in order: what each pass took and gave, its seconds, and how large what it gave is."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("pass", no_wrap=True)
+    table.add_column("seconds", justify="right")
+    table.add_column("takes → gives, and its size")
+    for r in rows:
+        flow, size = f"{' '.join(r['takes'])} → {' '.join(r['gives']) or 'a check'}", sizes_text(r)
+        table.add_row(r["name"], f"{r['seconds']:.3f}", Text(flow) + (Text(f"\n{size}", style="dim") if size else Text()))
+    return table
+
+
+def sizes_text(row: Mapping[str, Any]) -> str:
+    """``12 operations, 3,264 peak bytes``; ``unchanged`` where a pass gave what it took."""
+    if row["gives"] and not row["changed"]:
+        return "unchanged"
+    return ", ".join(f"{v:,} {k.replace('_', ' ')}" for k, v in row.items() if k not in HEAD)

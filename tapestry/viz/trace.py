@@ -7,14 +7,13 @@ keeps their order); messages are flow arrows from the sender's slice to the rece
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tapestry.build.atomic import new_file
 from tapestry.ir.plan import Plan, coordinates
 from tapestry.ir.program import Launch, Program, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.plan.simulate import ASSUMPTION, STREAMS, Schedule, Timed
@@ -36,17 +35,8 @@ def write(path: Path, plan: Plan, schedule: Schedule) -> dict[str, int]:
 def write_events(path: Path, events: Sequence[Event], other: Mapping[str, Any]) -> None:
     """Write events as a Chrome trace, whole or not at all; ``other`` is data about all of it."""
     data = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as f:
-            json.dump(data, f, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with new_file(path) as temporary, temporary.open("w") as f:
+        json.dump(data, f, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def trace(plan: Plan, schedule: Schedule) -> tuple[list[Event], dict[str, int]]:
@@ -79,14 +69,15 @@ def _tracks(plan: Plan, shown: int) -> Iterator[Event]:
     """Names of processes and threads."""
     for d, c in zip(range(shown), coordinates(plan.mesh), strict=False):
         where = ", ".join(f"{a.name}={k}" for a, k in zip(plan.mesh, c, strict=True))
-        yield _named("process_name", d, 0, {"name": f"device {d} ({where})"})
-        yield _named("process_sort_index", d, 0, {"sort_index": d})
+        yield named("process_name", d, 0, {"name": f"device {d} ({where})"})
+        yield named("process_sort_index", d, 0, {"sort_index": d})
         for tid, stream in enumerate(STREAMS):
-            yield _named("thread_name", d, tid, {"name": stream})
-            yield _named("thread_sort_index", d, tid, {"sort_index": tid})
+            yield named("thread_name", d, tid, {"name": stream})
+            yield named("thread_sort_index", d, tid, {"sort_index": tid})
 
 
-def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
+def named(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
+    """The name (or the place in the order) of a process or a thread."""
     return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
 
 

@@ -16,10 +16,9 @@ from tapestry.cli import main
 from tapestry.errors import PlanError, TapestryError
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.sharding.auto_shard import auto_shard, candidates, dynamic_program
-from tapestry.sharding.auto_shard.initial_scheme import initial
 from tapestry.sharding.auto_shard.node_graph import NodeGraph, Step, node_graph
 from tapestry.sharding.auto_shard.scheme_cost import Problem, Workers, bits
-from tapestry.sharding.auto_shard.traversal import moves, traverse
+from tapestry.sharding.auto_shard.traversal import initial, moves, traverse
 from tests.support.small_models import N, f32, i64, net
 
 SEEDS = range(60)

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 
 import tapestry
 from tapestry.build import store
+from tapestry.build.atomic import new_file
 from tapestry.errors import TapestryError
 from tests.support.command_line import attention_build, run, snapshot
 from tests.support.small_models import save
@@ -297,3 +298,17 @@ def test_the_model_may_not_change_under_a_build(tmp_path):
     m.unlink()
     status, _, err = run("run", tmp_path / "b")
     assert status == 2 and str(m) in err
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "a.json"
+    with pytest.raises(ValueError), new_file(target) as temporary:
+        temporary.write_text("half")
+        raise ValueError
+    assert list(target.parent.iterdir()) == []
+    target.write_text("old")
+    with new_file(target) as temporary:
+        temporary.write_text("new")
+        assert target.read_text() == "old"
+    assert target.read_text() == "new" and list(target.parent.iterdir()) == [target]
+    assert target.stat().st_mode & 0o777 == 0o644

@@ -27,7 +27,8 @@ from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, r
 from tapestry.plan.solver.network import evaluate
 from tapestry.plan.strategy import Pin, strategies
 from tapestry.plan.topology import PRESETS, Topology, from_data, parse_mesh, to_data, topology
-from tapestry.viz import build_diff, explain, memory_chart, trace
+from tapestry.viz import build_diff, explain, trace
+from tapestry.viz.format import area, columns
 from tests.support.command_line import document, run
 from tests.support.small_models import case, random_plan, save
 
@@ -274,10 +275,10 @@ def test_documents_add_up(name):
 def test_charts_keep_peaks():
     values = [0] * 1000
     values[503] = 8
-    assert len(memory_chart.columns(values, 72)) == 72 and max(memory_chart.columns(values, 72)) == 8
-    lines = memory_chart.area(values, 72, 3)
+    assert len(columns(values, 72)) == 72 and max(columns(values, 72)) == 8
+    lines = area(values, 72, 3)
     assert len(lines) == 3 and {len(x) for x in lines} == {72} and all(x.count("█") == 1 for x in lines)
-    assert memory_chart.area([8, 1, 0], 10, 1) == ["█▁ "] and memory_chart.area([], 10, 1) == [""]
+    assert area([8, 1, 0], 10, 1) == ["█▁ "] and area([], 10, 1) == [""]
 
 
 def test_a_plan_does_not_differ_from_itself():

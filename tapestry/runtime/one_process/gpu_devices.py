@@ -240,6 +240,3 @@ class GpuExecutor(Executor):
                 log.warning("not captured in a CUDA graph: %s", part.host)
                 continue
             part.graph = graph
-
-
-__all__ = ["GpuExecutor", "Part"]

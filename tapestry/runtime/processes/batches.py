@@ -8,9 +8,7 @@ which build.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +19,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from tapestry.build.atomic import new_folder
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.runtime.feeds import random_feeds
@@ -72,15 +71,8 @@ class Batch:
         if self.source is None:
             write(self.output, outputs)
             return
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{self.output.name}.", dir=self.output.parent))
-        try:
+        with new_folder(self.output, "") as temporary:
             write(temporary, outputs)
-            temporary.chmod(0o755)
-            os.rename(temporary, self.output)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
 
 
 def load(path: Path) -> Array:

@@ -133,6 +133,3 @@ class GroupMerge:
                 else:
                     rows = [self.merged[e][k] if e == d else came[f"{name}@{e}>{d}"] for e in self.group]
                     there.copy_(torch.cat(rows).reshape(there.shape))
-
-
-__all__ = ["GroupMerge"]

@@ -26,7 +26,7 @@ from typing import Any
 
 from tapestry.errors import RunError
 from tapestry.ir.program import Launch, Program, Reduce
-from tapestry.runtime.processes.heartbeat import DONE, IDLE, PHASE, STEP, WAIT, Slots, describe, guilty, shared
+from tapestry.runtime.processes.heartbeat import CHANGED, DONE, IDLE, PHASE, STEP, WAIT, Slots, describe, guilty, shared
 from tapestry.runtime.processes.worker import Job, Open, Rank, cause, work
 
 GRACE = 0.1  # seconds in which ranks may still say what happened to them
@@ -140,7 +140,7 @@ class Attempt:
                     return f"rank {c.rank} is stopped, for {limit:.1f} s, while {self.doing(c.rank)}"
             else:
                 c.stopped = 0.0
-            beat = float(self.slots[c.rank, 4])
+            beat = float(self.slots[c.rank, CHANGED])
             if self.seen.get(c.rank, (0.0, -1.0))[1] != beat:
                 self.seen[c.rank] = (now, beat)
             moving = moving or now - self.seen[c.rank][0] < limit

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from tapestry.build import store
+from tapestry.build.atomic import new_folder
 from tapestry.build.store import Build
 from tapestry.errors import BuildError
 from tapestry.ir.kernel import Box, shape
@@ -67,7 +68,7 @@ def write(folder: Path, build: Build, identity: str, read: Callable[[str, Box], 
     for tensor, box, device in slices(build):
         mine.setdefault(device, []).append((tensor, box))
     index: dict[str, dict[str, Any]] = {}
-    with store.new_folder(folder, "index.json") as temporary:
+    with new_folder(folder, "index.json") as temporary:
         for device, held in mine.items():
             index |= _write_file(temporary / f"device-{device}.safetensors", held, build, read)
         body = {"build": identity, "slices": index}

@@ -17,17 +17,16 @@ from tapestry.lift.file.structure import check_structure, load
 from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
 from tapestry.sharding.auto_shard import candidates, stage_annotations
 from tapestry.sharding.auto_shard import dynamic_program as dynamic
-from tapestry.sharding.auto_shard.initial_scheme import initial
 from tapestry.sharding.auto_shard.node_graph import PICO, NodeGraph, node_graph
 from tapestry.sharding.auto_shard.scheme_cost import Evaluation, Problem, Scheme, Workers, bits
-from tapestry.sharding.auto_shard.traversal import traverse
+from tapestry.sharding.auto_shard.traversal import initial, traverse
 
 # PopRT withholds a share of memory for operators' temporaries, by default 0.6, and falls back to 0.3 and 0.1. Here the
 # proportion is what weights and activations may take: the rest of it.
 PROPORTIONS = (0.4, 0.7, 0.9)
 FINE = 160  # subgraphs that the dynamic program cuts between
 COARSE = 8  # subgraphs per device that the heuristic moves about
-Report = Callable[[str, float], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ def check(options: Options) -> None:
         )  # fmt: skip
 
 
-def auto_shard(options: Options, report: Report = lambda stage, seconds: None) -> dict[str, Any]:
+def auto_shard(options: Options, report: Report = lambda stage: None) -> dict[str, Any]:
     """Find stages, write the annotated model, and say what was found, as one document.
 
     Raises:
@@ -124,9 +123,9 @@ class _Clock:
     @contextmanager
     def __call__(self, stage: str) -> Generator[None]:
         start = time.perf_counter()
-        self.report(stage, 0.0)
+        self.report(stage)
         yield
-        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - start, 4)
+        self.seconds[stage] = round(time.perf_counter() - start, 4)
 
     def total(self) -> dict[str, float]:
         """All of them, and their sum."""
@@ -154,7 +153,7 @@ def plan(
     graph: NodeGraph, units: list[candidates.Unit], options: Options, memory: int, clock: _Clock | None = None, name: str = ""
 ) -> Attempt:
     """Run the heuristic on merged subgraphs, then the dynamic program on finer ones with what the heuristic saw."""
-    clock = clock or _Clock(lambda stage, seconds: None)
+    clock = clock or _Clock(lambda stage: None)
     n = options.devices
     coarse = candidates.merge(graph, units, COARSE * n, n)
     fine = candidates.refine(graph, coarse, max(FINE, 3 * n))

@@ -37,9 +37,9 @@ def family(problem: Problem, known: Sequence[Scheme] = (), coarse: Problem | Non
         known: schemes whose cuts must be among them.
         coarse: the same graph in larger subgraphs, unions of this problem's; all its cuts are taken as well if they are few.
     """
-    found = downsets(problem, limit)
-    if found is not None:
-        return Family(tuple(sorted(found)), True)
+    masks = downsets(problem, limit)
+    if masks is not None:
+        return Family(tuple(sorted(masks)), True)
     cuts = {0}
     for order in (range(len(problem.units)), _depth_first(problem), *(_ordered(s) for s in known)):
         mask = 0
@@ -77,17 +77,17 @@ def least_memory(problem: Problem, devices: int, cuts: Family, known: Sequence[S
 
 def downsets(problem: Problem, limit: int) -> set[int] | None:
     """Every set of subgraphs that contains what it needs; nothing when there are more than ``limit``."""
-    found, fresh = {0}, [0]
+    masks, fresh = {0}, [0]
     while fresh:
         mask = fresh.pop()
         for u in bits(problem.all & ~mask):
             grown = mask | 1 << u
-            if not problem.parents[u] & ~mask and grown not in found:
-                found.add(grown)
+            if not problem.parents[u] & ~mask and grown not in masks:
+                masks.add(grown)
                 fresh.append(grown)
-        if len(found) > limit:
+        if len(masks) > limit:
             return None
-    return found
+    return masks
 
 
 def _ordered(scheme: Scheme) -> Iterable[int]:

@@ -22,18 +22,18 @@ def annotate_stages(model: ModelProto, stages: Sequence[int], devices: int) -> N
     """
     first, last = IR_VERSIONS
     model.ir_version = min(max(model.ir_version, first), last)
-    kept = [c for c in model.configuration if c.name != CONFIGURATION]
+    others = [c for c in model.configuration if c.name != CONFIGURATION]
     del model.configuration[:]
-    model.configuration.extend(kept)
+    model.configuration.extend(others)
     model.configuration.add(name=CONFIGURATION, num_devices=devices)
     for node, stage in zip(model.graph.node, stages, strict=True):
         _mark(node, stage)
 
 
 def _mark(node: NodeProto, stage: int) -> None:
-    kept = [c for c in node.device_configurations if c.configuration_id != CONFIGURATION]
+    others = [c for c in node.device_configurations if c.configuration_id != CONFIGURATION]
     del node.device_configurations[:]
-    node.device_configurations.extend(kept)
+    node.device_configurations.extend(others)
     node.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stage)
     for graph in subgraphs(node):
         for inner in graph.node:

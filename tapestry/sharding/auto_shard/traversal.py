@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from tapestry.sharding.auto_shard.scheme_cost import Evaluation, Problem, Scheme, bits
 
@@ -38,6 +39,24 @@ class Traversal:
             self.best = e
 
 
+def initial(problem: Problem, devices: int) -> Scheme:
+    """The scheme to start from: contiguous groups of about equal bytes, none empty.
+
+    Bytes are the weights', as in PopRT; of a model without weights, the seconds.
+    """
+    count = len(problem.units)
+    assert count >= devices
+    sizes = problem.bytes if sum(problem.bytes) else problem.time
+    before = [0, *accumulate(sizes)]
+    cuts = [0]
+    for k in range(1, devices):
+        target = before[-1] * k / devices
+        allowed = range(cuts[-1] + 1, count - (devices - k) + 1)  # every group keeps at least one subgraph
+        cuts.append(min(allowed, key=lambda i: abs(before[i] - target)))
+    cuts.append(count)
+    return tuple(((1 << b) - 1) ^ ((1 << a) - 1) for a, b in pairwise(cuts))
+
+
 def traverse(problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate, *, optimal: bool) -> Traversal:
     """Look at schemes around ``start``.
 
@@ -45,14 +64,14 @@ def traverse(problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate,
         capacity: bytes that a stage may take.
         optimal: go on after the first scheme that fits, for a better balance.
     """
-    found = Traversal()
+    traversal = Traversal()
     seen, frontier = {start}, [start]
-    while frontier and found.schemes < LIMIT:
+    while frontier and traversal.schemes < LIMIT:
         evaluations = evaluate(frontier)
         for e in evaluations:
-            found.see(e, capacity)
-            if found.best is not None and not optimal:
-                return found
+            traversal.see(e, capacity)
+            if traversal.best is not None and not optimal:
+                return traversal
         evaluations.sort(key=lambda e: (max(0, e.memory - capacity), e.rank, e.scheme))
         frontier = list[Scheme]()
         for e in evaluations[:BEAM]:
@@ -60,9 +79,9 @@ def traverse(problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate,
                 if scheme not in seen:
                     seen.add(scheme)
                     frontier.append(scheme)
-                    found.moves[kind] += 1
-        del frontier[LIMIT - found.schemes :]
-    return found
+                    traversal.moves[kind] += 1
+        del frontier[LIMIT - traversal.schemes :]
+    return traversal
 
 
 def group(e: Evaluation, capacity: int) -> int:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tapestry.build.atomic import new_file
 from tapestry.codegen.triton.emit.source import kernel_key
 from tapestry.codegen.triton.model.kernel_config import KernelConfig
 from tapestry.codegen.triton.run.local_gpu import chip_name
@@ -89,10 +88,8 @@ class Cache:
             "format": FORMAT, "key": key, "device": self.device, "triton": self.version, "library": choice.library,
             "knobs": asdict(choice.config) if choice.config else None, "measured": dict(measured),
         }  # fmt: skip
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=".", suffix=".tmp", delete=False) as f:
-            json.dump({**body, "sha256": _digest(body)}, f, indent=1)
-        os.replace(f.name, self.path(key))
+        with new_file(self.path(key)) as temporary:
+            temporary.write_text(json.dumps({**body, "sha256": _digest(body)}, indent=1))
 
 
 def local_cache(folder: Path, device: Any, precision: str = "ieee") -> Cache | None:

@@ -1,0 +1,63 @@
+"""Files and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tapestry.errors import BuildError
+
+
+@contextmanager
+def new_file(path: Path) -> Generator[Path]:
+    """A temporary file beside ``path`` that takes its place in one step, once it has been filled."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(folder: Path, mark: str) -> Generator[Path]:
+    """An empty folder that takes the place of another one in one step, once it has been filled.
+
+    Raises:
+        BuildError: the place holds something else than a folder with the file ``mark`` in it, or an empty one.
+    """
+    folder = Path(os.path.realpath(folder))  # through a link: an exchange would leave the link beside the target
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
+        raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        _swap(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap(new: Path, old: Path) -> None:
+    """Put ``new`` in the place of ``old`` (which then stands where ``new`` was)."""
+    if not old.exists():
+        os.rename(new, old)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    at_cwd, exchange = -100, 2
+    if hasattr(libc, "renameat2") and libc.renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), exchange) == 0:
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", dir=old.parent)) / "old"
+    os.rename(old, aside)
+    os.rename(new, old)
+    shutil.rmtree(aside.parent, ignore_errors=True)
