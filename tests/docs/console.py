@@ -74,7 +74,7 @@ def run(command: list[str], folder: Path) -> str:
     """Run a command in ``folder`` and return what it prints; an exit status other than 0 is an error."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
-    for name in ("MAKEFLAGS", "TRITON_INTERPRET"):
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TRITON_INTERPRET"):  # of a make or a test around this one
         env.pop(name, None)
     done = subprocess.run(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
