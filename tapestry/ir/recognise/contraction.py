@@ -8,7 +8,7 @@ from math import prod
 from typing import Protocol
 
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, uncast, walk
-from tapestry.ir.graph import Block, Dim, Inner, Read
+from tapestry.ir.graph import Block, Dim, Inner
 from tapestry.ir.index import dim, dims_of
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product, primitive_of
 from tapestry.ir.recognise.exponential import exponential
@@ -86,16 +86,6 @@ def sides(op: Nest) -> tuple[Expr, Expr, frozenset[str], frozenset[str]] | None:
     """The two factors of a contraction and the dimensions of each."""
     pair = factors(op)
     return None if pair is None else (*pair, dims_read(op, pair[0]), dims_read(op, pair[1]))
-
-
-def only_reads(op: Block) -> tuple[Read, Read] | None:
-    """The reads of a contraction of two tensors as they are, unguarded, with nothing computed before or after."""
-    pair = factors(op)
-    if pair is None or len(op.reads) != 2 or len(op.outs) != 1 or op.lowers or op.splits or op.inner:
-        return None
-    if {type(e) for e in pair} != {Arg} or pair[0] == pair[1] or pair[0].dtype != op.body[0].dtype:
-        return None
-    return None if any(r.other is not None for r in op.reads) else (op.reads[0], op.reads[1])
 
 
 def only_sums(monoid: str | None) -> bool:
