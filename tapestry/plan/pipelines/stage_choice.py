@@ -13,12 +13,12 @@ from tapestry.plan.pipelines.pipeline_search import MICRO_BATCHES, Staged, searc
 from tapestry.plan.pipelines.sequence import sequence
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.simulate import TRANSFER, simulate
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.rule import Move
 
-AUTO_SHARE = 0.5  # of what the plan without stages took: seconds for stages that nobody asked for
-LEAST_SECONDS, MOST_SECONDS = 2.0, 5.0  # and the limits of that; where it would be more, they are not looked for
+AUTO_SHARE = 0.5  # of what the plan without stages took: work for stages that nobody asked for
+LEAST, MOST = 2.0 * SECOND, 5.0 * SECOND  # and the limits of that; where it would be more, they are not looked for
 SLOW = 2.0  # a mesh axis is slow if a byte takes so many times longer than on the fastest
 WAITING = 0.05  # stages may pay if the spatial plan spends at least this share of its time on transfers
 
@@ -84,17 +84,17 @@ def choose(
     Args:
         spatial: the plan without stages, or why there is none.
         tight: whether the plan without stages fits only by splits in time or streamed weights.
-        spent: seconds that it took.
+        spent: units of work that it took.
 
     Raises:
         PlanError: nothing fits, or there is no plan as asked for.
     """
     unfit = isinstance(spatial, PlanError)
     staged: Staged | None = None
-    quick = tight or unfit or AUTO_SHARE * spent <= MOST_SECONDS
+    quick = tight or unfit or AUTO_SHARE * spent <= MOST
     if request.explicit or (request.stages != 1 and quick and _may_pay(spatial, topo, tight)):
         upper = float("inf") if unfit or request.explicit else spatial.objective
-        part = budget if request.explicit or unfit or tight else budget.part(max(LEAST_SECONDS, AUTO_SHARE * spent))
+        part = budget if request.explicit or unfit or tight else budget.part(max(LEAST, AUTO_SHARE * spent))
         insist = request.explicit or unfit
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
         staged = search_stages(graph, topo, stages=request.stages, micro=micro, upper=upper, budget=part, insist=insist)

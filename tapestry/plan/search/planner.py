@@ -30,7 +30,7 @@ def search(
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
     fixed: LayoutConstraints = LayoutConstraints(),  # noqa: B008  (immutable)
-    time_limit: float | Budget = 60.0,
+    time_limit: float | Budget | None = None,
     start: Start | None = None,
 ) -> PricedPlan:
     """The best plan that the strategies allow within the devices' memory.
@@ -39,13 +39,15 @@ def search(
         pins: splits that the user insists on, by operation.
         inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
         fixed: what annotations of the model say of its operations.
-        time_limit: seconds, or a budget that may be interrupted; a plan comes out of none at all.
+        time_limit: seconds, a budget, or nothing: the usual amount of work. A plan comes out of none at all.
         start: what an earlier search found; what is found is never worse, as far as it applies.
 
     Raises:
         PlanError: no plan fits (or was found in time); says by how many bytes, on which device, and for which tensors.
     """
-    return fitting(build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed), Budget.of(time_limit), start)
+    problem, budget = build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed), Budget.of(time_limit)
+    budget.spend(problem.work)
+    return fitting(problem, budget, start)
 
 
 def fitting(problem: Problem, budget: Budget, start: Start | None = None) -> PricedPlan:
@@ -77,6 +79,7 @@ def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeez
         return begun
     solution = solve(problem.network, budget, choice)
     first = priced_plan(problem, solution.choice, max(solution.bound, bound))
+    budget.spend(problem.lowering)
     best = with_rings(first)
     if peak(best) <= limit or max(problem.sizes, default=1) == 1:
         return best

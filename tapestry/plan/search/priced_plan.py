@@ -79,7 +79,9 @@ def too_big(closest: PricedPlan, limit: int, budget: Budget, tried: str = "") ->
     alive = alive_at(closest.program, at[device])
     largest = sorted(alive, key=lambda b: -closest.program.buffers[b].nbytes(device))[:4]
     names = ", ".join(f"'{b}' {closest.program.buffers[b].nbytes(device):,}" for b in largest)
-    ended = "the search was interrupted before" if budget.interrupted() else "the time was up before" if budget.over() else ""
+    ended = (
+        "the search was interrupted before" if budget.interrupted() else "the budget was over before" if budget.over() else ""
+    )
     return TooBig(
         closest,
         f"{ended + ' a plan was found that fits' if ended else 'no plan fits'}: device {device} needs {most[device]:,} bytes"
