@@ -14,8 +14,8 @@ from tapestry.ir.plan import MeshAxis
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.hoist_transfers import early
 from tapestry.plan.schedule.paths import Paths
-from tapestry.plan.search.planner import choice_of, search
-from tapestry.plan.search.priced_plan import priced_plan
+from tapestry.plan.search.planner import search
+from tapestry.plan.search.priced_plan import choice_of, priced_plan
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.topology import Topology, parse_mesh, topology

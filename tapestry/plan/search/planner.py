@@ -13,14 +13,14 @@ import numpy as np
 
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout, Plan, still
+from tapestry.ir.plan import Layout
 from tapestry.ir.program import Transfer
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.lower import lower
 from tapestry.plan.schedule.time_bound import Game
 from tapestry.plan.search import to_ring
 from tapestry.plan.search.memory_limit import demands, within_memory
-from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan, too_big
+from tapestry.plan.search.priced_plan import PricedPlan, choice_of, peak, priced_plan, too_big
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start, beginning, fingerprint
 from tapestry.plan.simulate import simulate
@@ -40,7 +40,7 @@ def search(
     inputs: Mapping[str, Layout] | None = None,
     outputs: Mapping[str, Layout] | None = None,
     fixed: LayoutConstraints = LayoutConstraints(),  # noqa: B008  (immutable)
-    time_limit: float | Budget = 60.0,
+    time_limit: float | Budget | None = None,
     start: Start | None = None,
 ) -> PricedPlan:
     """The best plan that the strategies allow within the devices' memory.
@@ -49,13 +49,15 @@ def search(
         pins: splits that the user insists on, by operation.
         inputs, outputs: layouts fixed for graph inputs (or weights) and outputs.
         fixed: what annotations of the model say of its operations.
-        time_limit: seconds, or a budget that may be interrupted; a plan comes out of none at all.
+        time_limit: seconds, a budget, or nothing: the usual amount of work. A plan comes out of none at all.
         start: what an earlier search found; what is found is never worse, as far as it applies.
 
     Raises:
         PlanError: no plan fits (or was found in time); says by how many bytes, on which device, and for which tensors.
     """
-    return fitting(build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed), Budget.of(time_limit), start)
+    problem, budget = build(graph, topo, pins or {}, inputs or {}, outputs or {}, fixed), Budget.of(time_limit)
+    budget.spend(problem.work)
+    return fitting(problem, budget, start)
 
 
 def fitting(problem: Problem, budget: Budget, start: Start | None = None) -> PricedPlan:
@@ -70,12 +72,15 @@ def fitting(problem: Problem, budget: Budget, start: Start | None = None) -> Pri
     return best
 
 
-def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeeze: bool = True) -> PricedPlan:
+def spatial(
+    problem: Problem, budget: Budget, start: Start | None = None, squeeze: bool = True, clock: bool = True
+) -> PricedPlan:
     """The best plan of a problem that fits; where none was found, the one with the least memory.
 
     Args:
         start: what an earlier search found.
         squeeze: whether to look once more near the plan with the least memory before giving up.
+        clock: whether simulated time counts; else the costs added up, and there is no bound.
     """
     limit = problem.topo.device.memory
     choice = beginning(problem, start) if start else None
@@ -87,10 +92,11 @@ def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeez
         return begun
     solution = solve(problem.network, budget, choice)
     first = priced_plan(problem, solution.choice, -np.inf)
+    budget.spend(problem.lowering)
     best, tight = with_rings(first), False
     if peak(best) > limit and max(problem.sizes, default=1) > 1:
         best, tight = with_rings(within_memory(problem, first, budget, begun, -np.inf, squeeze)), True
-    if peak(best) > limit:
+    if peak(best) > limit or not clock:
         return best
     return _on_the_clock(problem, _faster(begun, best), budget, bound, tight=tight)
 
@@ -101,6 +107,7 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
     usages = (demands(problem, surely=True), [limit] * len(problem.graph.ops)) if tight else ((), ())
     game = Game(problem, *usages)
     for choice in game.play(choice_of(problem, best.plan), ROUNDS, budget):
+        budget.spend(problem.lowering)
         other = with_rings(priced_plan(problem, choice, -np.inf))
         if peak(other) <= limit:
             best = _faster(other, best)
@@ -112,11 +119,6 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
 def _faster(one: PricedPlan | None, best: PricedPlan) -> PricedPlan:
     """The one that takes less time; the second unless the first one clearly does."""
     return one if one is not None and one.objective < best.objective * (1 - PROVED) else best
-
-
-def choice_of(problem: Problem, plan: Plan) -> list[int]:
-    """The strategies of a plan, as if no blocks travelled, by their numbers."""
-    return [m.strategies.index(still(s)) for m, s in zip(problem.menus, plan.strategies, strict=True)]
 
 
 def with_rings(best: PricedPlan) -> PricedPlan:

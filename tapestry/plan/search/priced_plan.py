@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tapestry.errors import PlanError
-from tapestry.ir.plan import Plan
+from tapestry.ir.plan import Plan, still
 from tapestry.ir.program import Program, alive_at, peak_bytes
 from tapestry.plan.lower import lower
 from tapestry.plan.search.problem import Problem
@@ -64,6 +64,16 @@ def priced_plan(problem: Problem, choice: Sequence[int], bound: float) -> Priced
     )
 
 
+def choice_of(problem: Problem, plan: Plan) -> list[int]:
+    """The strategies of a plan, as if no blocks travelled, by their numbers."""
+    return [m.strategies.index(still(s)) for m, s in zip(problem.menus, plan.strategies, strict=True)]
+
+
+def summed(problem: Problem, plan: Plan) -> float:
+    """All costs of a plan added up, in seconds: as if nothing overlapped and nothing were shared."""
+    return evaluate(choice_of(problem, plan), problem.factors)
+
+
 def peak(plan: PricedPlan) -> int:
     """Bytes that the tightest device needs, as if all devices had as much memory as the one that has least."""
     need = peak_bytes(plan.program)[0]
@@ -80,7 +90,9 @@ def too_big(closest: PricedPlan, limit: int, budget: Budget, tried: str = "") ->
     alive = alive_at(closest.program, at[device])
     largest = sorted(alive, key=lambda b: -closest.program.buffers[b].nbytes(device))[:4]
     names = ", ".join(f"'{b}' {closest.program.buffers[b].nbytes(device):,}" for b in largest)
-    ended = "the search was interrupted before" if budget.interrupted() else "the time was up before" if budget.over() else ""
+    ended = (
+        "the search was interrupted before" if budget.interrupted() else "the budget was over before" if budget.over() else ""
+    )
     return TooBig(
         closest,
         f"{ended + ' a plan was found that fits' if ended else 'no plan fits'}: device {device} needs {most[device]:,} bytes"

@@ -35,6 +35,8 @@ from tapestry.plan.strategy import (
 )
 from tapestry.plan.topology import Device, Topology
 
+STRATEGY, CELL, OPERATION = 500_000, 50, 50_000  # units of work for building one
+LOWERED = 200_000  # units of work for lowering an operation
 HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: load less from the host
 
 
@@ -96,6 +98,19 @@ class Problem:
     def sizes(self) -> list[int]:
         """Number of choices of each operation."""
         return [len(m.strategies) for m in self.menus]
+
+    @property
+    def work(self) -> float:
+        """Units of work that building it took, about: by the strategies and the tables, equal ones counted once."""
+        menus, tables = {id(m): m for m in self.menus}, {id(f.table): f.table for f in self.factors}
+        strategies, devices = sum(len(m.strategies) for m in menus.values()), len(self.topo.memories())
+        cells = sum(t.size for t in tables.values() if t.ndim == 2)
+        return STRATEGY * strategies + CELL * cells * devices + OPERATION * len(self.graph.ops)
+
+    @property
+    def lowering(self) -> float:
+        """Units of work that lowering a plan of it takes, about."""
+        return LOWERED * len(self.graph.ops) * (1 + len(self.topo.memories()) / 8)
 
     @property
     def network(self) -> Network:
