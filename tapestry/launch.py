@@ -268,16 +268,18 @@ def _rank(place: flags.World, job: Any) -> Document:
     """
     from tapestry.runtime.processes.heartbeat import Heartbeat, describe, end_soon, shared
     from tapestry.runtime.processes.rendezvous import join
-    from tapestry.runtime.processes.worker import Rank, cause, work
+    from tapestry.runtime.processes.worker import PARTING, Rank, cause, work
 
     slots = shared(place.world)
-    guard = end_soon(Heartbeat(slots, place.rank), 2 * job.timeout)
+    heartbeat = Heartbeat(slots, place.rank)
+    guard = end_soon(heartbeat, 2 * job.timeout)
     shared_store, secret = join(place, job.timeout)
     guard.cancel()
     me = Rank(rank=place.rank, world=place.world, store=shared_store, slots=slots, beats=True, local=place.local, secret=secret)
     try:
         return work(me, job, api.open_session)
     except Exception as e:
+        end_soon(heartbeat, PARTING)
         kind, text = cause(e, slots[me.rank])
         if kind == "failed" and _first(shared_store, me.rank):
             raise RunError(f"rank {me.rank}: {text}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -120,7 +119,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
         _barrier(me, job, heartbeat)
         done = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
         document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
-        return document and {**document, "hosted": done[-1][1] if done else {}}
+        document = document and {**document, "hosted": done[-1][1] if done else {}}
     except PeerLost as e:
         if beats is not None:
             end_soon(heartbeat, 2 * PARTING)
@@ -128,10 +127,8 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     finally:
         if beats is not None:
             beats.ended.set()
-            if sys.exc_info()[0] is not None:
-                end_soon(heartbeat, PARTING)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    dist.destroy_process_group()  # not after a failure: it would wait for those that are gone
+    return document
 
 
 def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> tuple[RunReport, dict[str, Any]]:
