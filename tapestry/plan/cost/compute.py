@@ -11,7 +11,7 @@ import numpy as np
 from tapestry.ir.expr import Call, arg_positions, count_calls
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import dims_read, kept, products
+from tapestry.ir.recognise.contraction import dims_read, dims_varied, kept, products
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
@@ -84,16 +84,16 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
         light = light + sum(points(dims_read(op, e)) * count_calls((e,)) for e in product)
     assert op.monoid
     merge = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
-    reduced = frozenset(d.name for d in op.reduce)
+    reduced = frozenset(d.name for d in op.reduce if d.size > 1)
     row = kept(op.monoid, op.dims, op.reduce, op.body)
     body = op.body[:-1] if row else op.body  # what is kept is picked, not summed
     if row and op.inner:  # a part of a row has no kernel of whole rows: its product is computed for every column
         part = block[:, names.index(row.over.name)]
         heavy = heavy * np.where(part[:, 1] - part[:, 0] < row.over.size, row.column.size, 1)
-    lifted = [dims_read(op, e) for e in body]
+    lifted = [dims_varied(op, e) for e in body]
     for e, m, own, along in zip(body, merge[: len(body)], lifted, varies(op)[: len(body)], strict=True):
         light = light + rows(own) * count_calls((e,))
-        field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v}
+        field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v and d.size > 1}
         if field - own and own - lifted[0]:  # weights by rows times values by columns
             heavy = heavy + 2 * points(field)
         else:
