@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER
 
-SIZES = (8, 256, 2048, 8192, 32768, 131072, 524288, 1 << 21, 1 << 23, 1 << 24)  # bytes
+SIZES = (8, 512, *(1 << k for k in range(12, 25)))  # bytes
+REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,10 @@ def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> tuple
         cells = max(cells // (n - 1), 1)
         return _exchange(group, cells, device), 4 * cells * (n - 1)
     part = max(cells // n, 1)
-    whole, other = torch.ones(part * n, device=device), torch.ones(part * n, device=device)
+    whole, other = torch.zeros(part * n, device=device), torch.zeros(part * n, device=device)  # sums stay what they are
     piece, roots, g = torch.ones(part, device=device), cycle(group.ranks), group.handle
     calls: dict[str, Callable[[], object]] = {
-        ALL_REDUCE: lambda: dist.all_reduce(whole.fill_(1.0), group=g),
+        ALL_REDUCE: lambda: dist.all_reduce(whole, group=g),
         ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, piece, group=g),
         REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(piece, whole, group=g),
         ALL_TO_ALL: lambda: dist.all_to_all_single(other, whole, group=g),
@@ -112,13 +114,13 @@ class CallClock:
         return float(out[0])
 
     def seconds(self, run: Callable[[], object], window: float) -> float:
-        """Seconds of one call: the mean over as many as fit into a time, of the slowest rank.
+        """Seconds of one call: the median over repetitions of the mean over as many as fit into a time, of the slowest rank.
 
         All groups make as many calls, so that none is measured while another one rests.
         """
         once = self.agreed(self._mean(run, 2))
-        count = max(2, min(4096, int(window / max(once, 1e-7))))
-        return self.agreed(self._mean(run, count))
+        count = max(2, min(4096, int(window / REPEATS / max(once, 1e-7))))
+        return statistics.median(self.agreed(self._mean(run, count)) for _ in range(REPEATS))
 
     def _mean(self, run: Callable[[], object], count: int) -> float:
         dist.barrier()

@@ -1,7 +1,8 @@
 """Few numbers from many measurements, and how well they predict measurements that were kept back.
 
 Errors are relative, and as bad above as below: what is least is the sum of ``(p - t)² / (p t)`` over predicted p and measured
-t, by least squares with weights from the last round. No coefficient is below zero.
+t, by least squares with weights from the last round. A measurement that is off by more than `FAR` counts by its error and not
+by the square of it (Huber 1964), so that few of another kind do not spoil the rest. No coefficient is below zero.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 
 from tapestry.plan.topology.measured_costs import KernelRates
 
-ROUNDS = 12
+ROUNDS = 20
+FAR = 0.4  # of the logarithm of p / t
 FASTEST = 1e18  # FLOP/s or B/s of what no measurement shows to cost anything
 T = TypeVar("T")
 
@@ -44,7 +46,8 @@ def coefficients(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """The x ≥ 0 with the least relative errors of ``columns @ x`` against ``seconds`` (all above zero)."""
     found, predicted = np.zeros(columns.shape[1]), seconds
     for _ in range(ROUNDS):
-        weight = 1 / np.sqrt(predicted * seconds)
+        far = np.maximum(np.abs(np.log(predicted / seconds)) / FAR, 1.0)
+        weight = 1 / np.sqrt(predicted * seconds * far)
         found = _not_negative(columns * weight[:, None], seconds * weight)
         predicted = np.maximum(columns @ found, seconds * 1e-3)
     return found
@@ -78,7 +81,7 @@ def vector_rate(points: Sequence[KernelPoint]) -> float:
     if not any(p.light for p in mine):
         return max((p.work / p.seconds for p in points if p.kind == "map" and p.work), default=FASTEST)
     columns = np.array([[1.0, p.work, p.nbytes, p.light] for p in mine])
-    return 1 / max(coefficients(columns, np.array([p.seconds for p in mine]))[3], 1 / FASTEST)
+    return 1 / max(float(coefficients(columns, np.array([p.seconds for p in mine]))[3]), 1 / FASTEST)
 
 
 def kernel_seconds(rates: KernelRates, p: KernelPoint, vector: float) -> float:

@@ -19,7 +19,7 @@ from tapestry.runtime.target_protocol import Target
 
 REPEATS, REPEATS_ALONE = 3, 2
 PREPARATION = 0.15  # seconds to make a probe's arrays and kernels, about
-QUICK = 15.0  # seconds below which four probes of a class and every other size are measured
+QUICK = 15.0  # seconds below which four probes of a class and every fourth size are measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class _Bench:
         self.clock = CallClock(target.device)
         quick = task.seconds < QUICK
         self.probes, self.dtypes = list(few_probes() if quick else probes()), list(rates_by_dtype())
-        self.sizes = SIZES[:: 2 if quick else 1]
+        self.sizes = SIZES[:: 4 if quick else 1]
         self.groups = list(groups(rank, task.processes, task.strided)) if task.processes > 1 else []
         shared = task.processes > 1
         kernels, calls = len(self.probes) + len(self.dtypes), len(self.groups) * len(CALLS) * len(self.sizes)

@@ -149,13 +149,14 @@ def _opaque(rows: int, width: int) -> Probe:
 def probes() -> Iterator[Probe]:
     """All that ``calibrate`` measures: sizes of layers of small and medium models, cut into parts or not."""
     for m, k, n in (
+        (1, 64, 64), (8, 64, 256), (32, 128, 128),
         (1, 768, 768), (1, 768, 3072), (1, 3072, 768), (4, 768, 768), (16, 768, 384), (16, 768, 3072), (64, 192, 768),
         (64, 768, 768), (64, 3072, 384), (256, 768, 192), (256, 768, 1536), (256, 1536, 768), (512, 768, 3072), (768, 768, 768),
     ):  # fmt: skip
         yield _product(m, k, n)
     yield from (_product(m, 768, n, then=GELU) for m, n in ((1, 3072), (64, 1536), (256, 3072)))
     yield from (_three(m, 768, n) for m, n in ((1, 384), (64, 768), (256, 384)))
-    yield from (_attention(*s) for s in ((1, 6, 64, 64), (4, 12, 64, 64), (1, 12, 128, 128), (1, 12, 1, 128)))
+    yield from (_attention(*s) for s in ((1, 4, 16, 16), (1, 6, 64, 64), (4, 12, 64, 64), (1, 12, 128, 128), (1, 12, 1, 128)))
     for b, c, o, side, window in (
         (1, 64, 64, 56, 1), (1, 256, 64, 28, 1), (4, 128, 512, 14, 1), (1, 64, 64, 28, 3), (1, 128, 128, 28, 3),
         (4, 64, 64, 14, 3), (1, 256, 256, 7, 3), (1, 32, 64, 56, 3), (1, 16, 16, 14, 3),
