@@ -18,6 +18,7 @@ from tapestry.runtime.calibration.probes import Probe, beside_transfers, few_pro
 from tapestry.runtime.target_protocol import Target
 
 REPEATS, REPEATS_ALONE = 3, 2
+LONG = 4  # windows
 PREPARATION = 0.15  # seconds to make a probe's arrays and kernels, about
 QUICK = 15.0  # seconds below which four probes of a class and every fourth size are measured
 
@@ -95,16 +96,20 @@ class _Bench:
         return k.point(seconds), alone
 
     def calls(self) -> list[CallPoint]:
-        """Every call in every group; sizes that come out equal once."""
+        """Every call in every group; sizes that come out equal once, and none beyond one that took `LONG` windows."""
         out: dict[tuple[str, int, int, int], CallPoint] = {}
         for g in self.groups:
             for name in CALLS:
+                last = 0.0
                 for size in self.sizes:
+                    self.step()
+                    if last > LONG * self.window:
+                        continue
                     run, nbytes = call_of(name, g, size, self.target.device)
                     key = (name, len(g.ranks), g.stride, nbytes)
                     if key not in out:
-                        out[key] = CallPoint(*key, self.clock.seconds(run, self.window))
-                    self.step()
+                        last = self.clock.seconds(run, self.window)
+                        out[key] = CallPoint(*key, last)
         return list(out.values())
 
     def hidden(self, calls: list[CallPoint]) -> float:
