@@ -12,20 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import TapestryError
 from tapestry.ir.collective_calls import CALLS
 from tapestry.plan.cost.kernel_class import kernel_class
-from tapestry.plan.topology import parse_mesh, to_data, topology
+from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.measured_costs import CLASSES
 from tapestry.runtime.calibration import automatic
 from tapestry.runtime.calibration.call_clock import CallPoint
 from tapestry.runtime.calibration.document import document, write
-from tapestry.runtime.calibration.fit import KernelPoint, fit_kernels, fit_table, rising
 from tapestry.runtime.calibration.kernel_clock import KernelClock
+from tapestry.runtime.calibration.least_squares import KernelPoint, fit_kernels, fit_table, rising
 from tapestry.runtime.calibration.measure import Measurements, Task
 from tapestry.runtime.calibration.probes import probes
 from tapestry.runtime.calibration.trace_fit import from_trace
+from tests.support.small_models import save
 
 LAUNCH, RATE, BANDWIDTH = 2e-5, 5e10, 8e9
 SIZES = [(w, n) for w, n in product((1e4, 1e6, 1e8), (1e3, 1e5, 1e7)) if w * n < 1e15]
@@ -212,6 +214,19 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     many = automatic.automatic(most)
     assert automatic.automatic(most + 1) == many and len(asked) == (1 if many == first else 2)
     topology(parse_mesh("2"), first)
+
+
+def test_a_plan_says_of_which_machine_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The default topology of a compilation is the measured one; equal measurements give equal plans."""
+    monkeypatch.delenv("TAPESTRY_TOPOLOGY")
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    monkeypatch.setattr(automatic, "_measure", lambda path, processes, threads: write(path, document(measured(processes), {})))
+    first, again = (tapestry.compile(save("mlp"), devices=2) for _ in range(2))
+    assert first.report["topology"] == {"name": "auto", "measured": True}
+    assert first.build.topology == again.build.topology and first.build.moves == again.build.moves
+    assert from_data(first.build.topology).device.classes
+    fixed = tapestry.compile(save("mlp"), devices=2, topology="cpu")
+    assert fixed.report["topology"] == {"name": "cpu", "measured": False}
 
 
 def test_what_cannot_be_measured_is_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,12 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from tapestry.ir.collective_calls import CALLS, EXCHANGE
-from tapestry.runtime.calibration.call_clock import SIZES, CallClock, CallPoint, call_of, finished, groups, started_exchange
-from tapestry.runtime.calibration.fit import KernelPoint
+from tapestry.runtime.calibration.call_clock import (
+    SIZES,
+    CallClock,
+    CallPoint,
+    api,
+    call_of,
+    finished,
+    groups,
+    started_exchange,
+)
 from tapestry.runtime.calibration.kernel_clock import KernelClock
+from tapestry.runtime.calibration.least_squares import KernelPoint
 from tapestry.runtime.calibration.probes import Probe, beside_transfers, few_probes, probes, rates_by_dtype
 from tapestry.runtime.target_protocol import Target
 
@@ -83,15 +91,15 @@ class _Bench:
         k = KernelClock(probe, self.target)
         alone, shared = None, self.task.processes > 1
         if shared:
-            dist.barrier()
+            api.barrier()
         seconds = statistics.median(k.seconds(self.window) for _ in range(REPEATS))
         if shared:
             mean = torch.tensor([seconds / self.task.processes], dtype=torch.float64)
-            dist.all_reduce(mean)
+            api.all_reduce(mean)
             seconds = float(mean[0])
             if self.rank == 0:  # the others wait for the next barrier
                 alone = k.point(statistics.median(k.seconds(self.window) for _ in range(REPEATS_ALONE)))
-            dist.barrier()
+            api.barrier()
         self.step()
         return k.point(seconds), alone
 

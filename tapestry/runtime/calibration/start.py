@@ -11,11 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from tapestry import flags
 from tapestry.errors import RunError
+from tapestry.runtime.calibration.call_clock import api
 from tapestry.runtime.calibration.document import document
 from tapestry.runtime.calibration.machine import memory_bytes, versions
 from tapestry.runtime.calibration.measure import Say, Task, measure
@@ -50,28 +52,28 @@ def calibrate(
 def _forked(make: Callable[[], Target], task: Task, folder: Path, say: Say) -> None:
     """Run the task on processes of this host; the first one writes the document into the folder."""
     progress = mp.get_context("fork").SimpleQueue()
-    started = mp.start_processes(  # type: ignore[no-untyped-call]
+    started: Any = mp.start_processes(
         _child, (make, task, folder, progress), task.processes, join=False, daemon=True, start_method="fork"
     )
     try:
         while not started.join(0.1):
             while not progress.empty():
                 say(*progress.get())
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
+    except (ProcessRaisedException, ProcessExitedException) as e:
         raise RunError(f"rank {e.error_index} failed", why=str(e).strip().splitlines()[-1]) from None
 
 
 def _child(rank: int, make: Callable[[], Target], task: Task, folder: Path, progress: Any) -> None:
     if task.processes > 1:
         flags.network(LOOPBACK)
-        store = dist.FileStore(str(folder / "store"), task.processes)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=task.processes, timeout=TIMEOUT)
+        store = FileStore(str(folder / "store"), task.processes)
+        api.init_process_group("gloo", store=store, rank=rank, world_size=task.processes, timeout=TIMEOUT)
     say: Say = (lambda done, total: progress.put((done, total))) if rank == 0 else lambda done, total: None
     found = measure(rank, task, make(), memory_bytes(), say)
     if rank == 0:
         (folder / "document").write_text(json.dumps(document(found, versions())))
     if task.processes > 1:
-        dist.destroy_process_group()
+        api.destroy_process_group()
 
 
 def on_rank(
@@ -86,7 +88,7 @@ def on_rank(
     store, _ = join(place, TIMEOUT.total_seconds())
     target, rank, world = make(), place.rank, place.world
     backend = BACKENDS[target.device.type]
-    dist.init_process_group(backend, store=dist.PrefixStore("calibrate", store), rank=rank, world_size=world, timeout=TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
+    api.init_process_group(backend, store=PrefixStore("calibrate", store), rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         store.set(f"host/{rank}", socket.gethostname())
         hosts: list[bytes] = [store.get(f"host/{r}") for r in range(world)]
@@ -96,4 +98,4 @@ def on_rank(
         found = measure(rank, task, target, memory_bytes(), say)
         return document(found, {**versions(), "hosts": str(len({*hosts}))}) if rank == 0 else None
     finally:
-        dist.destroy_process_group()
+        api.destroy_process_group()
