@@ -138,7 +138,7 @@ def seconds_each(
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
     heavy, light, moved = quantities(op, graph, block, final, reads)
-    dtype = _multiplied(op, graph)
+    dtype = multiplied(op, graph)
     rate, vector, bandwidth = (
         topo.each(lambda d: d.rate(dtype)),
         topo.each(lambda d: d.vector),
@@ -147,7 +147,7 @@ def seconds_each(
     return heavy / rate + light / vector + moved / bandwidth + topo.each(lambda d: d.launch)
 
 
-def _multiplied(op: Op, graph: Graph) -> str:
+def multiplied(op: Op, graph: Graph) -> str:
     """The dtype whose rate a contraction runs at: the first factor's, or the wider one's."""
     found = [graph.tensors[t].dtype for t in op.inputs[:1]]
     if isinstance(op, Block) and (pairs := products(op)):
