@@ -287,8 +287,8 @@ def test_what_no_bound_speaks_of_is_counted_and_named(tmp_path: Path) -> None:
     assert (("m",), (0,)) not in every and offered.left_out == 1
     path = mlp(tmp_path / "m.onnx", 16)
     report = tapestry.compile(path, devices=8, weights=False, topology="h100").report
-    assert report["left_out"] == 0 and report["bound_of"].startswith("plans in space of the graph")
-    assert "without" not in report["bound_of"]
+    assert report["left_out"] == 0 and report["bound_of"].startswith("one form of the graph")
+    assert "combinations" not in report["bound_of"]
 
 
 def test_the_text_says_of_which_plans_the_bound_is(tmp_path: Path) -> None:
