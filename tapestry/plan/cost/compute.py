@@ -113,6 +113,21 @@ def _shared(op: Block, block: Boxes, dims: frozenset[str]) -> np.ndarray:
     return out
 
 
+def quantities(
+    op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(contraction FLOPs, other FLOPs, bytes read and written) per device: what `seconds_each` prices, and what
+    `tapestry calibrate` holds measured times against."""
+    heavy, light = arithmetic(op, block, final)
+    moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+    for (tensor, _), boxes in reads.items():
+        cells = sizes(boxes)
+        if isinstance(op, Block) and selection(op):
+            cells = np.minimum(cells, sizes(final))
+        moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
+    return heavy, light, moved
+
+
 def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology) -> float:
     """Time of the slowest device."""
     return float(np.max(seconds_each(op, graph, block, final, reads, topo)))
@@ -122,13 +137,7 @@ def seconds_each(
     op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
-    heavy, light = arithmetic(op, block, final)
-    moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
-    for (tensor, _), boxes in reads.items():
-        cells = sizes(boxes)
-        if isinstance(op, Block) and selection(op):
-            cells = np.minimum(cells, sizes(final))
-        moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
+    heavy, light, moved = quantities(op, graph, block, final, reads)
     dtype = _multiplied(op, graph)
     rate, vector, bandwidth = (
         topo.each(lambda d: d.rate(dtype)),
