@@ -18,6 +18,7 @@ from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
+from tapestry.plan.cost.collective import merge, reductions
 from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
@@ -157,12 +158,12 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         unique = {(t, b.tobytes()): b for t, b in prints.values()}
         cut = merges(op, s)
         size = compute.state_bytes(op, block) if cut else 0
-        merge = transfer.reduce_seconds(op, s, size, topo) if cut else 0.0
+        merges_take = [w.seconds for w in merge(size, cut, topo, reductions(op, s, topo.mesh))] if cut else []
         launches = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
         each = compute.seconds_each(op, graph, block, final, unique, topo)
-        seconds.append(float(np.max(each)) + merge + (launches * topo.device.launch if cut else 0.0))
+        seconds.append(float(np.max(each)) + sum(merges_take) + (launches * topo.device.launch if cut else 0.0))
         own.append(each[kept] + (launches - 1) * bool(cut) * np.broadcast_to(topo.each(lambda d: d.launch), len(each))[kept])
-        merging.append(_least_merging(size, cut, merge, topo))
+        merging.append(sum(merges_take[:1]) + topo.device.launch if cut else 0.0)  # a second one moves what its buffers have
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
@@ -174,13 +175,6 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     return Menu(
         offered, np.array(seconds), np.array(states), np.array(mine), width, reads, own_seconds, np.array(merging), skipped
     )
-
-
-def _least_merging(size: int, cut: list[tuple[int, bool]], merge: float, topo: Topology) -> float:
-    """What merging takes at least: of two merges the first alone, for the second one's bytes are those of its buffers."""
-    if len({scatter for _, scatter in cut}) > 1:
-        merge = transfer.reduce_seconds(size, [c for c in cut if c[1]], topo)
-    return merge + topo.device.launch if cut else 0.0
 
 
 def _edges(problem: Problem, keys: list[str]) -> None:
@@ -231,9 +225,7 @@ def _layouts(problem: Problem, maker: int, tensor: str) -> list[Layout]:
     return [out_layout(op, s.out, op.outs.index(tensor)) for s in problem.menus[maker].strategies]
 
 
-def _table(
-    problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]
-) -> tuple[np.ndarray, np.ndarray]:
+def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds for every (layout of the producer, strategy of the reader), and those of a `Flow`; equal rows and columns are
     computed once.
 
