@@ -17,7 +17,8 @@ from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
-from tapestry.plan.cost import collective, compute, transfer
+from tapestry.plan.cost import compute, transfer
+from tapestry.plan.cost.collective import merge, reductions
 from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
@@ -170,12 +171,12 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         unique = {(t, b.tobytes()): b for t, b in prints.values()}
         cut = merges(op, s)
         size = compute.state_bytes(op, block) if cut else 0
-        merge = transfer.reduce_seconds(op, s, size, topo) if cut else 0.0
+        merges_take = [w.seconds for w in merge(size, cut, topo, reductions(op, s, topo.mesh))] if cut else []
         launches = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
         each = compute.seconds_each(op, graph, block, final, unique, topo)
-        seconds.append(float(np.max(each)) + merge + (launches * topo.device.launch if cut else 0.0))
+        seconds.append(float(np.max(each)) + sum(merges_take) + (launches * topo.device.launch if cut else 0.0))
         own.append(each[kept] + (launches - 1) * bool(cut) * np.broadcast_to(topo.each(lambda d: d.launch), len(each))[kept])
-        merging.append(_least_merging(op, s, size, merge, topo))
+        merging.append(sum(merges_take[:1]) + topo.device.launch if cut else 0.0)  # a second one moves what its buffers have
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
@@ -187,15 +188,6 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     return Menu(
         offered, np.array(seconds), np.array(states), np.array(mine), width, reads, own_seconds, np.array(merging), skipped
     )
-
-
-def _least_merging(op: Op, s: Strategy, size: int, merge: float, topo: Topology) -> float:
-    """What merging takes at least: of two merges the first alone, for the second one's bytes are those of its buffers."""
-    cut = merges(op, s)
-    if len({scatter for _, scatter in cut}) > 1:
-        by = collective.reductions(op, s, topo.mesh)
-        merge = sum(w.seconds for w in collective.merge(size, [c for c in cut if c[1]], topo, by))
-    return merge + topo.device.launch if cut else 0.0
 
 
 def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
