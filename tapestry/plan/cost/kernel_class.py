@@ -1,0 +1,34 @@
+"""Classes of kernels, each with rates of its own where they were measured (`plan.topology`).
+
+- ``contraction``: sums of products, alone or inside another reduction (attention, a norm of a product's rows).
+- ``convolution``: a sum of products whose windows slide over an image.
+- ``gather``: picks elements by index, as an embedding lookup does.
+- ``row``: any other reduction or scan: sums, norms, softmax, argmax, recurrences.
+- ``map``: no reduction: element-wise work, copies, transpositions.
+- ``opaque``: a node of ONNX that is run as it is.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tapestry.ir.graph import Block, Op
+from tapestry.ir.recognise.contraction import inner_product, products
+from tapestry.ir.recognise.convolution import convolution
+from tapestry.ir.recognise.selection_sum import selection
+
+CONTRACTION, CONVOLUTION, ROW, MAP, GATHER, OPAQUE = "contraction", "convolution", "row", "map", "gather", "opaque"
+
+
+@lru_cache(maxsize=1 << 12)
+def kernel_class(op: Op) -> str:
+    """The class of an operation's kernel."""
+    if not isinstance(op, Block):
+        return OPAQUE
+    if products(op):
+        return CONVOLUTION if convolution(op) else CONTRACTION
+    if inner_product(op):
+        return CONTRACTION
+    if selection(op):
+        return GATHER
+    return ROW if op.monoid or op.inner else MAP
