@@ -90,7 +90,7 @@ def _search_record(runner: Runner) -> dict[str, Any]:
         else "stalled"
     )
     return {
-        "ended": ended, "interrupted": budget.interrupted(), "seconds": round(spent + runner.seconds["search"], 4),
+        "ended": ended, "interrupted": budget.interrupted(), "work": round(budget.meter.spent), "seconds": round(spent + runner.seconds["search"], 4),
         "problem": fingerprint(priced.problem) if priced.problem else "", "resumed": runner.values["resumed"],
     }  # fmt: skip
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, shape, size
@@ -55,6 +56,7 @@ class Call:
     op: str = ""
 
 
+@lru_cache(maxsize=1 << 12)
 def reduce_op(op: Op) -> str:
     """The backend's reduction that merges an operation's states as its monoid does; "" where the monoid must do it.
 

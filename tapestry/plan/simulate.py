@@ -24,7 +24,7 @@ from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
-from tapestry.plan.cost.collective import Way, merge
+from tapestry.plan.cost.collective import Way, merge, reductions
 from tapestry.plan.pipelines.staged_plan import link_between, stage_topology
 from tapestry.plan.search.problem import load_seconds
 from tapestry.plan.strategy import Boxes, footprints, merges, op_boxes, out_layout, tensor_boxes
@@ -305,7 +305,8 @@ class _Costs:
         """How a step merges states."""
         axes = [(a, scatter) for a, scatter in self.cut(step) if scatter == (step.kind == "reduce_scatter")]
         nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.sent) for g in step.groups for d in g)
-        return merge(nbytes, axes, self.topologies[self.plan.stage(step.op)])
+        op, s, topo = self.plan.graph.ops[step.op], self.plan.strategies[step.op], self.topologies[self.plan.stage(step.op)]
+        return merge(nbytes, axes, topo, reductions(op, s, topo.mesh))
 
     def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray]:
         """Merging states; the last merge of an operation also pays for the kernel that merges."""

@@ -157,7 +157,7 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         unique = {(t, b.tobytes()): b for t, b in prints.values()}
         cut = merges(op, s)
         size = compute.state_bytes(op, block) if cut else 0
-        merge = transfer.reduce_seconds(size, cut, topo)
+        merge = transfer.reduce_seconds(op, s, size, topo) if cut else 0.0
         launches = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
         each = compute.seconds_each(op, graph, block, final, unique, topo)
         seconds.append(float(np.max(each)) + merge + (launches * topo.device.launch if cut else 0.0))
