@@ -31,7 +31,8 @@ from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology
 
-ROUNDS = 4  # of the bound on time, and answers to its weights that are put on the clock
+ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
+
 
 def search(
     graph: Graph,
@@ -108,11 +109,11 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
     usages = (demands(problem, surely=True), [limit] * len(problem.graph.ops)) if tight else ((), ())
     game = Game(problem, *usages)
     budget.found(best.objective, bound)
-    for choice in game.play(choice_of(problem, best.plan), ROUNDS, budget):
-        budget.spend(problem.lowering)
-        other = with_rings(priced_plan(problem, choice, -np.inf))
-        if peak(other) <= limit:
-            best = _faster(other, best)
+    for choice, least in game.play(choice_of(problem, best.plan), ROUNDS, budget):
+        if least < best.objective * (1 - PROVED):
+            budget.spend(problem.lowering)
+            other = with_rings(priced_plan(problem, choice, -np.inf))
+            best = _faster(other, best) if peak(other) <= limit else best
         budget.found(best.objective, max(bound, game.bound))
         if proved(best.objective, game.bound):
             break

@@ -17,7 +17,7 @@ from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
-from tapestry.plan.cost import compute, transfer
+from tapestry.plan.cost import collective, compute, transfer
 from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
@@ -162,7 +162,7 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         each = compute.seconds_each(op, graph, block, final, unique, topo)
         seconds.append(float(np.max(each)) + merge + (launches * topo.device.launch if cut else 0.0))
         own.append(each[kept] + (launches - 1) * bool(cut) * np.broadcast_to(topo.each(lambda d: d.launch), len(each))[kept])
-        merging.append(_least_merging(size, cut, merge, topo))
+        merging.append(_least_merging(op, s, size, merge, topo))
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
@@ -176,11 +176,13 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     )
 
 
-def _least_merging(size: int, cut: list[tuple[int, bool]], merge: float, topo: Topology) -> float:
+def _least_merging(op: Op, s: Strategy, size: int, seconds: float, topo: Topology) -> float:
     """What merging takes at least: of two merges the first alone, for the second one's bytes are those of its buffers."""
+    cut = merges(op, s)
     if len({scatter for _, scatter in cut}) > 1:
-        merge = transfer.reduce_seconds(size, [c for c in cut if c[1]], topo)
-    return merge + topo.device.launch if cut else 0.0
+        ways = collective.merge(size, [c for c in cut if c[1]], topo, collective.reductions(op, s, topo.mesh))
+        seconds = sum(w.seconds for w in ways)
+    return seconds + topo.device.launch if cut else 0.0
 
 
 def _edges(problem: Problem, keys: list[str]) -> None:
@@ -231,9 +233,7 @@ def _layouts(problem: Problem, maker: int, tensor: str) -> list[Layout]:
     return [out_layout(op, s.out, op.outs.index(tensor)) for s in problem.menus[maker].strategies]
 
 
-def _table(
-    problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]
-) -> tuple[np.ndarray, np.ndarray]:
+def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds for every (layout of the producer, strategy of the reader), and those of a `Flow`; equal rows and columns are
     computed once.
 
