@@ -45,9 +45,9 @@ HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: loa
 class Menu:
     """What one kind of operation offers: its strategies, and per strategy cost, memory and footprints.
 
-    ``own[lane, strategy]`` are seconds of its kernels on some devices (`lanes`), ``merging[strategy]`` at least those of merging
-    states. ``left_out`` counts strategies that are not offered (`strategy.left_out`, and those beyond `MAX_STRATEGIES`): no bound says
-    anything of them.
+    ``own[lane, strategy]`` are seconds of its kernels on some devices (`lanes`), ``merging[strategy]`` at least those of
+    merging states. ``left_out`` counts strategies that are not offered (`strategy.left_out`, and those beyond
+    `MAX_STRATEGIES`): no bound says anything of them.
     """
 
     strategies: list[Strategy]
