@@ -97,8 +97,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     owners(job.build.program.devices, me.world)
     todo = _agree(me, job, [b.number for b in job.batches if not b.done])
     device = device_of(job.build.target, me.rank, me.local)
-    plan, late = bytes.fromhex(job.identity)[:16], device.type != "cpu"
-    wire = Wire(me.rank, me.world, plan, heartbeat, device=device, deferred=late, ahead=not late)
+    wire = Wire(me.rank, me.world, bytes.fromhex(job.identity)[:16], heartbeat, device=device)
     try:
         dist.init_process_group(
             BACKENDS[device.type], store=PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
@@ -113,6 +112,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
         memory["loading"] = kernel_count("VmHWM")
         trim()
         _barrier(me, job, heartbeat)
+        executor.connect([a.size for a in job.build.plan.mesh], timedelta(seconds=job.timeout + 2))
         seconds = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
         return _report(me, job, executor, wire, seconds, todo, memory)
     except PeerLost as e:
@@ -223,7 +223,7 @@ def _report(
     mine = {
         "rank": me.rank, "devices": list(executor.devices), "runs": runs,
         "payload_bytes": wire.payload, "gathered_bytes": wire.gathered, "messages": wire.messages,
-        "staged_bytes": wire.staged,
+        "staged_bytes": wire.staged, "backend_calls": executor.backend_calls,
         "resident_bytes": {**memory, "running": kernel_count("VmHWM")}, "slices": rows,
         "private_bytes": kernel_count("RssAnon"), "cpu_seconds": [r["cpu"] for r in runs],
         "weight_bytes": executor.weight_bytes(),
