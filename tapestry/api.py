@@ -77,8 +77,8 @@ def compile(
     model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "cpu",
     shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
     precision: str = "ieee", weights: bool = True, pins: Sequence[str] = (), layouts: Sequence[str] = (),
-    rules: Sequence[str | Path] = (), time_limit: float = 60.0, seed: int = 0, pareto: bool = False, sharding: bool = True,
-    exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
+    rules: Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
+    sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     progress: pipeline.Report = lambda phase, name: None,
 ) -> Compiled:  # fmt: skip
@@ -95,7 +95,7 @@ def compile(
         weights: False plans a model whose external data is absent.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
         sharding: False plans without the multi-device annotations of the model.
-        time_limit: seconds for the search, 0 or more; the plan is verified in any case.
+        time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
         stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;

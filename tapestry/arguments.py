@@ -201,7 +201,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--exact", action="store_true", help="the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices")
     p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
     p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
-    p.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search")
+    p.add_argument("--time-limit", type=float, metavar="S", help="seconds for the search (by default: an amount of work)")
     p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")
     p.add_argument("--seed", type=int, default=0, help="of the model's own random operators")
     p.add_argument("--print-passes", action="store_true", help="what ran, in which order, with seconds and sizes")

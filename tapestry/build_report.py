@@ -78,9 +78,19 @@ def _search_record(runner: Runner) -> dict[str, Any]:
     """How the search ended, and what a later one needs to go on."""
     priced, budget, earlier = runner.get("plan", PricedPlan), runner.get("budget", Budget), runner.values["earlier"]
     spent = float(search_of(earlier).get("seconds", 0.0)) if earlier else 0.0
-    ended = "proved" if priced.proved else "interrupted" if budget.interrupted() else "time" if budget.over() else "stalled"
+    ended = (
+        "proved"
+        if priced.proved
+        else "interrupted"
+        if budget.interrupted()
+        else "time"
+        if budget.late()
+        else "work"
+        if budget.over()
+        else "stalled"
+    )
     return {
-        "ended": ended, "interrupted": budget.interrupted(), "seconds": round(spent + runner.seconds["search"], 4),
+        "ended": ended, "interrupted": budget.interrupted(), "work": round(budget.meter.spent), "seconds": round(spent + runner.seconds["search"], 4),
         "problem": fingerprint(priced.problem) if priced.problem else "", "resumed": runner.values["resumed"],
     }  # fmt: skip
 

@@ -165,12 +165,13 @@ def cut_pinned_scans(
 
 def state_task(
     lifted: Lifted, constraints: Constraints, start: Start, earlier: store.Build | None, topology: Topology,
-    request: Request, target: str, precision: str, exact: bool, time_limit: float, interrupt: threading.Event,
+    request: Request, target: str, precision: str, exact: bool, time_limit: float | None, interrupt: threading.Event,
 ) -> tuple[Task, Budget]:  # fmt: skip
     """Everything that the search is asked for but the graph, and how long it may take."""
     given, free = constraints.given, constraints.rewritable
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
     equal_parts = bool(constraints.layouts or given or exact)  # a layout that is given has equal parts
+    budget = Budget.of(time_limit, interrupt)
     machine = Machine(device=topology.device, eager=target == "torch-cpu", precision=precision)
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=constraints.pins,
@@ -178,9 +179,9 @@ def state_task(
         fixed=replace(given.fixed if given else LayoutConstraints(), exact=exact), start=start, rewritable=free,
         request=staging(request, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
         machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves),
-        lifted=lifted.graph if free and not earlier else None,
+        lifted=lifted.graph if free and not earlier else None, meter=budget.meter,
     )  # fmt: skip
-    return task, Budget.of(time_limit, interrupt)
+    return task, budget
 
 
 def _folded(lifted: Lifted) -> list[str]:

@@ -81,7 +81,7 @@ class Options:
     layouts: Sequence[str] = ()
     rules: Sequence[Path] = ()
     weights: bool = True
-    time_limit: float = 60.0
+    time_limit: float | None = None
     seed: int = 0
     pareto: bool = False
     sharding: bool = True
@@ -135,7 +135,7 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
 
 def _values(options: Options) -> dict[str, Any]:
     """The values that the first passes take: the options, with files read and text parsed."""
-    if not options.time_limit >= 0:  # nan as well
+    if options.time_limit is not None and not options.time_limit >= 0:  # nan as well
         raise TapestryError(f"{options.time_limit:g} seconds", where="--time-limit", hint="0 or more")
     earlier = store.read(options.resume)[0] if options.resume else None
     for path in options.rules:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, shape, size
@@ -67,6 +68,7 @@ def on_backend(call: Call, backend: str) -> Call:
     return Call(EXCHANGE, call.groups, call.nbytes * (n - 1) // n)
 
 
+@lru_cache(maxsize=1 << 12)
 def reduce_op(op: Op) -> str:
     """The backend's reduction that merges an operation's states as its monoid does; "" where the monoid must do it.
 

@@ -142,9 +142,7 @@ class _Moves:
         """What the difference between two choices of an operation is made of."""
         graph, menu = self.plan.graph, problem.menus[i]
         op, old, new = graph.ops[i], menu.strategies[now], menu.strategies[other]
-        merging = [
-            transfer.reduce_seconds(int(menu.state_bytes[k]), merges(op, s), self.topo) for k, s in ((now, old), (other, new))
-        ]
+        merging = [transfer.reduce_seconds(op, s, int(menu.state_bytes[k]), self.topo) for k, s in ((now, old), (other, new))]
         reduction = _reduction(op, new if merging[1] >= merging[0] else old)
         sent = [_merge_bytes(op, s, int(menu.state_bytes[k]), self.topo) for k, s in ((now, old), (other, new))]
         out = [Part(reduction, op.outs[0], merging[1] - merging[0], sent[1] - sent[0])]

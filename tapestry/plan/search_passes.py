@@ -6,7 +6,6 @@ in the simplifications that were left out; after those come moves in time, struc
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,16 +17,16 @@ from tapestry.plan.pipelines.stage_choice import Choice, choose
 from tapestry.plan.search.planner import cheapest
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.problem import Problem
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import WORTH, Improvement
 from tapestry.plan.task import Task
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import Move
 
-STRUCTURE_SECONDS = 1.5  # for the built-in structural rules
-FIRST = 0.7  # of the time, for one form of the model
-QUICK = 2.0  # seconds in which a graph is planned for which the one without fusions is planned as well
-BRIEF = 0.5  # seconds in all, for those without some simplifications
+STRUCTURE = 1.5 * SECOND  # for the built-in structural rules
+FIRST = 0.7  # of the budget, for one form of the model
+QUICK = 2.0 * SECOND  # in which a graph is planned for which the one without fusions is planned as well
+BRIEF = 0.5 * SECOND  # in all, for those without some simplifications
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class Form:
         graph: with the fusions that pay on one device; ``plain`` without them, the same object where there are none.
         disabled: simplifications that are left out, beyond those that the task leaves out.
         moves: that lead from the task's graph to this one.
-        began: when this form was begun, on the monotonic clock.
+        began: the reading of the task's meter when this form was begun.
     """
 
     graph: Graph
@@ -97,7 +96,7 @@ def try_without_fusions(candidate: Candidate, task: Task, budget: Budget) -> Can
     """The graph without the fusions, where that is worth a look: where fused nothing fits (two weights at once take more room),
     or, on several devices, where planning was quick (fused operations are cut alike)."""
     form, result = candidate.form, candidate.result
-    quick = task.several_devices and time.monotonic() - form.began < QUICK and not budget.over()
+    quick = task.several_devices and task.meter.spent - form.began < QUICK and not budget.over()
     if form.graph is form.plain or (isinstance(result, PricedPlan) and not quick):
         return candidate
     plain = replace(form, graph=form.plain, moves=tuple(map(without, sorted(form.disabled))))
@@ -112,7 +111,7 @@ def try_without_simplifications(candidate: Candidate, task: Task, budget: Budget
     left out in turn, and stays out where that is better."""
     for rule in OPTIONAL if task.lifted is not None and task.several_devices else ():
         result, disabled = candidate.result, candidate.form.disabled | {rule}
-        if isinstance(result, TooBig) or task.spent() > BRIEF or budget.over():
+        if isinstance(result, TooBig) or task.meter.spent > BRIEF or budget.over():
             break
         assert task.lifted
         graph = simplify(task.lifted, disabled=task.disabled_rules | disabled)
@@ -126,7 +125,7 @@ def try_without_simplifications(candidate: Candidate, task: Task, budget: Budget
 
 
 def _form(graph: Graph, task: Task, disabled: frozenset[str]) -> Form:
-    began, moves = time.monotonic(), tuple(map(without, sorted(disabled)))
+    began, moves = task.meter.spent, tuple(map(without, sorted(disabled)))
     new, fusions = fused(graph, task.machine, task.disabled_rules | disabled) if task.machine else (graph, list[Move]())
     return Form(graph=new if fusions else graph, plain=graph, disabled=disabled, moves=(*moves, *fusions), began=began)
 
@@ -165,7 +164,7 @@ def restructure(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     if isinstance(result, TooBig) or not task.rewritable or candidate.fitted:  # (simplifying would undo recomputation)
         return candidate
     disabled = task.disabled_rules | disabled_by(form.moves)
-    search = Improvement(plan=task.attempt, budget=budget, seconds=STRUCTURE_SECONDS, least=task.spent(), disabled=disabled)
+    search = Improvement(plan=task.attempt, budget=budget, units=STRUCTURE, least=task.meter.spent, disabled=disabled)
     graph, found, moves = search.run(form.graph, result)
     return (
         replace(candidate, form=replace(form, graph=graph, moves=(*form.moves, *moves)), result=found) if moves else candidate
@@ -180,7 +179,7 @@ def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Pla
     """
     form, fitted = candidate.form, candidate.fitted
     choice = choose(
-        form.graph, task.topology, candidate.result, task.request, budget, tight=fitted is not None, spent=task.spent()
+        form.graph, task.topology, candidate.result, task.request, budget, tight=fitted is not None, spent=task.meter.spent
     )
     fitted = None if choice.staged else fitted
     moves = (*form.moves, *(fitted.moves if fitted else choice.moves))

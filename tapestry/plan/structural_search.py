@@ -1,6 +1,6 @@
 """The search around the search: structural rewrites, kept when the best plan of the rewritten graph is better.
 
-Rules that users add are tried first, and while there is time at all; the built-in ones for some seconds of it. One move per
+Rules that users add are tried first, and while there is any budget; the built-in ones for some of it. One move per
 kind of operation is tried (equal signatures give equal answers), and one that pays is repeated for all of them.
 """
 
@@ -29,15 +29,15 @@ class Improvement:
 
     Attributes:
         plan: finds the best plan of a graph within a budget.
-        budget: of the whole; ``seconds`` of it are for the built-in rules.
-        least: seconds of the budget with which a rewrite is still tried: about as long as a graph takes.
+        budget: of the whole; ``units`` of it are for the built-in rules.
+        least: units of the budget with which a rewrite is still tried: about as long as a graph takes.
         disabled: simplifications that are left out.
         tried: kinds of moves that were looked at.
     """
 
     plan: Callable[[Graph, Budget], PricedPlan]
     budget: Budget
-    seconds: float
+    units: float
     least: float = 0.0
     disabled: frozenset[str] = _NONE
     tried: set[str] = field(default_factory=set[str])
@@ -51,8 +51,8 @@ class Improvement:
         return graph, found, accepted
 
     def _better(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
-        """The first graph with a better plan, and the moves to it; takes the seconds of the built-in rules off ``seconds``."""
-        ours = self.budget.part(self.seconds)
+        """The first graph with a better plan, and the moves to it; takes the work of the built-in rules off ``units``."""
+        ours = self.budget.part(self.units)
         begin = ours.left()
         for rule, kind, moves in _kinds(graph, found.plan.mesh):
             budget = ours if _is_built_in(rule) else self.budget
@@ -67,7 +67,7 @@ class Improvement:
             new, done = _rewritten(graph, moves, self.disabled)
             candidate = self.plan(new, budget)
             if candidate.objective < found.objective * WORTH:
-                self.seconds = max(0.0, self.seconds - (begin - ours.left()))
+                self.units = max(0.0, self.units - (begin - ours.left()))
                 return new, candidate, done
         return None
 

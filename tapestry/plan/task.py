@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +21,7 @@ from tapestry.plan.search.planner import cheapest
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import Budget, Meter
 from tapestry.plan.strategy import Pin
 from tapestry.plan.structural_search import variants
 from tapestry.plan.topology import Topology
@@ -45,7 +44,7 @@ class Task:
         machine: for which fusions are chosen before the search; none: the graph stays as it is.
         disabled_rules: simplifications that the graph was made without.
         lifted: the graph before simplification, to make it again without some of them; none: that is not asked for.
-        began: when planning began, on the monotonic clock.
+        meter: of the work that planning takes.
     """
 
     topology: Topology
@@ -62,16 +61,12 @@ class Task:
     machine: Machine | None = None
     disabled_rules: frozenset[str] = _NONE
     lifted: Graph | None = None
-    began: float = field(default_factory=time.monotonic)
+    meter: Meter = field(default_factory=Meter)
 
     @property
     def several_devices(self) -> bool:
         """Whether there is anything to share out."""
         return device_count(self.topology.mesh) > 1
-
-    def spent(self) -> float:
-        """Seconds since planning began."""
-        return time.monotonic() - self.began
 
     def problems(self, graph: Graph) -> list[Problem]:
         """The strategies of a graph with their costs, once for each topology.
@@ -89,6 +84,7 @@ class Task:
                 failed.append(e)
         if not out:
             raise failed[0]
+        self.meter.spent += sum(p.work for p in out)
         return out
 
     def attempt(self, graph: Graph, budget: Budget) -> PricedPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import log2
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 import tapestry
 from tapestry.errors import TapestryError
+from tapestry.plan.cost import transfer
 from tapestry.plan.cost.collective import merge
+from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import PRESETS, fabrics, from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.routing import routes
 from tapestry.viz import explain
@@ -79,8 +82,8 @@ def test_a_torus_is_a_ring_per_side(tmp_path):
         sides("12", sizes=[3, 5])
 
 
-def seconds(topo, axes, nbytes=B):
-    (way,) = merge(nbytes, axes, topo)
+def seconds(topo, axes, nbytes=B, by="sum"):
+    (way,) = merge(nbytes, axes, topo, (by, by))
     return way
 
 
@@ -92,7 +95,9 @@ def test_collectives_take_the_formulas_of_their_shape(tmp_path):
     one_way = seconds(joined(tmp_path, "7", shape="one-way ring"), [(0, True)])
     assert one_way.name == "ring" and one_way.seconds == pytest.approx(6 * (a + b * B / 7))
     switch = seconds(joined(tmp_path, "8", shape="switch"), [(0, False)])
-    assert switch.name == "recursive halving" and switch.seconds == pytest.approx(2 * (3 * a + 7 / 8 * b * B))
+    assert switch.name == "ring" and switch.seconds == pytest.approx(2 * 7 * (a + b * B / 8))
+    short = seconds(joined(tmp_path, "8", shape="switch"), [(0, False)], 4096)
+    assert short.name == "two trees" and short.seconds == pytest.approx(2 * (3 * a + b * 4096))
     small = seconds(joined(tmp_path, "8", shape="full mesh"), [(0, False)], 8)
     assert small.name == "tree" and small.seconds == pytest.approx(2 * (a + 8 * b))  # its root hears all at once
     star = seconds(joined(tmp_path, "9", shape="star"), [(0, False)], 4)
@@ -112,12 +117,25 @@ def test_one_axis_over_nodes_is_reduced_hierarchically():
     one, two = topology(parse_mesh("16"), "h100"), topology(parse_mesh("2x8"), "h100")
     inner, outer = two.links[1], two.links[0]
     way = seconds(one, [(0, False)], 64 * B)
-    assert way.name == "hierarchical (recursive halving inside, recursive doubling across)"
-    across = outer.alpha + 8 * B * outer.beta
-    assert way.seconds == pytest.approx(2 * (3 * inner.alpha + 7 / 8 * 64 * B * inner.beta) + across)
+    assert way.name == "hierarchical (ring inside, ring across)"
+    across = 2 * (outer.alpha + 4 * B * outer.beta)
+    assert way.seconds == pytest.approx(2 * 7 * (inner.alpha + 8 * B * inner.beta) + across)
     assert way == seconds(two, [(0, False), (1, False)], 64 * B)
     flat = 2 * (log2(16) * outer.alpha + 15 / 16 * 64 * B * outer.beta)
     assert way.seconds < flat / 4
+
+
+@pytest.mark.parametrize(("preset", "mesh"), [("cpu", "8"), ("h100", "16"), ("h100", "2x8"), ("tpu", "16"), ("tpu", "4x3")])
+def test_an_exchange_of_states_costs_what_the_same_transfer_does(preset, mesh):
+    """Parts that a monoid of ours merges travel like the pieces of an all-to-all: the same seconds, but for the new buffer."""
+    topo = topology(parse_mesh(mesh), preset)
+    n, axes = int(np.prod([a.size for a in topo.mesh])), range(len(topo.mesh))
+    shape, before, after = (n, n * 4096), (0,) * len(axes), (1,) * len(axes)
+    found = transfer.costs([(before, tensor_boxes(shape, before, topo.mesh))], [tensor_boxes(shape, after, topo.mesh)], 4, topo)
+    filled = n * 4096 * 4 / topo.device.bandwidth + topo.device.launch
+    way = seconds(topo, [(k, True) for k in axes], n * 4096 * 4, by="")
+    assert way.name == "direct exchange"
+    assert way.seconds == pytest.approx(float(found.seconds[0, 0]) - filled)
 
 
 def test_a_group_inside_a_map_is_not_the_whole_map(tmp_path):
@@ -172,6 +190,71 @@ def test_presets_take_any_mesh(preset, mesh):
 def test_interconnects_that_are_refused(mesh, what, message, tmp_path):
     with pytest.raises(TapestryError, match=message):
         topology(parse_mesh(mesh), file(tmp_path, **what))
+
+
+RATES = {"launch": 1e-5, "rate": 2e11, "bandwidth": 1e10}
+TABLE = {"call": "all_reduce", "group": 4, "points": [[8, 1e-4], [1024, 5e-5], [3072, 3e-4]]}
+MEASURED = {
+    "device": {**DEVICE, "flops": {"f32": 1e11, "f64": 5e10}, "classes": {"contraction": RATES}},
+    "levels": [LINK], "collectives": [TABLE, {**TABLE, "stride": 2, "points": [[8, 1e-3], [16, 2e-3]]}],
+    "overlap": False, "alone": {"launch": 1e-7},
+}  # fmt: skip
+
+
+def test_what_was_measured_is_read_kept_and_written_back(tmp_path):
+    topo = topology(parse_mesh("2x2"), file(tmp_path, **MEASURED), memory=1 << 20)
+    assert from_data(json.loads(json.dumps(to_data(topo)))) == topo
+    assert not topo.overlap and topo.alone and topo.alone.launch == 1e-7
+    assert not topo.alone.classes and topo.alone.memory == 1 << 20  # its rates are its own
+    assert topo.device.kernel("contraction", "f32").rate == 2e11 and topo.device.kernel("contraction", "f64").rate == 1e11
+    other = topo.device.kernel("map", "f32")  # of no class: the common rates
+    assert (other.launch, other.rate, other.bandwidth) == (1e-6, 5e10, 1e10)
+
+
+def test_times_of_calls_rise_with_bytes(tmp_path):
+    """Between points lines, above them the last slope; what falls is raised; of several strides the slowest."""
+    topo = topology(parse_mesh("4"), file(tmp_path, **MEASURED))
+    assert topo.call_seconds("all_reduce", 2, 8) is None and topo.call_seconds("broadcast", 4, 8) is None
+    plain = replace(topo, calls=topo.calls[:1])
+    at = [plain.call_seconds("all_reduce", 4, n) for n in (0, 8, 1024, 2048, 3072, 5120)]
+    assert at == pytest.approx([1e-4, 1e-4, 1e-4, 2e-4, 3e-4, 5e-4])
+    assert topo.call_seconds("all_reduce", 4, 8) == topo.call_seconds("all_reduce", 4, 8, stride=2) == 1e-3
+    assert topo.call_seconds("all_reduce", 4, 8, stride=1) == 1e-3
+    one = replace(topo, calls=(replace(topo.calls[0], points=((1024, 1e-3),)),))
+    assert one.call_seconds("all_reduce", 4, 2048) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"collectives": [{**TABLE, "call": "gossip"}]}, "'gossip' is no call"),
+        ({"collectives": [{**TABLE, "group": 1}]}, "a group of 2"),
+        ({"collectives": [{**TABLE, "points": []}]}, "1 to 1024 points"),
+        ({"collectives": [{**TABLE, "points": [[8, 1e-4], [8, 2e-4]]}]}, "bytes must rise"),
+        ({"collectives": [{**TABLE, "points": [[8, -1e-4]]}]}, "seconds must not be negative"),
+        ({"collectives": [{**TABLE, "points": [[8, float("nan")]]}]}, "seconds must not be negative"),
+        ({"collectives": [TABLE, TABLE]}, "twice"),
+        ({"collectives": 3}, "not a topology"),
+        ({"overlap": "no"}, "true or false"),
+        ({"alone": {"bandwidth": -1}}, "rates must be positive"),
+        ({"alone": []}, "not a topology"),
+        ({"device": {**DEVICE, "classes": {"dance": RATES}}}, "'dance' is no class"),
+        ({"device": {**DEVICE, "classes": {"map": {**RATES, "rate": 0}}}}, "class 'map'"),
+        ({"device": {**DEVICE, "classes": {"map": {"launch": 1e-6}}}}, "not a topology"),
+    ],
+)  # fmt: skip
+def test_measurements_that_are_refused(what, message, tmp_path):
+    with pytest.raises(TapestryError, match=message):
+        topology(parse_mesh("4"), file(tmp_path, **{"levels": [LINK], **what}))
+    built = to_data(topology(parse_mesh("4"), "cpu"))
+    with pytest.raises(TapestryError):
+        from_data({**built, **what, "device": {**built["device"], **what.get("device", {})}})
+
+
+def test_a_device_with_rates_of_its_own_has_no_classes_of_another(tmp_path):
+    others = [{"devices": [1], "flops": {"f32": 5e11}}, {"devices": [2], "memory": "1GiB"}]
+    topo = topology(parse_mesh("3"), file(tmp_path, **{**MEASURED, "others": others}))
+    assert [bool(d.classes) for d in topo.kinds] == [True, False, True] and not topo.device.classes
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """When no plan fits in space: the same splits in time, recomputation and streamed weights, searched around the planner.
 
 A state is a rewritten graph. Its trial plans it with as few streamed weights as fit (with all of them where even that is too
-much). States are rewritten where their plan needs most; the cheapest plan that fits is kept until the time is over or
+much). States are rewritten where their plan needs most; the cheapest plan that fits is kept until the budget is over or
 nothing gets better.
 """
 
@@ -19,7 +19,7 @@ from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.priced_plan import PricedPlan, peak, too_big
 from tapestry.plan.search.problem import build
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import apply_legal
 from tapestry.rewrites.core.rule import Move
@@ -28,8 +28,8 @@ BEAM = 2  # states rewritten in one round
 CHOICES = 5  # splits tried per state
 PATIENCE = 2  # rounds without a better plan before the search stops
 NEAR = 1.01  # times the bound: good enough to stop
-MORE_SECONDS = 10.0  # to look for a cheaper plan after the first one that fits
-TRIAL_SECONDS = 4.0  # for planning one state
+MORE = 10.0 * SECOND  # to look for a cheaper plan after the first one that fits
+TRIAL = 4.0 * SECOND  # for planning one state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +146,15 @@ class _Search:
         found = plain if peak(plain) <= self.limit else self.spatial(graph, fewest(every, self.topo))
         best = min((f for f in (every, found) if peak(f) <= self.limit), key=lambda f: f.objective)
         self.points.append(Point(best.objective, peak(best), tuple(map(str, done))))
-        self.budget = self.budget.part(MORE_SECONDS)
+        self.budget = self.budget.part(MORE)
         return _State(graph, done, best)
 
     def spatial(self, graph: Graph, streamed: frozenset[str]) -> PricedPlan:
         """The planner's own search, for a while."""
         self.trials += 1
         problem = build(graph, self.topo, {}, self.inputs, self.outputs, streamed=streamed)
-        return spatial(problem, self.budget.part(TRIAL_SECONDS), squeeze=False)
+        self.budget.spend(problem.work)
+        return spatial(problem, self.budget.part(TRIAL), squeeze=False)
 
     def tried(self) -> str:
         """For the error: what was tried."""

@@ -27,8 +27,12 @@ _BEST: tuple[tuple[Callable[[Iterable[float]], float], Callable[[Device], float]
 )  # fmt: skip
 
 
-def least_seconds(graph: Graph, topo: Topology) -> float:
-    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under."""
+def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> float:
+    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under.
+
+    Args:
+        everywhere: whether each device launches each operation; else some device does, as with pipeline stages.
+    """
     n, kinds = device_count(topo.mesh), topo.kinds or (topo.device,)
     launch, vector, bandwidth = (f(g(d) for d in kinds) for f, g in _BEST)
     total = 0.0
@@ -39,7 +43,7 @@ def least_seconds(graph: Graph, topo: Topology) -> float:
         moved = int(final[0]) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, int(final[0]))
         dtype = graph.tensors[op.inputs[0]].dtype if op.inputs else "f32"
         work = float(heavy[0]) / max(d.rate(dtype) for d in kinds) + float(light[0]) / vector + moved / bandwidth
-        total += launch + work / n
+        total += launch / (1 if everywhere else n) + work / n
     return total
 
 

@@ -26,6 +26,7 @@ PARTS = (2, 4, 8, 16, 32)
 AHEAD = 6  # operations after the peak that a region may end in
 REACH = (0, 1, 2, 3, 5, 8, 13, 21, 34)  # positions before the peak that a region may begin at
 MOST_CLONES = 4096  # operations of a rewritten graph
+REGION = 300_000  # units for an operation of a region
 LIKE = 0.9  # operations that need this share of the peak are treated like the one at the peak
 
 
@@ -105,6 +106,7 @@ def _regions(graph: Graph, spot: Peak, budget: Budget) -> Iterator[_Region]:
                 if budget.over():
                     return
                 whole = split_time.region(graph, at, d.name, parts, min(at, at - spot.op + REACH[-1]))
+                budget.spend(REGION * len(whole))
                 known = 0
                 for back in (at - spot.op + r for r in REACH) if spot.op in whole else ():
                     cuts = {i: c for i, c in whole.items() if i >= at - back}  # about what a shorter reach gives

@@ -49,6 +49,7 @@ class Estimates:
         for shape in self.pieces.shapes:
             self.pieces.check()
             problem = build(graph, stage_topology(self.pieces.topo, Stage(shape.starts[0], shape.mesh)), {}, {}, {})
+            self.pieces.budget.spend(problem.work)
             self.tables.append(_table(problem, self.pieces))
             self.least = np.minimum(self.least, [float(m.seconds.min()) for m in problem.menus])
 

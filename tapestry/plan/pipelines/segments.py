@@ -23,15 +23,15 @@ from tapestry.plan.cost import compute
 from tapestry.plan.pipelines.stage_chain import Piece, Submesh
 from tapestry.plan.pipelines.staged_plan import link_between, segment, stage_topology
 from tapestry.plan.search.planner import spatial
-from tapestry.plan.search.priced_plan import peak
+from tapestry.plan.search.priced_plan import peak, summed
 from tapestry.plan.search.problem import Problem, build
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Factor
 from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import Link, Topology
 
 Key = tuple[object, ...]
-PIECE_SECONDS = 5.0  # for one piece: what takes longer hardly fits, and there are others
+PIECE = 5.0 * SECOND  # for one piece: what takes more hardly fits, and there are others
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,15 @@ def solve_piece(
         inputs: layouts of inputs that are already on these devices.
     """
     problem = build(_with_arrivals(sub, list(links)), topo, {}, inputs or {}, {})
+    budget.spend(problem.work)
     for i, link in enumerate(links.values()):
         problem.factors.append(_receiving(problem, i, link))
-    found = spatial(problem, budget.part(PIECE_SECONDS), squeeze=False)
+    found = spatial(problem, budget.part(PIECE), squeeze=False, clock=False)
     if peak(found) > topo.device.memory:
         return None
     chosen, n = found.plan.strategies, len(links)
     arrivals = tuple(s.out for s in chosen[:n])
-    return Solved(found.objective, peak(found), chosen[n:], arrivals)
+    return Solved(summed(problem, found.plan), peak(found), chosen[n:], arrivals)
 
 
 def _with_arrivals(sub: Graph, received: Sequence[str]) -> Graph:
@@ -105,7 +106,7 @@ class Pieces:
     Attributes:
         graph: the operations in order; its inputs come from the host.
         points: positions where it may be cut, from 0 to the number of operations.
-        insist: whether to go on without time until there is a plan.
+        insist: whether to go on without a budget until there is a plan.
     """
 
     graph: Graph
@@ -127,7 +128,7 @@ class Pieces:
         self.makers, self.readers = self.graph.producers(), self.graph.consumers()
 
     def check(self) -> None:
-        """Raises `OutOfTime` when the time is over, unless somebody insists on a plan."""
+        """Raises `OutOfTime` when the budget is over, unless somebody insists on a plan."""
         if not self.insist:
             self.budget.check()
 

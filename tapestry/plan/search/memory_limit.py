@@ -8,7 +8,6 @@ where it passes the limit, the estimate gets that much less room there, and the 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,16 +19,16 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, peak, priced_plan
 from tapestry.plan.search.problem import Problem, watched
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Demand, Network, Solution, solve
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.plan.topology import Topology
 
-SOLVE_SECONDS = 5.0  # for one solve
+SOLVE = 5.0 * SECOND  # for one solve
 ATTEMPTS = 12  # solves with less and less room before it is said that nothing fits
 HALVINGS = 3  # solves that give room back, or look for the least memory
-SQUEEZE_SECONDS = 5.0  # for a last search near the plan with the least memory, before giving up
-GRACE_SECONDS = 1.0  # for the same when the time is up and nothing fits yet
+SQUEEZE = 5.0 * SECOND  # for a last search near the plan with the least memory, before giving up
+GRACE = SECOND  # for the same when the budget is over and nothing fits yet
 
 
 def demands(problem: Problem, *, surely: bool) -> list[Demand]:
@@ -121,7 +120,7 @@ class Room:
     def solve(self, limit: float, budget: Budget, share: float = 1.0, gap: float = PROVED) -> Solution:
         """The cheapest choice, up to a gap, within a limit less a share of what lowering adds."""
         net = Network(self.problem.sizes, self.problem.factors, self.demands, (limit - share * self.less).tolist())
-        return solve(net, budget.part(SOLVE_SECONDS), gap=gap, quick=True)
+        return solve(net, budget.part(SOLVE), gap=gap, quick=True)
 
     def learn(self, choice: Sequence[int], plan: PricedPlan, limit: float) -> None:
         """Take room where a choice's program passes a limit, so much that the choice does not fit any more."""
@@ -147,6 +146,7 @@ def within_memory(
         if not np.isfinite(solution.objective):
             break
         plan = priced_plan(problem, solution.choice, bound)
+        budget.spend(problem.lowering)
         if peak(plan) <= limit:
             best = plan if best is None or plan.objective < best.objective else best
             break
@@ -174,6 +174,7 @@ def _given_back(room: Room, best: PricedPlan, bound: float, budget: Budget) -> P
         if not np.isfinite(solution.objective):
             break
         plan = priced_plan(room.problem, solution.choice, bound)
+        budget.spend(room.problem.lowering)
         if peak(plan) <= limit:
             high, best = middle, min(best, plan, key=lambda p: p.objective)
         else:
@@ -185,7 +186,7 @@ def _smallest(room: Room, smallest: PricedPlan, bound: float, budget: Budget, sq
     """A plan with as little memory as can be found: least limits within which there is any choice, then a search around it."""
     grace = budget
     if budget.over() and not budget.interrupted():
-        grace = Budget(time.monotonic() + GRACE_SECONDS, budget.interrupt)
+        grace = budget.grace(GRACE)
     low, high = room.least(), float(peak(smallest))
     for _ in range(HALVINGS):
         if grace.over() or high - low <= NEAR * high:
@@ -197,7 +198,7 @@ def _smallest(room: Room, smallest: PricedPlan, bound: float, budget: Budget, sq
             high = float(room.estimate(solution.choice).max())
         else:
             low = middle
-    return _squeeze(room.problem, smallest, grace.part(SQUEEZE_SECONDS)) if squeeze else smallest
+    return _squeeze(room.problem, smallest, grace.part(SQUEEZE)) if squeeze else smallest
 
 
 def _squeeze(problem: Problem, plan: PricedPlan, budget: Budget) -> PricedPlan:
@@ -224,5 +225,6 @@ def _smaller(problem: Problem, plan: PricedPlan, near: list[int], budget: Budget
             for i, c in zip(group, picked, strict=True):
                 choice[i] = c
             other = priced_plan(problem, choice, plan.bound)
+            budget.spend(problem.lowering)
             if peak(other) < peak(plan):
                 yield other

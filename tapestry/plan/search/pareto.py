@@ -19,7 +19,7 @@ from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import solve
 
 STEPS = 24  # limits that are tried
-SHARE = 0.3  # of the time left, for one graph
+SHARE = 0.3  # of the budget left, for one graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ def fronts(problems: Iterable[tuple[Problem, tuple[str, ...]]], budget: Budget) 
     return undominated(points)
 
 
-def front(problem: Problem, time_limit: float | Budget, moves: tuple[str, ...] = ()) -> list[Point]:
-    """Plans from the fastest to the smallest, each the fastest within a limit, while there is time (in seconds)."""
+def front(problem: Problem, time_limit: float | Budget | None, moves: tuple[str, ...] = ()) -> list[Point]:
+    """Plans from the fastest to the smallest, each the fastest within a limit, while there is something left of the budget."""
     budget, room = Budget.of(time_limit), Room(problem, surely=False)
     solution = solve(problem.network, budget)
     plans = [priced_plan(problem, solution.choice, solution.bound)]

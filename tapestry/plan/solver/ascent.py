@@ -71,6 +71,8 @@ class Messages:
         self.unary = net.unary[self.label]
         self.large = LARGE * max(float(np.abs(net.cost).max(initial=0.0)), float(np.abs(self.unary).max(initial=0.0)), net.tiny)
         self._stack(place)
+        blocks = [b.table.size for level in self.levels for b in level.blocks]
+        self.work = 4.0 * sum(blocks) + 20_000.0 * (len(blocks) + len(self.levels))  # units of one sweep, about
 
     def _stack(self, place: np.ndarray) -> None:
         """Tables of all pairs from both of their sides, sorted by level and shape."""

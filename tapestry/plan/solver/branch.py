@@ -11,13 +11,13 @@ import itertools
 
 import numpy as np
 
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.incumbent import Search, Stage, integer, raise_prices, tighten
 from tapestry.plan.solver.pairs import Infeasible
 
 LEAF = 50_000  # joint choices for which the integer program is tried
 NEAR = 0.03  # labels that add less than this part of the bound are nearly free
-SECONDS, ROUNDS = 4.0, 60  # for the prices of a part
+WORK, ROUNDS = 4.0 * SECOND, 60  # for the prices of a part
 
 
 class Tree:
@@ -46,12 +46,13 @@ class Tree:
 
     def _expand(self, state: Search, bound: float, stage: Stage, budget: Budget) -> None:
         """Solve a small part, or split it and bound its halves."""
+        budget.spend(200 * stage.net.weight())
         try:
             tighten(state, stage)
             if not len(stage.net.nodes()):
                 return
             if stage.net.weight() <= LEAF:
-                solved, lower = integer(state, stage.net, stage.done, state.budget.part(4 * SECONDS))
+                solved, lower = integer(state, stage.net, stage.done, state.budget.part(4 * WORK))
                 bound = max(bound, lower)
                 if solved:
                     return
@@ -63,7 +64,7 @@ class Tree:
             halves = _split(stage, bound)
         for half in halves or [stage]:
             try:
-                lower = max(bound, raise_prices(state, half, state.budget.part(SECONDS), ROUNDS))
+                lower = max(bound, raise_prices(state, half, state.budget.part(WORK), ROUNDS))
                 tighten(state, half)
                 if len(half.net.nodes()):
                     self._push(state, max(lower, half.proof().bound), half)

@@ -1,7 +1,8 @@
-"""How long a search may go on: until a deadline, or until somebody interrupts it.
+"""How long a search may go on: so much work, until a deadline where one is given, or until somebody interrupts it.
 
-One budget is passed down through everything that searches. Parts of it end earlier, but all share one interrupt: when it is
-set, nothing is left of any of them, and every search ends with the best it has.
+Work is counted, not timed, so that the same search takes the same way on any machine, busy or not. A unit is about one table
+cell that a vectorised pass touches. One budget is passed down through everything that searches; its parts end earlier, but all
+share one meter and one interrupt.
 """
 
 from __future__ import annotations
@@ -11,32 +12,59 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+SECOND = 1e9  # units: what one core of 2.5 GHz does in about a second
+WORK = 60 * SECOND  # of a search for which nobody sets a time limit
+
 
 class OutOfTime(Exception):
     """A search that nobody insists on is given up; see `Budget.check`."""
 
 
+@dataclass(slots=True)
+class Meter:
+    """Units of work that were done."""
+
+    spent: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A deadline on the monotonic clock (seconds), and an interrupt that any thread or signal handler may set."""
+    """A limit on work, and an interrupt that any thread or signal handler may set.
 
-    deadline: float
+    Attributes:
+        until: the meter's reading at which it is over.
+        deadline: on the monotonic clock (seconds), of ``--time-limit``; infinite without one, and then no clock is read.
+    """
+
+    until: float
+    deadline: float = math.inf
     interrupt: threading.Event = field(default_factory=threading.Event)
+    meter: Meter = field(default_factory=Meter)
 
     @staticmethod
-    def of(limit: float | Budget, interrupt: threading.Event | None = None) -> Budget:
-        """A budget as it is, or one of some seconds from now."""
+    def of(limit: float | Budget | None = None, interrupt: threading.Event | None = None) -> Budget:
+        """A budget as it is, one of some seconds from now and about as much work, or one of `WORK` alone."""
         if isinstance(limit, Budget):
             return limit
-        return Budget(time.monotonic() + limit, interrupt or threading.Event())
+        if limit is None:
+            return Budget(WORK, interrupt=interrupt or threading.Event())
+        return Budget(limit * SECOND, time.monotonic() + limit, interrupt or threading.Event())
+
+    def spend(self, units: float) -> None:
+        """Count work that was done, here and in every budget that this is a part of."""
+        self.meter.spent += units
 
     def left(self) -> float:
-        """Seconds, never below 0; none after an interrupt."""
-        return 0.0 if self.interrupt.is_set() else max(0.0, self.deadline - time.monotonic())
+        """Units, never below 0; none when it is over."""
+        return 0.0 if self.over() else self.until - self.meter.spent
 
-    def over(self) -> bool:
-        """Whether the search must end."""
-        return self.interrupt.is_set() or time.monotonic() >= self.deadline
+    def over(self, more: float = 0.0) -> bool:
+        """Whether the search must end, where ``more`` work has been done that is not counted yet."""
+        return self.interrupt.is_set() or self.meter.spent + more >= self.until or self.late()
+
+    def late(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline < math.inf and time.monotonic() >= self.deadline
 
     def check(self) -> None:
         """Give up a search that has nothing to show yet.
@@ -51,11 +79,15 @@ class Budget:
         """Whether it ends because somebody asked for it."""
         return self.interrupt.is_set()
 
-    def part(self, seconds: float) -> Budget:
-        """At most so many seconds of it."""
-        return Budget(min(self.deadline, time.monotonic() + seconds), self.interrupt)
+    def part(self, units: float) -> Budget:
+        """At most so many units of it."""
+        return Budget(min(self.until, self.meter.spent + units), self.deadline, self.interrupt, self.meter)
 
     def share(self, of_it: float) -> Budget:
-        """This part of what is left."""
-        left = self.deadline - time.monotonic()
-        return self.part(of_it * left) if math.isfinite(left) else self
+        """This part of the work that is left."""
+        return self.part(of_it * max(0.0, self.until - self.meter.spent))
+
+    def grace(self, units: float) -> Budget:
+        """So many units and as much time, whatever is left: to end a search that has nothing to show yet."""
+        deadline = time.monotonic() + units / SECOND if self.deadline < math.inf else math.inf
+        return Budget(self.meter.spent + units, deadline, self.interrupt, self.meter)

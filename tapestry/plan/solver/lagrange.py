@@ -24,6 +24,7 @@ PACE, SLOW = 0.01, 1e-4  # of steps along the excess: at first, and when they ma
 NEWS = 3  # times that get a price in one round
 GENTLE = 0.3  # of the time for making a choice fit, at the highest peaks alone
 GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
+MODEL = 3_000  # units for each cut and active price of the model, about
 MESSAGES = 5  # rounds of growing prices for which messages are left as they are
 
 
@@ -147,7 +148,7 @@ def ascend(
     sweeps: int = 3,
     rounds: int = 1000,
 ) -> Ascent:
-    """Raise the bound until it stalls, meets the best choice or time is up.
+    """Raise the bound until it stalls, meets the best choice or the budget is over.
 
     Args:
         price: to start from, for each time (of the resource, not per limit).
@@ -164,9 +165,11 @@ def ascend(
         for _ in range(sweeps if k else 10 * sweeps):
             messages.sweep(unary, reverse=False)
             bound = messages.sweep(unary, reverse=True)
+            budget.spend(2 * messages.work)
             if budget.over():
                 break
         choice = messages.descend(unary, messages.decode(unary), 5)
+        budget.spend(2 * messages.work)
         (cost, allowed), over = messages.cost(messages.unary, choice), state.excess(choice)
         _judge(state, bound - state.offset(), cost)
         if allowed and over.max(initial=0.0) <= 0:
@@ -182,6 +185,7 @@ def ascend(
             break
         state.watch(over)
         state.step(over, least)
+        budget.spend(MODEL * len(state.costs) * len(state.active))
         unary = state.unary()
     return state
 
@@ -211,6 +215,7 @@ def _push(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], fl
     for k in range(60 if gentle else 400):
         unary = state.unary()
         tries = [messages.descend(unary, last, 10 if gentle else 5)]
+        budget.spend(4 * messages.work)
         if not gentle and k % MESSAGES == MESSAGES - 1:
             messages.sweep(unary, reverse=False)
             messages.sweep(unary, reverse=True)

@@ -17,24 +17,35 @@ from tapestry.plan.solver.pairs import PROVED, Pairs
 
 PEAKS = 5  # usage rows added at a time
 TIGHT = 1e-7  # how much HiGHS may pass a limit, as a part of it
+ITERATION = 50_000  # units of a simplex iteration, and more by nonzeros: in a linear program, and in an integer one
+LINEAR, INTEGER = 0.5, 6.0
+ROUND = 1500  # units for each nonzero from one of HiGHS's questions whether to end an integer program to the next
 
 
-def run(highs: highspy.Highs, budget: Budget) -> None:
-    """Run HiGHS until the budget is over; callbacks let Python handle signals meanwhile, and end it in milliseconds."""
+def run(highs: highspy.Highs, budget: Budget, *, integer: bool) -> None:
+    """Run HiGHS until the budget is over; callbacks let Python handle signals meanwhile, and end it in milliseconds.
+
+    They come at the same points of the same program, and only they look at the budget: HiGHS itself is told of no time.
+    """
+    asked, size = 0, highs.getNumNz()
 
     def ask(event: highspy.highs.HighsCallbackEvent) -> None:
-        if budget.over():
+        nonlocal asked
+        asked += 1
+        count = max(0, event.data_out.simplex_iteration_count)
+        if budget.over(ROUND * size * asked if integer else count * (ITERATION + LINEAR * size)):
             event.interrupt()
 
-    asked = (highs.cbSimplexInterrupt, highs.cbIpmInterrupt, highs.cbMipInterrupt)
-    highs.setOptionValue("time_limit", highs.getRunTime() + max(1e-3, budget.left()))
-    for callback in asked:
+    callbacks = (highs.cbSimplexInterrupt, highs.cbIpmInterrupt, highs.cbMipInterrupt)
+    for callback in callbacks:
         callback.subscribe(ask)
     try:
         highs.run()
     finally:
-        for callback in asked:
+        for callback in callbacks:
             callback.unsubscribe(ask)
+        done = max(0, highs.getInfo().simplex_iteration_count)
+        budget.spend(ROUND * size + done * (ITERATION + (INTEGER if integer else LINEAR) * size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +150,7 @@ class Program:
     def relax(self, budget: Budget) -> Point | None:
         """Solve the linear relaxation, with usage rows added until it keeps to the limits."""
         while True:
-            run(self.highs, budget)
+            run(self.highs, budget, integer=False)
             if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
                 return None
             point = self._point()
@@ -165,7 +176,7 @@ class Program:
         return Point(weight, value, True, Multipliers(price, slots[: self.split], slots[self.split :]))
 
     def integer(self, budget: Budget, start: np.ndarray | None = None, nodes: int | None = None) -> Point | None:
-        """Solve the integer program; None when it found nothing in time.
+        """Solve the integer program; None when it found nothing within the budget.
 
         The usage rows present are kept to; add more (`add_rows`) and solve again when others are broken.
         """
@@ -180,7 +191,7 @@ class Program:
             given = highspy.HighsSolution()
             given.col_value = self._values(start)
             highs.setSolution(given)
-        run(highs, budget)
+        run(highs, budget, integer=True)
         info = highs.getInfo()
         proved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
         bound = info.mip_dual_bound * self.scale + self.net.constant

@@ -6,43 +6,42 @@ of the nodes around a few random ones.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tapestry.plan.solver.bound import Certificate
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.incumbent import Search, Stage, integer
 from tapestry.plan.solver.network_reduction import Reduction, reduce
 from tapestry.plan.solver.pairs import Infeasible, Pairs
 
 PART = 30_000  # joint choices of a neighbourhood, at first
-TURN = 0.05  # of the time, for one, at first
-LEAST = 0.2  # seconds below which none is begun
+TURN = 0.05  # of the budget, for one, at first
+LEAST = 0.2 * SECOND  # below which none is begun
 
 
 @dataclass(slots=True)
 class Kind:
-    """One kind of neighbourhood: its size in joint choices and the seconds for one, fitted to what was solved before."""
+    """One kind of neighbourhood: its size in joint choices and the work for one, fitted to what was solved before."""
 
-    seconds: float
+    units: float
     size: int = field(default_factory=lambda: PART)
     worth: float = 1.0  # improvements of late
 
     def learn(self, solved: bool, spent: float, won: float, most: int) -> None:
-        """After one that took so many seconds and made the best choice cheaper by this part."""
+        """After one that took so many units and made the best choice cheaper by this part."""
         if not solved:
             self.size = int(self.size * 0.8) + 1
-            self.seconds *= 1.0 if won else 1.3
+            self.units *= 1.0 if won else 1.3
         else:  # the same one again would bring nothing
-            self.size = min(int(self.size * (1.3 if spent < self.seconds / 4 else 1.1)) + 1, most)
-        self.worth = max(0.7 * self.worth + 0.3 * min(won / max(spent, 0.1) * 1e4, 1.0), 0.1)
+            self.size = min(int(self.size * (1.3 if spent < self.units / 4 else 1.1)) + 1, most)
+        self.worth = max(0.7 * self.worth + 0.3 * min(won / max(spent / SECOND, 0.1) * 1e4, 1.0), 0.1)
 
 
-def kinds(seconds: float) -> dict[str, Kind]:
-    """Of a search that has so many seconds."""
-    turn = min(max(TURN * seconds, 5.0), 60.0)
+def kinds(units: float) -> dict[str, Kind]:
+    """Of a search that has so many units."""
+    turn = min(max(TURN * units, 5.0 * SECOND), 60.0 * SECOND)
     return {"cheapest": Kind(turn), "around": Kind(turn)}
 
 
@@ -52,7 +51,7 @@ def improve(state: Search, stage: Stage, budget: Budget, known: dict[str, Kind],
     for k in known.values():
         k.worth = 1.0
     while budget.left() > LEAST and not state.closed():
-        part, cost, begin = stage.done.copy(), state.cost, time.monotonic()
+        part, cost, begin = stage.done.copy(), state.cost, budget.meter.spent
         share = known["cheapest"].worth / sum(k.worth for k in known.values())
         name = "cheapest" if not np.isfinite(cost) or rng.random() < share else "around"
         kind = known[name]
@@ -64,10 +63,12 @@ def improve(state: Search, stage: Stage, budget: Budget, known: dict[str, Kind],
             if small is not None:
                 state.offer(small, part, np.zeros(0, np.int64))
             kind.size = min(int(kind.size * 1.2) + 1, most)
+            budget.spend(100 * most)
             continue
-        solved, _ = integer(state, small, part, state.budget.part(min(kind.seconds, 0.2 * state.budget.left() + 1.0)))
+        solved, _ = integer(state, small, part, state.budget.part(min(kind.units, 0.2 * state.budget.left() + SECOND)))
         won = (cost - state.cost) / abs(cost) if np.isfinite(cost) and cost else 0.0
-        kind.learn(solved, time.monotonic() - begin, won, most)
+        budget.spend(100 * most)
+        kind.learn(solved, budget.meter.spent - begin, won, most)
         state.note(f"neighbourhood ({name}) of {len(small.a)} joint choices{'' if solved else ', cut off'}")
 
 

@@ -47,7 +47,7 @@ class Network:
 
 def solve(
     net: Network,
-    time_limit: float | Budget = 60.0,
+    time_limit: float | Budget | None = None,
     start: Sequence[int] | None = None,
     bound: float = -np.inf,
     gap: float = PROVED,
@@ -56,11 +56,11 @@ def solve(
     """Minimise the sum of all factors within the limits.
 
     Args:
-        time_limit: seconds, or a budget that may be interrupted. A choice and an honest bound come out of none at all.
+        time_limit: seconds, a budget, or nothing: the usual amount of work. A choice and an honest bound come out of 0.
         start: a choice to improve on; one that keeps to the limits is never made worse.
         bound: a lower bound that is already proved.
         gap: the search ends when no choice can be cheaper by more than this part of the cost; infinite: any choice will do.
-        quick: bound and improve once, however much time there is: equal problems then get equal choices.
+        quick: bound and improve once, however much of the budget is left.
 
     Returns:
         The best choice, its cost and a bound. The cost is infinite when no choice within the limits was found, and so is the

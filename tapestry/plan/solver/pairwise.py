@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tapestry.plan.solver.branch import Tree
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.incumbent import Search, Stage, integer, raise_prices, tighten
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.neighbourhood import LEAST, improve, kinds
@@ -21,15 +21,15 @@ from tapestry.plan.solver.pairs import PROVED, Infeasible, Instance, from_instan
 
 EXACT = 150_000  # joint choices up to which the whole network goes to HiGHS
 BRANCH = 400_000  # the same for branch and bound: where prices take seconds
-SHARE = 0.2  # of the time left, for the first search for prices, or one linear relaxation
-TURN = 0.04  # of the time, for neighbourhoods or for branching before the other's turn
+SHARE = 0.2  # of the budget left, for the first search for prices, or one linear relaxation
+TURN = 0.04  # of the budget, for neighbourhoods or for branching before the other's turn
 NODES = 10  # of HiGHS in a quick search: its root finds nearly all that 200 find in ten times the time
 TRIES = 2  # searches for prices of the whole
 
 
 def search(
     given: Instance,
-    time_limit: float | Budget,
+    time_limit: float | Budget | None,
     start: Sequence[int] | None = None,
     bound: float = -np.inf,
     gap: float = PROVED,
@@ -38,7 +38,7 @@ def search(
     """Minimise within the limit of the usages.
 
     Args:
-        time_limit: seconds, or a budget that may be interrupted.
+        time_limit: seconds, a budget, or nothing: the usual amount of work.
         start: a choice to improve on.
         bound: a lower bound that is already proved.
         gap, quick: see `network.solve`.
@@ -55,6 +55,7 @@ def search(
     if state.closed():
         return state
     try:
+        state.budget.spend(200 * stage.net.weight())
         reduce(stage.net, stage.done)
         stage.price = np.zeros(len(stage.net.usage.limit))
         state.note(f"reduced to {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
@@ -65,10 +66,10 @@ def search(
 
 
 def _work(state: Search, stage: Stage) -> None:
-    """Bound and improve in turns until the best choice is proved or the time is up; once in any case."""
+    """Bound and improve in turns until the best choice is proved or the budget is over; once in any case."""
     budget, rng = state.budget, np.random.default_rng(0)
     known = kinds(budget.left())
-    turn, tree = max(TURN * budget.left(), 2.0), None
+    turn, tree = max(TURN * budget.left(), 2.0 * SECOND), None
     tried: list[float] = []
     while not tried or not (state.quick or state.closed() or budget.left() < LEAST):
         if not tried or (tree is None and state.cost < tried[-1] and len(tried) < TRIES):
@@ -89,6 +90,7 @@ def _shrink(state: Search, stage: Stage) -> None:
         before, share = stage.net.weight(), SHARE if not np.isfinite(state.bound) else SHARE / 2
         state.raise_bound(raise_prices(state, stage, state.budget.share(share)))
         state.note(f"prices for {int((stage.price > 0).sum())} times")
+        state.budget.spend(200 * stage.net.weight())
         tighten(state, stage)
         if not len(stage.net.nodes()):
             state.raise_bound(state.cost)

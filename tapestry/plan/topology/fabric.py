@@ -7,13 +7,14 @@ link. Device numbers are row-major over the mesh; a fabric joins all devices tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
+from tapestry.plan.topology.measured_costs import CallTimes, KernelRates
 
 HOST, HOST_LATENCY = 1.0e10, 1e-5  # B/s and s of a load from the host, where a topology says nothing
 
@@ -24,6 +25,7 @@ class Device:
 
     ``flops`` gives FLOP/s of contractions by dtype ("other" for the rest); element-wise work runs at ``vector`` FLOP/s.
     Weights that are streamed come from the host at ``host`` B/s, after ``host_latency`` s for each load.
+    ``classes`` gives what was measured of single classes of kernels (`measured_costs.CLASSES`), with rates of f32.
     """
 
     memory: int
@@ -34,10 +36,20 @@ class Device:
     host: float = HOST
     host_latency: float = HOST_LATENCY
     name: str = ""
+    classes: Mapping[str, KernelRates] = field(default_factory=dict[str, KernelRates])
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of contractions in a dtype."""
         return self.flops.get(dtype, self.flops["other"])
+
+    def kernel(self, kind: str, dtype: str) -> KernelRates:
+        """What kernels of a class take; the common rates where the class was not measured. Contractions and convolutions
+        of another dtype than f32 are faster or slower as `flops` says."""
+        heavy = kind in ("contraction", "convolution")
+        found = self.classes.get(kind)
+        if found is None:
+            return KernelRates(self.launch, self.rate(dtype) if heavy else self.vector, self.bandwidth)
+        return replace(found, rate=found.rate * self.rate(dtype) / self.rate("f32")) if heavy else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,9 @@ class Topology:
         notes: what had to be assumed of a file, for people.
         device: every device; where they differ, what all of them have at least (and the longest launch).
         kinds: each device, where they differ; none otherwise.
+        calls: measured times of backend calls.
+        overlap: whether a device's transfers run beside its kernels.
+        alone: a device while no other one works, where that was measured.
     """
 
     name: str
@@ -94,6 +109,19 @@ class Topology:
     joined: tuple[Fabric, ...] = ()
     notes: tuple[str, ...] = ()
     kinds: tuple[Device, ...] = ()
+    calls: tuple[CallTimes, ...] = ()
+    overlap: bool = True
+    alone: Device | None = None
+
+    def call_seconds(self, call: str, group: int, nbytes: float, stride: int = 0) -> float | None:
+        """Seconds of a backend call as measured (`measured_costs.CallTimes` says of which bytes); ``None`` where it was not.
+
+        Args:
+            stride: how far apart neighbours of the group are; 0, and where that stride was not measured: the slowest.
+        """
+        found = [c for c in self.calls if c.call == call and c.group == group]
+        exact = [c for c in found if stride and c.stride == stride]
+        return max((c.seconds(nbytes) for c in exact or found), default=None)
 
     def each(self, what: Callable[[Device], float]) -> np.ndarray:
         """Something of every device; one number where they are all equal."""
@@ -182,4 +210,9 @@ def weakest(kinds: Sequence[Device]) -> Device:
         memory=min(d.memory for d in kinds), bandwidth=min(d.bandwidth for d in kinds), launch=max(d.launch for d in kinds),
         vector=min(d.vector for d in kinds), host=min(d.host for d in kinds),
         host_latency=max(d.host_latency for d in kinds), flops={t: min(d.rate(t) for d in kinds) for t in dtypes},
+        classes={c: _slowest([d.classes[c] for d in kinds]) for c in kinds[0].classes if all(c in d.classes for d in kinds)},
     )  # fmt: skip
+
+
+def _slowest(found: Sequence[KernelRates]) -> KernelRates:
+    return KernelRates(max(k.launch for k in found), min(k.rate for k in found), min(k.bandwidth for k in found))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapestry.plan.topology.fabric import Device, Link
+from tapestry.plan.topology.measured_costs import CallTimes
 
 GiB = 1 << 30
 REST = 1 << 30
@@ -38,6 +39,9 @@ class Source:
     axes: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     whole: dict[str, Any] = field(default_factory=dict[str, Any])
     others: tuple[Other, ...] = ()
+    calls: tuple[CallTimes, ...] = ()
+    overlap: bool = True
+    alone: Device | None = None
 
 
 SOURCES = {

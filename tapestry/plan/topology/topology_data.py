@@ -10,6 +10,7 @@ from typing import Any
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Fabric, Link, Topology, Wire, divides
+from tapestry.plan.topology.measured_costs import calls_data, classes_data, read_calls, read_classes, read_overlap
 from tapestry.plan.topology.routing import routes
 
 
@@ -34,6 +35,12 @@ def to_data(topo: Topology) -> dict[str, Any]:
         ]  # fmt: skip
     if topo.notes:
         out["notes"] = list(topo.notes)
+    if topo.calls:
+        out["collectives"] = calls_data(topo.calls)
+    if not topo.overlap:
+        out["overlap"] = False
+    if topo.alone:
+        out["alone"] = _device_data(topo.alone)
     return out
 
 
@@ -53,16 +60,18 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         links = tuple(Link(float(k["alpha"]), float(k["beta"])) for k in data["links"])
         found = Topology(
             name=str(data["name"]), mesh=mesh, links=links, device=device, joined=tuple(map(_fabric, data.get("joined", ()))),
-            notes=tuple(map(str, data.get("notes", ()))), kinds=kinds,
+            notes=tuple(map(str, data.get("notes", ()))), kinds=kinds, calls=read_calls(data.get("collectives", ())),
+            overlap=read_overlap(data), alone=_device(data["alone"]) if "alone" in data else None,
         )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
-    rates = [r for d in (device, *kinds) for r in (d.bandwidth, d.vector, d.host, *d.flops.values())]
-    if kinds and (len(kinds) != device_count(mesh) or any("other" not in d.flops for d in kinds)):
+    every = (device, *kinds, *([found.alone] if found.alone else []))
+    rates = [r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())]
+    if any("other" not in d.flops for d in every) or (kinds and len(kinds) != device_count(mesh)):
         raise TapestryError("not a topology: devices are missing", hint="compile the model again")
     if any(a.weights and (len(a.weights) != a.size or min(a.weights) < 1) for a in mesh):
         raise TapestryError("not a topology: the shares of a mesh axis", hint="compile the model again")
-    if len(links) != len(mesh) or "other" not in device.flops or min(rates) <= 0:
+    if len(links) != len(mesh) or min(rates) <= 0:
         raise TapestryError("not a topology: links or rates are missing", hint="compile the model again")
     if found.joined and not _whole(found):
         raise TapestryError("not a topology: what joins the devices is not the mesh", hint="compile the model again")
@@ -79,6 +88,8 @@ def _device_data(d: Device) -> dict[str, Any]:
         "vector": d.vector,
         "flops": dict(d.flops),
     }
+    if d.classes:
+        out["classes"] = classes_data(d.classes)
     return {**out, "name": d.name} if d.name else out
 
 
@@ -87,6 +98,7 @@ def _device(d: Mapping[str, Any]) -> Device:
         memory=int(d["memory"]), bandwidth=float(d["bandwidth"]), launch=float(d["launch"]), vector=float(d["vector"]),
         flops={str(k): float(v) for k, v in d["flops"].items()}, name=str(d.get("name", "")),
         host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
+        classes=read_classes(d.get("classes", {})),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from tapestry.interop import instance_map
 from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Link, Topology, weakest
 from tapestry.plan.topology.join import joined
+from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_overlap
 from tapestry.plan.topology.meshes import parse_mesh
 from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
 
@@ -33,9 +34,14 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
         kinds = _kinds(found, mesh)
     except TapestryError as e:
         raise TapestryError(e.what, where=e.where or source, why=e.why, hint=e.hint) from None
-    out = Topology(name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes)
+    alone = found.alone
     if memory is not None:
         kinds = [replace(d, memory=memory) for d in kinds]
+        alone = alone and replace(alone, memory=memory)
+    out = Topology(
+        name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes, calls=found.calls,
+        overlap=found.overlap, alone=alone,
+    )  # fmt: skip
     alike = all(d == kinds[0] for d in kinds)
     return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
 
@@ -91,9 +97,11 @@ def _read(path: Path) -> Source:
         )
         axes, whole = _interconnect(data)
         others = tuple(_other(data["device"], o) for o in data.get("others", ()))
+        calls, overlap = read_calls(data.get("collectives", ())), read_overlap(data)
+        alone = _like(data["device"], data["alone"]) if "alone" in data else None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=str(path), hint="see docs/topology.md") from None
-    every = [device, *(o.device for o in others)]
+    every = [device, *(o.device for o in others), *([alone] if alone else [])]
     rates = [*(r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())), *(v.reach for v in levels)]
     costs = [*(c for d in every for c in (d.launch, d.host_latency)), *(c for v in levels for c in (v.link.alpha, v.link.beta))]
     sane = all(isfinite(x) and x > 0 for x in rates) and all(isfinite(x) and x >= 0 for x in costs)
@@ -102,7 +110,7 @@ def _read(path: Path) -> Source:
             "not a topology: rates must be positive, costs not negative, one of 'levels', 'interconnect', 'instance_map' given",
             where=str(path), hint="see docs/topology.md",
         )  # fmt: skip
-    return Source(device, levels, axes, whole, others)
+    return Source(device, levels, axes, whole, others, calls, overlap, alone)
 
 
 def _other(base: Mapping[str, Any], o: Mapping[str, Any]) -> Other:
@@ -111,7 +119,13 @@ def _other(base: Mapping[str, Any], o: Mapping[str, Any]) -> Other:
     at = {str(a): tuple(int(k) for k in ks) for a, ks in o.get("at", {}).items()}
     if bool(numbers) == bool(at):
         raise ValueError("'others' need 'devices' or 'at'")
-    return Other(_device({**base, **{k: v for k, v in o.items() if k not in ("devices", "at")}}), numbers, at)
+    return Other(_like(base, {k: v for k, v in o.items() if k not in ("devices", "at")}), numbers, at)
+
+
+def _like(base: Mapping[str, Any], own: Mapping[str, Any]) -> Device:
+    """A device that is as another but for what is said of its own; with rates of its own it has no classes of the other's."""
+    rated = any(k in own for k in ("flops", "vector", "bandwidth", "launch"))
+    return _device({**base, **({"classes": {}} if rated else {}), **own})
 
 
 def _device(d: Mapping[str, Any]) -> Device:
@@ -121,6 +135,7 @@ def _device(d: Mapping[str, Any]) -> Device:
         memory=parse_bytes(str(d["memory"])), bandwidth=float(d["bandwidth"]), launch=float(d.get("launch", 0.0)),
         vector=float(d.get("vector", flops["other"])), flops=flops, host=float(d.get("host", HOST)),
         host_latency=float(d.get("host_latency", HOST_LATENCY)), name=str(d.get("name", "")),
+        classes=read_classes(d.get("classes", {})),
     )  # fmt: skip
 
 

@@ -190,7 +190,7 @@ class Wire:
             Mismatch: a rank would make other calls.
         """
         if self.world > 1:
-            self._compare(Team(tuple(range(self.world)), None), self.header(-1, calls, 0), -1)
+            self._compare(Team(tuple(range(self.world)), None), self.header(-1, calls + bytes([self.checking]), 0), -1)
 
     def header(self, step: int, what: str | bytes, nbytes: int, sender: int | None = None) -> Tensor:
         """Bytes that say what a message is; ``what`` names the pieces."""
