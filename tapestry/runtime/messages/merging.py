@@ -25,7 +25,7 @@ from tapestry.runtime import arrays
 from tapestry.runtime.messages.message_buffers import MessageBuffers
 from tapestry.runtime.messages.moves import Move
 from tapestry.runtime.messages.point_to_point import Piece, PointToPoint, in_one_piece
-from tapestry.runtime.processes.wire import Team
+from tapestry.runtime.messages.process_groups import Team
 from tapestry.runtime.target_protocol import Array
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from tapestry.runtime import arrays
 from tapestry.runtime.executor import copy, ends, present
 from tapestry.runtime.messages.message_buffers import MessageBuffers
 from tapestry.runtime.messages.point_to_point import Piece, PointToPoint, in_one_piece
-from tapestry.runtime.processes.wire import Team, flat_bytes
+from tapestry.runtime.messages.process_groups import Team
+from tapestry.runtime.processes.wire import flat_bytes
 
 if TYPE_CHECKING:
     from tapestry.runtime.processes.distributed import RankExecutor

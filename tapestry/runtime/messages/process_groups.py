@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from math import prod
@@ -12,31 +13,41 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
 
-from tapestry.runtime.processes.wire import Team, Wire
-
 Partition = tuple[tuple[int, ...], ...]
 """Ranks that call together; every rank is in one group at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Ranks that call together, this one among them, and their process group."""
+
+    ranks: tuple[int, ...]
+    group: Any
+
+    def others(self, rank: int) -> tuple[int, ...]:
+        """All but one."""
+        return tuple(r for r in self.ranks if r != rank)
 
 
 class Groups:
     """Teams by partition. Every rank must make them for the same list of partitions, since making one is a collective."""
 
-    def __init__(self, wire: Wire, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta) -> None:
-        self.rank = wire.rank
+    def __init__(self, device: str, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta) -> None:
+        self.rank = dist.get_rank()
         self.teams: dict[Partition, Team | None] = {}
-        everybody = tuple(range(wire.world))
+        everybody = tuple(range(dist.get_world_size()))
         self.teams[(everybody,)] = Team(everybody, dist.group.WORLD)
         wanted = {ordered(p): None for p in partitions}
-        if prod(mesh) == wire.world and any(axis_groups(mesh, a) in wanted for a in range(len(mesh))):
-            self._axes(wire, mesh, timeout)
+        if prod(mesh) == len(everybody) and any(axis_groups(mesh, a) in wanted for a in range(len(mesh))):
+            self._axes(device, mesh, timeout)
         for partition in wanted:
             if partition not in self.teams:
                 mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in partition], timeout=timeout)
                 self._keep(partition, mine)
 
-    def _axes(self, wire: Wire, mesh: Sequence[int], timeout: timedelta) -> None:
+    def _axes(self, device: str, mesh: Sequence[int], timeout: timedelta) -> None:
         """One group per axis of the plan's mesh."""
-        devices = init_device_mesh(wire.device.type, tuple(mesh))
+        devices = init_device_mesh(device, tuple(mesh))
         for axis in range(len(mesh)):
             group: Any = devices.get_group(axis)
             _set_pg_timeout(timeout, group)

@@ -29,11 +29,11 @@ from tapestry.runtime.messages.message_buffers import MessageBuffers
 from tapestry.runtime.messages.message_schedule import calls_of, filled, first_uses, freed_at, set_times, signature
 from tapestry.runtime.messages.moves import Move, transfer
 from tapestry.runtime.messages.point_to_point import Piece, PointToPoint
-from tapestry.runtime.messages.process_groups import Groups
+from tapestry.runtime.messages.process_groups import Groups, Team
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.processes import host_values
 from tapestry.runtime.processes.heartbeat import COMPUTE, WEIGHTS
-from tapestry.runtime.processes.wire import Team, Wire, clock
+from tapestry.runtime.processes.wire import Wire, clock
 from tapestry.runtime.step_messages import Route, owners
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
 
@@ -116,7 +116,7 @@ class RankExecutor(LocalExecutor):
             make = transfer if isinstance(step, Transfer) else merge
             self.moves[at] = make(self, at, step, uses[at], call)
         collective = [self.calls[at].groups for at, m in self.moves.items() if m.collective]
-        self.groups = Groups(self.wire, mesh, collective, timeout)
+        self.groups = self.wire.groups(mesh, collective, timeout)
         set_times([p for m in self.moves.values() for p in m.parts], self.wire.ahead, end)
         self._place(freed_at(self.program), end)
         self._schedule(end)

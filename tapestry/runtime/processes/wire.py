@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from tapestry import flags
 from tapestry.errors import TapestryError
 from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER
+from tapestry.runtime.messages.process_groups import Groups, Partition, Team
 from tapestry.runtime.processes.heartbeat import COMPUTE, WAIT, Heartbeat
 
 MAGIC, VERSION, HEADER_BYTES = b"TAPESTRY", 3, 64
@@ -48,18 +50,6 @@ class Mismatch(TapestryError):
     """A message is not what the plan says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Team:
-    """Ranks that call together, this one among them, and their process group."""
-
-    ranks: tuple[int, ...]
-    group: Any
-
-    def others(self, rank: int) -> tuple[int, ...]:
-        """All but one."""
-        return tuple(r for r in self.ranks if r != rank)
-
-
 @dataclass(slots=True)
 class Wire:
     """One process's end. ``plan`` is 16 bytes of the build's hash.
@@ -72,6 +62,7 @@ class Wire:
         ahead: receives are posted before their step. gloo moves a message when its receive is posted; on NCCL a receive holds
             up the stream until it is met, so there they are posted at their step.
         checking: messages go with headers.
+        nothing: no bytes: what an operation holds that is not posted.
     """
 
     rank: int
@@ -88,6 +79,10 @@ class Wire:
     flying: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque[tuple[dist.Work, Tensor]])
     flying_bytes: int = 0
     staged: int = 0
+    nothing: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     @property
     def ahead(self) -> int:
@@ -108,11 +103,6 @@ class Wire:
     def sending(self, peer: int, tag: int) -> dist.P2POp:
         """A send that can be posted any number of times; its ``tensor`` is to be set."""
         return dist.P2POp(dist.isend, self.nothing, peer, tag=tag)
-
-    @property
-    def nothing(self) -> Tensor:
-        """No bytes."""
-        return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def exchange(self, step: int, ops: list[dist.P2POp]) -> list[dist.Work]:
         """Post sends and receives together; NCCL answers with one work for all."""
@@ -180,6 +170,10 @@ class Wire:
             return function(*args, group=group, async_op=True)
         except RuntimeError as e:
             raise PeerLost(team.others(self.rank), step, reason(e)) from None
+
+    def groups(self, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta) -> Groups:
+        """Process groups, made by all ranks together."""
+        return Groups(self.device.type, mesh, partitions, timeout)
 
     # what ranks agree on
 
