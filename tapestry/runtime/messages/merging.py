@@ -51,9 +51,8 @@ class _Merge(Move):
 
     def allocate(self) -> None:
         """The buffers that are filled; and count what all devices of this process send."""
-        for name in self.step.dsts:
-            for d, _ in self.rank.mine(self.rank.program.buffers[name].boxes):
-                self.rank.allocate(d, name)
+        for d, name in self.into:
+            self.rank.allocate(d, name)
         self.rank.measured.sent(self.step.kind, self.sent)
 
     def count(self, k: int, device: int, group: tuple[int, ...]) -> None:
@@ -74,9 +73,10 @@ class MergeByCall(_Merge):
     """The backend's reduction, one call per field; of a process with one device."""
 
     team: Team | None = None
+    others: tuple[int, ...] = ()
     works: list[dist.Work] = field(default_factory=list[dist.Work])
-    calls: list[tuple[int, Tensor, Tensor]] = field(default_factory=list[tuple[int, Tensor, Tensor]])
-    packed: list[tuple[Tensor, int, Box]] = field(default_factory=list[tuple[Tensor, int, Box]])
+    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    packed: list[tuple[Tensor, str, Box | None]] = field(default_factory=list[tuple[Tensor, str, Box | None]])
 
     @property
     def collective(self) -> bool:
@@ -102,6 +102,8 @@ class MergeByCall(_Merge):
         if not self.group:
             return
         self.team = self.rank.team(self.call)
+        assert self.team is not None
+        self.others = self.team.others(self.rank.wire.rank)
         d, n = self.rank.wire.rank, len(self.group)
         place = self.group.index(d)
         for k in range(len(self.step.srcs)):
@@ -114,13 +116,15 @@ class MergeByCall(_Merge):
             if self.call.name == REDUCE_SCATTER:
                 given = buffers.view(f"{self.at} parts {k}", self.dtype(k), (n, *there.shape))
                 boxes = [self.rank.box(e, self.step.dsts[k]) for e in self.group]
-                self.packed += [(given[i], k, box) for i, box in enumerate(boxes)]
+                self.packed += [(given[i], self.step.srcs[k], box) for i, box in enumerate(boxes)]
             else:
-                self.packed.append((there, k, self.rank.box(d, self.step.dsts[k])))
+                box = self.rank.box(d, self.step.dsts[k])
+                same = box == self.rank.box(d, self.step.srcs[k])
+                self.packed.append((there, self.step.srcs[k], None if same else box))
             first, end = cut(phases * (n - 1) * given.nbytes, n, place)
             if given.numel():
                 self.sent += end - first
-                self.calls.append((k, _numbers(there), _numbers(given)))
+                self.calls.append((_numbers(there), _numbers(given)))
 
     def start(self) -> None:
         """Copy the states, which are left as they are, and call."""
@@ -128,9 +132,9 @@ class MergeByCall(_Merge):
         if self.team is None:
             return
         d, wire = self.rank.wire.rank, self.rank.wire
-        for there, k, box in self.packed:
-            there.copy_(self.rank.part(d, self.step.srcs[k], box))
-        for _, there, given in self.calls:
+        for there, name, box in self.packed:
+            there.copy_(self.rank.array(d, name) if box is None else self.rank.part(d, name, box))
+        for there, given in self.calls:
             if self.call.name == ALL_REDUCE:
                 self.works.append(wire.all_reduce(self.team, self.at, there, self.call.op))
             else:
@@ -139,12 +143,11 @@ class MergeByCall(_Merge):
 
     def finish(self) -> bool:
         """Wait."""
-        others = () if self.team is None else self.team.others(self.rank.wire.rank)
         for work in self.works:
-            self.rank.wire.wait(work, others, self.at)
+            self.rank.wire.wait(work, self.others, self.at)
         self.works.clear()
         self.fill_counts()
-        return bool(others)
+        return bool(self.others)
 
 
 def _numbers(array: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class Move(ABC):
         at: its step.
         use: the step before which it is finished: the first that names what it fills.
         parts: its messages with other processes.
+        into: what it fills: (device of this process, buffer).
         began: when it was started, in nanoseconds since 1970.
     """
 
@@ -45,6 +46,7 @@ class Move(ABC):
     at: int
     use: int
     parts: list[PointToPoint] = field(default_factory=list[PointToPoint])
+    into: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     began: int = 0
 
     @property
@@ -112,8 +114,8 @@ class _Transfer(Move):
 
     def copy_own(self) -> None:
         """Copy what devices of this process have for themselves and for each other; count what all of them send."""
-        for d, _ in self.rank.mine(self.rank.program.buffers[self.step.dst].boxes):
-            self.rank.allocate(d, self.step.dst)
+        for d, name in self.into:
+            self.rank.allocate(d, name)
         for source, box, d, _ in self.copies:
             copy(self.rank.part(source, self.step.src, box), self.there(d, box))
         self.rank.measured.sent(self.step.kind, self.sent)

@@ -128,17 +128,17 @@ class RankExecutor(LocalExecutor):
 
     def _place(self, freed: Mapping[str, int], end: int) -> None:
         """Memory for all that travels."""
-        buffers, arriving = MessageBuffers(), list[tuple[int, str]]()
+        buffers = MessageBuffers()
         for at, m in self.moves.items():
             step = self.program.steps[at]
             assert isinstance(step, Transfer | Reduce)
             for name in filled(step):
                 for d, _ in self.mine(self.program.buffers[name].boxes):
                     buffers.reserve(f"{d} {name}", m.since, freed.get(name, end), self.program.buffers[name].nbytes(d))
-                    arriving.append((d, name))
+                    m.into.append((d, name))
             m.reserve(buffers)
         self.wire.staged = buffers.place(self.target.device)
-        for d, name in arriving:
+        for d, name in (x for m in self.moves.values() for x in m.into):
             dtype = arrays.torch_dtype(self.program.buffers[name].dtype)
             self.placed[d, name] = buffers.view(f"{d} {name}", dtype, shape(self.box(d, name)))
         for m in self.moves.values():
