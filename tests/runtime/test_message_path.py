@@ -16,8 +16,8 @@ from tapestry.plan.lower import lower
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.heartbeat import Heartbeat, shared
 from tapestry.runtime.processes.wire import Wire
-from tests.support.pretended_device import META, OnDevice, pretended_ranks
-from tests.support.recorded_wire import Shapes
+from tests.support.messages.pretended_device import META, OnDevice, pretended_ranks
+from tests.support.messages.recorded_wire import Shapes
 from tests.support.small_models import case, mesh_of, random_plan
 
 

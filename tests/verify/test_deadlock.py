@@ -23,7 +23,7 @@ from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.heartbeat import Heartbeat, shared
 from tapestry.runtime.step_messages import owners
 from tapestry.verify.deadlock import Exchange, check, scripts, simulate
-from tests.support.recorded_wire import Recorder, Shapes
+from tests.support.messages.recorded_wire import Recorder, Shapes
 from tests.support.small_models import case, mesh_of, random_plan
 
 
