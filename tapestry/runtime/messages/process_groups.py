@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
 
+_dist: Any = dist  # its functions have no types
 Partition = tuple[tuple[int, ...], ...]
 """Ranks that call together; every rank is in one group at most."""
 
@@ -42,7 +43,7 @@ class Groups:
             self._axes(device, mesh, timeout)
         for partition in wanted:
             if partition not in self.teams:
-                mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in partition], timeout=timeout)
+                mine, _ = _dist.new_subgroups_by_enumeration([list(g) for g in partition], timeout=timeout)
                 self._keep(partition, mine)
 
     def _axes(self, device: str, mesh: Sequence[int], timeout: timedelta) -> None:

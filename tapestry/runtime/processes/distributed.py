@@ -113,8 +113,11 @@ class RankExecutor(LocalExecutor):
         uses, end = first_uses(self.program), len(self.program.steps)
         for at, call in self.calls.items():
             step = self.program.steps[at]
-            make = transfer if isinstance(step, Transfer) else merge
-            self.moves[at] = make(self, at, step, uses[at], call)
+            assert isinstance(step, Transfer | Reduce)
+            if isinstance(step, Transfer):
+                self.moves[at] = transfer(self, at, step, uses[at], call)
+            else:
+                self.moves[at] = merge(self, at, step, uses[at], call)
         collective = [self.calls[at].groups for at, m in self.moves.items() if m.collective]
         self.groups = self.wire.groups(mesh, collective, timeout)
         set_times([p for m in self.moves.values() for p in m.parts], self.wire.ahead, end)

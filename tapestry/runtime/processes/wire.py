@@ -32,9 +32,10 @@ FIELDS = ("magic", "version", "sender", "plan", "batch", "step", "pieces", "byte
 IN_FLIGHT = 16 << 20  # bytes of sent messages that may wait to be taken, and of receives posted ahead
 
 Tensor = torch.Tensor
+_dist: Any = dist  # its functions have no types
 # torch 2.13 renames both; the old names warn there, the new ones are not in 2.11
-_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_GATHER: Callable[..., Any] = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+_SCATTER: Callable[..., Any] = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 _REDUCE = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -144,7 +145,7 @@ class Wire:
 
     def all_reduce(self, team: Team, step: int, tensor: Tensor, op: str) -> dist.Work:
         """Merge a tensor in place."""
-        return self._call(ALL_REDUCE, team, step, dist.all_reduce, tensor, _REDUCE[op], group=team.group)
+        return self._call(ALL_REDUCE, team, step, _dist.all_reduce, tensor, _REDUCE[op], group=team.group)
 
     def reduce_scatter(self, team: Team, step: int, out: Tensor, given: Tensor, op: str) -> dist.Work:
         """Merge tensors that hold a part for each of the team, in its order."""
@@ -156,11 +157,11 @@ class Wire:
 
     def all_to_all(self, team: Team, step: int, out: Tensor, given: Tensor) -> dist.Work:
         """Part k to the k-th of the team; all parts have one size."""
-        return self._call(ALL_TO_ALL, team, step, dist.all_to_all_single, out, given, group=team.group)
+        return self._call(ALL_TO_ALL, team, step, _dist.all_to_all_single, out, given, group=team.group)
 
     def broadcast(self, team: Team, step: int, tensor: Tensor, sender: int) -> dist.Work:
         """One rank's tensor to all."""
-        return self._call(BROADCAST, team, step, dist.broadcast, tensor, sender, group=team.group)
+        return self._call(BROADCAST, team, step, _dist.broadcast, tensor, sender, group=team.group)
 
     def _call(self, name: str, team: Team, step: int, function: Callable[..., Any], *args: Any, group: Any) -> dist.Work:
         if self.checking:

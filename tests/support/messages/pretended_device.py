@@ -3,6 +3,7 @@ host, as on a GPU it should not."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,11 +27,13 @@ def pretended_ranks(rank: int, world: int) -> Iterator[None]:
     """torch.distributed as one rank of many sees it, for tensors on `META`."""
     if not hasattr(dist.Backend, "PRETENDED"):
         dist.Backend.register_backend("pretended", _backend, extended_api=True, devices=["meta"])
+    hook = sys.excepthook  # which torch.distributed replaces by one that names the rank
     dist.init_process_group("pretended", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 class OnDevice(TorchDispatchMode):
