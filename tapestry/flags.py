@@ -25,6 +25,11 @@ def c_compiler() -> str:
     return os.environ.get("CC") or "cc"
 
 
+def check_messages() -> bool:
+    """``TAPESTRY_CHECK_MESSAGES=1``: what ranks send each other goes with headers, which are checked."""
+    return os.environ.get("TAPESTRY_CHECK_MESSAGES", "0") != "0"
+
+
 def before_torch() -> None:
     """What torch reads when it is imported, unless the user said otherwise.
 
