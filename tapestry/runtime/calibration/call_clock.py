@@ -17,6 +17,8 @@ from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BRO
 api: Any = torch.distributed  # its types are known in part
 SIZES = (8, 512, *(1 << k for k in range(12, 25)))  # bytes
 REPEATS = 3
+GATHER = getattr(api, "all_gather_single", None) or api.all_gather_into_tensor  # as `runtime.processes.wire` calls them
+SCATTER = getattr(api, "reduce_scatter_single", None) or api.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,8 @@ def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> tuple
     piece, roots, g = torch.ones(part, device=device), cycle(group.ranks), group.handle
     calls: dict[str, Callable[[], object]] = {
         ALL_REDUCE: lambda: api.all_reduce(whole, group=g),
-        ALL_GATHER: lambda: api.all_gather_into_tensor(whole, piece, group=g),
-        REDUCE_SCATTER: lambda: api.reduce_scatter_tensor(piece, whole, group=g),
+        ALL_GATHER: lambda: GATHER(whole, piece, group=g),
+        REDUCE_SCATTER: lambda: SCATTER(piece, whole, group=g),
         ALL_TO_ALL: lambda: api.all_to_all_single(other, whole, group=g),
         BROADCAST: lambda: api.broadcast(whole, src=next(roots), group=g),  # in turns: one sender would run ahead
     }
