@@ -28,7 +28,7 @@ from tapestry.runtime.target_protocol import Target
 REPEATS, REPEATS_ALONE = 3, 2
 LONG = 4  # windows
 PREPARATION = 0.15  # seconds to make a probe's arrays and kernels, about
-QUICK = 15.0  # seconds below which four probes of a class and every fourth size are measured
+QUICK = 15.0  # seconds below which six probes of a class and every fourth size are measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
