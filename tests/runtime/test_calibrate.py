@@ -133,31 +133,30 @@ def test_a_probe_runs_on_the_targets_own_kernels(kind: str):
         assert len(clock.launches) > 1  # as many as are beyond a core's cache
 
 
+def document_of(*argv: str | Path) -> dict:
+    """The document of a command in a process of its own: it forks, and the tests' has threads."""
+    command = [sys.executable, "-m", "tapestry", *map(str, argv), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_processes_measure_together(tmp_path: Path):
     """Two real processes, in as little time as that takes: every class, every call, and what one of them does alone."""
     out = tmp_path / "two.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tapestry",
-        "calibrate",
-        "-o",
-        out,
-        "--processes",
-        "2",
-        "--threads",
-        "1",
-        "--seconds",
-        "0.5",
-    ]
-    done = subprocess.run([*map(str, command), "--json"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
+    made = document_of("calibrate", "-o", out, "--processes", "2", "--threads", "1", "--seconds", "0.3")
     assert made == json.loads(out.read_text()) and made["measured"]["processes"] == 2
     topo = topology(parse_mesh("2"), str(out))
     assert set(topo.device.classes) == set(CLASSES) and topo.alone and set(topo.alone.classes) == set(CLASSES)
     assert {c.call for c in topo.calls} == set(CALLS) and {c.group for c in topo.calls} == {2}
     assert 1e-7 < topo.call_seconds("all_reduce", 2, 8) < 1 and 1e8 < topo.device.rate("f32") < 1e14
+
+
+def test_calls_alone_are_measured_for_a_device_that_is_given(tmp_path: Path):
+    made = document_of("calibrate", "-o", tmp_path / "h.json", "--processes", "2", "--seconds", "0.2", "--device", "h100")
+    topo, preset = topology(parse_mesh("2"), str(tmp_path / "h.json")), topology(parse_mesh("2"), "h100")
+    assert topo.device == preset.device and topo.alone is None and topo.overlap
+    assert {c.call for c in topo.calls} == set(CALLS) and not made["measured"]["kernels"]
 
 
 def trace(tmp_path: Path, steps: list[dict]) -> Path:
