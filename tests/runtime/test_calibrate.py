@@ -23,9 +23,9 @@ from tapestry.runtime.calibration import automatic
 from tapestry.runtime.calibration.call_clock import CallPoint
 from tapestry.runtime.calibration.document import document, write
 from tapestry.runtime.calibration.kernel_clock import KernelClock
-from tapestry.runtime.calibration.least_squares import KernelPoint, fit_kernels, fit_table, rising
 from tapestry.runtime.calibration.measure import Measurements, Task
 from tapestry.runtime.calibration.probes import probes
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, rising
 from tapestry.runtime.calibration.trace_fit import from_trace
 from tests.support.small_models import save
 
@@ -133,9 +133,22 @@ def test_a_probe_runs_on_the_targets_own_kernels(kind: str):
         assert len(clock.launches) > 1  # as many as are beyond a core's cache
 
 
+FEW = """
+import sys
+from tapestry import flags
+flags.before_torch()
+from tapestry.cli import main
+from tapestry.runtime.calibration import measure, probes
+every = list(probes.probes())
+measure.few_probes = lambda: (p for k in sorted({p.kind for p in every}) for p in [q for q in every if q.kind == k][:2])
+measure.SIZES = (8, 4096, 65536, 1 << 20)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def document_of(*argv: str | Path) -> dict:
-    """The document of a command in a process of its own: it forks, and the tests' has threads."""
-    command = [sys.executable, "-m", "tapestry", *map(str, argv), "--json"]
+    """The document of a command with few things to measure; in a process of its own, because it forks."""
+    command = [sys.executable, "-c", FEW, *map(str, argv), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -21,8 +21,8 @@ from tapestry.runtime.calibration.call_clock import (
     started_exchange,
 )
 from tapestry.runtime.calibration.kernel_clock import KernelClock
-from tapestry.runtime.calibration.least_squares import KernelPoint
 from tapestry.runtime.calibration.probes import Probe, beside_transfers, few_probes, probes, rates_by_dtype
+from tapestry.runtime.calibration.rate_fit import KernelPoint
 from tapestry.runtime.target_protocol import Target
 
 REPEATS, REPEATS_ALONE = 3, 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+import torch.multiprocessing
 from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
@@ -26,6 +26,7 @@ from tapestry.runtime.processes.process_backend import BACKENDS, device_of
 from tapestry.runtime.processes.rendezvous import LOOPBACK, join
 from tapestry.runtime.target_protocol import Target
 
+mp: Any = torch.multiprocessing  # its types are known in part
 TIMEOUT = timedelta(seconds=120)
 SECONDS = 40.0  # about how long a calibration takes
 
@@ -66,7 +67,7 @@ def calibrate(
 def _forked(make: Callable[[], Target], task: Task, given: Given, folder: Path, say: Say) -> None:
     """Run the task on processes of this host; the first one writes the document into the folder."""
     progress = mp.get_context("fork").SimpleQueue()
-    started: Any = mp.start_processes(
+    started = mp.start_processes(
         _child, (make, task, given, folder, progress), task.processes, join=False, daemon=True, start_method="fork"
     )
     try:

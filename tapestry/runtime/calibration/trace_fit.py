@@ -14,7 +14,7 @@ from typing import Any
 from tapestry.errors import TapestryError
 from tapestry.plan.topology import Topology, device_data, from_data
 from tapestry.plan.topology.measured_costs import CLASSES, CallTimes, KernelRates, calls_data, classes_data
-from tapestry.runtime.calibration.least_squares import KernelPoint, fit_kernels, fit_table, kernel_point
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, kernel_point
 
 FEWEST = 6  # measurements of a class of kernels for its three numbers
 FEWEST_SIZES = 3  # of a call
