@@ -1,9 +1,9 @@
 """A certified lower bound of the simulated time, and choices that make it tight.
 
-For any average of the sums of `paths`, the cheapest choice by it bounds the time of every plan. The average is the mixed strategy
-of a game against the choice: in each round the network solver answers the average, and the best average against all answers
-so far is that of the next round (Kelley's cutting planes), or halfway from the best one where that has not raised the bound. An
-answer whose time on the clock is the bound is optimal.
+For any average of the sums of `paths`, the cheapest choice by it bounds the time of every plan. The average is the mixed
+strategy of a game against the choice: in each round the network solver answers the average, and the best average against all
+answers so far is that of the next round (Kelley's cutting planes), or halfway from the best one where that has not raised the
+bound. An answer whose time on the clock is the bound is optimal.
 """
 
 from __future__ import annotations
