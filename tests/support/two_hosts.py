@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29611
-TOKEN = "an open secret of the tests"  # noqa: S105
+TOKEN = "an open secret of the tests"
 
 
 class NotPermitted(Exception):
