@@ -21,10 +21,10 @@ from tapestry.plan.topology.measured_costs import CLASSES
 from tapestry.runtime.calibration import automatic
 from tapestry.runtime.calibration.call_clock import CallPoint
 from tapestry.runtime.calibration.document import document, write
-from tapestry.runtime.calibration.fit import KernelPoint, fit_kernels, fit_table, rising
 from tapestry.runtime.calibration.kernel_clock import KernelClock
 from tapestry.runtime.calibration.measure import Measurements, Task
 from tapestry.runtime.calibration.probes import probes
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, rising
 from tapestry.runtime.calibration.trace_fit import from_trace
 
 LAUNCH, RATE, BANDWIDTH = 2e-5, 5e10, 8e9

@@ -15,8 +15,8 @@ from tapestry.ir.collective_calls import EXCHANGE
 from tapestry.plan.topology import Topology, topology
 from tapestry.plan.topology.measured_costs import CLASSES, CallTimes, KernelRates, calls_data, classes_data
 from tapestry.runtime.calibration.call_clock import CallPoint
-from tapestry.runtime.calibration.fit import KernelPoint, fit_kernels, fit_line, fit_table, vector_rate
 from tapestry.runtime.calibration.measure import Measurements
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_line, fit_table, vector_rate
 
 HIDDEN = 0.5  # of the shorter one of a transfer and a kernel: with less they take turns rather than run beside each other
 Fit = dict[str, dict[str, Any]]

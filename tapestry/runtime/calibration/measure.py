@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tapestry.ir.collective_calls import CALLS, EXCHANGE
 from tapestry.runtime.calibration.call_clock import SIZES, CallClock, CallPoint, call_of, finished, groups, started_exchange
-from tapestry.runtime.calibration.fit import KernelPoint
 from tapestry.runtime.calibration.kernel_clock import KernelClock
 from tapestry.runtime.calibration.probes import Probe, beside_transfers, few_probes, probes, rates_by_dtype
+from tapestry.runtime.calibration.rate_fit import KernelPoint
 from tapestry.runtime.target_protocol import Target
 
 REPEATS, REPEATS_ALONE = 3, 2
