@@ -5,14 +5,14 @@ two processes beside one.
     .venv/bin/python -m bench distributed --scaling [--rounds 5] [--models FOLDER]      # BERT-base, batch 8, 128 tokens
 
 Every build runs on one process per device, in one process, and its model as a plan for one device in one process, one thread
-each, with the same inputs. A case passes when all outputs have the same bits in one process and in many (where the backend adds
-floats of more than two devices, in an order of its own: agree to 1e-5), agree with the one-device plan to 1e-4, the bytes that
-the ranks hand to torch.distributed are the plan's, and the peak of every device's buffers is the plan's. Of memory, per rank and
-the worst of them: `grown_bytes` is the most that was resident (VmHWM) while batches ran, less what was resident before weights
-were loaded (Python, torch and the plan); the plan counts the buffers of it (`peak_bytes`), packed weights beyond them
-(`packed_bytes`) and the places of what travels (`staged_bytes`); the rest is what torch and the allocator keep. Times are medians
-of the batches after the first: seconds on the clock, and processor seconds of the busiest rank. Writes
-bench/results/distributed.json (`--scaling`: distributed_scaling.json); exits 1 if a case fails.
+each, with the same inputs. A case passes when all outputs have the same bits in one process and in many (where the backend
+adds floats of more than two devices, in an order of its own: agree to 1e-5), agree with the one-device plan to 1e-4, the
+bytes that the ranks hand to torch.distributed are the plan's, and the peak of every device's buffers is the plan's. Of
+memory, per rank and the worst of them: `grown_bytes` is the most that was resident (VmHWM) while batches ran, less what was
+resident before weights were loaded (Python, torch and the plan); the plan counts the buffers of it (`peak_bytes`), packed
+weights beyond them (`packed_bytes`) and the places of what travels (`staged_bytes`); the rest is what torch and the allocator
+keep. Times are medians of the batches after the first: seconds on the clock, and processor seconds of the busiest rank.
+Writes bench/results/distributed.json (`--scaling`: distributed_scaling.json); exits 1 if a case fails.
 """
 
 from __future__ import annotations
