@@ -72,6 +72,7 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
         "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": priced.distinct,
         **_bounded(priced, runner.get("planned", Planned), runner.get("task", Task)),
         "devices": program.devices, "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
+        "topology": {"name": topology.name, "measured": bool(topology.device.classes or topology.calls)},
         "simulated_s": simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh)).total, "overlap": ASSUMPTION,
         "peak_bytes": list(build.peak_bytes), "memory_bytes": topology.device.memory,
         "unsharded_peak_bytes": runner.get("peak_alone", int),

@@ -11,13 +11,14 @@ import numpy as np
 from tapestry.ir.expr import Call, arg_positions, count_calls
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import dims_read, kept, products
+from tapestry.ir.recognise.contraction import dims_read, dims_varied, kept, products
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
+from tapestry.plan.cost.kernel_class import CONTRACTION, CONVOLUTION, kernel_class
 from tapestry.plan.strategy import Boxes
-from tapestry.plan.topology import Topology
+from tapestry.plan.topology import Device, Topology
 
 
 def sizes(boxes: Boxes) -> np.ndarray:
@@ -84,16 +85,16 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
         light = light + sum(points(dims_read(op, e)) * count_calls((e,)) for e in product)
     assert op.monoid
     merge = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
-    reduced = frozenset(d.name for d in op.reduce)
+    reduced = frozenset(d.name for d in op.reduce if d.size > 1)
     row = kept(op.monoid, op.dims, op.reduce, op.body)
     body = op.body[:-1] if row else op.body  # what is kept is picked, not summed
     if row and op.inner:  # a part of a row has no kernel of whole rows: its product is computed for every column
         part = block[:, names.index(row.over.name)]
         heavy = heavy * np.where(part[:, 1] - part[:, 0] < row.over.size, row.column.size, 1)
-    lifted = [dims_read(op, e) for e in body]
+    lifted = [dims_varied(op, e) for e in body]
     for e, m, own, along in zip(body, merge[: len(body)], lifted, varies(op)[: len(body)], strict=True):
         light = light + rows(own) * count_calls((e,))
-        field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v}
+        field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v and d.size > 1}
         if field - own and own - lifted[0]:  # weights by rows times values by columns
             heavy = heavy + 2 * points(field)
         else:
@@ -113,6 +114,21 @@ def _shared(op: Block, block: Boxes, dims: frozenset[str]) -> np.ndarray:
     return out
 
 
+def quantities(
+    op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(contraction FLOPs, other FLOPs, bytes read and written) per device: what `seconds_each` prices, and what
+    `tapestry calibrate` holds measured times against."""
+    heavy, light = arithmetic(op, block, final)
+    moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+    for (tensor, _), boxes in reads.items():
+        cells = sizes(boxes)
+        if isinstance(op, Block) and selection(op):
+            cells = np.minimum(cells, sizes(final))
+        moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
+    return heavy, light, moved
+
+
 def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology) -> float:
     """Time of the slowest device."""
     return float(np.max(seconds_each(op, graph, block, final, reads, topo)))
@@ -122,23 +138,23 @@ def seconds_each(
     op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
-    heavy, light = arithmetic(op, block, final)
-    moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
-    for (tensor, _), boxes in reads.items():
-        cells = sizes(boxes)
-        if isinstance(op, Block) and selection(op):
-            cells = np.minimum(cells, sizes(final))
-        moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
-    dtype = _multiplied(op, graph)
-    rate, vector, bandwidth = (
-        topo.each(lambda d: d.rate(dtype)),
-        topo.each(lambda d: d.vector),
-        topo.each(lambda d: d.bandwidth),
-    )
-    return heavy / rate + light / vector + moved / bandwidth + topo.each(lambda d: d.launch)
+    heavy, light, moved = quantities(op, graph, block, final, reads)
+    rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
+    launch, rate, vector, bandwidth = np.array(rates).T
+    return heavy / rate + light / vector + moved / bandwidth + launch
 
 
-def _multiplied(op: Op, graph: Graph) -> str:
+def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float, float]:
+    """(seconds to launch, FLOP/s of contractions, of the rest, B/s) of an operation's kernel; beside a contraction other FLOPs
+    take what they take in a map."""
+    kind, dtype = kernel_class(op), multiplied(op, graph)
+    k = device.kernel(kind, dtype)
+    heavy = kind in (CONTRACTION, CONVOLUTION)
+    rate, vector = (k.rate, device.vector) if heavy else (device.rate(dtype), k.rate)
+    return k.launch, rate, vector, k.bandwidth
+
+
+def multiplied(op: Op, graph: Graph) -> str:
     """The dtype whose rate a contraction runs at: the first factor's, or the wider one's."""
     found = [graph.tensors[t].dtype for t in op.inputs[:1]]
     if isinstance(op, Block) and (pairs := products(op)):

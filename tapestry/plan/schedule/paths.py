@@ -1,0 +1,125 @@
+"""Sums of costs that no plan's simulated time is under: what has to happen one after another on the clock of one device.
+
+Kernels keep the order of the graph, so on each device the kernels of one operation wait for those of the one before. A path
+goes from operation to operation that way, or along a tensor from its maker to a reader, with the transfer in between; merging
+counts where the next step waits for it. All merges and transfers of one device make a sum of their own, for it has one transfer
+stream; where transfers and kernels share a stream, all that it does is one sum. No part of a sum is above what the clock takes
+for it there, whatever is chosen. So any average of sums, too, is at most the simulated time: a flow of one unit through the
+graph of arcs below, and shares of the sums of streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from tapestry.ir.graph import Block
+from tapestry.plan.search.problem import Problem
+from tapestry.plan.solver.network import Factor
+
+
+class Arc(NamedTuple):
+    """A step of a path: from operation ``tail`` (-1: the start) to ``head`` (their number: the end).
+
+    Attributes:
+        flow: position of the transfer in between, -1 where there is none.
+        along: whether it waits for all of the first operation, merging included.
+    """
+
+    tail: int
+    head: int
+    flow: int
+    along: bool
+
+
+@dataclass(slots=True)
+class Paths:
+    """The arcs of a problem, and costs by part: for each lane all kernels, all merges, all flows.
+
+    Attributes:
+        arcs: sorted by where they go.
+        shares: of each tensor that moves its flows, of which a stream's sum counts one.
+    """
+
+    problem: Problem
+    arcs: list[Arc] = field(init=False)
+    shares: list[list[int]] = field(init=False)
+    waits: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph, flows, count = self.problem.graph, self.problem.flows, self.count
+        makers = graph.producers()
+        arcs = [Arc(i - 1, i, -1, False) for i in range(count)] + [Arc(i, count, -1, True) for i in range(count)]
+        arcs += [Arc(makers[t], i, -1, True) for i, op in enumerate(graph.ops) for t in dict.fromkeys(op.inputs) if t in makers]
+        arcs += [Arc(f.maker, f.reader if f.reader >= 0 else count, k, True) for k, f in enumerate(flows)]
+        self.arcs = sorted(arcs, key=lambda a: (a.head, a.tail, a.flow))
+        self.waits = np.array([isinstance(op, Block) and op.lowers for op in graph.ops], bool)
+        tensors: dict[tuple[int, str], list[int]] = {}
+        for k, f in enumerate(flows):
+            tensors.setdefault((f.maker, f.tensor), []).append(k)
+        self.shares = list(tensors.values())
+
+    @property
+    def count(self) -> int:
+        """Operations."""
+        return len(self.problem.graph.ops)
+
+    @property
+    def lanes(self) -> int:
+        """Devices whose clocks are looked at."""
+        return len(self.problem.menus[0].own)
+
+    def costs(self, choice: Sequence[int]) -> np.ndarray:
+        """[lane, part] seconds: kernels of each operation, its merges, each flow."""
+        menus, flows = self.problem.menus, self.problem.flows
+        out = np.zeros((self.lanes, 2 * self.count + len(flows)))
+        for i, (menu, c) in enumerate(zip(menus, choice, strict=True)):
+            out[:, i], out[:, self.count + i] = menu.own[:, c], menu.merging[c]
+        for k, f in enumerate(flows):
+            a, b = (choice[i] if i >= 0 else 0 for i in (f.maker, f.reader))
+            out[:, 2 * self.count + k] = f.seconds[:, a, b]
+        return out
+
+    def largest(self, choice: Sequence[int]) -> float:
+        """The largest sum for a choice."""
+        return max((max(self._stream(c), self._path(c)) for c in self.costs(choice)), default=0.0)
+
+    def _stream(self, costs: np.ndarray) -> float:
+        """All that a lane's transfer stream does; where streams are shared, all that it does."""
+        n = self.count
+        moved = sum(max(costs[2 * n + k] for k in flows) for flows in self.shares)
+        kernels = 0.0 if self.problem.topo.overlap else costs[:n].sum()
+        return float(kernels + costs[n : 2 * n].sum() + moved)
+
+    def _path(self, costs: np.ndarray) -> float:
+        """The longest path."""
+        n = self.count
+        start, flows, merging = np.zeros(n + 1), np.append(costs[2 * n :], 0.0), costs[n : 2 * n]
+        done = costs[:n] + merging  # from an operation's start; what follows on the stream may not wait for merging
+        free = np.where(self.waits, done, costs[:n])
+        for tail, head, flow, along in self.arcs:
+            if tail < 0:
+                start[head] = max(start[head], flows[flow])
+            else:
+                start[head] = max(start[head], start[tail] + (done if along else free)[tail] + flows[flow])
+        return float(start[n])
+
+    def factors(self, weights: np.ndarray) -> list[Factor]:
+        """The weighted parts as costs of single choices and of pairs; ``weights`` are by [lane, part]."""
+        menus, flows, n = self.problem.menus, self.problem.flows, self.count
+        kernels, merges, moved = weights[:, :n], weights[:, n : 2 * n].sum(axis=0), weights[:, 2 * n :]
+        unary = [kernels[:, i] @ m.own + merges[i] * m.merging for i, m in enumerate(menus)]
+        pairs: list[Factor] = []
+        for k in np.flatnonzero(moved.any(axis=0)).tolist():
+            f = flows[k]
+            table = np.tensordot(moved[:, k], f.seconds, 1)
+            if f.maker < 0:
+                unary[f.reader] = unary[f.reader] + table[0]
+            elif f.reader < 0:
+                unary[f.maker] = unary[f.maker] + table[:, 0]
+            else:
+                pairs.append(Factor((f.maker, f.reader), table))
+        return [*(Factor((i,), u) for i, u in enumerate(unary)), *pairs]
