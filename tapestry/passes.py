@@ -34,7 +34,7 @@ from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.search_passes import Planned
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import Budget, Found
 from tapestry.plan.task import Task, staging
 from tapestry.plan.topology import Link, Topology, shared
 from tapestry.rewrites.core import driver
@@ -166,12 +166,13 @@ def cut_pinned_scans(
 def state_task(
     lifted: Lifted, constraints: Constraints, start: Start, earlier: store.Build | None, topology: Topology,
     request: Request, target: str, precision: str, exact: bool, time_limit: float | None, interrupt: threading.Event,
+    found: Found,
 ) -> tuple[Task, Budget]:  # fmt: skip
     """Everything that the search is asked for but the graph, and how long it may take."""
     given, free = constraints.given, constraints.rewritable
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
     equal_parts = bool(constraints.layouts or given or exact)  # a layout that is given has equal parts
-    budget = Budget.of(time_limit, interrupt)
+    budget = Budget.of(time_limit, interrupt, found)
     machine = Machine(device=topology.device, eager=target == "torch-cpu", precision=precision)
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=constraints.pins,
