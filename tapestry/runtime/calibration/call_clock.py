@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER
+from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER, carrier
 
 api: Any = torch.distributed  # its types are known in part
 SIZES = (8, 512, *(1 << k for k in range(12, 25)))  # bytes
@@ -65,6 +65,8 @@ def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> tuple
         cells = max(cells // (n - 1), 1)
         return _exchange(group, cells, device), 4 * cells * (n - 1)
     part = max(cells // n, 1)
+    if carrier(name, "gloo" if device.type == "cpu" else "nccl") == EXCHANGE:
+        return _gathered(group, part, device, merged=name == REDUCE_SCATTER), 4 * part * n
     whole, other = torch.zeros(part * n, device=device), torch.zeros(part * n, device=device)  # sums stay what they are
     piece, roots, g = torch.ones(part, device=device), cycle(group.ranks), group.handle
     calls: dict[str, Callable[[], object]] = {
@@ -75,6 +77,18 @@ def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> tuple
         BROADCAST: lambda: api.broadcast(whole, src=next(roots), group=g),  # in turns: one sender would run ahead
     }
     return calls[name], 4 * part * n
+
+
+def _gathered(group: Group, part: int, device: torch.device, *, merged: bool) -> Callable[[], object]:
+    """A gather, or with ``merged`` a reduce-scatter, as the engine makes it of messages."""
+    exchange, parts = _exchange(group, part, device), torch.ones(len(group.ranks), part, device=device)
+
+    def run() -> None:
+        exchange()
+        if merged:
+            torch.stack(list(parts), dim=-1).sum(-1)
+
+    return run
 
 
 def _exchange(group: Group, cells: int, device: torch.device) -> Callable[[], object]:
