@@ -58,7 +58,7 @@ PASSES = (
     Pass("search",   search.restructure,                  "candidate task budget",                  "candidate"),
     Pass("search",   search.choose_stages,                "candidate task budget",                  "planned plan"),
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
-    Pass("search",   passes.hoist_transfers,              "plan",                                   "plan"),
+    Pass("search",   passes.hoist_transfers,              "plan topology",                          "plan"),
     Pass("search",   passes.unsharded_peak,               "planned topology",                       "peak_alone"),
     Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
     Pass("codegen",  passes.measured_configs,             "plan target precision",                  "knobs"),
