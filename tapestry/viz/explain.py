@@ -206,6 +206,9 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
         f"{busy[2]} without a kernel"
     )
     yield f"  assumed: {simulated['assumption']}"
+    for other in r.get("alternatives", ()):
+        unfit = {False: "; does not fit", None: "; whether it fits was not worked out"}.get(other["fits"], "")
+        yield f"  {other['name']}: {duration(other['objective_s'])}{unfit}"
     yield from _fit_text(r.get("fit"))
     yield from _stages_text(r)
     for m in moves_text(build.moves):
