@@ -26,6 +26,8 @@ from tapestry.runtime.messages.message_buffers import MessageBuffers
 from tapestry.runtime.messages.moves import Move
 from tapestry.runtime.messages.point_to_point import Piece, PointToPoint, in_one_piece
 from tapestry.runtime.messages.process_groups import Team
+from tapestry.runtime.processes.heartbeat import COMPUTE
+from tapestry.runtime.processes.wire import Start
 from tapestry.runtime.target_protocol import Array
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ Tensor = torch.Tensor
 class _Merge(Move):
     step: Reduce
     call: Call
-    sent: int = 0
     counts: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
 
     def counted(self, k: int) -> bool:
@@ -48,12 +49,6 @@ class _Merge(Move):
     def dtype(self, k: int) -> torch.dtype:
         """The dtype of one field."""
         return arrays.torch_dtype(self.rank.program.buffers[self.step.srcs[k]].dtype)
-
-    def allocate(self) -> None:
-        """The buffers that are filled; and count what all devices of this process send."""
-        for d, name in self.into:
-            self.rank.allocate(d, name)
-        self.rank.measured.sent(self.step.kind, self.sent)
 
     def count(self, k: int, device: int, group: tuple[int, ...]) -> None:
         """Note how a field that counts is filled: with one number."""
@@ -75,7 +70,7 @@ class MergeByCall(_Merge):
     team: Team | None = None
     others: tuple[int, ...] = ()
     works: list[dist.Work] = field(default_factory=list[dist.Work])
-    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    calls: list[Start] = field(default_factory=list[Start])
     packed: list[tuple[Tensor, str, Box | None]] = field(default_factory=list[tuple[Tensor, str, Box | None]])
 
     @property
@@ -124,21 +119,25 @@ class MergeByCall(_Merge):
             first, end = cut(phases * (n - 1) * given.nbytes, n, place)
             if given.numel():
                 self.sent += end - first
-                self.calls.append((_numbers(there), _numbers(given)))
+                self.calls.append(self._begin(self.team, _numbers(there), _numbers(given)))
+
+    def _begin(self, team: Team, there: Tensor, given: Tensor) -> Start:
+        wire = self.rank.wire
+        if self.call.name == ALL_REDUCE:
+            return wire.all_reduce(team, self.at, there, self.call.op)
+        return wire.reduce_scatter(team, self.at, there, given, self.call.op)
 
     def start(self) -> None:
         """Copy the states, which are left as they are, and call."""
-        self.allocate()
+        self.hold()
         if self.team is None:
             return
-        d, wire = self.rank.wire.rank, self.rank.wire
+        wire = self.rank.wire
+        held = self.rank.held.arrays[wire.rank]
         for there, name, box in self.packed:
-            there.copy_(self.rank.array(d, name) if box is None else self.rank.part(d, name, box))
-        for there, given in self.calls:
-            if self.call.name == ALL_REDUCE:
-                self.works.append(wire.all_reduce(self.team, self.at, there, self.call.op))
-            else:
-                self.works.append(wire.reduce_scatter(self.team, self.at, there, given, self.call.op))
+            there.copy_(held[name] if box is None else self.rank.part(wire.rank, name, box))
+        for begin in self.calls:
+            self.works.append(begin())
         wire.payload += self.sent
 
     def finish(self) -> bool:
@@ -265,7 +264,7 @@ class MergeByMessages(_Merge):
 
     def start(self) -> None:
         """Send; states that stay in this process are held on to."""
-        self.allocate()
+        self.hold()
         for g in self.groups():
             for d in self.mine(g):
                 for e in self.mine(g):
@@ -277,6 +276,7 @@ class MergeByMessages(_Merge):
         """Merge, in the order of the group; send and wait for merged parts."""
         there, back = self.parts
         came = there.wait()
+        self.rank.wire.heartbeat.at(self.use, COMPUTE)
         for g in self.groups():
             for d in self.mine(g):
                 states = [[self._state(k, e, d, came) for k in range(len(self.step.srcs))] for e in g]

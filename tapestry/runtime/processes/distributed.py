@@ -74,7 +74,7 @@ class RankExecutor(LocalExecutor):
         self.one_device_each = wire.world == program.devices
         self.placed: dict[tuple[int, str], Array] = {}
         self.moves: dict[int, Move] = {}
-        self.actions: list[tuple[Callable[[], None], ...]] = []
+        self.actions: list[tuple[Callable[[], object], ...]] = []
         self.last: list[Move] = []
         self.backend_calls: dict[str, int] = {}
         self.groups: Groups | None = None
@@ -131,7 +131,7 @@ class RankExecutor(LocalExecutor):
 
     def _place(self, freed: dict[str, int], end: int) -> None:
         """Memory for all that travels."""
-        buffers = MessageBuffers()
+        buffers, arriving = MessageBuffers(), list[tuple[Move, int, str]]()
         for at, m in self.moves.items():  # what is read is freed by the plan while it may still be on its way
             for name in reads(self.program.steps[at]):
                 freed[name] = max(freed.get(name, end), m.until)
@@ -141,12 +141,13 @@ class RankExecutor(LocalExecutor):
             for name in filled(step):
                 for d, _ in self.mine(self.program.buffers[name].boxes):
                     buffers.reserve(f"{d} {name}", m.since, freed.get(name, end), self.program.buffers[name].nbytes(d))
-                    m.into.append((d, name))
+                    arriving.append((m, d, name))
             m.reserve(buffers)
         self.wire.staged = buffers.place(self.target.device)
-        for d, name in (x for m in self.moves.values() for x in m.into):
+        for m, d, name in arriving:
             dtype = arrays.torch_dtype(self.program.buffers[name].dtype)
             self.placed[d, name] = buffers.view(f"{d} {name}", dtype, shape(self.box(d, name)))
+            m.into.append((d, name, self.placed[d, name]))
         for m in self.moves.values():
             m.prepare(buffers)
 
@@ -159,7 +160,7 @@ class RankExecutor(LocalExecutor):
                 if p.since < p.sent_at:
                     expected[p.since].append(p)
         for at in range(end):
-            before: list[Callable[[], None]] = [partial(self._finish, m) for m in finished[at]]
+            before: list[Callable[[], object]] = [partial(self._finish, m) if self.tracing else m.finish for m in finished[at]]
             before += [p.post_receives for p in expected[at]]
             self.actions.append((*before, partial(self._begin, at), *self._own(at), partial(self._count, self._sizes(at))))
         self.last = finished[end]
@@ -174,7 +175,7 @@ class RankExecutor(LocalExecutor):
                 for d, _ in self.mine(step.blocks):
                     yield partial(self.launch, at, step, d)
             case Transfer() | Reduce():
-                yield partial(self._start, self.moves[at])
+                yield partial(self._start, self.moves[at]) if self.tracing else self.moves[at].start
             case Free():
                 for d in self.devices:
                     yield partial(self._drop, d, step.buffers)
@@ -232,11 +233,6 @@ class RankExecutor(LocalExecutor):
         super().launch(at, step, device)
         self._trace(at, device, COMPUTED, start)
 
-    def allocate(self, device: int, name: str) -> Array:
-        """The place of what comes."""
-        out = self.held.arrays[device][name] = self.placed[device, name]
-        return out
-
     def new_at_every_run(self, name: str) -> bool:
         """What comes has a place that the next run uses again."""
         return super().new_at_every_run(name) and all(n != name for _, n in self.placed)
@@ -256,6 +252,10 @@ class RankExecutor(LocalExecutor):
         """Every output on rank 0, nothing on the others."""
         for move in self.last:
             self._finish(move)
+        for at, move in self.moves.items():
+            step = self.program.steps[at]
+            assert isinstance(step, Transfer | Reduce)
+            self.measured.sent(step.kind, move.sent)
         before, self.backend_calls = self.wire.payload, dict(self.wire.calls)
         out = super().outputs()
         self.wire.payload, self.wire.gathered = before, self.wire.gathered + self.wire.payload - before
