@@ -6,7 +6,8 @@ A chain of 16 products whose partial sums are merged by an all-reduce each, one 
 all-reduce and rank: processor seconds of the rank's main thread in starting and finishing it, without those spent inside
 torch.distributed (its functions and the waiting for its works): the mean over a batch, the median over batches, of the rank
 with the most; and how many calls of torch.distributed a batch makes. The same of a reduce-scatter, which on gloo is messages
-and a merge of our own (a kernel, and counted). Writes bench/results/messages.json; exits 1 where an all-reduce of 8 KiB takes 50 µs or more.
+and a merge of our own (a kernel, and counted). Writes bench/results/messages.json; exits 1 where an all-reduce of 8 KiB takes
+50 µs or more.
 """
 
 from __future__ import annotations

@@ -55,6 +55,11 @@ class Move(ABC):
         return False
 
     @property
+    @abstractmethod
+    def fills(self) -> tuple[str, ...]:
+        """Buffers whose places are `MessageBuffers`'."""
+
+    @property
     def since(self) -> int:
         """The step from which what it fills has its place."""
         return min([self.at, *(p.since for p in self.parts)])
@@ -101,6 +106,11 @@ class _Transfer(Move):
     call: Call
     copies: list[tuple[int, Box, int]] = field(default_factory=list[tuple[int, Box, int]])
     unpack: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+
+    @property
+    def fills(self) -> tuple[str, ...]:
+        """The one."""
+        return (self.step.dst,)
 
     def __post_init__(self) -> None:
         src, dst = (self.rank.program.buffers[b] for b in (self.step.src, self.step.dst))

@@ -26,7 +26,7 @@ from tapestry.runtime import arrays
 from tapestry.runtime.executor import silent
 from tapestry.runtime.messages.merging import merge
 from tapestry.runtime.messages.message_buffers import MessageBuffers
-from tapestry.runtime.messages.message_schedule import calls_of, filled, first_uses, freed_at, set_times, signature
+from tapestry.runtime.messages.message_schedule import calls_of, first_uses, freed_at, set_times, signature
 from tapestry.runtime.messages.moves import Move, transfer
 from tapestry.runtime.messages.point_to_point import Piece, PointToPoint
 from tapestry.runtime.messages.process_groups import Groups, Team
@@ -78,6 +78,7 @@ class RankExecutor(LocalExecutor):
         self.last: list[Move] = []
         self.backend_calls: dict[str, int] = {}
         self.groups: Groups | None = None
+        self._left: dict[str, int] = {}  # by what kernels make, the last step that reads it
         self._weights = weights
         super().__init__(graph, program, target, self._read, streamed, Route(owners(program.devices, wire.world), wire.rank))
         firsts = {r: d for d, r in reversed(list(enumerate(self.route.owner)))}
@@ -110,6 +111,9 @@ class RankExecutor(LocalExecutor):
         """
         self.bind()
         self.wire.shake_hands(signature(self.calls, self.wire.world))
+        steps = self.program.steps
+        self._left = {b: -1 for s in steps if isinstance(s, Launch) for b in s.outs}
+        self._left |= {b: at for at, s in enumerate(steps) for b in reads(s) if b in self._left}
         uses, end = first_uses(self.program), len(self.program.steps)
         for at, call in self.calls.items():
             step = self.program.steps[at]
@@ -124,6 +128,10 @@ class RankExecutor(LocalExecutor):
         self._place(freed_at(self.program), end)
         self._schedule(end)
 
+    def dies_at(self, at: int, name: str) -> bool:
+        """Whether a buffer is a kernel's, and a step is the last to read it."""
+        return name in self._left and self._left[name] == at and name not in self.program.outputs.values()
+
     def team(self, call: Call) -> Team | None:
         """Those with whom this rank makes a call; ``None`` where it takes no part."""
         assert self.groups is not None
@@ -135,10 +143,8 @@ class RankExecutor(LocalExecutor):
         for at, m in self.moves.items():  # what is read is freed by the plan while it may still be on its way
             for name in reads(self.program.steps[at]):
                 freed[name] = max(freed.get(name, end), m.until)
-        for at, m in self.moves.items():
-            step = self.program.steps[at]
-            assert isinstance(step, Transfer | Reduce)
-            for name in filled(step):
+        for m in self.moves.values():
+            for name in m.fills:
                 for d, _ in self.mine(self.program.buffers[name].boxes):
                     buffers.reserve(f"{d} {name}", m.since, freed.get(name, end), self.program.buffers[name].nbytes(d))
                     arriving.append((m, d, name))

@@ -144,9 +144,9 @@ class Wire:
 
     # collectives: each is made once, and started in every batch
 
-    def all_reduce(self, team: Team, step: int, tensor: Tensor, op: str) -> Start:
-        """Merge a tensor in place."""
-        return partial(self._call, ALL_REDUCE, team, step, _dist.all_reduce, tensor, _REDUCE[op])
+    def all_reduce(self, team: Team, step: int, op: str) -> Start:
+        """Merge a tensor, which is given when it is started, in place."""
+        return partial(self._call, ALL_REDUCE, team, step, partial(_dist.all_reduce, op=_REDUCE[op]))
 
     def reduce_scatter(self, team: Team, step: int, out: Tensor, given: Tensor, op: str) -> Start:
         """Merge tensors that hold a part for each of the team, in its order."""
