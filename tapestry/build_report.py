@@ -55,6 +55,8 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     out = _facts(runner, build) | {"unified": lifted.unified, "unfused": unfused(lifted.graph), "requests": requests}
     if runner.values["pareto"]:
         out["pareto"] = [asdict(p) for p in runner.values["front"]]
+    if planned.alternatives:
+        out["alternatives"] = [a.data() for a in planned.alternatives]
     if planned.fitted:
         out["fit"] = dict(planned.fitted.report)
     return out | {"search": _search_record(runner)} | planned.choice.report | {"passes": runner.rows}
@@ -109,7 +111,7 @@ def _bounded(priced: PricedPlan, planned: Planned, task: Task) -> dict[str, Any]
     missing = scope.missing(stages=task.several_devices and task.request.stages != 1)
     if planned.fitted:
         of, missing = "all plans, in space and in time: the least work of each operation, evenly shared", list[str]()
-    elif priced.plan.stages:
+    elif len(priced.plan.stages) > 1:
         of = "the stages of any pipeline, without messages: each operation at its fastest on any of the submeshes"
     else:
         of = f"{scope.text()}; without {'; '.join(missing)}" if missing else scope.text()

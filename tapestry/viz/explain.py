@@ -202,6 +202,9 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s")]
     yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
     yield f"  assumed: {ASSUMPTION}"
+    for other in r.get("alternatives", ()):
+        unfit = {False: "; does not fit", None: "; whether it fits was not worked out"}.get(other["fits"], "")
+        yield f"  {other['name']}: {duration(other['objective_s'])}{unfit}"
     yield from _fit_text(r.get("fit"))
     yield from _stages_text(r)
     for m in moves_text(build.moves):
