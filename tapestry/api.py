@@ -74,7 +74,7 @@ class Compiled:
 
 
 def compile(
-    model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "cpu",
+    model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "auto",
     shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
     precision: str = "ieee", weights: bool = True, pins: Sequence[str] = (), layouts: Sequence[str] = (),
     rules: Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
@@ -86,7 +86,7 @@ def compile(
 
     Args:
         mesh: ``"2x4"``, ``"dp=2,tp=4"`` or mesh axes; ``devices`` is the one-dimensional mesh.
-        topology: a preset or a topology file.
+        topology: a preset, a topology file, or ``auto``: this machine, measured once.
         shapes: sizes of symbolic dimensions, by symbol or by input.
         memory: per device, as ``"16GiB"``; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".

@@ -64,6 +64,7 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
         "left_out": priced.problem.left_out if priced.problem else 0,
         "bound_of": _bound_of(priced, build.moves, fitted=runner.get("planned", Planned).fitted is not None),
         "devices": program.devices, "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
+        "topology": {"name": topology.name, "measured": bool(topology.device.classes or topology.calls)},
         "simulated_s": simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh)).total, "overlap": ASSUMPTION,
         "peak_bytes": list(build.peak_bytes), "memory_bytes": topology.device.memory,
         "unsharded_peak_bytes": runner.get("peak_alone", int),

@@ -154,6 +154,17 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tapestry"
 
 
+def topology() -> str:
+    """``TAPESTRY_TOPOLOGY``: the preset or file that ``--topology auto`` stands for, so that nothing is measured."""
+    return os.environ.get("TAPESTRY_TOPOLOGY", "")
+
+
+def alone() -> dict[str, str]:
+    """The environment of a process that is none of a launcher's."""
+    names = {n for of in LAUNCHERS.values() for n in of} | {"PMIX_RANK"}
+    return {k: v for k, v in os.environ.items() if k not in names}
+
+
 def interpreted() -> dict[str, str]:
     """The environment of a process in which Triton interprets kernels on the CPU (it decides when it is imported)."""
     return {**os.environ, "TRITON_INTERPRET": "1"}

@@ -27,6 +27,7 @@ from tapestry.plan.pipelines.stage_choice import parse_request
 from tapestry.plan.search.priced_plan import TooBig
 from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, topology
 from tapestry.rewrites import load_rules
+from tapestry.runtime.calibration.automatic import AUTO, automatic
 from tapestry.sharding import annotations
 from tapestry.sharding.annotations import Annotations
 
@@ -73,7 +74,7 @@ class Options:
     model: Path
     shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     mesh: Mesh | None = None
-    topology: str = "cpu"
+    topology: str = AUTO
     memory: str | None = None
     target: str = "torch-cpu"
     precision: str = "ieee"
@@ -143,7 +144,7 @@ def _values(options: Options) -> dict[str, Any]:
     mesh = options.mesh or default_mesh(options.topology)
     marks = annotations.read(options.model, device_count(mesh) if mesh else None) if options.sharding else None
     mesh = mesh or (annotations.mesh(marks) if marks else (MeshAxis("d0", 1),))
-    topo = topology(mesh, options.topology, parse_bytes(options.memory) if options.memory else None)
+    topo = _topology(options, mesh)
     stages, micro = _stages(options, topo, marks)
     return {
         "model": options.model, "weights": options.weights, "seed": options.seed, "memory": options.memory,
@@ -153,6 +154,15 @@ def _values(options: Options) -> dict[str, Any]:
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
         "pareto": options.pareto, "resumed": str(options.resume) if options.resume else None,
     }  # fmt: skip
+
+
+def _topology(options: Options, mesh: Mesh) -> Topology:
+    """The topology asked for; ``auto`` is what was measured on this machine, for plans that run on its processor."""
+    source = options.topology
+    if source == AUTO:
+        source = automatic(device_count(mesh)) if options.target == "torch-cpu" else "cpu"
+    found = topology(mesh, source, parse_bytes(options.memory) if options.memory else None)
+    return replace(found, name=AUTO) if options.topology == AUTO and Path(source).is_file() else found
 
 
 def _unroll_steps(options: Options, topo: Topology) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -113,6 +114,19 @@ def tuned(document: Mapping[str, Any]) -> RenderableType:
             continue
         times = ("" if row[k] is None else ms(row[k]) for k in ("default_seconds", "seconds", "library_seconds"))
         table.add_row(row["kernel"], str(row["launches"]), *times, str(row["tried"]), str(len(row["refused"])))
+    return table
+
+
+def calibrated(document: Mapping[str, Any], path: Path) -> RenderableType:
+    """What ``tapestry calibrate`` found, and how well it predicts what was kept back."""
+    columns = ("measured", "points", "kept back", "off by (median)", "(worst)")
+    table = titled(f"{path}: use it as --topology {path}", columns, left=("measured",))
+    for name, row in document["fit"].items():
+        if "kept" in row:
+            table.add_row(name, str(row["points"]), "", row["kept"], "")
+            continue
+        errors = ("" if row[k] is None else f"{row[k]:.0%}" for k in ("median_error", "worst_error"))
+        table.add_row(name, str(row["points"]), str(row["held_back"]), *errors)
     return table
 
 

@@ -6,12 +6,15 @@ most twice the roofline, and keeps the search from calling a plan free that read
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
+
 import numpy as np
 
 from tapestry.ir.expr import Call, arg_positions, count_calls
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import dims_read, dims_varied, kept, products
+from tapestry.ir.recognise.contraction import dims_read, dims_varied, inner_product, kept, products
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
@@ -119,14 +122,43 @@ def quantities(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(contraction FLOPs, other FLOPs, bytes read and written) per device: what `seconds_each` prices, and what
     `tapestry calibrate` holds measured times against."""
-    heavy, light = arithmetic(op, block, final)
-    moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+    found: dict[str, np.ndarray] = {}
     for (tensor, _), boxes in reads.items():
         cells = sizes(boxes)
         if isinstance(op, Block) and selection(op):
             cells = np.minimum(cells, sizes(final))
-        moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
-    return heavy, light, moved
+        found[tensor] = found.get(tensor, 0) + cells
+    if isinstance(op, Block):
+        for tensor, most in ((t, most) for t, most in _places(op) if t in found):
+            boxes = (block[:, list(dims)] if body else final[:, list(dims)] for body, dims in most)
+            found[tensor] = np.minimum(found[tensor], sum(map(sizes, boxes)))
+    read: np.ndarray = sum((n * itemsize(graph.tensors[t].dtype) for t, n in found.items()), np.zeros(len(block), np.int64))
+    if not isinstance(op, Block):
+        cells = [_cells(op, graph, k, block) for k in range(len(op.outs))]
+        written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
+        return np.zeros_like(read), 10 * sum(cells), read + written
+    return *arithmetic(op, block, final), read + sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+
+
+@lru_cache(maxsize=1 << 12)
+def _places(op: Block) -> tuple[tuple[str, tuple[tuple[bool, tuple[int, ...]], ...]], ...]:
+    """Tensors of which an operation may touch less than boxes, with steps or diagonals in between: for each of their reads
+    whether it is of the body, and the dimensions that it varies along, whose points are the most cells that it touches."""
+    loose = {r.tensor for r in op.reads if not all(e.is_dim or not e.terms for e in r.index)}
+    out: dict[str, list[tuple[bool, tuple[int, ...]]]] = {t: [] for t in op.inputs if t in loose}
+    body = op.body_reads()
+    for k, r in enumerate(op.reads):
+        if r.tensor in out:
+            dims, space = op.read_dims(k), op.space if k in body else op.dims
+            out[r.tensor].append((k in body, tuple(i for i, d in enumerate(space) if d.name in dims)))
+    return tuple((t, tuple(most)) for t, most in out.items())
+
+
+def _cells(op: Opaque, graph: Graph, output: int, block: Boxes) -> np.ndarray:
+    """Cells that each device writes of an output of an opaque node: whole, but for the dimensions that are cut."""
+    axes = op.out_axes[output] if op.out_axes else ()
+    rest = (n for axis, n in enumerate(graph.tensors[op.outs[output]].shape) if axis not in axes)
+    return sizes(block[:, [i for i, axis in enumerate(axes) if axis is not None]]) * prod(rest)
 
 
 def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology) -> float:
@@ -147,17 +179,17 @@ def seconds_each(
 def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float, float]:
     """(seconds to launch, FLOP/s of contractions, of the rest, B/s) of an operation's kernel; beside a contraction other FLOPs
     take what they take in a map."""
-    kind, dtype = kernel_class(op), _multiplied(op, graph)
+    kind, dtype = kernel_class(op), multiplied(op, graph)
     k = device.kernel(kind, dtype)
     heavy = kind in (CONTRACTION, CONVOLUTION)
     rate, vector = (k.rate, device.vector) if heavy else (device.rate(dtype), k.rate)
     return k.launch, rate, vector, k.bandwidth
 
 
-def _multiplied(op: Op, graph: Graph) -> str:
+def multiplied(op: Op, graph: Graph) -> str:
     """The dtype whose rate a contraction runs at: the first factor's, or the wider one's."""
     found = [graph.tensors[t].dtype for t in op.inputs[:1]]
-    if isinstance(op, Block) and (pairs := products(op)):
+    if isinstance(op, Block) and (pairs := products(op) or ((product.args,) if (product := inner_product(op)) else ())):
         used = arg_positions(tuple(e for pair in pairs for e in pair))
         found = [graph.tensors[op.reads[k].tensor].dtype for k in sorted(used)] or found
         return max(found, key=itemsize, default="f32")

@@ -9,7 +9,7 @@ from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import device_count
 from tapestry.ir.program import peak_bytes
-from tapestry.plan.memory.floor import least_seconds
+from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.pipelines.pipeline_search import MICRO_BATCHES, Staged, search_stages
 from tapestry.plan.pipelines.sequence import sequence
 from tapestry.plan.search.priced_plan import PricedPlan, summed

@@ -91,12 +91,13 @@ def _mixed(rows: np.ndarray) -> np.ndarray:
     matrix = lp.a_matrix_
     matrix.format_ = highspy.MatrixFormat.kRowwise
     matrix.start_ = np.arange(count + 2) * (n + 1)
-    matrix.index_ = np.tile(np.arange(n + 1), count + 1)
+    matrix.index_ = np.concatenate([np.arange(n + 1)] * (count + 1))
     matrix.value_ = np.vstack([np.hstack([rows / scale, -np.ones((count, 1))]), np.append(np.ones(n), 0.0)]).ravel()
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
     highs.passModel(lp)
     highs.run()
-    found = np.maximum(np.array(highs.getSolution().col_value)[:n], 0.0)
-    return found / found.sum() if found.sum() > 0 else np.full(n, 1 / n)
+    found: np.ndarray = np.maximum(np.array(highs.getSolution().col_value)[:n], 0.0)
+    total = float(found.sum())
+    return found / total if total > 0 else np.full(n, 1 / n)

@@ -32,6 +32,7 @@ from tapestry.plan.topology import Topology
 
 ROUNDS = 4  # of the bound on time, and answers to its weights that are put on the clock
 
+
 def search(
     graph: Graph,
     topo: Topology,

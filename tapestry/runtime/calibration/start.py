@@ -1,0 +1,99 @@
+"""The processes of ``tapestry calibrate``: forked here, or one rank of those that torchrun has started on several hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tapestry import flags
+from tapestry.errors import RunError
+from tapestry.runtime.calibration.document import document
+from tapestry.runtime.calibration.machine import memory_bytes, versions
+from tapestry.runtime.calibration.measure import Say, Task, measure
+from tapestry.runtime.processes.process_backend import BACKENDS
+from tapestry.runtime.processes.rendezvous import LOOPBACK, join
+from tapestry.runtime.target_protocol import Target
+
+TIMEOUT = timedelta(seconds=120)
+SECONDS = 40.0  # about how long a calibration takes
+
+
+def calibrate(
+    make: Callable[[], Target], processes: int, threads: int | None, *, seconds: float = SECONDS,
+    say: Say = lambda done, total: None,
+) -> dict[str, Any]:  # fmt: skip
+    """A topology document of this machine, where so many processes work at the same time.
+
+    Args:
+        make: makes the target whose kernels are measured.
+        threads: of torch, in each process; by default the cores, shared evenly.
+
+    Raises:
+        RunError: a process failed.
+    """
+    each = threads or max(1, (os.cpu_count() or 1) // processes)
+    task = Task(processes=processes, here=processes, threads=each, seconds=seconds)
+    with tempfile.TemporaryDirectory(prefix="tapestry-calibrate-") as folder:
+        _forked(make, task, Path(folder), say)
+        return json.loads((Path(folder) / "document").read_text())
+
+
+def _forked(make: Callable[[], Target], task: Task, folder: Path, say: Say) -> None:
+    """Run the task on processes of this host; the first one writes the document into the folder."""
+    progress = mp.get_context("fork").SimpleQueue()
+    started = mp.start_processes(  # type: ignore[no-untyped-call]
+        _child, (make, task, folder, progress), task.processes, join=False, daemon=True, start_method="fork"
+    )
+    try:
+        while not started.join(0.1):
+            while not progress.empty():
+                say(*progress.get())
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
+        raise RunError(f"rank {e.error_index} failed", why=str(e).strip().splitlines()[-1]) from None
+
+
+def _child(rank: int, make: Callable[[], Target], task: Task, folder: Path, progress: Any) -> None:
+    if task.processes > 1:
+        flags.network(LOOPBACK)
+        store = dist.FileStore(str(folder / "store"), task.processes)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=task.processes, timeout=TIMEOUT)
+    say: Say = (lambda done, total: progress.put((done, total))) if rank == 0 else lambda done, total: None
+    found = measure(rank, task, make(), memory_bytes(), say)
+    if rank == 0:
+        (folder / "document").write_text(json.dumps(document(found, versions())))
+    if task.processes > 1:
+        dist.destroy_process_group()
+
+
+def on_rank(
+    make: Callable[[], Target], place: flags.World, threads: int | None, *, seconds: float = SECONDS,
+    say: Say = lambda done, total: None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """What `calibrate` does, as one rank of those that a launcher started; the document on rank 0.
+
+    Raises:
+        RunError: the ranks did not meet.
+    """
+    store, _ = join(place, TIMEOUT.total_seconds())
+    target, rank, world = make(), place.rank, place.world
+    backend = BACKENDS[target.device.type]
+    dist.init_process_group(backend, store=dist.PrefixStore("calibrate", store), rank=rank, world_size=world, timeout=TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        store.set(f"host/{rank}", socket.gethostname())
+        hosts: list[bytes] = [store.get(f"host/{r}") for r in range(world)]
+        here = hosts.count(hosts[rank])
+        each = threads or max(1, (os.cpu_count() or 1) // here)
+        task = Task(processes=world, here=here, threads=each, seconds=seconds, strided=world > 2)
+        found = measure(rank, task, target, memory_bytes(), say)
+        return document(found, {**versions(), "hosts": str(len({*hosts}))}) if rank == 0 else None
+    finally:
+        dist.destroy_process_group()
