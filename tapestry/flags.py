@@ -25,6 +25,11 @@ def c_compiler() -> str:
     return os.environ.get("CC") or "cc"
 
 
+def check_messages() -> bool:
+    """``TAPESTRY_CHECK_MESSAGES=1``: what ranks send each other goes with headers, which are checked."""
+    return os.environ.get("TAPESTRY_CHECK_MESSAGES", "0") != "0"
+
+
 def before_torch() -> None:
     """What torch reads when it is imported, unless the user said otherwise.
 
@@ -36,7 +41,8 @@ def before_torch() -> None:
 
 
 RESULTS = (
-    "TAPESTRY_NATIVE", "TRITON_INTERPRET", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "TAPESTRY_NATIVE", "TAPESTRY_CHECK_MESSAGES", "TRITON_INTERPRET", "ATEN_CPU_CAPABILITY", "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
 )  # fmt: skip

@@ -25,6 +25,7 @@ from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
 from tapestry.plan.search.priced_plan import TooBig
+from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, topology
 from tapestry.rewrites import load_rules
 from tapestry.runtime.calibration.automatic import AUTO, automatic
@@ -48,18 +49,17 @@ PASSES = (
                                                           "exact",                                  "graph constraints"),
     Pass("search",   passes.state_task,                   "lifted constraints start earlier "
                                                           "topology request target precision "
-                                                          "exact time_limit interrupt",             "task budget"),
+                                                          "exact time_limit interrupt found",       "task budget"),
     Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
     Pass("search",   search.enumerate_strategies,         "form task",                              "problems"),
     Pass("search",   search.solve,                        "form problems task budget",              "candidate"),
-    Pass("search",   search.try_without_fusions,          "candidate task budget",                  "candidate"),
-    Pass("search",   search.try_without_simplifications,  "candidate task budget",                  "candidate"),
+    Pass("search",   search.try_other_forms,              "candidate graph task budget",            "candidate"),
     Pass("search",   search.fit_in_time,                  "candidate task budget",                  "candidate"),
     Pass("search",   search.restructure,                  "candidate task budget",                  "candidate"),
     Pass("search",   search.choose_stages,                "candidate task budget",                  "planned plan"),
+    Pass("search",   search.compare_whole_graph,          "planned plan form task budget",          "planned plan peak_alone"),
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
     Pass("search",   passes.hoist_transfers,              "plan",                                   "plan"),
-    Pass("search",   passes.unsharded_peak,               "planned topology",                       "peak_alone"),
     Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
     Pass("codegen",  passes.measured_configs,             "plan target precision",                  "knobs"),
     Pass("codegen",  passes.emit_kernels,                 "plan target precision knobs",            "kernels"),
@@ -89,6 +89,7 @@ class Options:
     resume: Path | None = None
     exact: bool = False
     interrupt: threading.Event = field(default_factory=threading.Event)
+    found: Found = unseen
     stages: str = "auto"
     micro_batches: str = "auto"
     print_after: Sequence[str] = ()
@@ -152,6 +153,7 @@ def _values(options: Options) -> dict[str, Any]:
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
+        "found": options.found,
         "pareto": options.pareto, "resumed": str(options.resume) if options.resume else None,
     }  # fmt: skip
 

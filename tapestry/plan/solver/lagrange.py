@@ -29,45 +29,18 @@ MESSAGES = 5  # rounds of growing prices for which messages are left as they are
 
 
 @dataclass(slots=True)
-class Ascent:
-    """State of the search for prices; those of ``price`` are per limit: what using the limit once costs."""
+class Prices:
+    """The cutting-plane model of the dual; ``price`` is per limit: what using the limit once costs."""
 
-    messages: Messages
     price: np.ndarray
     best: float = -np.inf
     best_price: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    best_message: np.ndarray = field(default_factory=lambda: np.zeros(0))
     active: list[int] = field(default_factory=list[int])
     costs: list[float] = field(default_factory=list[float])
     over: list[np.ndarray] = field(default_factory=list[np.ndarray])
     box: float = 0.0
     least_box: float = 0.0
     pace: float = 0.0  # of steps along the excess
-
-    def unary(self) -> np.ndarray:
-        """Costs of labels at the present prices."""
-        m, use = self.messages, self.messages.net.usage
-        return m.unary + use.priced(self.price / self._unit(), len(m.net.unary))[m.label]
-
-    def _unit(self) -> np.ndarray:
-        return np.maximum(self.messages.net.usage.limit, 1.0)
-
-    def excess(self, choice: np.ndarray) -> np.ndarray:
-        """Over time, usage above the limit as a part of the limit."""
-        m, use = self.messages, self.messages.net.usage
-        weight = np.zeros(len(m.net.unary))
-        weight[m.label[m.first + choice]] = 1.0
-        return (use.of(weight) - use.limit) / self._unit()
-
-    def offset(self) -> float:
-        """What the limits are worth at the present prices."""
-        return float((self.price * (self.messages.net.usage.limit / self._unit())).sum())
-
-    def multipliers(self) -> Multipliers:
-        """The best ones, for a certificate."""
-        net = self.messages.net
-        tails, heads = self.messages.spread(self.best_message)
-        return Multipliers(self.best_price / self._unit() if len(net.usage.limit) else self.best_price, tails, heads)
 
     def cut(self, cost: float, over: np.ndarray) -> None:
         """Remember a choice; forget the one that says least at the best prices."""
@@ -114,6 +87,55 @@ class Ascent:
         self.price = np.zeros_like(self.price)
         self.price[at] = np.maximum(found, 0.0)
 
+    def judge(self, bound: float, cost: float) -> bool:
+        """Keep better prices; widen the box when they are much better, else shrink it; whether they are better."""
+        first = not np.isfinite(self.best)
+        if first:
+            self.box = 0.1 * abs(bound)
+            self.least_box = FLOOR * abs(cost) * 1e-3
+        better = bound > self.best
+        if better:
+            if not first and bound > self.best + 2e-5 * abs(self.best):
+                self.box = min(self.box * 1.3, 0.1 * abs(bound))
+            self.best, self.best_price = bound, self.price
+        else:
+            self.box *= 0.7
+        self.box = max(self.box, FLOOR * abs(self.best), self.least_box)
+        return better
+
+
+@dataclass(slots=True)
+class Ascent(Prices):
+    """Prices whose bound comes from messages."""
+
+    messages: Messages = field(kw_only=True)
+    best_message: np.ndarray = field(default_factory=lambda: np.zeros(0), kw_only=True)
+
+    def unary(self) -> np.ndarray:
+        """Costs of labels at the present prices."""
+        m, use = self.messages, self.messages.net.usage
+        return m.unary + use.priced(self.price / self._unit(), len(m.net.unary))[m.label]
+
+    def _unit(self) -> np.ndarray:
+        return np.maximum(self.messages.net.usage.limit, 1.0)
+
+    def excess(self, choice: np.ndarray) -> np.ndarray:
+        """Over time, usage above the limit as a part of the limit."""
+        m, use = self.messages, self.messages.net.usage
+        weight = np.zeros(len(m.net.unary))
+        weight[m.label[m.first + choice]] = 1.0
+        return (use.of(weight) - use.limit) / self._unit()
+
+    def offset(self) -> float:
+        """What the limits are worth at the present prices."""
+        return float((self.price * (self.messages.net.usage.limit / self._unit())).sum())
+
+    def multipliers(self) -> Multipliers:
+        """The best ones, for a certificate."""
+        net = self.messages.net
+        tails, heads = self.messages.spread(self.best_message)
+        return Multipliers(self.best_price / self._unit() if len(net.usage.limit) else self.best_price, tails, heads)
+
 
 def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """The prices in a box that maximise ``min_k costs[k] + rows[k] · prices``."""
@@ -156,8 +178,8 @@ def ascend(
             cost known.
     """
     use = messages.net.usage
-    state = Ascent(messages, price * np.maximum(use.limit, 1.0))
-    state.best_price, state.best_message = state.price, messages.message.copy()
+    state = Ascent(price * np.maximum(use.limit, 1.0), messages=messages, best_message=messages.message.copy())
+    state.best_price = state.price
     state.active = [int(t) for t in np.flatnonzero(price)]
     unary, least, last, stall = state.unary(), np.inf, -np.inf, 0
     for k in range(rounds):
@@ -171,7 +193,8 @@ def ascend(
         choice = messages.descend(unary, messages.decode(unary), 5)
         budget.spend(2 * messages.work)
         (cost, allowed), over = messages.cost(messages.unary, choice), state.excess(choice)
-        _judge(state, bound - state.offset(), cost)
+        if state.judge(bound - state.offset(), cost):
+            state.best_message = messages.message.copy()
         if allowed and over.max(initial=0.0) <= 0:
             least = found(choice, cost)
         state.cut(cost, over)
@@ -240,18 +263,3 @@ def _peaks(over: np.ndarray, window: int) -> np.ndarray:
     padded = np.append(over, np.full(-len(over) % window, -np.inf)).reshape(-1, window)
     at = np.arange(len(padded)) * window + padded.argmax(axis=1)
     return at[over[at] > 0] if len(over) else at[:0]
-
-
-def _judge(state: Ascent, bound: float, cost: float) -> None:
-    """Keep better prices; widen the box when they are much better, else shrink it."""
-    first = not np.isfinite(state.best)
-    if first:
-        state.box = 0.1 * abs(bound)
-        state.least_box = FLOOR * abs(cost) * 1e-3
-    if bound > state.best:
-        if not first and bound > state.best + 2e-5 * abs(state.best):
-            state.box = min(state.box * 1.3, 0.1 * abs(bound))
-        state.best, state.best_price, state.best_message = bound, state.price, state.messages.message.copy()
-    else:
-        state.box *= 0.7
-    state.box = max(state.box, FLOOR * abs(state.best), state.least_box)

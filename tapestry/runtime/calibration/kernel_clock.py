@@ -14,8 +14,8 @@ from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.plan.cost import compute
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import footprints, op_boxes
-from tapestry.runtime.calibration.fit import KernelPoint, kernel_point
 from tapestry.runtime.calibration.probes import Probe
+from tapestry.runtime.calibration.rate_fit import KernelPoint, kernel_point
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.one_process.static_schedule import Schedule
 from tapestry.runtime.target_protocol import Target
