@@ -169,7 +169,9 @@ def test_a_thousand_devices_need_no_table_of_pairs():
     assert found.bytes[:, whole].tolist() == missing
 
 
-@pytest.mark.parametrize(("shape", "mesh"), [((8, 12), "4"), ((8, 12), "2x2"), ((7, 5), "2x2"), ((6, 9), "3x2"), ((16,), "2x2x2")])
+@pytest.mark.parametrize(
+    ("shape", "mesh"), [((8, 12), "4"), ((8, 12), "2x2"), ((7, 5), "2x2"), ((6, 9), "3x2"), ((16,), "2x2x2")]
+)
 def test_a_measured_call_is_the_one_that_the_engine_makes(shape, mesh):
     """Every change of layout takes the table's seconds of the call that `transfer_call` names, at its bytes and group."""
     mesh = parse_mesh(mesh)

@@ -74,7 +74,7 @@ def _seconds(found: Senders, own: np.ndarray, width: int, topo: Topology, parts:
 def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology) -> np.ndarray:
     """Seconds of the backend's calls, chosen as by `ir.collective_calls.transfer_call`; NaN where they were not measured."""
     senders = found.number(())
-    n = senders.max(axis=2) + np.max((own == 0) & (senders > 0), axis=2)
+    n = np.max(senders + ((own == 0) & (senders > 0)), axis=2)
     piece = np.stack([np.prod(np.maximum(b[..., 1] - b[..., 0], 0), axis=-1) for _, b in found.held])[:, None, :]
     alike = (np.ptp(senders, axis=2) == 0) & np.all(found.size == found.size[:, :1], axis=-1) & (np.ptp(piece, axis=2) == 0)
     gathers = alike & np.all((own == piece) & (found.size == senders * piece), axis=2)
