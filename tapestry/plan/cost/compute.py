@@ -19,7 +19,7 @@ from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
-from tapestry.plan.cost.kernel_class import CONTRACTION, CONVOLUTION, kernel_class
+from tapestry.plan.cost.kernel_class import CONTRACTION, CONVOLUTION, GATHER, kernel_class
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Device, Topology
 
@@ -123,10 +123,9 @@ def quantities(
     """(contraction FLOPs, other FLOPs, bytes read and written) per device: what `seconds_each` prices, and what
     `tapestry calibrate` holds measured times against."""
     found: dict[str, np.ndarray] = {}
+    picks = kernel_class(op) == GATHER
     for (tensor, _), boxes in reads.items():
-        cells = sizes(boxes)
-        if isinstance(op, Block) and selection(op):
-            cells = np.minimum(cells, sizes(final))
+        cells = np.minimum(sizes(boxes), sizes(final)) if picks else sizes(boxes)
         found[tensor] = found.get(tensor, 0) + cells
     if isinstance(op, Block):
         for tensor, most in ((t, most) for t, most in _places(op) if t in found):
@@ -188,12 +187,16 @@ def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float,
 
 def multiplied(op: Op, graph: Graph) -> str:
     """The dtype whose rate a contraction runs at: the first factor's, or the wider one's."""
-    found = [graph.tensors[t].dtype for t in op.inputs[:1]]
-    if isinstance(op, Block) and (pairs := products(op) or ((product.args,) if (product := inner_product(op)) else ())):
-        used = arg_positions(tuple(e for pair in pairs for e in pair))
-        found = [graph.tensors[op.reads[k].tensor].dtype for k in sorted(used)] or found
-        return max(found, key=itemsize, default="f32")
-    return found[0] if found else "f32"
+    factors = [graph.tensors[t].dtype for t in (_factors(op) if isinstance(op, Block) else ())]
+    return max(factors, key=itemsize) if factors else next((graph.tensors[t].dtype for t in op.inputs), "f32")
+
+
+@lru_cache(maxsize=1 << 12)
+def _factors(op: Block) -> tuple[str, ...]:
+    """The tensors that the factors of a contraction, or of an inner one, read."""
+    inner = inner_product(op)
+    pairs = products(op) or ((inner.args,) if inner else ())
+    return tuple(op.reads[k].tensor for k in sorted(arg_positions(tuple(e for pair in pairs for e in pair))))
 
 
 def state_bytes(op: Op, block: Boxes) -> int:
