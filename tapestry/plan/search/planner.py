@@ -34,7 +34,6 @@ from tapestry.plan.topology import Topology
 ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
 
 
-
 def search(
     graph: Graph,
     topo: Topology,
