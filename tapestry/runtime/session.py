@@ -72,7 +72,7 @@ class Session:
         self.build, self.constants, self.target = build, constants, target
         self.slices = weights or ModelFiles(build)
         missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]
-        if missing and weights is None:
+        if missing:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
         self.executor = make(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
         self.bounds = index_bounds(build.plan.graph)

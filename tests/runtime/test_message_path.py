@@ -11,7 +11,7 @@ import torch
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, CALLS, EXCHANGE, REDUCE_SCATTER
 from tapestry.ir.kernel import shape
-from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+from tapestry.ir.program import Reduce, Transfer, reads, transfer_bytes
 from tapestry.plan.lower import lower
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.heartbeat import Heartbeat, shared
@@ -41,6 +41,25 @@ class Merges(Shapes):
             return super().merge(monoid, states)
 
 
+def span(a: torch.Tensor) -> tuple[int, int]:
+    """Where an array lies in its memory, in bytes."""
+    first = a.storage_offset() * a.element_size()
+    return first, first + a.nbytes
+
+
+def held_long_enough(machine: RankExecutor) -> None:
+    """No other buffer lies where something is while it may still be sent from there, or is expected."""
+    begin = {name: m.since for m in machine.moves.values() for _, name in m.into}
+    steps = machine.program.steps
+    for at, m in machine.moves.items():
+        for d, name in (x for x in machine.placed if x[1] in reads(steps[at])):
+            lo, hi = span(machine.placed[d, name])
+            for (e, other), a in machine.placed.items():
+                if (e, other) != (d, name) and at < begin[other] <= m.until:
+                    first, last = span(a)
+                    assert not (first < hi and lo < last), (name, other)
+
+
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 def test_messages_stay_on_the_device(monkeypatch):
     monkeypatch.setattr(Wire, "shake_hands", lambda self, calls: None)  # it is before the first step, and compares on the host
@@ -58,6 +77,7 @@ def test_messages_stay_on_the_device(monkeypatch):
                         machine = Watched(graph, program, Merges(), source, wire=wire)
                         machine.connect([int(n) for n in mesh.split("x")])
                         machine.run(source)
+                        held_long_enough(machine)
                         places = {k: a.storage_offset() for k, a in machine.placed.items()}
                         machine.run(source)
                         assert places == {k: a.storage_offset() for k, a in machine.placed.items()}

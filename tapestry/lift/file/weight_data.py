@@ -5,6 +5,7 @@ Used by the runtime when a device loads its blocks, and by `lift` for the hash o
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
 from collections.abc import Mapping
@@ -73,7 +74,17 @@ def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: 
         common = [(max(a, lo), min(b, hi)) for (a, b), (lo, hi) in zip(tile, box, strict=True)]
         there = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, box, strict=True))
         out[there] = part[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, tile, strict=True))]
+        _let_go(whole)
     return out
+
+
+def _let_go(array: np.ndarray) -> None:
+    """Drop what has been read of a mapped file from this process's memory; the kernel keeps it as long as it likes."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def _whole(model: Path, weight: Weight, tensor: Tensor) -> np.ndarray:

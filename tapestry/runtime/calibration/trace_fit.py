@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tapestry.errors import TapestryError
-from tapestry.plan.topology import Topology, from_data
+from tapestry.plan.topology import Topology, device_data, from_data
 from tapestry.plan.topology.measured_costs import CLASSES, CallTimes, KernelRates, calls_data, classes_data
-from tapestry.plan.topology.topology_data import device_data
 from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, kernel_point
 
 FEWEST = 6  # measurements of a class of kernels for its three numbers

@@ -59,6 +59,11 @@ class Move(ABC):
         """The step from which what it fills has its place."""
         return min([self.at, *(p.since for p in self.parts)])
 
+    @property
+    def until(self) -> int:
+        """The step before which what it reads must stay where it is: it may be sent from there."""
+        return max([self.use, *(p.drained for p in self.parts)])
+
     def reserve(self, buffers: MessageBuffers) -> None:
         """Ask for memory, once it is known when receives are posted."""
         for p in self.parts:

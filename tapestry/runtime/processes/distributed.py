@@ -20,7 +20,7 @@ import torch
 from tapestry.ir.collective_calls import Call
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import shape
-from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated
+from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated, reads
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime import arrays
 from tapestry.runtime.executor import silent
@@ -129,9 +129,12 @@ class RankExecutor(LocalExecutor):
         assert self.groups is not None
         return self.groups.team(call.groups)
 
-    def _place(self, freed: Mapping[str, int], end: int) -> None:
+    def _place(self, freed: dict[str, int], end: int) -> None:
         """Memory for all that travels."""
         buffers = MessageBuffers()
+        for at, m in self.moves.items():  # what is read is freed by the plan while it may still be on its way
+            for name in reads(self.program.steps[at]):
+                freed[name] = max(freed.get(name, end), m.until)
         for at, m in self.moves.items():
             step = self.program.steps[at]
             assert isinstance(step, Transfer | Reduce)

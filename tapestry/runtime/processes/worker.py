@@ -27,7 +27,7 @@ from tapestry.runtime.processes.batches import Batch
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.heartbeat import IDLE, WAIT, Heartbeat, HeartbeatPublisher, Slots, describe, end_soon, guilty
 from tapestry.runtime.processes.process_backend import BACKENDS, device_of
-from tapestry.runtime.processes.process_memory import kernel_count, trim
+from tapestry.runtime.processes.process_memory import after_loading, before_loading, kernel_count
 from tapestry.runtime.processes.rank_report import RankReport, RunReport, gather, summary
 from tapestry.runtime.processes.rendezvous import unseal
 from tapestry.runtime.processes.wire import PeerLost, Wire
@@ -107,14 +107,15 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
             BACKENDS[device.type], store=PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
             timeout=timedelta(seconds=job.timeout + 2),
         )  # fmt: skip
-        source = None if job.shards is None else shards.reader(job.shards, job.build, job.identity)
+        before_loading()
+        source = None if job.shards is None else shards.reader(job.shards, job.build)
         make = partial(RankExecutor, wire=wire, trace=job.trace)
         session = open_session(job.build, job.constants, weights=source, make=make)
         executor = session.executor
         assert isinstance(executor, RankExecutor)
         executor.bind()
         memory["loading"] = kernel_count("VmHWM")
-        trim()
+        after_loading()
         _barrier(me, job, heartbeat)
         executor.connect([a.size for a in job.build.plan.mesh], timedelta(seconds=job.timeout + 2))
         done = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
