@@ -73,7 +73,11 @@ def solve(
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
-    fewer = None if plain else undominated(net.sizes, [(f.nodes, f.table) for f in net.factors], [(d.node, d.amounts) for d in net.demands])
+    fewer = (
+        None
+        if plain
+        else undominated(net.sizes, [(f.nodes, f.table) for f in net.factors], [(d.node, d.amounts) for d in net.demands])
+    )
     small = net
     if fewer is not None:
         factors = [Factor(*t) for t in fewer.restrict([(f.nodes, f.table) for f in net.factors])]

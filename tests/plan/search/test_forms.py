@@ -75,10 +75,10 @@ def test_the_search_reads_no_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """A clock that jumps by an hour at every look changes nothing, as long as nobody sets a time limit."""
     import time
 
-    plain = document("compile", save("attention"), "-o", tmp_path / "a", "--mesh", "2x2", "--topology", "cpu", "--pareto")
+    plain = document("compile", save("mlp"), "-o", tmp_path / "a", "--mesh", "2x2", "--topology", "cpu", "--pareto")
     now = iter(range(0, 1 << 40, 3600))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
-    again = document("compile", save("attention"), "-o", tmp_path / "b", "--mesh", "2x2", "--topology", "cpu", "--pareto")
+    again = document("compile", save("mlp"), "-o", tmp_path / "b", "--mesh", "2x2", "--topology", "cpu", "--pareto")
     assert plain["plan_sha256"] == again["plan_sha256"] and plain["search"]["work"] == again["search"]["work"]
     assert plain["pareto"] == again["pareto"]
 
