@@ -76,7 +76,9 @@ class SharedPrices:
         for n, lo, hi, amounts in self.uses:
             amounts = known.setdefault(amounts.tobytes(), amounts)
             self.of[n].append((amounts, lo, hi))
-            mark = zlib.crc32(amounts.tobytes())  # (where different uses add up to the same, times share a price: no bound minds)
+            mark = zlib.crc32(
+                amounts.tobytes()
+            )  # (where different uses add up to the same, times share a price: no bound minds)
             code[lo] += mark
             code[hi] -= mark
         self.row = np.unique(np.stack([np.cumsum(code)[:-1], self.limits]), axis=1, return_inverse=True)[1].ravel()
