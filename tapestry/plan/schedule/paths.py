@@ -117,24 +117,29 @@ class Paths:
         """The weighted sums as costs of single choices and of pairs."""
         menus = self.problem.menus
         unary = [np.zeros(len(m.strategies)) for m in menus]
-        pairs: dict[int, np.ndarray] = {}
+        pairs: dict[int, list[tuple[int, float]]] = {}
+        made: dict[tuple[object, ...], np.ndarray] = {}  # (equal flows share a table: the solver works it out once)
         for s, w in zip(sums, weights, strict=True):
             for i in s.kernels:
                 unary[i] += w * menus[i].own[s.lane]
             for i in s.merges:
                 unary[i] += w * menus[i].merging
             for k in s.flows:
-                f, table = self.problem.flows[k], w * self.problem.flows[k].seconds[s.lane]
+                f = self.problem.flows[k]
                 if f.maker < 0:
-                    unary[f.reader] += table[0]
+                    unary[f.reader] += w * f.seconds[s.lane, 0]
                 elif f.reader < 0:
-                    unary[f.maker] += table[:, 0]
+                    unary[f.maker] += w * f.seconds[s.lane][:, 0]
                 else:
-                    pairs[k] = pairs[k] + table if k in pairs else table
+                    pairs.setdefault(k, []).append((s.lane, float(w)))
         flows = self.problem.flows
+        for k, parts in pairs.items():
+            key = (id(flows[k].seconds), *parts)
+            if key not in made:
+                made[key] = sum((w * flows[k].seconds[lane] for lane, w in parts), np.zeros(flows[k].seconds.shape[1:]))
         return [
             *(Factor((i,), u) for i, u in enumerate(unary)),
-            *(Factor((flows[k].maker, flows[k].reader), pairs[k]) for k in sorted(pairs)),
+            *(Factor((flows[k].maker, flows[k].reader), made[id(flows[k].seconds), *pairs[k]]) for k in sorted(pairs)),
         ]
 
 

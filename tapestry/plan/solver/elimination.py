@@ -60,7 +60,7 @@ class Elimination:
         place = {n: k for k, n in enumerate(scope)}
         parts = [(id(t), tuple(place[n] for n in s)) for s, t in (self.tables[k] for k in self.at[node])]
         key = (place[node], tuple(sorted(parts)))
-        if (old := self.keys.get(node)) != key:
+        if self.keys.get(node) != key:
             self.forget(node)
             self.keys[node] = key
             self.groups.setdefault(key, set()).add(node)
@@ -91,11 +91,16 @@ class Elimination:
         return set(others)
 
     def _least(self, node: int, scope: Scope) -> tuple[np.ndarray, np.ndarray]:
-        total = np.zeros([self.sizes[n] for n in scope])
-        for k in sorted(self.at[node]):
+        parts: list[Table] = []  # small ones go into larger ones first: the sum over all of the scope is what takes time
+        for k in sorted(self.at[node], key=lambda k: (-self.tables[k][1].size, k)):
             nodes, table = self.tables[k]
-            table = table.transpose(np.argsort(nodes))
-            total += table.reshape([self.sizes[n] if n in nodes else 1 for n in scope])
+            table = table.transpose(np.argsort(nodes)).reshape([self.sizes[n] if n in nodes else 1 for n in scope])
+            into = next((m for m, (other, _) in enumerate(parts) if set(nodes) <= set(other)), -1)
+            if into < 0:
+                parts.append((nodes, table))
+            else:
+                parts[into] = (parts[into][0], parts[into][1] + table)
+        total = sum((t for _, t in parts[1:]), parts[0][1])
         axis = scope.index(node)
         best = total.argmin(axis=axis)
         return np.take_along_axis(total, np.expand_dims(best, axis), axis).squeeze(axis), best.astype(np.int32)
