@@ -25,6 +25,11 @@ def c_compiler() -> str:
     return os.environ.get("CC") or "cc"
 
 
+def check_messages() -> bool:
+    """``TAPESTRY_CHECK_MESSAGES=1``: what ranks send each other goes with headers, which are checked."""
+    return os.environ.get("TAPESTRY_CHECK_MESSAGES", "0") != "0"
+
+
 def before_torch() -> None:
     """What torch reads when it is imported, unless the user said otherwise.
 
@@ -36,7 +41,8 @@ def before_torch() -> None:
 
 
 RESULTS = (
-    "TAPESTRY_NATIVE", "TRITON_INTERPRET", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "TAPESTRY_NATIVE", "TAPESTRY_CHECK_MESSAGES", "TRITON_INTERPRET", "ATEN_CPU_CAPABILITY", "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
 )  # fmt: skip
@@ -152,6 +158,17 @@ def cache_folder() -> Path:
     """Where what was measured on this machine is kept: ``TAPESTRY_CACHE``, else ``tapestry`` in the user's cache folder."""
     own = os.environ.get("TAPESTRY_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tapestry"
+
+
+def topology() -> str:
+    """``TAPESTRY_TOPOLOGY``: the preset or file that ``--topology auto`` stands for, so that nothing is measured."""
+    return os.environ.get("TAPESTRY_TOPOLOGY", "")
+
+
+def alone() -> dict[str, str]:
+    """The environment of a process that is none of a launcher's."""
+    names = {n for of in LAUNCHERS.values() for n in of} | {"PMIX_RANK"}
+    return {k: v for k, v in os.environ.items() if k not in names}
 
 
 def interpreted() -> dict[str, str]:

@@ -82,7 +82,7 @@ def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compile
     owners(build.program.devices, world)
     identity = store.identity(r.folder)
     if r.weights is not None:
-        weight_shards.reader(r.weights, build, identity)
+        weight_shards.reader(r.weights, build)
     return Job(
         build=build, constants=constants, identity=identity, batches=tuple(batches), shards=r.weights, timeout=r.timeout,
         trace=r.trace is not None, threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
@@ -204,7 +204,7 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
 def shard_weights(folder: Path, output: Path) -> Document:
     """Write the slices of a build's weights; see `runtime.processes.weight_shards`."""
     build, _ = store.read(folder)
-    return weight_shards.write(output, build, store.identity(folder), ModelFiles(build))
+    return weight_shards.write(output, build, ModelFiles(build))
 
 
 # under torchrun

@@ -30,6 +30,7 @@ from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import ASSUMPTION, COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
 from tapestry.viz.format import area, duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
+from tapestry.viz.tables import proof
 
 Document = dict[str, Any]
 
@@ -194,12 +195,16 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
     topo = from_data(build.topology)
     yield from (*_kinds_text(topo), *_joined_text(topo))
-    yield f"objective {r['objective_s'] * 1e3:.4g} ms, lower bound {r['lower_bound_s'] * 1e3:.4g} ms, gap {r['gap']:.2%}"
+    costs = [f"{r[k] * 1e3:.4g} ms" for k in ("objective_s", "lower_bound_s")]
+    yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
     if "bound_of" in r:
         yield f"  the bound is of {r['bound_of']}"
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s")]
     yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
     yield f"  assumed: {ASSUMPTION}"
+    for other in r.get("alternatives", ()):
+        unfit = {False: "; does not fit", None: "; whether it fits was not worked out"}.get(other["fits"], "")
+        yield f"  {other['name']}: {duration(other['objective_s'])}{unfit}"
     yield from _fit_text(r.get("fit"))
     yield from _stages_text(r)
     for m in moves_text(build.moves):

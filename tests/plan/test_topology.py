@@ -11,8 +11,9 @@ import pytest
 
 import tapestry
 from tapestry.errors import TapestryError
+from tapestry.ir.program import Reduce
 from tapestry.plan.cost import transfer
-from tapestry.plan.cost.collective import merge
+from tapestry.plan.cost.collective import merge, reductions
 from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import PRESETS, fabrics, from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.routing import routes
@@ -95,9 +96,7 @@ def test_collectives_take_the_formulas_of_their_shape(tmp_path):
     one_way = seconds(joined(tmp_path, "7", shape="one-way ring"), [(0, True)])
     assert one_way.name == "ring" and one_way.seconds == pytest.approx(6 * (a + b * B / 7))
     switch = seconds(joined(tmp_path, "8", shape="switch"), [(0, False)])
-    assert switch.name == "ring" and switch.seconds == pytest.approx(2 * 7 * (a + b * B / 8))
-    short = seconds(joined(tmp_path, "8", shape="switch"), [(0, False)], 4096)
-    assert short.name == "two trees" and short.seconds == pytest.approx(2 * (3 * a + b * 4096))
+    assert switch.name == "two trees" and switch.seconds == pytest.approx(2 * (3 * a + 7 / 8 * b * B))
     small = seconds(joined(tmp_path, "8", shape="full mesh"), [(0, False)], 8)
     assert small.name == "tree" and small.seconds == pytest.approx(2 * (a + 8 * b))  # its root hears all at once
     star = seconds(joined(tmp_path, "9", shape="star"), [(0, False)], 4)
@@ -117,9 +116,9 @@ def test_one_axis_over_nodes_is_reduced_hierarchically():
     one, two = topology(parse_mesh("16"), "h100"), topology(parse_mesh("2x8"), "h100")
     inner, outer = two.links[1], two.links[0]
     way = seconds(one, [(0, False)], 64 * B)
-    assert way.name == "hierarchical (ring inside, ring across)"
+    assert way.name == "hierarchical (aggregated trees inside, two trees across)"
     across = 2 * (outer.alpha + 4 * B * outer.beta)
-    assert way.seconds == pytest.approx(2 * 7 * (inner.alpha + 8 * B * inner.beta) + across)
+    assert way.seconds == pytest.approx(2 * (3 * inner.alpha + 7 / 8 * 64 * B * inner.beta) + across)
     assert way == seconds(two, [(0, False), (1, False)], 64 * B)
     flat = 2 * (log2(16) * outer.alpha + 15 / 16 * 64 * B * outer.beta)
     assert way.seconds < flat / 4
@@ -276,7 +275,9 @@ def test_explain_names_the_algorithm(tmp_path):
     build = tapestry.compile(save("mlp"), devices=4, topology=source, pins=["up:m=4@d0"])
     assert "joined by ring of 4, 1 µs" in build.explain()
     merged = [s for s in explain.document(build.build)["steps"] if s["group"]]
+    plan, steps = build.build.plan, [s for s in build.build.program.steps if isinstance(s, Reduce)]
     assert merged
-    for s in merged:
-        (way,) = merge(s["payload_bytes"], [(0, s["kind"] == "reduce_scatter")], from_data(build.build.topology))
+    for s, step in zip(merged, steps, strict=True):
+        by = reductions(plan.graph.ops[step.op], plan.strategies[step.op], plan.mesh)
+        (way,) = merge(s["payload_bytes"], [(0, s["kind"] == "reduce_scatter")], from_data(build.build.topology), by)
         assert s["algorithm"] == way.name and f"by {way.name}" in build.explain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from tests.support.paths import ROOT
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29611
-TOKEN = "an open secret of the tests"  # noqa: S105
+TOKEN = "an open secret of the tests"
 
 
 class NotPermitted(Exception):
@@ -94,6 +95,25 @@ class Hosts:
                 return True
             time.sleep(0.1)
         return False
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Addresses on which processes listen, in hexadecimal as the kernel tells them."""
+    found: set[str] = set()
+    for pid in pids:
+        sockets = {os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir() if f.is_symlink()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                    found.add(fields[1].split(":")[0])
+    return found
 
 
 def _line(pid: int) -> bytes:

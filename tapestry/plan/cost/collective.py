@@ -1,12 +1,11 @@
 """Time to merge states along mesh axes: of the backend's calls that `ir.collective_calls` names, each by its algorithms.
 
-A measured time of a call decides (`Topology.call_seconds`). Otherwise the backend is taken to choose the fastest of its
-algorithms, as NCCL does. On a switch these are, for n devices and B bytes:
+A measured time of a call decides (`Topology.call_seconds`). Otherwise, on a switch, for n devices and B bytes:
 
-- all-reduce by a ring, ``2 (n-1) (α + B/n β)`` (Patarasuk and Yuan 2009), or by two binary trees at once, each with half of
-  the data, ``2 (⌈log2 n⌉ α + B β)`` (Sanders, Speck and Träff 2009);
-- reduce-scatter by a ring, ``(n-1) (α + B/n β)``;
-- direct exchange of parts, ``⌈log2 n⌉ α`` and the bytes that come in, one after another, as for transfers (`cost.transfer`).
+- a reduce-scatter takes ``⌈log2 n⌉ α + (n-1)/n B β``: a tree for each part, aggregated (NCCL's PAT, Jeaugey 2025);
+- an all-reduce twice that: two binary trees at once, each with half of the data (Sanders, Speck and Träff 2009; NCCL gives them
+  a ring's bandwidth, `src/graph/tuning.cc`). A ring has the same bytes and more latencies, ``2 (n-1) α``;
+- a direct exchange of parts ``⌈log2 n⌉ α`` and the bytes that come in, one after another, as transfers do (`cost.transfer`).
 
 On wires a ring is a list of steps in which all devices send at once, routed: a step takes the longest path's latency and the
 time of the busiest wire; one ring, or one each way with half of the data. Besides there is a tree up and down. Over several
@@ -156,9 +155,8 @@ def _ways(level: _Level, nbytes: int, scatter: bool) -> Iterator[Way]:
     n, phases = level.size, 1 if scatter else 2
     if not level.fabric.wires:
         link = level.fabric.link
-        yield Way("ring", phases * (n - 1) * (link.alpha + nbytes / n * link.beta))
-        if not scatter:
-            yield Way("two trees", phases * (ceil(log2(n)) * link.alpha + nbytes * link.beta))
+        name = "aggregated trees" if scatter else "two trees"
+        yield Way(name, phases * (ceil(log2(n)) * link.alpha + (n - 1) / n * nbytes * link.beta))
         return
     for name, shifts in (("ring", (1,)), ("ring the other way", (-1,)), ("ring both ways", (1, -1))):
         alpha, beta = _step(level, shifts)

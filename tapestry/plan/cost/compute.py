@@ -16,8 +16,9 @@ from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
+from tapestry.plan.cost.kernel_class import CONTRACTION, CONVOLUTION, kernel_class
 from tapestry.plan.strategy import Boxes
-from tapestry.plan.topology import Topology
+from tapestry.plan.topology import Device, Topology
 
 
 def sizes(boxes: Boxes) -> np.ndarray:
@@ -138,16 +139,22 @@ def seconds_each(
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
     heavy, light, moved = quantities(op, graph, block, final, reads)
-    dtype = _multiplied(op, graph)
-    rate, vector, bandwidth = (
-        topo.each(lambda d: d.rate(dtype)),
-        topo.each(lambda d: d.vector),
-        topo.each(lambda d: d.bandwidth),
-    )
-    return heavy / rate + light / vector + moved / bandwidth + topo.each(lambda d: d.launch)
+    rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
+    launch, rate, vector, bandwidth = np.array(rates).T
+    return heavy / rate + light / vector + moved / bandwidth + launch
 
 
-def _multiplied(op: Op, graph: Graph) -> str:
+def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float, float]:
+    """(seconds to launch, FLOP/s of contractions, of the rest, B/s) of an operation's kernel; beside a contraction other FLOPs
+    take what they take in a map."""
+    kind, dtype = kernel_class(op), multiplied(op, graph)
+    k = device.kernel(kind, dtype)
+    heavy = kind in (CONTRACTION, CONVOLUTION)
+    rate, vector = (k.rate, device.vector) if heavy else (device.rate(dtype), k.rate)
+    return k.launch, rate, vector, k.bandwidth
+
+
+def multiplied(op: Op, graph: Graph) -> str:
     """The dtype whose rate a contraction runs at: the first factor's, or the wider one's."""
     found = [graph.tensors[t].dtype for t in op.inputs[:1]]
     if isinstance(op, Block) and (pairs := products(op)):

@@ -16,13 +16,11 @@ import numpy as np
 
 from tapestry.ir.plan import Layout
 from tapestry.plan.cost import congestion
-from tapestry.plan.cost.collective import reduce_seconds
 from tapestry.plan.cost.footprint_overlap import Along, Axes, Senders
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
 from tapestry.plan.topology.fabric import Digits, digits
 
-__all__ = ["Costs", "costs", "reduce_seconds"]
 CHUNK = 1 << 18  # numbers in an array
 
 

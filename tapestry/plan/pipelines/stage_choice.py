@@ -9,7 +9,7 @@ from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import device_count
 from tapestry.ir.program import peak_bytes
-from tapestry.plan.memory.floor import least_seconds
+from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.pipelines.pipeline_search import MICRO_BATCHES, Staged, search_stages
 from tapestry.plan.pipelines.sequence import sequence
 from tapestry.plan.search.priced_plan import PricedPlan, summed
@@ -105,14 +105,14 @@ def choose(
         if unfit:
             raise spatial
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1})
-    report = _report(spatial, staged, topo)
+    bound = least_seconds(graph, topo, everywhere=False)
+    report = _report(spatial, staged, topo, bound)
     simulated = float(report["simulated_s"])
     taken = unfit or request.explicit or simulated < spatial.objective
     report["chosen"] = taken
     if not taken:
         assert isinstance(spatial, PricedPlan)
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1, "pipeline": report})
-    bound = least_seconds(graph, topo, everywhere=False)
     if not request.explicit and isinstance(spatial, PricedPlan):  # a bound of all plans, with stages or without
         bound = min(bound, spatial.bound)
     found = replace(staged.found, objective=simulated, bound=min(bound, simulated))
@@ -155,19 +155,30 @@ def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
     )  # fmt: skip
 
 
-def _report(spatial: PricedPlan | PlanError, staged: Staged, topo: Topology) -> dict[str, Any]:
-    """Both plans, with all costs added up and on the simulated clock."""
+def _report(spatial: PricedPlan | PlanError, staged: Staged, topo: Topology, bound: float) -> dict[str, Any]:
+    """Both plans on the simulated clock."""
+    total = simulate(staged.found.plan, staged.found.program, topo).total
     out: dict[str, Any] = {
-        "objective_s": staged.found.objective, "lower_bound_s": staged.found.bound, "exact": staged.exact,
-        "simulated_s": simulate(staged.found.plan, staged.found.program, topo).total, "stages": len(staged.seconds),
+        "objective_s": total, "lower_bound_s": min(bound, total), "exact": staged.exact,
+        "simulated_s": total, "stages": len(staged.seconds),
         "micro_batches": staged.sequence.micro, "spatial_objective_s": None, "spatial_simulated_s": None,
     }  # fmt: skip
     if isinstance(spatial, PricedPlan):
-        out["spatial_objective_s"] = _summed(spatial)
-        out["spatial_simulated_s"] = spatial.objective
+        out["spatial_objective_s"] = out["spatial_simulated_s"] = spatial.objective
     else:
         out["spatial_refused"] = spatial.what
     return out
+
+
+def one_stage(found: PricedPlan) -> dict[str, Any]:
+    """The same of a plan of one stage that leaves devices idle."""
+    stage = found.plan.stages[0]
+    row = {
+        "devices": list(stage.devices), "mesh": ",".join(f"{a.name}={a.size}" for a in stage.mesh),
+        "ops": len(found.plan.graph.ops), "seconds": found.objective,
+        "peak_bytes": [peak_bytes(found.program)[0][d] for d in stage.devices],
+    }  # fmt: skip
+    return {"stages": [row], "micro_batches": 1}
 
 
 def stages_data(staged: Staged) -> list[dict[str, Any]]:

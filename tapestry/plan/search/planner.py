@@ -1,7 +1,8 @@
 """Find a plan: the one that takes least on the simulated clock of what was looked at, with a proven bound of all.
 
 The first is the choice of strategies of which all costs add up to least (what would be, if nothing overlapped and nothing were
-shared), within the memory. Others answer weighted sums that every plan takes at least (`plan.schedule`), which also give the bound.
+shared), within the memory. Others answer weighted sums that every plan takes at least, which also give the bound
+(`plan.schedule`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology
 
-ROUNDS = 4  # of the bound on time, and answers to its weights that are put on the clock
+ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
+
+
 
 def search(
     graph: Graph,
@@ -106,11 +109,13 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
     limit = problem.topo.device.memory
     usages = (demands(problem, surely=True), [limit] * len(problem.graph.ops)) if tight else ((), ())
     game = Game(problem, *usages)
-    for choice in game.play(choice_of(problem, best.plan), ROUNDS, budget):
-        budget.spend(problem.lowering)
-        other = with_rings(priced_plan(problem, choice, -np.inf))
-        if peak(other) <= limit:
-            best = _faster(other, best)
+    budget.found(best.objective, bound)
+    for choice, least in game.play(choice_of(problem, best.plan), ROUNDS, budget):
+        if least < best.objective * (1 - PROVED):
+            budget.spend(problem.lowering)
+            other = with_rings(priced_plan(problem, choice, -np.inf))
+            best = _faster(other, best) if peak(other) <= limit else best
+        budget.found(best.objective, max(bound, game.bound))
         if proved(best.objective, game.bound):
             break
     return replace(best, bound=min(max(bound, game.bound), best.objective))

@@ -16,9 +16,10 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
-from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
+from tapestry.plan.cost.collective import merge, reductions
 from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
+from tapestry.plan.schedule.ring_floor import ring_floors
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
     MAX_STRATEGIES,
@@ -35,8 +36,8 @@ from tapestry.plan.strategy import (
 )
 from tapestry.plan.topology import Device, Topology
 
-STRATEGY, CELL, OPERATION = 500_000, 50, 50_000  # units of work for building one
-LOWERED = 200_000  # units of work for lowering an operation
+STRATEGY, CELL, OPERATION = 800_000, 100, 100_000  # units of work for building one
+LOWERED = 400_000  # units of work for lowering an operation
 HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: load less from the host
 
 
@@ -44,9 +45,9 @@ HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: loa
 class Menu:
     """What one kind of operation offers: its strategies, and per strategy cost, memory and footprints.
 
-    ``own[lane, strategy]`` are seconds of its kernels on some devices (`lanes`), ``merging[strategy]`` at least those of merging
-    states. ``left_out`` counts strategies that are not offered (`strategy.left_out`, and those beyond `MAX_STRATEGIES`): no bound says
-    anything of them.
+    ``own[lane, strategy]`` are seconds of its kernels on some devices (`lanes`), ``merging[strategy]`` at least those of
+    merging states. ``left_out`` counts strategies that are not offered (`strategy.left_out`, and those beyond
+    `MAX_STRATEGIES`): no bound says anything of them.
     """
 
     strategies: list[Strategy]
@@ -88,6 +89,7 @@ class Problem:
     factors: list[Factor] = field(default_factory=list[Factor])
     flows: list[Flow] = field(default_factory=list[Flow])
     distinct: int = 0
+    work: float = 0.0  # units that building it took, about
 
     @property
     def left_out(self) -> int:
@@ -100,14 +102,6 @@ class Problem:
         return [len(m.strategies) for m in self.menus]
 
     @property
-    def work(self) -> float:
-        """Units of work that building it took, about: by the strategies and the tables, equal ones counted once."""
-        menus, tables = {id(m): m for m in self.menus}, {id(f.table): f.table for f in self.factors}
-        strategies, devices = sum(len(m.strategies) for m in menus.values()), len(self.topo.memories())
-        cells = sum(t.size for t in tables.values() if t.ndim == 2)
-        return STRATEGY * strategies + CELL * cells * devices + OPERATION * len(self.graph.ops)
-
-    @property
     def lowering(self) -> float:
         """Units of work that lowering a plan of it takes, about."""
         return LOWERED * len(self.graph.ops) * (1 + len(self.topo.memories()) / 8)
@@ -118,6 +112,24 @@ class Problem:
         return Network(self.sizes, self.factors)
 
 
+@dataclass(slots=True)
+class Tables:
+    """What was worked out for a topology, by signatures: graphs that rewrites make of each other share most of it."""
+
+    menus: dict[str, Menu] = field(default_factory=dict[str, Menu])
+    pairs: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]]
+    )
+    loads: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict[tuple[object, ...], np.ndarray])
+
+    def work(self) -> float:
+        """Units of work that making them took, about."""
+        devices = max((len(b) for m in self.menus.values() for r in m.reads[:1] for b in r.values()), default=1)
+        return STRATEGY * sum(len(m.strategies) for m in self.menus.values()) + CELL * devices * sum(
+            seconds.size for seconds, _ in self.pairs.values()
+        )
+
+
 def build(
     graph: Graph,
     topo: Topology,
@@ -126,11 +138,12 @@ def build(
     outputs: Mapping[str, Layout],
     fixed: LayoutConstraints = LayoutConstraints(),  # noqa: B008  (immutable)
     streamed: frozenset[str] = frozenset(),
+    known: Tables | None = None,
 ) -> Problem:
-    """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights."""
-    problem = Problem(graph, topo, inputs, outputs, streamed)
-    kinds: dict[str, Menu] = {}
-    keys: list[str] = []
+    """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights; ``known``
+    tables of other graphs on the same topology."""
+    problem, tables = Problem(graph, topo, inputs, outputs, streamed), Tables() if known is None else known
+    before, kinds, keys = tables.work(), tables.menus, list[str]()
     for i, op in enumerate(graph.ops):
         given = fixed.key(op)
         key = f"{signature(op, graph)} {pins.get(i, ())} {given}"
@@ -138,8 +151,9 @@ def build(
         if key not in kinds:
             kinds[key] = _menu(op, graph, topo, pins.get(i, ()), given)
         problem.menus.append(kinds[key])
-    problem.distinct = len(kinds)
-    _edges(problem, keys)
+    problem.distinct = len(set(keys))
+    _edges(problem, keys, tables)
+    problem.work = tables.work() - before + OPERATION * len(graph.ops)
     return problem
 
 
@@ -157,12 +171,12 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         unique = {(t, b.tobytes()): b for t, b in prints.values()}
         cut = merges(op, s)
         size = compute.state_bytes(op, block) if cut else 0
-        merge = transfer.reduce_seconds(op, s, size, topo) if cut else 0.0
+        merges_take = [w.seconds for w in merge(size, cut, topo, reductions(op, s, topo.mesh))] if cut else []
         launches = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
         each = compute.seconds_each(op, graph, block, final, unique, topo)
-        seconds.append(float(np.max(each)) + merge + (launches * topo.device.launch if cut else 0.0))
+        seconds.append(float(np.max(each)) + sum(merges_take) + (launches * topo.device.launch if cut else 0.0))
         own.append(each[kept] + (launches - 1) * bool(cut) * np.broadcast_to(topo.each(lambda d: d.launch), len(each))[kept])
-        merging.append(_least_merging(size, cut, merge, topo))
+        merging.append(sum(merges_take[:1]) + topo.device.launch if cut else 0.0)  # a second one moves what its buffers have
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
@@ -176,19 +190,11 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     )
 
 
-def _least_merging(size: int, cut: list[tuple[int, bool]], merge: float, topo: Topology) -> float:
-    """What merging takes at least: of two merges the first alone, for the second one's bytes are those of its buffers."""
-    if len({scatter for _, scatter in cut}) > 1:
-        merge = transfer.reduce_seconds(size, [c for c in cut if c[1]], topo)
-    return merge + topo.device.launch if cut else 0.0
-
-
-def _edges(problem: Problem, keys: list[str]) -> None:
+def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
     """Unary costs with transfers from fixed layouts, and a table per pair of operations that share a tensor."""
     graph = problem.graph
     makers = graph.producers()
-    cache: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
-    loading: dict[tuple[object, ...], np.ndarray] = {}
+    cache, loading = tables.pairs, tables.loads
     unary = [m.seconds.copy() for m in problem.menus]
     for i, op in enumerate(graph.ops):
         positions: dict[str, list[int]] = {}
@@ -231,14 +237,12 @@ def _layouts(problem: Problem, maker: int, tensor: str) -> list[Layout]:
     return [out_layout(op, s.out, op.outs.index(tensor)) for s in problem.menus[maker].strategies]
 
 
-def _table(
-    problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]
-) -> tuple[np.ndarray, np.ndarray]:
+def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds for every (layout of the producer, strategy of the reader), and those of a `Flow`; equal rows and columns are
     computed once.
 
     On the clock, readers may share a transfer, one footprint may cover another, a device that receives nothing goes on, and
-    what may travel round a ring need not be waited for: so a flow counts a reader's dearest footprint that a device lacks.
+    what may travel round a ring is waited for less: so a flow counts a reader's dearest footprint that a device lacks.
     """
     graph, topo = problem.graph, problem.topo
     t = graph.tensors[tensor]
@@ -246,9 +250,9 @@ def _table(
     sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
     columns: dict[bytes, int] = {}
     wanted: list[Boxes] = []
-    needs, waits = list[list[int]](), list[list[int]]()
-    op, menu = graph.ops[reader], problem.menus[reader]
-    for s, reads in zip(menu.strategies, menu.reads, strict=True):
+    needs, waits = list[list[int]](), list[list[tuple[int, np.ndarray | float]]]()
+    op, menu, kept = graph.ops[reader], problem.menus[reader], lanes(topo)
+    for n, (s, reads) in enumerate(zip(menu.strategies, menu.reads, strict=True)):
         mine: dict[int, None] = {}
         for k in where:
             raw = reads[k].tobytes()
@@ -257,12 +261,12 @@ def _table(
                 wanted.append(reads[k])
             mine[columns[raw]] = None
         needs.append(list(mine))
-        turning = set[int]().union(*(ring_attention.travelling(op, r) for r in ring_attention.rings(op, s, topo.mesh)))
-        waits.append(list({columns[reads[k].tobytes()]: None for k in where if k not in turning}))
+        rings = ring_floors(op, graph, s, reads, menu.own[:, n], kept, topo) if isinstance(op, Block) and op.inner else {}
+        waits.append([(columns[reads[k].tobytes()], rings[k][:, None] if k in rings else np.inf) for k in where])
     found = transfer.costs(sources, wanted, itemsize(t.dtype), topo).seconds
     lacking = _lacking(sources, wanted, topo) * found
     at = [rows[layout] for layout in held]
-    least = np.stack([lacking[:, :, n].max(axis=2, initial=0.0) for n in waits], axis=2)
+    least = np.stack([np.max([np.minimum(lacking[:, :, n], ring) for n, ring in w], axis=0) for w in waits], axis=2)
     return np.stack([found[:, n].sum(axis=1) for n in needs], axis=1)[at], least[:, at]
 
 

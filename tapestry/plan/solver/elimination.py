@@ -17,6 +17,7 @@ Scope = tuple[int, ...]
 Table = tuple[Scope, np.ndarray]
 Key = tuple[int, tuple[tuple[int, Scope], ...]]
 MANY = 10**18  # cells: more than there ever are
+MANY_TIMES = 40  # so many of the largest tables are worked out at most
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class Elimination:
 
 
 def minimise(sizes: Sequence[int], tables: Sequence[Table], most: int) -> tuple[float, list[int], int] | None:
-    """(least cost, a choice of that cost, cells worked out); None where one table would take more than ``most`` cells.
+    """(least cost, a choice of that cost, cells worked out); None where one table would take more than ``most`` cells, or all many times more.
 
     Args:
         tables: costs by nodes; equal ones should be one array.
@@ -119,7 +120,7 @@ def minimise(sizes: Sequence[int], tables: Sequence[Table], most: int) -> tuple[
         state.sort(n)
     while state.groups:
         key = min(state.groups, key=lambda k: 0.0 if k in state.done else state.cells[k] / len(state.groups[k]))
-        if state.cells[key] > most:
+        if state.cells[key] > most or state.spent > MANY_TIMES * most:
             return None
         touched, blocked = set[int](), set[int]()
         for node in sorted(state.groups[key]):

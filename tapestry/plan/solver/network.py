@@ -19,6 +19,7 @@ from tapestry.plan.solver.pairs import FORBIDDEN, PROVED, Instance, Solution, Us
 from tapestry.plan.solver.shared_prices import WORTH, Demand, SharedPrices
 
 FLAT = 400_000  # joint choices of all pairs: larger networks with limits are not laid out flat
+MOST = 20_000_000  # the same without limits, where a solve is one of many
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ def solve(
     bound: float = -np.inf,
     gap: float = PROVED,
     quick: bool = False,
+    plain: bool = False,
     price: np.ndarray | None = None,
 ) -> Solution:
     """Minimise the sum of all factors within the limits.
@@ -60,6 +62,7 @@ def solve(
         bound: a lower bound that is already proved.
         gap: the search ends when no choice can be cheaper by more than this part of the cost; infinite: any choice will do.
         quick: bound and improve once, however much of the budget is left.
+        plain: choices that others beat are not sought first: that takes longer than a solve that is one of many.
         price: over time, of what is used, where better ones are looked for first; of an earlier solution.
 
     Returns:
@@ -71,7 +74,10 @@ def solve(
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
-    fewer = undominated(net.sizes, [(f.nodes, f.table) for f in net.factors], [(d.node, d.amounts) for d in net.demands])
+    fewer = None
+    if not plain or net.cells() > FLAT:  # (large networks repeat, or cannot be solved at all otherwise)
+        tables = [(f.nodes, f.table) for f in net.factors]
+        fewer = undominated(net.sizes, tables, [(d.node, d.amounts) for d in net.demands])
     small = net
     if fewer is not None:
         factors = [Factor(*t) for t in fewer.restrict([(f.nodes, f.table) for f in net.factors])]
@@ -86,6 +92,8 @@ def solve(
         if closed:
             return _given(net, fewer, known, given, bound)
         start = known.choice if np.isfinite(known.objective) else start
+    elif plain and small.cells() > MOST:
+        return _given(net, fewer, Solution([], np.inf, bound), given, bound)
     sizes, factors = _joined(small)
     begin = None if start is None else [*start, *_of_groups(small, start)]
     result = pairwise.search(_instance(sizes, factors, small), budget, begin, bound, gap, quick).solution()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import sys
 import threading
 import time
@@ -30,6 +31,9 @@ def shared(world: int) -> Slots:
     return np.frombuffer(memory, np.float64).reshape(world, 6)
 
 
+FIELDS = struct.Struct("5d")  # of a slot, but for the beat
+
+
 class Heartbeat:
     """One rank's slot: cheap enough to be written at every step."""
 
@@ -39,7 +43,7 @@ class Heartbeat:
 
     def at(self, step: int, phase: int, peer: int = -1) -> None:
         """Say what the rank does now; ``peer`` is whom it waits for."""
-        self.slot[:5] = (phase, self.slot[BATCH], step, peer, time.monotonic())
+        FIELDS.pack_into(self.slot, 0, phase, self.slot[BATCH], step, peer, time.monotonic())
 
     def batch(self, number: int) -> None:
         """Say which batch is running."""

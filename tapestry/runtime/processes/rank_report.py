@@ -30,7 +30,8 @@ class RunReport(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RankReport(msgspec.Struct, forbid_unknown_fields=True):
-    """One rank's measurements; ``trace`` has rows of six int64: batch, step, device, stream, start, end."""
+    """One rank's measurements; ``trace`` has rows of six int64: batch, step, device, stream, start, end; ``backend_calls`` are
+    those of torch.distributed in the last batch, by name."""
 
     rank: int
     devices: list[int]
@@ -43,6 +44,7 @@ class RankReport(msgspec.Struct, forbid_unknown_fields=True):
     private_bytes: int
     weight_bytes: int
     trace: bytes
+    backend_calls: dict[str, int]
 
     def row(self) -> dict[str, Any]:
         """Its row in the document of a run."""

@@ -133,6 +133,8 @@ def meet(store: Any, rank: int, world: int, secret: bytes, timeout: float) -> st
                     return name
         else:
             waits = {0}
+            if lobby.check(["arrived/0"]):
+                unseal(secret, lobby.get("arrived/0"), 0)
             if lobby.check(["proposal"]):
                 proposal = unseal(secret, lobby.get("proposal"), 0)
                 if proposal[rank : rank + 1] == [own] and _name(secret, proposal) != name:

@@ -27,7 +27,7 @@ from tapestry.runtime.processes.batches import Batch
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.heartbeat import IDLE, WAIT, Heartbeat, HeartbeatPublisher, Slots, describe, end_soon, guilty
 from tapestry.runtime.processes.process_backend import BACKENDS, device_of
-from tapestry.runtime.processes.process_memory import kernel_count, trim
+from tapestry.runtime.processes.process_memory import after_loading, before_loading, kernel_count
 from tapestry.runtime.processes.rank_report import RankReport, RunReport, gather, summary
 from tapestry.runtime.processes.rendezvous import unseal
 from tapestry.runtime.processes.wire import PeerLost, Wire
@@ -101,22 +101,23 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     owners(job.build.program.devices, me.world)
     device = device_of(job.build.target, me.rank, me.local)
     todo = agree(me, job, device, [b.number for b in job.batches if not b.done])
-    plan, late = bytes.fromhex(job.identity)[:16], device.type != "cpu"
-    wire = Wire(me.rank, me.world, plan, heartbeat, device=device, deferred=late, ahead=not late)
+    wire = Wire(me.rank, me.world, bytes.fromhex(job.identity)[:16], heartbeat, device=device)
     try:
         dist.init_process_group(
             BACKENDS[device.type], store=PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
             timeout=timedelta(seconds=job.timeout + 2),
         )  # fmt: skip
-        source = None if job.shards is None else shards.reader(job.shards, job.build, job.identity)
+        before_loading()
+        source = None if job.shards is None else shards.reader(job.shards, job.build)
         make = partial(RankExecutor, wire=wire, trace=job.trace)
         session = open_session(job.build, job.constants, weights=source, make=make)
         executor = session.executor
         assert isinstance(executor, RankExecutor)
         executor.bind()
         memory["loading"] = kernel_count("VmHWM")
-        trim()
+        after_loading()
         _barrier(me, job, heartbeat)
+        executor.connect([a.size for a in job.build.plan.mesh], timedelta(seconds=job.timeout + 2))
         done = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
         document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
         document = document and {**document, "hosted": done[-1][1] if done else {}}
@@ -194,6 +195,7 @@ def _report(
         rank=me.rank, devices=list(executor.devices), runs=runs, payload_bytes=wire.payload, gathered_bytes=wire.gathered,
         messages=wire.messages, staged_bytes=wire.staged, resident_bytes={**memory, "running": kernel_count("VmHWM")},
         private_bytes=kernel_count("RssAnon"), weight_bytes=executor.weight_bytes(), trace=rows.tobytes(),
+        backend_calls=executor.backend_calls,
     )  # fmt: skip
     everybody = gather(mine, me.world, partial(wire.heartbeat.at, -1, WAIT))
     return summary(job, everybody, todo) if everybody else {}

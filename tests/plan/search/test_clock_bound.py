@@ -112,9 +112,8 @@ def test_no_plan_is_faster_than_the_bound(name: str, on: str, ends: str) -> None
     tight = 0
     for choice in some:
         time, largest = clock(problem, choice), paths.largest(choice)
-        assert largest[0] <= time * (1 + 1e-9)
-        assert paths.cost(largest[1], choice) == pytest.approx(largest[0])
-        tight += largest[0] >= time * 0.999
+        assert largest <= time * (1 + 1e-9)
+        tight += largest >= time * 0.999
     assert tight
     assert priced_plan(problem, choice_of(problem, found.plan), -np.inf).objective >= found.objective * (1 - 1e-9)
 
