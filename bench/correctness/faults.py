@@ -286,7 +286,7 @@ def disk(b: Bench) -> Row:
     run = b.start()
     pids, since = b.running(run), time.monotonic()
     resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (1000, 1000))
-    return b.judged("disk", run, since, r"rank 0: .*(File too large|cannot write|write)|rank 0 was killed by SIGXFSZ", HANG)
+    return b.judged("disk", run, since, r"rank 0: .*(File too large|cannot write|writt?e)|rank 0 was killed by SIGXFSZ", HANG)
 
 
 def inputs(b: Bench) -> Row:

@@ -89,19 +89,21 @@ def calibrate(args: argparse.Namespace) -> Outcome:
 
     flags.before_torch()
     from tapestry.codegen.torch_cpu import TorchCpu
+    from tapestry.plan.topology import device_data, parse_mesh, topology
     from tapestry.runtime.calibration import start, trace_fit
     from tapestry.runtime.calibration.document import write
     from tapestry.runtime.calibration.machine import memory_bytes
     from tapestry.viz import tables
 
     place = flags.world()
+    given = device_data(topology(parse_mesh("2"), args.device).device) if args.device else None
     with bar(args, "calibrate") as report:
         if args.from_trace:
             document = trace_fit.from_trace(args.from_trace, memory_bytes())
         elif place.world > 1:
-            document = start.on_rank(TorchCpu, place, args.threads, seconds=args.seconds, say=report)
+            document = start.on_rank(TorchCpu, place, args.threads, seconds=args.seconds, given=given, say=report)
         else:
-            document = start.calibrate(TorchCpu, args.processes, args.threads, seconds=args.seconds, say=report)
+            document = start.calibrate(TorchCpu, args.processes, args.threads, seconds=args.seconds, given=given, say=report)
     if document is None:  # rank 0 writes
         return Outcome({}, lambda: None)
     write(args.output, document)

@@ -16,13 +16,14 @@ from tapestry.ir.graph import Graph
 from tapestry.plan.fusion import fused
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
-from tapestry.plan.pipelines.stage_choice import Choice, choose
+from tapestry.plan.pipelines.stage_choice import Choice, choose, one_stage
 from tapestry.plan.search.planner import cheapest
-from tapestry.plan.search.priced_plan import PricedPlan, TooBig
+from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.structural_search import Improvement
+from tapestry.plan.structural_search import WORTH, Improvement
 from tapestry.plan.task import Task
+from tapestry.plan.whole_graph import Alternative, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import Move
 
@@ -116,6 +117,7 @@ class Planned:
         base: those of them that led to ``graph``.
         fitted: how the plan was made to fit, if no plan in space does.
         scope: of which plans the bound is.
+        alternatives: whole-graph plans that a person would think of.
     """
 
     graph: Graph
@@ -124,6 +126,7 @@ class Planned:
     choice: Choice
     fitted: Fitted | None
     scope: Scope = field(default_factory=Scope)
+    alternatives: tuple[Alternative, ...] = ()
 
 
 def fuse_by_price(graph: Graph, task: Task) -> Form:
@@ -261,3 +264,34 @@ def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Pla
         graph=form.graph, moves=moves, base=form.moves, choice=choice, fitted=fitted, scope=candidate.scope
     )  # fmt: skip
     return planned, choice.found
+
+
+def compare_whole_graph(
+    planned: Planned, plan: PricedPlan, form: Form, task: Task, budget: Budget
+) -> tuple[Planned, PricedPlan, int]:
+    """The plan, or a whole-graph alternative that is better; and the peak bytes of one device that computes everything.
+
+    One device is also taken where the plan does the same on all, unless stages, pins or layouts of the mesh are asked for.
+    """
+    base = Form(name="", graph=planned.graph, moves=planned.base)
+    forms = [base, form] if form.graph.ops != planned.graph.ops else [base]
+    alone = [(one_device(f.graph, task.topology, budget), f) for f in forms]
+    unsharded = peak(alone[0][0])
+    if not task.several_devices:
+        return planned, plan, unsharded
+    others = within_tables(plan.problem, budget) if plan.problem else []
+    best = min((o for o in others if o.found and o.fits), key=lambda o: o.objective, default=None)
+    if best and best.found and best.objective < plan.objective * WORTH:
+        plan = replace(best.found, bound=min(plan.bound, best.objective))
+    if not task.topology.kinds:
+        fitting = [(f, o) for f, o in alone if peak(f) <= task.topology.device.memory]
+        found, of = min(fitting or alone, key=lambda a: a[0].objective)
+        others = [Alternative(name="one device", objective=found.objective, fits=bool(fitting)), *others]
+        same = found.objective <= plan.objective and not any(d for s in plan.plan.strategies for d in s.dims)
+        free = task.request.stages is None and not task.request.explicit and bool(fitting)
+        taken = idle_beside(found, task.topology) if free and (same or found.objective < plan.objective * WORTH) else None
+        if taken:
+            plan = replace(taken, bound=min(plan.bound, found.objective))
+            choice = replace(planned.choice, found=plan, staged=True, moves=(), report=one_stage(plan))
+            planned = replace(planned, graph=of.graph, moves=of.moves, base=of.moves, choice=choice, fitted=None)
+    return replace(planned, alternatives=tuple(others)), plan, unsharded

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import TapestryError
 from tapestry.ir.collective_calls import CALLS
 from tapestry.plan.cost.kernel_class import kernel_class
-from tapestry.plan.topology import parse_mesh, to_data, topology
+from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.measured_costs import CLASSES
 from tapestry.runtime.calibration import automatic
 from tapestry.runtime.calibration.call_clock import CallPoint
@@ -26,6 +27,7 @@ from tapestry.runtime.calibration.measure import Measurements, Task
 from tapestry.runtime.calibration.probes import probes
 from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, rising
 from tapestry.runtime.calibration.trace_fit import from_trace
+from tests.support.small_models import save
 
 LAUNCH, RATE, BANDWIDTH = 2e-5, 5e10, 8e9
 SIZES = [(w, n) for w, n in product((1e4, 1e6, 1e8), (1e3, 1e5, 1e7)) if w * n < 1e15]
@@ -131,31 +133,43 @@ def test_a_probe_runs_on_the_targets_own_kernels(kind: str):
         assert len(clock.launches) > 1  # as many as are beyond a core's cache
 
 
+FEW = """
+import sys
+from tapestry import flags
+flags.before_torch()
+from tapestry.cli import main
+from tapestry.runtime.calibration import measure, probes
+every = list(probes.probes())
+measure.few_probes = lambda: (p for k in sorted({p.kind for p in every}) for p in [q for q in every if q.kind == k][:2])
+measure.SIZES = (8, 4096, 65536, 1 << 20)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def document_of(*argv: str | Path) -> dict:
+    """The document of a command with few things to measure; in a process of its own, because it forks."""
+    command = [sys.executable, "-c", FEW, *map(str, argv), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_processes_measure_together(tmp_path: Path):
     """Two real processes, in as little time as that takes: every class, every call, and what one of them does alone."""
     out = tmp_path / "two.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tapestry",
-        "calibrate",
-        "-o",
-        out,
-        "--processes",
-        "2",
-        "--threads",
-        "1",
-        "--seconds",
-        "0.5",
-    ]
-    done = subprocess.run([*map(str, command), "--json"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
+    made = document_of("calibrate", "-o", out, "--processes", "2", "--threads", "1", "--seconds", "0.3")
     assert made == json.loads(out.read_text()) and made["measured"]["processes"] == 2
     topo = topology(parse_mesh("2"), str(out))
     assert set(topo.device.classes) == set(CLASSES) and topo.alone and set(topo.alone.classes) == set(CLASSES)
     assert {c.call for c in topo.calls} == set(CALLS) and {c.group for c in topo.calls} == {2}
     assert 1e-7 < topo.call_seconds("all_reduce", 2, 8) < 1 and 1e8 < topo.device.rate("f32") < 1e14
+
+
+def test_calls_alone_are_measured_for_a_device_that_is_given(tmp_path: Path):
+    made = document_of("calibrate", "-o", tmp_path / "h.json", "--processes", "2", "--seconds", "0.2", "--device", "h100")
+    topo, preset = topology(parse_mesh("2"), str(tmp_path / "h.json")), topology(parse_mesh("2"), "h100")
+    assert topo.device == preset.device and topo.alone is None and topo.overlap
+    assert {c.call for c in topo.calls} == set(CALLS) and not made["measured"]["kernels"]
 
 
 def trace(tmp_path: Path, steps: list[dict]) -> Path:
@@ -212,6 +226,19 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     many = automatic.automatic(most)
     assert automatic.automatic(most + 1) == many and len(asked) == (1 if many == first else 2)
     topology(parse_mesh("2"), first)
+
+
+def test_a_plan_says_of_which_machine_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The default topology of a compilation is the measured one; equal measurements give equal plans."""
+    monkeypatch.delenv("TAPESTRY_TOPOLOGY")
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    monkeypatch.setattr(automatic, "_measure", lambda path, processes, threads: write(path, document(measured(processes), {})))
+    first, again = (tapestry.compile(save("mlp"), devices=2) for _ in range(2))
+    assert first.report["topology"] == {"name": "auto", "measured": True}
+    assert first.build.topology == again.build.topology and first.build.moves == again.build.moves
+    assert from_data(first.build.topology).device.classes
+    fixed = tapestry.compile(save("mlp"), devices=2, topology="cpu")
+    assert fixed.report["topology"] == {"name": "cpu", "measured": False}
 
 
 def test_what_cannot_be_measured_is_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -170,6 +170,17 @@ def _report(spatial: PricedPlan | PlanError, staged: Staged, topo: Topology, bou
     return out
 
 
+def one_stage(found: PricedPlan) -> dict[str, Any]:
+    """The same of a plan of one stage that leaves devices idle."""
+    stage = found.plan.stages[0]
+    row = {
+        "devices": list(stage.devices), "mesh": ",".join(f"{a.name}={a.size}" for a in stage.mesh),
+        "ops": len(found.plan.graph.ops), "seconds": found.objective,
+        "peak_bytes": [peak_bytes(found.program)[0][d] for d in stage.devices],
+    }  # fmt: skip
+    return {"stages": [row], "micro_batches": 1}
+
+
 def stages_data(staged: Staged) -> list[dict[str, Any]]:
     """The stages of a plan as data: seconds are per micro-batch."""
     plan = staged.found.plan

@@ -46,13 +46,13 @@ class Master:
     def _parts(self, overlap: bool) -> Any:
         """(column, part) of a lane: what each column counts."""
         n, count = self.paths.count, 2 * self.paths.count
-        for a, (tail, head, flow, along) in enumerate(self.paths.arcs[: self.arcs]):
+        for a, (tail, head, flows, along) in enumerate(self.paths.arcs[: self.arcs]):
             if head < n:
                 yield a, head
             if tail >= 0 and (along or self.paths.waits[tail]):
                 yield a, n + tail
-            if flow >= 0:
-                yield a, count + flow
+            for k in flows:
+                yield a, count + k
         for i in range(n):
             yield self.arcs, n + i
             if not overlap:

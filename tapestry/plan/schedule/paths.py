@@ -25,13 +25,13 @@ class Arc(NamedTuple):
     """A step of a path: from operation ``tail`` (-1: the start) to ``head`` (their number: the end).
 
     Attributes:
-        flow: position of the transfer in between, -1 where there is none.
+        flows: positions of the transfers in between, of different tensors: they follow each other on the one transfer stream.
         along: whether it waits for all of the first operation, merging included.
     """
 
     tail: int
     head: int
-    flow: int
+    flows: tuple[int, ...]
     along: bool
 
 
@@ -52,10 +52,13 @@ class Paths:
     def __post_init__(self) -> None:
         graph, flows, count = self.problem.graph, self.problem.flows, self.count
         makers = graph.producers()
-        arcs = [Arc(i - 1, i, -1, False) for i in range(count)] + [Arc(i, count, -1, True) for i in range(count)]
-        arcs += [Arc(makers[t], i, -1, True) for i, op in enumerate(graph.ops) for t in dict.fromkeys(op.inputs) if t in makers]
-        arcs += [Arc(f.maker, f.reader if f.reader >= 0 else count, k, True) for k, f in enumerate(flows)]
-        self.arcs = sorted(arcs, key=lambda a: (a.head, a.tail, a.flow))
+        along: dict[tuple[int, int], tuple[int, ...]] = {(i, count): () for i in range(count)}
+        along |= {(makers[t], i): () for i, op in enumerate(graph.ops) for t in op.inputs if t in makers}
+        for k, f in enumerate(flows):
+            ends = f.maker, f.reader if f.reader >= 0 else count
+            along[ends] = (*along.get(ends, ()), k)
+        arcs = [Arc(i - 1, i, (), False) for i in range(count)] + [Arc(*ends, ks, True) for ends, ks in along.items()]
+        self.arcs = sorted(arcs, key=lambda a: (a.head, a.tail, a.along))
         self.waits = np.array([isinstance(op, Block) and op.lowers for op in graph.ops], bool)
         tensors: dict[tuple[int, str], list[int]] = {}
         for k, f in enumerate(flows):
@@ -97,14 +100,12 @@ class Paths:
     def _path(self, costs: np.ndarray) -> float:
         """The longest path."""
         n = self.count
-        start, flows, merging = np.zeros(n + 1), np.append(costs[2 * n :], 0.0), costs[n : 2 * n]
+        start, merging = np.zeros(n + 1), costs[n : 2 * n]
         done = costs[:n] + merging  # from an operation's start; what follows on the stream may not wait for merging
         free = np.where(self.waits, done, costs[:n])
-        for tail, head, flow, along in self.arcs:
-            if tail < 0:
-                start[head] = max(start[head], flows[flow])
-            else:
-                start[head] = max(start[head], start[tail] + (done if along else free)[tail] + flows[flow])
+        for tail, head, flows, along in self.arcs:
+            before = start[tail] + (done if along else free)[tail] if tail >= 0 else 0.0
+            start[head] = max(start[head], before + sum(costs[2 * n + k] for k in flows))
         return float(start[n])
 
     def factors(self, weights: np.ndarray) -> list[Factor]:

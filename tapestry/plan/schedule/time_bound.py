@@ -1,9 +1,9 @@
 """A certified lower bound of the simulated time, and choices that make it tight.
 
-For any average of the sums of `paths`, the cheapest choice by it bounds the time of every plan. The average is the mixed strategy
-of a game against the choice: in each round the network solver answers the average, and the best average against all answers
-so far is that of the next round (Kelley's cutting planes), or halfway from the best one where that has not raised the bound. An
-answer whose time on the clock is the bound is optimal.
+For any average of the sums of `paths`, the cheapest choice by it bounds the time of every plan. The average is the mixed
+strategy of a game against the choice: in each round the network solver answers the average, and the best average against all
+answers so far is that of the next round (Kelley's cutting planes), less of the way from the best one where that has not raised
+the bound. An answer whose time on the clock is the bound is optimal.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tapestry.plan.solver.network import Demand, Network, solve
 from tapestry.plan.solver.pairs import PROVED
 
 STALL = 8  # rounds without a better bound
+LEAST = 1 / 16  # of the way to the next average
 BETTER = 1e-4  # of the bound: less does not count
 
 
@@ -46,18 +47,20 @@ class Game:
         """Raise the bound round by round from a choice, while that helps; gives each answer, and the largest sum for it."""
         if not self.problem.menus:
             return
-        master, last, stall = Master(self.paths), list(choice), 0
-        best = now = np.zeros(0)
+        master, last, stall, part = Master(self.paths), list(choice), 0, 1.0
+        best = np.zeros(())
         for n in range(rounds):
             if (n and budget.over()) or stall == STALL:
                 return
             master.against(last)
-            now = master.weights() if not stall % 2 else (master.weights() + best) / 2
+            now = best + part * (master.weights() - best) if n else master.weights()
             net = Network(self.problem.sizes, self.paths.factors(now), self.demands, self.limits)
-            found = solve(net, budget, last, quick=True)
+            found = solve(net, budget, last, quick=True, plain=True)
             stall = 0 if found.bound > self.bound * (1 + BETTER) or not n else stall + 1
             if found.bound > self.bound or not n:
-                self.bound, best = max(self.bound, found.bound), now
+                self.bound, best, part = max(self.bound, found.bound), now, min(1.0, 2 * part)
+            else:
+                part = max(part / 2, LEAST)
             if not np.isfinite(found.objective):
                 return
             last = found.choice

@@ -16,10 +16,10 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
-from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import merge, reductions
 from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
+from tapestry.plan.schedule.ring_floor import ring_floors
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
     MAX_STRATEGIES,
@@ -242,7 +242,7 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
     computed once.
 
     On the clock, readers may share a transfer, one footprint may cover another, a device that receives nothing goes on, and
-    what may travel round a ring need not be waited for: so a flow counts a reader's dearest footprint that a device lacks.
+    what may travel round a ring is waited for less: so a flow counts a reader's dearest footprint that a device lacks.
     """
     graph, topo = problem.graph, problem.topo
     t = graph.tensors[tensor]
@@ -250,9 +250,9 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
     sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
     columns: dict[bytes, int] = {}
     wanted: list[Boxes] = []
-    needs, waits = list[list[int]](), list[list[int]]()
-    op, menu = graph.ops[reader], problem.menus[reader]
-    for s, reads in zip(menu.strategies, menu.reads, strict=True):
+    needs, waits = list[list[int]](), list[list[tuple[int, np.ndarray | float]]]()
+    op, menu, kept = graph.ops[reader], problem.menus[reader], lanes(topo)
+    for n, (s, reads) in enumerate(zip(menu.strategies, menu.reads, strict=True)):
         mine: dict[int, None] = {}
         for k in where:
             raw = reads[k].tobytes()
@@ -261,12 +261,12 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
                 wanted.append(reads[k])
             mine[columns[raw]] = None
         needs.append(list(mine))
-        turning = set[int]().union(*(ring_attention.travelling(op, r) for r in ring_attention.rings(op, s, topo.mesh)))
-        waits.append(list({columns[reads[k].tobytes()]: None for k in where if k not in turning}))
+        rings = ring_floors(op, graph, s, reads, menu.own[:, n], kept, topo) if isinstance(op, Block) and op.inner else {}
+        waits.append([(columns[reads[k].tobytes()], rings[k][:, None] if k in rings else np.inf) for k in where])
     found = transfer.costs(sources, wanted, itemsize(t.dtype), topo).seconds
     lacking = _lacking(sources, wanted, topo) * found
     at = [rows[layout] for layout in held]
-    least = np.stack([lacking[:, :, n].max(axis=2, initial=0.0) for n in waits], axis=2)
+    least = np.stack([np.max([np.minimum(lacking[:, :, n], ring) for n, ring in w], axis=0) for w in waits], axis=2)
     return np.stack([found[:, n].sum(axis=1) for n in needs], axis=1)[at], least[:, at]
 
 

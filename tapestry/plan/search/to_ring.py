@@ -1,8 +1,8 @@
 """Gathers of keys and values turned into rings, where a plan does not fit otherwise or is faster so.
 
 The search's tables have the gather: the same bytes over the same links. A ring costs launches and latencies more, holds two
-blocks instead of all of them, and what comes next travels while a block is computed. The bound on time counts no gather that
-could be a ring, so it holds for every ring.
+blocks instead of all of them, and what comes next travels while a block is computed. The bound on time counts of a gather that
+could be a ring only what the ring would be waited for, so it holds for every ring.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def solve(
     bound: float = -np.inf,
     gap: float = PROVED,
     quick: bool = False,
+    plain: bool = False,
 ) -> Solution:
     """Minimise the sum of all factors within the limits.
 
@@ -61,6 +62,7 @@ def solve(
         bound: a lower bound that is already proved.
         gap: the search ends when no choice can be cheaper by more than this part of the cost; infinite: any choice will do.
         quick: bound and improve once, however much of the budget is left.
+        plain: choices that others beat are not sought first: that takes longer than a solve that is one of many.
 
     Returns:
         The best choice, its cost and a bound. The cost is infinite when no choice within the limits was found, and so is the
@@ -71,7 +73,11 @@ def solve(
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
-    fewer = undominated(net.sizes, [(f.nodes, f.table) for f in net.factors], [(d.node, d.amounts) for d in net.demands])
+    fewer = (
+        None
+        if plain
+        else undominated(net.sizes, [(f.nodes, f.table) for f in net.factors], [(d.node, d.amounts) for d in net.demands])
+    )
     small = net
     if fewer is not None:
         factors = [Factor(*t) for t in fewer.restrict([(f.nodes, f.table) for f in net.factors])]

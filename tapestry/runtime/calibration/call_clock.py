@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,15 @@ from itertools import cycle
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
-from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER
+from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER, carrier
 
+api: Any = torch.distributed  # its types are known in part
 SIZES = (8, 512, *(1 << k for k in range(12, 25)))  # bytes
-REPEATS = 3
+REPEATS = 4
+GATHER = getattr(api, "all_gather_single", None) or api.all_gather_into_tensor  # as `runtime.processes.wire` calls them
+SCATTER = getattr(api, "reduce_scatter_single", None) or api.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def groups(rank: int, world: int, strided: bool) -> Iterator[Group]:
                 if first // stride % size:
                     continue
                 ranks = tuple(first + stride * k for k in range(size))
-                handle = dist.new_group(list(ranks))
+                handle = api.new_group(list(ranks))
                 mine = Group(ranks, stride, handle) if rank in ranks else mine
             assert mine is not None
             yield mine
@@ -62,16 +64,30 @@ def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> tuple
         cells = max(cells // (n - 1), 1)
         return _exchange(group, cells, device), 4 * cells * (n - 1)
     part = max(cells // n, 1)
+    if carrier(name, "gloo" if device.type == "cpu" else "nccl") == EXCHANGE:
+        return _gathered(group, part, device, merged=name == REDUCE_SCATTER), 4 * part * n
     whole, other = torch.zeros(part * n, device=device), torch.zeros(part * n, device=device)  # sums stay what they are
     piece, roots, g = torch.ones(part, device=device), cycle(group.ranks), group.handle
     calls: dict[str, Callable[[], object]] = {
-        ALL_REDUCE: lambda: dist.all_reduce(whole, group=g),
-        ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, piece, group=g),
-        REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(piece, whole, group=g),
-        ALL_TO_ALL: lambda: dist.all_to_all_single(other, whole, group=g),
-        BROADCAST: lambda: dist.broadcast(whole, src=next(roots), group=g),  # in turns: one sender would run ahead
+        ALL_REDUCE: lambda: api.all_reduce(whole, group=g),
+        ALL_GATHER: lambda: GATHER(whole, piece, group=g),
+        REDUCE_SCATTER: lambda: SCATTER(piece, whole, group=g),
+        ALL_TO_ALL: lambda: api.all_to_all_single(other, whole, group=g),
+        BROADCAST: lambda: api.broadcast(whole, src=next(roots), group=g),  # in turns: one sender would run ahead
     }
     return calls[name], 4 * part * n
+
+
+def _gathered(group: Group, part: int, device: torch.device, *, merged: bool) -> Callable[[], object]:
+    """A gather, or with ``merged`` a reduce-scatter, as the engine makes it of messages."""
+    exchange, parts = _exchange(group, part, device), torch.ones(len(group.ranks), part, device=device)
+
+    def run() -> None:
+        exchange()
+        if merged:
+            torch.stack(list(parts), dim=-1).sum(-1)
+
+    return run
 
 
 def _exchange(group: Group, cells: int, device: torch.device) -> Callable[[], object]:
@@ -89,14 +105,14 @@ def finished(works: Sequence[Any]) -> None:
 
 def started_exchange(group: Group, cells: int, device: torch.device) -> Callable[[], list[Any]]:
     """What begins an exchange, and gives back what is to be waited for."""
-    me = dist.get_rank()
+    me = api.get_rank()
     others = [r for r in group.ranks if r != me]
     sent, received = torch.ones(cells, device=device), [torch.ones(cells, device=device) for _ in others]
 
     def start() -> list[Any]:
-        ops = [dist.P2POp(dist.isend, sent, r, group.handle) for r in others]
-        ops += [dist.P2POp(dist.irecv, x, r, group.handle) for r, x in zip(others, received, strict=True)]
-        return dist.batch_isend_irecv(ops)
+        ops = [api.P2POp(api.isend, sent, r, group.handle) for r in others]
+        ops += [api.P2POp(api.irecv, x, r, group.handle) for r, x in zip(others, received, strict=True)]
+        return api.batch_isend_irecv(ops)
 
     return start
 
@@ -110,22 +126,23 @@ class CallClock:
     def agreed(self, seconds: float) -> float:
         """The largest of all ranks' numbers."""
         out = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(out, op=dist.ReduceOp.MAX)
+        api.all_reduce(out, op=api.ReduceOp.MAX)
         return float(out[0])
 
     def seconds(self, run: Callable[[], object], window: float) -> float:
-        """Seconds of one call: the median over repetitions of the mean over as many as fit into a time, of the slowest rank.
-
-        All groups make as many calls, so that none is measured while another one rests.
+        """Seconds of one call: the mean over as many as fit into a time, of the slowest rank; of repetitions the least, because
+        what others do on the machine only adds to it. All groups make as many calls, so that none is measured while another
+        one rests.
         """
+        run()  # connections are made by the first call
         once = self.agreed(self._mean(run, 2))
         if once > window:
             return once
         count = max(2, min(4096, int(window / REPEATS / max(once, 1e-7))))
-        return statistics.median(self.agreed(self._mean(run, count)) for _ in range(REPEATS))
+        return min(self.agreed(self._mean(run, count)) for _ in range(REPEATS))
 
     def _mean(self, run: Callable[[], object], count: int) -> float:
-        dist.barrier()
+        api.barrier()
         start = time.perf_counter()
         for _ in range(count):
             run()

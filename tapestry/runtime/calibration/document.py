@@ -33,21 +33,21 @@ def write(path: Path, found: Mapping[str, Any]) -> Topology:
         return topology((), str(temporary))
 
 
-def document(found: Measurements, versions: Mapping[str, str]) -> dict[str, Any]:
+def document(found: Measurements, versions: Mapping[str, str], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A topology document (docs/reference/topology.md) of what was measured.
 
     Args:
         versions: what else to say under ``measured``.
+        given: the ``device``, where no kernels were measured.
     """
     task = found.task
     classes, fit = fit_classes(found.kernels)
-    device = measured_device(classes, found.kernels, found.dtypes, found.memory // task.here)
-    out: dict[str, Any] = {"device": device}
+    out: dict[str, Any] = {"device": given or measured_device(classes, found.kernels, found.dtypes, found.memory // task.here)}
     tables, more = fit_calls(found.calls)
     fit |= more
     out["levels"] = _levels(found)
     if tables:
-        out |= {"collectives": calls_data(tables), "overlap": (found.hidden or 0.0) >= HIDDEN}
+        out |= {"collectives": calls_data(tables), "overlap": found.hidden is None or found.hidden >= HIDDEN}
     if found.alone:
         alone, more = fit_classes(found.alone)
         fit |= {f"{k} alone": v for k, v in more.items()}

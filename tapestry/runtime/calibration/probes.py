@@ -172,12 +172,12 @@ def probes() -> Iterator[Probe]:
 
 
 def few_probes() -> Iterator[Probe]:
-    """Four of every class, the first and the last among them."""
+    """Up to six of every class, the first and the last among them."""
     of: dict[str, list[Probe]] = {}
     for p in probes():
         of.setdefault(p.kind, []).append(p)
     for found in of.values():
-        yield from (found[k * (len(found) - 1) // 3] for k in range(4))
+        yield from (found[k] for k in sorted({i * (len(found) - 1) // 5 for i in range(6)}))
 
 
 def rates_by_dtype() -> Iterator[Probe]:
