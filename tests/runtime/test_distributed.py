@@ -120,6 +120,21 @@ def check_trace(trace: dict, ranks: int) -> None:
             assert begin >= end - 1e-3
 
 
+def test_messages_that_are_checked(tmp_path):
+    """Headers beside every message and every call: the same results, by the same calls."""
+    build, found = attention_build(), []
+    for checks in ("0", "1"):
+        env = ENV | {"TAPESTRY_CHECK_MESSAGES": checks}
+        argv = [sys.executable, "-m", "tapestry", "run", str(build), "--processes", "2", "--check", "--json"]
+        done = subprocess.run([*argv, "--output", str(tmp_path / checks)], capture_output=True, text=True, env=env, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert [f["passed"] for f in found] == [True, True]
+    assert (tmp_path / "0" / "y.npy").read_bytes() == (tmp_path / "1" / "y.npy").read_bytes()
+    calls = [[r["backend_calls"] for r in f["ranks"]] for f in found]
+    assert calls[0] == calls[1] and sum(calls[0][0].values()) > 0
+
+
 def test_torchrun_runs_it(tmp_path):
     build = attention_build()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tapestry.runtime"]
