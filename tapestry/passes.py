@@ -215,11 +215,6 @@ def _fitted_before(earlier: store.Build) -> tuple[Plan, list[Move]] | None:
         return None
 
 
-def lifted_as_planned(lifted: Lifted, whole: Lifted | None, constraints: Constraints, planned: Planned) -> Lifted:
-    """The model as the plan has it: with recurrences whole, or step by step."""
-    return whole if whole and STEPS in driver.disabled_by((*constraints.moves, *planned.moves)) else lifted
-
-
 def pareto_front(planned: Planned, task: Task, constraints: Constraints, budget: Budget, pareto: bool) -> list[Point] | None:
     """Latency against memory, where that is asked for: plans of the graph and of what rewrites make of it."""
     if not pareto:

@@ -19,7 +19,6 @@ from tapestry.build import store
 from tapestry.errors import TapestryError
 from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
-from tapestry.lift import Lifted
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
@@ -59,7 +58,6 @@ PASSES = (
     Pass("search",   search.restructure,                  "candidate task budget",                  "candidate"),
     Pass("search",   search.choose_stages,                "candidate task budget",                  "planned plan"),
     Pass("search",   search.compare_whole_graph,          "planned plan form task budget",          "planned plan peak_alone"),
-    Pass("search",   passes.lifted_as_planned,            "lifted whole constraints planned",       "lifted"),
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
     Pass("search",   passes.hoist_transfers,              "plan",                                   "plan"),
     Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
@@ -126,7 +124,7 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
     build = build_report.build_of(runner)
     document = build_report.document(runner, build)
     document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - start, 4)}
-    lifted = runner.get("lifted", Lifted)
+    lifted = build_report.lifted_of(runner)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
         build=replace(build, report=document), constants=constants, kernels=runner.values["kernels"],
