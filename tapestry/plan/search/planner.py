@@ -113,16 +113,18 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
     """A plan that takes no longer than one that fits, and a bound; ``tight``: the bound is of plans that fit."""
     limit = problem.topo.device.memory
     usages = (demands(problem, surely=True), [limit] * len(problem.graph.ops)) if tight else ((), ())
-    game = Game(problem, *usages)
-    budget.found(best.objective, bound)
+    game, watched = Game(problem, *usages), max(problem.sizes, default=1) > 1
+    if watched:
+        budget.found(best.objective, bound)
     for choice, least in game.play(choice_of(problem, best.plan), ROUNDS, budget):
         if least < best.objective * (1 - PROVED):
             budget.spend(problem.lowering)
             other = with_rings(priced_plan(problem, choice, -np.inf))
             best = _faster(other, best) if peak(other) <= limit else best
-        budget.found(best.objective, max(bound, game.bound))
+        if watched:
+            budget.found(best.objective, max(bound, game.bound))
         if proved(best.objective, game.bound) or game.bound >= upper:
-            break
+            break  # no plan of this form is better, or than that of another one
     return replace(best, bound=min(max(bound, game.bound), best.objective))
 
 
