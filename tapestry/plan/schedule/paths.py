@@ -20,7 +20,6 @@ from tapestry.ir.graph import Block
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.network import Factor
 
-
 LARGE = 2_000_000  # joint choices of all flows
 
 

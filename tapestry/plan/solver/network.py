@@ -19,6 +19,7 @@ from tapestry.plan.solver.pairs import FORBIDDEN, PROVED, Instance, Solution, Us
 from tapestry.plan.solver.shared_prices import WORTH, Demand, SharedPrices
 
 FLAT = 400_000  # joint choices of all pairs: larger networks with limits are not laid out flat
+BRIEF = 20_000  # joint choices of all pairs up to which a quick search goes on where prices leave little of a gap
 MOST = 20_000_000  # the same without limits, where a solve is one of many
 
 
@@ -88,8 +89,9 @@ def solve(
     known = exact.search(price, gap, budget)
     if known is not None:  # all that there is to know without limits, or so near that a large network is not laid out flat
         bound = max(bound, known.bound)
-        closed = not small.demands or proved(known.objective, bound, max(gap, WORTH) if quick else gap) or small.cells() > FLAT
-        if closed:
+        cells = small.cells()
+        enough = max(gap, WORTH) if quick and cells > BRIEF else gap
+        if not small.demands or proved(known.objective, bound, enough) or cells > FLAT:
             return _given(net, fewer, known, given, bound)
         start = known.choice if np.isfinite(known.objective) else start
     elif plain and small.cells() > MOST:
