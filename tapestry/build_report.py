@@ -15,7 +15,7 @@ from tapestry.passes import Constraints, model_hash, search_of
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.search_passes import Planned
-from tapestry.plan.simulate import ASSUMPTION, simulate
+from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.task import Task
 from tapestry.plan.topology import Topology, to_data
@@ -67,13 +67,14 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
     priced, topology = runner.get("plan", PricedPlan), runner.get("topology", Topology)
     graph, program, lifted = priced.plan.graph, priced.program, runner.get("lifted", Lifted)
     loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
+    timed = simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh))
     return {
         "plan_sha256": plan_hash(build),
         "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": priced.distinct,
         **_bounded(priced, runner.get("planned", Planned), runner.get("task", Task)),
         "devices": program.devices, "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
         "topology": {"name": topology.name, "measured": bool(topology.device.classes or topology.calls)},
-        "simulated_s": simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh)).total, "overlap": ASSUMPTION,
+        "simulated_s": timed.total, "overlap": timed.assumption,
         "peak_bytes": list(build.peak_bytes), "memory_bytes": topology.device.memory,
         "unsharded_peak_bytes": runner.get("peak_alone", int),
         "host_load_bytes": sum(int(device_bytes(b).sum()) for b in loads),

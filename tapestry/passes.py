@@ -25,7 +25,7 @@ from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource
 from tapestry.plan.fusion import Machine
-from tapestry.plan.hoist_transfers import early
+from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
@@ -207,10 +207,10 @@ def pareto_front(planned: Planned, task: Task, constraints: Constraints, budget:
     return undominated([*points, *(planned.fitted.points if planned.fitted else ())])
 
 
-def hoist_transfers(plan: PricedPlan) -> PricedPlan:
-    """The plan's program with every transfer posted as early as memory allows."""
-    program = early(plan.program)
-    return plan if program is plan.program else replace(plan, program=program)
+def hoist_transfers(plan: PricedPlan, topology: Topology) -> PricedPlan:
+    """The plan's program with transfers in the order that takes least time, each posted as early as memory allows."""
+    ordered, seconds = in_better_order(plan.plan, plan.program, replace(topology, mesh=plan.plan.mesh))
+    return replace(plan, program=early(ordered), objective=seconds, bound=min(plan.bound, seconds))
 
 
 def verify(plan: PricedPlan, topology: Topology, exact: bool) -> dict[str, int]:

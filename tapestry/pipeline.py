@@ -59,7 +59,7 @@ PASSES = (
     Pass("search",   search.choose_stages,                "candidate task budget",                  "planned plan"),
     Pass("search",   search.compare_whole_graph,          "planned plan form task budget",          "planned plan peak_alone"),
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
-    Pass("search",   passes.hoist_transfers,              "plan",                                   "plan"),
+    Pass("search",   passes.hoist_transfers,              "plan topology",                          "plan"),
     Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
     Pass("codegen",  passes.measured_configs,             "plan target precision",                  "knobs"),
     Pass("codegen",  passes.emit_kernels,                 "plan target precision knobs",            "kernels"),

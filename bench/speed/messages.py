@@ -2,11 +2,12 @@
 
     .venv/bin/python -m bench messages [--ranks 2 4 8] [--bytes 8192] [--batches 200]
 
-A model of one product whose partial sums are merged by one all-reduce, one thread a rank, all ranks on this machine. Per batch
-and rank: processor seconds of the rank's main thread in starting and finishing the all-reduce, without those spent inside
-torch.distributed (its functions and the waiting for its works), the median over batches, of the rank with the most; and how
-many calls of torch.distributed a batch makes. The same of a reduce-scatter, which on gloo is messages and a merge of our own
-(a kernel, and counted). Writes bench/results/messages.json; exits 1 where an all-reduce of 8 KiB takes 50 µs or more.
+A chain of 16 products whose partial sums are merged by an all-reduce each, one thread a rank, all ranks on this machine. Per
+all-reduce and rank: processor seconds of the rank's main thread in starting and finishing it, without those spent inside
+torch.distributed (its functions and the waiting for its works): the mean over a batch, the median over batches, of the rank
+with the most; and how many calls of torch.distributed a batch makes. The same of a reduce-scatter, which on gloo is messages
+and a merge of our own (a kernel, and counted). Writes bench/results/messages.json; exits 1 where an all-reduce of 8 KiB takes
+50 µs or more.
 """
 
 from __future__ import annotations
@@ -26,17 +27,7 @@ from bench.support import record
 from bench.support.record import Row
 
 LIMIT = 50e-6  # seconds of our own for an all-reduce of 8 KiB
-GRAPH = """graph g
-input x: f32[4, {n}]
-input w: f32[{n}, {m}]
-h: f32[4, {m}] = op [i: 4, j: {m} | k: {n} sum]
-  reads x[i, k], w[k, j]
-  body x * w
-y: f32[4, {m}] = op [i: 4, j: {m}]
-  reads h[i, j]
-  body exp(h)
-output y
-"""
+WIDTH, LAYERS = 512, 16
 
 
 class Clock:
@@ -85,18 +76,29 @@ def watch(clock: Clock) -> None:
         setattr(dist, name, run)
 
 
+def layers(rows: int) -> str:
+    """A chain of products, in the notation of graphs."""
+    lines = ["graph g", f"input x0: f32[{rows}, {WIDTH}]", f"input w: f32[{WIDTH}, {WIDTH}]"]
+    for k in range(LAYERS):
+        lines += [
+            f"x{k + 1}: f32[{rows}, {WIDTH}] = op [i: {rows}, j: {WIDTH} | k: {WIDTH} sum]",
+            f"  reads x{k}[i, k], w[k, j]",
+            f"  body x{k} * w",
+        ]
+    return "\n".join([*lines, f"output x{LAYERS}", ""])
+
+
 def program(ranks: int, nbytes: int, scattered: bool) -> tuple[Any, Any]:
-    """A graph, and a program of it in which states are merged between all ranks."""
+    """A graph, and a program of it in which the states of every product are merged between all ranks."""
     from tapestry.ir.plan import MeshAxis, Plan
     from tapestry.ir.syntax.parser import parse
     from tapestry.plan.lower import lower
     from tapestry.plan.strategy import strategies
 
-    graph, mesh = parse(GRAPH.format(n=8 * ranks, m=nbytes // 16)), (MeshAxis("d0", ranks),)
+    graph, mesh = parse(layers(nbytes // 4 // WIDTH)), (MeshAxis("d0", ranks),)
     out = (1,) if scattered else (None,)
-    first = next(s for s in strategies(graph.ops[0], mesh) if s.dims == ("k",) and s.out == out)
-    second = next(s for s in strategies(graph.ops[1], mesh) if s.dims == (("j",) if scattered else (None,)))
-    plan = Plan(graph=graph, mesh=mesh, strategies=(first, second), outputs={"y": (None,)})
+    chosen = tuple(next(s for s in strategies(op, mesh) if s.dims == ("k",) and s.out == out) for op in graph.ops)
+    plan = Plan(graph=graph, mesh=mesh, strategies=chosen)
     return graph, lower(plan)
 
 
@@ -118,24 +120,24 @@ def rank_main(rank: int, asked: tuple[int, int, bool, int], port: int, slots: An
     data = {t: torch.ones(x.shape) for t, x in graph.tensors.items()}
     source = lambda t, box: data[t][tuple(slice(*b) for b in box)].clone()  # noqa: E731
     wire, clock = Wire(rank, world, bytes(16), Heartbeat(slots, rank)), Clock()
+    watch(clock)
     machine = RankExecutor(graph, steps, TorchCpu(), source, wire=wire)
     machine.connect([world])
-    watch(clock)
     moved, found = [0.0], list[float]()
-    for name in ("_start", "_finish"):
-        before = getattr(machine, name)
+    work = {f for m in machine.moves.values() for f in (m.start, m.finish)}
 
-        def timed(move: Any, before: Callable[[Any], None] = before) -> None:
-            moved[0] += clock.own(lambda: before(move))
+    def timed(function: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            moved[0] += clock.own(function)
 
-        setattr(machine, name, timed)
-    machine.actions.clear()
-    machine._schedule(len(steps.steps))  # pyright: ignore[reportPrivateUsage] (with what is timed)
+        return run
+
+    machine.actions = [tuple(timed(f) if f in work else f for f in actions) for actions in machine.actions]
     for _ in range(batches):
         dist.barrier()
         moved[0] = 0.0
         machine.run(source)
-        found.append(moved[0])
+        found.append(moved[0] / LAYERS)
     pipe.send({"own_s": statistics.median(found), "calls": machine.backend_calls})
     dist.barrier()
     os._exit(0)

@@ -89,14 +89,14 @@ def calibrate(args: argparse.Namespace) -> Outcome:
 
     flags.before_torch()
     from tapestry.codegen.torch_cpu import TorchCpu
-    from tapestry.plan.topology import device_data, topology
+    from tapestry.plan.topology import device_data, parse_mesh, topology
     from tapestry.runtime.calibration import start, trace_fit
     from tapestry.runtime.calibration.document import write
     from tapestry.runtime.calibration.machine import memory_bytes
     from tapestry.viz import tables
 
     place = flags.world()
-    given = device_data(topology((), args.device).device) if args.device else None
+    given = device_data(topology(parse_mesh("2"), args.device).device) if args.device else None
     with bar(args, "calibrate") as report:
         if args.from_trace:
             document = trace_fit.from_trace(args.from_trace, memory_bytes())

@@ -30,10 +30,12 @@ from tapestry.plan.search.problem import load_seconds
 from tapestry.plan.strategy import Boxes, footprints, merges, op_boxes, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
-ASSUMPTION = (
+BESIDE = (
     "one compute and one transfer stream per device, each in program order; transfers and kernels overlap where neither "
-    "needs the other; inputs, and weights that are not streamed, are in place at the start"
+    "needs the other"
 )
+IN_TURNS = "each device takes its kernels and transfers in turns, in program order: the topology says that they do not overlap"
+IN_PLACE = "inputs, and weights that are not streamed, are in place at the start"
 STREAMS = ("compute", "transfer")
 COMPUTE, TRANSFER = 0, 1
 
@@ -78,6 +80,11 @@ class Schedule:
     overlap: bool = True
 
     @property
+    def assumption(self) -> str:
+        """What the times assume, for people."""
+        return f"{BESIDE if self.overlap else IN_TURNS}; {IN_PLACE}"
+
+    @property
     def total(self) -> float:
         """Seconds until the last device is done."""
         return max((float(np.nanmax(t.end, initial=0.0)) for t in self.timed), default=0.0)
@@ -89,6 +96,10 @@ class Schedule:
             if t.stream == stream:
                 out += np.nan_to_num(t.took)
         return out
+
+    def exposed(self) -> np.ndarray:
+        """Seconds of the whole in which each device runs no kernel."""
+        return self.total - self.busy(COMPUTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +116,9 @@ class Hop:
 
 
 def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
-    """The schedule of a plan's program on a topology."""
+    """The schedule of a plan's program on a topology; a device whose neighbours are all idle works at its own rates."""
+    if topo.alone and sum(len(s.devices) for s in plan.stages) == 1:
+        topo = replace(topo, device=topo.alone, alone=None)
     clock = _Clock(_Costs(plan, program, topo))
     owners = _operations(program)
     for i, step in enumerate(program.steps):

@@ -206,6 +206,7 @@ def test_what_was_measured_is_read_kept_and_written_back(tmp_path):
     assert not topo.overlap and topo.alone and topo.alone.launch == 1e-7
     assert not topo.alone.classes and topo.alone.memory == 1 << 20  # its rates are its own
     assert topo.device.kernel("contraction", "f32").rate == 2e11 and topo.device.kernel("contraction", "f64").rate == 1e11
+    assert topology(parse_mesh("1"), file(tmp_path, **MEASURED)).device.launch == 1e-7  # one device has no others beside it
     other = topo.device.kernel("map", "f32")  # of no class: the common rates
     assert (other.launch, other.rate, other.bandwidth) == (1e-6, 5e10, 1e10)
 

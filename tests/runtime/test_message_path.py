@@ -20,22 +20,26 @@ from tests.support.messages.pretended_device import META, OnDevice, pretended_ra
 from tests.support.messages.recorded_wire import Shapes
 from tests.support.small_models import case, mesh_of, random_plan
 
+WATCH = OnDevice()
 
-class Watched(RankExecutor):
-    """Starts and finishes what travels under the eyes of `OnDevice`; merges by a monoid are kernels and may allocate."""
 
-    watch = OnDevice()
+def watched(machine: RankExecutor) -> None:
+    """Let what starts and finishes what travels run under the eyes of `OnDevice`."""
+    work = {f for m in machine.moves.values() for f in (m.start, m.finish)}
 
-    def _start(self, move) -> None:
-        with self.watch:
-            super()._start(move)
+    def under(function):
+        def run() -> None:
+            with WATCH:
+                function()
 
-    def _finish(self, move) -> None:
-        with self.watch:
-            super()._finish(move)
+        return run
+
+    machine.actions = [tuple(under(f) if f in work else f for f in actions) for actions in machine.actions]
 
 
 class Merges(Shapes):
+    """Merges by a monoid are kernels, and may allocate."""
+
     def merge(self, monoid, states):
         with torch.utils._python_dispatch._disable_current_modes():
             return super().merge(monoid, states)
@@ -49,7 +53,7 @@ def span(a: torch.Tensor) -> tuple[int, int]:
 
 def held_long_enough(machine: RankExecutor) -> None:
     """No other buffer lies where something is while it may still be sent from there, or is expected."""
-    begin = {name: m.since for m in machine.moves.values() for _, name in m.into}
+    begin = {name: m.since for m in machine.moves.values() for _, name, _ in m.into}
     steps = machine.program.steps
     for at, m in machine.moves.items():
         for d, name in (x for x in machine.placed if x[1] in reads(steps[at])):
@@ -74,8 +78,9 @@ def test_messages_stay_on_the_device(monkeypatch):
                 for rank in range(4):
                     with pretended_ranks(rank, 4):
                         wire = Wire(rank, 4, bytes(16), Heartbeat(shared(4), rank), device=META, checking=False)
-                        machine = Watched(graph, program, Merges(), source, wire=wire)
+                        machine = RankExecutor(graph, program, Merges(), source, wire=wire)
                         machine.connect([int(n) for n in mesh.split("x")])
+                        watched(machine)
                         machine.run(source)
                         held_long_enough(machine)
                         places = {k: a.storage_offset() for k, a in machine.placed.items()}
@@ -86,7 +91,7 @@ def test_messages_stay_on_the_device(monkeypatch):
     assert payload == planned  # on the backend of GPUs as well
     assert set(made) >= {ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, EXCHANGE} and set(made) <= set(CALLS), made
     assert {ALL_TO_ALL, BROADCAST} & set(made), made
-    assert any(n.startswith("aten.copy_") for n in Watched.watch.seen)
+    assert any(n.startswith("aten.copy_") for n in WATCH.seen)
 
 
 @pytest.mark.parametrize(

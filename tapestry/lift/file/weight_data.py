@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -80,7 +81,7 @@ def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: 
 
 def _let_go(array: np.ndarray) -> None:
     """Drop what has been read of a mapped file from this process's memory; the kernel keeps it as long as it likes."""
-    base: object = array
+    base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
     if isinstance(base, mmap.mmap):

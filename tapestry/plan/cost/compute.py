@@ -6,17 +6,20 @@ most twice the roofline, and keeps the search from calling a plan free that read
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
+
 import numpy as np
 
 from tapestry.ir.expr import Call, arg_positions, count_calls
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import dims_read, dims_varied, kept, products
+from tapestry.ir.recognise.contraction import dims_read, dims_varied, inner_product, kept, products
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
-from tapestry.plan.cost.kernel_class import CONTRACTION, CONVOLUTION, kernel_class
+from tapestry.plan.cost.kernel_class import CONTRACTION, CONVOLUTION, GATHER, kernel_class
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Device, Topology
 
@@ -119,14 +122,42 @@ def quantities(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(contraction FLOPs, other FLOPs, bytes read and written) per device: what `seconds_each` prices, and what
     `tapestry calibrate` holds measured times against."""
-    heavy, light = arithmetic(op, block, final)
-    moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+    found: dict[str, np.ndarray] = {}
+    picks = kernel_class(op) == GATHER
     for (tensor, _), boxes in reads.items():
-        cells = sizes(boxes)
-        if isinstance(op, Block) and selection(op):
-            cells = np.minimum(cells, sizes(final))
-        moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
-    return heavy, light, moved
+        cells = np.minimum(sizes(boxes), sizes(final)) if picks else sizes(boxes)
+        found[tensor] = found.get(tensor, 0) + cells
+    if isinstance(op, Block):
+        for tensor, most in ((t, most) for t, most in _places(op) if t in found):
+            boxes = (block[:, list(dims)] if body else final[:, list(dims)] for body, dims in most)
+            found[tensor] = np.minimum(found[tensor], sum(map(sizes, boxes)))
+    read: np.ndarray = sum((n * itemsize(graph.tensors[t].dtype) for t, n in found.items()), np.zeros(len(block), np.int64))
+    if not isinstance(op, Block):
+        cells = [_cells(op, graph, k, block) for k in range(len(op.outs))]
+        written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
+        return np.zeros_like(read), 10 * sum(cells), read + written
+    return *arithmetic(op, block, final), read + sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+
+
+@lru_cache(maxsize=1 << 12)
+def _places(op: Block) -> tuple[tuple[str, tuple[tuple[bool, tuple[int, ...]], ...]], ...]:
+    """Tensors of which an operation may touch less than boxes, with steps or diagonals in between: for each of their reads
+    whether it is of the body, and the dimensions that it varies along, whose points are the most cells that it touches."""
+    loose = {r.tensor for r in op.reads if not all(e.is_dim or not e.terms for e in r.index)}
+    out: dict[str, list[tuple[bool, tuple[int, ...]]]] = {t: [] for t in op.inputs if t in loose}
+    body = op.body_reads()
+    for k, r in enumerate(op.reads):
+        if r.tensor in out:
+            dims, space = op.read_dims(k), op.space if k in body else op.dims
+            out[r.tensor].append((k in body, tuple(i for i, d in enumerate(space) if d.name in dims)))
+    return tuple((t, tuple(most)) for t, most in out.items())
+
+
+def _cells(op: Opaque, graph: Graph, output: int, block: Boxes) -> np.ndarray:
+    """Cells that each device writes of an output of an opaque node: whole, but for the dimensions that are cut."""
+    axes = op.out_axes[output] if op.out_axes else ()
+    rest = (n for axis, n in enumerate(graph.tensors[op.outs[output]].shape) if axis not in axes)
+    return sizes(block[:, [i for i, axis in enumerate(axes) if axis is not None]]) * prod(rest)
 
 
 def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology) -> float:
@@ -156,12 +187,16 @@ def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float,
 
 def multiplied(op: Op, graph: Graph) -> str:
     """The dtype whose rate a contraction runs at: the first factor's, or the wider one's."""
-    found = [graph.tensors[t].dtype for t in op.inputs[:1]]
-    if isinstance(op, Block) and (pairs := products(op)):
-        used = arg_positions(tuple(e for pair in pairs for e in pair))
-        found = [graph.tensors[op.reads[k].tensor].dtype for k in sorted(used)] or found
-        return max(found, key=itemsize, default="f32")
-    return found[0] if found else "f32"
+    factors = [graph.tensors[t].dtype for t in (_factors(op) if isinstance(op, Block) else ())]
+    return max(factors, key=itemsize) if factors else next((graph.tensors[t].dtype for t in op.inputs), "f32")
+
+
+@lru_cache(maxsize=1 << 12)
+def _factors(op: Block) -> tuple[str, ...]:
+    """The tensors that the factors of a contraction, or of an inner one, read."""
+    inner = inner_product(op)
+    pairs = products(op) or ((inner.args,) if inner else ())
+    return tuple(op.reads[k].tensor for k in sorted(arg_positions(tuple(e for pair in pairs for e in pair))))
 
 
 def state_bytes(op: Op, block: Boxes) -> int:

@@ -30,9 +30,10 @@ class OutOfTime(Exception):
 
 @dataclass(slots=True)
 class Meter:
-    """Units of work that were done, and who is told of plans that were found: seconds, and a lower bound."""
+    """Units of work that were done, the least seconds of the plans that were found, and who is told of them."""
 
     spent: float = 0.0
+    least: float = math.inf
     seen: Found = unseen
 
 
@@ -69,7 +70,8 @@ class Budget:
         self.meter.spent += units
 
     def found(self, seconds: float, bound: float) -> None:
-        """Tell whoever watches of a plan that could be taken; nothing is decided by that."""
+        """Remember a plan that could be taken, and tell whoever watches."""
+        self.meter.least = min(self.meter.least, seconds)
         self.meter.seen(seconds, bound)
 
     def left(self) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from tapestry import flags
 from tapestry.runtime.calibration.machine import versions
 
+log = logging.getLogger("tapestry")
 AUTO = "auto"
 FORMAT = 1  # of what is kept
 SECONDS, PATIENCE = 3, 120  # about how long to measure; how long to wait for it
@@ -49,7 +51,7 @@ def automatic(devices: int) -> str:
 
 def _measure(path: Path, processes: int, threads: int) -> None:
     """Run ``tapestry calibrate``, which writes the file whole or not at all."""
-    print(f"measuring this machine once, for --topology {AUTO} ({path})", file=sys.stderr)
+    log.warning("measuring this machine once, for --topology %s (%s)", AUTO, path)
     command = [sys.executable, "-m", "tapestry", "calibrate", "-o", str(path), "--processes", str(processes), "-q"]
     command += ["--threads", str(threads), "--seconds", str(SECONDS)]
     try:
@@ -58,4 +60,4 @@ def _measure(path: Path, processes: int, threads: int) -> None:
     except subprocess.TimeoutExpired:
         why = [f"nothing after {PATIENCE} s"]
     if why:
-        print(f"it could not be measured, so --topology cpu is taken: {why[0]}", file=sys.stderr)
+        log.warning("it could not be measured, so --topology cpu is taken: %s", why[0])

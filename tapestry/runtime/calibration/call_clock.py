@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BRO
 
 api: Any = torch.distributed  # its types are known in part
 SIZES = (8, 512, *(1 << k for k in range(12, 25)))  # bytes
-REPEATS = 3
+REPEATS = 4
 GATHER = getattr(api, "all_gather_single", None) or api.all_gather_into_tensor  # as `runtime.processes.wire` calls them
 SCATTER = getattr(api, "reduce_scatter_single", None) or api.reduce_scatter_tensor
 
@@ -131,16 +130,16 @@ class CallClock:
         return float(out[0])
 
     def seconds(self, run: Callable[[], object], window: float) -> float:
-        """Seconds of one call: the median over repetitions of the mean over as many as fit into a time, of the slowest rank.
-
-        All groups make as many calls, so that none is measured while another one rests.
+        """Seconds of one call: the mean over as many as fit into a time, of the slowest rank; of repetitions the least, because
+        what others do on the machine only adds to it. All groups make as many calls, so that none is measured while another
+        one rests.
         """
         run()  # connections are made by the first call
         once = self.agreed(self._mean(run, 2))
         if once > window:
             return once
         count = max(2, min(4096, int(window / REPEATS / max(once, 1e-7))))
-        return statistics.median(self.agreed(self._mean(run, count)) for _ in range(REPEATS))
+        return min(self.agreed(self._mean(run, count)) for _ in range(REPEATS))
 
     def _mean(self, run: Callable[[], object], count: int) -> float:
         api.barrier()

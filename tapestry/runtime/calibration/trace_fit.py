@@ -16,7 +16,7 @@ from tapestry.plan.topology import Topology, device_data, from_data
 from tapestry.plan.topology.measured_costs import CLASSES, CallTimes, KernelRates, calls_data, classes_data
 from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, kernel_point
 
-FEWEST = 6  # measurements of a class of kernels for its three numbers
+FEWEST = 4  # sizes of a class of kernels for its three numbers
 FEWEST_SIZES = 3  # of a call
 HEAVY = ("contraction", "convolution")  # their rates are those of f32
 
@@ -47,10 +47,12 @@ def from_trace(path: Path, memory: int) -> dict[str, Any]:
     tables, more = _tables(calls, before)
     device = before.device
     out: dict[str, Any] = {
-        "device": {**device_data(device), "memory": max(memory, 1), "classes": classes_data(classes)},
+        "device": {**device_data(device), "memory": memory, "classes": classes_data(classes)},
         "levels": [{"alpha": k.alpha, "beta": k.beta} for k in before.links[:1]] or [{"alpha": 0.0, "beta": 1e-12}],
         "overlap": before.overlap,
     }
+    if before.alone:
+        out["alone"] = {**device_data(before.alone), "memory": memory}
     if tables:
         out["collectives"] = calls_data(tables)
     return {**out, "measured": {"trace": str(path), "steps": len(steps)}, "fit": {**fit, **more}}

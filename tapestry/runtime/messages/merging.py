@@ -26,6 +26,8 @@ from tapestry.runtime.messages.message_buffers import MessageBuffers
 from tapestry.runtime.messages.moves import Move
 from tapestry.runtime.messages.point_to_point import Piece, PointToPoint, in_one_piece
 from tapestry.runtime.messages.process_groups import Team
+from tapestry.runtime.processes.heartbeat import COMPUTE
+from tapestry.runtime.processes.wire import Start
 from tapestry.runtime.target_protocol import Array
 
 if TYPE_CHECKING:
@@ -38,8 +40,12 @@ Tensor = torch.Tensor
 class _Merge(Move):
     step: Reduce
     call: Call
-    sent: int = 0
     counts: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+
+    @property
+    def fills(self) -> tuple[str, ...]:
+        """The merged states."""
+        return self.step.dsts
 
     def counted(self, k: int) -> bool:
         """Whether a field is a count that is not sent."""
@@ -48,12 +54,6 @@ class _Merge(Move):
     def dtype(self, k: int) -> torch.dtype:
         """The dtype of one field."""
         return arrays.torch_dtype(self.rank.program.buffers[self.step.srcs[k]].dtype)
-
-    def allocate(self) -> None:
-        """The buffers that are filled; and count what all devices of this process send."""
-        for d, name in self.into:
-            self.rank.allocate(d, name)
-        self.rank.measured.sent(self.step.kind, self.sent)
 
     def count(self, k: int, device: int, group: tuple[int, ...]) -> None:
         """Note how a field that counts is filled: with one number."""
@@ -75,8 +75,8 @@ class MergeByCall(_Merge):
     team: Team | None = None
     others: tuple[int, ...] = ()
     works: list[dist.Work] = field(default_factory=list[dist.Work])
-    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    packed: list[tuple[Tensor, str, Box | None]] = field(default_factory=list[tuple[Tensor, str, Box | None]])
+    calls: list[Start] = field(default_factory=list[Start])
+    packed: list[tuple[Tensor, str, Box]] = field(default_factory=list[tuple[Tensor, str, Box]])
 
     @property
     def collective(self) -> bool:
@@ -110,35 +110,34 @@ class MergeByCall(_Merge):
             if self.counted(k):
                 self.count(k, d, self.group)
                 continue
-            there = self.rank.placed[d, self.step.dsts[k]]
             phases = 2 if self.call.name == ALL_REDUCE else 1  # rings: (n-1)/n of what goes in, in each
-            given = there
-            if self.call.name == REDUCE_SCATTER:
-                given = buffers.view(f"{self.at} parts {k}", self.dtype(k), (n, *there.shape))
-                boxes = [self.rank.box(e, self.step.dsts[k]) for e in self.group]
-                self.packed += [(given[i], self.step.srcs[k], box) for i, box in enumerate(boxes)]
-            else:
-                box = self.rank.box(d, self.step.dsts[k])
-                same = box == self.rank.box(d, self.step.srcs[k])
-                self.packed.append((there, self.step.srcs[k], None if same else box))
-            first, end = cut(phases * (n - 1) * given.nbytes, n, place)
-            if given.numel():
-                self.sent += end - first
-                self.calls.append((_numbers(there), _numbers(given)))
+            first, end = cut(phases * (n - 1) * self.rank.program.buffers[self.step.srcs[k]].nbytes(d), n, place)
+            self.sent += end - first
+            if end > first:
+                self.make(k, self.team, buffers)
+
+    def make(self, k: int, team: Team, buffers: MessageBuffers) -> None:
+        """The call of one field, and the copies before it."""
+        d, src, dst = self.rank.wire.rank, self.step.srcs[k], self.step.dsts[k]
+        there = self.rank.placed[d, dst]
+        if self.call.name == ALL_REDUCE:
+            self.packed.append((there, src, self.rank.box(d, dst)))
+            self.calls.append(partial(self.rank.wire.all_reduce(team, self.at, self.call.op), _numbers(there)))
+            return
+        given = buffers.view(f"{self.at} parts {k}", self.dtype(k), (len(self.group), *there.shape))
+        self.packed += [(given[i], src, self.rank.box(e, dst)) for i, e in enumerate(self.group)]
+        self.calls.append(self.rank.wire.reduce_scatter(team, self.at, _numbers(there), _numbers(given), self.call.op))
 
     def start(self) -> None:
         """Copy the states, which are left as they are, and call."""
-        self.allocate()
+        self.hold()
         if self.team is None:
             return
-        d, wire = self.rank.wire.rank, self.rank.wire
+        wire = self.rank.wire
         for there, name, box in self.packed:
-            there.copy_(self.rank.array(d, name) if box is None else self.rank.part(d, name, box))
-        for there, given in self.calls:
-            if self.call.name == ALL_REDUCE:
-                self.works.append(wire.all_reduce(self.team, self.at, there, self.call.op))
-            else:
-                self.works.append(wire.reduce_scatter(self.team, self.at, there, given, self.call.op))
+            there.copy_(self.rank.part(wire.rank, name, box))
+        for begin in self.calls:
+            self.works.append(begin())
         wire.payload += self.sent
 
     def finish(self) -> bool:
@@ -148,6 +147,33 @@ class MergeByCall(_Merge):
         self.works.clear()
         self.fill_counts()
         return bool(self.others)
+
+
+@dataclass(slots=True, kw_only=True)
+class MergeInPlace(MergeByCall):
+    """An all-reduce in the arrays that a kernel has left, which nothing else reads: nothing is copied."""
+
+    arrays: list[tuple[str, str, Start]] = field(default_factory=list[tuple[str, str, Start]])
+
+    @property
+    def fills(self) -> tuple[str, ...]:
+        """Counts alone."""
+        return tuple(name for k, name in enumerate(self.step.dsts) if self.counted(k))
+
+    def make(self, k: int, team: Team, buffers: MessageBuffers) -> None:
+        """The call of one field."""
+        del buffers
+        begin = self.rank.wire.all_reduce(team, self.at, self.call.op)
+        self.arrays.append((self.step.srcs[k], self.step.dsts[k], begin))
+
+    def start(self) -> None:
+        """Call; from now on the array is the merged one."""
+        MergeByCall.start(self)
+        held = self.rank.held.arrays[self.rank.wire.rank]
+        for src, dst, begin in self.arrays:
+            states = held[src]
+            held[dst] = states = states if states.is_contiguous() else states.contiguous()
+            self.works.append(begin(_numbers(states)))
 
 
 def _numbers(array: Tensor) -> Tensor:
@@ -265,7 +291,7 @@ class MergeByMessages(_Merge):
 
     def start(self) -> None:
         """Send; states that stay in this process are held on to."""
-        self.allocate()
+        self.hold()
         for g in self.groups():
             for d in self.mine(g):
                 for e in self.mine(g):
@@ -277,6 +303,7 @@ class MergeByMessages(_Merge):
         """Merge, in the order of the group; send and wait for merged parts."""
         there, back = self.parts
         came = there.wait()
+        self.rank.wire.heartbeat.at(self.use, COMPUTE)
         for g in self.groups():
             for d in self.mine(g):
                 states = [[self._state(k, e, d, came) for k in range(len(self.step.srcs))] for e in g]
@@ -312,5 +339,8 @@ class MergeByMessages(_Merge):
 def merge(rank: RankExecutor, at: int, step: Reduce, use: int, call: Call) -> Move:
     """A reduction by the call that carries its first phase."""
     if rank.one_device_each and call.name in (ALL_REDUCE, REDUCE_SCATTER) and len(call.groups[0]) > 1:
-        return MergeByCall(rank, at, use, step=step, call=call)
+        names = step.sent
+        boxes = [[rank.program.buffers[b].boxes for b in side] for side in (step.srcs, step.dsts)]
+        alone = call.name == ALL_REDUCE and boxes[0] == boxes[1] and all(rank.dies_at(at, b) for b in names)
+        return (MergeInPlace if alone else MergeByCall)(rank, at, use, step=step, call=call)
     return MergeByMessages(rank, at, use, step=step, call=call)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -21,13 +20,12 @@ from tapestry.runtime.executor import copy, ends, present
 from tapestry.runtime.messages.message_buffers import MessageBuffers
 from tapestry.runtime.messages.point_to_point import Piece, PointToPoint, in_one_piece
 from tapestry.runtime.messages.process_groups import Team
-from tapestry.runtime.processes.wire import flat_bytes
+from tapestry.runtime.processes.wire import Start, flat_bytes
 
 if TYPE_CHECKING:
     from tapestry.runtime.processes.distributed import RankExecutor
 
 Tensor = torch.Tensor
-Work = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -38,7 +36,8 @@ class Move(ABC):
         at: its step.
         use: the step before which it is finished: the first that names what it fills.
         parts: its messages with other processes.
-        into: what it fills: (device of this process, buffer).
+        into: what it fills: (device of this process, buffer, place).
+        sent: bytes that devices of this process send to others.
         began: when it was started, in nanoseconds since 1970.
     """
 
@@ -46,13 +45,19 @@ class Move(ABC):
     at: int
     use: int
     parts: list[PointToPoint] = field(default_factory=list[PointToPoint])
-    into: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    into: list[tuple[int, str, Tensor]] = field(default_factory=list[tuple[int, str, Tensor]])
+    sent: int = 0
     began: int = 0
 
     @property
     def collective(self) -> bool:
         """Whether it needs a process group of its own."""
         return False
+
+    @property
+    @abstractmethod
+    def fills(self) -> tuple[str, ...]:
+        """Buffers whose places are `MessageBuffers`'."""
 
     @property
     def since(self) -> int:
@@ -74,6 +79,12 @@ class Move(ABC):
         for p in self.parts:
             p.prepare(buffers)
 
+    def hold(self) -> None:
+        """What is filled is there."""
+        held = self.rank.held.arrays
+        for d, name, there in self.into:
+            held[d][name] = there
+
     @abstractmethod
     def start(self) -> None:
         """At its step: send, and fill what needs nobody else."""
@@ -93,8 +104,13 @@ def transfer(rank: RankExecutor, at: int, step: Transfer, use: int, call: Call) 
 class _Transfer(Move):
     step: Transfer
     call: Call
-    copies: list[tuple[int, Box, int, Box]] = field(default_factory=list[tuple[int, Box, int, Box]])
-    sent: int = 0
+    copies: list[tuple[int, Box, int]] = field(default_factory=list[tuple[int, Box, int]])
+    unpack: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+
+    @property
+    def fills(self) -> tuple[str, ...]:
+        """The one."""
+        return (self.step.dst,)
 
     def __post_init__(self) -> None:
         src, dst = (self.rank.program.buffers[b] for b in (self.step.src, self.step.dst))
@@ -102,7 +118,7 @@ class _Transfer(Move):
             held = src.boxes[d]
             common = None if held is None else intersect(held, box)
             if common is not None:
-                self.copies.append((d, common, d, box))
+                self.copies.append((d, common, d))
         self.describe()
 
     def describe(self) -> None:
@@ -118,12 +134,10 @@ class _Transfer(Move):
         return arrays.part(self.rank.placed[device, self.step.dst], box, self.rank.box(device, self.step.dst))
 
     def copy_own(self) -> None:
-        """Copy what devices of this process have for themselves and for each other; count what all of them send."""
-        for d, name in self.into:
-            self.rank.allocate(d, name)
-        for source, box, d, _ in self.copies:
+        """Copy what devices of this process have for themselves and for each other."""
+        self.hold()
+        for source, box, d in self.copies:
             copy(self.rank.part(source, self.step.src, box), self.there(d, box))
-        self.rank.measured.sent(self.step.kind, self.sent)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,7 +154,7 @@ class TransferByMessages(_Transfer):
             if here:
                 self.sent += prod(shape(m.box)) * self.dtype.itemsize
             if here and there:
-                self.copies.append((m.src, m.box, m.dst, rank.box(m.dst, self.step.dst)))
+                self.copies.append((m.src, m.box, m.dst))
             elif here:
                 out.sends.append(self._piece(m, m.dst, rank.box(m.src, self.step.src), sends=True))
             else:
@@ -164,11 +178,9 @@ class TransferByMessages(_Transfer):
     def finish(self) -> bool:
         """Unpack what could not be received in place."""
         self.parts[0].wait()
-        for put in self.unpack:
-            put()
+        for came, there in self.unpack:
+            copy(came, there)
         return bool(self.parts[0].receives)
-
-    unpack: list[Work] = field(default_factory=list[Work])
 
     def prepare(self, buffers: MessageBuffers) -> None:
         """Views of what is unpacked."""
@@ -176,7 +188,7 @@ class TransferByMessages(_Transfer):
         came = self.parts[0].came
         for p in self.parts[0].receives:
             if p.packed and p.where is not None:
-                self.unpack.append(partial(copy, came[p.name], p.where()))
+                self.unpack.append((came[p.name], p.where()))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,12 +196,9 @@ class TransferByCall(_Transfer):
     """One call of the backend in every group."""
 
     team: Team | None = None
-    root: int = -1
     works: list[dist.Work] = field(default_factory=list[dist.Work])
-    given: Tensor | None = None
-    out: Tensor | None = None
     packs: list[tuple[Tensor, Box]] = field(default_factory=list[tuple[Tensor, Box]])
-    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    begin: Start | None = None
 
     @property
     def collective(self) -> bool:
@@ -208,7 +217,6 @@ class TransferByCall(_Transfer):
 
     def describe(self) -> None:
         """Who takes part, and what counts as sent."""
-        self.root = self.group[0] if self.call.name == BROADCAST and self.group else -1
         mine = (m for m in self.step.messages if m.src == self.device)
         self.sent = sum(prod(shape(m.box)) for m in mine) * self.dtype.itemsize
 
@@ -223,7 +231,7 @@ class TransferByCall(_Transfer):
     def reserve(self, buffers: MessageBuffers) -> None:
         """Pieces for each of the group, where they are not put in place by the call itself."""
         if not self.group or self.call.name == BROADCAST:
-            if self.device == self.root:
+            if self.group[:1] == (self.device,):
                 buffers.reserve(f"{self.at} given", self.at, self.use, self.call.nbytes)
             return
         if self.call.name == ALL_TO_ALL:
@@ -235,20 +243,26 @@ class TransferByCall(_Transfer):
         """The team, and views of all pieces."""
         if not self.group:
             return
-        self.team = self.rank.team(self.call)
+        wire, team, d = self.rank.wire, self.rank.team(self.call), self.device
+        assert team is not None
+        self.team = team
         if self.call.name == BROADCAST:
-            if self.device == self.root:
-                self.given = self._pieces(buffers, "given", [(0, m) for m in self.step.messages if m.src == self.root][:1])
+            root = self.group[0]
+            if d == root:
+                tensor = self._pieces(buffers, "given", [(0, m) for m in self.step.messages if m.src == root][:1])
             else:
-                self.out = flat_bytes(self.rank.placed[self.device, self.step.dst])
+                tensor = flat_bytes(self.rank.placed[d, self.step.dst])
+            self.begin = wire.broadcast(team, self.at, tensor, root)
         elif self.call.name == ALL_GATHER and self._in_place:
-            self.out = flat_bytes(self.rank.placed[self.device, self.step.dst])
+            self.begin = wire.all_gather(team, self.at, flat_bytes(self.rank.placed[d, self.step.dst]))
         else:
-            place = {d: k for k, d in enumerate(sorted(self.group))}
-            self.out = self._pieces(buffers, "out", [(place[m.src], m) for m in self.step.messages if m.dst == self.device])
-            if self.call.name == ALL_TO_ALL:
-                sent = [(place[m.dst], m) for m in self.step.messages if m.src == self.device]
-                self.given = self._pieces(buffers, "given", sent)
+            place = {e: k for k, e in enumerate(team.ranks)}
+            out = self._pieces(buffers, "out", [(place[m.src], m) for m in self.step.messages if m.dst == d])
+            if self.call.name == ALL_GATHER:
+                self.begin = wire.all_gather(team, self.at, out)
+                return
+            given = self._pieces(buffers, "given", [(place[m.dst], m) for m in self.step.messages if m.src == d])
+            self.begin = wire.all_to_all(team, self.at, out, given)
 
     def _pieces(self, buffers: MessageBuffers, what: str, messages: list[tuple[int, Message]]) -> Tensor:
         """A buffer of equal pieces, some of which hold messages."""
@@ -259,34 +273,19 @@ class TransferByCall(_Transfer):
             if what == "given":
                 self.packs.append((piece, m.box))
             else:
-                self.pieces.append((piece, self.there(self.device, m.box)))
+                self.unpack.append((piece, self.there(self.device, m.box)))
         return flat
 
     def start(self) -> None:
         """Pack and call."""
         self.copy_own()
-        if self.team is None:
+        if self.begin is None:
             return
-        wire = self.rank.wire
-        wire.payload += self.sent
-        if self.call.name == BROADCAST:
-            tensor = self._packed() if self.device == self.root else self.out
-            assert tensor is not None
-            self.works.append(wire.broadcast(self.team, self.at, tensor, self.root))
-            return
-        assert self.out is not None
-        if self.call.name == ALL_TO_ALL:
-            self.works.append(wire.all_to_all(self.team, self.at, self.out, self._packed()))
-        else:
-            whole = self.rank.array(self.device, self.step.src)
-            self.works.append(wire.all_gather(self.team, self.at, self.out, flat_bytes(whole)))
-
-    def _packed(self) -> Tensor:
-        """What this process gives."""
-        assert self.given is not None
+        self.rank.wire.payload += self.sent
         for there, box in self.packs:
             there.copy_(self.rank.part(self.device, self.step.src, box))
-        return self.given
+        whole = (flat_bytes(self.rank.array(self.device, self.step.src)),) if self.call.name == ALL_GATHER else ()
+        self.works.append(self.begin(*whole))
 
     def finish(self) -> bool:
         """Put pieces in place."""
@@ -294,6 +293,6 @@ class TransferByCall(_Transfer):
         for work in self.works:
             self.rank.wire.wait(work, others, self.at)
         self.works.clear()
-        for piece, there in self.pieces:
-            copy(piece, there)
+        for came, there in self.unpack:
+            copy(came, there)
         return bool(others)

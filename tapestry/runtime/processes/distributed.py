@@ -26,7 +26,7 @@ from tapestry.runtime import arrays
 from tapestry.runtime.executor import silent
 from tapestry.runtime.messages.merging import merge
 from tapestry.runtime.messages.message_buffers import MessageBuffers
-from tapestry.runtime.messages.message_schedule import calls_of, filled, first_uses, freed_at, set_times, signature
+from tapestry.runtime.messages.message_schedule import calls_of, first_uses, freed_at, set_times, signature
 from tapestry.runtime.messages.moves import Move, transfer
 from tapestry.runtime.messages.point_to_point import Piece, PointToPoint
 from tapestry.runtime.messages.process_groups import Groups, Team
@@ -74,10 +74,11 @@ class RankExecutor(LocalExecutor):
         self.one_device_each = wire.world == program.devices
         self.placed: dict[tuple[int, str], Array] = {}
         self.moves: dict[int, Move] = {}
-        self.actions: list[tuple[Callable[[], None], ...]] = []
+        self.actions: list[tuple[Callable[[], object], ...]] = []
         self.last: list[Move] = []
         self.backend_calls: dict[str, int] = {}
         self.groups: Groups | None = None
+        self._left: dict[str, int] = {}  # by what kernels make, the last step that reads it
         self._weights = weights
         super().__init__(graph, program, target, self._read, streamed, Route(owners(program.devices, wire.world), wire.rank))
         firsts = {r: d for d, r in reversed(list(enumerate(self.route.owner)))}
@@ -110,6 +111,9 @@ class RankExecutor(LocalExecutor):
         """
         self.bind()
         self.wire.shake_hands(signature(self.calls, self.wire.world))
+        steps = self.program.steps
+        self._left = {b: -1 for s in steps if isinstance(s, Launch) for b in s.outs}
+        self._left |= {b: at for at, s in enumerate(steps) for b in reads(s) if b in self._left}
         uses, end = first_uses(self.program), len(self.program.steps)
         for at, call in self.calls.items():
             step = self.program.steps[at]
@@ -124,6 +128,10 @@ class RankExecutor(LocalExecutor):
         self._place(freed_at(self.program), end)
         self._schedule(end)
 
+    def dies_at(self, at: int, name: str) -> bool:
+        """Whether a buffer is a kernel's, and a step is the last to read it."""
+        return name in self._left and self._left[name] == at and name not in self.program.outputs.values()
+
     def team(self, call: Call) -> Team | None:
         """Those with whom this rank makes a call; ``None`` where it takes no part."""
         assert self.groups is not None
@@ -131,22 +139,21 @@ class RankExecutor(LocalExecutor):
 
     def _place(self, freed: dict[str, int], end: int) -> None:
         """Memory for all that travels."""
-        buffers = MessageBuffers()
+        buffers, arriving = MessageBuffers(), list[tuple[Move, int, str]]()
         for at, m in self.moves.items():  # what is read is freed by the plan while it may still be on its way
             for name in reads(self.program.steps[at]):
                 freed[name] = max(freed.get(name, end), m.until)
-        for at, m in self.moves.items():
-            step = self.program.steps[at]
-            assert isinstance(step, Transfer | Reduce)
-            for name in filled(step):
+        for m in self.moves.values():
+            for name in m.fills:
                 for d, _ in self.mine(self.program.buffers[name].boxes):
                     buffers.reserve(f"{d} {name}", m.since, freed.get(name, end), self.program.buffers[name].nbytes(d))
-                    m.into.append((d, name))
+                    arriving.append((m, d, name))
             m.reserve(buffers)
         self.wire.staged = buffers.place(self.target.device)
-        for d, name in (x for m in self.moves.values() for x in m.into):
+        for m, d, name in arriving:
             dtype = arrays.torch_dtype(self.program.buffers[name].dtype)
             self.placed[d, name] = buffers.view(f"{d} {name}", dtype, shape(self.box(d, name)))
+            m.into.append((d, name, self.placed[d, name]))
         for m in self.moves.values():
             m.prepare(buffers)
 
@@ -159,7 +166,7 @@ class RankExecutor(LocalExecutor):
                 if p.since < p.sent_at:
                     expected[p.since].append(p)
         for at in range(end):
-            before: list[Callable[[], None]] = [partial(self._finish, m) for m in finished[at]]
+            before: list[Callable[[], object]] = [partial(self._finish, m) if self.tracing else m.finish for m in finished[at]]
             before += [p.post_receives for p in expected[at]]
             self.actions.append((*before, partial(self._begin, at), *self._own(at), partial(self._count, self._sizes(at))))
         self.last = finished[end]
@@ -174,7 +181,7 @@ class RankExecutor(LocalExecutor):
                 for d, _ in self.mine(step.blocks):
                     yield partial(self.launch, at, step, d)
             case Transfer() | Reduce():
-                yield partial(self._start, self.moves[at])
+                yield partial(self._start, self.moves[at]) if self.tracing else self.moves[at].start
             case Free():
                 for d in self.devices:
                     yield partial(self._drop, d, step.buffers)
@@ -232,11 +239,6 @@ class RankExecutor(LocalExecutor):
         super().launch(at, step, device)
         self._trace(at, device, COMPUTED, start)
 
-    def allocate(self, device: int, name: str) -> Array:
-        """The place of what comes."""
-        out = self.held.arrays[device][name] = self.placed[device, name]
-        return out
-
     def new_at_every_run(self, name: str) -> bool:
         """What comes has a place that the next run uses again."""
         return super().new_at_every_run(name) and all(n != name for _, n in self.placed)
@@ -256,6 +258,10 @@ class RankExecutor(LocalExecutor):
         """Every output on rank 0, nothing on the others."""
         for move in self.last:
             self._finish(move)
+        for at, move in self.moves.items():
+            step = self.program.steps[at]
+            assert isinstance(step, Transfer | Reduce)
+            self.measured.sent(step.kind, move.sent)
         before, self.backend_calls = self.wire.payload, dict(self.wire.calls)
         out = super().outputs()
         self.wire.payload, self.wire.gathered = before, self.wire.gathered + self.wire.payload - before

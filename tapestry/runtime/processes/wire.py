@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from tapestry import flags
 from tapestry.errors import TapestryError
 from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER
 from tapestry.runtime.messages.process_groups import Groups, Partition, Team
-from tapestry.runtime.processes.heartbeat import COMPUTE, WAIT, Heartbeat
+from tapestry.runtime.processes.heartbeat import WAIT, Heartbeat
 
 MAGIC, VERSION, HEADER_BYTES = b"TAPESTRY", 3, 64
 HEADER = struct.Struct("<8sII16sII16sQ")  # magic, version, sender, plan, batch, step, what is in it, bytes of it
@@ -36,6 +37,7 @@ _dist: Any = dist  # its functions have no types
 # torch 2.13 renames both; the old names warn there, the new ones are not in 2.11
 _GATHER: Callable[..., Any] = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
 _SCATTER: Callable[..., Any] = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+Start = Callable[..., dist.Work]
 _REDUCE = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -139,36 +141,35 @@ class Wire:
             work.wait()
         except RuntimeError as e:
             raise PeerLost(peers or [p for p in range(self.world) if p != self.rank], step, reason(e)) from None
-        self.heartbeat.at(step, COMPUTE)
 
-    # collectives
+    # collectives: each is made once, and started in every batch
 
-    def all_reduce(self, team: Team, step: int, tensor: Tensor, op: str) -> dist.Work:
-        """Merge a tensor in place."""
-        return self._call(ALL_REDUCE, team, step, _dist.all_reduce, tensor, _REDUCE[op], group=team.group)
+    def all_reduce(self, team: Team, step: int, op: str) -> Start:
+        """Merge a tensor, which is given when it is started, in place."""
+        return partial(self._call, ALL_REDUCE, team, step, partial(_dist.all_reduce, op=_REDUCE[op]))
 
-    def reduce_scatter(self, team: Team, step: int, out: Tensor, given: Tensor, op: str) -> dist.Work:
+    def reduce_scatter(self, team: Team, step: int, out: Tensor, given: Tensor, op: str) -> Start:
         """Merge tensors that hold a part for each of the team, in its order."""
-        return self._call(REDUCE_SCATTER, team, step, _SCATTER, out, given, _REDUCE[op], group=team.group)
+        return partial(self._call, REDUCE_SCATTER, team, step, _SCATTER, out, given, _REDUCE[op])
 
-    def all_gather(self, team: Team, step: int, out: Tensor, given: Tensor) -> dist.Work:
-        """One tensor after another, in the team's order."""
-        return self._call(ALL_GATHER, team, step, _GATHER, out, given, group=team.group)
+    def all_gather(self, team: Team, step: int, out: Tensor) -> Start:
+        """One tensor, which is given when it is started, after another, in the team's order."""
+        return partial(self._call, ALL_GATHER, team, step, _GATHER, out)
 
-    def all_to_all(self, team: Team, step: int, out: Tensor, given: Tensor) -> dist.Work:
+    def all_to_all(self, team: Team, step: int, out: Tensor, given: Tensor) -> Start:
         """Part k to the k-th of the team; all parts have one size."""
-        return self._call(ALL_TO_ALL, team, step, _dist.all_to_all_single, out, given, group=team.group)
+        return partial(self._call, ALL_TO_ALL, team, step, _dist.all_to_all_single, out, given)
 
-    def broadcast(self, team: Team, step: int, tensor: Tensor, sender: int) -> dist.Work:
+    def broadcast(self, team: Team, step: int, tensor: Tensor, sender: int) -> Start:
         """One rank's tensor to all."""
-        return self._call(BROADCAST, team, step, _dist.broadcast, tensor, sender, group=team.group)
+        return partial(self._call, BROADCAST, team, step, _dist.broadcast, tensor, sender)
 
-    def _call(self, name: str, team: Team, step: int, function: Callable[..., Any], *args: Any, group: Any) -> dist.Work:
+    def _call(self, name: str, team: Team, step: int, function: Callable[..., Any], *args: Any) -> dist.Work:
         if self.checking:
             self._compare(team, self.header(step, f"{name} {args[0].dtype} {args[0].numel()}", args[0].nbytes), step)
         self.calls[name] += 1
         try:
-            return function(*args, group=group, async_op=True)
+            return function(*args, group=team.group, async_op=True)
         except RuntimeError as e:
             raise PeerLost(team.others(self.rank), step, reason(e)) from None
 

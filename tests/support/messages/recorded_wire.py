@@ -73,7 +73,7 @@ class Recorder(Wire):
     def wait(self, work, peers, step):
         pass
 
-    def _call(self, name, team, step, function, *args, group):
+    def _call(self, name, team, step, function, *args):
         each = dict.fromkeys(team.others(self.rank), args[0].nbytes)
         self.script.append(Exchange((step, 0), each, each))
         return object()
