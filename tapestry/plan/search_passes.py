@@ -140,9 +140,14 @@ def enumerate_strategies(form: Form, task: Task) -> list[Problem]:
 
 
 def solve(form: Form, problems: Sequence[Problem], task: Task, budget: Budget) -> Candidate:
+    """The best plan of the first form; see `_solved`."""
+    return _solved(form, problems, task, budget, math.inf)
+
+
+def _solved(form: Form, problems: Sequence[Problem], task: Task, budget: Budget, upper: float) -> Candidate:
     """The best choice of strategies, lowered; within the memory, if any is. Gathers become rings where that is better."""
     try:
-        result: PricedPlan | TooBig = cheapest(problems, budget.share(FIRST), task.start)
+        result: PricedPlan | TooBig = cheapest(problems, budget.share(FIRST), task.start, upper)
     except TooBig as e:
         result = e
     return Candidate(form=form, result=result, scope=Scope().and_form(form, result, problems))
@@ -162,7 +167,7 @@ def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budg
             continue
         for form in forms:
             problems = enumerate_strategies(form, task)
-            other = solve(form, problems, task, budget)
+            other = _solved(form, problems, task, budget, _objective(best))
             scope = scope.and_form(form, other.result, problems)
             if _objective(other) < _objective(best):
                 best = other

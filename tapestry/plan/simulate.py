@@ -116,7 +116,9 @@ class Hop:
 
 
 def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
-    """The schedule of a plan's program on a topology."""
+    """The schedule of a plan's program on a topology; a device whose neighbours are all idle works at its own rates."""
+    if topo.alone and sum(len(s.devices) for s in plan.stages) == 1:
+        topo = replace(topo, device=topo.alone, alone=None)
     clock = _Clock(_Costs(plan, program, topo))
     owners = _operations(program)
     for i, step in enumerate(program.steps):

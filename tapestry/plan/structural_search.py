@@ -29,7 +29,7 @@ class Improvement:
     """A search for better graphs.
 
     Attributes:
-        plan: finds the best plan of a graph within a budget.
+        plan: finds the best plan of a graph within a budget, if it can be below some seconds.
         budget: of the whole; ``units`` of it are for the built-in rules.
         least: units of the budget with which a rewrite is still tried: about as long as a graph takes.
         disabled: simplifications that are left out.
@@ -38,7 +38,7 @@ class Improvement:
         met: whether there was any move.
     """
 
-    plan: Callable[[Graph, Budget], PricedPlan]
+    plan: Callable[[Graph, Budget, float], PricedPlan]
     budget: Budget
     units: float
     least: float = 0.0
@@ -68,19 +68,19 @@ class Improvement:
             one, done = _rewritten(graph, moves[:1], self.disabled)
             if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS:
                 continue
-            if self._planned(one, budget).objective >= found.objective * WORTH:
+            if self._planned(one, budget, found).objective >= found.objective * WORTH:
                 continue
             new, done = _rewritten(graph, moves, self.disabled)
-            candidate = self._planned(new, budget)
+            candidate = self._planned(new, budget, found)
             if candidate.objective < found.objective * WORTH:
                 self.units = max(0.0, self.units - (begin - ours.left()))
                 return new, candidate, done
         return None
 
-    def _planned(self, graph: Graph, budget: Budget) -> PricedPlan:
-        found = self.plan(graph, budget)
-        self.bound, self.planned = min(self.bound, found.bound), self.planned + 1
-        return found
+    def _planned(self, graph: Graph, budget: Budget, best: PricedPlan) -> PricedPlan:
+        other = self.plan(graph, budget, best.objective)
+        self.bound, self.planned = min(self.bound, other.bound), self.planned + 1
+        return other
 
 
 def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:

@@ -90,10 +90,11 @@ class Task:
         self.meter.spent += sum(p.work for p in out)
         return out
 
-    def attempt(self, graph: Graph, budget: Budget) -> PricedPlan:
-        """The best plan of a graph in space, for comparing: one that does not fit costs infinitely much."""
+    def attempt(self, graph: Graph, budget: Budget, upper: float) -> PricedPlan:
+        """The best plan of a graph in space, for comparing with one that costs ``upper``; one that does not fit costs
+        infinitely much."""
         try:
-            return cheapest(self.problems(graph), budget, self.start)
+            return cheapest(self.problems(graph), budget, self.start, upper)
         except TooBig as e:
             return replace(e.closest, objective=math.inf)
 

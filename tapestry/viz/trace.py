@@ -28,7 +28,7 @@ Event = dict[str, Any]
 def write(path: Path, plan: Plan, schedule: Schedule) -> dict[str, int]:
     """Write the trace, whole or not at all; returns how many devices, slices and flows it has, and how many it left out."""
     events, counts = trace(plan, schedule)
-    write_events(path, events, {"assumption": timed.assumption, **counts})
+    write_events(path, events, {"assumption": schedule.assumption, **counts})
     return counts
 
 

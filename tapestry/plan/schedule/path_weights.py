@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import highspy
 
 
+GRAIN = 2.0**-40  # weights of large problems are multiples of it
+
+
 @dataclass(slots=True)
 class Master:
     """The linear program; rows are added choice by choice.
@@ -111,7 +114,7 @@ class Master:
 
     def _exact(self, found: np.ndarray) -> np.ndarray:
         """The same without what the program leaves of rounding: all that goes into an operation goes on from it."""
-        out = np.zeros_like(found)
+        found, out = self._alike(found), np.zeros_like(found)
         starts = [*self._starts(), self.arcs]
         out[:, starts] = found[:, starts] / max(float(found[:, starts].sum()), 1e-300)
         for into, leaving in self._nodes():
@@ -123,6 +126,25 @@ class Master:
             at = [self.arcs + 1 + k for k in flows]
             total = found[:, at].sum(axis=1, keepdims=True)
             out[:, at] = found[:, at] * np.minimum(1.0, out[:, [self.arcs]] / np.maximum(total, 1e-300))
+        if not self.paths.large:
+            return out
+        return np.maximum(np.floor(out / GRAIN + 0.4) - 1.0, 0.0) * GRAIN  # (equal to the last bit, and never more)
+
+    def _alike(self, found: np.ndarray) -> np.ndarray:
+        """Flows of a large problem with those that leave equal operations, or move equal tensors, evened out: layers that repeat
+        then have equal weights, and the solver works them out once."""
+        if not self.paths.large:
+            return found
+        seconds, menus, out = [id(f.seconds) for f in self.paths.problem.flows], self.paths.problem.menus, found.copy()
+        groups: dict[tuple[object, ...], list[list[int]]] = {}
+        for i, (_, leaving) in enumerate(self._nodes()):
+            arcs = [self.paths.arcs[a] for a in leaving]
+            steps = [(a.head - i if a.head < self.paths.count else 0, a.along, *(seconds[k] for k in a.flows)) for a in arcs]
+            groups.setdefault((id(menus[i]), *steps), []).append(leaving)
+        for flows in self.paths.shares:
+            groups.setdefault(tuple(seconds[k] for k in flows), []).append([self.arcs + 1 + k for k in flows])
+        for columns in (np.array(g) for g in groups.values()):
+            out[:, columns] = found[:, columns].mean(axis=1, keepdims=True)
         return out
 
 

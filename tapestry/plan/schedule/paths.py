@@ -20,6 +20,8 @@ from tapestry.ir.graph import Block
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.network import Factor
 
+LARGE = 2_000_000  # joint choices of all flows
+
 
 class Arc(NamedTuple):
     """A step of a path: from operation ``tail`` (-1: the start) to ``head`` (their number: the end).
@@ -71,6 +73,11 @@ class Paths:
         return len(self.problem.graph.ops)
 
     @property
+    def large(self) -> bool:
+        """Whether a solve takes too long unless layers that repeat have equal weights."""
+        return sum(f.seconds[0].size for f in self.problem.flows) > LARGE
+
+    @property
     def lanes(self) -> int:
         """Devices whose clocks are looked at."""
         return len(self.problem.menus[0].own)
@@ -114,9 +121,13 @@ class Paths:
         kernels, merges, moved = weights[:, :n], weights[:, n : 2 * n].sum(axis=0), weights[:, 2 * n :]
         unary = [kernels[:, i] @ m.own + merges[i] * m.merging for i, m in enumerate(menus)]
         pairs: list[Factor] = []
+        made: dict[tuple[int, bytes], np.ndarray] = {}  # equal flows with equal weights share a table
         for k in np.flatnonzero(moved.any(axis=0)).tolist():
             f = flows[k]
-            table = np.tensordot(moved[:, k], f.seconds, 1)
+            key = (id(f.seconds), moved[:, k].tobytes())
+            if key not in made:
+                made[key] = np.tensordot(moved[:, k], f.seconds, 1)
+            table = made[key]
             if f.maker < 0:
                 unary[f.reader] = unary[f.reader] + table[0]
             elif f.reader < 0:

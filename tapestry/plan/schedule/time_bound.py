@@ -22,6 +22,7 @@ from tapestry.plan.solver.pairs import PROVED
 
 STALL = 8  # rounds without a better bound
 LEAST = 1 / 16  # of the way to the next average
+FEW = 6  # rounds where each takes seconds
 BETTER = 1e-4  # of the bound: less does not count
 
 
@@ -48,14 +49,16 @@ class Game:
         if not self.problem.menus:
             return
         master, last, stall, part = Master(self.paths), list(choice), 0, 1.0
-        best = np.zeros(())
+        best, price = np.zeros(()), None
+        rounds = min(rounds, FEW) if self.paths.large else rounds
         for n in range(rounds):
             if (n and budget.over()) or stall == STALL:
                 return
             master.against(last)
             now = best + part * (master.weights() - best) if n else master.weights()
             net = Network(self.problem.sizes, self.paths.factors(now), self.demands, self.limits)
-            found = solve(net, budget, last, quick=True, plain=True)
+            found = solve(net, budget, last, quick=True, plain=True, price=price)
+            price = found.price
             stall = 0 if found.bound > self.bound * (1 + BETTER) or not n else stall + 1
             if found.bound > self.bound or not n:
                 self.bound, best, part = max(self.bound, found.bound), now, min(1.0, 2 * part)

@@ -62,26 +62,32 @@ def search(
     return fitting(problem, budget, start)
 
 
-def fitting(problem: Problem, budget: Budget, start: Start | None = None) -> PricedPlan:
-    """The best plan of a problem within the devices' memory.
+def fitting(problem: Problem, budget: Budget, start: Start | None = None, upper: float = np.inf) -> PricedPlan:
+    """The best plan of a problem within the devices' memory; a search that cannot get below ``upper`` ends early.
 
     Raises:
         TooBig: no plan fits, or none was found in time.
     """
-    best, limit = spatial(problem, budget, start), problem.topo.device.memory
+    best, limit = spatial(problem, budget, start, upper=upper), problem.topo.device.memory
     if peak(best) > limit:
         raise too_big(best, limit, budget)
     return best
 
 
 def spatial(
-    problem: Problem, budget: Budget, start: Start | None = None, squeeze: bool = True, clock: bool = True
+    problem: Problem,
+    budget: Budget,
+    start: Start | None = None,
+    squeeze: bool = True,
+    clock: bool = True,
+    upper: float = np.inf,
 ) -> PricedPlan:
     """The best plan of a problem that fits; where none was found, the one with the least memory.
 
     Args:
         start: what an earlier search found.
         squeeze: whether to look once more near the plan with the least memory before giving up.
+        upper: no plan that takes as long is of use.
         clock: whether simulated time counts; else the costs added up, and there is no bound.
     """
     limit = problem.topo.device.memory
@@ -100,10 +106,10 @@ def spatial(
         best, tight = with_rings(within_memory(problem, first, budget, begun, -np.inf, squeeze)), True
     if peak(best) > limit or not clock:
         return best
-    return _on_the_clock(problem, _faster(begun, best), budget, bound, tight=tight)
+    return _on_the_clock(problem, _faster(begun, best), budget, bound, upper, tight=tight)
 
 
-def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: float, *, tight: bool) -> PricedPlan:
+def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: float, upper: float, *, tight: bool) -> PricedPlan:
     """A plan that takes no longer than one that fits, and a bound; ``tight``: the bound is of plans that fit."""
     limit = problem.topo.device.memory
     usages = (demands(problem, surely=True), [limit] * len(problem.graph.ops)) if tight else ((), ())
@@ -117,7 +123,7 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
             best = _faster(other, best) if peak(other) <= limit else best
         if watched:
             budget.found(best.objective, max(bound, game.bound))
-        if proved(best.objective, game.bound) or game.bound > budget.meter.least:
+        if proved(best.objective, game.bound) or game.bound >= upper:
             break  # no plan of this form is better, or than that of another one
     return replace(best, bound=min(max(bound, game.bound), best.objective))
 
@@ -143,7 +149,7 @@ def with_rings(best: PricedPlan) -> PricedPlan:
     return new if peak(new) <= topo.device.memory and new.objective < to_ring.FASTER * best.objective else best
 
 
-def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = None) -> PricedPlan:
+def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = None, upper: float = np.inf) -> PricedPlan:
     """The cheapest plan of the problems that several ways to share out the mesh axes make; its bound holds for all of them.
 
     Raises:
@@ -153,7 +159,7 @@ def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = 
     failed: list[PlanError] = []
     for problem in problems:
         try:
-            plans.append(fitting(problem, budget, start))
+            plans.append(fitting(problem, budget, start, upper))
         except PlanError as e:
             failed.append(e)
     if not plans:

@@ -17,6 +17,7 @@ Scope = tuple[int, ...]
 Table = tuple[Scope, np.ndarray]
 Key = tuple[int, tuple[tuple[int, Scope], ...]]
 MANY = 10**18  # cells: more than there ever are
+MANY_TIMES = 40  # so many of the largest tables are worked out at most
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Elimination:
         place = {n: k for k, n in enumerate(scope)}
         parts = [(id(t), tuple(place[n] for n in s)) for s, t in (self.tables[k] for k in self.at[node])]
         key = (place[node], tuple(sorted(parts)))
-        if (old := self.keys.get(node)) != key:
+        if self.keys.get(node) != key:
             self.forget(node)
             self.keys[node] = key
             self.groups.setdefault(key, set()).add(node)
@@ -91,18 +92,23 @@ class Elimination:
         return set(others)
 
     def _least(self, node: int, scope: Scope) -> tuple[np.ndarray, np.ndarray]:
-        total = np.zeros([self.sizes[n] for n in scope])
-        for k in sorted(self.at[node]):
+        parts: list[Table] = []  # small ones go into larger ones first: the sum over all of the scope is what takes time
+        for k in sorted(self.at[node], key=lambda k: (-self.tables[k][1].size, k)):
             nodes, table = self.tables[k]
-            table = table.transpose(np.argsort(nodes))
-            total += table.reshape([self.sizes[n] if n in nodes else 1 for n in scope])
+            table = table.transpose(np.argsort(nodes)).reshape([self.sizes[n] if n in nodes else 1 for n in scope])
+            into = next((m for m, (other, _) in enumerate(parts) if set(nodes) <= set(other)), -1)
+            if into < 0:
+                parts.append((nodes, table))
+            else:
+                parts[into] = (parts[into][0], parts[into][1] + table)
+        total = sum((t for _, t in parts[1:]), parts[0][1])
         axis = scope.index(node)
         best = total.argmin(axis=axis)
         return np.take_along_axis(total, np.expand_dims(best, axis), axis).squeeze(axis), best.astype(np.int32)
 
 
 def minimise(sizes: Sequence[int], tables: Sequence[Table], most: int) -> tuple[float, list[int], int] | None:
-    """(least cost, a choice of that cost, cells worked out); None where one table would take more than ``most`` cells.
+    """(least cost, a choice of that cost, cells worked out); None where one table would take more than ``most`` cells, or all many times more.
 
     Args:
         tables: costs by nodes; equal ones should be one array.
@@ -114,7 +120,7 @@ def minimise(sizes: Sequence[int], tables: Sequence[Table], most: int) -> tuple[
         state.sort(n)
     while state.groups:
         key = min(state.groups, key=lambda k: 0.0 if k in state.done else state.cells[k] / len(state.groups[k]))
-        if state.cells[key] > most:
+        if state.cells[key] > most or state.spent > MANY_TIMES * most:
             return None
         touched, blocked = set[int](), set[int]()
         for node in sorted(state.groups[key]):
