@@ -15,7 +15,8 @@ import numpy as np
 
 from tapestry.plan.solver.pairs import Pairs
 
-LEVELS = 500  # about as many levels as there may be: each takes some numpy calls
+LEVELS = 200  # about as many levels as there may be: each takes some numpy calls
+PEELS = 30  # levels of leaves after all others
 LARGE = 100.0  # of a forbidden joint choice, in the largest cost there is
 
 
@@ -41,7 +42,8 @@ class Level:
     first: np.ndarray  # first label of every node, from the start of the level
     messages: slice
     to: np.ndarray  # label of each message, from the start of the level
-    up: np.ndarray  # 1.0 where the other node is in a later level
+    up: np.ndarray  # 1.0 for messages that get a share on the way forwards: the other node is later, and no leaf
+    down: np.ndarray  # and on the way back
     share: np.ndarray  # of each label: the part of its cost that each pair further on gets
     blocks: list[Block]
 
@@ -55,6 +57,7 @@ class Messages:
         level = levels(len(net.gone), net.tail, net.head)[nodes]
         self.nodes = nodes[np.argsort(level, kind="stable")]
         self.level = np.sort(level)
+        self.leaf = (_peel(len(net.gone), net.tail, net.head) >= 0)[self.nodes]
         alive = net.alive()
         count = net.counts()[self.nodes]
         self.count, self.first = count, np.cumsum(count) - count
@@ -101,8 +104,9 @@ class Messages:
     ) -> list[Level]:
         """Pairs ``me — you`` in order of the level of ``me``; where their tables and messages start; ``you — me``."""
         count = self.count
-        later = np.bincount(me, self.level[you] > self.level[me], len(self.nodes))
-        earlier = np.bincount(me, minlength=len(self.nodes)) - later
+        after = self.level[you] > self.level[me]
+        onward, back = after & ~self.leaf[you], ~after
+        later, earlier = np.bincount(me, onward, len(self.nodes)), np.bincount(me, back, len(self.nodes))
         weight = np.repeat(1.0 / np.maximum(np.maximum(later, earlier), 1.0), count)
         ends = np.append(message, len(self.message))
         out: list[Level] = []
@@ -123,8 +127,9 @@ class Messages:
                 start = int(message[i]) - messages.start
                 up = self.level[you[i:j]] > k
                 blocks.append(Block(table, slice(start, start + (j - i) * r), other, me[i:j], you[i:j], up))
-            up = (self.level[you[of]] > k).astype(float)
-            out.append(Level(slice(n0, n1), labels, self.first[n0:n1] - labels.start, messages, to, up, weight[labels], blocks))
+            first = self.first[n0:n1] - labels.start
+            up, down = onward[of].astype(float), back[of].astype(float)
+            out.append(Level(slice(n0, n1), labels, first, messages, to, up, down, weight[labels], blocks))
         return out
 
     def sweep(self, unary: np.ndarray, reverse: bool) -> float:
@@ -136,8 +141,7 @@ class Messages:
                 least = (b.table + self.message[b.other][:, None, :]).min(axis=0)
                 spare[b.mine] = least.T.ravel()
             total = unary[level.labels] + np.bincount(level.to, spare, level.labels.stop - level.labels.start)
-            forward = 1.0 - level.up if reverse else level.up
-            given = (total * level.share)[level.to] * forward
+            given = (total * level.share)[level.to] * (level.down if reverse else level.up)
             self.message[level.messages] = given - spare
             rest = total - np.bincount(level.to, given, len(total))
             bound += float(np.minimum.reduceat(rest, level.first).sum())
@@ -226,13 +230,16 @@ def levels(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
 
     Costs travel along pairs from level to level, so that one sweep carries them far.
     """
-    degree = np.bincount(tail, minlength=count) + np.bincount(head, minlength=count)
+    peeled = _peel(count, tail, head)
+    core = peeled < 0
     near = [list[int]() for _ in range(count)]
-    ends: list[tuple[int, int]] = list(zip(tail.tolist(), head.tolist(), strict=True))
+    inner = core[tail] & core[head]
+    degree = np.bincount(tail[inner], minlength=count) + np.bincount(head[inner], minlength=count)
+    ends: list[tuple[int, int]] = list(zip(tail[inner].tolist(), head[inner].tolist(), strict=True))
     for a, b in ends:
         near[a].append(b)
         near[b].append(a)
-    seen = [False] * count
+    seen: list[bool] = (~core).tolist()
     level = [0] * count
     order: list[int] = np.argsort(degree, kind="stable").tolist()
     for first in order:
@@ -249,8 +256,29 @@ def levels(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
                     queue.append(m)
     if max(level, default=0) > LEVELS:
         level = _interleaved(level, near)
-    used = np.unique(level)
-    return np.searchsorted(used, level)
+    found = np.where(core, np.array(level, np.int64), len(level) + PEELS - peeled)
+    used = np.unique(found)
+    return np.searchsorted(used, found)
+
+
+def _peel(count: int, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """Leaves, then what are leaves without them, …: the round in which each node goes, -1 for those that stay.
+
+    Few levels hold most nodes of a forest then, and what leaves tell the others goes up the trees whole: for a forest the
+    bound is exact after one pass.
+    """
+    out = np.full(count, -1)
+    for k in range(PEELS):
+        left = (out[tail] < 0) & (out[head] < 0)
+        t, h = tail[left], head[left]
+        degree = np.bincount(t, minlength=count) + np.bincount(h, minlength=count)
+        leaf = (out < 0) & (degree <= 1)
+        both = leaf[t] & leaf[h]  # two nodes that have only each other
+        leaf[np.maximum(t, h)[both]] = False
+        if not leaf.any():
+            break
+        out[leaf] = k
+    return out
 
 
 def _interleaved(level: list[int], near: list[list[int]]) -> list[int]:

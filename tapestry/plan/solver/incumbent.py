@@ -10,12 +10,13 @@ import numpy as np
 from tapestry.plan.solver.ascent import Messages
 from tapestry.plan.solver.bound import Certificate, Multipliers, certify, rule_out
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.lagrange import ascend, force
+from tapestry.plan.solver.crossover import Mixture
+from tapestry.plan.solver.lagrange import ascend
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network_reduction import Reduction, reduce
 from tapestry.plan.solver.pairs import PROVED, Instance, Pairs, Solution, proved
 
-FORCE = 0.5  # of the time left, for raising prices until a choice keeps to the limits
+FORCE = 0.5  # of the budget left, for raising prices until a choice keeps to the limits
 
 
 @dataclass(slots=True)
@@ -109,18 +110,33 @@ def _priced(net: Pairs, price: np.ndarray) -> Multipliers:
 
 def raise_prices(state: Search, stage: Stage, budget: Budget, rounds: int = 1000) -> float:
     """Look for better prices and messages, and move costs along them; returns the bound."""
-    net, messages = stage.net, Messages(stage.net)
+    messages = Messages(stage.net)
 
-    def found(choice: np.ndarray, cost: float) -> float:
-        if cost + net.constant < state.cost:
-            state.offer(net, stage.done, messages.label[messages.first + choice])
-        return state.cost - net.constant
+    def known(better: Mixture | None) -> float:
+        budget.spend(mixture.work)
+        if better is not None:
+            take(state, stage, better)
+        return state.cost - stage.net.constant
 
-    ascent = ascend(messages, stage.price, budget, found, rounds=rounds)
-    if not np.isfinite(state.cost):
-        force(ascent, state.budget.share(FORCE), found)
-    stage.move(ascent.multipliers())
+    mixture = Mixture(messages, known)
+    begin(state, stage.net, mixture)
+    forcing = state.budget.share(FORCE)
+    stage.move(ascend(messages, stage.price, budget, mixture, rounds=rounds, forcing=forcing).multipliers())
     return stage.proof().bound
+
+
+def begin(state: Search, net: Pairs, mixture: Mixture) -> None:
+    """Mix with the best choice from the start, where the network still has it."""
+    if np.isfinite(state.cost):
+        label = net.start[:-1] + state.choice
+        if not mixture.crossing.forbidden(label):
+            mixture.add(label, np.zeros(len(net.usage.limit)))
+
+
+def take(state: Search, stage: Stage, mixture: Mixture) -> None:
+    """Offer the best of a mixture when it keeps to the limits."""
+    if mixture.best is not None and mixture.fits() and mixture.cost + stage.net.constant < state.cost:
+        state.offer(stage.net, stage.done, mixture.best[mixture.crossing.nodes])
 
 
 def tighten(state: Search, stage: Stage) -> None:

@@ -7,7 +7,6 @@ prices the bound comes from message passing and the choice from its decoding, im
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from tapestry.plan.solver.ascent import Messages
 from tapestry.plan.solver.bound import Multipliers
 from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.pairs import proved
 
 CUTS = 150  # choices that the model remembers
@@ -23,9 +23,13 @@ STALL = 25  # rounds without progress after which it goes on in another way, or 
 PACE, SLOW = 0.01, 1e-4  # of steps along the excess: at first, and when they may stop
 NEWS = 3  # times that get a price in one round
 GENTLE = 0.3  # of the time for making a choice fit, at the highest peaks alone
+FALLS, FALL = 10, 4.0  # prices that fall from very high ones, each by this factor
+SWELL = 1.2  # of what is added to prices, from round to round
+FIRST = 0.3  # of the budget, for messages without new prices
+STILL = 1e-5  # of the bound: messages that raise it by less have settled
+BOX = 0.2  # of the gap: how far prices may go at once, at first
 GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
 MODEL = 3_000  # units for each cut and active price of the model, about
-MESSAGES = 5  # rounds of growing prices for which messages are left as they are
 
 
 @dataclass(slots=True)
@@ -96,7 +100,7 @@ class Prices:
         better = bound > self.best
         if better:
             if not first and bound > self.best + 2e-5 * abs(self.best):
-                self.box = min(self.box * 1.3, 0.1 * abs(bound))
+                self.box = min(self.box * 1.3, max(self.box, 0.1 * abs(bound)))
             self.best, self.best_price = bound, self.price
         else:
             self.box *= 0.7
@@ -136,6 +140,14 @@ class Ascent(Prices):
         tails, heads = self.messages.spread(self.best_message)
         return Multipliers(self.best_price / self._unit() if len(net.usage.limit) else self.best_price, tails, heads)
 
+    def learn(self, bound: float, choice: np.ndarray) -> np.ndarray:
+        """Keep better prices and a cut, from what messages at the present ones say; how far the choice passes the limits."""
+        cost, over = self.messages.cost(self.messages.unary, choice)[0], self.excess(choice)
+        if self.judge(bound - self.offset(), cost):
+            self.best_message = self.messages.message.copy()
+        self.cut(cost, over)
+        return over
+
 
 def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """The prices in a box that maximise ``min_k costs[k] + rows[k] · prices``."""
@@ -166,16 +178,17 @@ def ascend(
     messages: Messages,
     price: np.ndarray,
     budget: Budget,
-    found: Callable[[np.ndarray, float], float],
+    mixture: Mixture,
     sweeps: int = 3,
     rounds: int = 1000,
+    forcing: Budget | None = None,
 ) -> Ascent:
     """Raise the bound until it stalls, meets the best choice or the budget is over.
 
     Args:
         price: to start from, for each time (of the resource, not per limit).
-        found: told every choice that keeps to the limits, with its cost (less the network's constant); returns the least
-            cost known.
+        mixture: sees every choice, with the prices that it comes from.
+        forcing: for raising prices until a choice keeps to the limits, where none is known.
     """
     use = messages.net.usage
     state = Ascent(price * np.maximum(use.limit, 1.0), messages=messages, best_message=messages.message.copy())
@@ -183,21 +196,16 @@ def ascend(
     state.active = [int(t) for t in np.flatnonzero(price)]
     unary, least, last, stall = state.unary(), np.inf, -np.inf, 0
     for k in range(rounds):
-        bound = 0.0
-        for _ in range(sweeps if k else 10 * sweeps):
-            messages.sweep(unary, reverse=False)
-            bound = messages.sweep(unary, reverse=True)
-            budget.spend(2 * messages.work)
-            if budget.over():
-                break
+        bound = _pass(messages, unary, budget if k else budget.share(FIRST), sweeps if k else 10 * sweeps)
         choice = messages.descend(unary, messages.decode(unary), 5)
         budget.spend(2 * messages.work)
-        (cost, allowed), over = messages.cost(messages.unary, choice), state.excess(choice)
-        if state.judge(bound - state.offset(), cost):
-            state.best_message = messages.message.copy()
-        if allowed and over.max(initial=0.0) <= 0:
-            least = found(choice, cost)
-        state.cut(cost, over)
+        over = state.learn(bound, choice)
+        least = mixture.see(choice, state.price / np.maximum(use.limit, 1.0))
+        if not k and not np.isfinite(least):
+            least = force(state, forcing or budget, mixture)
+            over = state.excess(choice)
+        if not k and np.isfinite(least):
+            state.box = max(state.box, BOX * (least - state.best))
         stall = 0 if state.best > last + 2e-5 * abs(last) or not np.isfinite(last) else stall + 1
         last = state.best if stall == 0 else last
         if stall > STALL and not state.pace and state.active:
@@ -213,49 +221,76 @@ def ascend(
     return state
 
 
-def force(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float]) -> bool:
-    """Raise the best prices wherever the limit is passed until a choice keeps to it; whether one did.
+def _pass(messages: Messages, unary: np.ndarray, budget: Budget, most: int) -> float:
+    """Messages there and back, up to so many times while the bound rises; the bound of the last."""
+    last = -np.inf
+    for _ in range(most):
+        messages.sweep(unary, reverse=False)
+        bound = messages.sweep(unary, reverse=True)
+        budget.spend(2 * messages.work)
+        if budget.over() or bound - last <= STILL * abs(bound):
+            return bound
+        last = bound
+    return last
 
-    First at the highest peaks alone, which costs least; where that takes too long, wherever there is a peak.
+
+def force(state: Ascent, budget: Budget, mixture: Mixture) -> float:
+    """Raise the prices wherever the limit is passed until a choice keeps to it; the least cost known then.
+
+    First prices so high that little else counts, then lower ones, as long as mixing brings a choice that fits; else from the
+    best prices upwards, at the highest peaks alone, which costs least, and where that takes too long, wherever there is one.
+    Every round's bound counts then, so that the best prices come close meanwhile.
     """
-    messages, kept = state.messages, state.messages.message.copy()
-    fits = _push(state, budget.share(GENTLE), found, gentle=True) or _push(state, budget, found, gentle=False)
-    messages.message = kept
-    return fits
+    least = _frugal(state, budget.share(GENTLE), mixture)
+    if np.isfinite(least):
+        return least
+    least = _push(state, budget.share(GENTLE), mixture, gentle=True)
+    return least if np.isfinite(least) else _push(state, budget, mixture, gentle=False)
 
 
-def _push(state: Ascent, budget: Budget, found: Callable[[np.ndarray, float], float], *, gentle: bool) -> bool:
-    """Prices from the best ones upwards.
-
-    The choice of the round before gives way node by node; now and then messages follow the prices, so that nodes which
-    forbidden joint choices tie together give way together.
-    """
+def _frugal(state: Ascent, budget: Budget, mixture: Mixture) -> float:
+    """Choices at equal prices for all times, from very high ones downwards; the least cost known then."""
     messages, use = state.messages, state.messages.net.usage
-    state.price = state.best_price.copy()
+    unit, kept = np.maximum(use.limit, 1.0), messages.message.copy()
+    most = float(use.priced(1.0 / unit, len(messages.net.unary)).max(initial=0.0))
+    least = np.inf
+    for k in range(FALLS if most > 0 else 0):
+        price = np.full(len(unit), 0.1 * messages.large / most / FALL**k) / unit
+        unary = messages.unary + use.priced(price, len(messages.net.unary))[messages.label]
+        _pass(messages, unary, budget, 1 if k else 3)
+        least = mixture.see(messages.descend(unary, messages.decode(unary), 2), price)
+        budget.spend(2 * messages.work)
+        if budget.over() or (k and not np.isfinite(least)):
+            break
+    messages.message = kept
+    return least
+
+
+def _push(state: Ascent, budget: Budget, mixture: Mixture, *, gentle: bool) -> float:
+    """Prices from the best ones upwards; messages follow them, and every choice is mixed with those before."""
+    messages, use = state.messages, state.messages.net.usage
+    state.price, unit = state.best_price.copy(), np.maximum(use.limit, 1.0)
     window = max(1, int(np.median(use.hi - use.lo))) if len(use.lo) else 1  # about as long as a usage lasts
     step = 0.02 * max(abs(state.best), 1e-300) * (1.0 if gentle else min(1.0, window / max(len(use.limit), 1)))
-    last, fits = messages.decode(state.unary()), False
-    for k in range(60 if gentle else 400):
-        unary = state.unary()
-        tries = [messages.descend(unary, last, 10 if gentle else 5)]
-        budget.spend(4 * messages.work)
-        if not gentle and k % MESSAGES == MESSAGES - 1:
-            messages.sweep(unary, reverse=False)
-            messages.sweep(unary, reverse=True)
-            tries.append(messages.descend(unary, messages.decode(unary), 5))
-        seen = [(float(state.excess(c).max(initial=0.0)), *messages.cost(messages.unary, c), c) for c in tries]
-        for over, cost, allowed, choice in seen:
-            if allowed and over <= 0:
-                found(choice, cost)
-                fits = True
-        last = min(seen, key=lambda s: (not s[2], s[0]))[3]
-        if fits or budget.over():
-            break
-        over = state.excess(last)
+    least, best = np.inf, mixture.ranks()
+    for _ in range(60 if gentle else 400):
+        over = state.excess(best)
         state.watch(over)
         at = np.array([t for t in state.active if over[t] > 0], np.int64) if gentle else _peaks(over, window)
+        state.price = state.price.copy()
         state.price[at] = state.price[at] * (1.2 if gentle else GROWTH) + step
-    return fits
+        step *= SWELL if over.max(initial=0.0) < 0.2 else SWELL**4
+        unary = state.unary()
+        bound = _pass(messages, unary, budget, 1)
+        choice = messages.descend(unary, messages.decode(unary), 2)
+        state.learn(bound, choice)
+        mixture.see(choice, state.price / unit)
+        least = mixture.see(messages.descend(unary, mixture.ranks(), 2), state.price / unit)
+        budget.spend(4 * messages.work)
+        if np.isfinite(least) or budget.over():
+            break
+        best = mixture.ranks()
+    return least
 
 
 def _peaks(over: np.ndarray, window: int) -> np.ndarray:

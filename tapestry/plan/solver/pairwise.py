@@ -21,7 +21,7 @@ from tapestry.plan.solver.pairs import PROVED, Infeasible, Instance, from_instan
 
 EXACT = 150_000  # joint choices up to which the whole network goes to HiGHS
 BRANCH = 400_000  # the same for branch and bound: where prices take seconds
-SHARE = 0.2  # of the budget left, for the first search for prices, or one linear relaxation
+SHARE = 0.2  # of the budget left, for the first search for prices (twice that of large networks), or one linear relaxation
 TURN = 0.04  # of the budget, for neighbourhoods or for branching before the other's turn
 NODES = 10  # of HiGHS in a quick search: its root finds nearly all that 200 find in ten times the time
 TRIES = 2  # searches for prices of the whole
@@ -81,13 +81,15 @@ def _work(state: Search, stage: Stage) -> None:
             tree = tree or Tree(stage.copy())
             tree.run(state, budget.part(2 * turn))
         if not (state.quick or state.closed()):
-            improve(state, stage, budget.part(turn if tree else 2 * turn), known, rng)
+            alone = len(tried) == TRIES and tree is None and len(stage.net.a) > BRANCH  # nothing else will change
+            improve(state, stage, budget.part(budget.left() if alone else turn if tree else 2 * turn), known, rng)
 
 
 def _shrink(state: Search, stage: Stage) -> None:
     """Bound, rule out and reduce while that makes the network much smaller."""
     while True:
-        before, share = stage.net.weight(), SHARE if not np.isfinite(state.bound) else SHARE / 2
+        before = stage.net.weight()
+        share = (SHARE if before <= BRANCH else 2 * SHARE) * (0.5 if np.isfinite(state.bound) else 1.0)
         state.raise_bound(raise_prices(state, stage, state.budget.share(share)))
         state.note(f"prices for {int((stage.price > 0).sum())} times")
         state.budget.spend(200 * stage.net.weight())

@@ -13,9 +13,10 @@ import pytest
 
 from bench.planning import iopddl
 from tapestry.plan.solver import neighbourhood, network, pairwise
-from tapestry.plan.solver.ascent import LEVELS, Messages, levels
+from tapestry.plan.solver.ascent import LEVELS, PEELS, Messages, levels
 from tapestry.plan.solver.bound import Multipliers, certify, rule_out
 from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.lagrange import ascend
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network_reduction import Reduction, components, limit_usage, reduce
@@ -143,7 +144,7 @@ def test_messages_and_prices_never_pass_the_optimum(seed):
     if not len(net.nodes()):
         return
     messages = Messages(net)
-    state = ascend(messages, np.zeros(len(net.usage.limit)), Budget.of(5.0), lambda _, c: c)
+    state = ascend(messages, np.zeros(len(net.usage.limit)), Budget.of(5.0), Mixture(messages))
     multipliers = state.multipliers()
     proof = certify(net, multipliers)
     assert proof.bound == pytest.approx(state.best + net.constant, abs=1e-6)
@@ -319,7 +320,7 @@ def test_long_chains_have_few_levels(many):
     tail = np.arange(many - 1)
     found = levels(many, tail, tail + 1)
     assert (found[tail] != found[tail + 1]).all()
-    assert found.max() < (many if many < LEVELS else LEVELS + 3)
+    assert found.max() < (many if many < LEVELS else LEVELS + PEELS + 3)
 
 
 def test_the_file_format_and_the_command(tmp_path):
