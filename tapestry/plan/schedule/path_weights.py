@@ -131,7 +131,7 @@ class Master:
         return np.maximum(np.floor(out / GRAIN + 0.4) - 1.0, 0.0) * GRAIN  # (equal to the last bit, and never more)
 
     def _alike(self, found: np.ndarray) -> np.ndarray:
-        """Flows of a large problem with those that leave equal operations, or move equal tensors, evened out: layers that repeat
+        """Flows of a large problem, evened out where they leave equal operations or move equal tensors: layers that repeat
         then have equal weights, and the solver works them out once."""
         if not self.paths.large:
             return found

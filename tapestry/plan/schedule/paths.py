@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tapestry.ir.graph import Block
+from tapestry.ir.graph import Block, Op
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.network import Factor
 
@@ -28,7 +28,7 @@ class Arc(NamedTuple):
 
     Attributes:
         flows: positions of the transfers in between, of different tensors: they follow each other on the one transfer stream.
-        along: whether it waits for all of the first operation, merging included.
+        along: whether it waits for all of the first operation, merging included: for what the second one's first kernel reads.
     """
 
     tail: int
@@ -54,12 +54,14 @@ class Paths:
     def __post_init__(self) -> None:
         graph, flows, count = self.problem.graph, self.problem.flows, self.count
         makers = graph.producers()
-        along: dict[tuple[int, int], tuple[int, ...]] = {(i, count): () for i in range(count)}
-        along |= {(makers[t], i): () for i, op in enumerate(graph.ops) for t in op.inputs if t in makers}
+        through: dict[tuple[int, int], tuple[int, ...]] = {(i, count): () for i in range(count)}
+        first = {(makers[t], i) for i, op in enumerate(graph.ops) for t in _first_read(op) if t in makers}
+        through |= dict.fromkeys(sorted(first), ())
         for k, f in enumerate(flows):
             ends = f.maker, f.reader if f.reader >= 0 else count
-            along[ends] = (*along.get(ends, ()), k)
-        arcs = [Arc(i - 1, i, (), False) for i in range(count)] + [Arc(*ends, ks, True) for ends, ks in along.items()]
+            through[ends] = (*through.get(ends, ()), k)
+        arcs = [Arc(i - 1, i, (), False) for i in range(count)]
+        arcs += [Arc(*ends, ks, ends in first or ends[1] == count) for ends, ks in through.items()]
         self.arcs = sorted(arcs, key=lambda a: (a.head, a.tail, a.along))
         self.waits = np.array([isinstance(op, Block) and op.lowers for op in graph.ops], bool)
         tensors: dict[tuple[int, str], list[int]] = {}
@@ -135,3 +137,10 @@ class Paths:
             else:
                 pairs.append(Factor((f.maker, f.reader), table))
         return [*(Factor((i,), u) for i, u in enumerate(unary)), *pairs]
+
+
+def _first_read(op: Op) -> set[str]:
+    """Tensors that an operation's first kernel reads: not those that only finish what was merged."""
+    if isinstance(op, Block) and op.monoid:
+        return {op.reads[k].tensor for k in op.body_reads()}
+    return set(op.inputs)

@@ -242,7 +242,8 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
     computed once.
 
     On the clock, readers may share a transfer, one footprint may cover another, a device that receives nothing goes on, and
-    what may travel round a ring is waited for less: so a flow counts a reader's dearest footprint that a device lacks.
+    what may travel round a ring, or is read after states are merged alone, is waited for less: so a flow counts a reader's
+    dearest footprint that a device lacks, less what may hide it.
     """
     graph, topo = problem.graph, problem.topo
     t = graph.tensors[tensor]
@@ -250,7 +251,7 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
     sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
     columns: dict[bytes, int] = {}
     wanted: list[Boxes] = []
-    needs, waits = list[list[int]](), list[list[tuple[int, np.ndarray | float]]]()
+    needs, waits = list[list[int]](), list[list[tuple[int, np.ndarray | float, np.ndarray]]]()
     op, menu, kept = graph.ops[reader], problem.menus[reader], lanes(topo)
     for n, (s, reads) in enumerate(zip(menu.strategies, menu.reads, strict=True)):
         mine: dict[int, None] = {}
@@ -262,11 +263,17 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
             mine[columns[raw]] = None
         needs.append(list(mine))
         rings = ring_floors(op, graph, s, reads, menu.own[:, n], kept, topo) if isinstance(op, Block) and op.inner else {}
-        waits.append([(columns[reads[k].tobytes()], rings[k][:, None] if k in rings else np.inf) for k in where])
+        late = isinstance(op, Block) and op.lowers and (bool(rings) or bool(merges(op, s)))
+        hides = (menu.own[:, n] + menu.merging[n])[:, None] if late else np.zeros((len(kept), 1))
+        early = op.body_reads() if isinstance(op, Block) and late else frozenset(where)
+        waits.append([
+            (columns[reads[k].tobytes()], rings[k][:, None] if k in rings else np.inf, hides * (k not in early)) for k in where
+        ])  # fmt: skip
     found = transfer.costs(sources, wanted, itemsize(t.dtype), topo).seconds
     lacking = _lacking(sources, wanted, topo) * found
     at = [rows[layout] for layout in held]
-    least = np.stack([np.max([np.minimum(lacking[:, :, n], ring) for n, ring in w], axis=0) for w in waits], axis=2)
+    waiting = [[np.clip(lacking[:, :, n] - hidden, 0.0, ring) for n, ring, hidden in w] for w in waits]
+    least = np.stack([np.max(w, axis=0) for w in waiting], axis=2)
     return np.stack([found[:, n].sum(axis=1) for n in needs], axis=1)[at], least[:, at]
 
 

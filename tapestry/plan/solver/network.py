@@ -19,6 +19,7 @@ from tapestry.plan.solver.pairs import FORBIDDEN, PROVED, Instance, Solution, Us
 from tapestry.plan.solver.shared_prices import WORTH, Demand, SharedPrices
 
 FLAT = 400_000  # joint choices of all pairs: larger networks with limits are not laid out flat
+BRIEF = 20_000  # joint choices of all pairs up to which a quick search goes on where prices leave little of a gap
 MOST = 20_000_000  # the same without limits, where a solve is one of many
 
 
@@ -74,22 +75,15 @@ def solve(
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
-    fewer = None
-    if not plain or net.cells() > FLAT:  # (large networks repeat, or cannot be solved at all otherwise)
-        tables = [(f.nodes, f.table) for f in net.factors]
-        fewer = undominated(net.sizes, tables, [(d.node, d.amounts) for d in net.demands])
-    small = net
-    if fewer is not None:
-        factors = [Factor(*t) for t in fewer.restrict([(f.nodes, f.table) for f in net.factors])]
-        demands = [Demand(d.node, d.lo, d.hi, d.amounts[fewer.kept[d.node]]) for d in net.demands]
-        small = Network(fewer.sizes, factors, demands, net.limits)
-        start = None if start is None else fewer.shrink(start)
+    fewer, small = _without_beaten(net) if not plain or net.cells() > FLAT else (None, net)  # (large networks repeat)
+    start = fewer.shrink(start) if fewer is not None and start is not None else start
     exact = SharedPrices(small.sizes, [(f.nodes, f.table) for f in small.factors], small.demands, np.array(small.limits, float))
     known = exact.search(price, gap, budget)
     if known is not None:  # all that there is to know without limits, or so near that a large network is not laid out flat
         bound = max(bound, known.bound)
-        closed = not small.demands or proved(known.objective, bound, max(gap, WORTH) if quick else gap) or small.cells() > FLAT
-        if closed:
+        cells = small.cells()
+        enough = max(gap, WORTH) if quick and cells > BRIEF else gap
+        if not small.demands or proved(known.objective, bound, enough) or cells > FLAT:
             return _given(net, fewer, known, given, bound)
         start = known.choice if np.isfinite(known.objective) else start
     elif plain and small.cells() > MOST:
@@ -99,6 +93,16 @@ def solve(
     result = pairwise.search(_instance(sizes, factors, small), budget, begin, bound, gap, quick).solution()
     result = Solution(result.choice[: len(net.sizes)], result.objective, result.bound, exact.price)
     return _given(net, fewer, result, given, bound)
+
+
+def _without_beaten(net: Network) -> tuple[Undominated | None, Network]:
+    """The network of the choices that no other one beats."""
+    tables = [(f.nodes, f.table) for f in net.factors]
+    fewer = undominated(net.sizes, tables, [(d.node, d.amounts) for d in net.demands])
+    if fewer is None:
+        return None, net
+    demands = [Demand(d.node, d.lo, d.hi, d.amounts[fewer.kept[d.node]]) for d in net.demands]
+    return fewer, Network(fewer.sizes, [Factor(*t) for t in fewer.restrict(tables)], demands, net.limits)
 
 
 def _given(net: Network, fewer: Undominated | None, found: Solution, given: Sequence[int] | None, bound: float) -> Solution:

@@ -69,7 +69,27 @@ y: f32[3, 12] = op [c: 3, h: 12]
 output y
 """
 
-GRAPHS = {"products": PRODUCTS, "branches": BRANCHES, "window": WINDOW}
+RESIDUAL = """graph residual
+input x: f32[16, 16]
+input w: f32[16, 16]
+a: f32[16, 16] = op [i: 16, n: 16]
+  reads x[i, n]
+  body tanh(x)
+b: f32[16, 16] = op [i: 16, n: 16 | m: 16 sum]
+  reads x[i, m], w[m, n], r = a[n, i]
+  body x * w
+  then acc0 + r
+c: f32[16] = op [i: 16 | n: 16 sum]
+  reads a[i, n]
+  body a
+d: f32[16] = op [i: 16 | n: 16 max]
+  reads b[i, n], s = c[i]
+  body b
+  then acc0 - s
+output d
+"""
+
+GRAPHS = {"products": PRODUCTS, "branches": BRANCHES, "window": WINDOW, "residual": RESIDUAL}
 
 
 def topologies() -> dict[str, Topology]:
