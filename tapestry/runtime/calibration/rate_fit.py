@@ -21,6 +21,7 @@ ROUNDS = 20
 BEYOND = 8.0
 FAR = 0.4  # of the logarithm of p / t
 FASTEST = 1e18  # FLOP/s or B/s of what no measurement shows to cost anything
+Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 
@@ -43,19 +44,19 @@ def kernel_point(kind: str, heavy: float, light: float, nbytes: float, seconds: 
     return KernelPoint(kind, heavy + light, 0.0, nbytes, seconds, dtype)
 
 
-def coefficients(columns: np.ndarray, seconds: np.ndarray, least: np.ndarray | None = None) -> np.ndarray:
+def coefficients(columns: Array, seconds: Array, least: Array | None = None) -> Array:
     """The x with the least relative errors of ``columns @ x`` against ``seconds`` (all above zero); none below ``least``."""
-    least = np.zeros(columns.shape[1]) if least is None else least
-    found, predicted, rest = least, seconds, seconds - columns @ least
+    low: Array = np.zeros(columns.shape[1]) if least is None else least
+    found, predicted, rest = low, seconds, seconds - columns @ low
     for _ in range(ROUNDS):
         far = np.maximum(np.abs(np.log(predicted / seconds)) / FAR, 1.0)
         weight = 1 / np.sqrt(predicted * seconds * far)
-        found = least + _not_negative(columns * weight[:, None], rest * weight)
+        found = low + _not_negative(columns * weight[:, None], rest * weight)
         predicted = np.maximum(columns @ found, seconds * 1e-3)
     return found
 
 
-def _not_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _not_negative(a: Array, b: Array) -> Array:
     """Least squares with no coefficient below zero: the best over the columns that take part (there are at most four)."""
     scale = np.where((norm := np.linalg.norm(a, axis=0)) > 0, norm, 1.0)
     best, out = np.inf, np.zeros(a.shape[1])
@@ -87,7 +88,7 @@ def vector_rate(points: Sequence[KernelPoint]) -> float:
     return 1 / max(float(coefficients(columns, seconds, _least(columns, seconds))[3]), 1 / FASTEST)
 
 
-def _least(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def _least(columns: Array, seconds: Array) -> Array:
     """Rates of at most `BEYOND` times what the fastest measurement reached, so that nothing large comes out free; a launch
     may take no time."""
     best = np.max(columns / seconds[:, None], axis=0)
