@@ -74,16 +74,8 @@ def solve(
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
-    fewer = None
-    if not plain or net.cells() > FLAT:  # (large networks repeat, or cannot be solved at all otherwise)
-        tables = [(f.nodes, f.table) for f in net.factors]
-        fewer = undominated(net.sizes, tables, [(d.node, d.amounts) for d in net.demands])
-    small = net
-    if fewer is not None:
-        factors = [Factor(*t) for t in fewer.restrict([(f.nodes, f.table) for f in net.factors])]
-        demands = [Demand(d.node, d.lo, d.hi, d.amounts[fewer.kept[d.node]]) for d in net.demands]
-        small = Network(fewer.sizes, factors, demands, net.limits)
-        start = None if start is None else fewer.shrink(start)
+    fewer, small = _fewer(net) if not plain or net.cells() > FLAT else (None, net)  # (large networks repeat)
+    start = fewer.shrink(start) if fewer is not None and start is not None else start
     exact = SharedPrices(small.sizes, [(f.nodes, f.table) for f in small.factors], small.demands, np.array(small.limits, float))
     known = exact.search(price, gap, budget)
     if known is not None:  # all that there is to know without limits, or so near that a large network is not laid out flat
@@ -99,6 +91,16 @@ def solve(
     result = pairwise.search(_instance(sizes, factors, small), budget, begin, bound, gap, quick).solution()
     result = Solution(result.choice[: len(net.sizes)], result.objective, result.bound, exact.price)
     return _given(net, fewer, result, given, bound)
+
+
+def _fewer(net: Network) -> tuple[Undominated | None, Network]:
+    """The choices that others do not beat, and the network of them."""
+    tables = [(f.nodes, f.table) for f in net.factors]
+    fewer = undominated(net.sizes, tables, [(d.node, d.amounts) for d in net.demands])
+    if fewer is None:
+        return None, net
+    demands = [Demand(d.node, d.lo, d.hi, d.amounts[fewer.kept[d.node]]) for d in net.demands]
+    return fewer, Network(fewer.sizes, [Factor(*t) for t in fewer.restrict(tables)], demands, net.limits)
 
 
 def _given(net: Network, fewer: Undominated | None, found: Solution, given: Sequence[int] | None, bound: float) -> Solution:
