@@ -20,7 +20,7 @@ from tapestry.pipeline import PASSES
 from tapestry.saved_build import verify_build
 from tapestry.viz import progress
 from tapestry.viz.format import human
-from tapestry.viz.tables import ms
+from tapestry.viz.tables import ms, proof
 
 FOLDER = Path("build/demo")
 DEVICES = 4
@@ -62,7 +62,7 @@ def summary(r: Mapping[str, Any], laws: Mapping[str, int], document: Mapping[str
     table.add_column()
     sizes = f"{r['nodes']} nodes → {r['ops']} operations → {r['signatures']} distinct"
     table.add_row("model", f"ResNet-50, random weights: {sizes}")
-    gap = f"gap {r['gap']:.2%}" + (" (proved)" if r["gap"] < 1e-6 else "")
+    gap = f"gap {r['gap']:.2%}{proof(r)}"
     table.add_row("plan", f"objective {ms(r['objective_s'])}, lower bound {ms(r['lower_bound_s'])}, {gap}")
     table.add_row("verified", f"{sum(laws.values()):,} checks of {len(laws)} laws from the files alone, all hold")
     for name, out in document["outputs"].items():

@@ -17,13 +17,21 @@ from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.task import Task
+from tapestry.plan.task import STEPS, Task
 from tapestry.plan.topology import Topology, to_data
+from tapestry.rewrites.core.driver import disabled_by
+
+
+def lifted_of(runner: Runner) -> Lifted:
+    """The model as the plan has it: with recurrences whole, or step by step."""
+    moves = (*runner.get("constraints", Constraints).moves, *runner.get("planned", Planned).moves)
+    whole = runner.values["whole"] is not None and STEPS in disabled_by(moves)
+    return runner.get("whole" if whole else "lifted", Lifted)
 
 
 def build_of(runner: Runner) -> store.Build:
     """The build that the passes made; its report is still empty."""
-    lifted, priced = runner.get("lifted", Lifted), runner.get("plan", PricedPlan)
+    lifted, priced = lifted_of(runner), runner.get("plan", PricedPlan)
     topology = replace(runner.get("topology", Topology), mesh=priced.plan.mesh)
     constants: dict[str, tuple[int, int]] = {}
     offset = 0
@@ -47,7 +55,7 @@ def plan_hash(build: store.Build) -> str:
 
 def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
-    lifted, planned = runner.get("lifted", Lifted), runner.get("planned", Planned)
+    lifted, planned = lifted_of(runner), runner.get("planned", Planned)
     constraints = runner.get("constraints", Constraints)
     requests: dict[str, Any] = {"pins": list(runner.values["pins"]), "layouts": list(runner.values["layouts"])}
     if constraints.given:
@@ -65,7 +73,7 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
 def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The plan in numbers."""
     priced, topology = runner.get("plan", PricedPlan), runner.get("topology", Topology)
-    graph, program, lifted = priced.plan.graph, priced.program, runner.get("lifted", Lifted)
+    graph, program, lifted = priced.plan.graph, priced.program, lifted_of(runner)
     loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
     timed = simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh))
     return {

@@ -23,7 +23,8 @@ from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
-from tapestry.lift.onnx_to_graph import Lifted, ModelSource
+from tapestry.lift import onnx_to_graph
+from tapestry.lift.onnx_to_graph import Lifted, ModelSource, Symbols
 from tapestry.plan.fusion import Machine
 from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.layout_constraints import LayoutConstraints
@@ -34,7 +35,7 @@ from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.solver.budget import Budget, Found
-from tapestry.plan.task import Task, staging
+from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import Topology, shared
 from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import Move, parse_move
@@ -42,6 +43,7 @@ from tapestry.sharding.annotations import Annotations, Given, constraints, stage
 from tapestry.verify import certificate
 
 log = logging.getLogger("tapestry")
+RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
 BARE = 1 << 16  # bytes; who gives less memory than this without a unit may have meant MiB
 
 
@@ -95,6 +97,17 @@ def _nbytes(t: Any) -> int:
     return math.prod(d.dim_value for d in t.shape.dim) * helper.tensor_dtype_to_np_dtype(t.elem_type).itemsize
 
 
+def lift_whole(source: ModelSource, symbols: Symbols, also_whole: bool, seed: int) -> Lifted | None:
+    """The model once more with its recurrences as one operation each, to be planned beside their steps; ``None`` where it has
+    none, or where that is not asked for."""
+    if not also_whole or not any(n.op_type in RECURRENT for n in source.model.graph.node):
+        return None
+    model = type(source.model)()
+    model.CopyFrom(source.model)
+    copy = replace(source, model=model)
+    return onnx_to_graph.lift_nodes(copy, symbols, onnx_to_graph.normalize(copy, symbols, False), False, seed)
+
+
 def simplify(lifted: Lifted, annotations: Annotations | None) -> Graph:
     """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart."""
     return lifted.graph if annotations and not staged(annotations) else driver.simplify(lifted.graph)
@@ -119,7 +132,7 @@ def constrain(
 
 
 def resume(
-    lifted: Lifted, graph: Graph, constraints: Constraints, earlier: store.Build | None
+    lifted: Lifted, whole: Lifted | None, graph: Graph, constraints: Constraints, earlier: store.Build | None
 ) -> tuple[Graph, Constraints, Start]:
     """The graph that an earlier search ended with, made again from the model; its strategies and its bound."""
     if earlier is None:
@@ -138,7 +151,8 @@ def resume(
     try:
         moves = [parse_move(m) for m in earlier.moves]
         disabled = driver.disabled_by(moves)
-        again = driver.replay(driver.simplify(lifted.graph, disabled=disabled) if disabled else graph, moves)
+        begin = whole.graph if whole and STEPS in disabled else lifted.graph
+        again = driver.replay(driver.simplify(begin, disabled=disabled) if disabled else graph, moves)
     except TapestryError as e:
         log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
         return graph, constraints, start
@@ -163,9 +177,9 @@ def cut_pinned_scans(
 
 
 def state_task(
-    lifted: Lifted, constraints: Constraints, start: Start, earlier: store.Build | None, topology: Topology,
-    request: Request, target: str, precision: str, exact: bool, time_limit: float | None, interrupt: threading.Event,
-    found: Found,
+    lifted: Lifted, whole: Lifted | None, constraints: Constraints, start: Start, earlier: store.Build | None,
+    topology: Topology, request: Request, target: str, precision: str, exact: bool, time_limit: float | None,
+    interrupt: threading.Event, found: Found,
 ) -> tuple[Task, Budget]:  # fmt: skip
     """Everything that the search is asked for but the graph, and how long it may take."""
     given, free = constraints.given, constraints.rewritable
@@ -179,7 +193,9 @@ def state_task(
         fixed=replace(given.fixed if given else LayoutConstraints(), exact=exact), start=start, rewritable=free,
         request=staging(request, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
         machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves),
-        lifted=lifted.graph if free and not earlier else None, meter=budget.meter,
+        lifted=lifted.graph if free and not earlier else None,
+        whole=whole.graph if whole and free and STEPS not in driver.disabled_by(constraints.moves) else None,
+        meter=budget.meter,
     )  # fmt: skip
     return task, budget
 

@@ -19,7 +19,6 @@ from tapestry.build import store
 from tapestry.errors import TapestryError
 from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
-from tapestry.lift import Lifted
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
@@ -38,16 +37,17 @@ PASSES = (
     Pass("lift",     lift.read_model,                     "model weights",                          "source"),
     Pass("lift",     lift.bind_symbols,                   "source shapes",                          "symbols"),
     Pass("lift",     passes.check_memory,                 "source topology memory",                 ""),
+    Pass("lift",     passes.lift_whole,                   "source symbols also_whole seed",         "whole"),
     Pass("lift",     lift.normalize,                      "source symbols unroll_steps",            "prepared"),
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
     Pass("simplify", passes.simplify,                     "lifted annotations",                     "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
                                                           "layouts pins exact",                     "graph constraints"),
-    Pass("search",   passes.resume,                       "lifted graph constraints earlier",       "graph constraints start"),
+    Pass("search",   passes.resume,                       "lifted whole graph constraints earlier", "graph constraints start"),
     Pass("search",   passes.cut_pinned_scans,             "lifted graph constraints topology "
                                                           "exact",                                  "graph constraints"),
-    Pass("search",   passes.state_task,                   "lifted constraints start earlier "
+    Pass("search",   passes.state_task,                   "lifted whole constraints start earlier "
                                                           "topology request target precision "
                                                           "exact time_limit interrupt found",       "task budget"),
     Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
@@ -124,7 +124,7 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
     build = build_report.build_of(runner)
     document = build_report.document(runner, build)
     document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - start, 4)}
-    lifted = runner.get("lifted", Lifted)
+    lifted = build_report.lifted_of(runner)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
         build=replace(build, report=document), constants=constants, kernels=runner.values["kernels"],
@@ -150,6 +150,7 @@ def _values(options: Options) -> dict[str, Any]:
     return {
         "model": options.model, "weights": options.weights, "seed": options.seed, "memory": options.memory,
         "shapes": options.shapes or (annotations.shapes(marks) if marks else {}), "unroll_steps": _unroll_steps(options, topo),
+        "also_whole": _also_whole(options, topo) and not marks,
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
@@ -171,6 +172,13 @@ def _unroll_steps(options: Options, topo: Topology) -> bool:
     """Whether recurrences are to be lifted step by step: not where one CPU runs them whole, which is faster there."""
     whole = device_count(topo.mesh) == 1 and options.target == "torch-cpu" and not options.memory
     return not whole or options.exact or bool(options.pins)
+
+
+def _also_whole(options: Options, topo: Topology) -> bool:
+    """Whether recurrences are lifted whole as well, to be planned beside their steps: on several CPUs, where nothing is said of
+    single operations."""
+    said = options.exact or options.pins or options.layouts or options.memory
+    return device_count(topo.mesh) > 1 and options.target == "torch-cpu" and not said
 
 
 def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:

@@ -60,6 +60,10 @@ class Case:
 
         return [f"{tensor}:{one(layout)}" for tensor, layout in self.layouts.items()]
 
+    def free(self) -> list[str]:
+        """Ends whose layout each side chooses."""
+        return [t for t in (*self.inputs, *self.outputs) if t not in self.layouts]
+
     def document(self, name: str, *, other: bool = False) -> dict[str, Any]:
         """What `xla.py` reads; ``other`` asks for the other form."""
         forms = self.other_form if other else {}
@@ -224,6 +228,10 @@ def others() -> dict[str, Case]:
         "reshape, merge": Case(
             nodes=[node("Reshape", "x shape", "r"), node("Relu", "r", "y")], inputs=merge, outputs={"y": [4096, 1024]},
             layouts={"x": {1: D0}}, constants={"shape": [4096, 1024]}, noted=14_680_064 * 8,
+        ),
+        "reshape, merge, rows cut at the end": Case(
+            nodes=[node("Reshape", "x shape", "r"), node("Relu", "r", "y")], inputs=merge, outputs={"y": [4096, 1024]},
+            layouts={"x": {1: D0}, "y": rows}, constants={"shape": [4096, 1024]}, noted=14_680_064,
         ),
         "reshape, split": Case(
             nodes=[node("Reshape", "x shape", "r"), node("Relu", "r", "y")], inputs={"x": [4096, 1024]},

@@ -55,25 +55,15 @@ class Clock:
         return time.thread_time() - start - (self.inside - before)
 
 
-class Timed:
-    """A work whose waiting is counted."""
-
-    def __init__(self, work: Any, clock: Clock) -> None:
-        self.wait = clock.timed(work.wait)
-
-
 def watch(clock: Clock) -> None:
-    """Count what is asked of torch.distributed."""
+    """Count what is asked of torch.distributed, and the waiting for it."""
     import torch.distributed as dist
 
-    for name in ("all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv"):
-        call = clock.timed(getattr(dist, name))
+    from tapestry.runtime.processes import wire
 
-        def run(*args: Any, call: Callable[..., Any] = call, **more: Any) -> Any:
-            found = call(*args, **more)
-            return [Timed(w, clock) for w in found] if isinstance(found, list) else Timed(found, clock)
-
-        setattr(dist, name, run)
+    for name in ("all_reduce", "batch_isend_irecv"):
+        setattr(dist, name, clock.timed(getattr(dist, name)))
+    wire.wait_for = clock.timed(wire.wait_for)
 
 
 def layers(rows: int) -> str:

@@ -22,14 +22,14 @@ from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import WORTH, Improvement
-from tapestry.plan.task import Task
+from tapestry.plan.task import STEPS, Task
 from tapestry.plan.whole_graph import Alternative, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import Move
 
 STRUCTURE = 1.5 * SECOND  # for the built-in structural rules
 FIRST = 0.7  # of the budget, for one form of the model
-UNFUSED = "unfused"
+UNFUSED, WHOLE = "unfused", "recurrences whole"
 NAMED = 4  # forms that a sentence names; more are counted
 SIMPLIFIED = 5e5  # units of work for simplifying an operation
 OTHERS, LEAST = 0.5, 2.0 * SECOND  # of the first form's work, or at least so much, for all others
@@ -182,6 +182,8 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
     """The forms beside the fused one, by what they leave out: fusions, then some simplifications, fewest first."""
     if first.graph is not graph:
         yield UNFUSED, iter([Form(name=UNFUSED, graph=graph, moves=())])
+    if task.whole:
+        yield WHOLE, iter([_whole(task, task.whole)])
     if task.lifted is None:
         return
     seen, differ = [graph.ops], set[str]()
@@ -199,6 +201,14 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
 
     for rules in itertools.chain.from_iterable(itertools.combinations(OPTIONAL, n) for n in range(1, len(OPTIONAL) + 1)):
         yield f"without {' and '.join(rules)}", without_rules(rules)
+
+
+def _whole(task: Task, lifted: Graph) -> Form:
+    """Every recurrence as one operation, which one device runs as a library does, and several cut by batch; all fusions."""
+    graph = simplify(lifted, disabled=task.disabled_rules)
+    task.meter.spent += SIMPLIFIED * len(lifted.ops)
+    new, fusions = fused(graph, task.machine, task.disabled_rules) if task.machine else (graph, list[Move]())
+    return Form(name=WHOLE, graph=new, moves=(without(STEPS), *fusions))
 
 
 def _fused_and_not(graph: Graph, task: Task, left_out: tuple[str, ...]) -> Iterator[Form]:
@@ -280,6 +290,7 @@ def compare_whole_graph(
     """
     base = Form(name="", graph=planned.graph, moves=planned.base)
     forms = [base, form] if form.graph.ops != planned.graph.ops else [base]
+    forms += [_whole(task, task.whole)] if task.whole and STEPS not in disabled_by(planned.moves) else []
     alone = [(one_device(f.graph, task.topology, budget), f) for f in forms]
     unsharded = peak(alone[0][0])
     if not task.several_devices:

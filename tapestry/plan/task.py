@@ -28,6 +28,7 @@ from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import disabled_by
 from tapestry.rewrites.core.rule import Move
 
+STEPS = "steps"  # what ``without@steps`` leaves out: writing recurrences out step by step
 _NONE = frozenset[str]()
 
 
@@ -43,6 +44,7 @@ class Task:
         previous_plan: an earlier plan that fits in time only, with the moves to its graph.
         machine: for which fusions are chosen before the search; none: the graph stays as it is.
         disabled_rules: simplifications that the graph was made without.
+        whole: the same with recurrences as one operation each, where it has any.
         lifted: the graph before simplification, to make it again without some of them; none: that is not asked for.
         meter: of the work that planning takes.
         tables: what is known for each way to share dimensions.
@@ -62,6 +64,7 @@ class Task:
     machine: Machine | None = None
     disabled_rules: frozenset[str] = _NONE
     lifted: Graph | None = None
+    whole: Graph | None = None
     meter: Meter = field(default_factory=Meter)
     tables: dict[Mesh, Tables] = field(default_factory=dict[Mesh, Tables])
 

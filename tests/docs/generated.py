@@ -108,6 +108,12 @@ def _per_device(r: Row) -> float:
     return r["xla_bytes"] / result("communication")["devices"]
 
 
+def _ratios(r: Row) -> dict[str, float]:
+    """Our bytes over XLA's by preset, the one first that the bytes shown are planned for."""
+    found = {result("communication")["topology"]: r["bytes"], **r["bytes_elsewhere"]}
+    return {p: n / r["xla_bytes"] for p, n in found.items()}
+
+
 @makes("communication.table")
 def _communication() -> str:
     lines = [
@@ -116,11 +122,13 @@ def _communication() -> str:
             "×".join(map(str, r["mesh"])),
             f"{r['bytes_per_device']:,.0f}",
             f"{_per_device(r):,.0f}",
-            f"{r['ratio_to_xla']:.3f}",
+            *(f"{x:.3f}" for x in _ratios(r).values()),
+            ", ".join(r["free"]) or "none",
         ]
         for r in rows("communication")
     ]
-    return table("case | mesh | Tapestry: | XLA: | ratio:", lines)
+    presets = " | ".join(f"{p}:" for p in _ratios(rows("communication")[0]))
+    return table(f"case | mesh | Tapestry: | XLA: | {presets} | free ends", lines)
 
 
 @makes("communication.cases")
@@ -142,12 +150,19 @@ def _communication_same() -> str:
 def _communication_lost() -> str:
     """Cases in which the plan for another preset sends more than XLA."""
     worse = [
-        [r["case"], preset, f"{total / result('communication')['devices']:,.0f}", f"{total / r['xla_bytes']:.3f}"]
+        [r["case"], preset, f"{x * _per_device(r):,.0f}", f"{x:.3f}"]
         for r in rows("communication")
-        for preset, total in {result("communication")["topology"]: r["bytes"], **r["bytes_elsewhere"]}.items()
-        if total > r["xla_bytes"] * 1.0005
+        for preset, x in _ratios(r).items()
+        if x > 1.0005
     ]
     return table("case | planned for | bytes per device: | ratio to XLA:", worse)
+
+
+@makes("communication.worse")
+def _communication_worse() -> str:
+    """The same in a line."""
+    worse = [f"{r['case']} ({p} {x:.3f})" for r in rows("communication") for p, x in _ratios(r).items() if x > 1.0005]
+    return "; ".join(worse) or "none"
 
 
 # kernels

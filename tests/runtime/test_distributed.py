@@ -25,6 +25,7 @@ from tapestry import api
 from tapestry.build import store
 from tapestry.build.packed_program import Packed, pack, unpack
 from tapestry.errors import TapestryError
+from tapestry.ir.graph import Block
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
 from tapestry.runtime.processes import batches
@@ -118,6 +119,24 @@ def check_trace(trace: dict, ranks: int) -> None:
     for spans in tracks.values():
         for (_, end), (begin, _) in pairwise(sorted(spans)):
             assert begin >= end - 1e-3
+
+
+def test_messages_that_are_checked(tmp_path):
+    """Headers beside every message and every call: the same results, by the same calls."""
+    model, build, found = save("attention"), tmp_path / "build", []
+    whole = api.compile(model, devices=1).build.plan.graph.ops
+    summed = next(o for o in whole if isinstance(o, Block) and o.monoid == "sum" and o.reduce[0].size % 2 == 0)
+    api.compile(model, devices=2, pins=[f"{summed.source[-1]}:{summed.reduce[0].name}=2@d0"]).save(build)
+    for checks in ("0", "1"):
+        env = ENV | {"TAPESTRY_CHECK_MESSAGES": checks}
+        argv = [sys.executable, "-m", "tapestry", "run", str(build), "--processes", "2", "--check", "--json"]
+        done = subprocess.run([*argv, "--output", str(tmp_path / checks)], capture_output=True, text=True, env=env, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert [f["passed"] for f in found] == [True, True]
+    assert (tmp_path / "0" / "y.npy").read_bytes() == (tmp_path / "1" / "y.npy").read_bytes()
+    calls = [[r["backend_calls"] for r in f["ranks"]] for f in found]
+    assert calls[0] == calls[1] and sum(calls[0][0].values()) > 0
 
 
 def test_torchrun_runs_it(tmp_path):

@@ -131,8 +131,8 @@ class Master:
         return np.maximum(np.floor(out / GRAIN + 0.4) - 1.0, 0.0) * GRAIN  # (equal to the last bit, and never more)
 
     def _alike(self, found: np.ndarray) -> np.ndarray:
-        """Flows of a large problem, evened out where they leave equal operations or move equal tensors: layers that repeat then
-        have equal weights, and the solver works them out once."""
+        """Flows of a large problem, evened out where they leave equal operations or move equal tensors: layers that repeat
+        then have equal weights, and the solver works them out once."""
         if not self.paths.large:
             return found
         seconds, menus, out = [id(f.seconds) for f in self.paths.problem.flows], self.paths.problem.menus, found.copy()

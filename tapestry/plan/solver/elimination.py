@@ -108,7 +108,8 @@ class Elimination:
 
 
 def minimise(sizes: Sequence[int], tables: Sequence[Table], most: int) -> tuple[float, list[int], int] | None:
-    """(least cost, a choice of that cost, cells worked out); None where one table would take more than ``most`` cells, or all many times more.
+    """(least cost, a choice of that cost, cells worked out); None where a table would take more than ``most`` cells, or all too
+    many times that.
 
     Args:
         tables: costs by nodes; equal ones should be one array.

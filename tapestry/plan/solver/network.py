@@ -19,6 +19,7 @@ from tapestry.plan.solver.pairs import FORBIDDEN, PROVED, Instance, Solution, Us
 from tapestry.plan.solver.shared_prices import WORTH, Demand, SharedPrices
 
 FLAT = 400_000  # joint choices of all pairs: larger networks with limits are not laid out flat
+BRIEF = 20_000  # joint choices of all pairs up to which a quick search goes on where prices leave little of a gap
 MOST = 20_000_000  # the same without limits, where a solve is one of many
 
 
@@ -74,14 +75,15 @@ def solve(
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
-    fewer, small = _fewer(net) if not plain or net.cells() > FLAT else (None, net)  # (large networks repeat)
+    fewer, small = _without_beaten(net) if not plain or net.cells() > FLAT else (None, net)  # (large networks repeat)
     start = fewer.shrink(start) if fewer is not None and start is not None else start
     exact = SharedPrices(small.sizes, [(f.nodes, f.table) for f in small.factors], small.demands, np.array(small.limits, float))
     known = exact.search(price, gap, budget)
     if known is not None:  # all that there is to know without limits, or so near that a large network is not laid out flat
         bound = max(bound, known.bound)
-        closed = not small.demands or proved(known.objective, bound, max(gap, WORTH) if quick else gap) or small.cells() > FLAT
-        if closed:
+        cells = small.cells()
+        enough = max(gap, WORTH) if quick and cells > BRIEF else gap
+        if not small.demands or proved(known.objective, bound, enough) or cells > FLAT:
             return _given(net, fewer, known, given, bound)
         start = known.choice if np.isfinite(known.objective) else start
     elif plain and small.cells() > MOST:
@@ -93,8 +95,8 @@ def solve(
     return _given(net, fewer, result, given, bound)
 
 
-def _fewer(net: Network) -> tuple[Undominated | None, Network]:
-    """The choices that others do not beat, and the network of them."""
+def _without_beaten(net: Network) -> tuple[Undominated | None, Network]:
+    """The network of the choices that no other one beats."""
     tables = [(f.nodes, f.table) for f in net.factors]
     fewer = undominated(net.sizes, tables, [(d.node, d.amounts) for d in net.demands])
     if fewer is None:

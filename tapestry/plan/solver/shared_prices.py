@@ -24,8 +24,8 @@ LARGEST = 10_000_000  # cells of one table
 ROUNDS = 60  # of better prices, and of growing ones
 CLOSE = 1e-6  # of the bound: what the model promises at least where another round is worth it
 WARM = 0.02  # of the bound: how far the first prices may move that an earlier search left
-STEP, GROWTH = 0.01, 1.5  # of the bound, and of a price: how prices grow until a choice keeps to the limits
-SPREAD = 0.1  # of the best prices: between those of a choice that uses much and of one that uses little
+STEP, GROWTH = 0.002, 1.15  # of the bound, and of a price: how prices grow until a choice keeps to the limits
+SPREADS = (0.1, 0.02)  # of the best prices: between those of a choice that uses much and of one that uses little
 WORTH = 2e-3  # of the cost: how near a choice is sought between two others
 ROUNDING = 1e-12  # of the sums: taken from bounds
 
@@ -156,7 +156,7 @@ class SharedPrices:
         if state is None:
             return None
         self.price = self.over_time(state.best_price)
-        if not proved(self.cost, self.bound, max(gap, WORTH)) and len(begin):
+        if self.bound < np.inf and not proved(self.cost, self.bound, max(gap, WORTH)) and len(begin):
             self.keep(state, gap, budget)
         return Solution(self.choice, self.cost, min(self.bound, self.cost), self.price)
 
@@ -187,9 +187,12 @@ class SharedPrices:
             self.spent = 0.0
             if found is None:
                 return None
+            if found[0] == np.inf:
+                self.bound = np.inf  # no choice is allowed at all
+                break
             used = Ticks.of(now)
             worth = float((np.diff(used.total) * used.tick * self.limits).sum())
-            bound = found[0] - worth - ROUNDING * (abs(found[0]) + worth)
+            bound = found[0] - worth - (ROUNDING * (abs(found[0]) + worth) if self.uses else 0.0)
             cost, over = self.offer(found[1])
             state.judge(bound, cost)
             state.box = min(state.box, WARM * abs(bound)) if warm else state.box
@@ -212,17 +215,20 @@ class SharedPrices:
 
     def keep(self, state: Prices, gap: float, budget: Budget) -> None:
         """Choices within the limits: prices grow until one is, then between the last two prices, and between their choices."""
-        low, high, step = state.best_price * (1 - SPREAD), state.best_price * (1 + SPREAD), STEP * max(abs(state.best), 1e-300)
-        for _ in range(ROUNDS):
-            found = self.least([self.over_time(high)])
-            over = self.offer(found[1])[1] if found else np.zeros(0)
-            if found is None or over.max(initial=0.0) <= 0:
-                break
-            if budget.over():
+        for spread in SPREADS:
+            high, step = state.best_price * (1 + spread), STEP * max(abs(state.best), 1e-300)
+            for _ in range(ROUNDS):
+                found = self.least([self.over_time(high)])
+                over = self.offer(found[1])[1] if found else np.zeros(0)
+                if found is None or over.max(initial=0.0) <= 0:
+                    break
+                if budget.over():
+                    return
+                high = np.where(_most(over, self.row, len(high)) > 0, high * GROWTH + step, high)
+                step *= GROWTH
+            self._between(self.over_time(state.best_price * (1 - spread)), self.over_time(high), max(gap, WORTH), budget)
+            if proved(self.cost, self.bound, max(gap, WORTH)):
                 return
-            high = np.where(_most(over, self.row, len(high)) > 0, high * GROWTH + step, high)
-            step *= GROWTH
-        self._between(self.over_time(low), self.over_time(high), max(gap, WORTH), budget)
 
     def _between(self, low: np.ndarray, high: np.ndarray, gap: float, budget: Budget) -> None:
         """As many nodes as can be at the low prices, and the rest at the high ones; from either end."""

@@ -120,8 +120,8 @@ def started_exchange(group: Group, cells: int, device: torch.device) -> Callable
 class CallClock:
     """Measures calls that all ranks make together."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, settled: Callable[[Sequence[float]], float] = min) -> None:
+        self.device, self.settled = device, settled
 
     def agreed(self, seconds: float) -> float:
         """The largest of all ranks' numbers."""
@@ -130,16 +130,16 @@ class CallClock:
         return float(out[0])
 
     def seconds(self, run: Callable[[], object], window: float) -> float:
-        """Seconds of one call: the mean over as many as fit into a time, of the slowest rank; of repetitions the least, because
-        what others do on the machine only adds to it. All groups make as many calls, so that none is measured while another
-        one rests.
+        """Seconds of one call: the mean over as many as fit into a time, of the slowest rank.
+
+        All groups make as many calls, so that none is measured while another one rests.
         """
         run()  # connections are made by the first call
         once = self.agreed(self._mean(run, 2))
         if once > window:
             return once
         count = max(2, min(4096, int(window / REPEATS / max(once, 1e-7))))
-        return min(self.agreed(self._mean(run, count)) for _ in range(REPEATS))
+        return self.settled([self.agreed(self._mean(run, count)) for _ in range(REPEATS)])
 
     def _mean(self, run: Callable[[], object], count: int) -> float:
         api.barrier()

@@ -18,6 +18,7 @@ import numpy as np
 from tapestry.plan.topology.measured_costs import KernelRates
 
 ROUNDS = 20
+BEYOND = 8.0
 FAR = 0.4  # of the logarithm of p / t
 FASTEST = 1e18  # FLOP/s or B/s of what no measurement shows to cost anything
 T = TypeVar("T")
@@ -42,13 +43,14 @@ def kernel_point(kind: str, heavy: float, light: float, nbytes: float, seconds: 
     return KernelPoint(kind, heavy + light, 0.0, nbytes, seconds, dtype)
 
 
-def coefficients(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The x ≥ 0 with the least relative errors of ``columns @ x`` against ``seconds`` (all above zero)."""
-    found, predicted = np.zeros(columns.shape[1]), seconds
+def coefficients(columns: np.ndarray, seconds: np.ndarray, least: np.ndarray | None = None) -> np.ndarray:
+    """The x with the least relative errors of ``columns @ x`` against ``seconds`` (all above zero); none below ``least``."""
+    least = np.zeros(columns.shape[1]) if least is None else least
+    found, predicted, rest = least, seconds, seconds - columns @ least
     for _ in range(ROUNDS):
         far = np.maximum(np.abs(np.log(predicted / seconds)) / FAR, 1.0)
         weight = 1 / np.sqrt(predicted * seconds * far)
-        found = _not_negative(columns * weight[:, None], seconds * weight)
+        found = least + _not_negative(columns * weight[:, None], rest * weight)
         predicted = np.maximum(columns @ found, seconds * 1e-3)
     return found
 
@@ -71,7 +73,7 @@ def kernel_rates(points: Sequence[KernelPoint], vector: float) -> KernelRates:
     """Launch time, rate and bandwidth of one class; ``vector`` is the rate of the other FLOPs (`KernelPoint.light`)."""
     columns = np.array([[1.0, p.work, p.nbytes] for p in points])
     seconds = np.array([max(p.seconds - p.light / vector, p.seconds / 10) for p in points])
-    launch, work, byte = coefficients(columns, seconds).tolist()
+    launch, work, byte = coefficients(columns, seconds, _least(columns, seconds)).tolist()
     return KernelRates(launch, 1 / max(work, 1 / FASTEST), 1 / max(byte, 1 / FASTEST))
 
 
@@ -81,7 +83,17 @@ def vector_rate(points: Sequence[KernelPoint]) -> float:
     if not any(p.light for p in mine):
         return max((p.work / p.seconds for p in points if p.kind == "map" and p.work), default=FASTEST)
     columns = np.array([[1.0, p.work, p.nbytes, p.light] for p in mine])
-    return 1 / max(float(coefficients(columns, np.array([p.seconds for p in mine]))[3]), 1 / FASTEST)
+    seconds = np.array([p.seconds for p in mine])
+    return 1 / max(float(coefficients(columns, seconds, _least(columns, seconds))[3]), 1 / FASTEST)
+
+
+def _least(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Rates of at most `BEYOND` times what the fastest measurement reached, so that nothing large comes out free; a launch
+    may take no time."""
+    best = np.max(columns / seconds[:, None], axis=0)
+    out = np.where(best > 0, 1 / np.maximum(BEYOND * best, 1e-300), 0.0)
+    out[0] = 0.0
+    return out
 
 
 def kernel_seconds(rates: KernelRates, p: KernelPoint, vector: float) -> float:

@@ -142,10 +142,10 @@ class MergeByCall(_Merge):
 
     def finish(self) -> bool:
         """Wait."""
-        for work in self.works:
-            self.rank.wire.wait(work, self.others, self.at)
-        self.works.clear()
-        self.fill_counts()
+        while self.works:
+            self.rank.wire.wait(self.works.pop(0), self.others, self.at)
+        if self.counts:
+            self.fill_counts()
         return bool(self.others)
 
 
@@ -153,7 +153,7 @@ class MergeByCall(_Merge):
 class MergeInPlace(MergeByCall):
     """An all-reduce in the arrays that a kernel has left, which nothing else reads: nothing is copied."""
 
-    arrays: list[tuple[str, str, Start]] = field(default_factory=list[tuple[str, str, Start]])
+    states: list[tuple[str, str, Start]] = field(default_factory=list[tuple[str, str, Start]])
 
     @property
     def fills(self) -> tuple[str, ...]:
@@ -164,16 +164,21 @@ class MergeInPlace(MergeByCall):
         """The call of one field."""
         del buffers
         begin = self.rank.wire.all_reduce(team, self.at, self.call.op)
-        self.arrays.append((self.step.srcs[k], self.step.dsts[k], begin))
+        self.states.append((self.step.srcs[k], self.step.dsts[k], begin))
 
     def start(self) -> None:
         """Call; from now on the array is the merged one."""
-        MergeByCall.start(self)
-        held = self.rank.held.arrays[self.rank.wire.rank]
-        for src, dst, begin in self.arrays:
+        wire = self.rank.wire
+        held = self.rank.held.arrays[wire.rank]
+        for src, dst, begin in self.states:
             states = held[src]
-            held[dst] = states = states if states.is_contiguous() else states.contiguous()
+            if not states.is_contiguous():
+                states = states.contiguous()
+            held[dst] = states
             self.works.append(begin(_numbers(states)))
+        if self.into:
+            self.hold()
+        wire.payload += self.sent
 
 
 def _numbers(array: Tensor) -> Tensor:

@@ -121,9 +121,9 @@ class _Transfer(Move):
                 self.copies.append((d, common, d))
         self.describe()
 
+    @abstractmethod
     def describe(self) -> None:
         """Find out what is sent and received."""
-        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:

@@ -23,7 +23,7 @@ from tapestry.ir.graph import Graph
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.processes import host_values
 from tapestry.runtime.processes.rendezvous import seal, unseal
-from tapestry.runtime.processes.wire import VERSION
+from tapestry.runtime.processes.wire import VERSION, PeerLost, reason
 from tapestry.runtime.session import check_feeds
 
 if TYPE_CHECKING:
@@ -96,26 +96,32 @@ def _collect(me: Rank, timeout: float) -> list[dict[str, Any]]:
 
 
 def same_inputs(me: Rank, graph: Graph, batch: str, feeds: Mapping[str, Any], waiting: Callable[[], None]) -> None:
-    """Compare the inputs of a batch, as this rank has read them, with rank 0's, by their hashes.
+    """Compare the inputs of a batch, as the ranks have read them, by their hashes; all ranks go on, or none.
 
     Raises:
-        RunError: an input differs. TapestryError: one is missing, or of another shape or dtype.
+        RunError: an input differs. PeerLost: a rank is gone. TapestryError: one is missing, or of another shape or dtype.
     """
     checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
     if me.world == 1 or not graph.inputs:
         return
-    own = b"".join(_digest(checked[t]) for t in graph.inputs)
-    first = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(b"".join(_digest(checked[t]) for t in graph.inputs)), dtype=torch.uint8)
+    extremes = torch.cat((own, 255 - own))
     waiting()
-    dist.broadcast(first, 0)
-    theirs = first.numpy().tobytes()
-    for k, t in enumerate(graph.inputs):
-        if own[k * DIGEST : (k + 1) * DIGEST] != theirs[k * DIGEST : (k + 1) * DIGEST]:
-            raise RunError(
-                f"rank {me.rank} has another input '{t}' than rank 0 in {batch}",
-                where=f"rank {me.rank} on {socket.gethostname()}, before the first step of {batch}",
-                hint="the same files on all hosts",
-            )  # fmt: skip
+    try:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    except RuntimeError as e:
+        raise PeerLost([r for r in range(me.world) if r != me.rank], -1, reason(e)) from None
+    greatest, least = extremes.chunk(2)
+    if bool((greatest == 255 - least).all()):
+        return
+    everybody = [torch.empty_like(own) for _ in range(me.world)]  # all ranks come here, or none
+    dist.all_gather(everybody, own)
+    rank = next(r for r, theirs in enumerate(everybody) if not torch.equal(theirs, everybody[0]))
+    differs = (everybody[rank] != everybody[0]).reshape(len(graph.inputs), DIGEST).any(1).tolist()
+    raise RunError(
+        f"rank {rank} has another input '{graph.inputs[differs.index(True)]}' than rank 0 in {batch}",
+        where=f"rank {rank}, before the first step of {batch}", hint="the same files on all hosts",
+    )  # fmt: skip
 
 
 def _digest(value: Any) -> bytes:

@@ -138,7 +138,7 @@ class Wire:
         """
         self.heartbeat.at(step, WAIT, peers[0] if len(peers) == 1 else -1)
         try:
-            work.wait()
+            wait_for(work)
         except RuntimeError as e:
             raise PeerLost(peers or [p for p in range(self.world) if p != self.rank], step, reason(e)) from None
 
@@ -219,6 +219,11 @@ class Wire:
                 f"rank {peer} sent a message that the plan has not at step {step}", where=f"rank {self.rank}, step {step}",
                 why="; ".join(bad),
             )  # fmt: skip
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait for torch.distributed."""
+    work.wait()
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

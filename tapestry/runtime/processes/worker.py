@@ -139,7 +139,7 @@ def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> tuple[RunRepor
     wire.heartbeat.at(-1, IDLE)
     graph = session.build.plan.graph
     feeds, before = batch.feeds(graph), time.process_time()
-    same_inputs(me, graph, batch.name, feeds, partial(wire.heartbeat.at, -1, WAIT, 0 if me.rank else -1))
+    same_inputs(me, graph, batch.name, feeds, partial(wire.heartbeat.at, -1, WAIT))
     result = session.run(feeds)
     spent = time.process_time() - before
     if me.rank == 0:

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 import tapestry
 from tapestry.ir.plan import device_count
@@ -140,3 +142,34 @@ def test_stages_and_pins_keep_the_whole_mesh(tmp_path: Path) -> None:
     assert not done.build.plan.stages and device_count(done.build.plan.mesh) == 2
     feeds = {t: np.ones(done.build.plan.graph.tensors[t].shape, np.float32) for t in done.build.plan.graph.inputs}
     assert done.run(feeds)
+
+
+def lstm(path: Path) -> Path:
+    """A short LSTM over a batch, and a projection."""
+    rng, (steps, batch, wide, hidden) = np.random.default_rng(0), (12, 8, 64, 128)
+    shapes = {"W": (1, 4 * hidden, wide), "R": (1, 4 * hidden, hidden), "b": (1, 8 * hidden), "M": (hidden, 32)}
+    weights = [numpy_helper.from_array(rng.standard_normal(s).astype(np.float32) * 0.1, n) for n, s in shapes.items()]
+    nodes = [
+        helper.make_node("LSTM", ["x", "W", "R", "b"], ["Y", "Yh", "Yc"], hidden_size=hidden),
+        helper.make_node("MatMul", ["Y", "M"], ["z"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [steps, batch, wide])
+    z = helper.make_tensor_value_info("z", TensorProto.FLOAT, [steps, 1, batch, 32])
+    graph = helper.make_graph(nodes, "g", [x], [z], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def test_a_recurrence_is_planned_whole_beside_its_steps(tmp_path: Path) -> None:
+    """Two devices are no slower than one, the plan gives the model's results, and a search goes on from it."""
+    path = lstm(tmp_path / "m.onnx")
+    one, two = (
+        document("compile", path, "-o", tmp_path / d, "--devices", d, "--topology", "cpu") for d in ("1", "2")
+    )  # fmt: skip
+    assert {"fused", "recurrences whole"} <= set(two["forms"]["tried"])
+    assert two["objective_s"] <= one["objective_s"] and "without@steps" in two["moves"]
+    assert document("run", tmp_path / "2", "--check")["passed"]
+    again = document("compile", path, "-o", tmp_path / "2", "--devices", "2", "--topology", "cpu", "--resume", tmp_path / "2")
+    assert again["objective_s"] <= two["objective_s"] * (1 + 1e-9)
+    pinned = document("compile", path, "-o", tmp_path / "p", "--devices", "2", "--topology", "cpu", "--layout", "x:1=2@d0")
+    assert "recurrences whole" not in pinned["forms"]["tried"]
