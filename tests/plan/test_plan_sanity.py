@@ -254,7 +254,8 @@ def test_experts_in_parallel(routed: bool, tokens: int, mixed: str | None, sent:
     """Each device keeps its own expert; what travels is the sum of their answers, or few answers with fewer latencies."""
     p = Planned(experts(tmp_path / "e.onnx", tokens, routed), layouts=["y:replicated"])
     assert p.cut["up"] == ("b0" if routed else "e") and p.cut["down"] == "b0" and p.cut["mix"] == mixed
-    assert p.transfers == {sent: 1}
+    others = set(p.transfers) - {sent}  # gates of few bytes may move while a product is computed
+    assert p.transfers[sent] == 1 and others <= {"all_to_all"}
 
 
 def test_reasons_name_bytes_and_seconds(tmp_path: Path) -> None:
