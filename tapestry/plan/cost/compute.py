@@ -135,7 +135,7 @@ def quantities(
     if not isinstance(op, Block):
         cells = [_cells(op, graph, k, block) for k in range(len(op.outs))]
         written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
-        return np.zeros_like(read), 10 * sum(cells), read + written
+        return np.zeros_like(read), 10 * np.sum(cells, axis=0), read + written
     return *arithmetic(op, block, final), read + sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
 
 

@@ -64,10 +64,11 @@ def _seconds(found: Senders, own: np.ndarray, width: int, topo: Topology, parts:
     """Of the slowest receiver, per (layout, footprint); measured times of the call that carries it count before the model's."""
     filled = found.size * (width / topo.each(lambda d: d.bandwidth))
     moved = _modelled(found, own, width, topo, parts)
-    total = np.max(moved + filled, axis=2)
+    total: np.ndarray = np.max(moved + filled, axis=2)
     if topo.calls:
         known = _measured(found, own, width, topo)
-        total = np.where(np.isnan(known), total, known + np.max(filled, axis=-1))
+        most: np.ndarray = np.max(filled, axis=-1)
+        total = np.where(np.isnan(known), total, known + most)
     return total + topo.device.launch
 
 
@@ -80,9 +81,12 @@ def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology) -> np
     gathers = alike & np.all((own == piece) & (found.size == senders * piece), axis=2)
     swaps = alike & np.all((own * senders == piece) & (found.size == piece), axis=2)
     call = np.where(gathers, 0, np.where(swaps, 1, 2))
-    nbytes = np.where(call == 2, np.max(found.size - own, axis=2), found.size.max(axis=-1)) * width
+    received: np.ndarray = np.max(found.size - own, axis=2)
+    whole: np.ndarray = np.max(found.size, axis=-1)
+    nbytes = np.where(call == 2, received, whole) * width
     kinds, at = np.unique(np.stack([call, n, nbytes]).reshape(3, -1), axis=1, return_inverse=True)
-    times = [topo.call_seconds((ALL_GATHER, ALL_TO_ALL, EXCHANGE)[c], group, size) for c, group, size in kinds.T.tolist()]
+    rows: list[list[int]] = kinds.T.tolist()
+    times = [topo.call_seconds((ALL_GATHER, ALL_TO_ALL, EXCHANGE)[c], group, size) for c, group, size in rows]
     return np.array([np.nan if t is None else t for t in times])[at.reshape(-1)].reshape(n.shape)
 
 
