@@ -17,7 +17,7 @@ Scope = tuple[int, ...]
 Table = tuple[Scope, np.ndarray]
 Key = tuple[int, tuple[tuple[int, Scope], ...]]
 MANY = 10**18  # cells: more than there ever are
-MANY_TIMES = 40  # so many of the largest tables are worked out at most
+MANY_TIMES = 10  # so many of the largest tables are worked out at most
 
 
 @dataclass(slots=True)

@@ -78,6 +78,7 @@ def solve(
     fewer, small = _without_beaten(net) if not plain or net.cells() > FLAT else (None, net)  # (large networks repeat)
     start = fewer.shrink(start) if fewer is not None and start is not None else start
     exact = SharedPrices(small.sizes, [(f.nodes, f.table) for f in small.factors], small.demands, np.array(small.limits, float))
+    exact.once = plain and fewer is None
     known = exact.search(price, gap, budget)
     if known is not None:  # all that there is to know without limits, or so near that a large network is not laid out flat
         bound = max(bound, known.bound)

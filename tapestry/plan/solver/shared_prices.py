@@ -64,6 +64,7 @@ class SharedPrices:
         price: the best one over time.
         unary, pairs, of: costs of single nodes, costs of groups, and what each node uses, equal ones being one array.
         reduce: whether choices that others beat go before each elimination: without that tables are too large.
+        once: whether it is given up where tables are too large.
         spent: units of work not yet counted.
     """
 
@@ -80,6 +81,7 @@ class SharedPrices:
     pairs: list[Table] = field(init=False)
     of: list[list[tuple[np.ndarray, int, int]]] = field(init=False)
     reduce: bool = False
+    once: bool = False
     spent: float = 0.0
 
     def __post_init__(self) -> None:
@@ -133,6 +135,8 @@ class SharedPrices:
         if found:
             self.spent += 6.0 * found[2]
             return found[0], found[1]
+        if self.once:
+            return None
         self.reduce = True
         fewer = undominated(self.sizes, tables)
         if fewer is None:
