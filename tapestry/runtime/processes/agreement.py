@@ -29,6 +29,7 @@ from tapestry.runtime.session import check_feeds
 if TYPE_CHECKING:
     from tapestry.runtime.processes.worker import Job, Rank
 
+_dist: Any = dist  # its functions have no types
 DIGEST = 32  # bytes of SHA-256
 HINTS = {
     "threads": "--threads, the same on all hosts", "seed": "--seed, the same on all hosts",
@@ -108,18 +109,18 @@ def same_inputs(me: Rank, graph: Graph, batch: str, feeds: Mapping[str, Any], wa
     extremes = torch.cat((own, 255 - own))
     waiting()
     try:
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        _dist.all_reduce(extremes, dist.ReduceOp.MAX)
     except RuntimeError as e:
         raise PeerLost([r for r in range(me.world) if r != me.rank], -1, reason(e)) from None
     greatest, least = extremes.chunk(2)
     if bool((greatest == 255 - least).all()):
         return
     everybody = [torch.empty_like(own) for _ in range(me.world)]  # all ranks come here, or none
-    dist.all_gather(everybody, own)
+    _dist.all_gather(everybody, own)
     rank = next(r for r, theirs in enumerate(everybody) if not torch.equal(theirs, everybody[0]))
-    differs = (everybody[rank] != everybody[0]).reshape(len(graph.inputs), DIGEST).any(1).tolist()
+    first = int(torch.nonzero(everybody[rank] != everybody[0])[0])
     raise RunError(
-        f"rank {rank} has another input '{graph.inputs[differs.index(True)]}' than rank 0 in {batch}",
+        f"rank {rank} has another input '{graph.inputs[first // DIGEST]}' than rank 0 in {batch}",
         where=f"rank {rank}, before the first step of {batch}", hint="the same files on all hosts",
     )  # fmt: skip
 
