@@ -16,6 +16,7 @@ from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.plan import Mesh
 from tapestry.lift.normalize import opset_upgrade
+from tapestry.plan.solver.budget import Found, unseen
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant
 from tapestry.runtime.target_protocol import Progress, Target
@@ -74,19 +75,19 @@ class Compiled:
 
 
 def compile(
-    model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "cpu",
+    model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "auto",
     shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
     precision: str = "ieee", weights: bool = True, pins: Sequence[str] = (), layouts: Sequence[str] = (),
     rules: Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
-    progress: pipeline.Report = lambda phase, name: None,
+    progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
 ) -> Compiled:  # fmt: skip
     """Compile an ONNX file into a verified plan for a mesh of devices.
 
     Args:
         mesh: ``"2x4"``, ``"dp=2,tp=4"`` or mesh axes; ``devices`` is the one-dimensional mesh.
-        topology: a preset or a topology file.
+        topology: a preset, a topology file, or ``auto``: this machine, measured once.
         shapes: sizes of symbolic dimensions, by symbol or by input.
         memory: per device, as ``"16GiB"``; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
@@ -102,6 +103,7 @@ def compile(
             ``"auto"`` takes stages where they are better than none, 1 has none.
         print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
         progress: told the phase and the name of every pass as it begins.
+        found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
 
     Raises:
         TapestryError: with what, where, why and what to try.
@@ -113,7 +115,7 @@ def compile(
         precision=precision, layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit,
         seed=seed, pareto=pareto, exact=exact, sharding=sharding, resume=Path(resume) if resume else None,
         interrupt=interrupt or threading.Event(),
-        stages=str(stages), micro_batches=str(micro_batches), print_after=print_after,
+        stages=str(stages), micro_batches=str(micro_batches), print_after=print_after, found=found,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
     return Compiled(done.build, done.constants, done.kernels, done.laws, done.printed)

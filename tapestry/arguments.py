@@ -117,7 +117,10 @@ def by_ranks(args: argparse.Namespace) -> bool:
 def calibrate(p: argparse.ArgumentParser) -> None:
     """What is measured, or fitted."""
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json")
-    p.add_argument("--threads", type=whole(1), metavar="N", help="torch threads to measure with; all by default")
+    p.add_argument("--processes", type=whole(1, 64), default=1, metavar="N", help="that work at the same time on this machine")
+    p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
+    p.add_argument("--seconds", type=seconds, default=40.0, metavar="S", help="about how long it may take (40)")
+    p.add_argument("--device", metavar="FILE_OR_PRESET", help="take the device from there and measure calls alone (GPUs: NCCL)")
     p.add_argument("--from-trace", type=Path, metavar="FILE", help="fit to the trace of a real run (run --trace) instead")
 
 
@@ -184,7 +187,10 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
     p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
     p.add_argument(
-        "--topology", default="cpu", metavar="FILE_OR_PRESET", help="devices and links: cpu, h100, a100-pcie, tpu, or a file"
+        "--topology",
+        default="auto",
+        metavar="FILE_OR_PRESET",
+        help="devices and links: auto (this machine, measured once), cpu, h100, a100-pcie, tpu, or a file",
     )
     shape(p)
     p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")

@@ -97,7 +97,7 @@ class TapestryBackend(Backend):
         """
         if not cls.supports_device(device):
             raise unittest.SkipTest(f"there is no device {device}: plans run on the CPU's logical devices")
-        return Prepared(model, {k: v for k, v in kwargs.items() if k in cls.OPTIONS})
+        return Prepared(model, {"topology": "cpu"} | {k: v for k, v in kwargs.items() if k in cls.OPTIONS})
 
     @classmethod
     def run_model(cls, model: ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple[Any, ...]:

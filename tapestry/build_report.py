@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from tapestry.passes import Constraints, model_hash, search_of
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.search_passes import Planned
-from tapestry.plan.simulate import ASSUMPTION, simulate
+from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
+from tapestry.plan.task import Task
 from tapestry.plan.topology import Topology, to_data
 
 
@@ -39,6 +40,11 @@ def build_of(runner: Runner) -> store.Build:
     )  # fmt: skip
 
 
+def plan_hash(build: store.Build) -> str:
+    """SHA-256 of a plan and its program as they are written, wherever the model lies and whatever the search reports."""
+    return hashlib.sha256(store.encode(replace(build, model="", report={}))).hexdigest()
+
+
 def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
     lifted, planned = runner.get("lifted", Lifted), runner.get("planned", Planned)
@@ -49,6 +55,8 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     out = _facts(runner, build) | {"unified": lifted.unified, "unfused": unfused(lifted.graph), "requests": requests}
     if runner.values["pareto"]:
         out["pareto"] = [asdict(p) for p in runner.values["front"]]
+    if planned.alternatives:
+        out["alternatives"] = [a.data() for a in planned.alternatives]
     if planned.fitted:
         out["fit"] = dict(planned.fitted.report)
     return out | {"search": _search_record(runner)} | planned.choice.report | {"passes": runner.rows}
@@ -59,12 +67,14 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
     priced, topology = runner.get("plan", PricedPlan), runner.get("topology", Topology)
     graph, program, lifted = priced.plan.graph, priced.program, runner.get("lifted", Lifted)
     loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
+    timed = simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh))
     return {
+        "plan_sha256": plan_hash(build),
         "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": priced.distinct,
-        "left_out": priced.problem.left_out if priced.problem else 0,
-        "bound_of": _bound_of(priced, build.moves, fitted=runner.get("planned", Planned).fitted is not None),
+        **_bounded(priced, runner.get("planned", Planned), runner.get("task", Task)),
         "devices": program.devices, "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
-        "simulated_s": simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh)).total, "overlap": ASSUMPTION,
+        "topology": {"name": topology.name, "measured": bool(topology.device.classes or topology.calls)},
+        "simulated_s": timed.total, "overlap": timed.assumption,
         "peak_bytes": list(build.peak_bytes), "memory_bytes": topology.device.memory,
         "unsharded_peak_bytes": runner.get("peak_alone", int),
         "host_load_bytes": sum(int(device_bytes(b).sum()) for b in loads),
@@ -90,21 +100,26 @@ def _search_record(runner: Runner) -> dict[str, Any]:
         else "stalled"
     )
     return {
-        "ended": ended, "interrupted": budget.interrupted(), "seconds": round(spent + runner.seconds["search"], 4),
+        "ended": ended, "interrupted": budget.interrupted(), "work": round(budget.meter.spent),
+        "seconds": round(spent + runner.seconds["search"], 4),
         "problem": fingerprint(priced.problem) if priced.problem else "", "resumed": runner.values["resumed"],
     }  # fmt: skip
 
 
-def _bound_of(priced: PricedPlan, moves: Sequence[str], *, fitted: bool) -> str:
-    """Which plans the lower bound holds for."""
-    if fitted:
-        return "all plans, in space and in time: the least work of each operation, evenly shared"
-    if priced.plan.stages:
-        return "the stages of any pipeline, without messages: each operation at its fastest on any of the submeshes"
-    form = f"the graph after {len(moves)} moves" if moves else "the graph as simplified"
-    left = priced.problem.left_out if priced.problem else 0
-    most = f", without up to {left:,} combinations of one operation" if left else ""
-    return f"plans in space of {form}: every operation cut along one dimension, or none, by each mesh axis{most}"
+def _bounded(priced: PricedPlan, planned: Planned, task: Task) -> dict[str, Any]:
+    """Which plans the lower bound holds for, and which it says nothing of."""
+    scope = planned.scope
+    missing = scope.missing(stages=task.several_devices and task.request.stages != 1)
+    if planned.fitted:
+        of, missing = "all plans, in space and in time: the least work of each operation, evenly shared", list[str]()
+    elif len(priced.plan.stages) > 1:
+        of = "the stages of any pipeline, without messages: each operation at its fastest on any of the submeshes"
+    else:
+        of = f"{scope.text()}; without {'; '.join(missing)}" if missing else scope.text()
+    return {
+        "left_out": scope.left_out, "bound_of": of, "not_bounded": missing,
+        "forms": {"tried": list(scope.forms), "untried": list(scope.untried)},
+    }  # fmt: skip
 
 
 def _transfers(program: Program) -> list[dict[str, Any]]:

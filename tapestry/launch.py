@@ -70,21 +70,23 @@ def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 
     return [Batch(number=k, name=f"run {k}", output=output, inputs=tuple(files), seed=r.seed) for k in range(count)]
 
 
-def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled) -> Any:
-    """The job of a request; torch is imported here and not before."""
+def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled, here: int = 0) -> Any:
+    """The job of a request, of which ``here`` ranks are on this host (0: all); torch is imported here and not before."""
     build, constants = compiled.build, b"".join(compiled.constants.values())
     flags.before_torch()
     import tapestry.codegen.torch_cpu.kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] (forked ranks find it imported)
+    from tapestry.codegen.torch_cpu import native
     from tapestry.runtime.processes.worker import Job
     from tapestry.runtime.step_messages import owners
 
     owners(build.program.devices, world)
     identity = store.identity(r.folder)
     if r.weights is not None:
-        weight_shards.reader(r.weights, build, identity)
+        weight_shards.reader(r.weights, build)
     return Job(
         build=build, constants=constants, identity=identity, batches=tuple(batches), shards=r.weights, timeout=r.timeout,
-        trace=r.trace is not None, threads=r.threads or max(1, (os.cpu_count() or 1) // world),
+        trace=r.trace is not None, threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
+        kernels={} if build.target != "torch-cpu" else {"those compiled from C": "there" if native.library() else "not there"},
     )  # fmt: skip
 
 
@@ -202,7 +204,7 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
 def shard_weights(folder: Path, output: Path) -> Document:
     """Write the slices of a build's weights; see `runtime.processes.weight_shards`."""
     build, _ = store.read(folder)
-    return weight_shards.write(output, build, store.identity(folder), ModelFiles(build))
+    return weight_shards.write(output, build, ModelFiles(build))
 
 
 # under torchrun
@@ -214,9 +216,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on rank 0's standard output")
     parser.add_argument("-q", "--quiet", action="store_true")
+    parser.add_argument("--check", action="store_true", help="compare with onnxruntime, on rank 0")
     args = parser.parse_args(argv)
     try:
-        document = _ranked(request(args))
+        document = _ranked(request(args), args.check)
     except TapestryError as e:
         print(f"tapestry.runtime: {e}", file=sys.stderr)
         return 1 if isinstance(e, RunError) else 2
@@ -227,53 +230,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{document['batches']} batches on {ranks} processes, {document['seconds']:.4f} s, {total:,} bytes between devices"
         )
+    if document and not document.get("passed", True):
+        print(f"tapestry.runtime: {document.get('reason', 'results are not those of the reference')}", file=sys.stderr)
+        return 1
     return 0
 
 
-def _ranked(r: Request) -> Document:
-    """This process's share of the work; the document on rank 0."""
-    place = flags.torchrun()
+def _ranked(r: Request, check: bool) -> Document:
+    """This process's share of the work; the document on rank 0, which alone writes and compares results."""
+    place = flags.world()
     compiled = api.load(r.folder)
-    if r.stream:
-        batches = streams.stream(r.stream, r.output, store.identity(r.folder))
-    else:
-        batches = _single(r, compiled.build.plan.graph.inputs, r.output)
-    job = _job(r, place["world"], batches, compiled)
-    from tapestry.runtime.processes.heartbeat import Heartbeat, describe, shared
-    from tapestry.runtime.processes.worker import Rank, cause, work
-
-    shared_store = _rendezvous(place, r.timeout)
-    slots = shared(place["world"])
-    me = Rank(rank=place["rank"], world=place["world"], store=shared_store, slots=slots, beats=True, local=place["local"])
-    Heartbeat(slots, me.rank)
-    try:
-        report = work(me, job, api.open_session)
-    except Exception as e:
-        kind, text = cause(e, slots[me.rank])
-        if kind == "failed" and _first(shared_store, me.rank):
-            raise RunError(f"rank {me.rank}: {text}") from None
-        print(f"tapestry.runtime: rank {me.rank} ends, {describe(slots[me.rank])}: {text}", file=sys.stderr)
-        raise SystemExit(1) from None
-    slices, _ = report.pop("slices", []), report.pop("hosted", {})
-    if report and r.trace is not None:
-        report["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
+    with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
+        results = r.output or (Path(scratch) / "outputs" if check else None)
+        mine = results if place.rank == 0 else None
+        if r.stream:
+            _comparable(compiled.build, check)
+            batches = streams.stream(r.stream, mine, store.identity(r.folder))
+        else:
+            batches = _single(r, compiled.build.plan.graph.inputs, mine)
+        report = _rank(place, _job(r, place.world, batches, compiled, place.locals))
+        slices, hosted = report.pop("slices", []), report.pop("hosted", {})
+        if report and r.trace is not None:
+            report["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
+        if report and check and r.stream:
+            report |= _compared(compiled, batches)
+        elif report and check:
+            assert results is not None
+            report = _judged(compiled, batches[0], {**report, "hosted": hosted}, results, check)
     return report
 
 
-def _rendezvous(place: Mapping[str, int], timeout: float) -> Any:
-    """The store of this attempt alone: the one that torchrun shares keeps what attempts before have written."""
-    from datetime import timedelta
+def _rank(place: flags.World, job: Any) -> Document:
+    """Meet the others, and work.
 
-    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
+    Raises:
+        RunError: this rank, or another one, has failed.
+    """
+    from tapestry.runtime.processes.heartbeat import Heartbeat, describe, end_soon, shared
+    from tapestry.runtime.processes.rendezvous import join
+    from tapestry.runtime.processes.worker import PARTING, Rank, cause, work
 
+    slots = shared(place.world)
+    heartbeat = Heartbeat(slots, place.rank)
+    guard = end_soon(heartbeat, 2 * job.timeout)
+    shared_store, secret = join(place, job.timeout)
+    guard.cancel()
+    me = Rank(rank=place.rank, world=place.world, store=shared_store, slots=slots, beats=True, local=place.local, secret=secret)
     try:
-        shared, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-    except (RuntimeError, ValueError, OSError) as e:
-        raise RunError(
-            f"no rendezvous: {str(e).splitlines()[0]}", where=f"rank {place['rank']}, before the first step",
-            hint="torchrun --nproc-per-node N -m tapestry.runtime BUILD",
-        ) from None  # fmt: skip
-    return PrefixStore(f"tapestry/{place['restart']}", shared)
+        return work(me, job, api.open_session)
+    except Exception as e:
+        end_soon(heartbeat, PARTING)
+        kind, text = cause(e, slots[me.rank])
+        if kind == "failed" and _first(shared_store, me.rank):
+            raise RunError(f"rank {me.rank}: {text}") from None
+        raise RunError(f"rank {me.rank} ends, {describe(slots[me.rank])}: {text}") from None
 
 
 def _first(shared_store: Any, rank: int) -> bool:

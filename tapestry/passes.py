@@ -21,22 +21,21 @@ from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
 from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout, MeshAxis, Plan
+from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource
 from tapestry.plan.fusion import Machine
-from tapestry.plan.hoist_transfers import early
+from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
 from tapestry.plan.search.pareto import Point, fronts, undominated
-from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.search_passes import Planned
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import Budget, Found
 from tapestry.plan.task import Task, staging
-from tapestry.plan.topology import Link, Topology, shared
+from tapestry.plan.topology import Topology, shared
 from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import Move, parse_move
 from tapestry.sharding.annotations import Annotations, Given, constraints, staged
@@ -166,12 +165,13 @@ def cut_pinned_scans(
 def state_task(
     lifted: Lifted, constraints: Constraints, start: Start, earlier: store.Build | None, topology: Topology,
     request: Request, target: str, precision: str, exact: bool, time_limit: float | None, interrupt: threading.Event,
+    found: Found,
 ) -> tuple[Task, Budget]:  # fmt: skip
     """Everything that the search is asked for but the graph, and how long it may take."""
     given, free = constraints.given, constraints.rewritable
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
     equal_parts = bool(constraints.layouts or given or exact)  # a layout that is given has equal parts
-    budget = Budget.of(time_limit, interrupt)
+    budget = Budget.of(time_limit, interrupt, found)
     machine = Machine(device=topology.device, eager=target == "torch-cpu", precision=precision)
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=constraints.pins,
@@ -207,17 +207,10 @@ def pareto_front(planned: Planned, task: Task, constraints: Constraints, budget:
     return undominated([*points, *(planned.fitted.points if planned.fitted else ())])
 
 
-def hoist_transfers(plan: PricedPlan) -> PricedPlan:
-    """The plan's program with every transfer posted as early as memory allows."""
-    program = early(plan.program)
-    return plan if program is plan.program else replace(plan, program=program)
-
-
-def unsharded_peak(planned: Planned, topology: Topology) -> int:
-    """Peak bytes of the same graph on one device of unlimited memory."""
-    device = replace(topology.device, memory=1 << 62)
-    one = replace(topology, mesh=(MeshAxis("d0", 1),), links=(Link(0.0, 0.0),), joined=(), kinds=(), device=device)
-    return peak_bytes(search(planned.graph, one).program)[0][0]
+def hoist_transfers(plan: PricedPlan, topology: Topology) -> PricedPlan:
+    """The plan's program with transfers in the order that takes least time, each posted as early as memory allows."""
+    ordered, seconds = in_better_order(plan.plan, plan.program, replace(topology, mesh=plan.plan.mesh))
+    return replace(plan, program=early(ordered), objective=seconds, bound=min(plan.bound, seconds))
 
 
 def verify(plan: PricedPlan, topology: Topology, exact: bool) -> dict[str, int]:

@@ -25,8 +25,10 @@ from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
 from tapestry.plan.search.priced_plan import TooBig
+from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, topology
 from tapestry.rewrites import load_rules
+from tapestry.runtime.calibration.automatic import AUTO, automatic
 from tapestry.sharding import annotations
 from tapestry.sharding.annotations import Annotations
 
@@ -47,18 +49,17 @@ PASSES = (
                                                           "exact",                                  "graph constraints"),
     Pass("search",   passes.state_task,                   "lifted constraints start earlier "
                                                           "topology request target precision "
-                                                          "exact time_limit interrupt",             "task budget"),
+                                                          "exact time_limit interrupt found",       "task budget"),
     Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
     Pass("search",   search.enumerate_strategies,         "form task",                              "problems"),
     Pass("search",   search.solve,                        "form problems task budget",              "candidate"),
-    Pass("search",   search.try_without_fusions,          "candidate task budget",                  "candidate"),
-    Pass("search",   search.try_without_simplifications,  "candidate task budget",                  "candidate"),
+    Pass("search",   search.try_other_forms,              "candidate graph task budget",            "candidate"),
     Pass("search",   search.fit_in_time,                  "candidate task budget",                  "candidate"),
     Pass("search",   search.restructure,                  "candidate task budget",                  "candidate"),
     Pass("search",   search.choose_stages,                "candidate task budget",                  "planned plan"),
+    Pass("search",   search.compare_whole_graph,          "planned plan form task budget",          "planned plan peak_alone"),
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
-    Pass("search",   passes.hoist_transfers,              "plan",                                   "plan"),
-    Pass("search",   passes.unsharded_peak,               "planned topology",                       "peak_alone"),
+    Pass("search",   passes.hoist_transfers,              "plan topology",                          "plan"),
     Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
     Pass("codegen",  passes.measured_configs,             "plan target precision",                  "knobs"),
     Pass("codegen",  passes.emit_kernels,                 "plan target precision knobs",            "kernels"),
@@ -73,7 +74,7 @@ class Options:
     model: Path
     shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     mesh: Mesh | None = None
-    topology: str = "cpu"
+    topology: str = AUTO
     memory: str | None = None
     target: str = "torch-cpu"
     precision: str = "ieee"
@@ -88,6 +89,7 @@ class Options:
     resume: Path | None = None
     exact: bool = False
     interrupt: threading.Event = field(default_factory=threading.Event)
+    found: Found = unseen
     stages: str = "auto"
     micro_batches: str = "auto"
     print_after: Sequence[str] = ()
@@ -143,7 +145,7 @@ def _values(options: Options) -> dict[str, Any]:
     mesh = options.mesh or default_mesh(options.topology)
     marks = annotations.read(options.model, device_count(mesh) if mesh else None) if options.sharding else None
     mesh = mesh or (annotations.mesh(marks) if marks else (MeshAxis("d0", 1),))
-    topo = topology(mesh, options.topology, parse_bytes(options.memory) if options.memory else None)
+    topo = _topology(options, mesh)
     stages, micro = _stages(options, topo, marks)
     return {
         "model": options.model, "weights": options.weights, "seed": options.seed, "memory": options.memory,
@@ -151,8 +153,18 @@ def _values(options: Options) -> dict[str, Any]:
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
+        "found": options.found,
         "pareto": options.pareto, "resumed": str(options.resume) if options.resume else None,
     }  # fmt: skip
+
+
+def _topology(options: Options, mesh: Mesh) -> Topology:
+    """The topology asked for; ``auto`` is what was measured on this machine, for plans that run on its processor."""
+    source = options.topology
+    if source == AUTO:
+        source = automatic(device_count(mesh)) if options.target == "torch-cpu" else "cpu"
+    found = topology(mesh, source, parse_bytes(options.memory) if options.memory else None)
+    return replace(found, name=AUTO) if options.topology == AUTO and Path(source).is_file() else found
 
 
 def _unroll_steps(options: Options, topo: Topology) -> bool:

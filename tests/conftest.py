@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # what this machine measures is no test's business
 settings.register_profile("tapestry", deadline=None)  # a first call pays for imports
 settings.load_profile("tapestry")
 

@@ -5,13 +5,14 @@ two processes beside one.
     .venv/bin/python -m bench distributed --scaling [--rounds 5] [--models FOLDER]      # BERT-base, batch 8, 128 tokens
 
 Every build runs on one process per device, in one process, and its model as a plan for one device in one process, one thread
-each, with the same inputs. A case passes when all outputs have the same bits in one process and in many, agree with the
-one-device plan to 1e-4, the bytes that the ranks hand to torch.distributed are the plan's, and the peak of every device's
-buffers is the plan's. Of memory, per rank and the worst of them: `grown_bytes` is the most that was resident (VmHWM) while
-batches ran, less what was resident before weights were loaded (Python, torch and the plan); the plan counts the buffers of it
-(`peak_bytes`), packed weights beyond them (`packed_bytes`) and messages on their way (`staged_bytes`); the rest is what torch
-and the allocator keep. Times are medians of the batches after the first: seconds on the clock, and processor seconds of the
-busiest rank. Writes bench/results/distributed.json (`--scaling`: distributed_scaling.json); exits 1 if a case fails.
+each, with the same inputs. A case passes when all outputs have the same bits in one process and in many (where the backend
+adds floats of more than two devices, in an order of its own: agree to 1e-5), agree with the one-device plan to 1e-4, the
+bytes that the ranks hand to torch.distributed are the plan's, and the peak of every device's buffers is the plan's. Of
+memory, per rank and the worst of them: `grown_bytes` is the most that was resident (VmHWM) while batches ran, less what was
+resident before weights were loaded (Python, torch and the plan); the plan counts the buffers of it (`peak_bytes`), packed
+weights beyond them (`packed_bytes`) and the places of what travels (`staged_bytes`); the rest is what torch and the allocator
+keep. Times are medians of the batches after the first: seconds on the clock, and processor seconds of the busiest rank.
+Writes bench/results/distributed.json (`--scaling`: distributed_scaling.json); exits 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from bench.correctness.models import materialize
 from bench.support import record
 from bench.support.record import ROOT, WORK, Row
 from tapestry import api
+from tapestry.ir.collective_calls import reduce_op
+from tapestry.ir.program import Reduce
+from tapestry.ir.types import FLOATS
 
 MODELS: dict[str, dict[str, str]] = {
     "resnet50": {"input": "4x3x224x224"},
@@ -69,6 +73,16 @@ def same(one: str, batches: int) -> tuple[bool, float]:
             equal = equal and a.shape == b.shape and a.tobytes() == b.tobytes()
             worst = max(worst, float(np.linalg.norm((a - b).ravel()) / max(float(np.linalg.norm(a.ravel())), 1e-30)))
     return equal, worst
+
+
+def rounded(build: Path) -> bool:
+    """Whether gloo adds or multiplies floats of more than two devices, which rounds in an order of its own."""
+    plan, program = api.load(build).build.plan, api.load(build).build.program
+    reduces = [(s, plan.graph.ops[s.op]) for s in program.steps if isinstance(s, Reduce)]
+    return any(
+        len(s.groups[0]) > 2 and reduce_op(op) in ("sum", "prod") and program.buffers[s.sent[0]].dtype in FLOATS
+        for s, op in reduces
+    )
 
 
 def compiled(model: Path, mesh: str, shapes: list[object]) -> tuple[Path, dict[str, Any], str]:
@@ -114,13 +128,15 @@ def case(name: str, model: Path, shapes: list[object], mesh: str, batches: int) 
     if failed:
         return {"model": name, "mesh": mesh, "ok": False, "note": failed[:300]}
     single, one, many = (found for found, _ in runs)
-    equal, _ = same("one", batches)
+    equal, apart = same("one", batches)
     _, worst = same("alone", batches)
     planned = sum(t["bytes"] for t in made["transfers"])
     sent = sum(r["payload_bytes"] for r in many["ranks"]) / batches
     peaks = many["peak_bytes"] == made["peak_bytes"] == one["peak_bytes"]
+    alike = (equal or (rounded(build) and apart < 1e-5)) and worst < 1e-4
     return {
-        "model": name, "mesh": mesh, "ok": equal and worst < 1e-4 and sent == planned and peaks, "same_bits": equal,
+        "model": name, "mesh": mesh, "ok": alike and sent == planned and peaks,
+        "same_bits": equal, "rel_diff_to_one_process": apart, "backend_calls": many["ranks"][0]["backend_calls"],
         "rel_diff_to_one_device": worst, "planned_bytes": planned, "sent_bytes": sent, "peaks_as_planned": peaks,
         "peak_bytes": max(made["peak_bytes"]), "unsharded_peak": made["unsharded_peak_bytes"], **memory(many),
         "one_device": spent(single), "processes": spent(many), "simulated_s": made["simulated_s"],

@@ -1,8 +1,9 @@
 """Build directories: plans as data on disk, written atomically, read strictly, held together by hashes.
 
 ``plan.json`` holds the graph's text, the topology, the strategies and the program; ``constants.bin`` the small derived
-constants; ``kernels/`` Triton source. ``certificate.json`` lists the SHA-256 of every other file and of itself: a strict
-schema alone would accept one single-bit flip in eight. Nothing in a build directory is ever executed as it stands.
+constants; ``weight_tiles.bin`` the hashes of the parts of large weights; ``kernels/`` Triton source. ``certificate.json``
+lists the SHA-256 of every other file and of itself: a strict schema alone would accept one single-bit flip in eight. Nothing
+in a build directory is ever executed as it stands.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tapestry.build import weight_tiles
 from tapestry.build.atomic import new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
 from tapestry.errors import BuildError, TextError
@@ -25,6 +27,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
+TILES = "weight_tiles.bin"
 MAX_PLAN_BYTES = 1 << 30
 MAX_CERTIFICATE_BYTES = 1 << 26  # a line per kernel
 MAX_TENSOR = 1 << 50  # bytes: what can be counted in 64 bits, with room
@@ -73,10 +76,11 @@ def write(
     """
     files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values())}
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
+    files |= {TILES: tiles} if (tiles := weight_tiles.stored(build.plan.graph)) else {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
-    own = {name.split("/")[0] for name in files} | {"kernels"}
+    own = {name.split("/")[0] for name in files} | {"kernels", TILES}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
     if foreign:
         what = f"the output has something that no build has: '{foreign[0]}'"
@@ -227,7 +231,11 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
             raise BuildError(
                 f"'{name}' is not what the certificate's hash says", where=str(folder), hint="compile the model again"
             )
-    return decode((folder / "plan.json").read_bytes(), str(folder / "plan.json")), laws
+    build = decode((folder / "plan.json").read_bytes(), str(folder / "plan.json"))
+    graph, tiles = build.plan.graph, (folder / TILES).read_bytes() if TILES in files else b""
+    hashes = weight_tiles.restored(graph, tiles, str(folder))
+    weights = {t: replace(w, tiles=hashes[t]) for t, w in graph.weights.items()}
+    return replace(build, plan=replace(build.plan, graph=replace(graph, weights=weights))), laws
 
 
 def identity(folder: Path) -> str:

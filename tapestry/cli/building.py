@@ -18,11 +18,11 @@ def compile_model(args: argparse.Namespace) -> Outcome:
     from tapestry.viz import progress, tables
 
     interrupts = Interrupts()
-    with interrupts.listening(), progress.passes([p.name for p in PASSES], quiet=args.quiet or args.json) as show:
+    with interrupts.listening(), progress.passes([p.name for p in PASSES], quiet=args.quiet) as watch:
 
         def report(phase: str, name: str) -> None:
             interrupts.stage(phase)
-            show(name)
+            watch.begin(phase, name)
 
         build = api.compile(
             args.model, mesh=mesh_of(args.devices, args.mesh), topology=args.topology, shapes=shapes(args.shape),
@@ -30,6 +30,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit, seed=args.seed, pareto=args.pareto,
             exact=args.exact, sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked,
             stages=args.stages, micro_batches=args.micro_batches, print_after=args.print_after, progress=report,
+            found=watch.found,
         )  # fmt: skip
         report("write", "write")
         build.save(args.output)

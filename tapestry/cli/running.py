@@ -88,11 +88,26 @@ def calibrate(args: argparse.Namespace) -> Outcome:
     from tapestry import flags
 
     flags.before_torch()
-    from tapestry.runtime import calibrate
+    from tapestry.codegen.torch_cpu import TorchCpu
+    from tapestry.plan.topology import device_data, parse_mesh, topology
+    from tapestry.runtime.calibration import start, trace_fit
+    from tapestry.runtime.calibration.document import write
+    from tapestry.runtime.calibration.machine import memory_bytes
+    from tapestry.viz import tables
 
-    document = calibrate.from_trace(args.from_trace) if args.from_trace else calibrate.calibrate(args.threads)
-    calibrate.write(args.output, document)
-    return Outcome(document, lambda: print(f"{args.output}: use it as --topology {args.output}"))
+    place = flags.world()
+    given = device_data(topology(parse_mesh("2"), args.device).device) if args.device else None
+    with bar(args, "calibrate") as report:
+        if args.from_trace:
+            document = trace_fit.from_trace(args.from_trace, memory_bytes())
+        elif place.world > 1:
+            document = start.on_rank(TorchCpu, place, args.threads, seconds=args.seconds, given=given, say=report)
+        else:
+            document = start.calibrate(TorchCpu, args.processes, args.threads, seconds=args.seconds, given=given, say=report)
+    if document is None:  # rank 0 writes
+        return Outcome({}, lambda: None)
+    write(args.output, document)
+    return Outcome(document, lambda: tables.show(tables.calibrated(document, args.output)))
 
 
 def fuzz(args: argparse.Namespace) -> Outcome:

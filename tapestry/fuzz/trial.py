@@ -186,7 +186,7 @@ def _exactly(p: Prepared, recipe: Recipe) -> Failure | None:
 
 def _through_files(p: Prepared, recipe: Recipe) -> Failure | None:
     with tempfile.TemporaryDirectory(dir=p.path.parent) as folder:
-        api.compile(p.path, mesh=recipe.mesh, shapes=p.model.sizes, time_limit=5.0).save(Path(folder) / "b")
+        api.compile(p.path, mesh=recipe.mesh, topology="cpu", shapes=p.model.sizes, time_limit=5.0).save(Path(folder) / "b")
         if recipe.via == "processes":
             return _on_processes(p, Path(folder), devices(recipe))
         loaded = api.load(Path(folder) / "b")

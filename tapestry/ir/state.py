@@ -24,14 +24,14 @@ def varies(op: Block) -> tuple[tuple[bool, ...], ...]:
     """For each field, and for each map dimension, whether the field varies along it.
 
     A field depends on what its lifted value reads, and on every field that ``combine`` mixes into it. Where the state is
-    the result itself, each field is an output and has all dimensions.
+    the result itself, each field is an output and has all dimensions; along one of a single point every field counts as
+    varying, for once and at each point is the same.
     """
-    names = [d.name for d in op.dims]
     if op.monoid is None or not op.lowers:
-        return tuple((True,) * len(names) for _ in op.body)
+        return tuple((True,) * len(op.dims) for _ in op.body)
     found = [dims_read(op, e) for e in op.body]
     along = [frozenset[str]().union(*(found[j] for j in behind)) for behind in mixed(op)]
-    return tuple(tuple(n in own for n in names) for own in along)
+    return tuple(tuple(d.name in own or d.size == 1 for d in op.dims) for own in along)
 
 
 def mixed(op: Block) -> list[frozenset[int]]:

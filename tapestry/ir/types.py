@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -51,7 +51,9 @@ class Weight:
         file: path relative to the model's folder, or ``""`` for bytes kept in the build's own ``constants.bin``.
         offset, length: byte range in that file (little-endian, row-major).
         name: the initializer's name when the bytes are inside the ONNX protobuf itself (offset is then 0).
-        sha256: of the bytes; ``""`` where the data is absent (``--no-weights``).
+        sha256: of the elements, row-major, or of the hashes of their tiles (`build.weight_tiles`); ``""`` where the data is
+            absent (``--no-weights``).
+        tiles: those hashes, one after another; no part of the graph's text.
     """
 
     file: str
@@ -59,6 +61,7 @@ class Weight:
     length: int
     name: str = ""
     sha256: str = ""
+    tiles: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pkgutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -14,11 +13,12 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto
 
+from tapestry.build import weight_tiles
 from tapestry.errors import LawError, ModelError, refusing
 from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
-from tapestry.ir.types import PACKED, Tensor, Weight
+from tapestry.ir.types import Tensor, Weight
 from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
 from tapestry.lift.building.nodes import SUSPECT, Prepared
@@ -228,7 +228,7 @@ def _assemble(
                 value = b.value(name)
                 assert value is not None, f"tensor '{name}' comes from nowhere"
                 constants[name] = np.ascontiguousarray(value).reshape(value.shape)
-                refs[name] = Weight(file="", offset=0, length=t.nbytes, sha256=_sha256(constants[name]))
+                refs[name] = _hashed(Weight(file="", offset=0, length=t.nbytes), constants[name])
     for op in b.ops:
         for name in op.outs:
             table[name] = b.tensors[name]
@@ -258,12 +258,11 @@ def _reference(t: TensorProto, tensor: Tensor, path: Path, weights: bool) -> Wei
     if t.data_location == TensorProto.EXTERNAL:
         place = parse_place(t)
         ref = Weight(file=place.file, offset=place.offset, length=place.length)
-        return replace(ref, sha256=_sha256(read_weight(path, ref, tensor))) if weights else ref
-    # raw_data is little-endian and row-major already, but packed where several elements share a byte
-    plain = t.HasField("raw_data") and tensor.dtype not in PACKED
-    digest = hashlib.sha256(t.raw_data).hexdigest() if plain else _sha256(onnx.numpy_helper.to_array(t))
-    return Weight(file=path.name, offset=0, length=tensor.nbytes, name=tensor.name, sha256=digest)
+        return _hashed(ref, read_weight(path, ref, tensor)) if weights else ref
+    ref = Weight(file=path.name, offset=0, length=tensor.nbytes, name=tensor.name)
+    return _hashed(ref, onnx.numpy_helper.to_array(t))
 
 
-def _sha256(value: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).hexdigest()
+def _hashed(ref: Weight, value: np.ndarray) -> Weight:
+    tiles = weight_tiles.digests(value)
+    return replace(ref, sha256=weight_tiles.root(tiles), tiles=tiles)

@@ -17,6 +17,7 @@ from tapestry.ir.plan import Layout, Plan, Strategy, still
 from tapestry.ir.program import peak_bytes
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import transfer
+from tapestry.plan.cost.collective import reduce_seconds
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.lower import exchange, lower
 from tapestry.plan.pipelines.staged_plan import stage_ops, stage_plan, stage_topology
@@ -142,9 +143,7 @@ class _Moves:
         """What the difference between two choices of an operation is made of."""
         graph, menu = self.plan.graph, problem.menus[i]
         op, old, new = graph.ops[i], menu.strategies[now], menu.strategies[other]
-        merging = [
-            transfer.reduce_seconds(int(menu.state_bytes[k]), merges(op, s), self.topo) for k, s in ((now, old), (other, new))
-        ]
+        merging = [reduce_seconds(op, s, int(menu.state_bytes[k]), self.topo) for k, s in ((now, old), (other, new))]
         reduction = _reduction(op, new if merging[1] >= merging[0] else old)
         sent = [_merge_bytes(op, s, int(menu.state_bytes[k]), self.topo) for k, s in ((now, old), (other, new))]
         out = [Part(reduction, op.outs[0], merging[1] - merging[0], sent[1] - sent[0])]

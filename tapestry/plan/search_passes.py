@@ -1,32 +1,38 @@
 """The passes of the search: each takes the best candidate so far and gives one that is at least as good.
 
 A candidate is a form of the graph with the best plan in space of it. Forms differ in the fusions that were chosen by price and
-in the simplifications that were left out; after those come moves in time, structural rewrites and pipeline stages.
+in the simplifications that were left out; after those come moves in time, structural rewrites and pipeline stages. Work, not
+time, decides how many forms are tried, in a fixed order; what is not is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from tapestry.ir.graph import Graph
 from tapestry.plan.fusion import fused
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
-from tapestry.plan.pipelines.stage_choice import Choice, choose
+from tapestry.plan.pipelines.stage_choice import Choice, choose, one_stage
 from tapestry.plan.search.planner import cheapest
-from tapestry.plan.search.priced_plan import PricedPlan, TooBig
+from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import WORTH, Improvement
 from tapestry.plan.task import Task
+from tapestry.plan.whole_graph import Alternative, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import Move
 
 STRUCTURE = 1.5 * SECOND  # for the built-in structural rules
 FIRST = 0.7  # of the budget, for one form of the model
-QUICK = 2.0 * SECOND  # in which a graph is planned for which the one without fusions is planned as well
-BRIEF = 0.5 * SECOND  # in all, for those without some simplifications
+UNFUSED = "unfused"
+NAMED = 4  # forms that a sentence names; more are counted
+SIMPLIFIED = 5e5  # units of work for simplifying an operation
+OTHERS, LEAST = 0.5, 2.0 * SECOND  # of the first form's work, or at least so much, for all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +40,61 @@ class Form:
     """A graph to plan.
 
     Attributes:
-        graph: with the fusions that pay on one device; ``plain`` without them, the same object where there are none.
-        disabled: simplifications that are left out, beyond those that the task leaves out.
+        name: for people.
+        graph: the graph.
         moves: that lead from the task's graph to this one.
-        began: the reading of the task's meter when this form was begun.
     """
 
+    name: str
     graph: Graph
-    plain: Graph
-    disabled: frozenset[str]
     moves: tuple[Move, ...]
-    began: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """Of which plans the bound is.
+
+    Attributes:
+        forms: that were planned; ``untried`` were not, for want of work.
+        bound: the least of their bounds, and of those of ``rewritten`` graphs that moves tried one at a time made of the best.
+        left_out: most combinations of cuts of one operation that were not looked at.
+        strategies: most that were.
+        moves: whether moves could rewrite the best form: tried one at a time, so that no bound is of all of them.
+    """
+
+    forms: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()
+    bound: float = math.inf
+    left_out: int = 0
+    strategies: int = 0
+    rewritten: int = 0
+    moves: bool = False
+
+    def text(self) -> str:
+        """Which plans the bound is of."""
+        rewritten = f" and {self.rewritten} graphs that moves make of it" if self.rewritten else ""
+        many = f"the best of {len(self.forms)} forms of the graph" if len(self.forms) > 1 else "one form of the graph"
+        named = f" ({', '.join(self.forms)})" if len(self.forms) <= NAMED else ""
+        return f"{many}{named}{rewritten}, over at most {self.strategies:,} strategies an operation"
+
+    def missing(self, *, stages: bool) -> list[str]:
+        """What the bound is not of; ``stages``: pipeline stages among it."""
+        found = [
+            (self.left_out, f"up to {self.left_out:,} combinations of cuts of one operation"),
+            (self.untried, f"the forms {', '.join(self.untried)}"),
+            (self.moves, "moves but one at a time"),
+            (stages, "pipeline stages"),
+        ]
+        return [text for there, text in found if there]
+
+    def and_form(self, form: Form, result: PricedPlan | TooBig, problems: Sequence[Problem]) -> Scope:
+        """One form more."""
+        plan = result.closest if isinstance(result, TooBig) else result
+        return replace(
+            self, forms=(*self.forms, form.name), bound=min(self.bound, plan.bound),
+            left_out=max(self.left_out, *(p.left_out for p in problems)),
+            strategies=max(self.strategies, *(n for p in problems for n in p.sizes), 1),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +103,7 @@ class Candidate:
 
     form: Form
     result: PricedPlan | TooBig
+    scope: Scope
     fitted: Fitted | None = None
 
 
@@ -65,6 +116,8 @@ class Planned:
         moves: that led from the task's graph to the plan's.
         base: those of them that led to ``graph``.
         fitted: how the plan was made to fit, if no plan in space does.
+        scope: of which plans the bound is.
+        alternatives: whole-graph plans that a person would think of.
     """
 
     graph: Graph
@@ -72,11 +125,13 @@ class Planned:
     base: tuple[Move, ...]
     choice: Choice
     fitted: Fitted | None
+    scope: Scope = field(default_factory=Scope)
+    alternatives: tuple[Alternative, ...] = ()
 
 
 def fuse_by_price(graph: Graph, task: Task) -> Form:
     """The graph with every fusion that pays on one device."""
-    return _form(graph, task, frozenset())
+    return next(_fused_and_not(graph, task, ()))
 
 
 def enumerate_strategies(form: Form, task: Task) -> list[Problem]:
@@ -85,49 +140,75 @@ def enumerate_strategies(form: Form, task: Task) -> list[Problem]:
 
 
 def solve(form: Form, problems: Sequence[Problem], task: Task, budget: Budget) -> Candidate:
+    """The best plan of the first form; see `_solved`."""
+    return _solved(form, problems, task, budget, math.inf)
+
+
+def _solved(form: Form, problems: Sequence[Problem], task: Task, budget: Budget, upper: float) -> Candidate:
     """The best choice of strategies, lowered; within the memory, if any is. Gathers become rings where that is better."""
     try:
-        return Candidate(form=form, result=cheapest(problems, budget.share(FIRST), task.start))
+        result: PricedPlan | TooBig = cheapest(problems, budget.share(FIRST), task.start, upper)
     except TooBig as e:
-        return Candidate(form=form, result=e)
+        result = e
+    return Candidate(form=form, result=result, scope=Scope().and_form(form, result, problems))
 
 
-def try_without_fusions(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
-    """The graph without the fusions, where that is worth a look: where fused nothing fits (two weights at once take more room),
-    or, on several devices, where planning was quick (fused operations are cut alike)."""
-    form, result = candidate.form, candidate.result
-    quick = task.several_devices and task.meter.spent - form.began < QUICK and not budget.over()
-    if form.graph is form.plain or (isinstance(result, PricedPlan) and not quick):
-        return candidate
-    plain = replace(form, graph=form.plain, moves=tuple(map(without, sorted(form.disabled))))
-    other = solve(plain, enumerate_strategies(plain, task), task, budget)
-    if isinstance(result, TooBig):
-        return other
-    return other if isinstance(other.result, PricedPlan) and other.result.objective < result.objective else candidate
+def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budget) -> Candidate:
+    """The other forms of the graph, in a fixed order while there is work for them; the best of all.
 
-
-def try_without_simplifications(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
-    """Some simplifications cost one device nothing but tie operations to one cut on several. Where planning is brief, each is
-    left out in turn, and stays out where that is better."""
-    for rule in OPTIONAL if task.lifted is not None and task.several_devices else ():
-        result, disabled = candidate.result, candidate.form.disabled | {rule}
-        if isinstance(result, TooBig) or task.meter.spent > BRIEF or budget.over():
-            break
-        assert task.lifted
-        graph = simplify(task.lifted, disabled=task.disabled_rules | disabled)
-        if graph.ops == candidate.form.plain.ops:
+    On one device only where nothing fits: two weights at once take more room.
+    """
+    best, scope, spent = candidate, candidate.scope, task.meter.spent
+    most = spent + max(LEAST, OTHERS * spent)
+    for name, forms in _others(candidate.form, graph, task):
+        missing = isinstance(best.result, TooBig)
+        if budget.over() or not (missing or (task.several_devices and task.meter.spent < most)):
+            scope = replace(scope, untried=(*scope.untried, name))
             continue
-        form = _form(graph, task, disabled)
-        other = try_without_fusions(solve(form, enumerate_strategies(form, task), task, budget), task, budget)
-        if isinstance(other.result, PricedPlan) and other.result.objective < result.objective * WORTH:
-            candidate = other
-    return candidate
+        for form in forms:
+            problems = enumerate_strategies(form, task)
+            other = _solved(form, problems, task, budget, _objective(best))
+            scope = scope.and_form(form, other.result, problems)
+            if _objective(other) < _objective(best):
+                best = other
+    return replace(best, scope=scope)
 
 
-def _form(graph: Graph, task: Task, disabled: frozenset[str]) -> Form:
-    began, moves = task.meter.spent, tuple(map(without, sorted(disabled)))
-    new, fusions = fused(graph, task.machine, task.disabled_rules | disabled) if task.machine else (graph, list[Move]())
-    return Form(graph=new if fusions else graph, plain=graph, disabled=disabled, moves=(*moves, *fusions), began=began)
+def _objective(candidate: Candidate) -> float:
+    return candidate.result.objective if isinstance(candidate.result, PricedPlan) else math.inf
+
+
+def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterator[Form]]]:
+    """The forms beside the fused one, by what they leave out: fusions, then some simplifications, fewest first."""
+    if first.graph is not graph:
+        yield UNFUSED, iter([Form(name=UNFUSED, graph=graph, moves=())])
+    if task.lifted is None:
+        return
+    seen, differ = [graph.ops], set[str]()
+
+    def without_rules(rules: tuple[str, ...]) -> Iterator[Form]:
+        assert task.lifted
+        if len(rules) > 1 and not differ.issuperset(rules):
+            return
+        other = simplify(task.lifted, disabled=task.disabled_rules | frozenset(rules))
+        task.meter.spent += SIMPLIFIED * len(task.lifted.ops)
+        if other.ops not in seen:
+            seen.append(other.ops)
+            differ.update(rules)
+            yield from _fused_and_not(other, task, rules)
+
+    for rules in itertools.chain.from_iterable(itertools.combinations(OPTIONAL, n) for n in range(1, len(OPTIONAL) + 1)):
+        yield f"without {' and '.join(rules)}", without_rules(rules)
+
+
+def _fused_and_not(graph: Graph, task: Task, left_out: tuple[str, ...]) -> Iterator[Form]:
+    """A graph with every fusion that pays on one device, and without."""
+    moves, suffix = tuple(map(without, sorted(left_out))), f" without {' and '.join(left_out)}" if left_out else ""
+    disabled = task.disabled_rules | frozenset(left_out)
+    new, fusions = fused(graph, task.machine, disabled) if task.machine else (graph, list[Move]())
+    if fusions:
+        yield Form(name=f"fused{suffix}", graph=new, moves=(*moves, *fusions))
+    yield Form(name=f"{UNFUSED if fusions else 'as simplified'}{suffix}", graph=graph, moves=moves)
 
 
 def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
@@ -160,27 +241,62 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
 
 def restructure(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     """Structural rewrites around the solved plan, kept where the best plan of the rewritten graph is better."""
-    form, result = candidate.form, candidate.result
+    form, result, scope = candidate.form, candidate.result, candidate.scope
     if isinstance(result, TooBig) or not task.rewritable or candidate.fitted:  # (simplifying would undo recomputation)
         return candidate
     disabled = task.disabled_rules | disabled_by(form.moves)
-    search = Improvement(plan=task.attempt, budget=budget, units=STRUCTURE, least=task.meter.spent, disabled=disabled)
+    least = task.meter.spent / max(1, len(scope.forms))
+    search = Improvement(plan=task.attempt, budget=budget, units=STRUCTURE, least=least, disabled=disabled)
     graph, found, moves = search.run(form.graph, result)
-    return (
-        replace(candidate, form=replace(form, graph=graph, moves=(*form.moves, *moves)), result=found) if moves else candidate
-    )
+    scope = replace(scope, bound=min(scope.bound, search.bound), rewritten=search.planned, moves=search.met)
+    form = replace(form, graph=graph, moves=(*form.moves, *moves)) if moves else form
+    return replace(candidate, form=form, result=found, scope=scope)
 
 
 def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Planned, PricedPlan]:
-    """The plan with pipeline stages where they are asked for, or pay; else the candidate's own.
+    """The plan with pipeline stages where they are asked for, or pay; else the candidate's own. Its bound is of all forms.
 
     Raises:
         PlanError: nothing fits, or there is no plan as asked for.
     """
-    form, fitted = candidate.form, candidate.fitted
-    choice = choose(
-        form.graph, task.topology, candidate.result, task.request, budget, tight=fitted is not None, spent=task.meter.spent
-    )
+    form, fitted, result = candidate.form, candidate.fitted, candidate.result
+    if isinstance(result, PricedPlan) and not fitted:
+        result = replace(result, bound=min(result.bound, candidate.scope.bound))
+    choice = choose(form.graph, task.topology, result, task.request, budget, tight=fitted is not None, spent=task.meter.spent)
     fitted = None if choice.staged else fitted
     moves = (*form.moves, *(fitted.moves if fitted else choice.moves))
-    return Planned(graph=form.graph, moves=moves, base=form.moves, choice=choice, fitted=fitted), choice.found
+    planned = Planned(
+        graph=form.graph, moves=moves, base=form.moves, choice=choice, fitted=fitted, scope=candidate.scope
+    )  # fmt: skip
+    return planned, choice.found
+
+
+def compare_whole_graph(
+    planned: Planned, plan: PricedPlan, form: Form, task: Task, budget: Budget
+) -> tuple[Planned, PricedPlan, int]:
+    """The plan, or a whole-graph alternative that is better; and the peak bytes of one device that computes everything.
+
+    One device is also taken where the plan does the same on all, unless stages, pins or layouts of the mesh are asked for.
+    """
+    base = Form(name="", graph=planned.graph, moves=planned.base)
+    forms = [base, form] if form.graph.ops != planned.graph.ops else [base]
+    alone = [(one_device(f.graph, task.topology, budget), f) for f in forms]
+    unsharded = peak(alone[0][0])
+    if not task.several_devices:
+        return planned, plan, unsharded
+    others = within_tables(plan.problem, budget) if plan.problem else []
+    best = min((o for o in others if o.found and o.fits), key=lambda o: o.objective, default=None)
+    if best and best.found and best.objective < plan.objective * WORTH:
+        plan = replace(best.found, bound=min(plan.bound, best.objective))
+    if not task.topology.kinds:
+        fitting = [(f, o) for f, o in alone if peak(f) <= task.topology.device.memory]
+        found, of = min(fitting or alone, key=lambda a: a[0].objective)
+        others = [Alternative(name="one device", objective=found.objective, fits=bool(fitting)), *others]
+        same = found.objective <= plan.objective and not any(d for s in plan.plan.strategies for d in s.dims)
+        free = task.request.stages is None and not task.request.explicit and bool(fitting)
+        taken = idle_beside(found, task.topology) if free and (same or found.objective < plan.objective * WORTH) else None
+        if taken:
+            plan = replace(taken, bound=min(plan.bound, found.objective))
+            choice = replace(planned.choice, found=plan, staged=True, moves=(), report=one_stage(plan))
+            planned = replace(planned, graph=of.graph, moves=of.moves, base=of.moves, choice=choice, fitted=None)
+    return replace(planned, alternatives=tuple(others)), plan, unsharded

@@ -3,7 +3,8 @@
 What is assumed: inputs, and weights that stay, are in place at time 0; a streamed weight is loaded by the compute stream, for
 nothing is loaded ahead of its use. Each device has one compute stream and one transfer stream, and
 each of them takes its steps in the order of the program; a step begins as soon as its stream is free and what it reads is
-there. So a transfer and a kernel overlap exactly where neither needs the other. Devices that exchange data in one step (joined
+there. So a transfer and a kernel overlap exactly where neither needs the other; where the topology says that they do not
+overlap, they share one stream. Devices that exchange data in one step (joined
 by messages, or a group of a reduction) begin and end together, after the time that the cost model gives to the slowest.
 """
 
@@ -23,16 +24,18 @@ from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
-from tapestry.plan.cost.collective import Way, merge
+from tapestry.plan.cost.collective import Way, merge, reductions
 from tapestry.plan.pipelines.staged_plan import link_between, stage_topology
 from tapestry.plan.search.problem import load_seconds
 from tapestry.plan.strategy import Boxes, footprints, merges, op_boxes, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
-ASSUMPTION = (
+BESIDE = (
     "one compute and one transfer stream per device, each in program order; transfers and kernels overlap where neither "
-    "needs the other; inputs, and weights that are not streamed, are in place at the start"
+    "needs the other"
 )
+IN_TURNS = "each device takes its kernels and transfers in turns, in program order: the topology says that they do not overlap"
+IN_PLACE = "inputs, and weights that are not streamed, are in place at the start"
 STREAMS = ("compute", "transfer")
 COMPUTE, TRANSFER = 0, 1
 
@@ -74,6 +77,12 @@ class Schedule:
 
     program: Program
     timed: tuple[Timed, ...]
+    overlap: bool = True
+
+    @property
+    def assumption(self) -> str:
+        """What the times assume, for people."""
+        return f"{BESIDE if self.overlap else IN_TURNS}; {IN_PLACE}"
 
     @property
     def total(self) -> float:
@@ -87,6 +96,10 @@ class Schedule:
             if t.stream == stream:
                 out += np.nan_to_num(t.took)
         return out
+
+    def exposed(self) -> np.ndarray:
+        """Seconds of the whole in which each device runs no kernel."""
+        return self.total - self.busy(COMPUTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,9 @@ class Hop:
 
 
 def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
-    """The schedule of a plan's program on a topology."""
+    """The schedule of a plan's program on a topology; a device whose neighbours are all idle works at its own rates."""
+    if topo.alone and sum(len(s.devices) for s in plan.stages) == 1:
+        topo = replace(topo, device=topo.alone, alone=None)
     clock = _Clock(_Costs(plan, program, topo))
     owners = _operations(program)
     for i, step in enumerate(program.steps):
@@ -114,7 +129,7 @@ def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
         else:
             for b in step.buffers:
                 del clock.ready[b]
-    return Schedule(program=program, timed=tuple(clock.timed))
+    return Schedule(program=program, timed=tuple(clock.timed), overlap=topo.overlap)
 
 
 def _streams(step: Step, plan: Plan, program: Program) -> TypeGuard[Load]:
@@ -152,7 +167,7 @@ def _blockers(schedule: Schedule, makers: dict[str, int], n: int, device: int) -
     for d in members:
         for k in range(n - 1, -1, -1):
             before = schedule.timed[k]
-            if before.stream == now.stream and not np.isnan(before.end[d]):
+            if (before.stream == now.stream or not schedule.overlap) and not np.isnan(before.end[d]):
                 if before.end[d] == begin:
                     yield k, d
                 break
@@ -174,8 +189,9 @@ class _Clock:
         """Put a step on its stream."""
         seconds, groups = self.costs.of(step)
         stream = COMPUTE if isinstance(step, Launch | Load) else TRANSFER
+        taken = stream if self.costs.topo.overlap else COMPUTE
         takes = ~np.isnan(seconds)
-        start = self.free[stream].copy()
+        start = self.free[taken].copy()
         for b in reads_of(step):
             start = np.maximum(start, self.ready[b])
         if stream == TRANSFER:
@@ -184,7 +200,7 @@ class _Clock:
             start = together[groups]
         start = np.where(takes, start, np.nan)
         end = start + seconds
-        self.free[stream] = np.where(takes, end, self.free[stream])
+        self.free[taken] = np.where(takes, end, self.free[taken])
         for b in allocated(step):
             self.ready[b] = np.where(takes, end, 0.0)
         by = " then ".join(w.name for w in self.costs.ways(step)) if isinstance(step, Reduce) else ""
@@ -302,7 +318,8 @@ class _Costs:
         """How a step merges states."""
         axes = [(a, scatter) for a, scatter in self.cut(step) if scatter == (step.kind == "reduce_scatter")]
         nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.sent) for g in step.groups for d in g)
-        return merge(nbytes, axes, self.topologies[self.plan.stage(step.op)])
+        op, s, topo = self.plan.graph.ops[step.op], self.plan.strategies[step.op], self.topologies[self.plan.stage(step.op)]
+        return merge(nbytes, axes, topo, reductions(op, s, topo.mesh))
 
     def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray]:
         """Merging states; the last merge of an operation also pays for the kernel that merges."""

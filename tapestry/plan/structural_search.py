@@ -7,6 +7,7 @@ kind of operation is tried (equal signatures give equal answers), and one that p
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -28,19 +29,24 @@ class Improvement:
     """A search for better graphs.
 
     Attributes:
-        plan: finds the best plan of a graph within a budget.
+        plan: finds the best plan of a graph within a budget, if it can be below some seconds.
         budget: of the whole; ``units`` of it are for the built-in rules.
         least: units of the budget with which a rewrite is still tried: about as long as a graph takes.
         disabled: simplifications that are left out.
         tried: kinds of moves that were looked at.
+        bound: the least of the bounds of all graphs that were planned, ``planned`` of them.
+        met: whether there was any move.
     """
 
-    plan: Callable[[Graph, Budget], PricedPlan]
+    plan: Callable[[Graph, Budget, float], PricedPlan]
     budget: Budget
     units: float
     least: float = 0.0
     disabled: frozenset[str] = _NONE
     tried: set[str] = field(default_factory=set[str])
+    bound: float = math.inf
+    planned: int = 0
+    met: bool = False
 
     def run(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]]:
         """The graph, its best plan and the moves that led to it, from a graph and its plan."""
@@ -55,21 +61,26 @@ class Improvement:
         ours = self.budget.part(self.units)
         begin = ours.left()
         for rule, kind, moves in _kinds(graph, found.plan.mesh):
-            budget = ours if _is_built_in(rule) else self.budget
+            budget, self.met = ours if _is_built_in(rule) else self.budget, True
             if kind in self.tried or budget.over() or self.budget.left() < self.least:
                 continue
             self.tried.add(kind)
             one, done = _rewritten(graph, moves[:1], self.disabled)
             if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS:
                 continue
-            if self.plan(one, budget).objective >= found.objective * WORTH:
+            if self._planned(one, budget, found).objective >= found.objective * WORTH:
                 continue
             new, done = _rewritten(graph, moves, self.disabled)
-            candidate = self.plan(new, budget)
+            candidate = self._planned(new, budget, found)
             if candidate.objective < found.objective * WORTH:
                 self.units = max(0.0, self.units - (begin - ours.left()))
                 return new, candidate, done
         return None
+
+    def _planned(self, graph: Graph, budget: Budget, best: PricedPlan) -> PricedPlan:
+        other = self.plan(graph, budget, best.objective)
+        self.bound, self.planned = min(self.bound, other.bound), self.planned + 1
+        return other
 
 
 def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:

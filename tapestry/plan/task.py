@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout, Plan, device_count
+from tapestry.ir.plan import Layout, Mesh, Plan, device_count
 from tapestry.plan.fusion import Machine
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.search.planner import cheapest
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
-from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.search.problem import Problem, Tables, build
 from tapestry.plan.search.resume import Start
 from tapestry.plan.solver.budget import Budget, Meter
 from tapestry.plan.strategy import Pin
@@ -45,6 +45,7 @@ class Task:
         disabled_rules: simplifications that the graph was made without.
         lifted: the graph before simplification, to make it again without some of them; none: that is not asked for.
         meter: of the work that planning takes.
+        tables: what is known for each way to share dimensions.
     """
 
     topology: Topology
@@ -62,6 +63,7 @@ class Task:
     disabled_rules: frozenset[str] = _NONE
     lifted: Graph | None = None
     meter: Meter = field(default_factory=Meter)
+    tables: dict[Mesh, Tables] = field(default_factory=dict[Mesh, Tables])
 
     @property
     def several_devices(self) -> bool:
@@ -79,7 +81,8 @@ class Task:
         failed: list[PlanError] = []
         for topology in self.topologies:
             try:
-                out.append(build(graph, topology, pins, self.inputs, self.outputs, self.fixed))
+                known = self.tables.setdefault(topology.mesh, Tables())
+                out.append(build(graph, topology, pins, self.inputs, self.outputs, self.fixed, known=known))
             except PlanError as e:
                 failed.append(e)
         if not out:
@@ -87,10 +90,11 @@ class Task:
         self.meter.spent += sum(p.work for p in out)
         return out
 
-    def attempt(self, graph: Graph, budget: Budget) -> PricedPlan:
-        """The best plan of a graph in space, for comparing: one that does not fit costs infinitely much."""
+    def attempt(self, graph: Graph, budget: Budget, upper: float) -> PricedPlan:
+        """The best plan of a graph in space, for comparing with one that costs ``upper``; one that does not fit costs
+        infinitely much."""
         try:
-            return cheapest(self.problems(graph), budget, self.start)
+            return cheapest(self.problems(graph), budget, self.start, upper)
         except TooBig as e:
             return replace(e.closest, objective=math.inf)
 

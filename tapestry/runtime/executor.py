@@ -19,7 +19,7 @@ from tapestry.ir.kernel import Box, Kernel, intersect, shape, whole
 from tapestry.ir.program import Free, Launch, Load, Message, Program, Reduce, Transfer, allocated, transfer_bytes
 from tapestry.ir.types import HOST
 from tapestry.runtime import arrays
-from tapestry.runtime.step_messages import Route, StepMessages
+from tapestry.runtime.step_messages import Route
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
 
 
@@ -113,11 +113,6 @@ class Executor(ABC):
         del on_host
         work()
 
-    def when_there(self, at: int, names: Sequence[str], finish: Callable[[], None], messages: StepMessages) -> None:
-        """Fill a step's buffers once its messages have come; within a process that is now."""
-        del at, names, messages
-        finish()
-
     def nbytes(self, device: int, name: str) -> int:
         """Bytes that a new buffer really occupies."""
         return arrays.nbytes(self.array(device, name))
@@ -140,9 +135,9 @@ class Executor(ABC):
                 for d, _ in self.mine(step.blocks):
                     self.launch(at, step, d)
             case Transfer():
-                self.transfer(at, step)
+                self.transfer(step)
             case Reduce():
-                self.reduce(at, step)
+                self.reduce(step)
             case Free():
                 for d in self.devices:
                     self.held.drop(d, step.buffers)
@@ -164,50 +159,24 @@ class Executor(ABC):
         """A view of a part of a buffer."""
         return arrays.part(self.array(device, name), box, self.box(device, name))
 
-    def messages(self, at: int, step: Transfer, dry: bool = False) -> StepMessages:
-        """What a transfer moves between devices, as far as it concerns this process."""
-        out = StepMessages(self.route, at, dry=dry)
-        sent, received = ends(step.messages)
-        dtype = arrays.torch_dtype(self.program.buffers[step.src].dtype)
-        for n in sorted({n for d in self.devices for n in (*sent.get(d, ()), *received.get(d, ()))}):
-            m = step.messages[n]
-            out.carry(_piece(step, m), (m.src, m.dst), shape(m.box), dtype, partial(self.part, m.src, step.src, m.box))
-        return out
-
-    def transfer(self, at: int, step: Transfer) -> None:
+    def transfer(self, step: Transfer) -> None:
         """Fill a new buffer from what the device holds itself and from what others send it."""
         dst, received = self.program.buffers[step.dst], ends(step.messages)[1]
-        messages = self.messages(at, step)
-        arrive = self.post(messages)
-        self.measured.sent(step.kind, messages.sent)
-        own = {d: self._own(d, step, box, copy=bool(messages.receives)) for d, box in self.mine(dst.boxes)}
+        total = 0
+        for d, box in self.mine(dst.boxes):
+            there, sent = self.allocate(d, step.dst), [step.messages[n] for n in received.get(d, ())]
+            pieces = [(m.box, self.part(m.src, step.src, m.box)) for m in sent]
+            total += sum(values.nbytes for _, values in pieces)
+            held = self.program.buffers[step.src].boxes[d]
+            common = None if held is None else intersect(held, box)
+            if common is not None:
+                pieces.append((common, self.part(d, step.src, common)))
+            for piece, values in pieces:
+                self.do(partial(copy, values, arrays.part(there, piece, box)))
+        self.measured.sent(step.kind, total)
 
-        def finish() -> None:
-            came = arrive()
-            for d, box in self.mine(dst.boxes):
-                there = self.allocate(d, step.dst)
-                sent = [step.messages[n] for n in received.get(d, ())]
-                for piece, values in [*((m.box, came[_piece(step, m)]) for m in sent), *own[d]]:
-                    self.do(partial(copy, values, arrays.part(there, piece, box)))
-
-        self.when_there(at, (step.dst,), finish, messages)
-
-    def _own(self, device: int, step: Transfer, box: Box, copy: bool) -> list[tuple[Box, Array]]:
-        """What a device holds already of what it shall have; a copy, where the source may be freed before it is used."""
-        held = self.program.buffers[step.src].boxes[device]
-        common = None if held is None else intersect(held, box)
-        if common is None:
-            return []
-        values = self.part(device, step.src, common)
-        return [(common, values.clone() if copy else values)]
-
-    def post(self, messages: StepMessages) -> Callable[[], dict[str, Array]]:
-        """Send what a step sends; the function returned waits for what it expects."""
-        return messages.post()
-
-    def reduce(self, at: int, step: Reduce) -> None:
+    def reduce(self, step: Reduce) -> None:
         """Merge the states of each group; devices that end with the same boxes share one merge."""
-        del at
         for group in step.groups:
             alike: dict[tuple[Box, ...], list[int]] = {}
             for d in group:
@@ -247,28 +216,33 @@ class Executor(ABC):
     # outputs
 
     def outputs(self) -> dict[str, Array]:
-        """Every output on the process of device 0, each block from the first device that has it; nothing on the others."""
-        messages, blocks = StepMessages(self.route, len(self.program.steps)), dict[str, dict[Box, int]]()
+        """Every output, each block from the first device that has it."""
+        blocks, wanted = dict[str, dict[Box, int]](), list[tuple[int, str]]()
         for t, name in self.program.outputs.items():
             b = self.program.buffers[name]
             blocks[t] = {box: d for d, box in reversed(list(enumerate(b.boxes))) if box is not None}
-            for box, d in blocks[t].items() if b.dtype != HOST else ():
-                take = partial(self.array, d, name)
-                messages.carry(f"{t} {box}", (d, 0), shape(box), arrays.torch_dtype(b.dtype), take)
-        came = messages.post()()
+            wanted += [(d, name) for d in blocks[t].values()] if b.dtype != HOST else []
+        came = iter(self.gather(wanted))
+        pieces = {t: [(box, next(came)) for box in found] for t, found in blocks.items() if not self._hosted(t)}
         hosted = {
-            t: self.host_output(t, name, min(blocks[t].values()))
-            for t, name in self.program.outputs.items() if self.program.buffers[name].dtype == HOST
-        }  # fmt: skip
+            t: self.host_output(t, name, min(blocks[t].values())) for t, name in self.program.outputs.items() if self._hosted(t)
+        }
         if self.route.rank:
             return {}
-        return {t: hosted[t] if t in hosted else self._gathered(t, blocks[t], came) for t in self.program.outputs}
+        return {t: hosted[t] if t in hosted else self._assembled(t, pieces[t]) for t in self.program.outputs}
 
-    def _gathered(self, tensor: str, blocks: dict[Box, int], came: dict[str, Array]) -> Array:
+    def _hosted(self, tensor: str) -> bool:
+        return self.program.buffers[self.program.outputs[tensor]].dtype == HOST
+
+    def gather(self, blocks: Sequence[tuple[int, str]]) -> list[Array]:
+        """Buffers by (device, name), on the process of device 0."""
+        return [self.array(d, name) for d, name in blocks]
+
+    def _assembled(self, tensor: str, pieces: list[tuple[Box, Array]]) -> Array:
         name, everything = self.program.outputs[tensor], whole(self.graph.tensors[tensor].shape)
-        if everything in blocks and self.new_at_every_run(name):
-            return came[f"{tensor} {everything}"]
-        pieces = [(box, came[f"{tensor} {box}"]) for box in blocks]
+        found = next((a for box, a in pieces if box == everything), None)
+        if found is not None and self.new_at_every_run(name):
+            return found
         return arrays.assemble(everything, self.program.buffers[name].dtype, pieces, self.home)
 
     def host_output(self, tensor: str, name: str, device: int) -> Array:
@@ -298,10 +272,6 @@ def ends(messages: tuple[Message, ...]) -> tuple[dict[int, list[int]], dict[int,
         sent.setdefault(m.src, []).append(n)
         received.setdefault(m.dst, []).append(n)
     return sent, received
-
-
-def _piece(step: Transfer, m: Message) -> str:
-    return f"{step.dst}@{m.dst} {m.box}"
 
 
 def present(box: Box | None) -> Box:

@@ -3,7 +3,8 @@ network.
 
 In an exchange a rank posts all its sends and receives for one step and does not go on before its partners have posted
 theirs: no message is buffered (MPI calls such programs *safe*), and messages between two ranks match in the order in which
-they are posted, tags or no tags. What gets through here gets through gloo and NCCL. The scripts are worked out from the
+they are posted, tags or no tags. A collective of the backend stands here as the exchange that it replaces: both meet all of a
+group, in one order on all ranks. What gets through here gets through gloo and NCCL. The scripts are worked out from the
 program alone, by rules of their own; `tests/test_deadlock.py` records what the runtime really posts and holds it against
 them.
 """

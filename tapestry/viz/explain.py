@@ -27,9 +27,10 @@ from tapestry.ir.program import (
 )  # fmt: skip
 from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.requests import parse_pins
-from tapestry.plan.simulate import ASSUMPTION, COMPUTE, TRANSFER, Schedule, critical_path, simulate
+from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
 from tapestry.viz.format import area, duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
+from tapestry.viz.tables import proof
 
 Document = dict[str, Any]
 
@@ -152,7 +153,8 @@ def _memory(build: Build) -> Document:
 def _simulated(build: Build, timed: Schedule) -> Document:
     return {
         "seconds": timed.total, "objective_s": build.report["objective_s"], "compute_s": timed.busy(COMPUTE).tolist(),
-        "transfer_s": timed.busy(TRANSFER).tolist(), "assumption": ASSUMPTION,
+        "transfer_s": timed.busy(TRANSFER).tolist(), "exposed_s": timed.exposed().tolist(),
+        "assumption": timed.assumption,
     }  # fmt: skip
 
 
@@ -194,12 +196,19 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
     topo = from_data(build.topology)
     yield from (*_kinds_text(topo), *_joined_text(topo))
-    yield f"objective {r['objective_s'] * 1e3:.4g} ms, lower bound {r['lower_bound_s'] * 1e3:.4g} ms, gap {r['gap']:.2%}"
+    costs = [f"{r[k] * 1e3:.4g} ms" for k in ("objective_s", "lower_bound_s")]
+    yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
     if "bound_of" in r:
         yield f"  the bound is of {r['bound_of']}"
-    busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s")]
-    yield f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device"
-    yield f"  assumed: {ASSUMPTION}"
+    busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
+    yield (
+        f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device, "
+        f"{busy[2]} without a kernel"
+    )
+    yield f"  assumed: {simulated['assumption']}"
+    for other in r.get("alternatives", ()):
+        unfit = {False: "; does not fit", None: "; whether it fits was not worked out"}.get(other["fits"], "")
+        yield f"  {other['name']}: {duration(other['objective_s'])}{unfit}"
     yield from _fit_text(r.get("fit"))
     yield from _stages_text(r)
     for m in moves_text(build.moves):
@@ -343,7 +352,7 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
 
 def _critical_text(facts: Document) -> Iterator[str]:
     total = facts["simulated"]["seconds"]
-    yield f"critical path, {duration(total)} (assumed: {ASSUMPTION})"
+    yield f"critical path, {duration(total)} (assumed: {facts['simulated']['assumption']})"
     kinds: dict[str, float] = {}
     for hop in facts["critical_path"]:
         kinds[hop["kind"]] = kinds.get(hop["kind"], 0.0) + hop["share"]

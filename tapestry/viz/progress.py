@@ -1,19 +1,92 @@
-"""Progress on a terminal, on standard error; nothing when it is a file."""
+"""Progress on standard error: a live line on a terminal; elsewhere a line every few seconds, of the search alone."""
 
 from __future__ import annotations
 
+import math
+import sys
+import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+EVERY = 5.0  # seconds between lines where there is no terminal
+
+
+@dataclass(slots=True)
+class Watch:
+    """What a person sees of a compilation: the pass that runs, and of the search the best plan so far.
+
+    Attributes:
+        names: of all passes, in order.
+        advance: moves the bar.
+        began: on the monotonic clock. Seconds are shown, and decide nothing.
+        seconds, bound: of the best plan that was found; a bound is of the form of the graph that was last looked at.
+    """
+
+    names: Sequence[str]
+    advance: Callable[..., None]
+    began: float = field(default_factory=time.monotonic)
+    now: str = ""
+    searching: bool = False
+    seconds: float = math.inf
+    bound: float = -math.inf
+
+    def begin(self, phase: str, name: str) -> None:
+        """A pass begins."""
+        self.now, self.searching = name, phase == "search"
+        self._show()
+
+    def found(self, seconds: float, bound: float) -> None:
+        """A plan was found: simulated seconds, and what none of its form is under."""
+        if seconds <= self.seconds:
+            self.seconds, self.bound = seconds, bound
+            self._show()
+
+    def _show(self) -> None:
+        at = self.names.index(self.now) if self.now in self.names else len(self.names)
+        self.advance(at, len(self.names), f"{self.now} · {self.best()}" if self.best() else self.now)
+
+    def best(self) -> str:
+        """The best plan so far, its bound and the gap; empty outside the search and before there is one."""
+        if not self.searching or not math.isfinite(self.seconds):
+            return ""
+        text = f"plan {self.seconds * 1e3:.5g} ms"
+        if not 0 < self.bound <= self.seconds:
+            return f"{text}, no bound yet"
+        return f"{text}, bound {self.bound * 1e3:.5g} ms, gap {1 - self.bound / self.seconds:.2%}"
+
+    def line(self) -> str:
+        """For a log; empty outside the search."""
+        if not self.searching:
+            return ""
+        return f"{time.monotonic() - self.began:.0f} s: {self.now}: {self.best() or 'no plan yet'}"
+
 
 @contextmanager
-def passes(names: Sequence[str], *, quiet: bool) -> Generator[Callable[[str], None]]:
-    """A bar over the compiler's passes; call it with each one's name as it begins."""
+def passes(names: Sequence[str], *, quiet: bool, every: float = EVERY) -> Generator[Watch]:
+    """What to tell of the compiler's passes as they begin, and of plans as they are found.
+
+    Args:
+        every: seconds between lines where standard error is no terminal.
+    """
     with bar("compile", quiet=quiet) as advance:
-        yield lambda name: advance(names.index(name) if name in names else len(names), len(names), name)
+        watch, done = Watch(names, advance), threading.Event()
+
+        def lines() -> None:
+            while not done.wait(every):
+                if text := watch.line():
+                    print(text, file=sys.stderr, flush=True)
+
+        if not quiet and not Console(stderr=True).is_terminal:
+            threading.Thread(target=lines, daemon=True).start()
+        try:
+            yield watch
+        finally:
+            done.set()
         advance(len(names), len(names), "done")
 
 

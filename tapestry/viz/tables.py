@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,7 +21,7 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_column(style="bold")
     facts.add_column()
     facts.add_row("model", f"{report['nodes']} nodes → {report['ops']} operations → {report['signatures']} distinct signatures")
-    gap = f"gap {report['gap']:.2%}" + (" (proved optimal)" if report["gap"] <= PROVED else "")
+    gap = f"gap {report['gap']:.2%}{proof(report)}"
     facts.add_row("plan", f"objective {ms(report['objective_s'])}, lower bound {ms(report['lower_bound_s'])}, {gap}")
     for k, s in enumerate(report.get("stages", ())):
         each = " per micro-batch" if report["micro_batches"] > 1 else ""
@@ -43,6 +44,16 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     if "pareto" in report:
         parts.append(pareto(report["pareto"]))
     return Group(*parts)
+
+
+def proof(report: Mapping[str, Any]) -> str:
+    """What a gap of nothing proves: "optimal" alone only where nothing was left out."""
+    if report["gap"] > PROVED:
+        return ""
+    if not report.get("not_bounded", ["unknown"]):
+        return " (proved optimal)"
+    forms = report.get("forms", {}).get("tried", [])
+    return f" (optimal among {len(forms)} form{'s' if len(forms) > 1 else ''} of the graph)" if forms else ""
 
 
 def titled(title: str, columns: Sequence[str], *, left: Collection[str]) -> Table:
@@ -113,6 +124,19 @@ def tuned(document: Mapping[str, Any]) -> RenderableType:
             continue
         times = ("" if row[k] is None else ms(row[k]) for k in ("default_seconds", "seconds", "library_seconds"))
         table.add_row(row["kernel"], str(row["launches"]), *times, str(row["tried"]), str(len(row["refused"])))
+    return table
+
+
+def calibrated(document: Mapping[str, Any], path: Path) -> RenderableType:
+    """What ``tapestry calibrate`` found, and how well it predicts what was kept back."""
+    columns = ("measured", "points", "kept back", "off by (median)", "(worst)")
+    table = titled(f"{path}: use it as --topology {path}", columns, left=("measured",))
+    for name, row in document["fit"].items():
+        if "kept" in row:
+            table.add_row(name, str(row["points"]), "", row["kept"], "")
+            continue
+        errors = ("" if row[k] is None else f"{row[k]:.0%}" for k in ("median_error", "worst_error"))
+        table.add_row(name, str(row["points"]), str(row["held_back"]), *errors)
     return table
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from tapestry.build.atomic import new_file
 from tapestry.ir.plan import Plan, coordinates
 from tapestry.ir.program import Launch, Program, Reduce, Transfer, payload_bytes, transfer_bytes
-from tapestry.plan.simulate import ASSUMPTION, STREAMS, Schedule, Timed
+from tapestry.plan.simulate import STREAMS, Schedule, Timed
 from tapestry.viz.format import split_text, step_text
 
 MAX_SLICES = 400_000  # of all devices; where there are more, only the first devices are shown
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 def write(path: Path, plan: Plan, schedule: Schedule) -> dict[str, int]:
     """Write the trace, whole or not at all; returns how many devices, slices and flows it has, and how many it left out."""
     events, counts = trace(plan, schedule)
-    write_events(path, events, {"assumption": ASSUMPTION, **counts})
+    write_events(path, events, {"assumption": schedule.assumption, **counts})
     return counts
 
 

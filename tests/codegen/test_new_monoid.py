@@ -20,7 +20,7 @@ from tapestry.ir.recognise.exponential import Exponential, exponential
 from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.verify import interp
-from tests.support.attention_runs import close, run_cpu
+from tests.support.attention.attention_runs import close, run_cpu
 from tests.support.triton_kernels import poisoned_lanes, run_kernel  # noqa: F401
 
 SUM, TWO_SUMS = MONOIDS["sum"], product("", MONOIDS["sum"], MONOIDS["sum"])

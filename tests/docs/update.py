@@ -5,6 +5,7 @@ Without arguments all pages are done; ``--generated`` leaves out the commands, w
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -35,6 +36,9 @@ def replayed(page: Page) -> str:
             text = text[:at] + new + text[at + len(block.text) :]
             shift += len(new) - len(block.text)
     return text
+
+
+os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # as in the tests: the pages show what everybody gets
 
 
 def main(arguments: list[str]) -> None:

@@ -9,7 +9,19 @@ from math import prod
 import numpy as np
 import pytest
 
-from tapestry.ir.collective_calls import merge_calls, merge_phases, reduce_op, transfer_call
+from tapestry.ir.collective_calls import (
+    ALL_GATHER,
+    CALLS,
+    EXCHANGE,
+    REDUCE_SCATTER,
+    Call,
+    carrier,
+    merge_calls,
+    merge_phases,
+    on_backend,
+    reduce_op,
+    transfer_call,
+)  # fmt: skip
 from tapestry.ir.expr import Arg, Const
 from tapestry.ir.graph import Block, Dim, Read
 from tapestry.ir.index import dim
@@ -150,3 +162,14 @@ def test_one_device_that_gives_to_all_broadcasts():
     step = Transfer(kind="broadcast", src="s", dst="d", messages=tuple(Message(1, d, box) for d in (0, 2, 3)))
     found = transfer_call(step, Program(devices=4, buffers=buffers, steps=(step,), outputs={}))
     assert (found.name, found.groups, found.nbytes) == ("broadcast", ((1, 0, 2, 3),), 64)
+
+
+def test_what_carries_a_call_over_gloo_and_nccl():
+    """Only what gloo emulates, or does slower than messages, is made of messages; and of the same bytes."""
+    both = ((0, 1, 2), (3, 4, 5))
+    for name in CALLS:
+        call = Call(name, both, 600, "sum" if "reduce" in name else "")
+        assert on_backend(call, "nccl") == call
+        carried = on_backend(call, "gloo")
+        assert carried == (Call(EXCHANGE, both, 400) if name in (ALL_GATHER, REDUCE_SCATTER) else call)
+        assert carrier(name, "gloo") == carried.name and carrier(name, "nccl") == name

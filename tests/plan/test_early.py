@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tapestry.ir.program import Reduce, Transfer, allocated
-from tapestry.plan.hoist_transfers import early
+from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.lower import lower
 from tapestry.plan.simulate import simulate
-from tapestry.plan.topology import topology
+from tapestry.plan.topology import Link, topology
 from tapestry.verify import certificate
 from tests.support.small_models import case, execute, mesh_of, peak, planned_transfers, random_plan
 
@@ -38,6 +38,29 @@ def test_earlier_and_otherwise_the_same(name):
             assert served[0] == served[1]
             assert clocks[0].total == pytest.approx(clocks[1].total)
     assert moved or name != "branches"
+
+
+@pytest.mark.parametrize("name", ["attention", "branches", "norms", "selections"])
+def test_in_better_order_and_otherwise_the_same(name):
+    """Where transfers are issued in another order, it takes less time, no more memory, and gives the same bits."""
+    c, faster = case(name), 0
+    for mesh in ("2", "3", "2x2"):
+        topo = replace(topology(mesh_of(mesh), "cpu"), links=(Link(1e-6, 1e-9),) * len(mesh_of(mesh)))
+        for seed in range(25):
+            plan = random_plan(c.graph, topo.mesh, random.Random(f"{name} {mesh} {seed}"))
+            before = lower(plan)
+            after, seconds = in_better_order(plan, before, topo)
+            assert seconds == simulate(plan, after, topo).total
+            if after is before:
+                continue
+            faster += 1
+            assert seconds < simulate(plan, before, topo).total
+            assert all(a <= b for a, b in zip(peak(after), peak(before), strict=True))
+            assert sorted(map(str, after.steps)) == sorted(map(str, before.steps))
+            certificate.check(plan.annotated(), after, limit=1 << 40, stated_peak=peak(after), places=plan.places)
+            ours, theirs = execute(c.graph, after, c)[0], execute(c.graph, before, c)[0]
+            assert all(a.tobytes() == theirs[t].tobytes() for t, a in ours.items())
+    assert faster or name != "branches"
 
 
 def test_a_transfer_stands_right_behind_what_it_sends():

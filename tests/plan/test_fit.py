@@ -16,9 +16,9 @@ from tapestry.ir.program import Free, Load
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan import lower as lowering
 from tapestry.plan import strategy
+from tapestry.plan.cost.floor import least_cells, least_seconds
 from tapestry.plan.lower import lower
 from tapestry.plan.memory.fit import Fitted, fit
-from tapestry.plan.memory.floor import least_cells, least_seconds
 from tapestry.plan.memory.peaks import fewest, moves
 from tapestry.plan.search.planner import search, spatial
 from tapestry.plan.search.priced_plan import TooBig

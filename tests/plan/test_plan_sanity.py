@@ -19,7 +19,9 @@ from tapestry.ir.program import peak_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import search
+from tapestry.plan.search.priced_plan import priced_plan
 from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.solver.network import solve
 from tapestry.plan.strategy import Pin, every_strategy, left_out
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.verify import certificate
@@ -53,7 +55,7 @@ def random_graph(seed: int) -> Graph:
 
 
 def every_plan(problem: Problem) -> np.ndarray:
-    """The objective of every combination of strategies, one axis per operation: no elimination, no bounds, no order."""
+    """All costs of every combination of strategies added up, one axis per operation: no elimination, no bounds, no order."""
     total = np.zeros(problem.sizes)
     for f in problem.factors:
         order = np.argsort(f.nodes)
@@ -61,9 +63,15 @@ def every_plan(problem: Problem) -> np.ndarray:
     return total
 
 
+def on_the_clock(problem: Problem, choice: tuple[int, ...]) -> float:
+    """Simulated seconds of one combination of strategies."""
+    return priced_plan(problem, choice, -np.inf).objective
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_the_planner_is_brute_force(seed: int) -> None:
-    """Devices in a row and in a grid; ends that are free and ends that are fixed."""
+    """Devices in a row and in a grid; ends that are free and ends that are fixed. On the clock, of the 200 plans whose costs
+    add up to least none is faster."""
     graph, rng = random_graph(seed), random.Random(seed)
     mesh = rng.choice(["2", "3", "4", "2x2"]) if len(graph.ops) <= 3 else rng.choice(["2", "4"])
     topo = topology(parse_mesh(mesh), rng.choice(["cpu", "h100", "a100-pcie"]))
@@ -73,10 +81,12 @@ def test_the_planner_is_brute_force(seed: int) -> None:
         topo = topology(parse_mesh("2"), "a100-pcie")
         problem = build(graph, topo, {}, ends, {})
     every = every_plan(problem)
-    best, count = float(every.min()), every.size
+    least, count = np.unravel_index(np.argsort(every, axis=None)[:200], every.shape), every.size
+    best = min(on_the_clock(problem, choice) for choice in zip(*(a.tolist() for a in least), strict=True))
     found = search(graph, topo, inputs=ends)
-    assert count > 1 and found.objective == pytest.approx(best, rel=1e-12)
-    assert found.bound <= found.objective * (1 + 1e-12)
+    added = solve(problem.network).objective
+    assert count > 1 and added == pytest.approx(float(every.min()), rel=1e-12)
+    assert found.bound <= best * (1 + 1e-9) and found.objective <= best * 1.001
     certificate.check(found.plan.annotated(), found.program, mesh=found.plan.mesh)
 
 
@@ -92,18 +102,18 @@ def test_with_little_memory_too(seed: int) -> None:
     topo = topology(parse_mesh("2"), "cpu")
     problem = build(graph, topo, {}, {}, {})
     fits: dict[int, float] = {}
-    every, first = every_plan(problem), search(graph, topo).plan
+    first = search(graph, topo).plan
     for choice in itertools.product(*(range(n) for n in problem.sizes)):
         plan = replace(first, strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, choice, strict=True)))
         peak = max(peak_bytes(lower(plan))[0])
-        fits[peak] = min(fits.get(peak, np.inf), float(every[choice]))
+        fits[peak] = min(fits.get(peak, np.inf), on_the_clock(problem, choice))
     for limit in sorted({min(fits), sorted(fits)[len(fits) // 2], max(fits)}):
         tight = replace(topo, device=replace(topo.device, memory=limit))
         best = min(cost for peak, cost in fits.items() if peak <= limit)
         found = search(graph, tight)
         assert max(peak_bytes(found.program)[0]) <= limit
         assert found.bound <= best * (1 + 1e-9) and best <= found.objective * (1 + 1e-9)
-        assert found.objective == pytest.approx(best, rel=1e-9)
+        assert found.objective <= best * 1.001
     with pytest.raises(PlanError):
         search(graph, replace(topo, device=replace(topo.device, memory=min(fits) - 1)))
 
@@ -188,7 +198,8 @@ def block(path: Path, batch: int, seq: int, d: int, heads: int) -> Path:
 
 
 def test_megatron_for_a_transformer_block(tmp_path: Path) -> None:
-    """Heads and hidden features cut, one all-reduce behind each half."""
+    """Heads and hidden features cut, one all-reduce behind each half; before and behind a product of columns two gathers bring the
+    same bytes, and overlap a little."""
     p = Planned(block(tmp_path / "b.onnx", 1, 64, 4096, 32), layouts=["x:replicated", "y:replicated"])
     assert [p.cut[n] for n in ("q_proj", "k_proj", "v_proj", "out_proj", "up", "down")] == ["n", "n", "n", "m", "n", "m"]
     assert {p.cut["scores"], p.cut["softmax"], p.cut["mix"]} == {"b1"}  # heads, of one streaming operation
@@ -238,12 +249,12 @@ def experts(path: Path, tokens: int, routed: bool, count: int = 8, d: int = 1024
 
 
 @pytest.mark.parametrize("routed", [False, True])
-@pytest.mark.parametrize("tokens", [32, 256])
-def test_experts_in_parallel(routed: bool, tokens: int, tmp_path: Path) -> None:
-    """Each device keeps its own expert; what travels is the sum of their answers."""
+@pytest.mark.parametrize(("tokens", "mixed", "sent"), [(32, None, "all_gather"), (256, "x0", "all_reduce")])
+def test_experts_in_parallel(routed: bool, tokens: int, mixed: str | None, sent: str, tmp_path: Path) -> None:
+    """Each device keeps its own expert; what travels is the sum of their answers, or few answers with fewer latencies."""
     p = Planned(experts(tmp_path / "e.onnx", tokens, routed), layouts=["y:replicated"])
-    assert p.cut["up"] == ("b0" if routed else "e") and p.cut["down"] == "b0" and p.cut["mix"] == "x0"
-    assert p.transfers == {"all_reduce": 1}
+    assert p.cut["up"] == ("b0" if routed else "e") and p.cut["down"] == "b0" and p.cut["mix"] == mixed
+    assert p.transfers == {sent: 1}
 
 
 def test_reasons_name_bytes_and_seconds(tmp_path: Path) -> None:
@@ -287,8 +298,8 @@ def test_what_no_bound_speaks_of_is_counted_and_named(tmp_path: Path) -> None:
     assert (("m",), (0,)) not in every and offered.left_out == 1
     path = mlp(tmp_path / "m.onnx", 16)
     report = tapestry.compile(path, devices=8, weights=False, topology="h100").report
-    assert report["left_out"] == 0 and report["bound_of"].startswith("plans in space of the graph")
-    assert "without" not in report["bound_of"]
+    assert report["left_out"] == 0 and report["bound_of"].startswith("one form of the graph")
+    assert "combinations" not in report["bound_of"]
 
 
 def test_the_text_says_of_which_plans_the_bound_is(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.search import memory_limit, problem
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import PricedPlan, priced_plan
-from tapestry.plan.solver.network import evaluate
+from tapestry.plan.simulate import simulate
+from tapestry.plan.solver.network import evaluate, solve
 from tapestry.plan.strategy import MAX_STRATEGIES, Pin, strategies
 from tapestry.plan.topology import PRESETS, default_mesh, parse_bytes, parse_mesh, topology
 from tapestry.verify import certificate
@@ -78,7 +79,7 @@ GRAPHS = {"chain": chain, "smooth": smooth, "big chain": lambda: chain(16)}
 
 
 def all_plans(graph: Graph, topo, inputs=None, outputs=None):
-    """(objective, plan) of every combination of strategies."""
+    """(all costs added up, plan) of every combination of strategies."""
     p = problem.build(graph, topo, {}, inputs or {}, outputs or {})
     for choice in itertools.product(*(range(n) for n in p.sizes)):
         chosen = tuple(m.strategies[c] for m, c in zip(p.menus, choice, strict=True))
@@ -93,7 +94,7 @@ def all_plans(graph: Graph, topo, inputs=None, outputs=None):
 
 @pytest.mark.parametrize("mesh", ["1", "2", "3", "2x2"])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_objective_is_the_least_of_all(name, mesh):
+def test_the_costs_added_up_are_the_least_of_all(name, mesh):
     graph, topo = GRAPHS[name](), topology(parse_mesh(mesh))
     p = problem.build(graph, topo, {}, {}, {})
 
@@ -105,10 +106,11 @@ def test_the_objective_is_the_least_of_all(name, mesh):
         order = np.argsort(f.nodes)
         table = np.transpose(f.table, order)
         costs += table.reshape([p.sizes[n] if n in f.nodes else 1 for n in range(len(p.sizes))])
-    found = search(graph, topo)
-    assert found.objective == pytest.approx(costs.min(), rel=1e-9)
+    assert solve(p.network).objective == pytest.approx(costs.min(), rel=1e-9)
+    found, first = search(graph, topo), np.unravel_index(costs.argmin(), costs.shape)
+    assert found.objective <= priced_plan(p, [int(c) for c in first], -np.inf).objective
     assert found.bound <= found.objective
-    assert found.gap <= 1e-6
+    assert found.gap <= 0.01
     certificate.check(found.plan.annotated(), found.program, stated_peak=peak(found.program), mesh=topo.mesh)
 
 
@@ -147,7 +149,7 @@ def test_more_bytes_cost_more_on_a_link_without_latency():
 def test_plans_keep_to_the_memory_and_the_bound_is_honest(name, mesh):
     graph = GRAPHS[name]()
     topo = topology(parse_mesh(mesh))
-    table = [(o, max(peak(lower(p)))) for o, p in all_plans(graph, topo)]
+    table = [(simulate(p, lower(p), topo).total, max(peak(lower(p)))) for _, p in all_plans(graph, topo)]
     smallest, free = min(m for _, m in table), max(peak(search(graph, topo).program))
     for limit in sorted({smallest, (smallest + free) // 2, free, free - 1}):
         if limit < smallest:

@@ -23,8 +23,8 @@ from tapestry.plan.simulate import simulate
 from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.verify import certificate, interp
-from tests.support.attention_cases import KEPT, attention
-from tests.support.attention_runs import close, feeds_of, fused
+from tests.support.attention.attention_cases import KEPT, attention
+from tests.support.attention.attention_runs import close, feeds_of, fused
 from tests.support.small_models import Case, N, execute, net, peak, planned_transfers
 
 CAUSAL = attention("where(ge(index(i - n + 3), 0), (acc0 * 0.3), f32(-inf))", s=23, n=37, d=8, e=8, b=1, kept=KEPT)

@@ -11,7 +11,10 @@ import pytest
 
 import tapestry
 from tapestry.errors import TapestryError
-from tapestry.plan.cost.collective import merge
+from tapestry.ir.program import Reduce
+from tapestry.plan.cost import transfer
+from tapestry.plan.cost.collective import merge, reductions
+from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import PRESETS, fabrics, from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.routing import routes
 from tapestry.viz import explain
@@ -80,8 +83,8 @@ def test_a_torus_is_a_ring_per_side(tmp_path):
         sides("12", sizes=[3, 5])
 
 
-def seconds(topo, axes, nbytes=B):
-    (way,) = merge(nbytes, axes, topo)
+def seconds(topo, axes, nbytes=B, by="sum"):
+    (way,) = merge(nbytes, axes, topo, (by, by))
     return way
 
 
@@ -93,7 +96,7 @@ def test_collectives_take_the_formulas_of_their_shape(tmp_path):
     one_way = seconds(joined(tmp_path, "7", shape="one-way ring"), [(0, True)])
     assert one_way.name == "ring" and one_way.seconds == pytest.approx(6 * (a + b * B / 7))
     switch = seconds(joined(tmp_path, "8", shape="switch"), [(0, False)])
-    assert switch.name == "recursive halving" and switch.seconds == pytest.approx(2 * (3 * a + 7 / 8 * b * B))
+    assert switch.name == "two trees" and switch.seconds == pytest.approx(2 * (3 * a + 7 / 8 * b * B))
     small = seconds(joined(tmp_path, "8", shape="full mesh"), [(0, False)], 8)
     assert small.name == "tree" and small.seconds == pytest.approx(2 * (a + 8 * b))  # its root hears all at once
     star = seconds(joined(tmp_path, "9", shape="star"), [(0, False)], 4)
@@ -113,12 +116,25 @@ def test_one_axis_over_nodes_is_reduced_hierarchically():
     one, two = topology(parse_mesh("16"), "h100"), topology(parse_mesh("2x8"), "h100")
     inner, outer = two.links[1], two.links[0]
     way = seconds(one, [(0, False)], 64 * B)
-    assert way.name == "hierarchical (recursive halving inside, recursive doubling across)"
-    across = outer.alpha + 8 * B * outer.beta
+    assert way.name == "hierarchical (aggregated trees inside, two trees across)"
+    across = 2 * (outer.alpha + 4 * B * outer.beta)
     assert way.seconds == pytest.approx(2 * (3 * inner.alpha + 7 / 8 * 64 * B * inner.beta) + across)
     assert way == seconds(two, [(0, False), (1, False)], 64 * B)
     flat = 2 * (log2(16) * outer.alpha + 15 / 16 * 64 * B * outer.beta)
     assert way.seconds < flat / 4
+
+
+@pytest.mark.parametrize(("preset", "mesh"), [("cpu", "8"), ("h100", "16"), ("h100", "2x8"), ("tpu", "16"), ("tpu", "4x3")])
+def test_an_exchange_of_states_costs_what_the_same_transfer_does(preset, mesh):
+    """Parts that a monoid of ours merges travel like the pieces of an all-to-all: the same seconds, but for the new buffer."""
+    topo = topology(parse_mesh(mesh), preset)
+    n, axes = int(np.prod([a.size for a in topo.mesh])), range(len(topo.mesh))
+    shape, before, after = (n, n * 4096), (0,) * len(axes), (1,) * len(axes)
+    found = transfer.costs([(before, tensor_boxes(shape, before, topo.mesh))], [tensor_boxes(shape, after, topo.mesh)], 4, topo)
+    filled = n * 4096 * 4 / topo.device.bandwidth + topo.device.launch
+    way = seconds(topo, [(k, True) for k in axes], n * 4096 * 4, by="")
+    assert way.name == "direct exchange"
+    assert way.seconds == pytest.approx(float(found.seconds[0, 0]) - filled)
 
 
 def test_a_group_inside_a_map_is_not_the_whole_map(tmp_path):
@@ -190,6 +206,7 @@ def test_what_was_measured_is_read_kept_and_written_back(tmp_path):
     assert not topo.overlap and topo.alone and topo.alone.launch == 1e-7
     assert not topo.alone.classes and topo.alone.memory == 1 << 20  # its rates are its own
     assert topo.device.kernel("contraction", "f32").rate == 2e11 and topo.device.kernel("contraction", "f64").rate == 1e11
+    assert topology(parse_mesh("1"), file(tmp_path, **MEASURED)).device.launch == 1e-7  # one device has no others beside it
     other = topo.device.kernel("map", "f32")  # of no class: the common rates
     assert (other.launch, other.rate, other.bandwidth) == (1e-6, 5e10, 1e10)
 
@@ -259,7 +276,9 @@ def test_explain_names_the_algorithm(tmp_path):
     build = tapestry.compile(save("mlp"), devices=4, topology=source, pins=["up:m=4@d0"])
     assert "joined by ring of 4, 1 µs" in build.explain()
     merged = [s for s in explain.document(build.build)["steps"] if s["group"]]
+    plan, steps = build.build.plan, [s for s in build.build.program.steps if isinstance(s, Reduce)]
     assert merged
-    for s in merged:
-        (way,) = merge(s["payload_bytes"], [(0, s["kind"] == "reduce_scatter")], from_data(build.build.topology))
+    for s, step in zip(merged, steps, strict=True):
+        by = reductions(plan.graph.ops[step.op], plan.strategies[step.op], plan.mesh)
+        (way,) = merge(s["payload_bytes"], [(0, s["kind"] == "reduce_scatter")], from_data(build.build.topology), by)
         assert s["algorithm"] == way.name and f"by {way.name}" in build.explain()

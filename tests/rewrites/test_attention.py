@@ -29,8 +29,8 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, Refusal, apply_moves, parse_move
 from tapestry.rewrites.core.rule_check import same
 from tapestry.verify import certificate, interp
-from tests.support.attention_cases import CASES, GUARDED, KEPT, PLAIN, attention
-from tests.support.attention_runs import close, feeds_of, fused, run_cpu
+from tests.support.attention.attention_cases import CASES, GUARDED, KEPT, PLAIN, attention
+from tests.support.attention.attention_runs import close, feeds_of, fused, run_cpu
 from tests.support.lifting import EXPORTS, SHARED, needs_shared
 from tests.support.small_models import Case, execute, peak
 from tests.support.triton_kernels import check

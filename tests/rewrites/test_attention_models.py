@@ -14,8 +14,8 @@ from tapestry.lift import lift, read_weight
 from tapestry.plan.lower import lower
 from tapestry.rewrites.core.driver import simplify
 from tapestry.verify import interp
-from tests.support.attention_models import VARIANTS, K, S, model
-from tests.support.attention_runs import close
+from tests.support.attention.attention_models import VARIANTS, K, S, model
+from tests.support.attention.attention_runs import close
 from tests.support.small_models import Case, execute
 
 

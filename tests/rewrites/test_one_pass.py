@@ -23,7 +23,7 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, Refusal
 from tapestry.rewrites.core.rule_check import random_feeds, same, same_dependences
 from tapestry.verify import certificate, interp
-from tests.support.attention_runs import close
+from tests.support.attention.attention_runs import close
 from tests.support.lifting import build, lift_model, node
 from tests.support.small_models import Case, execute, peak
 from tests.support.triton_kernels import check

@@ -21,7 +21,7 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, Refusal
 from tapestry.rewrites.core.rule_check import random_feeds, same
 from tapestry.verify import certificate, interp
-from tests.support.attention_runs import close, run_cpu
+from tests.support.attention.attention_runs import close, run_cpu
 from tests.support.small_models import Case, execute, peak
 from tests.support.triton_kernels import check, run_kernel
 

@@ -1,34 +1,251 @@
-"""Calibration measures sane numbers and writes a file that plans with it."""
+"""Calibration: the fit finds the model behind measurements and says how far off it is; real processes; traces; the cache."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tapestry.cli import main
+import tapestry
+from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import TapestryError
-from tapestry.plan.topology import parse_mesh, topology
-from tapestry.runtime import calibrate
+from tapestry.ir.collective_calls import CALLS
+from tapestry.plan.cost.kernel_class import kernel_class
+from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
+from tapestry.plan.topology.measured_costs import CLASSES
+from tapestry.runtime.calibration import automatic
+from tapestry.runtime.calibration.call_clock import CallPoint
+from tapestry.runtime.calibration.document import document, write
+from tapestry.runtime.calibration.kernel_clock import KernelClock
+from tapestry.runtime.calibration.measure import Measurements, Task
+from tapestry.runtime.calibration.probes import probes
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, rising
+from tapestry.runtime.calibration.trace_fit import from_trace
+from tests.support.small_models import save
+
+LAUNCH, RATE, BANDWIDTH = 2e-5, 5e10, 8e9
+SIZES = [(w, n) for w, n in product((1e4, 1e6, 1e8), (1e3, 1e5, 1e7)) if w * n < 1e15]
 
 
-def test_a_measured_machine_is_a_topology(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(calibrate, "REPEATS", 3)
-    monkeypatch.setattr(calibrate, "CELLS", 1 << 20)
-    assert main(["calibrate", "-o", str(tmp_path / "here.json"), "--threads", "1", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    found = topology(parse_mesh("2x2"), str(tmp_path / "here.json"))
-    assert document["measured"]["threads"] == 1 and len(found.links) == 2
-    assert found.device.rate("f32") > found.device.vector > 1e6  # a matrix product is faster per FLOP than exp
-    assert 1e6 < found.device.bandwidth < 1e13 and 1e-8 < found.device.launch < 1e-2
-    assert 1e-13 < found.links[0].beta < 1e-6
+def seconds(work: float, nbytes: float) -> float:
+    return LAUNCH + work / RATE + nbytes / BANDWIDTH
 
 
-def test_nonsense_is_not_written(tmp_path: Path) -> None:
-    document = {"device": {"memory": 1, "bandwidth": 0, "flops": {"other": 1.0}}, "levels": [{"alpha": 0, "beta": 0}]}
+def points(kind: str, law=seconds) -> list[KernelPoint]:
+    """Measurements of a synthetic clock."""
+    return [KernelPoint(kind, w, 0.0, n, law(w, n)) for w, n in SIZES]
+
+
+def test_the_model_behind_the_measurements_is_found():
+    rates, how = fit_kernels(points("row"))
+    assert (rates.launch, rates.rate, rates.bandwidth) == pytest.approx((LAUNCH, RATE, BANDWIDTH), rel=1e-6)
+    assert how["points"] == len(SIZES) and how["held_back"] == 2 and how["worst_error"] < 1e-6
+
+
+def test_noise_moves_the_fit_little_and_is_said():
+    rng = np.random.default_rng(3)
+    law = lambda w, n: seconds(w, n) * float(np.exp(rng.normal(0, 0.05)))  # noqa: E731
+    many = [p for _ in range(12) for p in points("row", law)]
+    rates, how = fit_kernels(many)
+    assert (rates.launch, rates.rate, rates.bandwidth) == pytest.approx((LAUNCH, RATE, BANDWIDTH), rel=0.1)
+    assert 0.01 < how["median_error"] < 0.1
+
+
+def test_another_law_is_a_large_error():
+    """Time that grows with the square of the work is no launch, rate and bandwidth: what was kept back shows it."""
+    _, how = fit_kernels([KernelPoint("row", w, 0.0, 8.0, 1e-6 + 1e-14 * w**2) for w in np.geomspace(1e2, 1e8, 13)])
+    assert how["worst_error"] > 1.0
+
+
+def test_nothing_is_negative_and_what_costs_nothing_is_fast():
+    rates, how = fit_kernels([KernelPoint("map", 0.0, 0.0, n, 1e-5 + n / 1e9) for n in np.geomspace(8, 1e8, 9)])
+    assert rates.launch == pytest.approx(1e-5) and rates.bandwidth == pytest.approx(1e9) and rates.rate >= 1e15
+    assert how["worst_error"] < 1e-6
+
+
+def test_times_by_bytes_do_not_fall_and_predict_what_was_kept_back():
+    assert rising([(8, 4.0), (16, 1.0), (32, 5.0)]) == [
+        (8, pytest.approx(2.0)),
+        (16, pytest.approx(2.0)),
+        (32, pytest.approx(5.0)),
+    ]
+    line = [(n, 1e-4 + n * 1e-9) for n in (8, 1024, 8192, 65536, 1 << 20, 1 << 23)]
+    at = lambda kept, n: float(np.interp(n, *zip(*kept, strict=True)))  # noqa: E731
+    assert fit_table(line, at)[1]["worst_error"] < 1e-6
+    steps = [(n, 1e-4 if n < 5000 else 1e-2) for n, _ in line]
+    assert fit_table(steps, at)[1]["worst_error"] > 1.0
+
+
+def measured(processes: int = 4) -> Measurements:
+    """What a synthetic machine says, where four processes share two cores: alone it is twice as fast."""
+    kinds = [p for kind in CLASSES for p in points(kind)]
+    calls = [CallPoint(c, g, 1, n, 1e-4 * g + n * 1e-9) for c in CALLS for g in (2, 4) for n in (8, 4096, 65536, 1 << 20)]
+    dtypes = [KernelPoint("contraction", 1e9, 0.0, 1e6, s, t) for t, s in (("f32", 1e-2), ("f64", 2e-2))]
+    alone = [KernelPoint(p.kind, p.work, 0.0, p.nbytes, p.seconds / 2) for p in kinds]
+    task = Task(processes=processes, here=processes, threads=1, seconds=1.0)
+    return Measurements(task=task, memory=1 << 34, kernels=kinds, alone=alone, dtypes=dtypes, calls=calls, hidden=0.2)
+
+
+def test_a_document_is_a_topology(tmp_path: Path):
+    made = document(measured(), {"cpu": "synthetic"})
+    write(tmp_path / "here.json", made)
+    topo = topology(parse_mesh("2x2"), str(tmp_path / "here.json"))
+    assert not topo.overlap and topo.device.memory == 1 << 32 and topo.alone and topo.alone.memory == 1 << 34
+    for kind in CLASSES:
+        found, alone = topo.device.classes[kind], topo.alone.classes[kind]
+        assert (found.launch, found.rate) == pytest.approx((LAUNCH, RATE), rel=1e-6)
+        assert (alone.launch, alone.rate) == pytest.approx((LAUNCH / 2, 2 * RATE), rel=1e-6)
+    assert topo.device.rate("f64") == pytest.approx(topo.device.rate("f32") / 2)
+    for call in CALLS:
+        assert topo.call_seconds(call, 4, 65536) == pytest.approx(4e-4 + 65536e-9, rel=1e-3)
+    assert topo.links[0].alpha == pytest.approx(2e-4, rel=1e-3) and topo.links[0].beta == pytest.approx(1e-9, rel=1e-3)
+    assert {"map", "contraction alone", "all_reduce of 4"} <= set(made["fit"])
+    assert all(row["worst_error"] < 1e-3 for row in made["fit"].values())
+
+
+def test_nonsense_is_not_written(tmp_path: Path):
+    nonsense = {"device": {"memory": 1, "bandwidth": 0, "flops": {"other": 1.0}}, "levels": [{"alpha": 0, "beta": 0}]}
     with pytest.raises(TapestryError, match="rates must be positive"):
-        calibrate.write(tmp_path / "bad.json", document)
+        write(tmp_path / "bad.json", nonsense)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_probes_are_of_the_classes_that_they_say():
+    found = list(probes())
+    assert {p.kind for p in found} == set(CLASSES)
+    assert [kernel_class(p.graph.ops[0]) for p in found] == [p.kind for p in found]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_probe_runs_on_the_targets_own_kernels(kind: str):
+    """The smallest of each class: what it computes is counted as the cost model counts it, and its weights are its own."""
+    clock = KernelClock(next(p for p in probes() if p.kind == kind), TorchCpu())
+    point = clock.point(clock.seconds(0.0005))
+    assert point.seconds > 0 and point.nbytes > 0 and point.work > 0
+    if kind == "contraction":
+        assert point.work == 2 * 64 * 64 and point.nbytes == 4 * (64 + 64 + 64 * 64)
+        assert len(clock.launches) > 1  # as many as are beyond a core's cache
+
+
+FEW = """
+import sys
+from tapestry import flags
+flags.before_torch()
+from tapestry.cli import main
+from tapestry.runtime.calibration import measure, probes
+every = list(probes.probes())
+measure.few_probes = lambda: (p for k in sorted({p.kind for p in every}) for p in [q for q in every if q.kind == k][:2])
+measure.SIZES = (8, 4096, 65536, 1 << 20)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def document_of(*argv: str | Path) -> dict:
+    """The document of a command with few things to measure; in a process of its own, because it forks."""
+    command = [sys.executable, "-c", FEW, *map(str, argv), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_processes_measure_together(tmp_path: Path):
+    """Two real processes, in as little time as that takes: every class, every call, and what one of them does alone."""
+    out = tmp_path / "two.json"
+    made = document_of("calibrate", "-o", out, "--processes", "2", "--threads", "1", "--seconds", "0.3")
+    assert made == json.loads(out.read_text()) and made["measured"]["processes"] == 2
+    topo = topology(parse_mesh("2"), str(out))
+    assert set(topo.device.classes) == set(CLASSES) and topo.alone and set(topo.alone.classes) == set(CLASSES)
+    assert {c.call for c in topo.calls} == set(CALLS) and {c.group for c in topo.calls} == {2}
+    assert 1e-7 < topo.call_seconds("all_reduce", 2, 8) < 1 and 1e8 < topo.device.rate("f32") < 1e14
+
+
+def test_calls_alone_are_measured_for_a_device_that_is_given(tmp_path: Path):
+    made = document_of("calibrate", "-o", tmp_path / "h.json", "--processes", "2", "--seconds", "0.2", "--device", "h100")
+    topo, preset = topology(parse_mesh("2"), str(tmp_path / "h.json")), topology(parse_mesh("2"), "h100")
+    assert topo.device == preset.device and topo.alone is None and topo.overlap
+    assert {c.call for c in topo.calls} == set(CALLS) and not made["measured"]["kernels"]
+
+
+def trace(tmp_path: Path, steps: list[dict]) -> Path:
+    before = topology(parse_mesh("2"), "cpu", memory=123456789)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [], "otherData": {"topology": to_data(before), "steps": steps}}))
+    return path
+
+
+def test_a_trace_is_fitted_class_by_class_and_call_by_call(tmp_path: Path):
+    def kernel(kind: str, w: float, n: float, factor: float) -> dict:
+        work = {"class": kind, "dtype": "f32", "work": [w, 0.0, n]}
+        return {"kind": "compute", "measured_s": factor * seconds(w, n), "estimated_s": 1.0, **work}
+
+    steps = [kernel("contraction", w, n, 1.0) for w, n in SIZES] + [kernel("row", w, n, 10.0) for w, n in SIZES]
+    steps += [kernel("map", 8.0, 8.0, 1.0)]
+    call = {"kind": "all_reduce", "call": "all_reduce", "group": 2}
+    steps += [{**call, "call_bytes": n, "measured_s": 1e-4 + n * 1e-9} for n in (8, 1024, 65536, 1 << 20)]
+    steps += [{**call, "call": "broadcast", "call_bytes": 8, "measured_s": 1e-4}]
+    made = from_trace(trace(tmp_path, steps), memory=1 << 33)
+    classes = made["device"]["classes"]
+    assert classes["contraction"]["rate"] == pytest.approx(RATE) and classes["row"]["rate"] == pytest.approx(RATE / 10)
+    assert made["device"]["memory"] == 1 << 33  # the build's limit is no property of the machine
+    assert "map" not in classes and made["fit"]["map"]["kept"] and made["fit"]["broadcast of 2"]["kept"]
+    assert made["fit"]["contraction"]["worst_error"] < 1e-6
+    write(tmp_path / "t.json", made)
+    topo = topology(parse_mesh("2"), str(tmp_path / "t.json"))
+    assert topo.call_seconds("all_reduce", 2, 65536) == pytest.approx(1e-4 + 65536e-9, rel=1e-3)
+    assert topo.call_seconds("broadcast", 2, 8) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"otherData": {}}', '{"otherData": {"topology": {}, "steps": [{}]}}'])
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(TapestryError):
+        from_trace(tmp_path / "t.json", memory=1)
+
+
+def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first to ask measures; what was kept is used again, by other numbers of devices that are as many processes too."""
+    asked: list[tuple[int, int]] = []
+
+    def measure(path: Path, processes: int, threads: int) -> None:
+        asked.append((processes, threads))
+        write(path, document(measured(processes), {}))
+
+    monkeypatch.setattr(automatic, "_measure", measure)
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    assert automatic.automatic(2) == "cpu" and not asked  # the tests' own environment says so
+    monkeypatch.delenv("TAPESTRY_TOPOLOGY")
+    first, most = automatic.automatic(2), 2 * (os.cpu_count() or 1)
+    before = Path(first).read_bytes()
+    assert automatic.automatic(2) == first and Path(first).read_bytes() == before and len(asked) == 1
+    many = automatic.automatic(most)
+    assert automatic.automatic(most + 1) == many and len(asked) == (1 if many == first else 2)
+    topology(parse_mesh("2"), first)
+
+
+def test_a_plan_says_of_which_machine_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The default topology of a compilation is the measured one; equal measurements give equal plans."""
+    monkeypatch.delenv("TAPESTRY_TOPOLOGY")
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    monkeypatch.setattr(automatic, "_measure", lambda path, processes, threads: write(path, document(measured(processes), {})))
+    first, again = (tapestry.compile(save("mlp"), devices=2) for _ in range(2))
+    assert first.report["topology"] == {"name": "auto", "measured": True}
+    assert first.build.topology == again.build.topology and first.build.moves == again.build.moves
+    assert from_data(first.build.topology).device.classes
+    fixed = tapestry.compile(save("mlp"), devices=2, topology="cpu")
+    assert fixed.report["topology"] == {"name": "cpu", "measured": False}
+
+
+def test_what_cannot_be_measured_is_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TAPESTRY_TOPOLOGY")
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("not a folder")
+    assert automatic.automatic(2) == "cpu"
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "false")
+    assert automatic.automatic(2) == "cpu"

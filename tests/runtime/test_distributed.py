@@ -24,11 +24,10 @@ from onnx import helper
 from tapestry import api
 from tapestry.build import store
 from tapestry.build.packed_program import Packed, pack, unpack
-from tapestry.errors import BuildError, TapestryError
+from tapestry.errors import TapestryError
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
-from tapestry.runtime.processes import batches, weight_shards
-from tapestry.runtime.session import ModelFiles
+from tapestry.runtime.processes import batches
 from tapestry.runtime.step_messages import owners
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import ROOT
@@ -81,6 +80,7 @@ def test_random_plans_give_the_same_bits_bytes_and_peaks(asked):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tried"] >= 28 and found["wrong"] == []
+    assert len(found["rounded"]) < found["tried"] / 3  # most are held to the same bits
 
 
 def test_a_build_on_processes_is_the_build_in_one(tmp_path):
@@ -164,45 +164,6 @@ def test_a_build_on_disk_keeps_the_counts_that_are_not_sent():
         found += any(isinstance(s, Reduce) and any(s.known) for s in program.steps)
         assert unpack(msgspec.json.decode(msgspec.json.encode(pack(program)), type=Packed)) == program
     assert found
-
-
-# --- shards of weights
-
-
-def test_shards_hold_the_weights_once(tmp_path):
-    build, _ = store.read(attention_build())
-    done = document("shard-weights", attention_build(), "-o", tmp_path / "shards")
-    identity = store.identity(attention_build())
-    read, files = weight_shards.reader(tmp_path / "shards", build, identity), ModelFiles(build)
-    found = list(weight_shards.slices(build))
-    assert len(found) == done["slices"] > 0
-    for tensor, box, _ in found:
-        assert np.array_equal(read(tensor, box), files(tensor, box))
-    for p in (tmp_path / "shards").glob("*.safetensors"):
-        data = p.read_bytes()
-        n = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + n])
-        assert max(e["data_offsets"][1] for e in header.values()) == len(data) - 8 - n
-    status, out, err = finished(
-        tapestry("run", attention_build(), "--processes", 2, "--weights", tmp_path / "shards", "--check", "--json")
-    )
-    assert status == 0 and json.loads(out)["passed"], err
-    with pytest.raises(BuildError, match="shards of another build"):
-        weight_shards.reader(tmp_path / "shards", build, "0" * 64)
-    for p in (tmp_path / "shards").glob("*.safetensors"):
-        p.write_bytes(p.read_bytes()[:-1] + b"\x7f")
-    broken = 0
-    for tensor, box, _ in found:
-        try:
-            read(tensor, box)
-        except BuildError:
-            broken += 1
-    assert broken == len(list((tmp_path / "shards").glob("*.safetensors")))
-    (tmp_path / "shards" / "index.json").write_text(
-        (tmp_path / "shards" / "index.json").read_text().replace("sha256", "sha", 1)
-    )
-    with pytest.raises(BuildError):
-        weight_shards.reader(tmp_path / "shards", build, identity)
 
 
 # --- streams
@@ -456,7 +417,7 @@ def test_two_agents_of_torchrun(tmp_path):
         "c10d",
     ]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "tapestry", "-m", "tapestry.runtime"]
-    argv = [*command, str(attention_build()), "--output", str(tmp_path / "out"), "--timeout", "60", "--json"]
+    argv = [*command, str(attention_build()), "--output", str(tmp_path / "out"), "--timeout", "60", "--threads", "1", "--json"]
     agents = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV) for _ in range(2)]
     ended = [p.communicate(timeout=200) for p in agents]
     assert [p.returncode for p in agents] == [0, 0], ended

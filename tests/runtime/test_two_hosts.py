@@ -1,13 +1,13 @@
-"""Two hosts on one machine: network namespaces joined by a pair of virtual interfaces with a delay and a rate. The plan for that link
-is another one than for a fast link, and faster there. Needs root; skipped where namespaces or tc are not permitted."""
+"""Two hosts on one machine: the plan for a slow link is another one than for a fast link, and faster there; torchrun starts
+again after a kill on either; nobody stays when the link is down. Skipped where namespaces or tc are not permitted."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,51 +17,22 @@ import pytest
 from onnx import TensorProto, helper
 
 from tapestry import api
-from tests.support.command_line import document
-from tests.support.paths import ROOT
+from tests.support import two_hosts
+from tests.support.command_line import attention_build, document
+from tests.support.two_hosts import Hosts, NotPermitted
 
 pytestmark = pytest.mark.slow
 DELAY_MS, RATE_MBIT = 5, 50
-NAMES, ADDRESSES = ("tapestry-a", "tapestry-b"), ("10.213.77.1", "10.213.77.2")
-
-
-def ip(*argv: str) -> None:
-    subprocess.run(argv, check=True, capture_output=True, timeout=20)
-
-
-def slow_down(inside: tuple[str, ...], dev: str) -> float:
-    """Limit what leaves a device, with a delay where the kernel knows how; seconds of delay."""
-    root = (*inside, "tc", "qdisc", "add", "dev", dev, "root")
-    try:
-        ip(*root, "netem", "delay", f"{DELAY_MS}ms", "rate", f"{RATE_MBIT}mbit")
-        return DELAY_MS / 1e3
-    except subprocess.CalledProcessError:
-        ip(*root, "tbf", "rate", f"{RATE_MBIT}mbit", "burst", "64kb", "latency", "2s")
-        return 2e-4
 
 
 @pytest.fixture
-def hosts() -> Iterator[float]:
-    """Two namespaces and a slow link between them; its delay in seconds."""
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.skip("no ip or tc")
+def hosts() -> Iterator[Hosts]:
+    """Two namespaces and a link between them."""
     try:
-        for n in NAMES:
-            ip("ip", "netns", "add", n)
-        ip("ip", "link", "add", "tapva", "netns", NAMES[0], "type", "veth", "peer", "name", "tapvb", "netns", NAMES[1])
-        for n, dev, address in zip(NAMES, ("tapva", "tapvb"), ADDRESSES, strict=True):
-            inside = ("ip", "netns", "exec", n)
-            ip(*inside, "ip", "addr", "add", f"{address}/24", "dev", dev)
-            ip(*inside, "ip", "link", "set", dev, "up")
-            ip(*inside, "ip", "link", "set", "lo", "up")
-            delay = slow_down(inside, dev)
-    except (subprocess.CalledProcessError, OSError) as e:
-        for n in NAMES:
-            subprocess.run(["ip", "netns", "del", n], capture_output=True)
-        pytest.skip(f"not permitted: {getattr(e, 'stderr', e)}")
-    yield delay
-    for n in NAMES:
-        subprocess.run(["ip", "netns", "del", n], capture_output=True)
+        with two_hosts.hosts() as h:
+            yield h
+    except NotPermitted as e:
+        pytest.skip(str(e))
 
 
 def model(path: Path) -> Path:
@@ -76,17 +47,10 @@ def model(path: Path) -> Path:
     return path
 
 
-def on_two_hosts(build: Path, inputs: Path, out: Path) -> dict:
+def on_two_hosts(hosts: Hosts, build: Path, inputs: Path, out: Path) -> dict:
     """Run on a rank in each namespace; the document of rank 0."""
-    runs = []
-    for r, n in enumerate(NAMES):
-        env = os.environ | {
-            "RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29611", "PYTHONPATH": str(ROOT),
-            "GLOO_SOCKET_IFNAME": ("tapva", "tapvb")[r],
-        }  # fmt: skip
-        command = ["ip", "netns", "exec", n, sys.executable, "-m", "tapestry.runtime", str(build), "--inputs", str(inputs)]
-        more = ["--output", str(out), "--threads", "1", "--json", "--timeout", "60"]
-        runs.append(subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+    argv = [build, "--inputs", inputs, "--output", out, "--threads", "1", "--json", "--timeout", "60"]
+    runs = [hosts.rank(r, *argv) for r in range(2)]
     ended = [p.communicate(timeout=180) for p in runs]
     assert [p.returncode for p in runs] == [0, 0], ended
     return json.loads(ended[0][0])
@@ -94,7 +58,8 @@ def on_two_hosts(build: Path, inputs: Path, out: Path) -> dict:
 
 def test_the_plan_for_a_slow_link_is_faster_there(hosts, tmp_path, record_property):
     here = document("calibrate", "-o", tmp_path / "fast.json", "--threads", "1")
-    slow = here | {"levels": [{"alpha": hosts, "beta": 8 / (RATE_MBIT * 1e6)}]}
+    delay = hosts.slow_down(DELAY_MS, RATE_MBIT)
+    slow = here | {"levels": [{"alpha": delay, "beta": 8 / (RATE_MBIT * 1e6)}]}
     (tmp_path / "slow.json").write_text(json.dumps(slow))
     path, found = model(tmp_path / "model.onnx"), {}
     for name in ("fast", "slow"):
@@ -103,7 +68,7 @@ def test_the_plan_for_a_slow_link_is_faster_there(hosts, tmp_path, record_proper
         (tmp_path / "in").mkdir(exist_ok=True)
         for k in range(4):
             np.savez(tmp_path / "in" / f"b{k}.npz", **compiled.random_feeds(k))
-        ran = on_two_hosts(tmp_path / name, tmp_path / "in", tmp_path / f"out-{name}")
+        ran = on_two_hosts(hosts, tmp_path / name, tmp_path / "in", tmp_path / f"out-{name}")
         assert sum(r["payload_bytes"] for r in ran["ranks"]) == 4 * sum(t["bytes"] for t in made["transfers"])
         measured = float(np.median(ran["batch_seconds"][1:]))
         found[name] = {
@@ -118,3 +83,55 @@ def test_the_plan_for_a_slow_link_is_faster_there(hosts, tmp_path, record_proper
     for k in range(4):
         a, b = (np.load(tmp_path / f"out-{n}" / f"b{k}" / "s3.npy") for n in ("fast", "slow"))
         assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(a)
+
+
+def batches(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    compiled = api.load(attention_build())
+    for k in range(count):
+        np.savez(folder / f"b{k:04}.npz", **compiled.random_feeds(k))
+    return folder
+
+
+def wait_for_a_batch(out: Path, runs: list[subprocess.Popen[str]]) -> None:
+    while not any(out.glob("b*")):
+        assert all(p.poll() is None for p in runs), [p.communicate() for p in runs]
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torchrun_starts_again_after_a_kill_on_either_host(hosts, tmp_path, victim):
+    ins, out = batches(tmp_path / "in", 1500), tmp_path / "out"
+    runs = [hosts.agent(k, 2, attention_build(), "--inputs", ins, "--output", out, "--threads", 1) for k in range(2)]
+    wait_for_a_batch(out, runs)
+    before = {p.name: p.stat().st_mtime_ns for p in out.glob("b*")}
+    (rank,) = hosts.ranks(victim)
+    os.kill(rank, signal.SIGKILL)
+    ended = [p.communicate(timeout=240) for p in runs]
+    assert [p.returncode for p in runs] == [0, 0], ended
+    assert len(list(out.glob("b*"))) == 1500 and 0 < len(before) < 1500
+    assert all((out / name).stat().st_mtime_ns == t for name, t in before.items())
+    compiled = api.load(attention_build())
+    for k in (0, 1499):
+        want = compiled.run(compiled.random_feeds(k))["y"]
+        assert np.allclose(np.load(out / f"b{k:04}" / "y.npy"), want, rtol=1e-5, atol=1e-6)
+
+
+def test_nobody_stays_when_the_link_is_down(hosts, tmp_path):
+    ins, out = batches(tmp_path / "in", 3000), tmp_path / "out"
+    argv = (attention_build(), "--inputs", ins, "--output", out, "--threads", 1, "--timeout", 5)
+    runs = [hosts.rank(k, *argv) for k in range(2)]
+    wait_for_a_batch(out, runs)
+    hosts.cut()
+    assert hosts.gone(5 + 12)  # the timeout, and twelve seconds
+    said = [p.communicate(timeout=5)[1] for p in runs]
+    assert [p.returncode for p in runs] == [1, 1] and "rank 1" in said[0] and "rank 1" in said[1], said
+
+
+def test_other_hosts_reach_nothing_without_the_token(hosts, tmp_path):
+    runs = [hosts.rank(k, attention_build(), "--timeout", 10, env={"TAPESTRY_TOKEN": ""}) for k in range(2)]
+    said = [p.communicate(timeout=60)[1] for p in runs]
+    assert [p.returncode for p in runs] == [2, 2] and all("without a token" in err for err in said), said
+    runs = [hosts.rank(k, attention_build(), "--timeout", 10, env={"TAPESTRY_TOKEN": "x" * (16 + k)}) for k in range(2)]
+    said = [p.communicate(timeout=60)[1] for p in runs]
+    assert [p.returncode for p in runs] == [1, 1] and any("has another token" in err for err in said), said

@@ -5,24 +5,25 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, field
+from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.errors import LawError
-from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import shape
 from tapestry.ir.plan import Plan
 from tapestry.ir.program import Program, Reduce, Transfer, transfer_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
+from tapestry.runtime.messages.message_schedule import calls_of
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.heartbeat import Heartbeat, shared
+from tapestry.runtime.step_messages import owners
 from tapestry.verify.deadlock import Exchange, check, scripts, simulate
+from tests.support.messages.recorded_wire import Recorder, Shapes
 from tests.support.small_models import case, mesh_of, random_plan
 
 
@@ -74,82 +75,50 @@ def test_scripts_carry_the_bytes_that_the_plan_counts(name):
 # what the runtime posts
 
 
-@dataclass
-class Recorder:
-    """Stands in for the wire: notes what is posted, and hands out arrays without data."""
-
-    rank: int
-    world: int
-    heartbeat: Heartbeat
-    script: list[Exchange] = field(default_factory=list)
-    steps: int = 0
-    left: int = 0
-    agenda: list = field(default_factory=list)
-    payload: int = 0
-    gathered: int = 0
-    batch: int = 0
-
-    def expect(self, agenda):
-        self.agenda = [(tag, {p: list(x) for p, x in receives.items()}) for tag, receives in agenda]
-
-    def check_all(self):
-        assert not self.agenda
-
-    def post(self, tag, sends, receives):
-        step, part = tag
-        if receives and step < self.steps:
-            assert self.agenda.pop(0) == (tag, dict(receives))
-        nbytes = lambda pieces: sum(int(np.prod(s)) * d.itemsize for _, s, d in pieces)  # noqa: E731
-        for pieces in sends.values():
-            assert all(tuple(a.shape) == p[1] and a.dtype == p[2] for p, a in pieces)
-        if sends or receives:
-            given = {p: nbytes([piece for piece, _ in x]) for p, x in sends.items()}
-            self.script.append(Exchange((step, part), given, {p: nbytes(x) for p, x in receives.items()}))
-        return lambda: {p: [torch.empty(s, dtype=d, device="meta") for _, s, d in x] for p, x in receives.items()}
-
-    def drain(self, keep, step):
-        pass
-
-
-class Shapes:
-    """A target that computes shapes alone."""
-
-    device = torch.device("meta")
-
-    def kernel(self, graph: Graph, kernel):
-        op = graph.ops[kernel.op]
-        dtypes = [e.dtype for e in op.body] if kernel.mode == "partial" else [graph.tensors[t].dtype for t in op.outs]
-        return lambda ins, states: [
-            torch.empty(shape(b), dtype=TORCH_DTYPES[d], device="meta") for b, d in zip(kernel.outs, dtypes)
-        ]
-
-    def merge(self, monoid, states):
-        return [torch.empty_like(x) for x in states[0]]
-
-
-def posted(plan: Plan, program: Program, world: int) -> list[list[Exchange]]:
-    """What every rank really posts, without the outputs' way to rank 0."""
-    slots, out, tensors = shared(world), [], plan.graph.tensors
+def posted(plan: Plan, program: Program, world: int) -> tuple[list[list[Exchange]], int, set[int]]:
+    """What every rank really posts, without the outputs' way to rank 0; bytes in all; steps that are collectives."""
+    slots, out, tensors, payload = shared(world), [], plan.graph.tensors, 0
     source = lambda t, box: torch.empty(shape(box), dtype=TORCH_DTYPES[tensors[t].dtype], device="meta")  # noqa: E731
+    calls = calls_of(plan.graph, program, "gloo")
+    width = max(Counter(owners(program.devices, world)).values())
+    collective: set[int] = set()
     for r in range(world):
-        wire = Recorder(r, world, Heartbeat(slots, r), steps=len(program.steps))
-        machine = RankExecutor(plan.graph, program, Shapes(), source, plan.streamed, wire=wire)  # type: ignore[arg-type]
+        wire = Recorder(r, world, bytes(16), Heartbeat(slots, r), end=len(program.steps), width=width, checking=False)
+        machine = RankExecutor(plan.graph, program, Shapes(), source, plan.streamed, wire=wire, calls=calls)
         machine.run(source)
-        out.append([e for e in wire.script if e.tag[0] < len(program.steps)])
+        out.append(wire.script)
+        payload += wire.payload
+        collective |= {at for at, m in machine.moves.items() if m.collective}
+    return out, payload, collective
+
+
+def partners(script: list[Exchange], collective: set[int]) -> list[tuple]:
+    """What is to be compared: of collectives who, of messages also how much; messages without bytes are not posted."""
+    out = []
+    for e in script:
+        sent, received = ({p: n for p, n in x.items() if n} for x in (e.sends, e.receives))
+        if e.tag[0] in collective:
+            out += [(e.tag, e.partners)] if e.tag[1] == 0 else []
+        elif sent or received:
+            out.append((e.tag, sent, received))
     return out
 
 
 @pytest.mark.parametrize("name", ["attention", "norms", "conv_chain", "branches"])
 def test_the_runtime_posts_what_was_simulated(name):
+    by_calls = 0
     for mesh, worlds in (("4", (1, 2, 3, 4)), ("3x2", (5, 6))):
         for seed in range(3):
             plan = random_plan(case(name).graph, mesh_of(mesh), random.Random(f"{name} {mesh} {seed}"))
             program = lower(plan)
             for world in worlds:
-                found = posted(plan, program, world)
+                found, payload, collective = posted(plan, program, world)
                 simulate(found)
-                plain = lambda s: [(e.sends, e.receives) for e in s]  # noqa: E731
-                assert [plain(s) for s in found] == [plain(s) for s in scripts(program, world)]
+                wanted = scripts(program, world)
+                assert [partners(s, collective) for s in found] == [partners(s, collective) for s in wanted]
+                assert world < program.devices or payload == total(program)
+                by_calls += len(collective)
+    assert by_calls > 0 or name == "conv_chain"
 
 
 def test_a_thousand_ranks_get_through():
@@ -174,6 +143,6 @@ output z
     chosen = (pick(0, ("i", "n"), (0, 1)), pick(1, ("i", "m"), (0, None)), pick(2, ("i", "n"), (0, 1)))
     plan = Plan(graph=graph, mesh=mesh, strategies=chosen, outputs={"z": (None, 0)})
     program = lower(plan)
-    found = posted(plan, program, 1024)
-    assert simulate(found) == simulate(scripts(program)) > 1024 * 7
-    assert sum(sum(e.sends.values()) for s in found for e in s) == total(program)
+    found, payload, collective = posted(plan, program, 1024)
+    assert simulate(found) > 1024 * 7 and simulate(scripts(program)) > 1024 * 7 and len(collective) >= 2
+    assert payload == total(program)

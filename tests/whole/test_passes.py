@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 import subprocess
 import sys
+import time
 import typing
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto as T
@@ -24,6 +27,7 @@ from tapestry.pipeline import PASSES, Options, _values
 from tapestry.plan.fusion import fused
 from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import rules_of
+from tapestry.viz import progress
 from tests.support.command_line import document, run
 from tests.support.paths import EXAMPLES, ROOT
 from tests.support.small_models import N, case, net, save
@@ -98,6 +102,34 @@ def test_print_passes(tmp_path):
     assert [line.split()[0] for line in rows] == NAMES
     assert all(float(line.split()[1]) >= 0 for line in rows)
     assert "operations" in out and "nodes" in out and "kernels" in out
+
+
+def test_the_search_says_what_it_has_found(capfd):
+    """In a pipe there is a line every few seconds, with the best plan, its bound and the gap; nothing with -q."""
+    for quiet in (False, True):
+        with progress.passes(["lift", "solve"], quiet=quiet, every=0.01) as watch:
+            watch.begin("lift", "lift")
+            time.sleep(0.05)
+            assert watch.line() == "" and capfd.readouterr().err == ""
+            watch.begin("search", "solve")
+            time.sleep(0.05)
+            watch.found(2e-3, -math.inf)
+            watch.found(3e-3, 2.5e-3)  # of another form, which is slower
+            assert watch.best() == "plan 2 ms, no bound yet"
+            watch.found(2e-3, 1.5e-3)
+            time.sleep(0.05)
+        err = capfd.readouterr().err
+        assert ("solve: no plan yet" in err and "plan 2 ms, bound 1.5 ms, gap 25.00%" in err) is not quiet
+        assert quiet == (err == "")
+
+
+def test_who_watches_is_told_of_plans_and_changes_nothing():
+    """Whoever watches is told of plans and bounds; the report's plan is the best of them, and watching changes nothing."""
+    found = list[tuple[float, float]]()
+    done = tapestry.compile(save("attention"), mesh="2x2", found=lambda seconds, bound: found.append((seconds, bound)))
+    assert min(s for s, _ in found) == pytest.approx(done.report["objective_s"], rel=1e-9)
+    assert sum(np.isfinite(bound) for _, bound in found) > 1
+    assert tapestry.compile(save("attention"), mesh="2x2").report["plan_sha256"] == done.report["plan_sha256"]
 
 
 def test_progress_goes_to_standard_error(tmp_path):

@@ -5,20 +5,23 @@ Used by the runtime when a device loads its blocks, and by `lift` for the hash o
 
 from __future__ import annotations
 
+import mmap
 import os
+import stat
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from tapestry.errors import ModelError
+from tapestry.build import weight_tiles
+from tapestry.errors import BuildError, ModelError, refusing
 from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
 from tapestry.lift.file.external_data import check_inline, open_inside
 from tapestry.lift.file.protos import is_standard
-from tapestry.lift.file.structure import load
+from tapestry.lift.file.stored_ranges import stored_ranges
 
 Box = tuple[tuple[int, int], ...]  # half-open interval per axis
 
@@ -39,10 +42,55 @@ def read_weight(
     if not weight.file:
         assert constants is not None and tensor.name in constants, f"constant '{tensor.name}' without data"
         whole = constants[tensor.name]
-    elif weight.name:
-        whole = _inline(model, weight.name)
     else:
-        whole = _mapped(model.parent, weight, tensor)
+        whole = _whole(model, weight, tensor)
+    part = whole if box is None else whole[tuple(slice(a, b) for a, b in box)]
+    return np.require(part, requirements=["C", "A"]).reshape(part.shape)
+
+
+def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: set[tuple[str, int]]) -> np.ndarray:
+    """A copy of a box of a weight in the model's files, every tile that it touches held against its hash (`Weight.tiles`).
+
+    Args:
+        honest: (tensor, tile) that have been compared before, by this process; those that are found right are added.
+
+    Raises:
+        ModelError: the data is missing, unsafe or shorter than the reference says.
+        BuildError: it is not what the model held when it was compiled.
+    """
+    whole = _whole(model, weight, tensor)
+    out = np.empty([hi - lo for lo, hi in box], whole.dtype)
+    for number, tile in weight_tiles.touched(tensor.shape, whole.itemsize, box):
+        part = whole[tuple(slice(lo, hi) for lo, hi in tile)]
+        if (tensor.name, number) not in honest:
+            part = np.ascontiguousarray(part).reshape(part.shape)  # what is checked is what is used
+            at = number * weight_tiles.DIGEST
+            if weight_tiles.digest(part) != weight.tiles[at : at + weight_tiles.DIGEST]:
+                raise BuildError(
+                    f"weight '{tensor.name}' has changed since the model was compiled", where=str(model),
+                    why=f"in its part {', '.join(f'{lo}:{hi}' for lo, hi in tile)}" if tile else "",
+                    hint="compile the model again",
+                )  # fmt: skip
+            honest.add((tensor.name, number))
+        common = [(max(a, lo), min(b, hi)) for (a, b), (lo, hi) in zip(tile, box, strict=True)]
+        there = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, box, strict=True))
+        out[there] = part[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, tile, strict=True))]
+        _let_go(whole)
+    return out
+
+
+def _let_go(array: np.ndarray) -> None:
+    """Drop what has been read of a mapped file from this process's memory; the kernel keeps it as long as it likes."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+def _whole(model: Path, weight: Weight, tensor: Tensor) -> np.ndarray:
+    """A weight in the model's files, mapped where its elements are stored as they are."""
+    whole = _inline(model, weight.name, tensor) if weight.name else _mapped(model.parent, weight, tensor)
     if whole.shape != tensor.shape or whole.dtype != numpy_dtype(tensor.dtype):
         raise ModelError(
             "the weight is not what the plan says",
@@ -50,8 +98,7 @@ def read_weight(
             why=f"expected {tensor.dtype}{list(tensor.shape)}, found {whole.dtype}{list(whole.shape)}",
             hint="compile the model again",
         )
-    part = whole if box is None else whole[tuple(slice(a, b) for a, b in box)]
-    return np.ascontiguousarray(part).reshape(part.shape)
+    return whole
 
 
 def _mapped(folder: Path, weight: Weight, tensor: Tensor) -> np.ndarray:
@@ -65,31 +112,32 @@ def _mapped(folder: Path, weight: Weight, tensor: Tensor) -> np.ndarray:
         if weight.offset + weight.length > os.fstat(f.fileno()).st_size or weight.length != need:
             raise ModelError("the data file is too short", where=f"weight '{tensor.name}'", why=f"in '{weight.file}'")
         data = np.memmap(f, np.uint8, "r", weight.offset, (weight.length,))
-    if weight.offset % dtype.itemsize:
-        data = np.array(data)  # misaligned: copied, since not every reader of the mapping may assume x86
     if packed is not None:
         data_type = onnx.helper.np_dtype_to_tensor_dtype(dtype)
         return numpy_helper.to_array(TensorProto(data_type=data_type, dims=tensor.shape, raw_data=data.tobytes()))
     return data.view(dtype).reshape(tensor.shape)
 
 
-def _inline(model: Path, name: str) -> np.ndarray:
-    status = model.stat()
-    stored = _tensors(str(model), status.st_mtime_ns, status.st_size).get(name)
-    if stored is None:
+def _inline(model: Path, name: str, tensor: Tensor) -> np.ndarray:
+    """A tensor inside the protobuf: mapped where it is stored as raw bytes, else parsed, it alone."""
+    try:
+        status = model.stat()
+        plain = stat.S_ISREG(status.st_mode)
+        with refusing(ModelError, "the model cannot be read", str(model), "compile the model again"):
+            found = stored_ranges(str(model), status.st_mtime_ns, status.st_size).get(name) if plain else None
+    except OSError as e:
+        raise ModelError("cannot read the model", where=str(model), why=e.strerror or "", hint="check the path") from None
+    if found is None:
         raise ModelError("the weight is not in the model file", where=f"weight '{name}'", why=f"looked in {model}")
+    if found.raw is not None and tensor.dtype not in PACKED and found.raw[1] - found.raw[0] == tensor.nbytes > 0:
+        data = np.memmap(model, np.uint8, "r", found.raw[0], (tensor.nbytes,))
+        return data.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+    lo, hi = found.message
+    with model.open("rb") as f, refusing(ModelError, "the model cannot be read", str(model), "compile the model again"):
+        f.seek(lo)
+        stored = TensorProto.FromString(f.read(hi - lo))
+    check_inline(stored)
     return numpy_helper.to_array(stored)
-
-
-@lru_cache(maxsize=2)
-def _tensors(path: str, _mtime: int, _size: int) -> dict[str, TensorProto]:
-    """Tensors inside a model file, by name; cached by path, time and size, so that many weights parse it once."""
-    model = load(Path(path))
-    stored = stored_tensors(model)
-    for t in stored.values():
-        if t.data_location != TensorProto.EXTERNAL:
-            check_inline(t)
-    return stored
 
 
 def stored_tensors(model: onnx.ModelProto) -> dict[str, TensorProto]:

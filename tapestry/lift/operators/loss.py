@@ -10,7 +10,7 @@ from tapestry.ir.index import dim
 from tapestry.ir.monoid import number
 from tapestry.lift.building.builder import Node, accumulator, axes, here
 from tapestry.lift.building.registry import Declined, lifts
-from tapestry.lift.operators.reduce import softmax, split_dims
+from tapestry.lift.operators.reduce import centre, softmax, split_dims
 
 
 @lifts("SoftmaxCrossEntropyLoss")
@@ -26,7 +26,7 @@ def lift_cross_entropy(n: Node) -> None:
     read = n.read(x.name, here(dims))
     value = cast(Arg(0, x.dtype), wide)
     names = (n.temp("m"), n.temp("l"))
-    m, total = n.reduce(names, kept, gone, "logsumexp", [read], [value, number(1, wide)], [Acc(0, wide), Acc(1, wide)])
+    m, total = n.reduce(names, kept, gone, "logsumexp", [read], [value, number(1, wide)], [centre(Acc(0, wide)), Acc(1, wide)])
     right = _right(n, kept, gone, wide)
     reads = [n.read(t, here(kept)) for t in (right, m, total)]
     lost = n.block(n.temp("lost"), kept, reads, lambda r, m, s: call("neg", call("sub", call("sub", r, m), call("log", s))))

@@ -9,7 +9,7 @@ from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
-from tapestry.ir.monoid import MONOIDS, lowest, number
+from tapestry.ir.monoid import MONOIDS, highest, lowest, number
 from tapestry.ir.recognise.running_state import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.building.builder import Node, accumulator, axes, here, literal
@@ -151,12 +151,22 @@ def lift_scan(n: Node) -> None:
     n.reduce([n.outs[0]], dims, [over], monoid, [read], [cast(Arg(0, x.dtype), wide)], then)
 
 
+def centre(top: Expr) -> Expr:
+    """What a softmax subtracts from a row whose maximum is ``top``: NaN for plus infinity, which is not to be told from others.
+
+    ``inf - inf`` is a NaN in the cell that holds it, so the sum is one too, and with it every cell of the row; a finite cell
+    alone would give ``exp(x - inf) = 0``.
+    """
+    return call("where", call("eq", top, highest(top.dtype)), call("sub", top, top), top)
+
+
 def softmax(
     n: Node, out: str | Tensor, x: str, dims: Sequence[Dim], reduced: Sequence[int], *, log: bool = False, masked: bool = False
 ) -> str:
     """Emit softmax of ``x`` over some of its axes: a logsumexp into (m, l), then ``exp(x - m) / l``.
 
-    With ``masked``, rows that are wholly minus infinity give 0, not NaN: their m is taken to be 0.
+    A row that holds plus infinity gives NaN. With ``masked``, rows that are wholly minus infinity give 0, not NaN: their m is
+    taken to be 0.
     """
     source = n.b.tensor(x)
     wide = accumulator(source.dtype)
@@ -166,9 +176,9 @@ def softmax(
     spots: list[Aff] = here(dims)
     value = cast(Arg(0, source.dtype), wide)
     names = (n.b.fresh(f"{base}.m"), n.b.fresh(f"{base}.l"))
-    top: Expr = Acc(0, wide)
+    top = centre(Acc(0, wide))
     if masked:
-        top = call("where", call("eq", top, lowest(wide)), number(0, wide), top)
+        top = call("where", call("eq", Acc(0, wide), lowest(wide)), number(0, wide), top)
     m, total = n.reduce(names, kept, gone, "logsumexp", [n.read(x, spots)], [value, number(1, wide)], [top, Acc(1, wide)])
 
     def body(v: Expr, top: Expr, weight: Expr) -> Expr:

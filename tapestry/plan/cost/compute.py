@@ -6,18 +6,22 @@ most twice the roofline, and keeps the search from calling a plan free that read
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
+
 import numpy as np
 
 from tapestry.ir.expr import Call, arg_positions, count_calls
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import dims_read, kept, products
+from tapestry.ir.recognise.contraction import dims_read, dims_varied, inner_product, kept, products
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
+from tapestry.plan.cost.kernel_class import CONTRACTION, CONVOLUTION, GATHER, kernel_class
 from tapestry.plan.strategy import Boxes
-from tapestry.plan.topology import Topology
+from tapestry.plan.topology import Device, Topology
 
 
 def sizes(boxes: Boxes) -> np.ndarray:
@@ -84,16 +88,16 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
         light = light + sum(points(dims_read(op, e)) * count_calls((e,)) for e in product)
     assert op.monoid
     merge = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
-    reduced = frozenset(d.name for d in op.reduce)
+    reduced = frozenset(d.name for d in op.reduce if d.size > 1)
     row = kept(op.monoid, op.dims, op.reduce, op.body)
     body = op.body[:-1] if row else op.body  # what is kept is picked, not summed
     if row and op.inner:  # a part of a row has no kernel of whole rows: its product is computed for every column
         part = block[:, names.index(row.over.name)]
         heavy = heavy * np.where(part[:, 1] - part[:, 0] < row.over.size, row.column.size, 1)
-    lifted = [dims_read(op, e) for e in body]
+    lifted = [dims_varied(op, e) for e in body]
     for e, m, own, along in zip(body, merge[: len(body)], lifted, varies(op)[: len(body)], strict=True):
         light = light + rows(own) * count_calls((e,))
-        field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v}
+        field = reduced | {d.name for d, v in zip(op.dims, along, strict=True) if v and d.size > 1}
         if field - own and own - lifted[0]:  # weights by rows times values by columns
             heavy = heavy + 2 * points(field)
         else:
@@ -113,6 +117,49 @@ def _shared(op: Block, block: Boxes, dims: frozenset[str]) -> np.ndarray:
     return out
 
 
+def quantities(
+    op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(contraction FLOPs, other FLOPs, bytes read and written) per device: what `seconds_each` prices, and what
+    `tapestry calibrate` holds measured times against."""
+    found: dict[str, np.ndarray] = {}
+    picks = kernel_class(op) == GATHER
+    for (tensor, _), boxes in reads.items():
+        cells = np.minimum(sizes(boxes), sizes(final)) if picks else sizes(boxes)
+        found[tensor] = found.get(tensor, 0) + cells
+    if isinstance(op, Block):
+        for tensor, most in ((t, most) for t, most in _places(op) if t in found):
+            boxes = (block[:, list(dims)] if body else final[:, list(dims)] for body, dims in most)
+            found[tensor] = np.minimum(found[tensor], sum(map(sizes, boxes)))
+    read: np.ndarray = sum((n * itemsize(graph.tensors[t].dtype) for t, n in found.items()), np.zeros(len(block), np.int64))
+    if not isinstance(op, Block):
+        cells = [_cells(op, graph, k, block) for k in range(len(op.outs))]
+        written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
+        return np.zeros_like(read), 10 * sum(cells), read + written
+    return *arithmetic(op, block, final), read + sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+
+
+@lru_cache(maxsize=1 << 12)
+def _places(op: Block) -> tuple[tuple[str, tuple[tuple[bool, tuple[int, ...]], ...]], ...]:
+    """Tensors of which an operation may touch less than boxes, with steps or diagonals in between: for each of their reads
+    whether it is of the body, and the dimensions that it varies along, whose points are the most cells that it touches."""
+    loose = {r.tensor for r in op.reads if not all(e.is_dim or not e.terms for e in r.index)}
+    out: dict[str, list[tuple[bool, tuple[int, ...]]]] = {t: [] for t in op.inputs if t in loose}
+    body = op.body_reads()
+    for k, r in enumerate(op.reads):
+        if r.tensor in out:
+            dims, space = op.read_dims(k), op.space if k in body else op.dims
+            out[r.tensor].append((k in body, tuple(i for i, d in enumerate(space) if d.name in dims)))
+    return tuple((t, tuple(most)) for t, most in out.items())
+
+
+def _cells(op: Opaque, graph: Graph, output: int, block: Boxes) -> np.ndarray:
+    """Cells that each device writes of an output of an opaque node: whole, but for the dimensions that are cut."""
+    axes = op.out_axes[output] if op.out_axes else ()
+    rest = (n for axis, n in enumerate(graph.tensors[op.outs[output]].shape) if axis not in axes)
+    return sizes(block[:, [i for i, axis in enumerate(axes) if axis is not None]]) * prod(rest)
+
+
 def seconds(op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology) -> float:
     """Time of the slowest device."""
     return float(np.max(seconds_each(op, graph, block, final, reads, topo)))
@@ -122,30 +169,34 @@ def seconds_each(
     op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
-    heavy, light = arithmetic(op, block, final)
-    moved = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
-    for (tensor, _), boxes in reads.items():
-        cells = sizes(boxes)
-        if isinstance(op, Block) and selection(op):
-            cells = np.minimum(cells, sizes(final))
-        moved = moved + cells * itemsize(graph.tensors[tensor].dtype)
-    dtype = _multiplied(op, graph)
-    rate, vector, bandwidth = (
-        topo.each(lambda d: d.rate(dtype)),
-        topo.each(lambda d: d.vector),
-        topo.each(lambda d: d.bandwidth),
-    )
-    return heavy / rate + light / vector + moved / bandwidth + topo.each(lambda d: d.launch)
+    heavy, light, moved = quantities(op, graph, block, final, reads)
+    rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
+    launch, rate, vector, bandwidth = np.array(rates).T
+    return heavy / rate + light / vector + moved / bandwidth + launch
 
 
-def _multiplied(op: Op, graph: Graph) -> str:
+def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float, float]:
+    """(seconds to launch, FLOP/s of contractions, of the rest, B/s) of an operation's kernel; beside a contraction other FLOPs
+    take what they take in a map."""
+    kind, dtype = kernel_class(op), multiplied(op, graph)
+    k = device.kernel(kind, dtype)
+    heavy = kind in (CONTRACTION, CONVOLUTION)
+    rate, vector = (k.rate, device.vector) if heavy else (device.rate(dtype), k.rate)
+    return k.launch, rate, vector, k.bandwidth
+
+
+def multiplied(op: Op, graph: Graph) -> str:
     """The dtype whose rate a contraction runs at: the first factor's, or the wider one's."""
-    found = [graph.tensors[t].dtype for t in op.inputs[:1]]
-    if isinstance(op, Block) and (pairs := products(op)):
-        used = arg_positions(tuple(e for pair in pairs for e in pair))
-        found = [graph.tensors[op.reads[k].tensor].dtype for k in sorted(used)] or found
-        return max(found, key=itemsize, default="f32")
-    return found[0] if found else "f32"
+    factors = [graph.tensors[t].dtype for t in (_factors(op) if isinstance(op, Block) else ())]
+    return max(factors, key=itemsize) if factors else next((graph.tensors[t].dtype for t in op.inputs), "f32")
+
+
+@lru_cache(maxsize=1 << 12)
+def _factors(op: Block) -> tuple[str, ...]:
+    """The tensors that the factors of a contraction, or of an inner one, read."""
+    inner = inner_product(op)
+    pairs = products(op) or ((inner.args,) if inner else ())
+    return tuple(op.reads[k].tensor for k in sorted(arg_positions(tuple(e for pair in pairs for e in pair))))
 
 
 def state_bytes(op: Op, block: Boxes) -> int:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from tapestry.ir.graph import Block, Op
-from tapestry.ir.recognise.contraction import inner_product, products
+from tapestry.ir.recognise.contraction import dims_varied, inner_product, products
 from tapestry.ir.recognise.convolution import convolution
+from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.recognise.selection_sum import selection
 
 CONTRACTION, CONVOLUTION, ROW, MAP, GATHER, OPAQUE = "contraction", "convolution", "row", "map", "gather", "opaque"
@@ -27,8 +28,13 @@ def kernel_class(op: Op) -> str:
         return OPAQUE
     if products(op):
         return CONVOLUTION if convolution(op) else CONTRACTION
-    if inner_product(op):
+    if inner_product(op) or _weighs(op):
         return CONTRACTION
     if selection(op):
         return GATHER
     return ROW if op.monoid or op.inner else MAP
+
+
+def _weighs(op: Block) -> bool:
+    """Whether it sums columns by weights of rows, such as a softmax that multiplies values."""
+    return exponential(op.monoid, sums=2) is not None and bool(dims_varied(op, op.body[-1]) - dims_varied(op, op.body[0]))

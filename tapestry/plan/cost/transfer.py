@@ -4,7 +4,8 @@ Exact: who sends how many cells to whom, hence the bytes, the number of senders 
 between them. Modelled (alpha-beta): all receivers work at once, and a transfer takes as long as its slowest one. Through
 switches a receiver takes its bytes one after another, each at the slowest switch that it crosses, after ``⌈log2(senders + 1)⌉``
 latencies of the slowest one that any of them crosses. On wires the busiest one bounds the time (`congestion`), and the longest
-path the latency. Ports and wires work at the same time. The receiver then fills a new buffer with the whole footprint.
+path the latency. Ports and wires work at the same time. Where the backend's call that carries a transfer was measured, its
+table counts instead. The receiver then fills a new buffer with the whole footprint.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tapestry.ir.collective_calls import ALL_GATHER, ALL_TO_ALL, EXCHANGE
 from tapestry.ir.plan import Layout
 from tapestry.plan.cost import congestion
-from tapestry.plan.cost.collective import reduce_seconds
 from tapestry.plan.cost.footprint_overlap import Along, Axes, Senders
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Topology
 from tapestry.plan.topology.fabric import Digits, digits
 
-__all__ = ["Costs", "costs", "reduce_seconds"]
 CHUNK = 1 << 18  # numbers in an array
 
 
@@ -61,7 +61,33 @@ def costs(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], width: int, top
 
 
 def _seconds(found: Senders, own: np.ndarray, width: int, topo: Topology, parts: Digits) -> np.ndarray:
-    """Of the slowest receiver, per (layout, footprint)."""
+    """Of the slowest receiver, per (layout, footprint); measured times of the call that carries it count before the model's."""
+    filled = found.size * (width / topo.each(lambda d: d.bandwidth))
+    moved = _modelled(found, own, width, topo, parts)
+    total = np.max(moved + filled, axis=2)
+    if topo.calls:
+        known = _measured(found, own, width, topo)
+        total = np.where(np.isnan(known), total, known + np.max(filled, axis=-1))
+    return total + topo.device.launch
+
+
+def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology) -> np.ndarray:
+    """Seconds of the backend's calls, chosen as by `ir.collective_calls.transfer_call`; NaN where they were not measured."""
+    senders = found.number(())
+    n = np.max(senders + ((own == 0) & (senders > 0)), axis=2)
+    piece = np.stack([np.prod(np.maximum(b[..., 1] - b[..., 0], 0), axis=-1) for _, b in found.held])[:, None, :]
+    alike = (np.ptp(senders, axis=2) == 0) & np.all(found.size == found.size[:, :1], axis=-1) & (np.ptp(piece, axis=2) == 0)
+    gathers = alike & np.all((own == piece) & (found.size == senders * piece), axis=2)
+    swaps = alike & np.all((own * senders == piece) & (found.size == piece), axis=2)
+    call = np.where(gathers, 0, np.where(swaps, 1, 2))
+    nbytes = np.where(call == 2, np.max(found.size - own, axis=2), found.size.max(axis=-1)) * width
+    kinds, at = np.unique(np.stack([call, n, nbytes]).reshape(3, -1), axis=1, return_inverse=True)
+    times = [topo.call_seconds((ALL_GATHER, ALL_TO_ALL, EXCHANGE)[c], group, size) for c, group, size in kinds.T.tolist()]
+    return np.array([np.nan if t is None else t for t in times])[at.reshape(-1)].reshape(n.shape)
+
+
+def _modelled(found: Senders, own: np.ndarray, width: int, topo: Topology, parts: Digits) -> np.ndarray:
+    """Seconds in which each device receives what it lacks, by links."""
     senders = found.number(())
     taken, alpha = np.zeros((2, *own.shape))
     ports = {a: f.link for f, axes in parts.fabrics for a in axes if not f.wires}
@@ -74,8 +100,7 @@ def _seconds(found: Senders, own: np.ndarray, width: int, topo: Topology, parts:
         if fabric.wires:
             busy, path = congestion.busiest(found, fabric, axes)
             taken, latency = np.maximum(taken, busy), latency + path
-    filled = found.size * (width / topo.each(lambda d: d.bandwidth))
-    return np.max(taken * width + latency + filled, axis=2) + topo.device.launch
+    return taken * width + latency
 
 
 def _levels(rates: dict[int, float]) -> Iterator[tuple[float, Axes]]:

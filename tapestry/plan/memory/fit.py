@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
 from tapestry.ir.program import alive_at, peak_bytes
-from tapestry.plan.memory.floor import least_seconds
+from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.memory.peaks import excess, fewest, moves, streamable
 from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.planner import spatial

@@ -23,7 +23,7 @@ from tapestry.plan.cost import compute
 from tapestry.plan.pipelines.stage_chain import Piece, Submesh
 from tapestry.plan.pipelines.staged_plan import link_between, segment, stage_topology
 from tapestry.plan.search.planner import spatial
-from tapestry.plan.search.priced_plan import peak
+from tapestry.plan.search.priced_plan import peak, summed
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Factor
@@ -64,12 +64,12 @@ def solve_piece(
     budget.spend(problem.work)
     for i, link in enumerate(links.values()):
         problem.factors.append(_receiving(problem, i, link))
-    found = spatial(problem, budget.part(PIECE), squeeze=False)
+    found = spatial(problem, budget.part(PIECE), squeeze=False, clock=False)
     if peak(found) > topo.device.memory:
         return None
     chosen, n = found.plan.strategies, len(links)
     arrivals = tuple(s.out for s in chosen[:n])
-    return Solved(found.objective, peak(found), chosen[n:], arrivals)
+    return Solved(summed(problem, found.plan), peak(found), chosen[n:], arrivals)
 
 
 def _with_arrivals(sub: Graph, received: Sequence[str]) -> Graph:

@@ -9,9 +9,10 @@ from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import device_count
 from tapestry.ir.program import peak_bytes
+from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.pipelines.pipeline_search import MICRO_BATCHES, Staged, search_stages
 from tapestry.plan.pipelines.sequence import sequence
-from tapestry.plan.search.priced_plan import PricedPlan
+from tapestry.plan.search.priced_plan import PricedPlan, summed
 from tapestry.plan.simulate import TRANSFER, simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology
@@ -79,7 +80,7 @@ def choose(
 ) -> Choice:  # fmt: skip
     """The better of the spatial plan and the best one with stages; the latter if it is asked for.
 
-    Without being asked, a plan with stages must be better in its objective and not worse on the simulated clock.
+    Without being asked, a plan with stages must take less time on the simulated clock.
 
     Args:
         spatial: the plan without stages, or why there is none.
@@ -93,7 +94,7 @@ def choose(
     staged: Staged | None = None
     quick = tight or unfit or AUTO_SHARE * spent <= MOST
     if request.explicit or (request.stages != 1 and quick and _may_pay(spatial, topo, tight)):
-        upper = float("inf") if unfit or request.explicit else spatial.objective
+        upper = float("inf") if unfit or request.explicit else _summed(spatial)
         part = budget if request.explicit or unfit or tight else budget.part(max(LEAST, AUTO_SHARE * spent))
         insist = request.explicit or unfit
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
@@ -104,19 +105,24 @@ def choose(
         if unfit:
             raise spatial
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1})
-    report = _report(spatial, staged, topo)
-    taken = unfit or request.explicit or (
-        staged.found.objective < spatial.objective and report["simulated_s"] <= report["spatial_simulated_s"]
-    )  # fmt: skip
+    bound = least_seconds(graph, topo, everywhere=False)
+    report = _report(spatial, staged, topo, bound)
+    simulated = float(report["simulated_s"])
+    taken = unfit or request.explicit or simulated < spatial.objective
     report["chosen"] = taken
     if not taken:
         assert isinstance(spatial, PricedPlan)
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1, "pipeline": report})
-    found = staged.found
     if not request.explicit and isinstance(spatial, PricedPlan):  # a bound of all plans, with stages or without
-        found = replace(found, bound=min(found.bound, spatial.bound))
+        bound = min(bound, spatial.bound)
+    found = replace(staged.found, objective=simulated, bound=min(bound, simulated))
     data = {"stages": stages_data(staged), "micro_batches": staged.sequence.micro, "pipeline": report}
     return Choice(found, True, staged.sequence.moves, data)
+
+
+def _summed(spatial: PricedPlan) -> float:
+    """What a plan without stages takes by the model of stages, which adds costs up."""
+    return summed(spatial.problem, spatial.plan) if spatial.problem else spatial.objective
 
 
 def _may_pay(spatial: PricedPlan | PlanError, topo: Topology, tight: bool) -> bool:
@@ -149,19 +155,30 @@ def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
     )  # fmt: skip
 
 
-def _report(spatial: PricedPlan | PlanError, staged: Staged, topo: Topology) -> dict[str, Any]:
-    """Both plans, by their own objectives and on the simulated clock."""
+def _report(spatial: PricedPlan | PlanError, staged: Staged, topo: Topology, bound: float) -> dict[str, Any]:
+    """Both plans on the simulated clock."""
+    total = simulate(staged.found.plan, staged.found.program, topo).total
     out: dict[str, Any] = {
-        "objective_s": staged.found.objective, "lower_bound_s": staged.found.bound, "exact": staged.exact,
-        "simulated_s": simulate(staged.found.plan, staged.found.program, topo).total, "stages": len(staged.seconds),
+        "objective_s": total, "lower_bound_s": min(bound, total), "exact": staged.exact,
+        "simulated_s": total, "stages": len(staged.seconds),
         "micro_batches": staged.sequence.micro, "spatial_objective_s": None, "spatial_simulated_s": None,
     }  # fmt: skip
     if isinstance(spatial, PricedPlan):
-        out["spatial_objective_s"] = spatial.objective
-        out["spatial_simulated_s"] = simulate(spatial.plan, spatial.program, topo).total
+        out["spatial_objective_s"] = out["spatial_simulated_s"] = spatial.objective
     else:
         out["spatial_refused"] = spatial.what
     return out
+
+
+def one_stage(found: PricedPlan) -> dict[str, Any]:
+    """The same of a plan of one stage that leaves devices idle."""
+    stage = found.plan.stages[0]
+    row = {
+        "devices": list(stage.devices), "mesh": ",".join(f"{a.name}={a.size}" for a in stage.mesh),
+        "ops": len(found.plan.graph.ops), "seconds": found.objective,
+        "peak_bytes": [peak_bytes(found.program)[0][d] for d in stage.devices],
+    }  # fmt: skip
+    return {"stages": [row], "micro_batches": 1}
 
 
 def stages_data(staged: Staged) -> list[dict[str, Any]]:

@@ -98,6 +98,7 @@ class Room:
     surely: bool
     demands: list[Demand] = field(init=False)
     less: np.ndarray = field(init=False)
+    price: np.ndarray | None = None  # over time, that the last search found
 
     def __post_init__(self) -> None:
         self.demands = demands(self.problem, surely=self.surely)
@@ -120,7 +121,9 @@ class Room:
     def solve(self, limit: float, budget: Budget, share: float = 1.0, gap: float = PROVED) -> Solution:
         """The cheapest choice, up to a gap, within a limit less a share of what lowering adds."""
         net = Network(self.problem.sizes, self.problem.factors, self.demands, (limit - share * self.less).tolist())
-        return solve(net, budget.part(SOLVE), gap=gap, quick=True)
+        found = solve(net, budget.part(SOLVE), gap=gap, quick=True, price=self.price)
+        self.price = found.price
+        return found
 
     def learn(self, choice: Sequence[int], plan: PricedPlan, limit: float) -> None:
         """Take room where a choice's program passes a limit, so much that the choice does not fit any more."""
@@ -139,8 +142,9 @@ def within_memory(
         bound: a lower bound that is already proved.
         squeeze: whether to look once more near the plan with the least memory before giving up.
     """
-    limit, room = problem.topo.device.memory, Room(problem, surely=False)
+    limit = problem.topo.device.memory
     solution = Room(problem, surely=True).solve(limit, budget)
+    room = Room(problem, surely=False, price=solution.price)
     best, smallest, bound = begun, first, max(bound, first.bound, solution.bound)
     for _ in range(ATTEMPTS):
         if not np.isfinite(solution.objective):

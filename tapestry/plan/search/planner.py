@@ -1,4 +1,9 @@
-"""Find a plan: the cheapest choice of strategies, then the cheapest that keeps to the memory, with a proven bound."""
+"""Find a plan: the one that takes least on the simulated clock of what was looked at, with a proven bound of all.
+
+The first is the choice of strategies of which all costs add up to least (what would be, if nothing overlapped and nothing were
+shared), within the memory. Others answer weighted sums that every plan takes at least, which also give the bound
+(`plan.schedule`).
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,23 @@ import numpy as np
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
+from tapestry.ir.program import Transfer
 from tapestry.plan.layout_constraints import LayoutConstraints
+from tapestry.plan.lower import lower
+from tapestry.plan.schedule.time_bound import Game
 from tapestry.plan.search import to_ring
-from tapestry.plan.search.memory_limit import within_memory
-from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan, too_big
+from tapestry.plan.search.memory_limit import demands, within_memory
+from tapestry.plan.search.priced_plan import PricedPlan, choice_of, peak, priced_plan, too_big
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start, beginning, fingerprint
+from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import solve
+from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology
+
+ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
 
 
 def search(
@@ -50,58 +62,94 @@ def search(
     return fitting(problem, budget, start)
 
 
-def fitting(problem: Problem, budget: Budget, start: Start | None = None) -> PricedPlan:
-    """The best plan of a problem within the devices' memory.
+def fitting(problem: Problem, budget: Budget, start: Start | None = None, upper: float = np.inf) -> PricedPlan:
+    """The best plan of a problem within the devices' memory; a search that cannot get below ``upper`` ends early.
 
     Raises:
         TooBig: no plan fits, or none was found in time.
     """
-    best, limit = spatial(problem, budget, start), problem.topo.device.memory
+    best, limit = spatial(problem, budget, start, upper=upper), problem.topo.device.memory
     if peak(best) > limit:
         raise too_big(best, limit, budget)
     return best
 
 
-def spatial(problem: Problem, budget: Budget, start: Start | None = None, squeeze: bool = True) -> PricedPlan:
+def spatial(
+    problem: Problem,
+    budget: Budget,
+    start: Start | None = None,
+    squeeze: bool = True,
+    clock: bool = True,
+    upper: float = np.inf,
+) -> PricedPlan:
     """The best plan of a problem that fits; where none was found, the one with the least memory.
 
     Args:
         start: what an earlier search found.
         squeeze: whether to look once more near the plan with the least memory before giving up.
+        upper: no plan that takes as long is of use.
+        clock: whether simulated time counts; else the costs added up, and there is no bound.
     """
     limit = problem.topo.device.memory
     choice = beginning(problem, start) if start else None
     bound = start.bound if start and np.isfinite(start.bound) and fingerprint(problem) == start.key else -np.inf
-    begun = priced_plan(problem, choice, bound) if choice else None
+    begun = with_rings(priced_plan(problem, choice, bound)) if choice else None
     if begun is not None and (peak(begun) > limit or not np.isfinite(begun.objective)):
         begun = None
     if begun is not None and begun.proved:
         return begun
     solution = solve(problem.network, budget, choice)
-    first = priced_plan(problem, solution.choice, max(solution.bound, bound))
+    first = priced_plan(problem, solution.choice, -np.inf)
     budget.spend(problem.lowering)
-    best = with_rings(first)
-    if peak(best) <= limit or max(problem.sizes, default=1) == 1:
+    best, tight = with_rings(first), False
+    if peak(best) > limit and max(problem.sizes, default=1) > 1:
+        best, tight = with_rings(within_memory(problem, first, budget, begun, -np.inf, squeeze)), True
+    if peak(best) > limit or not clock:
         return best
-    return with_rings(within_memory(problem, first, budget, begun, bound, squeeze))
+    return _on_the_clock(problem, _faster(begun, best), budget, bound, upper, tight=tight)
+
+
+def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: float, upper: float, *, tight: bool) -> PricedPlan:
+    """A plan that takes no longer than one that fits, and a bound; ``tight``: the bound is of plans that fit."""
+    limit = problem.topo.device.memory
+    usages = (demands(problem, surely=True), [limit] * len(problem.graph.ops)) if tight else ((), ())
+    game, watched = Game(problem, *usages), max(problem.sizes, default=1) > 1
+    if watched:
+        budget.found(best.objective, bound)
+    for choice, least in game.play(choice_of(problem, best.plan), ROUNDS, budget):
+        if least < best.objective * (1 - PROVED):
+            budget.spend(problem.lowering)
+            other = with_rings(priced_plan(problem, choice, -np.inf))
+            best = _faster(other, best) if peak(other) <= limit else best
+        if watched:
+            budget.found(best.objective, max(bound, game.bound))
+        if proved(best.objective, game.bound) or game.bound >= upper:
+            break  # no plan of this form is better, or than that of another one
+    return replace(best, bound=min(max(bound, game.bound), best.objective))
+
+
+def _faster(one: PricedPlan | None, best: PricedPlan) -> PricedPlan:
+    """The one that takes less time; the second unless the first one clearly does."""
+    return one if one is not None and one.objective < best.objective * (1 - PROVED) else best
 
 
 def with_rings(best: PricedPlan) -> PricedPlan:
     """The plan with gathers of keys and values as rings, where only so it fits (or is nearer to it), or where it is faster."""
     assert best.problem
     topo = best.problem.topo
-    other = to_ring.with_rings(best.plan, topo)
-    if other is None:
+    plan = to_ring.with_rings(best.plan, topo)
+    if plan is None:
         return best
-    plan, program, extra = other
-    new = replace(best, plan=plan, program=program, objective=best.objective + extra)
+    program = lower(plan)
+    if not any(isinstance(s, Transfer) and s.kind == "permute" for s in program.steps):
+        return best
+    new = replace(best, plan=plan, program=program, objective=simulate(plan, program, topo).total)
     if peak(best) > topo.device.memory:
         return new if peak(new) < peak(best) else best
-    right = peak(new) <= topo.device.memory and to_ring.faster((plan, program), (best.plan, best.program), topo)
-    return new if right else best
+    return new if peak(new) <= topo.device.memory and new.objective < to_ring.FASTER * best.objective else best
 
 
-def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = None) -> PricedPlan:
+def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = None, upper: float = np.inf) -> PricedPlan:
     """The cheapest plan of the problems that several ways to share out the mesh axes make; its bound holds for all of them.
 
     Raises:
@@ -111,7 +159,7 @@ def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = 
     failed: list[PlanError] = []
     for problem in problems:
         try:
-            plans.append(fitting(problem, budget, start))
+            plans.append(fitting(problem, budget, start, upper))
         except PlanError as e:
             failed.append(e)
     if not plans:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tapestry.errors import PlanError
-from tapestry.ir.plan import Plan
+from tapestry.ir.plan import Plan, still
 from tapestry.ir.program import Program, alive_at, peak_bytes
 from tapestry.plan.lower import lower
 from tapestry.plan.search.problem import Problem
+from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import evaluate
 from tapestry.plan.solver.pairs import proved
@@ -21,7 +22,7 @@ NEAR = 1e-3  # of the objective: plans that differ by less are equally good
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan with its program, its cost in seconds, a proven lower bound of any plan's cost, and the problem it solves."""
+    """A plan with its program, its simulated seconds, a proven lower bound of any plan's, and the problem it solves."""
 
     plan: Plan
     program: Program
@@ -50,17 +51,27 @@ class TooBig(PlanError):
 
 
 def priced_plan(problem: Problem, choice: Sequence[int], bound: float) -> PricedPlan:
-    """The plan of a choice of strategies, lowered; the bound is never above its cost."""
+    """The plan of a choice of strategies, lowered and put on the clock; the bound is never above its time."""
     plan = Plan(
         graph=problem.graph, mesh=problem.topo.mesh, inputs=problem.inputs, outputs=problem.outputs,
         strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, choice, strict=True)),
         streamed=problem.streamed,
     )  # fmt: skip
-    objective = evaluate(choice, problem.factors)
+    program = lower(plan)
+    objective = simulate(plan, program, problem.topo).total if np.isfinite(evaluate(choice, problem.factors)) else np.inf
     return PricedPlan(
-        plan=plan, program=lower(plan), objective=objective, bound=min(bound, objective), distinct=problem.distinct,
-        problem=problem,
-    )  # fmt: skip
+        plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=problem.distinct, problem=problem
+    )
+
+
+def choice_of(problem: Problem, plan: Plan) -> list[int]:
+    """The strategies of a plan, as if no blocks travelled, by their numbers."""
+    return [m.strategies.index(still(s)) for m, s in zip(problem.menus, plan.strategies, strict=True)]
+
+
+def summed(problem: Problem, plan: Plan) -> float:
+    """All costs of a plan added up, in seconds: as if nothing overlapped and nothing were shared."""
+    return evaluate(choice_of(problem, plan), problem.factors)
 
 
 def peak(plan: PricedPlan) -> int:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.plan import Layout, Strategy
+from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
+from tapestry.plan.cost.collective import merge, reductions
 from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
+from tapestry.plan.schedule.ring_floor import ring_floors
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
     MAX_STRATEGIES,
@@ -33,8 +36,8 @@ from tapestry.plan.strategy import (
 )
 from tapestry.plan.topology import Device, Topology
 
-STRATEGY, CELL, OPERATION = 500_000, 50, 50_000  # units of work for building one
-LOWERED = 200_000  # units of work for lowering an operation
+STRATEGY, CELL, OPERATION = 800_000, 100, 100_000  # units of work for building one
+LOWERED = 400_000  # units of work for lowering an operation
 HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: load less from the host
 
 
@@ -42,8 +45,9 @@ HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: loa
 class Menu:
     """What one kind of operation offers: its strategies, and per strategy cost, memory and footprints.
 
-    ``left_out`` counts strategies that are not offered (`strategy.left_out`, and those beyond `MAX_STRATEGIES`): no bound says
-    anything of them.
+    ``own[lane, strategy]`` are seconds of its kernels on some devices (`lanes`), ``merging[strategy]`` at least those of
+    merging states. ``left_out`` counts strategies that are not offered (`strategy.left_out`, and those beyond
+    `MAX_STRATEGIES`): no bound says anything of them.
     """
 
     strategies: list[Strategy]
@@ -52,12 +56,29 @@ class Menu:
     held_states: np.ndarray
     outs_bytes: np.ndarray
     reads: list[dict[int, Boxes]]
+    own: np.ndarray
+    merging: np.ndarray
     left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What a tensor's way to a reader takes at least on the clock of some devices (`lanes`).
+
+    Attributes:
+        maker, reader: operations; -1 where an input starts in a fixed layout, or an output ends in one.
+        seconds: [lane, choice of the maker, choice of the reader]; one choice where there is no operation.
+    """
+
+    maker: int
+    reader: int
+    tensor: str
+    seconds: np.ndarray
 
 
 @dataclass(slots=True)
 class Problem:
-    """Costs of every choice, and linear underestimates of memory."""
+    """Costs of every choice, and linear underestimates of memory and of time (``flows``)."""
 
     graph: Graph
     topo: Topology
@@ -66,7 +87,9 @@ class Problem:
     streamed: frozenset[str] = frozenset()
     menus: list[Menu] = field(default_factory=list[Menu])
     factors: list[Factor] = field(default_factory=list[Factor])
+    flows: list[Flow] = field(default_factory=list[Flow])
     distinct: int = 0
+    work: float = 0.0  # units that building it took, about
 
     @property
     def left_out(self) -> int:
@@ -79,14 +102,6 @@ class Problem:
         return [len(m.strategies) for m in self.menus]
 
     @property
-    def work(self) -> float:
-        """Units of work that building it took, about: by the strategies and the tables, equal ones counted once."""
-        menus, tables = {id(m): m for m in self.menus}, {id(f.table): f.table for f in self.factors}
-        strategies, devices = sum(len(m.strategies) for m in menus.values()), len(self.topo.memories())
-        cells = sum(t.size for t in tables.values() if t.ndim == 2)
-        return STRATEGY * strategies + CELL * cells * devices + OPERATION * len(self.graph.ops)
-
-    @property
     def lowering(self) -> float:
         """Units of work that lowering a plan of it takes, about."""
         return LOWERED * len(self.graph.ops) * (1 + len(self.topo.memories()) / 8)
@@ -97,6 +112,24 @@ class Problem:
         return Network(self.sizes, self.factors)
 
 
+@dataclass(slots=True)
+class Tables:
+    """What was worked out for a topology, by signatures: graphs that rewrites make of each other share most of it."""
+
+    menus: dict[str, Menu] = field(default_factory=dict[str, Menu])
+    pairs: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]]
+    )
+    loads: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict[tuple[object, ...], np.ndarray])
+
+    def work(self) -> float:
+        """Units of work that making them took, about."""
+        devices = max((len(b) for m in self.menus.values() for r in m.reads[:1] for b in r.values()), default=1)
+        return STRATEGY * sum(len(m.strategies) for m in self.menus.values()) + CELL * devices * sum(
+            seconds.size for seconds, _ in self.pairs.values()
+        )
+
+
 def build(
     graph: Graph,
     topo: Topology,
@@ -105,11 +138,12 @@ def build(
     outputs: Mapping[str, Layout],
     fixed: LayoutConstraints = LayoutConstraints(),  # noqa: B008  (immutable)
     streamed: frozenset[str] = frozenset(),
+    known: Tables | None = None,
 ) -> Problem:
-    """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights."""
-    problem = Problem(graph, topo, inputs, outputs, streamed)
-    kinds: dict[str, Menu] = {}
-    keys: list[str] = []
+    """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights; ``known``
+    tables of other graphs on the same topology."""
+    problem, tables = Problem(graph, topo, inputs, outputs, streamed), Tables() if known is None else known
+    before, kinds, keys = tables.work(), tables.menus, list[str]()
     for i, op in enumerate(graph.ops):
         given = fixed.key(op)
         key = f"{signature(op, graph)} {pins.get(i, ())} {given}"
@@ -117,8 +151,9 @@ def build(
         if key not in kinds:
             kinds[key] = _menu(op, graph, topo, pins.get(i, ()), given)
         problem.menus.append(kinds[key])
-    problem.distinct = len(kinds)
-    _edges(problem, keys)
+    problem.distinct = len(set(keys))
+    _edges(problem, keys, tables)
+    problem.work = tables.work() - before + OPERATION * len(graph.ops)
     return problem
 
 
@@ -127,8 +162,8 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     offered = every[:MAX_STRATEGIES]
     skipped = len(every) - len(offered) + left_out(op, topo.mesh, pins)
     seconds, states, mine, outs = list[float](), list[int](), list[int](), list[list[int]]()
-    reads = list[dict[int, Boxes]]()
-    at = watched(topo)
+    reads, own, merging = list[dict[int, Boxes]](), list[np.ndarray](), list[float]()
+    at, kept = watched(topo), lanes(topo)
     for s in offered:
         block = op_boxes(op, s.dims, topo.mesh)
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
@@ -136,11 +171,12 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         unique = {(t, b.tobytes()): b for t, b in prints.values()}
         cut = merges(op, s)
         size = compute.state_bytes(op, block) if cut else 0
-        merge = transfer.reduce_seconds(size, cut, topo)
+        merges_take = [w.seconds for w in merge(size, cut, topo, reductions(op, s, topo.mesh))] if cut else []
         launches = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
-        seconds.append(
-            compute.seconds(op, graph, block, final, unique, topo) + merge + (launches * topo.device.launch if cut else 0.0)
-        )
+        each = compute.seconds_each(op, graph, block, final, unique, topo)
+        seconds.append(float(np.max(each)) + sum(merges_take) + (launches * topo.device.launch if cut else 0.0))
+        own.append(each[kept] + (launches - 1) * bool(cut) * np.broadcast_to(topo.each(lambda d: d.launch), len(each))[kept])
+        merging.append(sum(merges_take[:1]) + topo.device.launch if cut else 0.0)  # a second one moves what its buffers have
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
@@ -148,15 +184,17 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         outs.append([int(compute.sizes(b)[at]) * width for width, b in zip(widths, shapes, strict=True)])
         reads.append({k: b for k, (_, b) in prints.items()})
     width = np.array(outs).reshape(len(offered), -1)
-    return Menu(offered, np.array(seconds), np.array(states), np.array(mine), width, reads, skipped)
+    own_seconds = np.array(own).reshape(len(offered), len(kept)).T
+    return Menu(
+        offered, np.array(seconds), np.array(states), np.array(mine), width, reads, own_seconds, np.array(merging), skipped
+    )
 
 
-def _edges(problem: Problem, keys: list[str]) -> None:
+def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
     """Unary costs with transfers from fixed layouts, and a table per pair of operations that share a tensor."""
     graph = problem.graph
     makers = graph.producers()
-    cache: dict[tuple[object, ...], np.ndarray] = {}
-    loading: dict[tuple[object, ...], np.ndarray] = {}
+    cache, loading = tables.pairs, tables.loads
     unary = [m.seconds.copy() for m in problem.menus]
     for i, op in enumerate(graph.ops):
         positions: dict[str, list[int]] = {}
@@ -178,14 +216,19 @@ def _edges(problem: Problem, keys: list[str]) -> None:
             key = (tuple(held), graph.tensors[t].shape, graph.tensors[t].dtype, keys[i], tuple(where))
             if key not in cache:
                 cache[key] = _table(problem, held, i, t, where)
+            table, least = cache[key]
             if maker is None:
-                unary[i] += cache[key][0]
-            elif cache[key].any():
-                problem.factors.append(Factor((maker, i), cache[key]))
+                unary[i] += table[0]
+            elif table.any():
+                problem.factors.append(Factor((maker, i), table))
+            if least.any():
+                problem.flows.append(Flow(-1 if maker is None else maker, i, t, least))
     for t, layout in problem.outputs.items():
         maker = makers.get(t)
         if maker is not None:
-            unary[maker] += _ending(problem, maker, t, layout)
+            seconds, least = _ending(problem, maker, t, layout)
+            unary[maker] += seconds
+            problem.flows += [Flow(maker, -1, t, least)] if least.any() else []
     problem.factors += [Factor((i,), u) for i, u in enumerate(unary)]
 
 
@@ -194,16 +237,22 @@ def _layouts(problem: Problem, maker: int, tensor: str) -> list[Layout]:
     return [out_layout(op, s.out, op.outs.index(tensor)) for s in problem.menus[maker].strategies]
 
 
-def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]) -> np.ndarray:
-    """Seconds for every (layout of the producer, strategy of the reader); equal rows and columns are computed once."""
+def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds for every (layout of the producer, strategy of the reader), and those of a `Flow`; equal rows and columns are
+    computed once.
+
+    On the clock, readers may share a transfer, one footprint may cover another, a device that receives nothing goes on, and
+    what may travel round a ring is waited for less: so a flow counts a reader's dearest footprint that a device lacks.
+    """
     graph, topo = problem.graph, problem.topo
     t = graph.tensors[tensor]
     rows = {layout: n for n, layout in enumerate(dict.fromkeys(held))}
     sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
     columns: dict[bytes, int] = {}
     wanted: list[Boxes] = []
-    needs: list[list[int]] = []
-    for reads in problem.menus[reader].reads:
+    needs, waits = list[list[int]](), list[list[tuple[int, np.ndarray | float]]]()
+    op, menu, kept = graph.ops[reader], problem.menus[reader], lanes(topo)
+    for n, (s, reads) in enumerate(zip(menu.strategies, menu.reads, strict=True)):
         mine: dict[int, None] = {}
         for k in where:
             raw = reads[k].tobytes()
@@ -212,17 +261,30 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
                 wanted.append(reads[k])
             mine[columns[raw]] = None
         needs.append(list(mine))
+        rings = ring_floors(op, graph, s, reads, menu.own[:, n], kept, topo) if isinstance(op, Block) and op.inner else {}
+        waits.append([(columns[reads[k].tobytes()], rings[k][:, None] if k in rings else np.inf) for k in where])
     found = transfer.costs(sources, wanted, itemsize(t.dtype), topo).seconds
-    per_strategy = np.stack([found[:, n].sum(axis=1) for n in needs], axis=1)
-    return per_strategy[[rows[layout] for layout in held]]
+    lacking = _lacking(sources, wanted, topo) * found
+    at = [rows[layout] for layout in held]
+    least = np.stack([np.max([np.minimum(lacking[:, :, n], ring) for n, ring in w], axis=0) for w in waits], axis=2)
+    return np.stack([found[:, n].sum(axis=1) for n in needs], axis=1)[at], least[:, at]
 
 
-def _ending(problem: Problem, maker: int, tensor: str, layout: Layout) -> np.ndarray:
-    """Seconds to bring an output from each strategy's layout to the one it must end in."""
+def _lacking(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], topo: Topology) -> np.ndarray:
+    """[lane, layout, footprint]: whether a device lacks some of a footprint."""
+    at = lanes(topo)
+    have, want = np.stack([b[at] for _, b in held])[:, None], np.stack([b[at] for b in wanted])[None]
+    inside = np.all((have[..., 0] <= want[..., 0]) & (want[..., 1] <= have[..., 1]), axis=-1)
+    return np.moveaxis(~inside & np.all(want[..., 0] < want[..., 1], axis=-1), 2, 0)
+
+
+def _ending(problem: Problem, maker: int, tensor: str, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds to bring an output from each strategy's layout to the one it must end in, and those of a `Flow`."""
     t, mesh = problem.graph.tensors[tensor], problem.topo.mesh
     held = [(h, tensor_boxes(t.shape, h, mesh)) for h in _layouts(problem, maker, tensor)]
     wanted = [tensor_boxes(t.shape, layout, mesh)]
-    return transfer.costs(held, wanted, itemsize(t.dtype), problem.topo).seconds[:, 0]
+    found = transfer.costs(held, wanted, itemsize(t.dtype), problem.topo).seconds
+    return found[:, 0], _lacking(held, wanted, problem.topo) * found
 
 
 def _load_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) -> np.ndarray:
@@ -250,6 +312,18 @@ def _reload_seconds(problem: Problem, reader: int, tensor: str, where: list[int]
             if all(any(covers(m, needed[k]) for m in mine) for k in where):
                 out[a, b] = 0.0
     return out
+
+
+def lanes(topo: Topology) -> list[int]:
+    """The devices whose clocks bounds look at: the watched one, one in the middle (at an end there may be no halo), and where
+    devices or their shares differ the first of each sort, up to four in all, large shares first."""
+    middle = device_count(topo.mesh) // 2
+    sorts: dict[tuple[int, float], int] = {}
+    for d, at in enumerate(coordinates(topo.mesh)):
+        share = prod((a.weights[k] / sum(a.weights) for a, k in zip(topo.mesh, at, strict=True) if a.weights), start=1.0)
+        sorts.setdefault((topo.kinds.index(topo.kinds[d]) if topo.kinds else 0, share), d)
+    several = [sorts[k] for k in sorted(sorts, key=lambda k: -k[1])] if len(sorts) > 1 else []
+    return list(dict.fromkeys((watched(topo), *several, middle)))[: 4 if several else 2]
 
 
 def watched(topo: Topology) -> int:

@@ -68,7 +68,7 @@ def _completed(problem: Problem, choice: list[int]) -> list[int]:
 
 def fingerprint(problem: Problem) -> str:
     """SHA-256 of all that the bound of a problem depends on: graph, devices, layouts, strategies, costs and memory."""
-    found = hashlib.sha256()
+    found = hashlib.sha256(b"simulated seconds")
     seen: dict[int, int] = {}
 
     def add(*arrays: np.ndarray) -> None:

@@ -10,10 +10,18 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 SECOND = 1e9  # units: what one core of 2.5 GHz does in about a second
 WORK = 60 * SECOND  # of a search for which nobody sets a time limit
+
+
+Found = Callable[[float, float], None]  # told of a plan: its seconds, and a lower bound
+
+
+def unseen(seconds: float, bound: float) -> None:
+    """Nobody watches."""
 
 
 class OutOfTime(Exception):
@@ -22,9 +30,11 @@ class OutOfTime(Exception):
 
 @dataclass(slots=True)
 class Meter:
-    """Units of work that were done."""
+    """Units of work that were done, the least seconds of the plans that were found, and who is told of them."""
 
     spent: float = 0.0
+    least: float = math.inf
+    seen: Found = unseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +52,27 @@ class Budget:
     meter: Meter = field(default_factory=Meter)
 
     @staticmethod
-    def of(limit: float | Budget | None = None, interrupt: threading.Event | None = None) -> Budget:
+    def of(
+        limit: float | Budget | None = None,
+        interrupt: threading.Event | None = None,
+        seen: Found = unseen,
+    ) -> Budget:
         """A budget as it is, one of some seconds from now and about as much work, or one of `WORK` alone."""
         if isinstance(limit, Budget):
             return limit
+        stop, meter = interrupt or threading.Event(), Meter(seen=seen)
         if limit is None:
-            return Budget(WORK, interrupt=interrupt or threading.Event())
-        return Budget(limit * SECOND, time.monotonic() + limit, interrupt or threading.Event())
+            return Budget(WORK, interrupt=stop, meter=meter)
+        return Budget(limit * SECOND, time.monotonic() + limit, stop, meter)
 
     def spend(self, units: float) -> None:
         """Count work that was done, here and in every budget that this is a part of."""
         self.meter.spent += units
+
+    def found(self, seconds: float, bound: float) -> None:
+        """Remember a plan that could be taken, and tell whoever watches."""
+        self.meter.least = min(self.meter.least, seconds)
+        self.meter.seen(seconds, bound)
 
     def left(self) -> float:
         """Units, never below 0; none when it is over."""

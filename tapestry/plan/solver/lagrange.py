@@ -33,66 +33,18 @@ MODEL = 3_000  # units for each cut and active price of the model, about
 
 
 @dataclass(slots=True)
-class Ascent:
-    """State of the search for prices; those of ``price`` are per limit: what using the limit once costs."""
+class Prices:
+    """The cutting-plane model of the dual; ``price`` is per limit: what using the limit once costs."""
 
-    messages: Messages
     price: np.ndarray
     best: float = -np.inf
     best_price: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    best_message: np.ndarray = field(default_factory=lambda: np.zeros(0))
     active: list[int] = field(default_factory=list[int])
     costs: list[float] = field(default_factory=list[float])
     over: list[np.ndarray] = field(default_factory=list[np.ndarray])
     box: float = 0.0
     least_box: float = 0.0
     pace: float = 0.0  # of steps along the excess
-
-    def unary(self) -> np.ndarray:
-        """Costs of labels at the present prices."""
-        m, use = self.messages, self.messages.net.usage
-        return m.unary + use.priced(self.price / self._unit(), len(m.net.unary))[m.label]
-
-    def _unit(self) -> np.ndarray:
-        return np.maximum(self.messages.net.usage.limit, 1.0)
-
-    def excess(self, choice: np.ndarray) -> np.ndarray:
-        """Over time, usage above the limit as a part of the limit."""
-        m, use = self.messages, self.messages.net.usage
-        weight = np.zeros(len(m.net.unary))
-        weight[m.label[m.first + choice]] = 1.0
-        return (use.of(weight) - use.limit) / self._unit()
-
-    def offset(self) -> float:
-        """What the limits are worth at the present prices."""
-        return float((self.price * (self.messages.net.usage.limit / self._unit())).sum())
-
-    def multipliers(self) -> Multipliers:
-        """The best ones, for a certificate."""
-        net = self.messages.net
-        tails, heads = self.messages.spread(self.best_message)
-        return Multipliers(self.best_price / self._unit() if len(net.usage.limit) else self.best_price, tails, heads)
-
-    def learn(self, bound: float, choice: np.ndarray) -> np.ndarray:
-        """Keep better prices and a cut, from what messages at the present ones say; how far the choice passes the limits."""
-        cost, over = self.messages.cost(self.messages.unary, choice)[0], self.excess(choice)
-        self.judge(bound - self.offset(), cost)
-        self.cut(cost, over)
-        return over
-
-    def judge(self, bound: float, cost: float) -> None:
-        """Keep better prices; widen the box when they are much better, else shrink it."""
-        first = not np.isfinite(self.best)
-        if first:
-            self.box = 0.1 * abs(bound)
-            self.least_box = FLOOR * abs(cost) * 1e-3
-        if bound > self.best:
-            if not first and bound > self.best + 2e-5 * abs(self.best):
-                self.box = min(self.box * 1.3, max(self.box, 0.1 * abs(bound)))
-            self.best, self.best_price, self.best_message = bound, self.price, self.messages.message.copy()
-        else:
-            self.box *= 0.7
-        self.box = max(self.box, FLOOR * abs(self.best), self.least_box)
 
     def cut(self, cost: float, over: np.ndarray) -> None:
         """Remember a choice; forget the one that says least at the best prices."""
@@ -139,6 +91,63 @@ class Ascent:
         self.price = np.zeros_like(self.price)
         self.price[at] = np.maximum(found, 0.0)
 
+    def judge(self, bound: float, cost: float) -> bool:
+        """Keep better prices; widen the box when they are much better, else shrink it; whether they are better."""
+        first = not np.isfinite(self.best)
+        if first:
+            self.box = 0.1 * abs(bound)
+            self.least_box = FLOOR * abs(cost) * 1e-3
+        better = bound > self.best
+        if better:
+            if not first and bound > self.best + 2e-5 * abs(self.best):
+                self.box = min(self.box * 1.3, max(self.box, 0.1 * abs(bound)))
+            self.best, self.best_price = bound, self.price
+        else:
+            self.box *= 0.7
+        self.box = max(self.box, FLOOR * abs(self.best), self.least_box)
+        return better
+
+
+@dataclass(slots=True)
+class Ascent(Prices):
+    """Prices whose bound comes from messages."""
+
+    messages: Messages = field(kw_only=True)
+    best_message: np.ndarray = field(default_factory=lambda: np.zeros(0), kw_only=True)
+
+    def learn(self, bound: float, choice: np.ndarray) -> np.ndarray:
+        """Keep better prices and a cut, from what messages at the present ones say; how far the choice passes the limits."""
+        cost, over = self.messages.cost(self.messages.unary, choice)[0], self.excess(choice)
+        if self.judge(bound - self.offset(), cost):
+            self.best_message = self.messages.message.copy()
+        self.cut(cost, over)
+        return over
+
+    def unary(self) -> np.ndarray:
+        """Costs of labels at the present prices."""
+        m, use = self.messages, self.messages.net.usage
+        return m.unary + use.priced(self.price / self._unit(), len(m.net.unary))[m.label]
+
+    def _unit(self) -> np.ndarray:
+        return np.maximum(self.messages.net.usage.limit, 1.0)
+
+    def excess(self, choice: np.ndarray) -> np.ndarray:
+        """Over time, usage above the limit as a part of the limit."""
+        m, use = self.messages, self.messages.net.usage
+        weight = np.zeros(len(m.net.unary))
+        weight[m.label[m.first + choice]] = 1.0
+        return (use.of(weight) - use.limit) / self._unit()
+
+    def offset(self) -> float:
+        """What the limits are worth at the present prices."""
+        return float((self.price * (self.messages.net.usage.limit / self._unit())).sum())
+
+    def multipliers(self) -> Multipliers:
+        """The best ones, for a certificate."""
+        net = self.messages.net
+        tails, heads = self.messages.spread(self.best_message)
+        return Multipliers(self.best_price / self._unit() if len(net.usage.limit) else self.best_price, tails, heads)
+
 
 def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """The prices in a box that maximise ``min_k costs[k] + rows[k] · prices``."""
@@ -182,8 +191,8 @@ def ascend(
         forcing: for raising prices until a choice keeps to the limits, where none is known.
     """
     use = messages.net.usage
-    state = Ascent(messages, price * np.maximum(use.limit, 1.0))
-    state.best_price, state.best_message = state.price, messages.message.copy()
+    state = Ascent(price * np.maximum(use.limit, 1.0), messages=messages, best_message=messages.message.copy())
+    state.best_price = state.price
     state.active = [int(t) for t in np.flatnonzero(price)]
     unary, least, last, stall = state.unary(), np.inf, -np.inf, 0
     for k in range(rounds):

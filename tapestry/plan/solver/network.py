@@ -1,8 +1,9 @@
 """The planner's solver: nodes with choices, costs of single nodes and of groups, and usages of memory over time.
 
-`solve` gives a choice and a certified lower bound. It is a front to the search on flat arrays (`plan.solver.pairwise`): choices
-that others beat go first (`plan.solver.dominance`), groups of three and more nodes become a node of their own whose choices are
-the joint ones, and costs and usages are laid out flat.
+`solve` gives a choice and a certified lower bound. Choices that others beat go first (`plan.solver.dominance`). Networks that
+are narrow enough are solved by elimination: exactly without limits, with prices where there are some
+(`plan.solver.shared_prices`). What is left goes to the search on flat arrays (`plan.solver.pairwise`): groups of three and more
+nodes become a node of their own whose choices are the joint ones, and costs and usages are laid out flat.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.dominance import undominated
+from tapestry.plan.solver.dominance import Undominated, undominated
 from tapestry.plan.solver.pairs import FORBIDDEN, PROVED, Instance, Solution, Usage, proved
+from tapestry.plan.solver.shared_prices import WORTH, Demand, SharedPrices
+
+FLAT = 400_000  # joint choices of all pairs: larger networks with limits are not laid out flat
+MOST = 20_000_000  # the same without limits, where a solve is one of many
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +31,6 @@ class Factor:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What a node uses at times ``lo <= t < hi``: ``amounts[choice]``, never negative."""
-
-    node: int
-    lo: int
-    hi: int
-    amounts: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
 class Network:
     """Choices, costs and usages; ``limits[t]`` bounds the sum of all demands at time t. A group may have several factors."""
 
@@ -43,6 +38,10 @@ class Network:
     factors: Sequence[Factor]
     demands: Sequence[Demand] = ()
     limits: Sequence[float] = ()
+
+    def cells(self) -> int:
+        """Joint choices of all groups."""
+        return sum(f.table.size for f in self.factors if len(f.nodes) > 1)
 
 
 def solve(
@@ -52,6 +51,8 @@ def solve(
     bound: float = -np.inf,
     gap: float = PROVED,
     quick: bool = False,
+    plain: bool = False,
+    price: np.ndarray | None = None,
 ) -> Solution:
     """Minimise the sum of all factors within the limits.
 
@@ -61,6 +62,8 @@ def solve(
         bound: a lower bound that is already proved.
         gap: the search ends when no choice can be cheaper by more than this part of the cost; infinite: any choice will do.
         quick: bound and improve once, however much of the budget is left.
+        plain: choices that others beat are not sought first: that takes longer than a solve that is one of many.
+        price: over time, of what is used, where better ones are looked for first; of an earlier solution.
 
     Returns:
         The best choice, its cost and a bound. The cost is infinite when no choice within the limits was found, and so is the
@@ -71,22 +74,40 @@ def solve(
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
-    fewer = undominated(net.sizes, [(f.nodes, f.table) for f in net.factors], [(d.node, d.amounts) for d in net.demands])
+    fewer = None
+    if not plain or net.cells() > FLAT:  # (large networks repeat, or cannot be solved at all otherwise)
+        tables = [(f.nodes, f.table) for f in net.factors]
+        fewer = undominated(net.sizes, tables, [(d.node, d.amounts) for d in net.demands])
     small = net
     if fewer is not None:
         factors = [Factor(*t) for t in fewer.restrict([(f.nodes, f.table) for f in net.factors])]
         demands = [Demand(d.node, d.lo, d.hi, d.amounts[fewer.kept[d.node]]) for d in net.demands]
         small = Network(fewer.sizes, factors, demands, net.limits)
         start = None if start is None else fewer.shrink(start)
+    exact = SharedPrices(small.sizes, [(f.nodes, f.table) for f in small.factors], small.demands, np.array(small.limits, float))
+    known = exact.search(price, gap, budget)
+    if known is not None:  # all that there is to know without limits, or so near that a large network is not laid out flat
+        bound = max(bound, known.bound)
+        closed = not small.demands or proved(known.objective, bound, max(gap, WORTH) if quick else gap) or small.cells() > FLAT
+        if closed:
+            return _given(net, fewer, known, given, bound)
+        start = known.choice if np.isfinite(known.objective) else start
+    elif plain and small.cells() > MOST:
+        return _given(net, fewer, Solution([], np.inf, bound), given, bound)
     sizes, factors = _joined(small)
     begin = None if start is None else [*start, *_of_groups(small, start)]
     result = pairwise.search(_instance(sizes, factors, small), budget, begin, bound, gap, quick).solution()
-    choice = result.choice[: len(net.sizes)]
-    choice = fewer.restore(choice) if fewer is not None else choice
-    objective = evaluate(choice, net.factors) if np.isfinite(result.objective) else np.inf
+    result = Solution(result.choice[: len(net.sizes)], result.objective, result.bound, exact.price)
+    return _given(net, fewer, result, given, bound)
+
+
+def _given(net: Network, fewer: Undominated | None, found: Solution, given: Sequence[int] | None, bound: float) -> Solution:
+    """What was found, in the numbers of the whole network, or the given choice where that is better."""
+    choice = fewer.restore(found.choice) if fewer is not None and found.choice else found.choice or [0] * len(net.sizes)
+    objective = evaluate(choice, net.factors) if np.isfinite(found.objective) else np.inf
     if given is not None and within(net, given) and (cost := evaluate(given, net.factors)) < objective:
         choice, objective = list(given), cost  # only by rounding, or where nothing was found in time
-    return Solution(choice, objective, min(max(result.bound, bound), objective))
+    return Solution(choice, objective, min(max(found.bound, bound), objective), found.price)
 
 
 def evaluate(choice: Sequence[int], factors: Sequence[Factor]) -> float:

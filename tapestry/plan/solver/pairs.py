@@ -29,11 +29,12 @@ def proved(cost: float, bound: float, gap: float = PROVED) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice per node, its cost, and a proven lower bound (infinite where no choice is allowed)."""
+    """A choice per node, its cost, and a proven lower bound (infinite where no choice is allowed); prices of usages."""
 
     choice: list[int]
     objective: float
     bound: float
+    price: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)

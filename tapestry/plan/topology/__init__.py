@@ -4,7 +4,7 @@ from tapestry.plan.topology.fabric import Device, Fabric, Link, Topology, Wire, 
 from tapestry.plan.topology.meshes import MAX_DEVICES, parse_mesh
 from tapestry.plan.topology.presets import PRESETS
 from tapestry.plan.topology.shares import shared
-from tapestry.plan.topology.topology_data import from_data, to_data
+from tapestry.plan.topology.topology_data import device_data, from_data, to_data
 from tapestry.plan.topology.topology_files import GiB, default_mesh, parse_bytes, topology
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Topology",
     "Wire",
     "default_mesh",
+    "device_data",
     "fabrics",
     "from_data",
     "parse_bytes",

@@ -19,11 +19,11 @@ def to_data(topo: Topology) -> dict[str, Any]:
     out: dict[str, Any] = {
         "name": topo.name, "mesh": [[a.name, a.size, *([a.weights] if a.weights else [])] for a in topo.mesh],
         "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
-        "device": _device_data(topo.device),
+        "device": device_data(topo.device),
     }  # fmt: skip
     if topo.kinds:
         distinct = [d for n, d in enumerate(topo.kinds) if d not in topo.kinds[:n]]
-        out["kinds"] = [_device_data(d) for d in distinct]
+        out["kinds"] = [device_data(d) for d in distinct]
         out["kind"] = [distinct.index(d) for d in topo.kinds]
     if topo.joined:
         out["joined"] = [
@@ -40,7 +40,7 @@ def to_data(topo: Topology) -> dict[str, Any]:
     if not topo.overlap:
         out["overlap"] = False
     if topo.alone:
-        out["alone"] = _device_data(topo.alone)
+        out["alone"] = device_data(topo.alone)
     return out
 
 
@@ -78,7 +78,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
     return found
 
 
-def _device_data(d: Device) -> dict[str, Any]:
+def device_data(d: Device) -> dict[str, Any]:
     out: dict[str, Any] = {
         "memory": d.memory,
         "host": d.host,

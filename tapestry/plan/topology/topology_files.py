@@ -38,6 +38,8 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
     if memory is not None:
         kinds = [replace(d, memory=memory) for d in kinds]
         alone = alone and replace(alone, memory=memory)
+    if alone and device_count(mesh) == 1:  # no other works
+        kinds = [alone]
     out = Topology(
         name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes, calls=found.calls,
         overlap=found.overlap, alone=alone,

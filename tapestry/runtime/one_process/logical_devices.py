@@ -109,7 +109,7 @@ class LocalExecutor(Executor):
 
     def scheduled(self) -> Schedule | None:
         """What a run need not do again, where one device runs alone on a target that can bind its kernels."""
-        if self.program.devices != 1 or self.route.wire is not None or not isinstance(self.target, RecordingTarget):
+        if self.program.devices != 1 or not isinstance(self.target, RecordingTarget):
             return None
         launches = {at: bound for (at, _), bound in self.launches.items()}
         room = self.room[0] - self.packing[0].extra

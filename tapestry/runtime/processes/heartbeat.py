@@ -1,16 +1,20 @@
 """What every rank is doing, for whoever has to say which one is to blame when a run stalls.
 
 On one host the slots are shared memory that the launcher reads. Under torchrun each rank publishes its own slot through the
-rendezvous store twice a second; a slot that stands still belongs to a process that is stopped.
+rendezvous store twice a second; a slot that stands still belongs to a process that is stopped. A rank that cannot reach the
+store for the timeout ends itself: nobody else can end it, and any call of its own may be waiting for an answer.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import struct
+import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -27,6 +31,9 @@ def shared(world: int) -> Slots:
     return np.frombuffer(memory, np.float64).reshape(world, 6)
 
 
+FIELDS = struct.Struct("5d")  # of a slot, but for the beat
+
+
 class Heartbeat:
     """One rank's slot: cheap enough to be written at every step."""
 
@@ -36,7 +43,7 @@ class Heartbeat:
 
     def at(self, step: int, phase: int, peer: int = -1) -> None:
         """Say what the rank does now; ``peer`` is whom it waits for."""
-        self.slot[:5] = (phase, self.slot[BATCH], step, peer, time.monotonic())
+        FIELDS.pack_into(self.slot, 0, phase, self.slot[BATCH], step, peer, time.monotonic())
 
     def batch(self, number: int) -> None:
         """Say which batch is running."""
@@ -44,20 +51,32 @@ class Heartbeat:
 
 
 class HeartbeatPublisher:
-    """Publishes a slot through a store, and reads the others'."""
+    """Publishes a slot through a store, and reads the others'.
 
-    def __init__(self, store: Any, heartbeat: Heartbeat, world: int, period: float = 0.5) -> None:
-        self.store, self.heartbeat, self.world, self.period = store, heartbeat, world, period
-        self.ended = threading.Event()
+    Args:
+        timeout: seconds without an answer of the store after which this process ends.
+    """
+
+    def __init__(self, store: Any, heartbeat: Heartbeat, world: int, timeout: float, period: float = 0.5) -> None:
+        self.store, self.heartbeat, self.world, self.period, self.timeout = store, heartbeat, world, period, timeout
+        self.ended, self.answered = threading.Event(), time.monotonic()
         threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _run(self) -> None:
+        own = self.store.clone()  # a connection that no other call keeps waiting
         while not self.ended.wait(self.period):
             self.heartbeat.slot[BEAT] += 1
             try:
-                self.store.set(f"heartbeat/{self.heartbeat.rank}", self.heartbeat.slot.tobytes())
+                own.set(f"heartbeat/{self.heartbeat.rank}", self.heartbeat.slot.tobytes())
             except RuntimeError:  # the store went away with the job
                 return
+            self.answered = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self.ended.wait(self.period):
+            if time.monotonic() - self.answered > self.timeout:
+                end_now(self.heartbeat, f"the rendezvous store has not answered for {self.timeout:g} s")
 
     def read(self) -> tuple[Slots, set[int]]:
         """(slots of all ranks, ranks whose slot stands still)."""
@@ -75,6 +94,20 @@ class HeartbeatPublisher:
             elif self.store.check([f"heartbeat/{r}"]):
                 out[r] = np.frombuffer(self.store.get(f"heartbeat/{r}"), np.float64)
         return out
+
+
+def end_now(heartbeat: Heartbeat, why: str) -> NoReturn:
+    """End this process, with nothing that could wait for another one."""
+    print(f"tapestry.runtime: rank {heartbeat.rank} ends, {describe(heartbeat.slot)}: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def end_soon(heartbeat: Heartbeat, seconds: float) -> threading.Timer:
+    """End this process in some seconds, whatever it waits for then; the timer may be cancelled."""
+    timer = threading.Timer(seconds, end_now, (heartbeat, "it could not part from the others"))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def guilty(slots: Slots, stopped: Mapping[int, str] | set[int]) -> list[int]:

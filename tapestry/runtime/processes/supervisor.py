@@ -12,26 +12,33 @@ rank that connects, and a process forked in that moment would inherit a lock tha
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import multiprocessing
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tapestry import flags
 from tapestry.errors import RunError
 from tapestry.ir.program import Launch, Program, Reduce
 from tapestry.runtime.processes.heartbeat import CHANGED, DONE, IDLE, PHASE, STEP, WAIT, Slots, describe, guilty, shared
+from tapestry.runtime.processes.rendezvous import LOOPBACK, connected, listening
 from tapestry.runtime.processes.worker import Job, Open, Rank, cause, work
 
 GRACE = 0.1  # seconds in which ranks may still say what happened to them
 TICK = 0.05
 MARGIN = 1.5  # seconds before the timeout (at most half of it) at which standing still is enough, so that all is over in time
+HERE = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
 LOADER = 127  # how glibc's loader ends a process that has no memory for a thread's data
 
@@ -60,6 +67,7 @@ class Attempt:
     children: list[Child]
     slots: Slots
     advance: Callable[[int], None]
+    secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     seen: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
 
     def result(self) -> dict[str, Any] | str:
@@ -228,18 +236,11 @@ def _meet(run: Attempt, port: int) -> dict[str, Any] | str:
     return run.result()
 
 
-def _tcp_store(port: int, timeout: float, master: bool) -> Any:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    limit = timedelta(seconds=timeout)
-    return TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False, timeout=limit, use_libuv=True)
-
-
 def _store(port: int, timeout: float) -> Any:
     try:
-        return _tcp_store(port, timeout, True)
+        return listening(HERE, port, timeout)
     except (RuntimeError, OSError) as e:
-        taken = "address already in use" in str(e).lower() or "EADDRINUSE" in str(e)
+        taken = isinstance(e, OSError) and e.errno == errno.EADDRINUSE
         what = f"port {port} is taken" if taken else f"no rendezvous on port {port}: {str(e).splitlines()[0]}"
         raise RunError(what, where="rank 0, before the first step", hint="--port 0 takes a free one") from None
 
@@ -269,9 +270,10 @@ def _child(rank: int, world: int, run: Attempt, pipe: Connection, open_session: 
         c.pipe.close()
     gc.freeze()  # what the parent made is the parent's to end: its threads are not here
     try:
-        store = _tcp_store(pipe.recv(), run.job.timeout, False)
+        flags.network(LOOPBACK)
+        store = connected(HERE, pipe.recv(), run.job.timeout)
         me = Rank(
-            rank=rank, world=world, store=store, slots=run.slots, local=rank,
+            rank=rank, world=world, store=PrefixStore(run.secret.hex(), store), slots=run.slots, local=rank, secret=run.secret,
             advance=lambda batch, steps: pipe.send(("batch", batch)) if rank == 0 else None,
         )  # fmt: skip
         document = work(me, run.job, open_session)

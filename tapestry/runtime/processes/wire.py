@@ -1,37 +1,44 @@
-"""Messages between the processes of a run: torch.distributed carries them, each with a header of its own.
+"""One process's end of torch.distributed: its calls, counted; who is to blame where one fails; and checks of messages.
 
-gloo accepts a message of another dtype or size without an error. So what one process has for another in one step travels as
-one packed message of bytes that says which plan, batch, step and exact pieces it holds, and nothing is unpacked before that
-is what the receiver expects. Sends and receives are point to point (`batch_isend_irecv`): on gloo that is faster than its
-collectives, on NCCL it is what all-to-all is made of, and merging stays with the plan's monoids, in the plan's order, NaNs
-included.
+gloo accepts a message of another dtype or size without an error. So before the first step all ranks compare the plan and the
+list of calls that they are going to make (`Wire.shake_hands`); after that nothing is sent but data. With
+``TAPESTRY_CHECK_MESSAGES=1`` every message and every collective goes with a header that says which plan, batch, step and exact
+pieces it holds, and nothing is used before that is what the receiver expects.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import time
-import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from tapestry import flags
 from tapestry.errors import TapestryError
-from tapestry.runtime.processes.heartbeat import COMPUTE, WAIT, Heartbeat
-from tapestry.runtime.step_messages import Piece
+from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER
+from tapestry.runtime.messages.process_groups import Groups, Partition, Team
+from tapestry.runtime.processes.heartbeat import WAIT, Heartbeat
 
-MAGIC, VERSION, HEADER_BYTES, ALIGNMENT = b"TAPESTRY", 2, 64, 8
-HEADER = struct.Struct("<8sII16sIIIQQ")  # magic, version, sender, plan, batch, step, what is in it, bytes of it, when it left
+MAGIC, VERSION, HEADER_BYTES = b"TAPESTRY", 3, 64
+HEADER = struct.Struct("<8sII16sII16sQ")  # magic, version, sender, plan, batch, step, what is in it, bytes of it
+FIELDS = ("magic", "version", "sender", "plan", "batch", "step", "pieces", "bytes")
 IN_FLIGHT = 16 << 20  # bytes of sent messages that may wait to be taken, and of receives posted ahead
 
-Tag = tuple[int, int]
-"""(step, part of it)."""
-Expected = Mapping[int, Sequence[Piece]]
-"""The pieces that come from each rank."""
+Tensor = torch.Tensor
+_dist: Any = dist  # its functions have no types
+# torch 2.13 renames both; the old names warn there, the new ones are not in 2.11
+_GATHER: Callable[..., Any] = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+_SCATTER: Callable[..., Any] = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+Start = Callable[..., dist.Work]
+_REDUCE = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class PeerLost(Exception):
@@ -48,11 +55,18 @@ class Mismatch(TapestryError):
 
 @dataclass(slots=True)
 class Wire:
-    """One process's end. ``plan`` is 16 bytes of the build's hash; ``payload`` counts bytes of tensors handed to the
-    network for the program's steps, ``gathered`` those that brought outputs to rank 0; ``staged`` is the most that messages on
-    their way, in and out, have taken at once; ``left`` is when the last message that was taken left its sender.
-    ``deferred``: headers are checked at the end of a run (`check_all`), because to look at one on a GPU is to wait for it;
-    ``ahead``: receives are posted before their step."""
+    """One process's end. ``plan`` is 16 bytes of the build's hash.
+
+    Attributes:
+        payload: bytes handed to torch.distributed for the program's steps, as they are counted (docs/decisions.md);
+            ``gathered`` those that brought outputs to rank 0.
+        calls: backend calls since they were last cleared, by name.
+        staged: bytes of the buffers that messages lie in, and the most that sends not yet taken have held beside them.
+        ahead: receives are posted before their step. gloo moves a message when its receive is posted; on NCCL a receive holds
+            up the stream until it is met, so there they are posted at their step.
+        checking: messages go with headers.
+        nothing: no bytes: what an operation holds that is not posted.
+    """
 
     rank: int
     world: int
@@ -63,172 +77,156 @@ class Wire:
     gathered: int = 0
     messages: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    deferred: bool = False
-    ahead: bool = True
-    flying: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque[tuple[dist.Work, torch.Tensor]])
+    calls: Counter[str] = field(default_factory=Counter[str])
+    checking: bool = field(default_factory=flags.check_messages)
+    flying: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque[tuple[dist.Work, Tensor]])
     flying_bytes: int = 0
-    coming_bytes: int = 0
     staged: int = 0
-    queue: deque[tuple[Tag, Expected]] = field(default_factory=deque[tuple[Tag, Expected]])
-    posted: dict[Tag, dict[int, tuple[dist.Work, torch.Tensor]]] = field(
-        default_factory=dict[Tag, dict[int, tuple[dist.Work, torch.Tensor]]]
-    )
-    unchecked: list[tuple[torch.Tensor, int, int, Sequence[Piece]]] = field(
-        default_factory=list[tuple[torch.Tensor, int, int, Sequence[Piece]]]
-    )
-    left: int = 0
+    nothing: Tensor = field(init=False)
 
-    def expect(self, agenda: Sequence[tuple[Tag, Expected]]) -> None:
-        """All that will come in this run, in order. gloo moves a message when its receive is posted, so receives are posted
-        ahead, as far as `IN_FLIGHT` allows. On NCCL they are not: a receive there holds up the stream until it is met."""
-        self.queue = deque(agenda if self.ahead else ())
-        self._look_ahead()
+    def __post_init__(self) -> None:
+        self.nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    def post(
-        self, tag: Tag, sends: Mapping[int, Sequence[tuple[Piece, torch.Tensor]]], receives: Expected
-    ) -> Callable[[], dict[int, list[torch.Tensor]]]:
-        """Start sending and receiving; the function returned waits for what comes, by sender.
+    @property
+    def ahead(self) -> int:
+        """Bytes of receives that may be posted before their step."""
+        return IN_FLIGHT if self.device.type == "cpu" else 0
+
+    @property
+    def backend(self) -> str:
+        """What carries tensors of this process's device."""
+        return "gloo" if self.device.type == "cpu" else "nccl"
+
+    # messages between two processes
+
+    def receiving(self, into: Tensor, peer: int, tag: int) -> dist.P2POp:
+        """A receive that can be posted any number of times; ``into`` is a flat tensor of bytes."""
+        return dist.P2POp(dist.irecv, into, peer, tag=tag)
+
+    def sending(self, peer: int, tag: int) -> dist.P2POp:
+        """A send that can be posted any number of times; its ``tensor`` is to be set."""
+        return dist.P2POp(dist.isend, self.nothing, peer, tag=tag)
+
+    def exchange(self, step: int, ops: list[dist.P2POp]) -> list[dist.Work]:
+        """Post sends and receives together; NCCL answers with one work for all."""
+        self.calls[EXCHANGE] += 1
+        try:
+            return dist.batch_isend_irecv(ops)
+        except RuntimeError as e:
+            raise PeerLost(sorted({op.peer for op in ops}), step, reason(e)) from None
+
+    def fly(self, works: Sequence[dist.Work], sent: Sequence[Tensor], step: int) -> None:
+        """Leave sends to be taken; wait for the oldest where too many are on their way."""
+        for k, tensor in enumerate(sent):
+            self.flying.append((works[min(k, len(works) - 1)], tensor))
+            self.flying_bytes += tensor.nbytes
+        self.messages += len(sent)
+        self.drain(IN_FLIGHT, step)
+
+    def drain(self, keep: int, step: int) -> None:
+        """Wait until at most ``keep`` bytes of sends are on their way."""
+        while self.flying and self.flying_bytes > keep:
+            work, tensor = self.flying.popleft()
+            self.wait(work, (), step)
+            self.flying_bytes -= tensor.nbytes
+
+    def wait(self, work: dist.Work, peers: tuple[int, ...], step: int) -> None:
+        """Wait for something posted at a step.
 
         Raises:
             PeerLost: a process is gone, or nothing came within the timeout.
-            Mismatch: what came is not what the plan says.
         """
-        step = tag[0]
-        while receives and tag not in self.posted and self.queue:
-            self._receive(*self.queue.popleft())
-        outgoing = {p: self._pack(step, pieces) for p, pieces in sends.items()}
-        fresh = {} if tag in self.posted else self._buffers(receives)
-        works = self._start(step, fresh, outgoing)
-        arriving = self.posted.pop(tag, {}) | {p: (works[p, False], b) for p, b in fresh.items()}
-        for p, buffer in outgoing.items():
-            self.flying.append((works[p, True], buffer))
-            self.flying_bytes += buffer.nbytes
-        self.staged = max(self.staged, self.coming_bytes + self.flying_bytes)
-        self.drain(IN_FLIGHT, step)
-
-        def wait() -> dict[int, list[torch.Tensor]]:
-            out: dict[int, list[torch.Tensor]] = {}
-            for p, (work, buffer) in arriving.items():
-                self._wait(work, p, step)
-                self.coming_bytes -= buffer.nbytes
-                out[p] = self._unpack(step, p, buffer, receives[p])
-            self._look_ahead()
-            return out
-
-        return wait
-
-    def _look_ahead(self) -> None:
-        while self.queue and self.coming_bytes <= IN_FLIGHT:
-            self._receive(*self.queue.popleft())
-
-    def _receive(self, tag: Tag, receives: Expected) -> None:
-        """Post receives before their step."""
-        buffers = self._buffers(receives)
-        works = self._start(tag[0], buffers, {})
-        self.posted[tag] = {p: (works[p, False], b) for p, b in buffers.items()}
-
-    def _buffers(self, receives: Expected) -> dict[int, torch.Tensor]:
-        sizes = {p: _layout(pieces)[1] for p, pieces in receives.items()}
-        self.coming_bytes += sum(sizes.values())
-        return {p: torch.empty(n, dtype=torch.uint8, device=self.device) for p, n in sizes.items()}
-
-    def _start(
-        self, step: int, incoming: Mapping[int, torch.Tensor], outgoing: Mapping[int, torch.Tensor]
-    ) -> dict[tuple[int, bool], dist.Work]:
-        """Works of receives and sends, by (peer, whether it is a send)."""
-        posts = {(p, False): dist.P2POp(dist.irecv, b, p) for p, b in incoming.items()}
-        posts |= {(p, True): dist.P2POp(dist.isend, b, p) for p, b in outgoing.items()}
-        if not posts:
-            return {}
-        try:
-            works = dist.batch_isend_irecv(list(posts.values()))
-        except RuntimeError as e:
-            raise PeerLost([*incoming, *outgoing], step, _reason(e)) from None
-        if len(works) != len(posts):  # NCCL answers with one work for the whole batch
-            works = [works[0]] * len(posts)
-        return dict(zip(posts, works, strict=True))
-
-    def drain(self, keep: int, step: int) -> None:
-        """Wait until at most ``keep`` bytes of messages are on their way."""
-        while self.flying and self.flying_bytes > keep:
-            work, buffer = self.flying.popleft()
-            self._wait(work, -1, step)
-            self.flying_bytes -= buffer.nbytes
-
-    def _wait(self, work: dist.Work, peer: int, step: int) -> None:
-        self.heartbeat.at(step, WAIT, peer)
+        self.heartbeat.at(step, WAIT, peers[0] if len(peers) == 1 else -1)
         try:
             work.wait()
         except RuntimeError as e:
-            peers = [peer] if peer >= 0 else [p for p in range(self.world) if p != self.rank]
-            raise PeerLost(peers, step, _reason(e)) from None
-        self.heartbeat.at(step, COMPUTE)
+            raise PeerLost(peers or [p for p in range(self.world) if p != self.rank], step, reason(e)) from None
 
-    def _pack(self, step: int, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
-        named = [p for p, _ in pieces]
-        offsets, total = _layout(named)
-        out = torch.empty(total, dtype=torch.uint8, device=self.device)
-        nbytes = 0
-        for (at, n), (piece, array) in zip(offsets, pieces, strict=True):
-            assert tuple(array.shape) == piece[1] and array.dtype == piece[2], (piece, array.shape, array.dtype)
-            nbytes += n
-            if n:
-                out[at : at + n].view(piece[2]).view(piece[1]).copy_(array)
-        head = HEADER.pack(MAGIC, VERSION, self.rank, self.plan, self.batch, step, _digest(named), nbytes, clock())
-        out[:HEADER_BYTES] = torch.as_tensor(np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), np.uint8).copy()).to(self.device)
-        self.payload, self.messages = self.payload + nbytes, self.messages + 1
-        return out
+    # collectives: each is made once, and started in every batch
 
-    def _unpack(self, step: int, peer: int, buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        offsets, total = _layout(pieces)
-        assert total == buffer.numel()
-        if not self.deferred:
-            self._check(buffer[:HEADER_BYTES], step, peer, pieces)
-        else:
-            head = torch.empty(HEADER_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            self.unchecked.append((head.copy_(buffer[:HEADER_BYTES], non_blocking=True), step, peer, pieces))
-        return [buffer[at : at + n].view(p[2]).view(p[1]) for (at, n), p in zip(offsets, pieces, strict=True)]
+    def all_reduce(self, team: Team, step: int, op: str) -> Start:
+        """Merge a tensor, which is given when it is started, in place."""
+        return partial(self._call, ALL_REDUCE, team, step, partial(_dist.all_reduce, op=_REDUCE[op]))
 
-    def check_all(self) -> None:
-        """Check the headers that have been put off; before outputs are handed out.
+    def reduce_scatter(self, team: Team, step: int, out: Tensor, given: Tensor, op: str) -> Start:
+        """Merge tensors that hold a part for each of the team, in its order."""
+        return partial(self._call, REDUCE_SCATTER, team, step, _SCATTER, out, given, _REDUCE[op])
+
+    def all_gather(self, team: Team, step: int, out: Tensor) -> Start:
+        """One tensor, which is given when it is started, after another, in the team's order."""
+        return partial(self._call, ALL_GATHER, team, step, _GATHER, out)
+
+    def all_to_all(self, team: Team, step: int, out: Tensor, given: Tensor) -> Start:
+        """Part k to the k-th of the team; all parts have one size."""
+        return partial(self._call, ALL_TO_ALL, team, step, _dist.all_to_all_single, out, given)
+
+    def broadcast(self, team: Team, step: int, tensor: Tensor, sender: int) -> Start:
+        """One rank's tensor to all."""
+        return partial(self._call, BROADCAST, team, step, _dist.broadcast, tensor, sender)
+
+    def _call(self, name: str, team: Team, step: int, function: Callable[..., Any], *args: Any) -> dist.Work:
+        if self.checking:
+            self._compare(team, self.header(step, f"{name} {args[0].dtype} {args[0].numel()}", args[0].nbytes), step)
+        self.calls[name] += 1
+        try:
+            return function(*args, group=team.group, async_op=True)
+        except RuntimeError as e:
+            raise PeerLost(team.others(self.rank), step, reason(e)) from None
+
+    def groups(self, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta) -> Groups:
+        """Process groups, made by all ranks together."""
+        return Groups(self.device.type, mesh, partitions, timeout)
+
+    # what ranks agree on
+
+    def shake_hands(self, calls: bytes) -> None:
+        """Compare the plan and the list of calls with every other rank's, before the first step.
 
         Raises:
-            Mismatch: a message was not what the plan says.
+            Mismatch: a rank would make other calls.
         """
-        if self.unchecked and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        for head, step, peer, pieces in self.unchecked:
-            self._check(head, step, peer, pieces)
-        self.unchecked.clear()
+        if self.world > 1:
+            self._compare(Team(tuple(range(self.world)), None), self.header(-1, calls + bytes([self.checking]), 0), -1)
 
-    def _check(self, head: torch.Tensor, step: int, peer: int, pieces: Sequence[Piece]) -> None:
-        *fields, self.left = HEADER.unpack(head[: HEADER.size].numpy().tobytes())
-        nbytes = sum(n for _, n in _layout(pieces)[0])
-        wanted = (MAGIC, VERSION, peer, self.plan, self.batch, step, _digest(pieces), nbytes)
-        names = ("magic", "version", "sender", "plan", "batch", "step", "pieces", "bytes")
-        bad = [n for n, a, b in zip(names, fields, wanted, strict=True) if a != b]
+    def header(self, step: int, what: str | bytes, nbytes: int, sender: int | None = None) -> Tensor:
+        """Bytes that say what a message is; ``what`` names the pieces."""
+        digest = hashlib.blake2b(what.encode() if isinstance(what, str) else what, digest_size=16).digest()
+        sent_by = self.rank if sender is None else sender
+        head = HEADER.pack(MAGIC, VERSION, sent_by, self.plan, self.batch & 0xFFFFFFFF, step & 0xFFFFFFFF, digest, nbytes)
+        return torch.frombuffer(bytearray(head.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+    def _compare(self, team: Team, mine: Tensor, step: int) -> None:
+        """Hold a header against those of a team."""
+        found = torch.empty(len(team.ranks) * HEADER_BYTES, dtype=torch.uint8, device=self.device)
+        try:
+            _GATHER(found, mine.to(self.device), group=team.group)
+        except RuntimeError as e:
+            raise PeerLost(team.others(self.rank), step, reason(e)) from None
+        for r, head in zip(team.ranks, found.cpu().reshape(-1, HEADER_BYTES), strict=True):
+            self.check(head, mine, r, step)
+
+    def check(self, head: Tensor, wanted: Tensor, peer: int, step: int) -> None:
+        """Hold a header that came against the one that was to come, whoever that names as its sender.
+
+        Raises:
+            Mismatch: they differ.
+        """
+        came, planned = (list(HEADER.unpack(h.cpu()[: HEADER.size].numpy().tobytes())) for h in (head, wanted))
+        planned[FIELDS.index("sender")] = peer
+        bad = [f"{n}: {a!r}, not {b!r}" for n, a, b in zip(FIELDS, came, planned, strict=True) if a != b]
         if bad:
             raise Mismatch(
                 f"rank {peer} sent a message that the plan has not at step {step}", where=f"rank {self.rank}, step {step}",
-                why="; ".join(f"{n}: {fields[names.index(n)]!r}, not {wanted[names.index(n)]!r}" for n in bad),
+                why="; ".join(bad),
             )  # fmt: skip
 
 
-def _layout(pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], int]:
-    """((offset, bytes) of each piece, length of the message)."""
-    at, out = HEADER_BYTES, list[tuple[int, int]]()
-    for _, shape, dtype in pieces:
-        n = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        out.append((at, n))
-        at += -(-n // ALIGNMENT) * ALIGNMENT
-    return out, at
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as bytes (a copy in one piece where it is not): what is sent is not looked into."""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of single elements may be any
 
 
-def _digest(pieces: Sequence[Piece]) -> int:
-    return zlib.crc32(";".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in pieces).encode())
-
-
-def _reason(e: BaseException) -> str:
+def reason(e: BaseException) -> str:
     """The first line of what gloo says, without its source positions."""
     text = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
     return text.split("] ", 1)[-1] if text.startswith("[") else text

@@ -183,7 +183,8 @@ class _Builder:
     def _price(self, op: Op) -> tuple[int, int]:
         """(picoseconds, FLOPs), worked out once per signature."""
         types = tuple((self.lifted.tensors[t].dtype, self.lifted.tensors[t].shape) for t in (*op.inputs, *op.outs))
-        body = (op.reduce, op.monoid, op.inner, op.body, op.then) if isinstance(op, Block) else (op.kind,)
+        places = tuple((r.index, r.when) for r in op.reads) if isinstance(op, Block) else ()
+        body = (op.reduce, op.monoid, op.inner, op.body, op.then, places) if isinstance(op, Block) else (op.kind,)
         key = (op.dims, body, types)
         if key not in self.priced:
             self.priced[key] = _price(op, self.lifted, self.topo)
@@ -196,11 +197,10 @@ class _Builder:
 
 
 def _price(op: Op, graph: Graph, topo: Topology) -> tuple[int, int]:
-    block, final = _whole(tuple(d.size for d in op.space)), _whole(graph.tensors[op.outs[0]].shape)
-    if not isinstance(op, Block):
-        block = final  # its index space has only the dimensions that it commutes with
+    block = _whole(tuple(d.size for d in op.space))
+    final = block[:, : len(op.dims)]
     reads = {(t, b""): _whole(graph.tensors[t].shape) for t in op.inputs}
-    heavy, light = compute.arithmetic(op, block, final)
+    heavy, light, _ = compute.quantities(op, graph, block, final, reads)
     seconds = compute.seconds(op, graph, block, final, reads, topo)
     return round(seconds * PICO), int(heavy[0] + light[0])
 

@@ -24,7 +24,7 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.runtime.one_process.static_schedule import Segment
 from tapestry.verify import interp
-from tests.support.attention_cases import GUARDED, PLAIN, attention
+from tests.support.attention.attention_cases import GUARDED, PLAIN, attention
 from tests.support.small_models import N, f32, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,8 +17,8 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.state import state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
-from tests.support.attention_cases import CASES
-from tests.support.attention_runs import fused
+from tests.support.attention.attention_cases import CASES
+from tests.support.attention.attention_runs import fused
 from tests.support.scan_cases import FIELDS, GUARDS, running
 from tests.support.small_models import MODELS, case
 from tests.support.triton_cases import CONTRACTIONS, REDUCTIONS

@@ -9,7 +9,6 @@ leave out gaps that the whole's includes.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from math import prod
 
 import numpy as np
@@ -20,26 +19,25 @@ from tapestry.ir.plan import device_count
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
-from tapestry.plan.topology import Device, Topology
-
-_BEST: tuple[tuple[Callable[[Iterable[float]], float], Callable[[Device], float]], ...] = (
-    (min, lambda d: d.launch), (max, lambda d: d.vector), (max, lambda d: d.bandwidth),
-)  # fmt: skip
+from tapestry.plan.topology import Topology
 
 
-def least_seconds(graph: Graph, topo: Topology) -> float:
-    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under."""
+def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> float:
+    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under.
+
+    Args:
+        everywhere: whether each device launches each operation; else some device does, as with pipeline stages.
+    """
     n, kinds = device_count(topo.mesh), topo.kinds or (topo.device,)
-    launch, vector, bandwidth = (f(g(d) for d in kinds) for f, g in _BEST)
     total = 0.0
     for op in graph.ops:
-        points = np.array([prod(x.size for x in op.space)])
-        final = np.array([prod(x.size for x in op.dims)]) if isinstance(op, Block) else points
-        heavy, light = compute.flops(op, points, final)
-        moved = int(final[0]) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, int(final[0]))
-        dtype = graph.tensors[op.inputs[0]].dtype if op.inputs else "f32"
-        work = float(heavy[0]) / max(d.rate(dtype) for d in kinds) + float(light[0]) / vector + moved / bandwidth
-        total += launch + work / n
+        whole = np.array([[(0, d.size) for d in op.space]], np.int64).reshape(1, len(op.space), 2)
+        heavy, light = compute.arithmetic(op, whole, whole[:, : len(op.dims)])
+        final = prod(d.size for d in op.dims)
+        moved = final * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, final)
+        launch, *best = zip(*(compute.rates_of(op, graph, d) for d in kinds), strict=True)
+        work = (float(heavy[0]), float(light[0]), moved)
+        total += min(launch) / (1 if everywhere else n) + sum(w / max(k) for w, k in zip(work, best, strict=True)) / n
     return total
 
 

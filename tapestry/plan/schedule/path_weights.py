@@ -1,0 +1,152 @@
+"""The best average of sums against choices that are known: a linear program over flows through the arcs.
+
+``max v`` such that every known choice costs at least v by the average. Its columns are the arcs' flows on each lane, how much
+each lane's streams count, and which flow of a tensor counts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tapestry.plan.schedule.paths import Paths
+
+if TYPE_CHECKING:
+    import highspy
+
+
+GRAIN = 2.0**-40  # weights of large problems are multiples of it
+
+
+@dataclass(slots=True)
+class Master:
+    """The linear program; rows are added choice by choice.
+
+    Attributes:
+        arcs: number of arcs of a lane; none where streams are shared, for then the sum of all counts most.
+        width: number of columns of a lane: arcs, the streams' sum, one for each flow.
+    """
+
+    paths: Paths
+    arcs: int = field(init=False)
+    width: int = field(init=False)
+    column: np.ndarray = field(init=False)
+    part: np.ndarray = field(init=False)
+    solver: highspy.Highs = field(init=False)
+    scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        overlap = self.paths.problem.topo.overlap
+        self.arcs = len(self.paths.arcs) if overlap else 0
+        self.width = self.arcs + 1 + len(self.paths.problem.flows)
+        pairs = np.array(list(self._parts(overlap)), np.int64).reshape(-1, 2)
+        self.column, self.part = pairs[:, 0], pairs[:, 1]
+        self.solver = self._program()
+
+    def _parts(self, overlap: bool) -> Any:
+        """(column, part) of a lane: what each column counts."""
+        n, count = self.paths.count, 2 * self.paths.count
+        for a, (tail, head, flows, along) in enumerate(self.paths.arcs[: self.arcs]):
+            if head < n:
+                yield a, head
+            if tail >= 0 and (along or self.paths.waits[tail]):
+                yield a, n + tail
+            for k in flows:
+                yield a, count + k
+        for i in range(n):
+            yield self.arcs, n + i
+            if not overlap:
+                yield self.arcs, i
+        for k in range(len(self.paths.problem.flows)):
+            yield self.arcs + 1 + k, count + k
+
+    def _program(self) -> highspy.Highs:
+        """Columns, and the rows that make weights averages."""
+        import highspy
+
+        lanes, solver = self.paths.lanes, highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        inf, total = highspy.kHighsInf, lanes * self.width
+        solver.addVars(total + 1, np.zeros(total + 1), np.full(total + 1, inf))
+        solver.changeColCost(total, -1.0)
+        whole = [lane * self.width + a for lane in range(lanes) for a in (*self._starts(), self.arcs)]
+        _row(solver, 1.0, 1.0, whole, np.ones(len(whole)))
+        for lane in range(lanes):
+            first = lane * self.width
+            for into, out in self._nodes():
+                _row(solver, 0.0, 0.0, [first + a for a in (*into, *out)], np.repeat([1.0, -1.0], [len(into), len(out)]))
+            for flows in self.paths.shares:
+                columns = [first + self.arcs, *(first + self.arcs + 1 + k for k in flows)]
+                _row(solver, -inf, 0.0, columns, np.append(-1.0, np.ones(len(flows))))
+        return solver
+
+    def _starts(self) -> list[int]:
+        return [a for a, arc in enumerate(self.paths.arcs[: self.arcs]) if arc.tail < 0]
+
+    def _nodes(self) -> list[tuple[list[int], list[int]]]:
+        """Arcs into and out of each operation."""
+        out = [(list[int](), list[int]()) for _ in range(self.paths.count if self.arcs else 0)]
+        for a, arc in enumerate(self.paths.arcs[: self.arcs]):
+            if arc.head < self.paths.count:
+                out[arc.head][0].append(a)
+            if arc.tail >= 0:
+                out[arc.tail][1].append(a)
+        return out
+
+    def against(self, choice: Sequence[int]) -> None:
+        """Add a choice."""
+        costs = self.paths.costs(choice)
+        self.scale = self.scale or max(float(costs.max(initial=0.0)), 1e-300)
+        rows = np.stack([np.bincount(self.column, lane[self.part], self.width) for lane in costs]).ravel() / self.scale
+        used = np.flatnonzero(rows)
+        _row(self.solver, 0.0, np.inf, [*used.tolist(), rows.size], np.append(rows[used], -1.0))
+
+    def weights(self) -> np.ndarray:
+        """The best average against all choices that were added, by [lane, part]: one of the sums, to the last bit."""
+        self.solver.run()
+        found = np.array(self.solver.getSolution().col_value)[:-1].reshape(self.paths.lanes, self.width)
+        parts = 2 * self.paths.count + len(self.paths.problem.flows)
+        return np.stack([np.bincount(self.part, lane[self.column], parts) for lane in self._exact(np.maximum(found, 0.0))])
+
+    def _exact(self, found: np.ndarray) -> np.ndarray:
+        """The same without what the program leaves of rounding: all that goes into an operation goes on from it."""
+        found, out = self._alike(found), np.zeros_like(found)
+        starts = [*self._starts(), self.arcs]
+        out[:, starts] = found[:, starts] / max(float(found[:, starts].sum()), 1e-300)
+        for into, leaving in self._nodes():
+            here, share = out[:, into].sum(axis=1), found[:, leaving]
+            total = share.sum(axis=1, keepdims=True)
+            share = np.where(total > 0, share / np.maximum(total, 1e-300), 1.0 / len(leaving))
+            out[:, leaving] = here[:, None] * share
+        for flows in self.paths.shares:
+            at = [self.arcs + 1 + k for k in flows]
+            total = found[:, at].sum(axis=1, keepdims=True)
+            out[:, at] = found[:, at] * np.minimum(1.0, out[:, [self.arcs]] / np.maximum(total, 1e-300))
+        if not self.paths.large:
+            return out
+        return np.maximum(np.floor(out / GRAIN + 0.4) - 1.0, 0.0) * GRAIN  # (equal to the last bit, and never more)
+
+    def _alike(self, found: np.ndarray) -> np.ndarray:
+        """Flows of a large problem with those that leave equal operations, or move equal tensors, evened out: layers that repeat
+        then have equal weights, and the solver works them out once."""
+        if not self.paths.large:
+            return found
+        seconds, menus, out = [id(f.seconds) for f in self.paths.problem.flows], self.paths.problem.menus, found.copy()
+        groups: dict[tuple[object, ...], list[list[int]]] = {}
+        for i, (_, leaving) in enumerate(self._nodes()):
+            arcs = [self.paths.arcs[a] for a in leaving]
+            steps = [(a.head - i if a.head < self.paths.count else 0, a.along, *(seconds[k] for k in a.flows)) for a in arcs]
+            groups.setdefault((id(menus[i]), *steps), []).append(leaving)
+        for flows in self.paths.shares:
+            groups.setdefault(tuple(seconds[k] for k in flows), []).append([self.arcs + 1 + k for k in flows])
+        for columns in (np.array(g) for g in groups.values()):
+            out[:, columns] = found[:, columns].mean(axis=1, keepdims=True)
+        return out
+
+
+def _row(solver: highspy.Highs, low: float, high: float, columns: Sequence[int], values: np.ndarray) -> None:
+    solver.addRow(low, high, len(columns), np.array(columns, np.int32), np.asarray(values, float))

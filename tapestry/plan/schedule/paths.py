@@ -1,0 +1,137 @@
+"""Sums of costs that no plan's simulated time is under: what has to happen one after another on the clock of one device.
+
+Kernels keep the order of the graph, so on each device the kernels of one operation wait for those of the one before. A path
+goes from operation to operation that way, or along a tensor from its maker to a reader, with the transfer in between; merging
+counts where the next step waits for it. All merges and transfers of one device make a sum of their own, for it has one transfer
+stream; where transfers and kernels share a stream, all that it does is one sum. No part of a sum is above what the clock takes
+for it there, whatever is chosen. So any average of sums, too, is at most the simulated time: a flow of one unit through the
+graph of arcs below, and shares of the sums of streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from tapestry.ir.graph import Block
+from tapestry.plan.search.problem import Problem
+from tapestry.plan.solver.network import Factor
+
+LARGE = 2_000_000  # joint choices of all flows
+
+
+class Arc(NamedTuple):
+    """A step of a path: from operation ``tail`` (-1: the start) to ``head`` (their number: the end).
+
+    Attributes:
+        flows: positions of the transfers in between, of different tensors: they follow each other on the one transfer stream.
+        along: whether it waits for all of the first operation, merging included.
+    """
+
+    tail: int
+    head: int
+    flows: tuple[int, ...]
+    along: bool
+
+
+@dataclass(slots=True)
+class Paths:
+    """The arcs of a problem, and costs by part: for each lane all kernels, all merges, all flows.
+
+    Attributes:
+        arcs: sorted by where they go.
+        shares: of each tensor that moves its flows, of which a stream's sum counts one.
+    """
+
+    problem: Problem
+    arcs: list[Arc] = field(init=False)
+    shares: list[list[int]] = field(init=False)
+    waits: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph, flows, count = self.problem.graph, self.problem.flows, self.count
+        makers = graph.producers()
+        along: dict[tuple[int, int], tuple[int, ...]] = {(i, count): () for i in range(count)}
+        along |= {(makers[t], i): () for i, op in enumerate(graph.ops) for t in op.inputs if t in makers}
+        for k, f in enumerate(flows):
+            ends = f.maker, f.reader if f.reader >= 0 else count
+            along[ends] = (*along.get(ends, ()), k)
+        arcs = [Arc(i - 1, i, (), False) for i in range(count)] + [Arc(*ends, ks, True) for ends, ks in along.items()]
+        self.arcs = sorted(arcs, key=lambda a: (a.head, a.tail, a.along))
+        self.waits = np.array([isinstance(op, Block) and op.lowers for op in graph.ops], bool)
+        tensors: dict[tuple[int, str], list[int]] = {}
+        for k, f in enumerate(flows):
+            tensors.setdefault((f.maker, f.tensor), []).append(k)
+        self.shares = list(tensors.values())
+
+    @property
+    def count(self) -> int:
+        """Operations."""
+        return len(self.problem.graph.ops)
+
+    @property
+    def large(self) -> bool:
+        """Whether a solve takes too long unless layers that repeat have equal weights."""
+        return sum(f.seconds[0].size for f in self.problem.flows) > LARGE
+
+    @property
+    def lanes(self) -> int:
+        """Devices whose clocks are looked at."""
+        return len(self.problem.menus[0].own)
+
+    def costs(self, choice: Sequence[int]) -> np.ndarray:
+        """[lane, part] seconds: kernels of each operation, its merges, each flow."""
+        menus, flows = self.problem.menus, self.problem.flows
+        out = np.zeros((self.lanes, 2 * self.count + len(flows)))
+        for i, (menu, c) in enumerate(zip(menus, choice, strict=True)):
+            out[:, i], out[:, self.count + i] = menu.own[:, c], menu.merging[c]
+        for k, f in enumerate(flows):
+            a, b = (choice[i] if i >= 0 else 0 for i in (f.maker, f.reader))
+            out[:, 2 * self.count + k] = f.seconds[:, a, b]
+        return out
+
+    def largest(self, choice: Sequence[int]) -> float:
+        """The largest sum for a choice."""
+        return max((max(self._stream(c), self._path(c)) for c in self.costs(choice)), default=0.0)
+
+    def _stream(self, costs: np.ndarray) -> float:
+        """All that a lane's transfer stream does; where streams are shared, all that it does."""
+        n = self.count
+        moved = sum(max(costs[2 * n + k] for k in flows) for flows in self.shares)
+        kernels = 0.0 if self.problem.topo.overlap else costs[:n].sum()
+        return float(kernels + costs[n : 2 * n].sum() + moved)
+
+    def _path(self, costs: np.ndarray) -> float:
+        """The longest path."""
+        n = self.count
+        start, merging = np.zeros(n + 1), costs[n : 2 * n]
+        done = costs[:n] + merging  # from an operation's start; what follows on the stream may not wait for merging
+        free = np.where(self.waits, done, costs[:n])
+        for tail, head, flows, along in self.arcs:
+            before = start[tail] + (done if along else free)[tail] if tail >= 0 else 0.0
+            start[head] = max(start[head], before + sum(costs[2 * n + k] for k in flows))
+        return float(start[n])
+
+    def factors(self, weights: np.ndarray) -> list[Factor]:
+        """The weighted parts as costs of single choices and of pairs; ``weights`` are by [lane, part]."""
+        menus, flows, n = self.problem.menus, self.problem.flows, self.count
+        kernels, merges, moved = weights[:, :n], weights[:, n : 2 * n].sum(axis=0), weights[:, 2 * n :]
+        unary = [kernels[:, i] @ m.own + merges[i] * m.merging for i, m in enumerate(menus)]
+        pairs: list[Factor] = []
+        made: dict[tuple[int, bytes], np.ndarray] = {}  # equal flows with equal weights share a table
+        for k in np.flatnonzero(moved.any(axis=0)).tolist():
+            f = flows[k]
+            key = (id(f.seconds), moved[:, k].tobytes())
+            if key not in made:
+                made[key] = np.tensordot(moved[:, k], f.seconds, 1)
+            table = made[key]
+            if f.maker < 0:
+                unary[f.reader] = unary[f.reader] + table[0]
+            elif f.reader < 0:
+                unary[f.maker] = unary[f.maker] + table[:, 0]
+            else:
+                pairs.append(Factor((f.maker, f.reader), table))
+        return [*(Factor((i,), u) for i, u in enumerate(unary)), *pairs]

@@ -1,0 +1,140 @@
+"""Plans that a person would think of first, priced beside the planner's: the whole model on one device with the others idle,
+the same on all, cut along the batch, cut along the weights.
+
+All but the first are choices within the search's own tables. One device is a plan with a single stage: it may have other
+fusions, the rates of a device that works alone (where they were measured), and no transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.index import Aff
+from tapestry.ir.plan import MeshAxis, Stage, Strategy, stages_refused
+from tapestry.plan.pipelines.staged_plan import lower_plan, stage_topology
+from tapestry.plan.search.planner import spatial
+from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan
+from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.solver.budget import SECOND, Budget
+from tapestry.plan.solver.network import Factor, Network, evaluate, solve
+from tapestry.plan.topology import Topology
+
+LARGE = 1 << 12  # cells; smaller weights are nobody's load
+MISSED = 1e3  # seconds for each mesh axis that does not cut what it should: taken where an operation cannot be cut so
+WORK = 2.0 * SECOND  # for one of them
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan of the whole graph by one idea, and whether it fits (``None``: that was not worked out, the graph is large);
+    ``found``: lowered."""
+
+    name: str
+    objective: float
+    fits: bool | None
+    found: PricedPlan | None = None
+
+    def data(self) -> dict[str, object]:
+        """For the JSON document."""
+        return {"name": self.name, "objective_s": self.objective, "fits": self.fits}
+
+
+def one_device(graph: Graph, topo: Topology, budget: Budget) -> PricedPlan:
+    """The graph on the first device, of unlimited memory, at the rates of one that works alone; its plan is of that device."""
+    stage = Stage(0, (MeshAxis(topo.mesh[-1].name, 1),))
+    device = replace(topo.alone or topo.device, memory=UNLIMITED)
+    alone = replace(stage_topology(topo, stage), device=device, kinds=(), calls=())
+    problem = build(graph, alone, {}, {}, {})
+    budget.spend(problem.work)
+    return spatial(problem, budget)
+
+
+def idle_beside(found: PricedPlan, topo: Topology) -> PricedPlan | None:
+    """The plan of one device as one of the whole mesh; ``None`` where it is none."""
+    stage = Stage(0, found.plan.mesh)
+    plan = replace(found.plan, mesh=topo.mesh, stages=(stage,), stage_of=(0,) * len(found.plan.graph.ops))
+    return None if stages_refused(plan) else replace(found, plan=plan, program=lower_plan(plan), problem=None)
+
+
+def within_tables(problem: Problem, budget: Budget) -> list[Alternative]:
+    """The whole graph on every device, cut along the batch, and cut along the weights, as far as pins and layouts let it be."""
+    carried = batch_axes(problem.graph)
+    batched = [batch_dim(op, problem.graph, carried) for op in problem.graph.ops]
+    out: list[Alternative] = []
+    if not any(d for m in problem.menus for d in m.strategies[0].dims):
+        out.append(_priced("replicated", problem, [0] * len(problem.menus), budget))
+    if any(batched):
+        out.append(_preferred("batch", problem, lambda i, s: sum(d is None or d != batched[i] for d in s.dims), budget))
+    out.append(_preferred("tensor", problem, lambda i, s: _held(problem, i, s) + s.dims.count(batched[i] or ""), budget))
+    return out
+
+
+def _preferred(name: str, problem: Problem, missed: Callable[[int, Strategy], float], budget: Budget) -> Alternative:
+    """The cheapest plan of those that miss as little as they can of what is wanted of every operation."""
+    more = [
+        Factor((i,), MISSED * np.array([float(missed(i, s)) for s in menu.strategies])) for i, menu in enumerate(problem.menus)
+    ]
+    solution = solve(Network(problem.sizes, [*problem.factors, *more]), budget.part(WORK), quick=True)
+    return _priced(name, problem, solution.choice, budget)
+
+
+def _priced(name: str, problem: Problem, choice: Sequence[int], budget: Budget) -> Alternative:
+    if problem.lowering > WORK:
+        return Alternative(name=name, objective=evaluate(choice, problem.factors), fits=None)
+    found = priced_plan(problem, choice, -np.inf)
+    budget.spend(problem.lowering)
+    fits = peak(found) <= problem.topo.device.memory
+    return Alternative(name=name, objective=found.objective, fits=fits, found=found)
+
+
+def batch_axes(graph: Graph) -> dict[str, int]:
+    """For every tensor that follows from the inputs, the axis that counts what axis 0 of the inputs counts (or axis 1, where
+    axis 0 of every input is 1 long): found by following projections."""
+    inputs = [t for t in graph.inputs if t not in graph.weights and graph.tensors[t].shape]
+    at = 0 if any(graph.tensors[t].shape[0] > 1 for t in inputs) else 1
+    long = max((graph.tensors[t].shape[at] for t in inputs if len(graph.tensors[t].shape) > at), default=1)
+    out = {t: at for t in inputs if graph.tensors[t].shape[at : at + 1] == (long,)}
+    for op in graph.ops:
+        dim = batch_dim(op, graph, out)
+        names = [d.name for d in op.dims]
+        for k, t in enumerate(op.outs):
+            if dim is None or dim not in names:
+                continue
+            axis = names.index(dim) if isinstance(op, Block) else op.out_axes[k][names.index(dim)]
+            if axis is not None:
+                out[t] = axis
+    return out
+
+
+def batch_dim(op: Op, graph: Graph, axes: Mapping[str, int]) -> str | None:
+    """The dimension of an operation that walks along the batch of what it reads."""
+    if not isinstance(op, Block):
+        found = (
+            d.name
+            for k, t in enumerate(op.ins)
+            if t in axes
+            for d, a in zip(op.dims, op.in_axes[k], strict=True)
+            if a == axes[t]
+        )
+        return next(found, None)
+    for r in op.reads:
+        e = r.index[axes[r.tensor]] if r.tensor in axes else Aff(())
+        names = [a for a, _ in e.terms if isinstance(a, str) and op.ranges[a] > 1]
+        if len(e.terms) == 1 and names and names[0] in {d.name for d in op.dims}:
+            return names[0]
+    return None
+
+
+def _held(problem: Problem, i: int, s: Strategy) -> float:
+    """The largest share that a device holds of a large weight that an operation reads; 0 where it reads none."""
+    op, graph, menu = problem.graph.ops[i], problem.graph, problem.menus[i]
+    reads = menu.reads[menu.strategies.index(s)]
+    names: Sequence[str] = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
+    large = {k: graph.tensors[t].size for k, t in enumerate(names) if t in graph.weights and graph.tensors[t].size >= LARGE}
+    held = [int(np.prod(b[:, :, 1] - b[:, :, 0], axis=1).max()) / large[k] for k, b in reads.items() if k in large]
+    return max(held, default=0.0)

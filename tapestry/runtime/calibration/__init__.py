@@ -1,0 +1,1 @@
+"""``tapestry calibrate``: what kernels, calls and messages take on this machine, measured, fitted and judged."""

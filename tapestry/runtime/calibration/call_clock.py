@@ -1,0 +1,151 @@
+"""Seconds of the calls of torch.distributed that carry a plan's collectives and messages, by size and group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.distributed
+
+from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER, carrier
+
+api: Any = torch.distributed  # its types are known in part
+SIZES = (8, 512, *(1 << k for k in range(12, 25)))  # bytes
+REPEATS = 4
+GATHER = getattr(api, "all_gather_single", None) or api.all_gather_into_tensor  # as `runtime.processes.wire` calls them
+SCATTER = getattr(api, "reduce_scatter_single", None) or api.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CallPoint:
+    """One call as measured: seconds of the slowest rank, all groups of that size and stride at once."""
+
+    call: str
+    group: int
+    stride: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of this process's group, ``stride`` apart; ``handle`` is the backend's, to which all ranks contributed."""
+
+    ranks: tuple[int, ...]
+    stride: int
+    handle: Any
+
+
+def groups(rank: int, world: int, strided: bool) -> Iterator[Group]:
+    """This rank's group of every size that divides the world, neighbours together; with ``strided`` also those whose
+    neighbours are far apart, as along the outer axes of a mesh. All ranks make all of them."""
+    for size in (n for n in range(2, world + 1) if world % n == 0):
+        strides = [s for s in range(1, world // size + 1) if (world // size) % s == 0] if strided else [1]
+        for stride in strides:
+            mine: Group | None = None
+            for first in range(world):
+                if first // stride % size:
+                    continue
+                ranks = tuple(first + stride * k for k in range(size))
+                handle = api.new_group(list(ranks))
+                mine = Group(ranks, stride, handle) if rank in ranks else mine
+            assert mine is not None
+            yield mine
+
+
+def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
+    """The call on buffers that are there, and their bytes as `ir.collective_calls.Call` has them: about ``nbytes``."""
+    n, cells = len(group.ranks), max(nbytes // 4, 1)
+    if name == EXCHANGE:
+        cells = max(cells // (n - 1), 1)
+        return _exchange(group, cells, device), 4 * cells * (n - 1)
+    part = max(cells // n, 1)
+    if carrier(name, "gloo" if device.type == "cpu" else "nccl") == EXCHANGE:
+        return _gathered(group, part, device, merged=name == REDUCE_SCATTER), 4 * part * n
+    whole, other = torch.zeros(part * n, device=device), torch.zeros(part * n, device=device)  # sums stay what they are
+    piece, roots, g = torch.ones(part, device=device), cycle(group.ranks), group.handle
+    calls: dict[str, Callable[[], object]] = {
+        ALL_REDUCE: lambda: api.all_reduce(whole, group=g),
+        ALL_GATHER: lambda: GATHER(whole, piece, group=g),
+        REDUCE_SCATTER: lambda: SCATTER(piece, whole, group=g),
+        ALL_TO_ALL: lambda: api.all_to_all_single(other, whole, group=g),
+        BROADCAST: lambda: api.broadcast(whole, src=next(roots), group=g),  # in turns: one sender would run ahead
+    }
+    return calls[name], 4 * part * n
+
+
+def _gathered(group: Group, part: int, device: torch.device, *, merged: bool) -> Callable[[], object]:
+    """A gather, or with ``merged`` a reduce-scatter, as the engine makes it of messages."""
+    exchange, parts = _exchange(group, part, device), torch.ones(len(group.ranks), part, device=device)
+
+    def run() -> None:
+        exchange()
+        if merged:
+            torch.stack(list(parts), dim=-1).sum(-1)
+
+    return run
+
+
+def _exchange(group: Group, cells: int, device: torch.device) -> Callable[[], object]:
+    """Every rank sends to every other one of the group, and receives as much."""
+    start = started_exchange(group, cells, device)
+
+    return lambda: finished(start())
+
+
+def finished(works: Sequence[Any]) -> None:
+    """Wait for what was started."""
+    for work in works:
+        work.wait()
+
+
+def started_exchange(group: Group, cells: int, device: torch.device) -> Callable[[], list[Any]]:
+    """What begins an exchange, and gives back what is to be waited for."""
+    me = api.get_rank()
+    others = [r for r in group.ranks if r != me]
+    sent, received = torch.ones(cells, device=device), [torch.ones(cells, device=device) for _ in others]
+
+    def start() -> list[Any]:
+        ops = [api.P2POp(api.isend, sent, r, group.handle) for r in others]
+        ops += [api.P2POp(api.irecv, x, r, group.handle) for r, x in zip(others, received, strict=True)]
+        return api.batch_isend_irecv(ops)
+
+    return start
+
+
+class CallClock:
+    """Measures calls that all ranks make together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def agreed(self, seconds: float) -> float:
+        """The largest of all ranks' numbers."""
+        out = torch.tensor([seconds], dtype=torch.float64)
+        api.all_reduce(out, op=api.ReduceOp.MAX)
+        return float(out[0])
+
+    def seconds(self, run: Callable[[], object], window: float) -> float:
+        """Seconds of one call: the mean over as many as fit into a time, of the slowest rank; of repetitions the least, because
+        what others do on the machine only adds to it. All groups make as many calls, so that none is measured while another
+        one rests.
+        """
+        run()  # connections are made by the first call
+        once = self.agreed(self._mean(run, 2))
+        if once > window:
+            return once
+        count = max(2, min(4096, int(window / REPEATS / max(once, 1e-7))))
+        return min(self.agreed(self._mean(run, count)) for _ in range(REPEATS))
+
+    def _mean(self, run: Callable[[], object], count: int) -> float:
+        api.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) / count

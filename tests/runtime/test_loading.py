@@ -1,0 +1,311 @@
+"""Weights are loaded in slices, each checked by the tiles that it touches, from the model's files or from shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from safetensors import safe_open
+
+from tapestry import api
+from tapestry.build import store, weight_tiles
+from tapestry.errors import BuildError, ModelError
+from tapestry.ir.types import numpy_dtype
+from tapestry.lift.file import weight_data
+from tapestry.lift.file.stored_ranges import stored_ranges
+from tapestry.lift.file.structure import load
+from tapestry.runtime.processes import weight_shards
+from tapestry.runtime.session import ModelFiles
+from tests.support.command_line import attention_build, document, run
+from tests.support.paths import ROOT
+from tests.support.small_models import MODELS, save
+
+SIDE, LAYERS = 2048, 6  # of the model that is loaded in halves: weights of 16 MiB
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+# --- tiles
+
+
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [
+        ((), 4),
+        ((0, 3), 4),
+        ((5,), 8),
+        ((3_000_000,), 1),
+        ((1024, 1024), 4),
+        ((30522, 768), 4),
+        ((64, 3, 7, 7), 4),
+        ((2, 1, 700_001), 2),
+    ],
+)
+def test_tiles_cover_a_weight_once(shape, width):
+    rng = random.Random(str(shape))
+    whole = tuple((0, s) for s in shape)
+    tiles = list(weight_tiles.touched(shape, width, whole))
+    assert [n for n, _ in tiles] == list(range(weight_tiles.count(shape, width)))
+    sizes = [int(np.prod([hi - lo for lo, hi in box], dtype=np.int64)) for _, box in tiles]
+    assert sum(sizes) == np.prod(shape, dtype=np.int64) and max(sizes) * width <= weight_tiles.TILE
+    for _ in range(20):
+        cuts = [sorted(rng.sample(range(s + 1), 2)) if s else [0, 0] for s in shape]
+        box = tuple((lo, hi) for lo, hi in cuts)
+        meets = {n for n, t in tiles if all(max(a, lo) < min(b, hi) for (a, b), (lo, hi) in zip(t, box, strict=True))}
+        assert dict(weight_tiles.touched(shape, width, box)) == {
+            n: t for n, t in tiles if n in meets or not shape or 0 in shape
+        }
+
+
+def test_half_of_the_columns_is_half_of_the_work():
+    for shape in ((768, 768), (768, 3072), (3072, 768), (4096, 4096), (1024, 4096)):
+        count = weight_tiles.count(shape, 4)
+        for axis in (0, 1):
+            box = tuple((0, s // 2 if a == axis else s) for a, s in enumerate(shape))
+            assert len(list(weight_tiles.touched(shape, 4, box))) * 2 == count, (shape, axis)
+
+
+def test_hashes_that_were_kept_are_checked():
+    a = np.random.default_rng(0).standard_normal((700, 1000)).astype(np.float32)
+    tiles = weight_tiles.digests(a)
+    assert len(tiles) == 32 * weight_tiles.count(a.shape, 4) > 32
+    a[699, 999] += 1
+    assert weight_tiles.root(weight_tiles.digests(a)) != weight_tiles.root(tiles)
+
+
+# --- the model's own file
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_walk_over_the_fields_finds_what_a_parser_finds(name):
+    path = save(name)
+    status = path.stat()
+    found = stored_ranges(str(path), status.st_mtime_ns, status.st_size)
+    parsed, data = weight_data.stored_tensors(load(path)), path.read_bytes()
+    assert set(found) == set(parsed)
+    for t, place in found.items():
+        assert TensorProto.FromString(data[slice(*place.message)]) == parsed[t]
+        assert place.raw is None or data[slice(*place.raw)] == parsed[t].raw_data
+
+
+def test_damaged_files_are_refused(tmp_path):
+    data = save("mlp").read_bytes()
+    for k in range(0, len(data) - 1, 7):
+        path = tmp_path / f"{k}.onnx"
+        path.write_bytes(data[:k])
+        with suppress(ModelError, ValueError):  # an empty file cannot be mapped
+            stored_ranges(str(path), 0, k)
+
+
+def layers(path: Path, external: bool) -> Path:
+    """Products whose weights are the most of a rank's memory."""
+    rng = np.random.default_rng(0)
+    weights = [numpy_helper.from_array((rng.random((SIDE, SIDE), np.float32) - 0.5) / 16, f"w{k}") for k in range(LAYERS)]
+    nodes, last = [], "x"
+    for k in range(LAYERS):
+        nodes += [helper.make_node("MatMul", [last, f"w{k}"], [f"m{k}"]), helper.make_node("Relu", [f"m{k}"], [f"r{k}"])]
+        last = f"r{k}"
+    info = [helper.make_tensor_value_info(t, TensorProto.FLOAT, [8, SIDE]) for t in ("x", last)]
+    graph = helper.make_graph(nodes, "layers", info[:1], info[1:], weights)
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(made, path, save_as_external_data=external, location=f"{path.name}.bin")
+    return path
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory) -> dict[str, Path]:
+    """Builds on two devices of one model, with its weights inside and outside of the ONNX file; each device has half of each."""
+    folder, out = tmp_path_factory.mktemp("layers"), {}
+    for name in ("inside", "outside"):
+        model = layers(folder / f"{name}.onnx", name == "outside")
+        out[name] = folder / name
+        assert run("compile", model, "-o", out[name], "--devices", "2", "--memory", "64MiB", "-q")[0] == 0
+    return out
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_rank_reads_and_hashes_its_own_slices(halves, where, monkeypatch):
+    build, _ = store.read(halves[where])
+    hashed: list[int] = []
+    digest = weight_tiles.digest
+    monkeypatch.setattr(weight_tiles, "digest", lambda a: hashed.append(a.nbytes) or digest(a))
+    read, model = ModelFiles(build), onnx.load(build.model)
+    whole = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    mine = [(t, box) for t, box, d in weight_shards.slices(build) if d == 0]
+    for t, box in mine:
+        assert np.array_equal(read(t, box), whole[t][tuple(slice(lo, hi) for lo, hi in box)])
+    sizes = sum(4 * int(np.prod([hi - lo for lo, hi in box])) for _, box in mine)
+    assert 0 < sizes < 0.6 * 4 * LAYERS * SIDE * SIDE and sum(hashed) <= 1.1 * sizes
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_changed_byte_is_named_by_whoever_reads_it(halves, where, tmp_path):
+    shutil.copytree(halves[where].parent, tmp_path / "model")
+    build, _ = store.read(halves[where])
+    data = tmp_path / "model" / (f"{where}.onnx" + (".bin" if where == "outside" else ""))
+    (first, box, _), *_ = weight_shards.slices(build)
+    raw = numpy_helper.to_array(next(t for t in onnx.load(build.model).graph.initializer if t.name == first)).tobytes()
+    at = data.read_bytes().index(raw) + 4 * (SIDE * box[0][0] + box[1][0])
+    with data.open("r+b") as f:
+        f.seek(at)
+        f.write(b"\x7f\x7f")
+    changed = ModelFiles(replace(build, model=str(tmp_path / "model" / f"{where}.onnx")))
+    with pytest.raises(BuildError, match=f"weight '{first}' has changed"):
+        changed(first, box)
+    others = [b for t, b, _ in weight_shards.slices(build) if t == first and b != box]
+    assert others
+    changed(first, others[0])  # whoever has the other half has what the model had
+
+
+@pytest.mark.parametrize("where", ["inside", *(pytest.param(w, marks=pytest.mark.slow) for w in ("outside", "shards"))])
+def test_loading_takes_the_plan_and_a_slice(halves, where, tmp_path):
+    build = halves["outside" if where == "shards" else where]
+    more = []
+    if where == "shards":
+        document("shard-weights", build, "-o", tmp_path / "shards")
+        more = ["--weights", tmp_path / "shards"]
+    command = [sys.executable, "-m", "tapestry", "run", build, "--processes", 2, "--threads", 1, "--json", *more]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENV, timeout=120)
+    found = json.loads(done.stdout)
+    small = document_of_no_weights(tmp_path)
+    largest = 4 * SIDE * SIDE // 2
+    for r in found["ranks"]:
+        grown = r["resident_bytes"]["loading"] - r["resident_bytes"]["before"]
+        assert grown <= found["peak_bytes"][r["rank"]] + largest + small + (8 << 20), (r, small)
+
+
+def document_of_no_weights(folder: Path) -> int:
+    """Bytes by which a rank grows that has next to nothing to load: gloo, kernels, the allocator (here 6 MB more for larger products)."""
+    command = [sys.executable, "-m", "tapestry", "run", attention_build(), "--processes", 2, "--threads", 1, "--json"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENV, timeout=120, cwd=folder)
+    return max(r["resident_bytes"]["loading"] - r["resident_bytes"]["before"] for r in json.loads(done.stdout)["ranks"])
+
+
+def test_a_build_without_its_hashes_is_refused(halves, tmp_path):
+    assert len((halves["inside"] / store.TILES).read_bytes()) == 32 * LAYERS * weight_tiles.count((SIDE, SIDE), 4)
+    build, _ = store.read(halves["inside"])
+    for data in (b"", b"\0" * 32, weight_tiles.stored(build.plan.graph) + b"\0", weight_tiles.stored(build.plan.graph)[:-1]):
+        with pytest.raises(BuildError, match="hashes of"):
+            weight_tiles.restored(build.plan.graph, data, "here")
+
+
+# --- shards
+
+
+def test_shards_are_safetensors_for_any_build_of_the_model(tmp_path):
+    build, _ = store.read(attention_build())
+    done = document("shard-weights", attention_build(), "-o", tmp_path / "shards")
+    read, files = weight_shards.reader(tmp_path / "shards", build), ModelFiles(build)
+    found = list(weight_shards.slices(build))
+    assert len(found) == done["slices"] > 0
+    for tensor, box, _ in found:
+        assert np.array_equal(read(tensor, box), files(tensor, box))
+    names = set()
+    for p in (tmp_path / "shards").glob("*.safetensors"):
+        with safe_open(p, framework="pt") as f:
+            names |= set(f.keys())
+    assert len(names) == done["slices"]
+    one = tmp_path / "one"
+    document("shard-weights", halves_of(tmp_path, 1), "-o", one)
+    for devices in (2, 3):
+        other, _ = store.read(halves_of(tmp_path, devices))
+        again, its = weight_shards.reader(one, other), ModelFiles(other)
+        for tensor, box, _ in weight_shards.slices(other):
+            assert np.array_equal(again(tensor, box), its(tensor, box))
+    document("run", halves_of(tmp_path, 2), "--processes", 2, "--weights", one, "--check")
+
+
+def halves_of(folder: Path, devices: int) -> Path:
+    """The model of `attention_build` on another number of devices."""
+    out = folder / f"on-{devices}"
+    if not out.is_dir():
+        assert run("compile", save("attention"), "-o", out, "--devices", str(devices), "-q")[0] == 0
+    return out
+
+
+def test_shards_that_are_not_right_are_refused(tmp_path):
+    build, _ = store.read(attention_build())
+    document("shard-weights", attention_build(), "-o", tmp_path / "shards")
+    other = tmp_path / "other"
+    assert run("compile", save("mlp"), "-o", other, "--devices", "2", "-q")[0] == 0
+    with pytest.raises(BuildError, match="shards of another model"):
+        weight_shards.reader(tmp_path / "shards", store.read(other)[0])
+    read = weight_shards.reader(tmp_path / "shards", build)
+    files = sorted((tmp_path / "shards").glob("*.safetensors"))
+    for p in files:
+        p.write_bytes(p.read_bytes()[:-1] + b"\x7f")
+    broken = []
+    for tensor, box, _ in weight_shards.slices(build):
+        try:
+            read(tensor, box)
+        except BuildError as e:
+            broken.append(str(e))
+    assert len(broken) == len(files) and all("is not what its hash says" in e and ".safetensors" in e for e in broken)
+    files[0].write_bytes(files[0].read_bytes()[:100])
+    with pytest.raises(BuildError, match=r"does not read|is not what"):
+        for tensor, box, _ in weight_shards.slices(build):
+            read(tensor, box)
+    index = tmp_path / "shards" / "index.json"
+    body = json.loads(index.read_text())
+    for bad in ({**body, "weights": {}}, {**body, "sha256": "0" * 64}, {"weights": {}}):
+        index.write_text(json.dumps(bad))
+        with pytest.raises(BuildError):
+            weight_shards.reader(tmp_path / "shards", build)
+
+
+def test_every_dtype_travels_through_shards(tmp_path):
+    names = (
+        "f64",
+        "f32",
+        "f16",
+        "bf16",
+        "i64",
+        "i32",
+        "i16",
+        "i8",
+        "u64",
+        "u32",
+        "u16",
+        "u8",
+        "bool",
+        "c64",
+        "c128",
+        "f8e4m3fn",
+    )
+    known = [n for n in names if n in store_dtypes()]
+    assert len(known) >= 13
+    for dtype in known:
+        a = np.arange(12).reshape(3, 4).astype(numpy_dtype(dtype))
+        path = tmp_path / f"{dtype}.safetensors"
+        entry = weight_shards._write_file(path, [("w", ((0, 3), (0, 4)))], _fake(dtype), lambda t, b, a=a: a)[0]
+        assert weight_shards._checked(tmp_path, entry, dtype).tobytes() == a.tobytes()
+
+
+def store_dtypes() -> set[str]:
+    from tapestry.ir.types import DTYPES
+
+    return set(DTYPES)
+
+
+def _fake(dtype: str):
+    """As much of a build as a writer of shards asks for."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(plan=SimpleNamespace(graph=SimpleNamespace(tensors={"w": SimpleNamespace(dtype=dtype)})))
+
+
+def test_a_loaded_build_runs(halves):
+    for where in halves.values():
+        compiled = api.load(where)
+        out = compiled.run(compiled.random_feeds(0))
+        assert next(iter(out.values())).shape == (8, SIDE)
