@@ -115,14 +115,6 @@ class Ascent(Prices):
     messages: Messages = field(kw_only=True)
     best_message: np.ndarray = field(default_factory=lambda: np.zeros(0), kw_only=True)
 
-    def learn(self, bound: float, choice: np.ndarray) -> np.ndarray:
-        """Keep better prices and a cut, from what messages at the present ones say; how far the choice passes the limits."""
-        cost, over = self.messages.cost(self.messages.unary, choice)[0], self.excess(choice)
-        if self.judge(bound - self.offset(), cost):
-            self.best_message = self.messages.message.copy()
-        self.cut(cost, over)
-        return over
-
     def unary(self) -> np.ndarray:
         """Costs of labels at the present prices."""
         m, use = self.messages, self.messages.net.usage
