@@ -32,7 +32,7 @@ FIRST = 0.7  # of the budget, for one form of the model
 UNFUSED, WHOLE = "unfused", "recurrences whole"
 NAMED = 4  # forms that a sentence names; more are counted
 SIMPLIFIED = 5e5  # units of work for simplifying an operation
-OTHERS, LEAST = 0.5, 2.0 * SECOND  # of the first form's work, or at least so much, for all others
+OTHERS, LEAST = 0.5, 0.5 * SECOND  # of the first form's work, or at least so much, for all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

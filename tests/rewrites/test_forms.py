@@ -42,7 +42,8 @@ def test_the_cheaper_form_is_taken_and_named(model: Path, tmp_path: Path, monkey
     export(found.build, tmp_path / "out.onnx")
     read = tapestry.compile(tmp_path / "out.onnx", topology="cpu")
     assert read.report["moves"] == found.report["moves"] and norms(read) == norms(found)
-    monkeypatch.setattr(search_passes, "BRIEF", -1.0)
+    monkeypatch.setattr(search_passes, "OTHERS", 0.0)
+    monkeypatch.setattr(search_passes, "LEAST", 0.0)
     fused = tapestry.compile(model, mesh="4", topology="cpu")
     assert fused.report["moves"] == [] and norms(fused) == ["moments", "sum"]
     assert found.report["objective_s"] < search_passes.WORTH * fused.report["objective_s"]

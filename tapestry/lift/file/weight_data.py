@@ -22,6 +22,7 @@ from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
 from tapestry.lift.file.external_data import check_inline, open_inside
 from tapestry.lift.file.protos import is_standard
 from tapestry.lift.file.stored_ranges import stored_ranges
+from tapestry.lift.file.structure import load
 
 Box = tuple[tuple[int, int], ...]  # half-open interval per axis
 
@@ -128,7 +129,7 @@ def _inline(model: Path, name: str, tensor: Tensor) -> np.ndarray:
     except OSError as e:
         raise ModelError("cannot read the model", where=str(model), why=e.strerror or "", hint="check the path") from None
     if found is None:
-        raise ModelError("the weight is not in the model file", where=f"weight '{name}'", why=f"looked in {model}")
+        return _once_sparse(model, name)
     if found.raw is not None and tensor.dtype not in PACKED and found.raw[1] - found.raw[0] == tensor.nbytes > 0:
         data = np.memmap(model, np.uint8, "r", found.raw[0], (tensor.nbytes,))
         return data.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
@@ -137,6 +138,14 @@ def _inline(model: Path, name: str, tensor: Tensor) -> np.ndarray:
         f.seek(lo)
         stored = TensorProto.FromString(f.read(hi - lo))
     check_inline(stored)
+    return numpy_helper.to_array(stored)
+
+
+def _once_sparse(model: Path, name: str) -> np.ndarray:
+    """A weight that the file has as a sparse tensor."""
+    stored = stored_tensors(load(model)).get(name)
+    if stored is None:
+        raise ModelError("the weight is not in the model file", where=f"weight '{name}'", why=f"looked in {model}")
     return numpy_helper.to_array(stored)
 
 
