@@ -81,7 +81,8 @@ def run(command: list[str], folder: Path) -> str:
     )
     if done.returncode:
         raise AssertionError(f"status {done.returncode}: {command[-1]}\n{done.stdout[-4000:]}")
-    return done.stdout.replace(f"{folder}/", "")
+    said = re.sub(r"^\d+ s: .*\n", "", done.stdout, flags=re.MULTILINE)  # of a search that takes long, on a slow machine
+    return said.replace(f"{folder}/", "")
 
 
 def console(block: Block, folder: Path) -> str:

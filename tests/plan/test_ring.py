@@ -21,7 +21,7 @@ from tapestry.plan import ring_attention
 from tapestry.plan.lower import lower
 from tapestry.plan.simulate import simulate
 from tapestry.plan.strategy import strategies
-from tapestry.plan.topology import parse_mesh, topology
+from tapestry.plan.topology import parse_mesh, to_data, topology
 from tapestry.verify import certificate, interp
 from tests.support.attention.attention_cases import KEPT, attention
 from tests.support.attention.attention_runs import close, feeds_of, fused
@@ -259,17 +259,26 @@ def test_a_ring_where_the_gather_does_not_fit(tmp_path: Path) -> None:
     assert "n/8 round d0" in tight.explain() or "m/8 round d0" in tight.explain()
 
 
+def beside(folder: Path) -> str:
+    """A topology file: the preset of CPUs, but transfers run beside kernels."""
+    cpu = to_data(topology(parse_mesh("8"), "cpu"))
+    level = {"alpha": 5e-6, "beta": 1e-10}
+    (folder / "beside.json").write_text(json.dumps({"device": cpu["device"], "levels": [level]}))
+    return str(folder / "beside.json")
+
+
 def test_a_ring_where_it_is_faster(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save(layer(1024, 2, 32), path)
-    assert kinds(tapestry.compile(path, **OPTIONS).report) == {"permute"}
+    assert kinds(tapestry.compile(path, **OPTIONS, topology=beside(tmp_path)).report) == {"permute"}
+    assert kinds(tapestry.compile(path, **OPTIONS, topology="cpu").report) == {"all_gather"}  # nothing would be hidden
 
 
 @pytest.mark.timeout(120)
 def test_over_processes(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save(layer(1024, 2, 32), path)
-    tapestry.compile(path, **OPTIONS).save(tmp_path / "b")
+    tapestry.compile(path, **OPTIONS, topology=beside(tmp_path)).save(tmp_path / "b")
     x = np.random.default_rng(0).standard_normal((1, 1024, 64)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     options = ["--processes", "2", "--input", f"x={tmp_path / 'x.npy'}", "--output", str(tmp_path / "out"), "--check", "--json"]
