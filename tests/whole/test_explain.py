@@ -143,7 +143,7 @@ def test_a_chain_takes_what_the_objective_says(mesh):
 
 
 def test_a_transfer_passes_while_another_kernel_runs():
-    topo = topology(parse_mesh("4"))
+    topo = replace(topology(parse_mesh("4")), overlap=True)
     rows, columns = Strategy(("i",), (0,)), Strategy(("n",), (1,))
     plan = Plan(graph=branches(), mesh=topo.mesh, strategies=(rows, rows, columns))
     s, objective = planned(plan, topo)
