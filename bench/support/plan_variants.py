@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random as random_numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,7 @@ import numpy as np
 from bench.support.random_plan import random_plan
 from tapestry import api
 from tapestry.build import store
-from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.index import Aff
+from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import peak_bytes
 from tapestry.plan.lower import lower
@@ -28,6 +27,7 @@ from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.network import Factor, Network, solve
 from tapestry.plan.strategy import footprints
 from tapestry.plan.topology import Topology, to_data, topology
+from tapestry.plan.whole_graph import batch_axes, batch_dim
 from tapestry.verify import certificate
 
 LARGE = 1 << 12  # cells; smaller weights are nobody's load
@@ -41,7 +41,7 @@ def variants(one: api.Compiled, topo: Topology, seed: int, folder: Path) -> dict
     graph = one.build.plan.graph
     problem = build(graph, topo, {}, {}, {})
     carried = batch_axes(graph)
-    batched = [_batch_dim(op, graph, carried) for op in graph.ops]
+    batched = [batch_dim(op, graph, carried) for op in graph.ops]
     out = {
         "batch": preferred(problem, lambda i, s: set(s.dims) == ({batched[i]} if batched[i] else {None})),
         "tensor": preferred(problem, lambda i, s: batched[i] not in s.dims and _cuts_weights(problem, i, s)),
@@ -78,44 +78,6 @@ def chosen(problem: Problem, more: Sequence[Factor]) -> Plan:
     solution = solve(Network(problem.sizes, [*problem.factors, *more]), SECONDS)
     picked = tuple(m.strategies[c] for m, c in zip(problem.menus, solution.choice, strict=True))
     return Plan(graph=problem.graph, mesh=problem.topo.mesh, strategies=picked)
-
-
-def batch_axes(graph: Graph) -> dict[str, int]:
-    """For every tensor that follows from the inputs, the axis that counts what axis 0 of the inputs counts (or axis 1, where
-    axis 0 of every input is 1 long): found by following projections."""
-    inputs = [t for t in graph.inputs if t not in graph.weights and graph.tensors[t].shape]
-    at = 0 if any(graph.tensors[t].shape[0] > 1 for t in inputs) else 1
-    long = max((graph.tensors[t].shape[at] for t in inputs if len(graph.tensors[t].shape) > at), default=1)
-    out = {t: at for t in inputs if graph.tensors[t].shape[at : at + 1] == (long,)}
-    for op in graph.ops:
-        dim = _batch_dim(op, graph, out)
-        names = [d.name for d in op.dims]
-        for k, t in enumerate(op.outs):
-            if dim is None or dim not in names:
-                continue
-            axis = names.index(dim) if isinstance(op, Block) else op.out_axes[k][names.index(dim)]
-            if axis is not None:
-                out[t] = axis
-    return out
-
-
-def _batch_dim(op: Op, graph: Graph, axes: Mapping[str, int]) -> str | None:
-    """The dimension of an operation that walks along the batch of what it reads."""
-    if not isinstance(op, Block):
-        found = (
-            d.name
-            for k, t in enumerate(op.ins)
-            if t in axes
-            for d, a in zip(op.dims, op.in_axes[k], strict=True)
-            if a == axes[t]
-        )
-        return next(found, None)
-    for r in op.reads:
-        e = r.index[axes[r.tensor]] if r.tensor in axes else Aff(())
-        names = [a for a, c in e.terms if isinstance(a, str) and op.ranges[a] > 1]
-        if len(e.terms) == 1 and names and names[0] in {d.name for d in op.dims}:
-            return names[0]
-    return None
 
 
 def _cuts_weights(problem: Problem, i: int, s: Strategy) -> bool:
