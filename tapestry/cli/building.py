@@ -85,15 +85,18 @@ def _analyze(args: argparse.Namespace) -> Outcome:
 def verify(args: argparse.Namespace) -> Outcome:
     """``tapestry verify``: re-check every law from the files alone."""
     from tapestry.saved_build import verify_build
+    from tapestry.viz.format import evidence_text
 
-    build, laws = verify_build(args.build)
+    build, laws, evidence = verify_build(args.build)
 
     def text() -> None:
         print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")
         for name, count in laws.items():
             print(f"  {name:18} {count:>10,}")
+        for row in evidence:
+            print(evidence_text(row))
 
-    return Outcome({"model": build.model, "passed": True, "laws": laws}, text)
+    return Outcome({"model": build.model, "passed": True, "laws": laws, "evidence": evidence}, text)
 
 
 def kernels(args: argparse.Namespace) -> Outcome:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.ir.graph import Block
-from tapestry.verify.model.cell_values import CellValues, UNIT
+from tapestry.verify.model.cell_values import UNIT, CellValues
 
 Array = np.ndarray[Any, Any]
 NEAR = 16.0  # roundings, of the value and of a typical one

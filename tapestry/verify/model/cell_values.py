@@ -138,9 +138,7 @@ class CellValues:
         each = max(1, math.prod(d.size for d in (*op.reduce, *op.inner_dims)))
         step = max(1, CHUNK // each)
         rows = [self._rows(op, points[k : k + step]) for k in range(0, max(len(points), 1), step)]
-        return [
-            (np.concatenate([r[k][0] for r in rows]), np.concatenate([r[k][1] for r in rows])) for k in range(len(op.outs))
-        ]
+        return [(np.concatenate([r[k][0] for r in rows]), np.concatenate([r[k][1] for r in rows])) for k in range(len(op.outs))]
 
     def _rows(self, op: Block, points: Array) -> list[tuple[Array, Array]]:
         n = len(op.dims)
@@ -149,10 +147,13 @@ class CellValues:
             made = self._expressions(op, op.body, env, [])
             return [(np.broadcast_to(v, len(points)).copy(), np.zeros(len(points))) for v in made]
         state, slack = self._reduced(op, points, n)
+        moves = [np.zeros(()) if e is None else e for e in slack]
         low, middle, high = (
-            self._expressions(op, op.then, env, [s + sign * e if e is not None else s for s, e in zip(state, slack, strict=True)])
+            self._expressions(
+                op, op.then, env, [s + sign * e if sign and e.ndim else s for s, e in zip(state, moves, strict=True)]
+            )
             for sign in (-1, 0, 1)
-        )  # fmt: skip
+        )
         out: list[tuple[Array, Array]] = []
         for a, b, c in zip(low, middle, high, strict=True):
             value = np.broadcast_to(b, len(points)).copy()
@@ -206,7 +207,7 @@ class CellValues:
         full = [extents[a] if a in axes else s for a, s in enumerate(value.shape)]
         moved = np.moveaxis(np.broadcast_to(value, full), tuple(axes), range(-len(axes), 0))
         kept = moved.shape[: -len(axes)]
-        (total,), _ = self._fold(monoid, (body.dtype,), [moved.reshape(math.prod(kept), -1)])
+        (total,), _ = self._fold(monoid, (body.dtype,), [moved.reshape(math.prod(kept), math.prod(moved.shape[-len(axes) :]))])
         return total.reshape([1 if a in axes else s for a, s in enumerate(full)])
 
     # merges
@@ -276,7 +277,9 @@ class CellValues:
         inside = [np.clip(i, 0, n - 1) for i, n in zip(index, shape, strict=True)]
         return np.where(valid, self.at(r.tensor, inside), other)
 
-    def _value(self, e: Expr, args: list[Array], state: list[Array], env: Mapping[str, Array], known: dict[int, Array]) -> Array:
+    def _value(
+        self, e: Expr, args: list[Array], state: list[Array], env: Mapping[str, Array], known: dict[int, Array]
+    ) -> Array:
         if isinstance(e, Arg):
             return args[e.pos]
         if isinstance(e, Acc | Let):

@@ -58,14 +58,18 @@ def weights(graph: Graph, model: ModelFile, read: Reader) -> int:
         stored, where = _stored(model, name), f"weight '{name}'"
         if stored is None:
             if ref.file:
-                raise LawError(LAW, "it is no initializer of the model", where=where, why=f"it is read from '{ref.name or ref.file}'")
+                raise LawError(
+                    LAW, "it is no initializer of the model", where=where, why=f"it is read from '{ref.name or ref.file}'"
+                )
             continue
         count += 1
         t = graph.tensors[name]
         said = (numpy_dtype(t.dtype), t.shape)
         own = (helper.tensor_dtype_to_np_dtype(stored.data_type), tuple(stored.dims))
         if said != own:
-            raise LawError(LAW, "it is not of the initializer's type", where=where, why=f"{said[0]}{list(said[1])}, {own[0]}{list(own[1])}")
+            raise LawError(
+                LAW, "it is not of the initializer's type", where=where, why=f"{said[0]}{list(said[1])}, {own[0]}{list(own[1])}"
+            )
         if ref.file:
             _same_place(ref, stored, name, where)
         elif not _equal(read(name), model.constant(name)):
@@ -111,7 +115,7 @@ def nodes_of(model: ModelFile) -> Iterator[NodeProto]:
         stack += [n for g in subgraphs(node) for n in g.node]
 
 
-def opaque_node(op: Opaque, model: ModelFile, opsets: dict[str, int]) -> NodeProto | None:
+def opaque_node(op: Opaque, model: ModelFile) -> NodeProto | None:
     """The model's node of an opaque operation, once attributes and opset have been held to it.
 
     It is the node that writes the operation's outputs, whatever the plan says that it came from. Of an operation whose outputs
@@ -119,7 +123,7 @@ def opaque_node(op: Opaque, model: ModelFile, opsets: dict[str, int]) -> NodePro
     some of other nodes, and their values alone are compared. Returns None there.
     """
     mine = NodeProto.FromString(op.node)
-    where = f"operation '{op.outs[0]}' ({op.kind})"
+    where, opsets = f"operation '{op.outs[0]}' ({op.kind})", dict(model.opsets)
     if mine.op_type != op.kind:
         raise LawError(LAW, "an opaque operation is another node", where=where, why=f"it runs {mine.op_type}")
     found = next((model.makers[o] for o in op.outs if o in model.makers), None)

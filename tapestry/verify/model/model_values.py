@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from tapestry.ir.graph import Opaque
@@ -106,7 +105,9 @@ class ReferenceValues:
         """A value once more, by the ONNX reference evaluator, from the nearest values that are kept; None if it cannot."""
         if name not in self._again:
             try:
-                self._again[name] = self._nodes([name], {n: v for n, v in self.values.items() if n != name}, independent=True)[name]
+                self._again[name] = self._nodes([name], {n: v for n, v in self.values.items() if n != name}, independent=True)[
+                    name
+                ]
             except Exception:  # no second opinion
                 self._again[name] = None
         return self._again[name]
@@ -117,7 +118,9 @@ class ReferenceValues:
         for node in _behind(self.model, names, values):
             ins = [*node.input, *outer_names(node)]
             arrays = [None if not i else values[i] if i in values else self.model.constant(i) for i in ins]
-            values.update(zip([o for o in node.output if o], run_node(node, self.model.opsets, arrays, independent), strict=True))
+            values.update(
+                zip([o for o in node.output if o], run_node(node, self.model.opsets, arrays, independent), strict=True)
+            )
         return {n: values[n] for n in names}
 
 
