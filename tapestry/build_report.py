@@ -89,12 +89,7 @@ def check(build: store.Build) -> int:
     if not report:
         return 0
     timed = simulate(build.plan, program, replace(topology, mesh=build.plan.mesh))
-    facts: dict[str, Any] = {
-        "ops": len(build.plan.graph.ops), "devices": program.devices,
-        "simulated_s": timed.total, "peak_bytes": list(peak_bytes(program)[0]), "memory_bytes": topology.device.memory,
-        "host_load_bytes": _host_bytes(program), "transfers": _transfers(program), "moves": list(build.moves),
-        "plan_sha256": plan_hash(build),
-    }  # fmt: skip
+    facts: dict[str, Any] = {"simulated_s": timed.total, **facts_of(build), "plan_sha256": plan_hash(build)}
     if build.memory != topology.device.memory:
         raise LawError("report", "the memory limit is not the topology's", why=f"{build.memory}, not {topology.device.memory}")
     for key, value in facts.items():
@@ -110,6 +105,16 @@ def check(build: store.Build) -> int:
         raise LawError("report", "bound and gap contradict the objective", where="the report", why=why)
     _requests(build)
     return len(facts) + 3
+
+
+def facts_of(build: store.Build) -> dict[str, Any]:
+    """What a report says that anyone can count in the plan."""
+    program = build.program
+    return {
+        "ops": len(build.plan.graph.ops), "devices": program.devices, "peak_bytes": list(peak_bytes(program)[0]),
+        "memory_bytes": build.memory, "host_load_bytes": _host_bytes(program), "transfers": _transfers(program),
+        "moves": list(build.moves),
+    }  # fmt: skip
 
 
 def _requests(build: store.Build) -> None:
@@ -138,19 +143,16 @@ def _host_bytes(program: Program) -> int:
 def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The plan in numbers."""
     priced, topology = runner.get("plan", PricedPlan), runner.get("topology", Topology)
-    graph, program, lifted = priced.plan.graph, priced.program, lifted_of(runner)
-    timed = simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh))
+    graph, lifted = priced.plan.graph, lifted_of(runner)
+    timed = simulate(priced.plan, priced.program, replace(topology, mesh=priced.plan.mesh))
     return {
         "plan_sha256": plan_hash(build),
-        "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": priced.distinct,
+        "model": str(lifted.model), "nodes": lifted.nodes, "signatures": priced.distinct, **facts_of(build),
         **_bounded(priced, runner.get("planned", Planned), runner.get("task", Task)),
-        "devices": program.devices, "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
+        "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
         "topology": {"name": topology.name, "measured": bool(topology.device.classes or topology.calls)},
         "simulated_s": timed.total, "overlap": timed.assumption,
-        "peak_bytes": list(build.peak_bytes), "memory_bytes": topology.device.memory,
-        "unsharded_peak_bytes": runner.get("peak_alone", int),
-        "host_load_bytes": _host_bytes(program),
-        "transfers": _transfers(program), "kernels": len(runner.values["kernels"]), "moves": list(build.moves),
+        "unsharded_peak_bytes": runner.get("peak_alone", int), "kernels": len(runner.values["kernels"]),
         "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
     }  # fmt: skip
 

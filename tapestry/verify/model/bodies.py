@@ -36,7 +36,7 @@ def check(op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: M
     ins = [n for n in (*node.input, *outer_names(node)) if n]
     theirs = {n: values[n] if n in values else model.constant(n) for n in ins}
     count = 0
-    for variant in _variants(node, theirs, np.random.default_rng(seed)):
+    for variant in _variants(node, theirs, {*op.inputs}, np.random.default_rng(seed)):
         expected = _expected(node, model, variant)
         if expected is None:
             continue
@@ -75,18 +75,23 @@ def _given(value: Any, graph: Graph, name: str) -> Any:
     return value
 
 
-def _variants(node: NodeProto, own: Mapping[str, Any], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """The node's own inputs, and others: conditions turned, counts of steps of 0 to 3, numbers drawn anew."""
-    flags = [n for n, a in own.items() if isinstance(a, np.ndarray) and a.dtype == bool and a.size == 1]
+def _variants(
+    node: NodeProto, own: Mapping[str, Any], open_: set[str], rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The node's own inputs, and others: conditions turned, counts of steps of 0 to 3, numbers drawn anew.
+
+    Only those of ``open_`` are varied: what the plan does not read any more was a constant, and is part of its body.
+    """
+    flags = [n for n, a in own.items() if n in open_ and isinstance(a, np.ndarray) and a.dtype == bool and a.size == 1]
     yield dict(own)
     for n in flags:
         yield {**own, n: ~own[n]}
-    if node.op_type == "Loop" and node.input[0]:
+    if node.op_type == "Loop" and node.input[0] in open_:
         count = own[node.input[0]]
         for steps in (1, 3, 2):
             yield {**own, node.input[0]: np.full_like(count, steps), **{n: np.ones_like(own[n]) for n in flags}}
     for k in range(TRIALS):
-        drawn = {n: _drawn(a, rng) for n, a in own.items()}
+        drawn = {n: _drawn(a, rng) if n in open_ else a for n, a in own.items()}
         yield {**drawn, **{n: own[n] if k % 2 else ~own[n] for n in flags}} | _count(node, own)
 
 
