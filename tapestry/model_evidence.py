@@ -18,7 +18,7 @@ from tapestry.lift.file.structure import file_bytes, load
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.normalize.opset_upgrade import upgrade
 from tapestry.runtime.feeds import random_feeds
-from tapestry.verify.model import model_laws
+from tapestry.verify.model import model_laws, second_opinion
 from tapestry.verify.model.model_values import ModelFile
 
 Array = np.ndarray[Any, Any]
@@ -91,6 +91,26 @@ def _by_value(graph: Graph, file: ModelFile, read: Any, special: bool) -> tuple[
         return compared.counts, compared.evidence()
     done = model_laws.facts(graph, file, read)
     return done, _nothing(f"{why or 'no values for its inputs'}: operations not compared by value") | {"counts": dict(done)}
+
+
+def second_opinions(
+    graph: Graph, model: Path, constants: Mapping[str, bytes], feeds: Mapping[str, Any], reference: str
+) -> dict[str, Any]:
+    """Opaque nodes that a run and its reference give to one library, asked of another (`verify.model.second_opinion`)."""
+    proto = load(model)
+    upgrade(proto)
+    held = arrays(graph, constants)
+
+    def read(name: str) -> Array:
+        return read_weight(model, graph.weights[name], graph.tensors[name], constants=held)
+
+    return second_opinion.second_opinions(graph, ModelFile(proto, model.parent), feeds, read, reference)
+
+
+def arrays(graph: Graph, constants: Mapping[str, bytes]) -> dict[str, Array]:
+    """The derived constants of a graph, from their bytes."""
+    tensors = graph.tensors
+    return {t: np.frombuffer(b, numpy_dtype(tensors[t].dtype)).reshape(tensors[t].shape) for t, b in constants.items()}
 
 
 def _nothing(why: str) -> Evidence:

@@ -63,7 +63,8 @@ def attempt(good: Path, edit: graph_edits.Edit, seed: str) -> tuple[str, str]:
     """What refused an edit and what it said; ("", "") where nothing did, ("none", "") where there is no place for it."""
     with tempfile.TemporaryDirectory() as name:
         e = graph_edits.load(good, random.Random(seed))
-        if not edit(e):
+        before = e.graph
+        if not edit(e) or not graph_edits.alters(before, e.graph):
             return "none", ""
         try:
             graph_edits.save(e, Path(name) / "b")

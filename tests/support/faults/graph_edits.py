@@ -6,6 +6,7 @@ as one who wants to deceive would. An edit returns False where a build has no pl
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,10 +23,13 @@ from tapestry.ir.expr import Call, Const, Expr, distinct, rewrite
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Read, map_exprs
 from tapestry.ir.index import Aff, Floor, Mod, const
 from tapestry.ir.program import Transfer, peak_bytes
-from tapestry.ir.types import Weight, numpy_dtype
+from tapestry.ir.types import Tensor, Weight, numpy_dtype
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.simulate import simulate
 from tapestry.plan.topology import from_data
+from tapestry.verify import interp
+
+MOST = 1 << 21  # index points of an operation that is tried
 
 
 @dataclass(slots=True)
@@ -89,6 +93,32 @@ def save(e: Edited, folder: Path) -> None:
     kernels = kernel_sources.triton_sources(build.plan.graph, build.program, build.target, build.precision, build.knobs)
     held = {t: e.constants[t] for t in build.constants}
     store.write(folder, build, held, kernels, {"ssa": 1})
+
+
+def alters(before: Graph, after: Graph) -> bool:
+    """Whether an operation that was changed gives anything else on random numbers; true where that cannot be told.
+
+    A number times 0, or a value that a ``where`` never takes, may be edited without another function coming of it.
+    """
+    pairs = [(a, b) for a, b in zip(before.ops, after.ops, strict=True) if a != b]
+    if (before.weights, before.inputs, before.outputs) != (after.weights, after.inputs, after.outputs) or not pairs:
+        return True
+    if any(not isinstance(x, Block) or math.prod(d.size for d in x.space) > MOST for pair in pairs for x in pair):
+        return True
+    rng = np.random.default_rng(0)
+    for pair in pairs:
+        feeds = {t: _numbers(before.tensors[t], rng) for x in pair for t in x.inputs}
+        one, two = (
+            interp.run(Graph(name="", tensors=before.tensors, ops=(x,), inputs=x.inputs, outputs=x.outs), feeds) for x in pair
+        )
+        if one.keys() != two.keys() or any(not np.array_equal(one[t], two[t], equal_nan=one[t].dtype.kind == "f") for t in one):
+            return True
+    return False
+
+
+def _numbers(t: Tensor, rng: np.random.Generator) -> np.ndarray:
+    whole = numpy_dtype(t.dtype).kind in "iub"
+    return (rng.integers(0, 4, t.shape) if whole else rng.standard_normal(t.shape)).astype(numpy_dtype(t.dtype))
 
 
 # places
@@ -200,6 +230,7 @@ def arguments_exchanged(e: Edited) -> bool:
     """The two arguments of a difference or a quotient."""
     for i, op in blocks(e):
         calls = [x for x in distinct((*op.point, *op.then)) if isinstance(x, Call) and x.fn in ("sub", "div", "pow")]
+        calls = [x for x in calls if x.args[0] != x.args[1]]
         if calls:
             x = e.rng.choice(calls)
             return e.op(i, put_call(op, x, Call(x.fn, x.args[::-1], x.dtype)))
