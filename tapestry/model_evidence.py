@@ -17,6 +17,7 @@ from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.lift.file.structure import file_bytes, load
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.normalize.opset_upgrade import upgrade
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify.model import model_laws, second_opinion
 from tapestry.verify.model.model_values import ModelFile
@@ -126,8 +127,8 @@ def _feeds(graph: Graph) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
 
     def small(a: Any, most: int) -> Any:
-        whole = isinstance(a, np.ndarray) and a.dtype.kind in "iu"
-        return rng.integers(0, most + 1, a.shape).astype(a.dtype) if whole else a
+        given: Array | None = a if is_array(a) and a.dtype.kind in "iu" else None
+        return a if given is None else rng.integers(0, most + 1, given.shape).astype(given.dtype)
 
     return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
 

@@ -76,7 +76,12 @@ def _compared(op: Block, name: str, size: int) -> list[int]:
     for x in distinct((*op.point, *op.then)):
         if isinstance(x, Call) and len(x.args) == 2 and x.dtype == "bool":
             place, number = sorted(x.args, key=lambda a: isinstance(a, Const))
-            if isinstance(place, Index) and isinstance(number, Const) and dims_of(place.aff) == {name} and place.aff.coef(name):
+            if (
+                isinstance(place, Index)
+                and isinstance(number, Const)
+                and dims_of(place.aff) == frozenset({name})
+                and place.aff.coef(name)
+            ):
                 at = (int(number.value) - place.aff.const) // place.aff.coef(name)
                 found.update((at, at - 1, at + 1))
     return sorted(v for v in found if 0 <= v < size)

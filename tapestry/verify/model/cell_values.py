@@ -302,6 +302,8 @@ class CellValues:
         dtype = numpy_dtype(e.dtype, self.wide)
         if e.fn == "cast":
             out = cast_array(operands[0], dtype)
+            if self.wide and UNIT.get(e.dtype, 0.0) > UNIT["f32"]:  # what is made short is made short
+                out = out.astype(numpy_dtype(e.dtype)).astype(dtype)
             self.whole_numbers |= dtype.kind in "iu" and e.args[0].dtype in FLOATS
         else:
             out = np.asarray(NUMPY[e.fn](*operands)).astype(dtype, copy=False)

@@ -22,6 +22,7 @@ from tapestry.ir.laws import where
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import FLOATS, STORED, numpy_dtype
 from tapestry.onnx_eval.opaque_node import RANDOM, HostValue
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.interp import opaque
 from tapestry.verify.model import bodies, model_facts
 from tapestry.verify.model.cell_sample import cells
@@ -151,7 +152,7 @@ def _types(c: _Check) -> None:
     """Tensors that the model has are of its type and shape."""
     for name, value in c.run.values.items():
         t = c.graph.tensors.get(name)
-        if t is None or t.on_host or not isinstance(value, np.ndarray):
+        if t is None or t.on_host or not is_array(value):
             continue
         if t.dtype in STORED and value.dtype == np.uint8:  # as onnxruntime gives elements that numpy does not have
             value = c.run.values[name] = value.view(numpy_dtype(t.dtype))
@@ -220,7 +221,7 @@ def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array]
         c.compared.counts["NaN differs"] += int(odd.sum())
         bad = bad[~odd]
     other = c.run.again(name)
-    if isinstance(other, np.ndarray) and other.shape == c.graph.tensors[name].shape:
+    if is_array(other) and other.shape == c.graph.tensors[name].shape:
         there = other[tuple(points[bad].T)].reshape(len(bad))
         agrees = same(made[0][bad], made[1][bad], there, dtype, unit)
         agrees |= explained(c.values, op, k, points[bad], there, dtype, number)
@@ -287,7 +288,7 @@ def _base(c: _Check, name: str) -> Array | None:
     while "." in name:
         name = name.rpartition(".")[0]
         value = c.run.values.get(name)
-        if isinstance(value, np.ndarray):
+        if is_array(value):
             return value
     return None
 
@@ -334,7 +335,7 @@ def _cut(op: Opaque, d: Dim) -> Opaque:
 def _node_values(c: _Check, op: Opaque, named: list[str], values: Mapping[str, Any], drawn: bool) -> None:
     made = dict(zip(op.outs, opaque(op, c.graph, values, wide=False), strict=True))
     for t in named:
-        if drawn and isinstance(made[t], np.ndarray) and made[t].dtype.kind in "fiub":
+        if drawn and is_array(made[t]) and made[t].dtype.kind in "fiub":
             _drawn_alike(np.asarray(c.run.values[t]).reshape(-1), made[t], t, op)
         elif not drawn and not bodies.alike(made[t], c.run.values[t]) and not bodies.alike(made[t], c.run.again(t)):
             raise LawError(

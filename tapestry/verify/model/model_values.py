@@ -21,7 +21,12 @@ from tapestry.onnx_eval import opaque_node
 
 Array = np.ndarray[Any, Any]
 TYPED = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type", "output_datatype"})  # attributes
-FLOAT_NAMES = {TensorProto.DOUBLE: "f64", TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16"}
+FLOAT_NAMES: dict[int, str] = {
+    TensorProto.DOUBLE: "f64",
+    TensorProto.FLOAT: "f32",
+    TensorProto.FLOAT16: "f16",
+    TensorProto.BFLOAT16: "bf16",
+}
 
 
 @dataclass(slots=True, eq=False)

@@ -82,8 +82,8 @@ def one_row_zeroed(e: Edited) -> bool:
 
 
 @later
-def one_cell_doubled(e: Edited) -> bool:
-    """One cell, anywhere, is twice what it is."""
+def one_cell_moved(e: Edited) -> bool:
+    """One cell, anywhere, is a half more than it is."""
 
     def change(op: Block, x: Expr) -> Expr | None:
         tests = [call("eq", Index(dim(d.name)), number(e.rng.randrange(d.size), "i64")) for d in op.dims]
@@ -92,7 +92,7 @@ def one_cell_doubled(e: Edited) -> bool:
         at = tests[0]
         for t in tests[1:]:
             at = call("and", at, t)
-        return call("where", at, call("mul", x, number(2, "f32")), x)
+        return call("where", at, call("add", x, number(0.5, "f32")), x)
 
     return result_changed(e, change)
 
