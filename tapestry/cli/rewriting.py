@@ -16,7 +16,8 @@ def opt(args: argparse.Namespace) -> Outcome:
     from tapestry.ir.syntax.parser import parse
     from tapestry.ir.syntax.printer import to_text
     from tapestry.rewrites import load_rules
-    from tapestry.rewrites.core.rule import apply_moves, parse_move
+    from tapestry.rewrites.core.applied import apply_moves
+    from tapestry.rewrites.core.rule import parse_move
 
     for path in args.rules:
         load_rules(path)

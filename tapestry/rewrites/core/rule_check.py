@@ -21,7 +21,8 @@ from tapestry.ir.kernel import whole
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import FLOATS, numpy_dtype
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, apply_moves, parse_move
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move
 from tapestry.verify import interp
 
 Array = np.ndarray[Any, Any]

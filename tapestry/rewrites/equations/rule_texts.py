@@ -24,6 +24,7 @@ def equation(text: RuleText, module: str = __name__) -> type[Equation]:
         name = text.name
         phase = text.phase
         rule = text
+        exact = text.exact
 
         @property
         def doc(self) -> str:

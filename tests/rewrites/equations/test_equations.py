@@ -7,8 +7,9 @@ from tapestry.errors import LawError, TapestryError, TextError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import rules_of
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, apply_moves, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
 from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.instances import prove
