@@ -46,19 +46,19 @@ class Change:
 
         Where the two read different tensors, those are followed further back until they are the same, if they ever are.
         """
-        kept = dict[str, Op]()
-        first = self._pair(old, new, kept, cuts)
-        found = first
+        kept, cuts = dict[str, Op](), {*cuts}
+        first = found = self._pair(old, new, kept, cuts)
         place = {t: k for k, op in enumerate(self.step.before.ops) for t in op.outs}
         for _ in range(MOST_KEPT):
             one, other = ({*g.inputs} for g in found)
             if one == other:
                 return found
-            apart = [t for t in one ^ other if t in self.kept] or [t for t in one | other if t in self.kept and t not in cuts]
+            apart = [t for t in one ^ other if t in place] or [t for t in one | other if t in place]
             if not apart:
                 break
-            op = self.kept[max(apart, key=lambda t: place[t])]
-            kept |= dict.fromkeys(op.outs, op)
+            t = max(apart, key=lambda t: place[t])
+            cuts.discard(t)
+            kept |= dict.fromkeys(self.kept[t].outs, self.kept[t]) if t in self.kept else {}
             found = self._pair(old, new, kept, cuts)
         return first
 
