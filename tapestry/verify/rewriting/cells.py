@@ -47,7 +47,7 @@ class Cells:
     wide: bool
     most: int
     points: int = 0
-    asked: dict[str, Array] = field(default_factory=dict[str, Array])
+    asked: dict[str, list[Array]] = field(default_factory=dict[str, list[Array]])
 
     def __post_init__(self) -> None:
         self.makers = {t: op for op in self.graph.ops for t in op.outs}
@@ -61,7 +61,7 @@ class Cells:
         t = self.graph.tensors[tensor]
         op = self.makers.get(tensor)
         if op is None:
-            self.asked[tensor] = np.union1d(self.asked.get(tensor, np.zeros(0, np.int64)), flat)
+            self.asked.setdefault(tensor, []).append(flat)
             return self.draw.values(t, self.order[tensor], flat).astype(numpy_dtype(t.dtype, self.wide))
         if not isinstance(op, Block):
             raise TooMuch

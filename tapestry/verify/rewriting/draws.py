@@ -29,13 +29,13 @@ class Draw:
     Attributes:
         numbers: constants of the region, for ``range``.
         most: the greatest extent in the region: integers may be places.
-        poke: tensor to (its cells, the value that they get).
+        poke: tensor to (some of its cells, the value that each gets).
     """
 
     kind: str
     numbers: Sequence[float] = ()
     most: int = 8
-    poke: Mapping[str, tuple[Array, float]] = field(default_factory=dict[str, tuple[Array, float]])
+    poke: Mapping[str, tuple[Array, Array]] = field(default_factory=dict[str, tuple[Array, Array]])
 
     def values(self, t: Tensor, ordinal: int, flat: Array) -> Array:
         """Values of some cells (row-major positions), in the tensor's dtype."""
@@ -53,8 +53,10 @@ class Draw:
     def _poked(self, t: Tensor, flat: Array, out: Array) -> Array:
         if t.name not in self.poke:
             return out
-        cells, value = self.poke[t.name]
-        return np.where(np.isin(flat, cells), np.asarray(value).astype(out.dtype), out)
+        out = out.copy()
+        for cell, value in zip(*self.poke[t.name], strict=True):
+            out[flat == cell] = value
+        return out
 
     def _floats(self, bits: Array) -> Array:
         if self.kind == "dense":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tapestry.ir.graph import Block, Graph, Op, Rewrite
 from tapestry.ir.syntax.printer import to_text
@@ -12,7 +14,7 @@ from tapestry.ir.types import Tensor
 MOST_KEPT = 32  # operations that a rewrite leaves as they are, taken in to see that two of their results are one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Change:
     """A rewrite taken apart.
 
@@ -23,10 +25,16 @@ class Change:
     """
 
     step: Rewrite
-    gone: Mapping[str, Op]
-    come: Mapping[str, Op]
-    kept: Mapping[str, Op]
+    gone: dict[str, Op]
+    come: dict[str, Op]
+    kept: dict[str, Op]
     needed: frozenset[str]
+
+    @cached_property
+    def places(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Where in the two graphs each tensor is made."""
+        before, after = ({t: k for k, op in enumerate(g.ops) for t in op.outs} for g in (self.step.before, self.step.after))
+        return before, after
 
     @classmethod
     def of(cls, step: Rewrite) -> Change:
@@ -48,7 +56,7 @@ class Change:
         """
         kept, cuts = dict[str, Op](), {*cuts}
         first = found = self._pair(old, new, kept, cuts)
-        place = {t: k for k, op in enumerate(self.step.before.ops) for t in op.outs}
+        place = self.places[0]
         for _ in range(MOST_KEPT):
             one, other = ({*g.inputs} for g in found)
             if one == other:
@@ -62,14 +70,14 @@ class Change:
             found = self._pair(old, new, kept, cuts)
         return first
 
-    def _pair(self, old: str, new: str, kept: Mapping[str, Op], cuts: Collection[str]) -> tuple[Graph, Graph]:
+    def _pair(self, old: str, new: str, kept: dict[str, Op], cuts: Collection[str]) -> tuple[Graph, Graph]:
         return (
-            _cone(self.step.before, {**kept, **self.gone}, old, cuts),
-            _cone(self.step.after, {**kept, **self.come}, new, cuts),
+            _cone(self.step.before, ChainMap(kept, self.gone), self.places[0], old, cuts),
+            _cone(self.step.after, ChainMap(kept, self.come), self.places[1], new, cuts),
         )
 
 
-def _cone(graph: Graph, makers: Mapping[str, Op], target: str, cuts: Collection[str]) -> Graph:
+def _cone(graph: Graph, makers: Mapping[str, Op], place: Mapping[str, int], target: str, cuts: Collection[str]) -> Graph:
     found, ops, stack = set[str](), dict[str, Op](), [target]
     while stack:
         t = stack.pop()
@@ -78,7 +86,6 @@ def _cone(graph: Graph, makers: Mapping[str, Op], target: str, cuts: Collection[
             ops[op.outs[0]] = op
             stack += op.inputs
         found.add(t)
-    place = {op.outs[0]: k for k, op in enumerate(graph.ops) if op.outs[0] in ops}
     chosen = tuple(ops[t] for t in sorted(ops, key=lambda t: place[t]))
     made = {t for op in chosen for t in op.outs}
     inputs = tuple(dict.fromkeys(t for op in chosen for t in op.inputs if t not in made)) if chosen else (target,)

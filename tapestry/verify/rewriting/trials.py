@@ -28,6 +28,7 @@ from tapestry.verify.rewriting.draws import Draw
 from tapestry.verify.rewriting.footprints import Difference
 
 Array = np.ndarray[Any, Any]
+Asked = Mapping[str, list[Array]]
 ALL, SOME = 256, 48  # output cells: of so many all are compared, of more these many
 MOST = 400_000  # points that one side may compute for one draw
 WIDE, RANGE = 1e-9, 1e-6  # of float64: rules may reassociate, not approximate; great values cancel more
@@ -87,29 +88,31 @@ class Trial:
         self._native()
         for t, cells in asked.items():
             if self.types[t].dtype in FLOATS and len(cells):
-                self._poked(t, cells[[len(cells) // 3, -1]])
+                self._poked(t, cells, "bool" in kinds)
 
     def _fewer(self) -> Mapping[str, Array]:
         """Compare plain values, at fewer cells where that is too much; returns the cells of each input that were read."""
         while True:
             try:
-                return self._same(Draw("exact", most=self.most))
+                asked = self._same(Draw("exact", most=self.most))
             except TooMuch:
                 if len(self.points) <= 2:
                     raise
-                self.points = self.points[:: -(-len(self.points) * 2 // len(self.points))][: max(2, len(self.points) // 4)]
+                self.points = self.points[: max(2, len(self.points) // 4)]
+            else:
+                return {t: np.unique(np.concatenate(parts)) for t, parts in asked.items()}
 
-    def _values(self, draw: Draw, wide: bool = True, points: Array | None = None) -> tuple[Array, Array, dict[str, Array]]:
+    def _values(self, draw: Draw, wide: bool = True, points: Array | None = None) -> tuple[Array, Array, Asked]:
         at = self.points if points is None else points
-        found, asked = list[Array](), dict[str, Array]()
+        found, asked = list[Array](), dict[str, list[Array]]()
         for graph in (self.before, self.after):
             cells = Cells(graph, self.order, draw, wide, MOST)
             found.append(cells.at(graph.outputs[0], at))
-            for t, a in cells.asked.items():
-                asked[t] = np.union1d(asked.get(t, a), a)
+            for t, parts in cells.asked.items():
+                asked.setdefault(t, []).extend(parts)
         return found[0], found[1], asked
 
-    def _same(self, draw: Draw) -> Mapping[str, Array]:
+    def _same(self, draw: Draw) -> Asked:
         want, got, asked = self._values(draw)
         self._refuse(wrong(want, got, WIDE), want, got, "")
         return asked
@@ -139,21 +142,28 @@ class Trial:
             wide = np.asarray(want, np.float64), np.asarray(got, np.float64)
             self._refuse(wrong(*wide, NATIVE[self.out.dtype]), want, got, " (rounded as its types say)")
 
-    def _poked(self, tensor: str, cells: Array) -> None:
-        """NaN, then infinities, in two cells of an input."""
-        for value in (np.nan, np.inf, -np.inf):
-            draw = Draw("exact", most=self.most, poke={tensor: (cells, value)})
-            want, got, _ = self._values(draw)
-            bad = wrong(want, got, WIDE)
-            if not bad.any():
-                continue
-            place = (
-                tuple(map(int, np.unravel_index(int(cells[-1]), self.types[tensor].shape))) if self.types[tensor].shape else ()
-            )
-            if np.isnan(value) or self.exact:
-                self._refuse(bad, want, got, f" (with {value} in '{tensor}', at {place} among others)")
+    def _poked(self, tensor: str, cells: Array, bools: bool) -> None:
+        """NaN in two cells of an input, and in more of them, under masks of all kinds; then both infinities."""
+        some = cells[[len(cells) // 3, -1]]
+        many = cells[np.linspace(0, len(cells) - 1, max(1, min(len(cells), len(self.points)) // 3)).astype(int)]
+        for kind, poked in (("exact", some), ("exact", many), ("off", some), ("on", some)):
+            if kind == "exact" or bools:
+                want, got, _ = self._values(self._with(kind, tensor, poked, np.full(len(poked), np.nan)))
+                self._refuse(wrong(want, got, WIDE), want, got, f" (with nan in '{tensor}', at {self._place(tensor, poked)})")
+        want, got, _ = self._values(self._with("exact", tensor, some, np.array([np.inf, -np.inf])))
+        bad = wrong(want, got, WIDE)
+        if bad.any() and self.exact:
+            self._refuse(bad, want, got, f" (with -inf in '{tensor}', at {self._place(tensor, some)})")
+        if bad.any():
             self.notes.append(f"other results of infinities in '{tensor}'")
-            return
+
+    def _with(self, kind: str, tensor: str, cells: Array, values: Array) -> Draw:
+        return Draw(kind, most=self.most, poke={tensor: (cells, values)})
+
+    def _place(self, tensor: str, cells: Array) -> str:
+        shape = self.types[tensor].shape
+        place = tuple(map(int, np.unravel_index(int(cells[-1]), shape))) if shape else ()
+        return f"{place} among others" if len(cells) > 1 else str(place)
 
     def _refuse(self, bad: Array, want: Array, got: Array, how: str) -> None:
         if not bad.any():
@@ -172,7 +182,7 @@ class Trial:
         read = np.array([np.ravel_multi_index(d.read, t.shape) if t.shape else 0])
         at = np.array([np.ravel_multi_index(d.cell, self.out.shape) if self.out.shape else 0])
         for value, kind in itertools.product((np.nan,) if t.dtype in FLOATS else (0, 1, 3), ("exact", "on", "off", "positive")):
-            draw = Draw(kind, most=self.most, poke={d.source: (read, value)})
+            draw = self._with(kind, d.source, read, np.array([value]))
             want, got, _ = self._values(draw, points=at)
             if wrong(want, got, WIDE).any():
                 why = f"cell {d.cell} reads cell {d.read}: with {value} there {want[0]} became {got[0]}"
