@@ -38,7 +38,7 @@ from tapestry.plan.solver.budget import Budget, Found
 from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import Topology, shared
 from tapestry.rewrites.core import driver
-from tapestry.rewrites.core.rule import Move, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, parse_move
 from tapestry.sharding.annotations import Annotations, Given, constraints, staged
 from tapestry.verify import certificate
 from tapestry.verify.rewriting import rewrite_log
@@ -110,9 +110,13 @@ def lift_whole(source: ModelSource, symbols: Symbols, also_whole: bool, seed: in
     return onnx_to_graph.lift_nodes(copy, symbols, onnx_to_graph.normalize(copy, symbols, False), False, seed)
 
 
-def simplify(lifted: Lifted, annotations: Annotations | None) -> Graph:
-    """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart."""
-    return lifted.graph if annotations and not staged(annotations) else driver.simplify(lifted.graph)
+def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool) -> Graph:
+    """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart. An exact
+    plan leaves out users' rules that may change rounding."""
+    if annotations and not staged(annotations):
+        return lifted.graph
+    loose = frozenset(r.name for r in RULES.values() if not r.built_in and not r.exact)
+    return driver.simplify(lifted.graph, disabled=loose if exact else frozenset())
 
 
 def constrain(

@@ -41,7 +41,7 @@ PASSES = (
     Pass("lift",     lift.normalize,                      "source symbols unroll_steps",            "prepared"),
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
-    Pass("simplify", passes.simplify,                     "lifted annotations",                     "graph"),
+    Pass("simplify", passes.simplify,                     "lifted annotations exact",               "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
                                                           "layouts pins exact",                     "graph constraints"),
     Pass("search",   passes.resume,                       "lifted whole graph constraints earlier", "graph constraints start"),
