@@ -11,7 +11,7 @@ from tapestry.codegen.unfused import unfused
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.lift import Lifted
 from tapestry.pass_runner import Runner
-from tapestry.passes import Constraints, model_hash, search_of
+from tapestry.passes import Constraints, Rewrites, model_hash, search_of
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.search_passes import Planned
@@ -88,6 +88,7 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
         "host_load_bytes": sum(int(device_bytes(b).sum()) for b in loads),
         "transfers": _transfers(program), "kernels": len(runner.values["kernels"]), "moves": list(build.moves),
         "certificate": {"passed": True, "laws": dict(runner.values["laws"])},
+        "rewrites": {"steps": runner.get("rewrites", Rewrites).steps, "shown": dict(runner.get("rewrites", Rewrites).shown)},
         "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
     }  # fmt: skip
 

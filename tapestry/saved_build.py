@@ -10,9 +10,11 @@ from typing import Any
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError
+from tapestry.ir.graph import Graph
 from tapestry.lift.model_references import check_references
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
+from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
 
 
 def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
@@ -38,6 +40,16 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
             )
     laws["kernels"] = len(emitted)
     return build, laws
+
+
+def replay_rewrites(folder: Path, graph: Graph) -> Replayed | None:
+    """The rewrites that a build's log has, undone from the plan's graph and proved one by one; ``None`` without a log.
+
+    Raises:
+        BuildError: the log does not read; LawError: it is not of this graph, or a rewrite changes what is computed.
+    """
+    log = folder / store.REWRITES
+    return replay(read(log.read_bytes(), str(log)), graph) if log.is_file() else None
 
 
 def _differs(written: Mapping[str, bytes], name: str, source: str) -> str:
