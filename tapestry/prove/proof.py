@@ -6,15 +6,14 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from tapestry.errors import TapestryError
-from tapestry.ir.graph import Graph, Opaque
+from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import const, dim
 from tapestry.prove.collectives import Collective, results
 from tapestry.prove.lifted_values import block_values, opaque_values
 from tapestry.prove.placement import said, starts_in_order
-from tapestry.prove.rank_leaves import Leaves
+from tapestry.prove.rank_leaves import Leaves, here
 from tapestry.prove.rank_programs import OneFile, Program
 from tapestry.prove.values import Miss, Ref, Table, Value, same
 
@@ -90,21 +89,26 @@ def _model_values(table: Table, leaves: Leaves, graph: Graph) -> Values:
     for op in graph.ops:
         table.tensor = op.outs[0]
         _add(table, op, graph, values)
+        for t in op.outs:
+            if isinstance(v := values.get(t), Ref):
+                table.axes.setdefault(v.node, tuple(map(str, v.index)))
     return values
 
 
-def _add(table: Table, op: Any, graph: Graph, values: Values) -> None:
+def _add(table: Table, op: Op, graph: Graph, values: Values) -> None:
     """The results of an operation, each a value; what stays on the host is no value."""
     if any(t not in values for t in op.inputs):
         return
-    found = opaque_values(table, op, values.__getitem__, graph.tensors) if isinstance(op, Opaque) else block_values(table, op, values.__getitem__, graph.tensors)
-    if found is None:  # a function of its own, of what it reads
-        found = [Ref(table.leaf(f"{t} of rank {table.rank}", len(graph.tensors[t].shape), graph.tensors[t].dtype), tuple(
-            dim(f"y{k}") if n != 1 else const(0) for k, n in enumerate(graph.tensors[t].shape))) for t in op.outs if not graph.tensors[t].on_host]
-        if len(found) < len(op.outs):
+    if isinstance(op, Block):
+        found = block_values(table, op, values.__getitem__, graph.tensors)
+    else:
+        found = opaque_values(table, op, values.__getitem__, graph.tensors)
+    if found is None:  # nothing is known of it but that it is there
+        outs = [graph.tensors[t] for t in op.outs]
+        if any(t.on_host for t in outs):
             return
-    for name, v in zip(op.outs, found, strict=True):
-        values[name] = v
+        found = [Ref(table.leaf(f"{t.name} of rank {table.rank}", len(t.shape), t.dtype), tuple(here(t.shape))) for t in outs]
+    values.update(zip(op.outs, found, strict=True))
 
 
 class _Ranks:

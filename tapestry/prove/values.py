@@ -78,6 +78,7 @@ class Table:
         building: whether what is added is the model's.
         rank, tensor: whose value is computed now, for messages.
         misses: where arguments agree in what they are and not in where they are read.
+        axes: for nodes of the model's tensors, what each slot is there: ``y2`` is the tensor's axis 2.
     """
 
     nodes: list[Node] = field(default_factory=list[Node])
@@ -86,6 +87,7 @@ class Table:
     rank: int = -1
     tensor: str = ""
     misses: list[Miss] = field(default_factory=list[Miss])
+    axes: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     partial: dict[int, bool] = field(default_factory=dict[int, bool])
 
     def add(self, key: Any, node: Node) -> int:
@@ -165,13 +167,17 @@ class Table:
         first = next(a for a in node.args if isinstance(a, Ref) and any(str(e) == slot for e in a.index))
         assert isinstance(arg, Ref)
         point = differ(there, here, ranges)
-        names = self.origin(first.node), self.origin(arg.node)
-        axes = [next(k for k, e in enumerate(a.index) if str(e) == slot) for a in (first, arg)]
-        x, y = (int(evaluated(e, point)) for e in (there, here))
-        self.miss(
-            f"{cell(point)} reads {names[1]} at place {y} of axis {axes[1]}, with {names[0]} at place {x} of axis {axes[0]}; "
-            f"the model reads both at one place", node.origin,
-        )  # fmt: skip
+        names = [
+            self.line(a.node, next(k for k, e in enumerate(a.index) if str(e) == slot), evaluated(e, point))
+            for a, e in ((arg, here), (first, there))
+        ]
+        self.miss(f"{cell(point)} reads {names[0]} together with {names[1]}; the model reads both at one place", node.origin)
+
+    def line(self, at: int, slot: int, place: int) -> str:
+        """A place of a node's slot, as a person says it: row 3 of x."""
+        known = self.axes.get(at, tuple(f"y{k}" for k in range(self.nodes[at].slots)) if self.nodes[at].kind == "leaf" else ())
+        axis = known[slot][1:] if slot < len(known) and known[slot][:1] == "y" and known[slot][1:].isdigit() else ""
+        return f"{self.origin(at)} at {place} of axis {axis}" if axis else f"{self.origin(at)} at place {place}"
 
     def miss(self, text: str, origin: str) -> None:
         """Remember where a program is not what the model is."""

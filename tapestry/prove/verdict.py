@@ -10,7 +10,7 @@ from typing import Any
 from tapestry.lift.file.symbols import Given
 from tapestry.prove.proof import Comparison, compare
 from tapestry.prove.rank_programs import OneFile, Program, read_file, read_program
-from tapestry.prove.values import Ref
+from tapestry.prove.values import Ref, Table
 from tapestry.prove.witness import Difference, difference
 
 PROVED, REFUTED, UNDECIDED = "proved", "refuted", "undecided"
@@ -134,8 +134,23 @@ def _where(found: Comparison, program: Program) -> str:
     if first is not None:
         return f"rank {first.rank}, '{first.tensor}' (the model's '{first.origin}'): {first.text}"
     table = found.table
-    for op in program.ranks[rank].graph.ops:
+    file = program.ranks[rank]
+    sums = [found.ranks[rank].get(c.source) for c in file.collectives]  # partial states are on their way to a collective
+    for op in file.graph.ops:
         v = found.ranks[rank].get(op.outs[0])
-        if isinstance(v, Ref) and not table.nodes[v.node].model and not table.has_part(v.node):
-            return f"the first value of rank {rank} that the model does not compute is '{op.outs[0]}'"
+        if isinstance(v, Ref) and not table.nodes[v.node].model and table.nodes[v.node].kind != "part" and v not in sums:
+            first = f"the first value of rank {rank} that the model does not compute is '{op.outs[0]}'"
+            part = _part(table, v.node)
+            return first if part is None else f"{first}, of '{part[0]}' merged over {part[1]} alone"
     return f"rank {rank} returns another of the model's values"
+
+
+def _part(table: Table, at: int) -> tuple[str, str] | None:
+    """The partial reduction that a node is made of: its name in the model, and which of its points."""
+    node = table.nodes[at]
+    if node.kind == "part":
+        base, domain = node.label
+        sizes = " x ".join(map(str, table.nodes[base].bound))
+        return node.origin, f"points {domain.text()} of {sizes}"
+    inside = (_part(table, a.node) for a in node.args if isinstance(a, Ref) and not table.nodes[a.node].model)
+    return next((p for p in inside if p is not None), None)

@@ -56,8 +56,10 @@ class Writer:
     style: Style
     rank: int
     seed: int = 0
+    data: bool = True
     nodes: list[Any] = field(default_factory=list[Any])
     weights: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    absent: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     inputs: list[Any] = field(default_factory=list[Any])
     count: int = 0
 
@@ -116,7 +118,10 @@ class Writer:
         return name
 
     def weight(self, name: str, *shape: int, cut: int | None = None, low: float = -1.0) -> str:
-        """A weight of the model; on a rank its part along an axis."""
+        """A weight of the model; on a rank its part along an axis; without ``data`` in a file that is not there."""
+        if not self.data:
+            self.absent[name] = tuple(n // self.style.tp if k == cut else n for k, n in enumerate(shape))
+            return name
         rng = np.random.default_rng([self.seed, *name.encode()])
         a = rng.uniform(low, 1.0, shape).astype(np.float32)
         parts, k = self.style.tp, self.place[2]
@@ -135,6 +140,11 @@ class Writer:
         """What was written."""
         infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, list(s)) for n, s in outputs.items()]
         stored = [numpy_helper.from_array(a, n) for n, a in self.weights.items()]
+        for name, shape in self.absent.items():
+            t = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
+            for key, value in (("location", "absent"), ("offset", "0"), ("length", str(4 * int(np.prod(shape))))):
+                t.external_data.add(key=key, value=value)
+            stored.append(t)
         graph = helper.make_graph(self.nodes, "net", self.inputs, infos, stored)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
@@ -236,7 +246,7 @@ def _stages(w: Writer, z: Sizes, x: str, layer: Callable[[str, int], str], shape
         else:
             w.weights["zeros"] = np.zeros(shape, np.float32)
             x = w.add("Identity", "zeros")
-        x = w.collective("BROADCAST", x, "pp", root=stage)
+        x = w.collective("BROADCAST", x, "pp", root=stage, name=f"stage_{stage}")
     return x
 
 
@@ -299,7 +309,7 @@ def mlp(w: Writer, z: Sizes) -> ModelProto:
         x = w.add("Add", w.add("Add", y, w.weight(f"l{k}.b.b", z.width)), x)
     mean = w.add("ReduceMean", x, w.constant([0]), keepdims=0)
     mean = w.collective("ALL_REDUCE", mean, "dp", "AVG")
-    return w.model({w.add("Sub", x, mean, name="centred"): (batch, z.width)})
+    return w.model({w.add("Mul", x, mean, name="scaled"): (batch, z.width)})
 
 
 def convolutions(w: Writer, z: Sizes) -> ModelProto:
@@ -339,12 +349,14 @@ def experts(w: Writer, z: Sizes) -> ModelProto:
 NETS: dict[str, Build] = {"decoder": decoder, "encoder": encoder, "mlp": mlp, "convolutions": convolutions, "experts": experts}
 
 
-def write(net: str, style: Style, folder: Path, sizes: Sizes = Sizes(), seed: int = 0) -> tuple[Path, Path]:  # noqa: B008
+def write(
+    net: str, style: Style, folder: Path, sizes: Sizes = Sizes(), seed: int = 0, data: bool = True,  # noqa: B008
+) -> tuple[Path, Path]:  # fmt: skip
     """A model's file, and a folder with a program of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    save(NETS[net](Writer(Style(head=style.head), 0, seed), sizes), folder / "model.onnx")
+    save(NETS[net](Writer(Style(head=style.head), 0, seed, data), sizes), folder / "model.onnx")
     program = folder / "program"
     program.mkdir(exist_ok=True)
     for rank in range(style.world):
-        save(NETS[net](Writer(style, rank, seed), sizes), program / f"rank{rank}.onnx")
+        save(NETS[net](Writer(style, rank, seed, data), sizes), program / f"rank{rank}.onnx")
     return folder / "model.onnx", program
