@@ -154,14 +154,12 @@ def _domain(node: Node, places: Mapping[str, Aff], r: Reduction) -> Domain | str
         if mine & used:
             return "two reduced dimensions go along one"
         used |= mine
-        points = _listed(e, {m: sizes[m] for m in sorted(mine)})
-        if points is None:
-            return "a reduced dimension is too long"
-        if len(set(points)) < len(points):
-            return f"{e} takes a point more than once"
-        if points[0] < 0 or points[-1] >= n:
+        points = _points(e, {m: sizes[m] for m in sorted(mine)})
+        if isinstance(points, str):
+            return points
+        if points[0][0] < 0 or points[-1][1] > n:
             return f"{e} leaves the {n} points that the model reduces"
-        axes.append(ranges_of(points))
+        axes.append(points)
     if used != set(sizes):
         return f"it also reduces {sorted(set(sizes) - used)}"
     domain = Domain(tuple(axes))
@@ -172,13 +170,14 @@ def _domain(node: Node, places: Mapping[str, Aff], r: Reduction) -> Domain | str
     return domain
 
 
-def _listed(e: Aff, sizes: Mapping[str, int]) -> list[int] | None:
-    """All values of an index expression, sorted."""
+def _points(e: Aff, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...] | str:
+    """All values of an index expression, as ranges; in words why they are no set."""
     if len(sizes) == 1 and e.is_affine and abs(e.terms[0][1]) == 1:  # the usual case, without an array
         (n,) = sizes.values()
         low = e.const if e.terms[0][1] > 0 else e.const - n + 1
-        return list(range(low, low + n))
+        return ((low, low + n),)
     if prod(sizes.values()) > MOST_POINTS:
-        return None
+        return "a reduced dimension is too long"
     env = {n: np.arange(s).reshape([-1 if k == i else 1 for k in range(len(sizes))]) for i, (n, s) in enumerate(sizes.items())}
-    return sorted(int(x) for x in np.asarray(np.broadcast_to(evaluate(e, env), tuple(sizes.values()))).reshape(-1))
+    points = np.broadcast_to(evaluate(e, env), tuple(sizes.values())).reshape(-1).tolist()
+    return f"{e} takes a point more than once" if len(set(points)) < len(points) else ranges_of(sorted(points))
