@@ -258,6 +258,8 @@ def _output(
             starts = [said(program.placement[name], name, rank, program.mesh, whole)]
         if not starts or any(s % n or s + n > w for s, n, w in zip(starts[0], shape, whole, strict=True)):
             return f"rank {rank} has {list(shape)} of {list(whole)}", rank, placed
+        if len(starts) > 1:
+            out.leaves.open.add(name)
         start = starts[min(order, len(starts) - 1)]
         placed.append(start)
         sizes.add(shape)

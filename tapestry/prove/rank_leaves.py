@@ -29,6 +29,7 @@ class Leaves:
         placed: (rank, tensor) to what it is of the model's.
         own: (rank, weight) that is nothing of the model's.
         unchecked: weights whose data is not there, so that where they lie is taken from the order of ranks or what is said.
+        open: tensors whose parts may lie on the ranks in more than one order, as far as anybody said.
         order: which of two orders inputs have, where shapes leave both: neighbours hold neighbouring parts, or equal ones.
     """
 
@@ -39,6 +40,7 @@ class Leaves:
     placed: dict[tuple[int, str], Placed] = field(default_factory=dict[tuple[int, str], Placed])
     own: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     unchecked: set[str] = field(default_factory=set[str])
+    open: set[str] = field(default_factory=set[str])
     order: int = 0
 
     def read(self, rank: int, name: str) -> Array | None:
@@ -117,6 +119,8 @@ class Leaves:
                 first = []
         source = "program.json" if spec is not None else "shape" if t.shape == whole else "order of ranks"
         if theirs in self.model.graph.inputs:
+            if len(first) > 1:
+                self.open.add(theirs)
             return Placed(theirs, first[min(self.order, len(first) - 1)], source) if first else None
         mine, all_of = self.read(rank, name), self.read(-1, theirs)
         if mine is None or all_of is None:

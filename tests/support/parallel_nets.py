@@ -6,6 +6,7 @@ The same text writes the model (one rank) and each rank of a program; where they
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,7 @@ class Writer:
     weights: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     inputs: list[Any] = field(default_factory=list[Any])
+    placement: dict[str, list[str | None]] = field(default_factory=dict[str, list[str | None]])
     count: int = 0
 
     @property
@@ -119,6 +121,7 @@ class Writer:
 
     def weight(self, name: str, *shape: int, cut: int | None = None, low: float = -1.0) -> str:
         """A weight of the model; on a rank its part along an axis; without ``data`` in a file that is not there."""
+        self.placement[name] = ["tp" if k == cut else None for k in range(len(shape))]
         if not self.data:
             self.absent[name] = tuple(n // self.style.tp if k == cut else n for k, n in enumerate(shape))
             return name
@@ -131,14 +134,16 @@ class Writer:
         self.weights[name] = np.ascontiguousarray(a)
         return name
 
-    def input(self, name: str, *shape: int, dtype: int = TensorProto.FLOAT) -> str:
-        """An input."""
-        self.inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+    def input(self, name: str, *shape: int, cut: Sequence[str | None] = ()) -> str:
+        """An input; ``cut`` has the mesh axis along which each of its first axes is cut."""
+        self.placement[name] = [*cut, *(None for _ in shape[len(cut) :])]
+        self.inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
         return name
 
-    def model(self, outputs: dict[str, Sequence[int]]) -> ModelProto:
-        """What was written."""
-        infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, list(s)) for n, s in outputs.items()]
+    def model(self, output: str, shape: Sequence[int], cut: Sequence[str | None] = ("dp",)) -> ModelProto:
+        """What was written, with its one output."""
+        infos = [helper.make_tensor_value_info(output, TensorProto.FLOAT, shape)]
+        self.placement[output] = [*cut, *(None for _ in shape[len(cut) :])]
         stored = [numpy_helper.from_array(a, n) for n, a in self.weights.items()]
         for name, shape in self.absent.items():
             t = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
@@ -256,10 +261,11 @@ def decoder(w: Writer, z: Sizes) -> ModelProto:
     size, batch = z.width // z.heads, z.batch // st.dp
     part = z.sequence // (st.tp if st.sequence or st.context else 1)
     turned = z.sequence // (st.tp if st.context else 1)
-    x = w.input("x", batch, part, z.width)
-    w.input("cos", turned, size)
-    w.input("sin", turned, size)
-    w.input("mask", 1, 1, turned, z.sequence)
+    rows = "tp" if st.context else None
+    x = w.input("x", batch, part, z.width, cut=("dp", "tp" if st.sequence else rows))
+    w.input("cos", turned, size, cut=(rows,))
+    w.input("sin", turned, size, cut=(rows,))
+    w.input("mask", 1, 1, turned, z.sequence, cut=(None, None, rows))
 
     def layer(x: str, k: int) -> str:
         y = _gathered(w, _rms(w, x, w.weight(f"l{k}.n1", z.width, low=0.5)))
@@ -280,7 +286,7 @@ def decoder(w: Writer, z: Sizes) -> ModelProto:
         mine = w.add("Slice", x, begin, end, w.constant([2])) if st.tp > 1 else x
         y, sequence = w.add("MatMul", mine, w.weight("head", z.width, z.vocabulary, cut=0)), turned
         y = w.add("Identity", w.reduce(y), name="logits")
-    return w.model({y: (batch, sequence, z.vocabulary)})
+    return w.model(y, (batch, sequence, z.vocabulary), ("dp", rows))
 
 
 def encoder(w: Writer, z: Sizes) -> ModelProto:
@@ -288,35 +294,36 @@ def encoder(w: Writer, z: Sizes) -> ModelProto:
     st = w.style
     batch = z.batch // st.dp
     part = z.sequence // (st.tp if st.sequence or st.context else 1)
-    x = w.input("x", batch, part, z.width)
+    cut = ("dp", "tp" if st.sequence or st.context else None)
+    x = w.input("x", batch, part, z.width, cut=cut)
 
     def layer(x: str, k: int) -> str:
         x = _layer_norm(w, w.add("Add", x, _attention(w, _gathered(w, x), z, k, True, False)), f"l{k}.n1", z.width)
         return _layer_norm(w, w.add("Add", x, _mlp(w, _gathered(w, x), z, k, False)), f"l{k}.n2", z.width)
 
     x = _stages(w, z, x, layer, (batch, part, z.width))
-    return w.model({w.add("Identity", x, name="hidden"): (batch, part, z.width)})
+    return w.model(w.add("Identity", x, name="hidden"), (batch, part, z.width), cut)
 
 
 def mlp(w: Writer, z: Sizes) -> ModelProto:
     """Linear maps with activations: columns, then rows, and a mean over the batch."""
     st = w.style
     batch = z.batch // st.dp
-    x = w.input("x", batch, z.width)
+    x = w.input("x", batch, z.width, cut=("dp",))
     for k in range(z.layers):
         y = w.add("Gemm", x, w.weight(f"l{k}.a", z.width, z.inner, cut=1), w.weight(f"l{k}.a.b", z.inner, cut=0))
         y = w.reduce(w.add("MatMul", w.add("Tanh", y), w.weight(f"l{k}.b", z.inner, z.width, cut=0)))
         x = w.add("Add", w.add("Add", y, w.weight(f"l{k}.b.b", z.width)), x)
     mean = w.add("ReduceMean", x, w.constant([0]), keepdims=0)
     mean = w.collective("ALL_REDUCE", mean, "dp", "AVG")
-    return w.model({w.add("Mul", x, mean, name="scaled"): (batch, z.width)})
+    return w.model(w.add("Mul", x, mean, name="scaled"), (batch, z.width))
 
 
 def convolutions(w: Writer, z: Sizes) -> ModelProto:
     """Convolutions whose channels are cut: out of the first, into the second, with a batch norm and a pooled head."""
     st, side = w.style, z.sequence
     batch = z.batch // st.dp
-    x = w.input("x", batch, 4, side, side)
+    x = w.input("x", batch, 4, side, side, cut=("dp",))
     for k in range(z.layers):
         y = w.add("Conv", x, w.weight(f"l{k}.a", z.inner, 4, 3, 3, cut=0), w.weight(f"l{k}.a.b", z.inner, cut=0), pads=[1, 1, 1, 1])
         stats = [w.weight(f"l{k}.bn.{n}", z.inner, cut=0, low=0.3) for n in ("scale", "bias", "mean", "var")]
@@ -324,14 +331,14 @@ def convolutions(w: Writer, z: Sizes) -> ModelProto:
         y = w.reduce(w.add("Conv", y, w.weight(f"l{k}.b", 4, z.inner, 3, 3, cut=1), pads=[1, 1, 1, 1]))
         x = w.add("Add", x, w.add("Mul", y, w.weight(f"l{k}.gain", 4, 1, 1)))
     pooled = w.add("Flatten", w.add("GlobalAveragePool", x))
-    return w.model({w.add("MatMul", pooled, w.weight("head", 4, 10), name="classes"): (batch, 10)})
+    return w.model(w.add("MatMul", pooled, w.weight("head", 4, 10), name="classes"), (batch, 10))
 
 
 def experts(w: Writer, z: Sizes) -> ModelProto:
     """A mixture of experts, every one weighted by a gate; experts are cut over the ranks and their results added."""
     st = w.style
     batch, number = z.batch // st.dp, 4
-    x = w.input("x", batch, z.sequence, z.width)
+    x = w.input("x", batch, z.sequence, z.width, cut=("dp",))
     for k in range(z.layers):
         gate = w.add("Softmax", w.add("MatMul", x, w.weight(f"l{k}.gate", z.width, number)), axis=-1)
         if st.tp > 1:
@@ -343,7 +350,7 @@ def experts(w: Writer, z: Sizes) -> ModelProto:
         down = w.add("MatMul", up, w.weight(f"l{k}.down", number, z.inner, z.width, cut=0))
         chosen = w.add("Mul", down, w.add("Unsqueeze", w.add("Transpose", gate, perm=[0, 2, 1]), w.constant([3])))
         x = w.add("Add", x, w.reduce(w.add("ReduceSum", chosen, w.constant([1]), keepdims=0)))
-    return w.model({w.add("Identity", x, name="mixed"): (batch, z.sequence, z.width)})
+    return w.model(w.add("Identity", x, name="mixed"), (batch, z.sequence, z.width))
 
 
 NETS: dict[str, Build] = {"decoder": decoder, "encoder": encoder, "mlp": mlp, "convolutions": convolutions, "experts": experts}
@@ -357,6 +364,11 @@ def write(
     save(NETS[net](Writer(Style(head=style.head), 0, seed, data), sizes), folder / "model.onnx")
     program = folder / "program"
     program.mkdir(exist_ok=True)
+    placement: dict[str, list[str | None]] = {}
     for rank in range(style.world):
-        save(NETS[net](Writer(style, rank, seed, data), sizes), program / f"rank{rank}.onnx")
+        w = Writer(style, rank, seed, data)
+        save(NETS[net](w, sizes), program / f"rank{rank}.onnx")
+        placement |= w.placement
+    mesh = {"dp": style.dp, "pp": style.pp, "tp": style.tp}
+    (program / "program.json").write_text(json.dumps({"mesh": mesh, "placement": placement}))
     return folder / "model.onnx", program
