@@ -86,10 +86,14 @@ class Symbols:
     unified: dict[str, str]
 
 
-def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0, steps: bool = True) -> Lifted:  # noqa: B006
+def lift(
+    path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0, steps: bool = True,  # noqa: B006
+    model: ModelProto | None = None,
+) -> Lifted:  # fmt: skip
     """Read an ONNX file into a Graph.
 
     Args:
+        model: what the file holds, where it was read (and may have been edited) before.
         shapes: sizes of symbolic dimensions, by symbol (``{"batch": 8}``) or by input (``{"x": "8x3x224x224"}``).
         weights: whether external data must be there; without it, a model can be planned but not run.
         seed: session seed of the random operators.
@@ -99,15 +103,15 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
     Raises:
         ModelError: the file is malformed, unsafe or not supported; each says where, why and what to try.
     """
-    source = read_model(Path(path), weights)
+    source = read_model(Path(path), weights, model)
     symbols = bind_symbols(source, shapes)
     return lift_nodes(source, symbols, normalize(source, symbols, steps), steps, seed)
 
 
-def read_model(model: Path, weights: bool) -> ModelSource:
-    """A model file, checked, its weights taken out, in the opset that the lifters know."""
+def read_model(model: Path, weights: bool, proto: ModelProto | None = None) -> ModelSource:
+    """A model file (or what was read from it), checked, its weights taken out, in the opset that the lifters know."""
     path = model.absolute()
-    proto = load(path)
+    proto = load(path) if proto is None else proto
     nodes = len(proto.graph.node)
     with _reading(proto, path):
         contrib.define(proto)
