@@ -14,7 +14,7 @@ from tapestry.errors import LawError
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.lift import Lifted
 from tapestry.pass_runner import Runner
-from tapestry.passes import Constraints, model_hash, search_of
+from tapestry.passes import Constraints, Rewrites, model_hash, search_of
 from tapestry.plan.requests import parse_layouts
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import fingerprint
@@ -153,6 +153,7 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
         "topology": {"name": topology.name, "measured": bool(topology.device.classes or topology.calls)},
         "simulated_s": timed.total, "overlap": timed.assumption,
         "unsharded_peak_bytes": runner.get("peak_alone", int), "kernels": len(runner.values["kernels"]),
+        "rewrites": {"steps": runner.get("rewrites", Rewrites).steps, "shown": dict(runner.get("rewrites", Rewrites).shown)},
         "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
     }  # fmt: skip
 

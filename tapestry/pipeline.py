@@ -41,7 +41,7 @@ PASSES = (
     Pass("lift",     lift.normalize,                      "source symbols unroll_steps",            "prepared"),
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
-    Pass("simplify", passes.simplify,                     "lifted annotations",                     "graph"),
+    Pass("simplify", passes.simplify,                     "lifted annotations exact",               "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
                                                           "layouts pins exact",                     "graph constraints"),
     Pass("search",   passes.resume,                       "lifted whole graph constraints earlier", "graph constraints start"),
@@ -61,6 +61,7 @@ PASSES = (
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
     Pass("search",   passes.hoist_transfers,              "plan topology",                          "plan"),
     Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
+    Pass("verify",   passes.prove_rewrites,               "plan lifted whole",                      "rewrites"),
     Pass("codegen",  passes.measured_configs,             "plan target precision",                  "knobs"),
     Pass("codegen",  passes.emit_kernels,                 "plan target precision knobs",            "kernels"),
 )
@@ -97,12 +98,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """Everything that goes into a build directory; ``printed`` is the IR after each pass that was named for it."""
+    """Everything that goes into a build directory; ``rewrites`` is the log that is stored,
+    ``printed`` the IR after each pass that was named for it."""
 
     build: store.Build
     constants: Mapping[str, bytes]
     kernels: Mapping[str, str]
     laws: Mapping[str, int]
+    rewrites: bytes
     evidence: Sequence[Mapping[str, Any]]
     printed: Mapping[str, str]
 
@@ -130,7 +133,8 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
         build=replace(build, report=document), constants=constants, kernels=runner.values["kernels"],
-        laws=runner.values["laws"], evidence=document["certificate"]["evidence"], printed=runner.printed,
+        laws=runner.values["laws"], rewrites=runner.get("rewrites", passes.Rewrites).log,
+        evidence=document["certificate"]["evidence"], printed=runner.printed,
     )  # fmt: skip
 
 

@@ -13,8 +13,10 @@ from tapestry import build_report, model_evidence
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError
+from tapestry.ir.graph import Graph
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
+from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
 
 
 def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
@@ -50,6 +52,16 @@ def constants_of(folder: Path, build: store.Build) -> dict[str, np.ndarray[Any, 
     """The derived constants of a build."""
     data = (folder / "constants.bin").read_bytes()
     return model_evidence.arrays(build.plan.graph, {t: data[at : at + n] for t, (at, n) in build.constants.items()})
+
+
+def replay_rewrites(folder: Path, graph: Graph) -> Replayed | None:
+    """The rewrites that a build's log has, undone from the plan's graph and proved one by one; ``None`` without a log.
+
+    Raises:
+        BuildError: the log does not read; LawError: it is not of this graph, or a rewrite changes what is computed.
+    """
+    log = folder / store.REWRITES
+    return replay(read(log.read_bytes(), str(log)), graph) if log.is_file() else None
 
 
 def _differs(written: Mapping[str, bytes], name: str, source: str) -> str:

@@ -1,9 +1,10 @@
 """Build directories: plans as data on disk, written atomically, read strictly, held together by hashes.
 
 ``plan.json`` holds the graph's text, the topology, the strategies and the program; ``constants.bin`` the small derived
-constants; ``weight_tiles.bin`` the hashes of the parts of large weights; ``kernels/`` Triton source. ``certificate.json``
-lists the SHA-256 of every other file and of itself: a strict schema alone would accept one single-bit flip in eight. Nothing
-in a build directory is ever executed as it stands.
+constants; ``weight_tiles.bin`` the hashes of the parts of large weights; ``rewrites.tap.gz`` the rewrites behind the graph
+(docs/reference/rewrites.md); ``kernels/`` Triton source. ``certificate.json`` lists the SHA-256 of every other file and of
+itself: a strict schema alone would accept one single-bit flip in eight. Nothing in a build directory is ever executed as it
+stands.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tapestry.ir.types import numpy_dtype
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
+REWRITES = "rewrites.tap.gz"
 MAX_PLAN_BYTES = 1 << 30
 MAX_CERTIFICATE_BYTES = 1 << 26  # a line per kernel
 MAX_TENSOR = 1 << 50  # bytes: what can be counted in 64 bits, with room
@@ -70,7 +72,7 @@ class Build:
 
 def write(
     folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int],
-    evidence: Sequence[Mapping[str, Any]] = (),
+    rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (),
 ) -> None:  # fmt: skip
     """Write a build directory in one step: it appears whole, or not at all.
 
@@ -79,11 +81,12 @@ def write(
     """
     files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values())}
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
+    files |= {REWRITES: rewrites} if rewrites else {}
     files |= {TILES: tiles} if (tiles := weight_tiles.stored(build.plan.graph)) else {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "evidence": list(evidence), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
-    own = {name.split("/")[0] for name in files} | {"kernels", TILES}
+    own = {name.split("/")[0] for name in files} | {"kernels", TILES, REWRITES}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
     if foreign:
         what = f"the output has something that no build has: '{foreign[0]}'"

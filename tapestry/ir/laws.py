@@ -1,7 +1,7 @@
 """The laws of a Graph, one named function per law, each failure with a witness point.
 
 Laws 5 (a Move leaves every access relation unchanged) and 6 (a Program reads only what was written, loaded or received)
-compare two things or need a Program: `dependences` gives the relations that `rewrites.core.rule_check` compares for law 5, and
+compare two things or need a Program: `dependences` gives the relations that `verify.rewriting` compares for law 5, and
 `verify.certificate` holds law 6.
 """
 

@@ -153,7 +153,7 @@ def _inner(op: Block, box: Box, values: Mapping[str, Array], wide: bool) -> list
         flat = flat.reshape(*flat.shape[: -len(s.dims)], math.prod(sizes))
         total = np.full(flat.shape[:-1], MONOIDS[s.monoid].zero((s.body.dtype,))[0].value, flat.dtype)
         for k in range(flat.shape[-1]):
-            total = _merge(s.monoid, (s.body.dtype,), [total], [flat[..., k]])[0]
+            total = merged(s.monoid, (s.body.dtype,), [total], [flat[..., k]])[0]
         for axis in mine:
             total = np.expand_dims(total, axis)
         out.append(total)
@@ -162,10 +162,10 @@ def _inner(op: Block, box: Box, values: Mapping[str, Array], wide: bool) -> list
 
 def _combine(op: Block, a: list[Array], b: list[Array]) -> list[Array]:
     assert op.monoid
-    return _merge(op.monoid, tuple(e.dtype for e in op.body), a, b)
+    return merged(op.monoid, tuple(e.dtype for e in op.body), a, b)
 
 
-def _merge(monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) -> list[Array]:
+def merged(monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) -> list[Array]:
     exprs = MONOIDS[monoid].combiner(kinds)
     dtypes = [x.dtype for x in a]
     with np.errstate(all="ignore"):
