@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,23 +13,21 @@ from tapestry.errors import LawError
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.lift import Lifted
 from tapestry.pass_runner import Runner
-from tapestry.passes import Constraints, Rewrites, model_hash, search_of
+from tapestry.passes import Constraints, Rewrites, as_planned, model_hash, search_of
 from tapestry.plan.requests import parse_layouts
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.task import STEPS, Task
+from tapestry.plan.task import Task
 from tapestry.plan.topology import Topology, from_data, to_data
-from tapestry.rewrites.core.driver import disabled_by
 
 
 def lifted_of(runner: Runner) -> Lifted:
     """The model as the plan has it: with recurrences whole, or step by step."""
-    moves = (*runner.get("constraints", Constraints).moves, *runner.get("planned", Planned).moves)
-    whole = runner.values["whole"] is not None and STEPS in disabled_by(moves)
-    return runner.get("whole" if whole else "lifted", Lifted)
+    planned, constraints = runner.get("planned", Planned), runner.get("constraints", Constraints)
+    return as_planned(runner.get("lifted", Lifted), runner.values["whole"], planned, constraints)
 
 
 def build_of(runner: Runner) -> store.Build:
@@ -57,7 +54,7 @@ def plan_hash(build: store.Build) -> str:
     return hashlib.sha256(store.encode(replace(build, model="", report={}))).hexdigest()
 
 
-def document(runner: Runner, build: store.Build, evidence: Mapping[str, Any]) -> dict[str, Any]:
+def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
     lifted, planned = lifted_of(runner), runner.get("planned", Planned)
     constraints = runner.get("constraints", Constraints)
@@ -65,7 +62,7 @@ def document(runner: Runner, build: store.Build, evidence: Mapping[str, Any]) ->
     if constraints.given:
         requests["sharding"] = {**constraints.given.counts, "notes": list(constraints.given.notes)}
     out = _facts(runner, build)
-    out["certificate"] = {"passed": True, "laws": dict(runner.values["laws"]), "evidence": [evidence]}
+    out["certificate"] = {"passed": True, "laws": dict(runner.values["laws"]), "evidence": [runner.values["evidence"]]}
     out |= {"unified": lifted.unified, "unfused": unfused(lifted.graph), "requests": requests}
     if runner.values["pareto"]:
         out["pareto"] = [asdict(p) for p in runner.values["front"]]

@@ -25,6 +25,7 @@ from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.lift import onnx_to_graph
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource, Symbols
+from tapestry.model_evidence import QUICKLY, Evidence, compare
 from tapestry.plan.fusion import Machine
 from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.layout_constraints import LayoutConstraints
@@ -273,6 +274,25 @@ def prove_rewrites(plan: PricedPlan, lifted: Lifted, whole: Lifted | None) -> Re
     if not any(begins[0].ops == x.graph.ops for x in (lifted, whole) if x is not None):
         raise LawError("rewrites", "the log does not begin with the lifted graph")
     return Rewrites(rewrite_log.written(steps), len(steps), dict(prove_steps(steps)))
+
+
+def compare_with_model(
+    plan: PricedPlan, lifted: Lifted, whole: Lifted | None, planned: Planned, constraints: Constraints
+) -> Evidence:  # fmt: skip
+    """The plan's graph held to the model's file, where its size allows that; what was compared with what.
+
+    Raises:
+        LawError: it is not the model's.
+    """
+    of, graph = as_planned(lifted, whole, planned, constraints), plan.plan.graph
+    _, evidence = compare(graph, of.model, model_hash(of), of.constants, points=QUICKLY, special=False)
+    return evidence
+
+
+def as_planned(lifted: Lifted, whole: Lifted | None, planned: Planned, constraints: Constraints) -> Lifted:
+    """The model as the plan has it: with recurrences whole, or step by step."""
+    as_whole = whole is not None and STEPS in driver.disabled_by((*constraints.moves, *planned.moves))
+    return whole if as_whole and whole is not None else lifted
 
 
 def measured_configs(plan: PricedPlan, target: str, precision: str) -> dict[str, dict[str, Any]]:

@@ -117,7 +117,7 @@ def test_a_result_of_a_short_type_is_held_to_that_type(tmp_path):
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "m.onnx")
     graph = tapestry.compile(tmp_path / "m.onnx").build.plan.graph
     allowed = model_outputs.tolerances(graph)
-    assert allowed["rounded"] == 5e-2 and allowed["moved"] == 0.0
+    assert allowed["rounded"] == 5e-2 and allowed["moved"] == 1e-4
     one = np.ones(4, np.float32)
     assert model_outputs.compare(one * np.float32(1.01), one, allowed["rounded"]).passed
     assert not model_outputs.compare(one * np.float32(1.1), one, allowed["rounded"]).passed
