@@ -41,6 +41,8 @@ class Compiled:
     constants: Mapping[str, bytes]
     kernels: Mapping[str, str]
     laws: Mapping[str, int]
+    rewrites: bytes = b""
+    evidence: Sequence[Mapping[str, Any]] = ()
     printed: Mapping[str, str] = field(default_factory=dict[str, str])
     libraries: bool = False
     _session: Session | None = field(default=None, init=False)
@@ -56,7 +58,7 @@ class Compiled:
 
     def save(self, folder: str | Path) -> None:
         """Write a build directory, in one step."""
-        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws)
+        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence)
 
     @property
     def session(self) -> Session:
@@ -118,7 +120,7 @@ def compile(
         stages=str(stages), micro_batches=str(micro_batches), print_after=print_after, found=found,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
-    return Compiled(done.build, done.constants, done.kernels, done.laws, done.printed)
+    return Compiled(done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
 
 
 def _check_target(target: str, precision: str) -> None:
@@ -142,7 +144,8 @@ def load(folder: str | Path) -> Compiled:
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
     constants = {t: data[o : o + n] for t, (o, n) in build.constants.items()}
     kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
-    return Compiled(build, constants, kernels, laws)
+    rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
+    return Compiled(build, constants, kernels, laws, rewrites)
 
 
 def open_session(

@@ -64,7 +64,7 @@ class Improvement:
         ours = self.budget.part(self.units)
         begin = ours.left()
         for rule, kind, moves in _kinds(graph, found.plan.mesh):
-            budget, self.met = ours if _is_built_in(rule) else self.budget, True
+            budget, self.met = ours if rule.built_in else self.budget, True
             if kind in self.tried or budget.over() or self.budget.left() < self.least:
                 continue
             self.tried.add(kind)
@@ -97,10 +97,6 @@ def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iter
             yield new, done
 
 
-def _is_built_in(rule: Rule) -> bool:
-    return type(rule).__module__.startswith("tapestry.")
-
-
 def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
     """What a rule finds; one that cuts into parts is asked for as many as the mesh, or one of its axes, has devices."""
     if not isinstance(rule, Sized):
@@ -111,7 +107,7 @@ def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
 
 def _kinds(graph: Graph, mesh: Mesh) -> Iterator[tuple[Rule, str, list[Move]]]:
     """By rule, users' first: moves that differ only in which of several equal operations they rewrite, and their kind."""
-    for rule in sorted(rules_of("search"), key=_is_built_in):
+    for rule in sorted(rules_of("search"), key=lambda r: r.built_in):
         kinds: dict[str, list[Move]] = {}
         for m in _moves(rule, graph, mesh):
             if isinstance(m, Move):

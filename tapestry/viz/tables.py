@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tapestry.plan.solver.pairs import PROVED
+from tapestry.verify.rewriting.proofs import UNPROVED
 from tapestry.viz.format import human, moves_text
 
 
@@ -36,7 +37,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     if report.get("host_values"):
         facts.add_row("on the host", f"{len(report['host_values'])} value(s) of a size known only at run time, in no peak")
     laws = report["certificate"]["laws"]
-    facts.add_row("verified", f"{sum(laws.values()):,} checks of {len(laws)} laws, all hold")
+    facts.add_row("verified", f"{sum(laws.values()):,} checks of {len(laws)} laws, the program against its graph, all hold")
+    facts.add_row("", rewrites_text(report["rewrites"]))
     facts.add_row("kernels", f"{report['kernels']} distinct")
     seconds = ", ".join(f"{k} {v:.2f}" for k, v in report["seconds"].items())
     facts.add_row("seconds", seconds)
@@ -70,6 +72,14 @@ def pareto(points: Sequence[Mapping[str, Any]]) -> RenderableType:
     for p in points:
         table.add_row(ms(p["objective_s"]), f"{p['peak_bytes']:,}")
     return table
+
+
+def rewrites_text(rewrites: Mapping[str, Any] | None) -> str:
+    """What was shown of the rewrites between the lifted graph and the plan's."""
+    if rewrites is None:
+        return "no log of rewrites: nothing is shown of how the graph was made"
+    rows = [f"{n} by {how}" if how != UNPROVED else f"{n} NOT PROVED" for how, n in rewrites["shown"].items()]
+    return f"{rewrites['steps']} rewrites of the lifted graph, results before against after: {'; '.join(rows) or 'none'}"
 
 
 def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

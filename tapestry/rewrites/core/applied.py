@@ -1,0 +1,58 @@
+"""The one place through which every rewrite of a graph goes: it is logged there, and a user's rule is proved there.
+
+What changed is found by comparing the graphs, whatever the rule says of itself; `verify.rewriting` proves it. The compiler
+proves the log of the graph that it chose in its pass ``verify``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tapestry.errors import LawError, TapestryError
+from tapestry.ir.graph import Graph, Rewrite
+from tapestry.rewrites.core.matching import Accept, MatchRule
+from tapestry.rewrites.core.rule import RULES, Move, Rule
+from tapestry.verify.rewriting.proofs import prove_step
+
+
+def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
+    """The graph after some moves, one after another.
+
+    Raises:
+        TapestryError: one is not legal; LawError: a user's rule does not say the same there.
+    """
+    for move in moves:
+        if move.rule not in RULES:
+            raise TapestryError(f"no rule named '{move.rule}'", hint=f"one of {', '.join(sorted(RULES))}")
+        rule = RULES[move.rule]
+        graph = _logged(rule, graph, rule.apply(graph, move), str(move))
+    return graph
+
+
+def swept(rule: Rule, graph: Graph) -> Graph:
+    """The graph after every move that a rule finds.
+
+    Raises:
+        LawError: a user's rule does not say the same somewhere.
+    """
+    return _logged(rule, graph, rule.sweep(graph), rule.name)
+
+
+def chosen(rule: MatchRule, graph: Graph, accept: Accept | None = None) -> tuple[Graph, list[Move]]:
+    """The graph after every move of a rule that is accepted, and those moves."""
+    after, moves = rule.choose(graph, accept)
+    return _logged(rule, graph, after, rule.name), moves
+
+
+def _logged(rule: Rule, before: Graph, after: Graph, by: str) -> Graph:
+    if after is before:
+        return before
+    if (before.inputs, before.outputs) != (after.inputs, after.outputs):
+        raise LawError("access_unchanged", "the graph has other inputs or outputs than before", where=by)
+    if after.ops == before.ops:
+        return replace(after, log=before.log)
+    step = Rewrite(by, before, after, rule.exact)
+    if not rule.built_in:
+        prove_step(step)
+    return replace(after, log=step)
