@@ -13,7 +13,7 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph, Rewrite
 from tapestry.rewrites.core.matching import Accept, MatchRule
 from tapestry.rewrites.core.rule import RULES, Move, Rule
-from tapestry.verify.rewriting.proofs import prove_step
+from tapestry.verify.rewriting.proofs import UNPROVED, prove_step
 
 
 def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
@@ -50,9 +50,12 @@ def _logged(rule: Rule, before: Graph, after: Graph, by: str) -> Graph:
         return before
     if (before.inputs, before.outputs) != (after.inputs, after.outputs):
         raise LawError("access_unchanged", "the graph has other inputs or outputs than before", where=by)
+    for t in (*after.inputs, *after.weights):
+        if before.tensors.get(t) != after.tensors[t] or before.weights.get(t) != after.weights.get(t):
+            raise LawError("access_unchanged", f"'{t}' is another tensor, or other bytes, than before", where=by)
     if after.ops == before.ops:
         return replace(after, log=before.log)
     step = Rewrite(by, before, after, rule.exact)
-    if not rule.built_in:
-        prove_step(step)
+    if not rule.built_in and (n := prove_step(step)[UNPROVED]):
+        raise LawError("rewrites", f"{n} result(s) of a rule that is not the package's own cannot be proved", where=by)
     return replace(after, log=step)
