@@ -286,7 +286,8 @@ def compare_whole_graph(
 ) -> tuple[Planned, PricedPlan, int]:
     """The plan, or a whole-graph alternative that is better; and the peak bytes of one device that computes everything.
 
-    One device is also taken where the plan does the same on all, unless stages, pins or layouts of the mesh are asked for.
+    One device is also taken where the plan does the same on all, and where the plan is predicted to be faster by no more than
+    predictions are off (`Topology.margin`), unless stages, pins or layouts of the mesh are asked for.
     """
     base = Form(name="", graph=planned.graph, moves=planned.base)
     forms = [base, form] if form.graph.ops != planned.graph.ops else [base]
@@ -305,9 +306,10 @@ def compare_whole_graph(
         others = [Alternative(name="one device", objective=found.objective, fits=bool(fitting)), *others]
         same = found.objective <= plan.objective and not any(d for s in plan.plan.strategies for d in s.dims)
         free = task.request.stages is None and not task.request.explicit and bool(fitting)
-        taken = idle_beside(found, task.topology) if free and (same or found.objective < plan.objective * WORTH) else None
+        close = found.objective * (1 - task.topology.margin) < plan.objective * WORTH
+        taken = idle_beside(found, task.topology) if free and (same or close) else None
         if taken:
-            plan = replace(taken, bound=min(plan.bound, found.objective))
+            plan = replace(taken, bound=min(plan.bound, plan.objective, found.objective))
             choice = replace(planned.choice, found=plan, staged=True, moves=(), report=one_stage(plan))
             planned = replace(planned, graph=of.graph, moves=of.moves, base=of.moves, choice=choice, fitted=None)
     return replace(planned, alternatives=tuple(others)), plan, unsharded
