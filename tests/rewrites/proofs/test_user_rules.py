@@ -14,8 +14,8 @@ from tests.support.command_line import document, run
 from tests.support.small_models import save
 
 FOLDER = Path(__file__).parent / "rules"
-WITNESS = re.compile(r"because: (at .*: .* became \S+|cell .* reads cell .*: with \S+ there \S+ became \S+|\S+\[.*\] became \S+\[.*\])")
-    r"(at \(.*\): \S+ became \S+|cell \(.*\) reads cell \(.*\): with \S+ there \S+ became \S+|\S+\[.*\] became \S+\[.*\])"
+WITNESS = re.compile(
+    r"because: (at .*: .* became \S+|cell .* reads cell .*: with \S+ there \S+ became \S+|\S+\[.*\] became \S+\[.*\])"
 )
 
 
