@@ -42,7 +42,6 @@ from tapestry.rewrites.core.rule import RULES, Move, parse_move
 from tapestry.sharding.annotations import Annotations, Given, constraints, staged
 from tapestry.verify import certificate
 from tapestry.verify.rewriting import rewrite_log
-from tapestry.verify.rewriting.proofs import prove_steps
 
 log = logging.getLogger("tapestry")
 RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
@@ -272,7 +271,8 @@ def prove_rewrites(plan: PricedPlan, lifted: Lifted, whole: Lifted | None) -> Re
         raise LawError("rewrites", "the graph was changed outside of the log", where=f"after {steps[outside].by}")
     if not any(begins[0].ops == x.graph.ops for x in (lifted, whole) if x is not None):
         raise LawError("rewrites", "the log does not begin with the lifted graph")
-    return Rewrites(rewrite_log.written(steps), len(steps), dict(prove_steps(steps)))
+    log, shown = rewrite_log.proved(begins[0], steps)
+    return Rewrites(log, len(steps), dict(shown))
 
 
 def measured_configs(plan: PricedPlan, target: str, precision: str) -> dict[str, dict[str, Any]]:
