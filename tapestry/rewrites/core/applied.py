@@ -50,9 +50,11 @@ def _logged(rule: Rule, before: Graph, after: Graph, by: str) -> Graph:
         return before
     if (before.inputs, before.outputs) != (after.inputs, after.outputs):
         raise LawError("access_unchanged", "the graph has other inputs or outputs than before", where=by)
-    for t in (*after.inputs, *after.weights):
-        if before.tensors.get(t) != after.tensors[t] or before.weights.get(t) != after.weights.get(t):
-            raise LawError("access_unchanged", f"'{t}' is another tensor, or other bytes, than before", where=by)
+    pairs = [(t, before.tensors.get(t), after.tensors[t]) for t in (*after.inputs, *after.weights)]
+    pairs += [(t, before.weights.get(t), w) for t, w in after.weights.items()]
+    other = next((t for t, was, now in pairs if was is not now and was != now), None)
+    if other is not None:
+        raise LawError("access_unchanged", f"'{other}' is another tensor, or other bytes, than before", where=by)
     if after.ops == before.ops:
         return replace(after, log=before.log)
     step = Rewrite(by, before, after, rule.exact)
