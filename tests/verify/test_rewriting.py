@@ -165,6 +165,19 @@ def test_what_a_log_says_wrongly_is_refused() -> None:
         rewrite_log.replay(found, graph)
 
 
+def test_a_plan_without_rewrites_has_a_log() -> None:
+    graph = case("mlp").graph
+    data, _ = rewrite_log.proved(graph, [])
+    assert rewrite_log.replay(rewrite_log.read(data, "log"), graph).steps == 0
+
+
+def test_micro_batches_and_stages_are_in_the_log(tmp_path: Path) -> None:
+    flags = ["--devices", "4", "--stages", "2", "--micro-batches", "2"]
+    d = document("compile", save("attention"), "-o", tmp_path / "b", *flags)
+    assert any(m.startswith("micro_batch") for m in d["moves"]) and d["rewrites"]["steps"] > 1
+    assert document("verify", tmp_path / "b")["rewrites"] == d["rewrites"]
+
+
 def test_a_build_without_a_log_says_so(tmp_path: Path) -> None:
     assert replay_rewrites(tmp_path, store.read(attention_build())[0].plan.graph) is None
 
@@ -172,7 +185,8 @@ def test_a_build_without_a_log_says_so(tmp_path: Path) -> None:
 def test_a_change_outside_of_the_log_is_refused() -> None:
     lifted = case("mlp", simplified=False)
     graph = simplify(lifted.graph)
-    changed = replace(graph, ops=graph.ops[::-1])
+    op = graph.ops[0]
+    changed = replace(graph, ops=(replace(op, source=("other",)), *graph.ops[1:]))
 
     class Plan:
         plan = type("P", (), {"graph": changed})

@@ -26,7 +26,7 @@ def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
         if move.rule not in RULES:
             raise TapestryError(f"no rule named '{move.rule}'", hint=f"one of {', '.join(sorted(RULES))}")
         rule = RULES[move.rule]
-        graph = _logged(rule, graph, rule.apply(graph, move), str(move))
+        graph = logged(rule, graph, rule.apply(graph, move), str(move))
     return graph
 
 
@@ -36,16 +36,21 @@ def swept(rule: Rule, graph: Graph) -> Graph:
     Raises:
         LawError: a user's rule does not say the same somewhere.
     """
-    return _logged(rule, graph, rule.sweep(graph), rule.name)
+    return logged(rule, graph, rule.sweep(graph), rule.name)
 
 
 def chosen(rule: MatchRule, graph: Graph, accept: Accept | None = None) -> tuple[Graph, list[Move]]:
     """The graph after every move of a rule that is accepted, and those moves."""
     after, moves = rule.choose(graph, accept)
-    return _logged(rule, graph, after, rule.name), moves
+    return logged(rule, graph, after, rule.name), moves
 
 
-def _logged(rule: Rule, before: Graph, after: Graph, by: str) -> Graph:
+def logged(rule: Rule, before: Graph, after: Graph, by: str) -> Graph:
+    """A graph that a rule made of another one, with that in its log; what a user's rule made is proved.
+
+    Raises:
+        LawError: the interface is another one, or a user's rule does not say the same.
+    """
     if after is before:
         return before
     if (before.inputs, before.outputs) != (after.inputs, after.outputs):

@@ -91,7 +91,8 @@ def read(data: bytes, where: str) -> Log:
 
 def _steps(text: str) -> Iterator[Rewrite]:
     heads = list(_STEP.finditer(text))
-    for head, end in zip(heads, [*(h.start() for h in heads[1:]), len(text)], strict=True):
+    ends = [h.start() for h in heads[1:]] + [len(text)]
+    for head, end in zip(heads, ends, strict=False):
         before, _, after = text[head.end() : end].partition("\n=>\n")
         try:
             yield Rewrite(json.loads(head.group(1)), parse(before + "\n"), parse(after), bool(head.group(2)))
