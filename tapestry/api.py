@@ -42,6 +42,7 @@ class Compiled:
     kernels: Mapping[str, str]
     laws: Mapping[str, int]
     rewrites: bytes = b""
+    evidence: Sequence[Mapping[str, Any]] = ()
     printed: Mapping[str, str] = field(default_factory=dict[str, str])
     libraries: bool = False
     _session: Session | None = field(default=None, init=False)
@@ -57,7 +58,7 @@ class Compiled:
 
     def save(self, folder: str | Path) -> None:
         """Write a build directory, in one step."""
-        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws, self.rewrites)
+        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence)
 
     @property
     def session(self) -> Session:
@@ -119,7 +120,7 @@ def compile(
         stages=str(stages), micro_batches=str(micro_batches), print_after=print_after, found=found,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
-    return Compiled(done.build, done.constants, done.kernels, done.laws, done.rewrites, done.printed)
+    return Compiled(done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
 
 
 def _check_target(target: str, precision: str) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tapestry.build import weight_tiles
 from tapestry.build.atomic import new_folder
@@ -26,6 +27,7 @@ from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_re
 from tapestry.ir.program import Program
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
+from tapestry.ir.types import numpy_dtype
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
@@ -70,7 +72,7 @@ class Build:
 
 def write(
     folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int],
-    rewrites: bytes = b"",
+    rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (),
 ) -> None:  # fmt: skip
     """Write a build directory in one step: it appears whole, or not at all.
 
@@ -82,7 +84,7 @@ def write(
     files |= {REWRITES: rewrites} if rewrites else {}
     files |= {TILES: tiles} if (tiles := weight_tiles.stored(build.plan.graph)) else {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": hashes}
+    body = {"version": VERSION, "passed": True, "laws": dict(laws), "evidence": list(evidence), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
     own = {name.split("/")[0] for name in files} | {"kernels", TILES, REWRITES}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
@@ -238,8 +240,29 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
     build = decode((folder / "plan.json").read_bytes(), str(folder / "plan.json"))
     graph, tiles = build.plan.graph, (folder / TILES).read_bytes() if TILES in files else b""
     hashes = weight_tiles.restored(graph, tiles, str(folder))
+    _check_constants(build, (folder / "constants.bin").read_bytes() if "constants.bin" in files else b"", str(folder))
     weights = {t: replace(w, tiles=hashes[t]) for t, w in graph.weights.items()}
     return replace(build, plan=replace(build.plan, graph=replace(graph, weights=weights))), laws
+
+
+def _check_constants(build: Build, data: bytes, where: str) -> None:
+    """Every derived constant is what its own hash in the graph says.
+
+    Raises:
+        BuildError: naming one that is not.
+    """
+    graph = build.plan.graph
+    wanted = {t for t, w in graph.weights.items() if not w.file}
+    for name in sorted(wanted ^ set(build.constants)):
+        raise BuildError(f"constant '{name}' is {'nowhere' if name in wanted else 'no constant'}", where=where)
+    for name, (at, length) in build.constants.items():
+        t = graph.tensors[name]
+        part = np.frombuffer(data[at : at + length], np.uint8)
+        if at < 0 or part.size != t.nbytes:
+            raise BuildError(f"constant '{name}' has another size than its tensor", where=where)
+        cells = part.view(numpy_dtype(t.dtype)).reshape(t.shape)
+        if weight_tiles.root(weight_tiles.digests(cells)) != graph.weights[name].sha256:
+            raise BuildError(f"constant '{name}' is not what its hash says", where=where, hint="compile the model again")
 
 
 def identity(folder: Path) -> str:

@@ -85,9 +85,10 @@ def _analyze(args: argparse.Namespace) -> Outcome:
 def verify(args: argparse.Namespace) -> Outcome:
     """``tapestry verify``: re-check every law from the files alone."""
     from tapestry.saved_build import replay_rewrites, verify_build
+    from tapestry.viz.format import evidence_text
     from tapestry.viz.tables import rewrites_text
 
-    build, laws = verify_build(args.build)
+    build, laws, evidence = verify_build(args.build)
     replayed = replay_rewrites(args.build, build.plan.graph)
     rewrites = None if replayed is None else {"steps": replayed.steps, "shown": dict(replayed.shown)}
 
@@ -96,8 +97,11 @@ def verify(args: argparse.Namespace) -> Outcome:
         for name, count in laws.items():
             print(f"  {name:18} {count:>10,}")
         print(f"{args.build}: {rewrites_text(rewrites)}")
+        for row in evidence:
+            print(evidence_text(row))
 
-    return Outcome({"model": build.model, "passed": True, "laws": laws, "rewrites": rewrites}, text)
+    document = {"model": build.model, "passed": True, "laws": laws, "rewrites": rewrites, "evidence": evidence}
+    return Outcome(document, text)
 
 
 def kernels(args: argparse.Namespace) -> Outcome:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tapestry import arguments
-from tapestry.cli import building, rewriting, running
+from tapestry.cli import building, proving, rewriting, running
 from tapestry.cli.outcome import Outcome, print_json
 from tapestry.errors import BuildError, LawError, RunError, TapestryError, refusing
 
@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "whether a model's multi-device annotations are right",
     ),
+    "prove": (proving.prove, [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs"),
     "calibrate": (running.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (
         building.doctor, [arguments.model],

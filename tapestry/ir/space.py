@@ -7,7 +7,7 @@ coalesced text is not canonical, and counting points of a 7-d box takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +181,15 @@ def covers(cuts: Relation, dims: tuple[Dim, ...]) -> Point | None:
     """A point of the index space that no block holds; ``None`` when the blocks cover it."""
     missing = _box_set(tuple((0, d.size) for d in dims)).subtract(cuts.raw.range())
     return None if missing.is_empty() else _point(missing.sample_point())
+
+
+def vanishes(e: Aff, ranges: Mapping[str, int]) -> dict[str, int] | None:
+    """A point of a box where an index expression is not 0; ``None`` when it is 0 everywhere."""
+    names = {n: f"p{i}" for i, n in enumerate(ranges)}
+    rules = [f"0 <= {names[n]} < {size}" for n, size in ranges.items()]
+    text = f"{{ [{', '.join(names.values())}] : {' and '.join([*rules, f'{_text(e, names)} != 0'])} }}"
+    found = isl.Set(text)
+    return None if found.is_empty() else dict(zip(ranges, _point(found.sample_point()), strict=True))
 
 
 def _access(dims: tuple[Dim, ...], index: tuple[Aff, ...], when: tuple[Guard, ...], shape: tuple[int, ...] | None) -> Any:

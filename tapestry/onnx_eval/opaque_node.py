@@ -46,20 +46,22 @@ class HostValue:
 
 
 def run(
-    op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False
-) -> list[Any]:
+    op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False,
+    names: Sequence[str] = (),
+) -> list[Any]:  # fmt: skip
     """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
 
     Args:
         arrays: one per ``op.ins`` (``None`` where the input is absent), in the order of the node's inputs.
         expected: dtype and shape of each output as the graph has it; results are held to it.
         independent: ask the reference evaluator first, where it is known to be right, to check on what a target asks.
+        names: of the arrays, where a node's own are not those that a lifted one has.
 
     Raises:
         TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
     """
     declared = _inputs(op.node)  # and after them what its subgraphs read of the graph around it
-    names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
+    names = names or [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
     given = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
     types = tuple((n, *_type(a)) for n, a in given.items())
     feeds = {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}

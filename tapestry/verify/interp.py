@@ -41,12 +41,13 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict
 
     values = {n: stored(n, a) for n, a in feeds.items()}
     for op in graph.ops:
-        results = _opaque(op, graph, values, wide) if isinstance(op, Opaque) else _block(op, graph, values, wide)
+        results = opaque(op, graph, values, wide) if isinstance(op, Opaque) else _block(op, graph, values, wide)
         values.update({t: stored(t, a) for t, a in zip(op.outs, results, strict=True)})
     return {t: values[t].value if graph.tensors[t].on_host else values[t] for t in graph.outputs}
 
 
-def _opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool) -> list[Any]:
+def opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool) -> list[Any]:
+    """Outputs of an opaque operation, block by block where it is split."""
     arrays = [values[t] if t else None for t in op.ins]
     if not op.dims:  # whole; values of the host are never taken apart
         return opaque_node.run(op, arrays, _expected(op, graph, (), wide), independent=True)

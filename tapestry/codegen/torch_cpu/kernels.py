@@ -11,7 +11,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention
-from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges, tiles
+from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges, tiled_sums
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
@@ -115,10 +115,10 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         or pooling.max_pool(op, kernel)
         or conv_int8.convolution(op, graph, kernel, frame)
         or integers.product(op, graph, kernel, frame)
-        or tiles.product(op, graph, kernel, frame)
+        or tiled_sums.product(op, graph, kernel, frame)
         or gather(op, graph, kernel, frame)
     )
-    return special or tiles.states(op, graph, kernel)
+    return special or tiled_sums.states(op, graph, kernel)
 
 
 def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:

@@ -37,6 +37,7 @@ class Master:
     part: np.ndarray = field(init=False)
     solver: highspy.Highs = field(init=False)
     scale: float = 0.0
+    count: int = 0  # choices
 
     def __post_init__(self) -> None:
         overlap = self.paths.problem.topo.overlap
@@ -103,6 +104,7 @@ class Master:
         self.scale = self.scale or max(float(costs.max(initial=0.0)), 1e-300)
         rows = np.stack([np.bincount(self.column, lane[self.part], self.width) for lane in costs]).ravel() / self.scale
         used = np.flatnonzero(rows)
+        self.count += 1
         _row(self.solver, 0.0, np.inf, [*used.tolist(), rows.size], np.append(rows[used], -1.0))
 
     def weights(self) -> np.ndarray:
@@ -111,6 +113,12 @@ class Master:
         found = np.array(self.solver.getSolution().col_value)[:-1].reshape(self.paths.lanes, self.width)
         parts = 2 * self.paths.count + len(self.paths.problem.flows)
         return np.stack([np.bincount(self.part, lane[self.column], parts) for lane in self._exact(np.maximum(found, 0.0))])
+
+    def mixture(self) -> np.ndarray:
+        """How much each choice counts in the best answer to all averages: the shares of a mixed strategy."""
+        self.solver.run()
+        dual = np.abs(np.array(self.solver.getSolution().row_dual))[-self.count :]
+        return dual / max(float(dual.sum()), 1e-300)
 
     def _exact(self, found: np.ndarray) -> np.ndarray:
         """The same without what the program leaves of rounding: all that goes into an operation goes on from it."""

@@ -33,12 +33,14 @@ class Game:
     Attributes:
         demands, limits: usages that every choice keeps to.
         bound: the best so far, in seconds.
+        price: of usages over time, at the best bound.
     """
 
     problem: Problem
     demands: Sequence[Demand] = ()
     limits: Sequence[float] = ()
     bound: float = 0.0
+    price: np.ndarray | None = None
     paths: Paths = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class Game:
             stall = 0 if found.bound > self.bound * (1 + BETTER) or not n else stall + 1
             if found.bound > self.bound or not n:
                 self.bound, best, part = max(self.bound, found.bound), now, min(1.0, 2 * part)
+                self.price = price
             else:
                 part = max(part / 2, LEAST)
             if not np.isfinite(found.objective):
