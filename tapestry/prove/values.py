@@ -11,13 +11,13 @@ are a partition, and rounding is not looked at. Nothing here runs a model or sea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
-from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, floordiv, modulo, substitute
+from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
 from tapestry.prove.domains import Domain
 from tapestry.verify.interp import value as evaluate_expression
 
@@ -240,7 +240,7 @@ class Table:
     def test(self, op: str, place: Aff, ranges: Ranges) -> Value:
         """Whether an index expression is at least 0 (``ge``) or 0 (``eq``); a literal where that is known."""
         low, high = (int(x) for x in bounds(place, {n: (0, s - 1) for n, s in ranges.items()}))
-        if low >= 0 and op == "ge" or low == high == 0:
+        if (low >= 0 and op == "ge") or low == high == 0:
             return Const(True, "bool")
         if high < 0 or (op == "eq" and low > 0):
             return Const(False, "bool")
@@ -285,13 +285,13 @@ class Table:
             return a
         if not isinstance(a, Ref) or not isinstance(b, Ref):
             return None
-        p, q = self.nodes[a.node], self.nodes[b.node]
-        if p.kind != "part" or q.kind != "part" or p.label[0] != q.label[0] or a.index != b.index:
+        if self.nodes[a.node].kind != "part" or self.nodes[b.node].kind != "part" or a.index != b.index:
             return None
-        if MERGES.get(self.nodes[p.label[0]].label[0]) != fn:
+        (base, mine), (other, theirs) = self.parted(a.node), self.parted(b.node)
+        if base != other or MERGES.get(self.merges_by(base)) != fn:
             return None
-        both = p.label[1].join(q.label[1], fn != "add")
-        return None if both is None else self.part(p.label[0], both, a.index)
+        both = mine.join(theirs, fn not in ("add", "mul"))
+        return None if both is None else self.part(base, both, a.index)
 
     def part(self, base: int, domain: Domain, index: Slots) -> Ref:
         """A reduction over a part of its domain; the reduction itself where that is all of it."""
@@ -302,6 +302,15 @@ class Table:
         if key not in self.known:
             self.add(key, Node("part", (base, domain), (), node.slots, node.dtype, origin=node.origin))
         return Ref(self.known[key][0], index)
+
+    def parted(self, at: int) -> tuple[int, Domain]:
+        """The reduction that a part is of, and which part."""
+        base, domain = cast("tuple[int, Domain]", self.nodes[at].label)
+        return base, domain
+
+    def merges_by(self, at: int) -> str:
+        """The monoid of a reduction."""
+        return str(self.nodes[at].label[0])
 
     def arguments(self, ref: Ref) -> tuple[Value, ...]:
         """The arguments of a call, at the places that a reference gives its slots."""
@@ -314,7 +323,9 @@ class Table:
         if at not in self.partial:
             node = self.nodes[at]
             own = node.kind == "part"
-            self.partial[at] = own or (node.kind == "call" and any(isinstance(a, Ref) and self.has_part(a.node) for a in node.args))
+            self.partial[at] = own or (
+                node.kind == "call" and any(isinstance(a, Ref) and self.has_part(a.node) for a in node.args)
+            )
         return self.partial[at]
 
     def read(self, v: Value, env: Mapping[str, Aff], ranges: Ranges) -> Value:
@@ -387,7 +398,7 @@ def differ(a: Aff, b: Aff, ranges: Ranges) -> dict[str, int]:
     """A point where two index expressions differ, which there is."""
     from tapestry.ir.space import vanishes
 
-    return vanishes(a - b, dict(ranges)) or {n: 0 for n in ranges}
+    return vanishes(a - b, dict(ranges)) or dict.fromkeys(ranges, 0)
 
 
 def evaluated(e: Aff, point: Mapping[str, int]) -> int:
@@ -400,5 +411,3 @@ def evaluated(e: Aff, point: Mapping[str, int]) -> int:
 def cell(point: Mapping[str, int]) -> str:
     """A point as a person reads it."""
     return "[" + ", ".join(f"{n}={k}" for n, k in point.items()) + "]"
-
-

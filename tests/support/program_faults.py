@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -136,7 +137,9 @@ def mean_instead_of_sum(ranks: Ranks, rng: random.Random) -> str | None:
 @kind
 def group_too_small(ranks: Ranks, rng: random.Random) -> str | None:
     """Half of the ranks reduce, and the other half."""
-    found = [n for n in _collectives(ranks[0], "ALL_REDUCE") if len(next(a.ints for a in n.attribute if a.name == "groups")) >= 4]
+    found = [
+        n for n in _collectives(ranks[0], "ALL_REDUCE") if len(next(a.ints for a in n.attribute if a.name == "groups")) >= 4
+    ]
     if not found:
         return None
     name = rng.choice(found).name
@@ -240,7 +243,9 @@ def one_cell_changed(ranks: Ranks, rng: random.Random) -> str | None:
 @kind
 def added_before_reducing(ranks: Ranks, rng: random.Random) -> str | None:
     """A bias or a residual is added on every rank, and then summed."""
-    pairs = [(c, r) for c in _collectives(ranks[0], "ALL_REDUCE") for r in _readers(ranks[0], c.output[0]) if r.op_type == "Add"]
+    pairs = [
+        (c, r) for c in _collectives(ranks[0], "ALL_REDUCE") for r in _readers(ranks[0], c.output[0]) if r.op_type == "Add"
+    ]
     if not pairs:
         return None
     c, add = rng.choice(pairs)
@@ -297,7 +302,16 @@ def number_changed(ranks: Ranks, rng: random.Random) -> str | None:
 @kind
 def another_function(ranks: Ranks, rng: random.Random) -> str | None:
     """Another activation or operator of the same shapes."""
-    other = {"Sigmoid": "Tanh", "Erf": "Tanh", "Relu": "Abs", "Tanh": "Sigmoid", "Div": "Mul", "Sqrt": "Exp", "Neg": "Abs", "Sub": "Add"}
+    other = {
+        "Sigmoid": "Tanh",
+        "Erf": "Tanh",
+        "Relu": "Abs",
+        "Tanh": "Sigmoid",
+        "Div": "Mul",
+        "Sqrt": "Exp",
+        "Neg": "Abs",
+        "Sub": "Add",
+    }
     found = _nodes(ranks[0], *other)
     if not found:
         return None
@@ -362,13 +376,13 @@ def order_of_collectives(ranks: Ranks, rng: random.Random) -> str | None:
         x, y = m.graph.node[a], m.graph.node[b]
         return not needs(b, a) and x.SerializeToString() != y.SerializeToString()
 
-    pairs = [(a, b) for a, b in zip(found, found[1:], strict=False) if apart(a, b)]
+    pairs = [(a, b) for a, b in itertools.pairwise(found) if apart(a, b)]
     if not pairs:
         return None
     a, b = rng.choice(pairs)
     nodes = [NodeProto.FromString(n.SerializeToString()) for n in m.graph.node]
     nodes.insert(b + 1, nodes.pop(a))
-    need = [n for n in nodes]
+    need = list(nodes)
     done: set[str] = {i.name for i in m.graph.input} | {t.name for t in m.graph.initializer}
     ordered: list[NodeProto] = []
     while need:
