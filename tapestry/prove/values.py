@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
+import numpy as np
+
 from tapestry.ir.expr import PRIMITIVES, Call, Const
 from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
 from tapestry.prove.domains import Domain
@@ -125,7 +127,8 @@ class Table:
         """A primitive of values over a space."""
         if all(isinstance(a, Const) for a in args) and fn in PRIMITIVES:
             literals = tuple(a for a in args if isinstance(a, Const))
-            return Const(evaluate_expression(Call(fn, literals, dtype), [], [], {}, False).item(), dtype)
+            with np.errstate(all="ignore"):
+                return Const(evaluate_expression(Call(fn, literals, dtype), [], [], {}, False).item(), dtype)
         simple = self._simplified(fn, args, dtype, ranges)
         if simple is not None:
             return simple
