@@ -46,7 +46,7 @@ def wanted(graph: Graph, given: Mapping[str, Array]) -> dict[str, tuple[Array, A
         narrow, wide = interp.run(graph, given), interp.run(graph, given, wide=True)
     out: dict[str, tuple[Array, Array]] = {}
     for name, a in narrow.items():
-        if isinstance(a, np.ndarray):
+        if not graph.tensors[name].on_host:
             out[name] = a, alike(a, np.asarray(wide[name]), a.dtype.name)
     return out
 
@@ -57,10 +57,10 @@ def alike(a: Array, b: Array, dtype: str) -> Array:
         return np.asarray(a == b)
     x, y = a.astype(np.float64), b.astype(np.float64)
     finite = np.isfinite(x) & np.isfinite(y)
-    scale = np.maximum(1.0, np.abs(y, where=finite, out=np.ones(y.shape)).max(initial=1.0))
+    scale = float(np.abs(np.where(finite, y, 1.0)).max(initial=1.0))
     with np.errstate(invalid="ignore"):
         near = np.abs(x - y) <= TOLERANCE[dtype] * scale
-    return np.where(finite, near, (x == y) | (np.isnan(x) & np.isnan(y)))
+    return np.asarray(np.where(finite, near, (x == y) | (np.isnan(x) & np.isnan(y))))
 
 
 def masks(graph: Graph) -> bool:
