@@ -75,6 +75,13 @@ def check_sharding(p: argparse.ArgumentParser) -> None:
     p.add_argument("--strict", action="store_true", help="warnings (implied communication, uneven parts) fail as well")
 
 
+def prove(p: argparse.ArgumentParser) -> None:
+    """A model, and a parallel program of it."""
+    model(p)
+    text = "a folder with one ONNX file per rank (rank0.onnx, ...) and, if needed, program.json; or the files; or one for all ranks"
+    p.add_argument("program", type=Path, nargs="+", help=text)
+
+
 def opt(p: argparse.ArgumentParser) -> None:
     """A graph, and moves."""
     p.add_argument("graph", type=Path, help="a file of IR text, or -")
@@ -149,6 +156,7 @@ def rules(p: argparse.ArgumentParser) -> None:
     """Which rules, and where they do not apply."""
     p.add_argument("rule", nargs="?", metavar="NAME")
     p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
+    p.add_argument("--check", action="append", type=Path, default=[], metavar="FILE", help="prove the rules of a file")
     shape(p)
     own_rules(p)
 

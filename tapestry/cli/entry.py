@@ -6,6 +6,7 @@ Exit status: 0 done; 1 a check failed; 2 the user's input, with a message; 130 i
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tapestry import arguments
-from tapestry.cli import building, rewriting, running
+from tapestry.cli import building, proving, rewriting, running
 from tapestry.cli.outcome import Outcome, print_json
 from tapestry.errors import BuildError, LawError, RunError, TapestryError, refusing
 
@@ -42,6 +43,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "whether a model's multi-device annotations are right",
     ),
+    "prove": (proving.prove, [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs"),
     "calibrate": (running.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (
         building.doctor, [arguments.model],
@@ -59,6 +61,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; never a traceback for what the user can mend."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no such letter gets another one
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     args = parsed(argv)
     level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
@@ -102,7 +107,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     sub = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, (_, groups, text) in COMMANDS.items():
-        p = sub.add_parser(name, parents=[common], help=text, description=text)
+        p = sub.add_parser(name, parents=[common], help=text, description=text, allow_abbrev=False)
         for add in groups:
             add(p)
     return parser

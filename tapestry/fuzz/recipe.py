@@ -13,8 +13,9 @@ from tapestry.fuzz import awkward
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Arrival, Layout, Mesh, MeshAxis, Plan, Stage, Strategy, device_count
 from tapestry.plan.strategy import strategies, tensor_boxes
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES, Move, Sized, apply_moves, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, Sized, parse_move
 
 MESHES = ((1,), (2,), (2,), (3,), (3,), (4,), (5,), (8,), (2, 2), (2, 2), (2, 3), (3, 2), (4, 2), (1, 3), (2, 2, 2), (2, 3, 2))
 OFFERS = 40  # moves of one rule that are looked at

@@ -23,7 +23,7 @@ from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
 from tapestry.lift.building.nodes import SUSPECT, Prepared
 from tapestry.lift.building.nodes import lift_nodes as build_nodes
-from tapestry.lift.file.diagnosis import complete
+from tapestry.lift.file.diagnosis import Contradiction, complete, name_symbols
 from tapestry.lift.file.external_data import dtype_name, parse_place
 from tapestry.lift.file.structure import check_attributes, check_structure, load
 from tapestry.lift.file.symbols import Given, bind, dims_of, rewrite, unbound, unify
@@ -86,10 +86,14 @@ class Symbols:
     unified: dict[str, str]
 
 
-def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0, steps: bool = True) -> Lifted:  # noqa: B006
+def lift(
+    path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0, steps: bool = True,  # noqa: B006
+    model: ModelProto | None = None,
+) -> Lifted:  # fmt: skip
     """Read an ONNX file into a Graph.
 
     Args:
+        model: what the file holds, where it was read (and may have been edited) before.
         shapes: sizes of symbolic dimensions, by symbol (``{"batch": 8}``) or by input (``{"x": "8x3x224x224"}``).
         weights: whether external data must be there; without it, a model can be planned but not run.
         seed: session seed of the random operators.
@@ -99,15 +103,15 @@ def lift(path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: in
     Raises:
         ModelError: the file is malformed, unsafe or not supported; each says where, why and what to try.
     """
-    source = read_model(Path(path), weights)
+    source = read_model(Path(path), weights, model)
     symbols = bind_symbols(source, shapes)
     return lift_nodes(source, symbols, normalize(source, symbols, steps), steps, seed)
 
 
-def read_model(model: Path, weights: bool) -> ModelSource:
-    """A model file, checked, its weights taken out, in the opset that the lifters know."""
+def read_model(model: Path, weights: bool, proto: ModelProto | None = None) -> ModelSource:
+    """A model file (or what was read from it), checked, its weights taken out, in the opset that the lifters know."""
     path = model.absolute()
-    proto = load(path)
+    proto = load(path) if proto is None else proto
     nodes = len(proto.graph.node)
     with _reading(proto, path):
         contrib.define(proto)
@@ -135,7 +139,11 @@ def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:
 def normalize(source: ModelSource, symbols: Symbols, unroll_steps: bool) -> Prepared:
     """The model with shapes inferred, constants folded, functions, loops and branches written out."""
     with _reading(source.model, source.path):
-        return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes))
+        try:
+            return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes))
+        except Contradiction as e:
+            name_symbols(e, symbols.sizes)
+            raise
 
 
 def lift_nodes(source: ModelSource, symbols: Symbols, prepared: Prepared, unroll_steps: bool, seed: int) -> Lifted:

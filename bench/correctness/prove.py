@@ -1,0 +1,147 @@
+"""`tapestry prove` on programs whose answer is known: faults that were put in, and parallel programs that are right.
+
+Four parts, all by default, or those that are named: ``faults`` (every kind of `tests.support.program_faults` on five networks),
+``programs`` (data, tensor, sequence, context, pipeline and expert parallelism at many sizes), ``llama`` (80 layers of Llama-70B's
+sizes on 8 ranks, without weights), ``plans`` (transformers' own tensor-parallel plans, from programs that
+`bench/support/transformers_ranks.py` has exported). Writes bench/results/prove.json; exits 1 where an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+from bench.support import record
+from tapestry.errors import TapestryError
+from tapestry.prove.verdict import PROVED, REFUTED, Verdict, prove
+from tests.support.parallel_nets import Sizes, Style, write
+from tests.support.program_faults import KINDS
+
+SMALL = Sizes(batch=2, sequence=4, width=16, inner=16, layers=2, vocabulary=8)
+STYLES: dict[str, list[Style]] = {
+    "mlp": [Style(tp=4), Style(dp=2, tp=2)],
+    "decoder": [Style(tp=4), Style(tp=2, sequence=True), Style(tp=2, context=True), Style(pp=2, tp=2, head="gathered")],
+    "encoder": [Style(tp=4), Style(tp=2, sequence=True), Style(pp=2)],
+    "convolutions": [Style(tp=4), Style(dp=2, tp=2)],
+    "experts": [Style(tp=4), Style(dp=2, tp=2)],
+}
+LLAMA_70B = Sizes(batch=1, sequence=4096, width=8192, heads=64, groups=8, inner=28672, layers=80, vocabulary=128256)
+
+
+def decided(model: Path, program: Path) -> tuple[str, str, float]:
+    """Status, witness or reason, and seconds."""
+    begin = time.perf_counter()
+    try:
+        v: Verdict = prove(model, [program])
+    except TapestryError as e:
+        return "not readable", str(e), time.perf_counter() - begin
+    return v.status, (v.witness or {}).get("text", v.reason), time.perf_counter() - begin
+
+
+def faults(folder: Path, each: int) -> Iterator[record.Row]:
+    """For every kind and network, so many faults (of up to eight times as many draws: some networks have no place for some kinds)."""
+    for kind, net in itertools.product(KINDS, STYLES):
+        done = 0
+        for draw in range(8 * each):
+            rng, style = random.Random(f"{kind} {net} {draw}"), STYLES[net][draw % len(STYLES[net])]
+            model, program = write(net, style, folder / "fault", SMALL, seed=draw)
+            files = [program / f"rank{r}.onnx" for r in range(style.world)]
+            for stale in set(program.glob("*.onnx")) - set(files):
+                stale.unlink()
+            ranks = [onnx.load(f) for f in files]
+            at = KINDS[kind](ranks, rng)
+            if at is None:
+                continue
+            for f, m in zip(files, ranks, strict=True):
+                onnx.save(m, f)
+            status, text, seconds = decided(model, program)
+            yield {"part": "faults", "kind": kind, "net": net, "style": str(style), "at": at, "status": status, "witness": text, "seconds": round(seconds, 3)}
+            done += 1
+            if done == each:
+                break
+
+
+def right_programs(count: int) -> Iterator[tuple[str, Style, Sizes]]:
+    """Networks, styles and sizes that fit each other, in a fixed order."""
+    rng = random.Random(0)
+    seen: set[str] = set()
+    while len(seen) < count:
+        net = rng.choice(list(STYLES))
+        dp, tp = rng.choice([1, 1, 2]), rng.choice([1, 2, 2, 4])
+        pp = rng.choice([1, 1, 2]) if net in ("decoder", "encoder") else 1
+        how = rng.choice(["tensor", "sequence", "context"]) if net in ("decoder", "encoder") and tp > 1 else "tensor"
+        head = rng.choice(["whole", "gathered", "rows"]) if net == "decoder" and how != "context" else "whole"
+        style = Style(dp=dp, pp=pp, tp=tp, sequence=how == "sequence", context=how == "context", head=head)
+        groups = rng.choice([4, 8]) if net == "decoder" else 8
+        sizes = Sizes(
+            batch=dp * rng.choice([1, 2]), sequence=tp * rng.choice([1, 2, 3]), width=32, heads=8, groups=groups,
+            inner=8 * rng.choice([1, 2, 3]), layers=2, vocabulary=24,
+        )  # fmt: skip
+        if net == "convolutions":
+            sizes = Sizes(batch=sizes.batch, sequence=6, inner=sizes.inner, layers=2)
+        key = f"{net} {style} {sizes}"
+        if style.world > 1 and key not in seen:
+            seen.add(key)
+            yield net, style, sizes
+
+
+def programs(folder: Path, count: int) -> Iterator[record.Row]:
+    """Programs that are right."""
+    for k, (net, style, sizes) in enumerate(right_programs(count)):
+        model, program = write(net, style, folder / f"right{k}", sizes, seed=k)
+        status, text, seconds = decided(model, program)
+        yield {"part": "programs", "net": net, "style": str(style), "sizes": str(sizes), "status": status, "reason": text, "seconds": round(seconds, 3)}
+
+
+def llama(folder: Path) -> Iterator[record.Row]:
+    """Llama-70B's layers on 8 ranks: lifting, proof and all."""
+    model, program = write("decoder", Style(tp=8, head="gathered"), folder / "llama", LLAMA_70B, data=False)
+    status, text, seconds = decided(model, program)
+    yield {"part": "llama", "ranks": 8, "layers": LLAMA_70B.layers, "status": status, "reason": text, "seconds": round(seconds, 1)}
+
+
+def plans(folder: Path) -> Iterator[record.Row]:
+    """Programs that transformers makes of its own plans."""
+    for case in sorted(p for p in folder.iterdir() if (p / "model.onnx").is_file()):
+        status, text, seconds = decided(case / "model.onnx", case / "program")
+        yield {"part": "plans", "architecture": case.name, "status": status, "witness": text, "seconds": round(seconds, 2)}
+
+
+def main() -> None:
+    """Run the parts that are asked for."""
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("parts", nargs="*", default=["faults", "programs", "llama"])
+    p.add_argument("--each", type=int, default=2, help="faults per kind and network")
+    p.add_argument("--programs", type=int, default=200, help="programs that are right")
+    p.add_argument("--plans", type=Path, default=record.WORK / "plans", help="folder with exported programs")
+    args = p.parse_args()
+    want = {"faults": REFUTED, "programs": PROVED, "llama": PROVED, "plans": ""}
+    rows = [r for r in record.read("prove") if r["part"] not in args.parts]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        makers = {
+            "faults": lambda: faults(folder, args.each), "programs": lambda: programs(folder, args.programs),
+            "llama": lambda: llama(folder), "plans": lambda: plans(args.plans),
+        }  # fmt: skip
+        for part in args.parts:
+            for row in makers[part]():
+                rows.append(row)
+                if want[part] not in ("", row["status"]):
+                    print(row, flush=True)
+    summary = {part: dict(Counter(r["status"] for r in rows if r["part"] == part)) for part in want}
+    print(summary)
+    record.write("prove", rows, summary=summary, kinds=len({r["kind"] for r in rows if r["part"] == "faults"}))
+    sys.exit(any(want[r["part"]] not in ("", r["status"]) for r in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""``tapestry prove``: every rank's program and the model as values of one table, collectives among them, and then compared."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.index import const, dim
+from tapestry.prove.collectives import Collective, results
+from tapestry.prove.lifted_values import block_values, opaque_values
+from tapestry.prove.placement import said, starts_in_order
+from tapestry.prove.rank_leaves import Leaves, here
+from tapestry.prove.rank_programs import OneFile, Program
+from tapestry.prove.values import Miss, Ref, Table, Value, same
+
+Values = dict[str, Value]
+
+
+@dataclass(slots=True)
+class Stuck(Exception):
+    """Ranks that wait for each other for ever, or that meet in different collectives."""
+
+    rank: int
+    tensor: str
+    text: str
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What came of writing a program in terms of a model.
+
+    Attributes:
+        outputs: per output of the model its state: ``proved``, or what is not.
+        placed: per output, where each rank's part of it begins (None where the rank has none).
+        wrong: the first output that is not the model's: its name and the rank.
+    """
+
+    table: Table
+    leaves: Leaves
+    model: Values
+    ranks: list[Values]
+    outputs: dict[str, str] = field(default_factory=dict[str, str])
+    placed: dict[str, list[tuple[int, ...] | None]] = field(default_factory=dict[str, list[tuple[int, ...] | None]])
+    wrong: tuple[str, int] | None = None
+    stuck: Stuck | None = None
+
+    @property
+    def proved(self) -> bool:
+        """Whether every output is the model's."""
+        return self.stuck is None and all(o == "proved" for o in self.outputs.values())
+
+    def misses(self, rank: int) -> list[Miss]:
+        """Where a rank is not what the model is, first of all those that were never mended."""
+        table = self.table
+
+        def live(m: Miss) -> bool:
+            v = self.ranks[m.rank].get(m.tensor) if 0 <= m.rank < len(self.ranks) else None
+            return v is None or (isinstance(v, Ref) and not table.nodes[v.node].model)
+
+        found = [m for m in table.misses if live(m)]
+        return sorted(found, key=lambda m: m.rank != rank)
+
+
+def compare(model: OneFile, program: Program, order: int = 0) -> Comparison:
+    """Write a program's values in terms of a model's.
+
+    Args:
+        order: of parts of inputs over the ranks, where shapes leave two.
+    """
+    table = Table()
+    leaves = Leaves(table, model, program, order=order)
+    whole = _model_values(table, leaves, model.graph)
+    table.building = False
+    out = Comparison(table, leaves, whole, [{} for _ in program.ranks])
+    try:
+        _Ranks(out, program).run()
+    except Stuck as e:
+        out.stuck = e
+    _compare_outputs(out, model, program)
+    return out
+
+
+def _model_values(table: Table, leaves: Leaves, graph: Graph) -> Values:
+    values: Values = {t: leaves.of_model(t) for t in (*graph.inputs, *graph.weights) if not graph.tensors[t].on_host}
+    for op in graph.ops:
+        table.tensor = op.outs[0]
+        _add(table, op, graph, values)
+        for t in op.outs:
+            if isinstance(v := values.get(t), Ref):
+                table.axes.setdefault(v.node, tuple(map(str, v.index)))
+    return values
+
+
+def _add(table: Table, op: Op, graph: Graph, values: Values) -> None:
+    """The results of an operation, each a value; what stays on the host is no value."""
+    if any(t not in values for t in op.inputs):
+        return
+    if isinstance(op, Block):
+        found = block_values(table, op, values.__getitem__, graph.tensors)
+    else:
+        found = opaque_values(table, op, values.__getitem__, graph.tensors)
+    if found is None:  # nothing is known of it but that it is there
+        outs = [graph.tensors[t] for t in op.outs]
+        if any(t.on_host for t in outs):
+            return
+        found = [Ref(table.leaf(f"{t.name} of rank {table.rank}", len(t.shape), t.dtype), tuple(here(t.shape))) for t in outs]
+    values.update(zip(op.outs, found, strict=True))
+
+
+class _Ranks:
+    """All ranks, run operation by operation as soon as what they read is there, and collectives when all have come to them."""
+
+    def __init__(self, out: Comparison, program: Program) -> None:
+        self.out, self.program = out, program
+        self.next = [0] * len(program.ranks)
+        self.missing: list[list[int]] = []
+        self.ready: list[list[int]] = []
+        self.readers: list[dict[str, list[int]]] = []
+
+    def run(self) -> None:
+        """Give every tensor of every rank its value."""
+        for rank, file in enumerate(self.program.ranks):
+            self._begin(rank, file)
+        while any(self.next[r] < len(f.collectives) for r, f in enumerate(self.program.ranks)):
+            done = {self._meet(r) for r in range(len(self.program.ranks))}
+            if done == {False}:
+                self._stuck()
+
+    def _begin(self, rank: int, file: OneFile) -> None:
+        graph, table = file.graph, self.out.table
+        targets = {c.target for c in file.collectives}
+        self.missing.append([len(op.inputs) for op in graph.ops])
+        self.ready.append([k for k, op in enumerate(graph.ops) if not op.inputs])
+        self.readers.append({})
+        for k, op in enumerate(graph.ops):
+            for t in op.inputs:
+                self.readers[rank].setdefault(t, []).append(k)
+        for t in (*graph.inputs, *graph.weights):
+            if t not in targets and not graph.tensors[t].on_host:
+                table.rank, table.tensor = rank, t
+                self._have(rank, t, self.out.leaves.of_rank(rank, t))
+        self._advance(rank)
+
+    def _have(self, rank: int, name: str, v: Value) -> None:
+        self.out.ranks[rank][name] = v
+        for k in self.readers[rank].get(name, ()):
+            self.missing[rank][k] -= 1
+            if not self.missing[rank][k]:
+                heapq.heappush(self.ready[rank], k)
+
+    def _advance(self, rank: int) -> None:
+        graph, table, values = self.program.ranks[rank].graph, self.out.table, self.out.ranks[rank]
+        while self.ready[rank]:
+            op = graph.ops[heapq.heappop(self.ready[rank])]
+            table.rank, table.tensor = rank, op.outs[0]
+            _add(table, op, graph, values)
+            for t in op.outs:
+                if t in values:
+                    self._have(rank, t, values[t])
+
+    def _at(self, rank: int) -> Collective | None:
+        found = self.program.ranks[rank].collectives
+        return found[self.next[rank]] if self.next[rank] < len(found) else None
+
+    def _meet(self, rank: int) -> bool:
+        """Do a rank's next collective, if all of its group have come to it."""
+        mine = self._at(rank)
+        if mine is None:
+            return False
+        if mine.source and mine.source not in self.out.ranks[rank]:
+            return False
+        each: list[Collective] = []
+        for r in mine.group:
+            c = self._at(r)
+            if c is None or c.group != mine.group or (c.source and c.source not in self.out.ranks[r]):
+                return False
+            each.append(c)
+        for r, c in zip(mine.group, each, strict=True):
+            if (c.kind, c.op, c.root) != (mine.kind, mine.op, mine.root):
+                raise Stuck(r, c.name, f"it does {c.kind} {c.op} where rank {rank} does {mine.kind} {mine.op} ('{mine.name}')")
+        self._do(each)
+        return True
+
+    def _do(self, each: list[Collective]) -> None:
+        first, table = each[0], self.out.table
+        shapes = {r: self._sent(r, c) for r, c in zip(first.group, each, strict=True)}
+        shape = shapes[first.root] if first.kind in ("BROADCAST", "SCATTER") else shapes[first.group[0]]
+        for r, c in zip(first.group, each, strict=True):
+            if first.kind not in ("BROADCAST", "SCATTER") and shapes[r] != shape:
+                raise Stuck(
+                    r, c.name, f"it sends {list(shapes[r] or ())} where rank {first.group[0]} sends {list(shape or ())}"
+                )
+        if shape is None:
+            raise Stuck(first.root, first.name, "the root sends nothing")
+        if first.kind in ("REDUCE_SCATTER", "SCATTER", "ALL_TO_ALL") and (not shape or shape[0] % len(first.group)):
+            raise Stuck(first.group[0], first.name, f"{list(shape)} does not divide among {len(first.group)} ranks")
+        table.rank, table.tensor = first.group[0], first.target or first.name
+        values = [self.out.ranks[r].get(c.source) for r, c in zip(first.group, each, strict=True)]
+        found = results(table, first, values, shape)
+        for r, c, v in zip(first.group, each, found, strict=True):
+            self.next[r] += 1
+            if c.target and v is not None:
+                self._same_shape(r, c, shape)
+                self._have(r, c.target, v)
+        for r in first.group:
+            self._advance(r)
+
+    def _sent(self, rank: int, c: Collective) -> tuple[int, ...] | None:
+        return self.program.ranks[rank].graph.tensors[c.source].shape if c.source else None
+
+    def _same_shape(self, rank: int, c: Collective, shape: Sequence[int]) -> None:
+        n, rest = len(c.group), tuple(shape[1:])
+        first = {"ALL_GATHER": n, "GATHER": n}.get(c.kind, 1) * (shape[0] if shape else 1)
+        first //= n if c.kind in ("REDUCE_SCATTER", "SCATTER") else 1
+        want = (first, *rest) if shape else ()
+        have = self.program.ranks[rank].graph.tensors[c.target].shape
+        if have != want:
+            raise TapestryError(
+                "a collective's result has another shape", where=f"'{c.target}'", why=f"{list(have)}, not {list(want)}"
+            )
+
+    def _stuck(self) -> None:
+        waits = [(r, c) for r in range(len(self.program.ranks)) if (c := self._at(r)) is not None]
+        text = "; ".join(f"rank {r} waits in {c.kind} '{c.name}' for ranks {list(c.group)}" for r, c in waits[:4])
+        raise Stuck(waits[0][0], waits[0][1].name, text)
+
+
+def _compare_outputs(out: Comparison, model: OneFile, program: Program) -> None:
+    """Every output of the model: which part of it each rank has, whether it is that, and whether they are all of it."""
+    names = {theirs: mine for mine, theirs in program.names.items()}
+    for name in model.outputs:
+        held = [names.get(name, name) if names.get(name, name) in f.outputs else "" for f in program.ranks]
+        if not any(held):
+            out.outputs[name], out.wrong = "no rank has it", out.wrong or (name, 0)
+            continue
+        tries = [_output(out, model, program, name, held, k) for k in range(2)]
+        state, rank, placed = next((t for t in tries if t[0] == "proved"), tries[0])
+        out.outputs[name], out.placed[name] = state, placed
+        if state != "proved" and out.wrong is None:
+            out.wrong = (name, rank)
+
+
+def _output(
+    out: Comparison, model: OneFile, program: Program, name: str, held: Sequence[str], order: int
+) -> tuple[str, int, list[tuple[int, ...] | None]]:
+    """State, the rank where it is not the model's, and where each rank's part begins."""
+    whole = model.graph.tensors[name].shape
+    placed: list[tuple[int, ...] | None] = []
+    sizes: set[tuple[int, ...]] = set()
+    wrong: tuple[str, int] | None = None
+    for rank, mine in enumerate(held):
+        if not mine:
+            placed.append(None)
+            continue
+        shape = program.ranks[rank].graph.tensors[mine].shape if mine in program.ranks[rank].graph.tensors else ()
+        starts = starts_in_order(rank, len(program.ranks), shape, whole)
+        if name in program.placement:
+            starts = [said(program.placement[name], name, rank, program.mesh, whole)]
+        if not starts or any(s % n or s + n > w for s, n, w in zip(starts[0], shape, whole, strict=True)):
+            return f"rank {rank} has {list(shape)} of {list(whole)}", rank, placed
+        if len(starts) > 1:
+            out.leaves.open.add(name)
+        start = starts[min(order, len(starts) - 1)]
+        placed.append(start)
+        sizes.add(shape)
+        if wrong is None and not _is_part(out, name, rank, mine, shape, start):
+            wrong = (f"rank {rank} has another value", rank)
+    if wrong is not None:
+        return *wrong, placed
+    if len(sizes) != 1 or len({p for p in placed if p is not None}) * prod(next(iter(sizes))) != prod(whole):
+        return "the ranks do not have all of it", 0, placed
+    return "proved", 0, placed
+
+
+def _is_part(out: Comparison, name: str, rank: int, mine: str, shape: Sequence[int], start: Sequence[int]) -> bool:
+    """Whether a rank's output is the box of the model's that begins at a place."""
+    theirs, value = out.model.get(name), out.ranks[rank].get(mine)
+    if theirs is None or value is None:
+        return False
+    ranges = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
+    env = {f"y{k}": (dim(f"y{k}") if n != 1 else const(0)) + s for k, (n, s) in enumerate(zip(shape, start, strict=True))}
+    want = out.table.read(theirs, env, ranges)
+    if not isinstance(want, Ref) or not isinstance(value, Ref):
+        return want == value
+    return want.node == value.node and all(same(a, b, ranges) for a, b in zip(want.index, value.index, strict=True))

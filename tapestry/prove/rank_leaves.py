@@ -1,0 +1,140 @@
+"""Inputs, weights and constants of the model and of the ranks, as cells of the model's tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tapestry.ir.expr import Const
+from tapestry.ir.index import Aff, const, dim
+from tapestry.ir.types import INTEGERS, Tensor
+from tapestry.lift.building.affine_values import fit
+from tapestry.prove.placement import Placed, apart, by_data, said, starts_in_order
+from tapestry.prove.rank_programs import OneFile, Program
+from tapestry.prove.values import Ref, Table, Value
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(slots=True)
+class Leaves:
+    """Where ranks' tensors lie in the model's.
+
+    Attributes:
+        data: reads of weights, each once.
+        placed: (rank, tensor) to what it is of the model's.
+        own: (rank, weight) that is nothing of the model's.
+        unchecked: weights whose data is not there, so that where they lie is taken from the order of ranks or what is said.
+        open: tensors whose parts may lie on the ranks in more than one order, as far as anybody said.
+        order: which of two orders inputs have, where shapes leave both: neighbours hold neighbouring parts, or equal ones.
+    """
+
+    table: Table
+    model: OneFile
+    program: Program
+    data: dict[tuple[int, str], Array | None] = field(default_factory=dict[tuple[int, str], Array | None])
+    placed: dict[tuple[int, str], Placed] = field(default_factory=dict[tuple[int, str], Placed])
+    own: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    unchecked: set[str] = field(default_factory=set[str])
+    open: set[str] = field(default_factory=set[str])
+    order: int = 0
+
+    def read(self, rank: int, name: str) -> Array | None:
+        """Data of a weight of a rank; of the model for rank -1."""
+        key = (rank, name)
+        if key not in self.data:
+            self.data[key] = (self.model if rank < 0 else self.program.ranks[rank]).data(name)
+        return self.data[key]
+
+    def of_model(self, name: str) -> Value:
+        """A tensor that the model is given."""
+        t = self.model.graph.tensors[name]
+        simple = self._simple(self.model, name, t)
+        return simple if simple is not None else self._leaf(name, t.dtype, here(t.shape))
+
+    def _leaf(self, name: str, dtype: str, index: Sequence[Aff]) -> Ref:
+        return Ref(self.table.leaf(name, len(index), dtype), tuple(index))
+
+    def _simple(self, file: OneFile, name: str, t: Tensor) -> Value | None:
+        """A derived constant that is one number, or the value of an index expression."""
+        a = file.lifted.constants.get(name)
+        if a is None or a.size == 0:
+            return None
+        first = a.reshape(-1)[0]
+        if np.all(a == first):
+            return Const(first.item(), t.dtype)
+        found = fit(a) if t.dtype in INTEGERS else None
+        if found is None:
+            return None
+        place = sum((e * step for e, step in zip(here(a.shape), found[1], strict=True)), const(found[0]))
+        return self.table.iota(place, t.dtype)
+
+    def of_rank(self, rank: int, name: str) -> Value:
+        """A tensor that a rank is given."""
+        file = self.program.ranks[rank]
+        t = file.graph.tensors[name]
+        simple = self._simple(file, name, t)
+        if simple is not None:
+            return simple
+        found = self._place(rank, name, t)
+        if found is None:
+            self.own.append((rank, name))
+            a = self.read(rank, name)
+            digest = hashlib.sha256(a.tobytes()).hexdigest()[:12] if a is not None else f"{rank}"
+            return self._leaf(f"{name} of rank {rank} ({digest})", t.dtype, here(t.shape))
+        self.placed[rank, name] = found
+        return self._leaf(found.tensor, t.dtype, found.places(t.shape))
+
+    def _place(self, rank: int, name: str, t: Tensor) -> Placed | None:
+        graph = self.model.graph
+        theirs = self.program.names.get(name, name)
+        given = theirs in graph.inputs or theirs in graph.weights
+        if given and graph.tensors[theirs].dtype == t.dtype:
+            found = self._of(rank, name, t, theirs)
+            if found is not None or name in self.program.ranks[rank].graph.inputs:
+                return found
+        a = self.read(rank, name)
+        if a is None:
+            return None
+        for other in graph.weights:
+            whole = self.read(-1, other) if graph.tensors[other].dtype == t.dtype and other != theirs else None
+            if whole is not None and whole.ndim == a.ndim:
+                start = by_data(a, whole, starts_in_order(rank, len(self.program.ranks), t.shape, whole.shape))
+                if start is not None:
+                    return Placed(other, start, "data")
+        return None
+
+    def _of(self, rank: int, name: str, t: Tensor, theirs: str) -> Placed | None:
+        """Which box of a tensor of the model a rank's tensor is."""
+        whole = self.model.graph.tensors[theirs].shape
+        spec, world = self.program.placement.get(theirs), len(self.program.ranks)
+        first = starts_in_order(rank, world, t.shape, whole)
+        if spec is not None:
+            first = [said(spec, theirs, rank, self.program.mesh, whole)]
+            if any(s + n > w for s, n, w in zip(first[0], t.shape, whole, strict=False)) or len(whole) != len(t.shape):
+                first = []
+        source = "program.json" if spec is not None else "shape" if t.shape == whole else "order of ranks"
+        if theirs in self.model.graph.inputs:
+            if len(first) > 1:
+                self.open.add(theirs)
+            return Placed(theirs, first[min(self.order, len(first) - 1)], source) if first else None
+        mine, all_of = self.read(rank, name), self.read(-1, theirs)
+        if mine is None or all_of is None:
+            self.unchecked.add(name)
+            return Placed(theirs, first[0], source) if first else None
+        start = by_data(mine, all_of, first)
+        if start is not None:
+            return Placed(theirs, start, "data" if start not in first else f"{source}, data")
+        if first:
+            self.table.rank, self.table.tensor = rank, name
+            self.table.miss(f"{apart(mine, all_of, first[0])}", theirs)
+        return None
+
+
+def here(shape: Sequence[int]) -> list[Aff]:
+    """Places of a tensor's own cells."""
+    return [dim(f"y{k}") if n != 1 else const(0) for k, n in enumerate(shape)]

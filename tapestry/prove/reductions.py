@@ -1,0 +1,183 @@
+"""Reductions as nodes: equal ones are found, and those over a part of another one's domain are known as its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from tapestry.ir.expr import Const
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import Aff, Atom, Floor, Mod, const, dim, dims_of, evaluate, substitute
+from tapestry.ir.monoid import MONOIDS
+from tapestry.prove.domains import Domain, ranges_of
+from tapestry.prove.values import MERGES, Node, Ranges, Ref, Table, Value, moved, same
+
+MOST_POINTS = 1 << 22  # of a reduced dimension, where places are listed
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One field of a reduction of values over a space.
+
+    Attributes:
+        values: the lifted state, over the map dimensions and the reduced ones.
+        reduce: the reduced dimensions.
+        ranges: sizes of the map dimensions.
+    """
+
+    monoid: str
+    field: int
+    values: tuple[Value, ...]
+    reduce: tuple[Dim, ...]
+    ranges: Ranges
+
+
+def reduced(table: Table, r: Reduction) -> Value:
+    """The value of a reduction: a known node, a part of one, or a new one."""
+    r = _without_single_points(r)
+    if MERGES.get(r.monoid) == "add" and isinstance(v := r.values[0], Const):
+        return Const(v.value * prod(d.size for d in r.reduce), v.dtype)
+    label = (r.monoid, r.field)
+    key = ("reduce", label, tuple(a.node if isinstance(a, Ref) else repr(a) for a in r.values))
+    why = ""
+    for at in table.known.get(key, ()):
+        found = _matched(table.nodes[at], r)
+        if not isinstance(found, str):
+            return table.part(at, found[1], found[0])
+        why = why or (found if table.nodes[at].model else "")
+    if why and not table.building:
+        table.miss(why, table.origin(table.known[key][0]))
+    if not r.reduce and r.monoid in MERGES:
+        return r.values[0]
+    args, index = _template(r)
+    bound = tuple(d.size for d in r.reduce)
+    return Ref(table.add(key, Node("reduce", label, args, len(index), table.dtype(r.values[r.field]), bound)), index)
+
+
+def _without_single_points(r: Reduction) -> Reduction:
+    single = {d.name: const(0) for d in r.reduce if d.size == 1}
+    if not single:
+        return r
+    kept = tuple(d for d in r.reduce if d.size != 1)
+    ranges = {**r.ranges, **{d.name: d.size for d in kept}}
+    values = tuple(Ref(v.node, tuple(moved(e, single, ranges) for e in v.index)) if isinstance(v, Ref) else v for v in r.values)
+    return Reduction(r.monoid, r.field, values, kept, r.ranges)
+
+
+def _template(r: Reduction) -> tuple[tuple[Value, ...], tuple[Aff, ...]]:
+    """The places of a new node over slots and reduced dimensions, and what the slots are here."""
+    names = {d.name: dim(f"r{k}") for k, d in enumerate(r.reduce)}
+    number: dict[Aff, int] = {}
+
+    def slot(e: Aff) -> Aff:
+        return dim(f"v{number.setdefault(e, len(number))}")
+
+    def abstract(e: Aff) -> Aff:
+        if not dims_of(e) & names.keys():
+            return slot(e)
+        mine: list[tuple[Atom, int]] = []
+        out = const(0)
+        for atom, coef in e.terms:
+            own = {atom} if isinstance(atom, str) else dims_of(atom.arg)
+            if not own & names.keys():
+                mine.append((atom, coef))
+            elif isinstance(atom, str):
+                out = out + names[atom] * coef
+            else:
+                inside = abstract(atom.arg)
+                out = out + Aff(((type(atom)(inside, atom.div), coef),))
+        return out + slot(Aff(tuple(mine), e.const)) if mine else out + e.const
+
+    args = tuple(Ref(v.node, tuple(abstract(e) for e in v.index)) if isinstance(v, Ref) else v for v in r.values)
+    return args, tuple(number)
+
+
+def _matched(node: Node, r: Reduction) -> tuple[tuple[Aff, ...], Domain] | str:
+    """The slots and the part of the domain for which a known reduction is this one; in words why it is not."""
+    theirs = [e for a in node.args if isinstance(a, Ref) for e in a.index]
+    ours = [e for a in r.values if isinstance(a, Ref) for e in a.index]
+    ranges = {**r.ranges, **{d.name: d.size for d in r.reduce}}
+    names = {d.name for d in r.reduce}
+    places = _places(node, theirs, ours, r.reduce)
+    if isinstance(places, str):
+        return places
+    slots: dict[str, Aff] = {}
+    later: list[tuple[Aff, Aff]] = []
+    for t, e in zip(theirs, ours, strict=True):
+        free = [a for a, _ in t.terms if isinstance(a, str) and a[0] == "v"]
+        deep = any(isinstance(a, Floor | Mod) and any(n[0] == "v" for n in dims_of(a.arg)) for a, _ in t.terms)
+        if not free or deep:
+            later.append((t, e))
+            continue
+        rest = substitute(e - substitute(t, {**places, free[0]: const(0)}, ranges), {}, ranges)
+        if dims_of(rest) & names:
+            return f"{e} is read where the model reads {t}"
+        if not same(slots.setdefault(free[0], rest), rest, r.ranges):
+            return f"place {rest} is read with place {slots[free[0]]}, which the model reads as one"
+    if len(slots) < node.slots:
+        return "places that are merged do not tell where it is read"
+    for t, e in later:
+        if not same(substitute(t, {**places, **slots}, ranges), e, ranges):
+            return f"{e} is read where the model reads {substitute(t, {**places, **slots}, ranges)}"
+    domain = _domain(node, places, r)
+    return domain if isinstance(domain, str) else (tuple(slots[f"v{k}"] for k in range(node.slots)), domain)
+
+
+def _places(node: Node, theirs: Sequence[Aff], ours: Sequence[Aff], reduce: tuple[Dim, ...]) -> dict[str, Aff] | str:
+    """Each reduced dimension of a known node as an expression over ours."""
+    names = {d.name for d in reduce}
+    out: dict[str, Aff] = {}
+    for t, e in zip(theirs, ours, strict=True):
+        if len(t.terms) == 1 and isinstance(name := t.terms[0][0], str) and name[0] == "r" and name not in out:
+            coef, rest = t.terms[0][1], e - t.const
+            if dims_of(rest) <= names and not rest.const % coef and all(not c % coef for _, c in rest.terms):
+                out[name] = Aff(tuple((a, c // coef) for a, c in rest.terms), rest.const // coef)
+    taken = frozenset[str]().union(*map(dims_of, out.values()))
+    missing = [k for k in range(len(node.bound)) if f"r{k}" not in out]
+    rest = [d for d in reduce if d.name not in taken]
+    if [node.bound[k] for k in missing] != [d.size for d in rest]:
+        return f"it reduces {[d.size for d in rest]} points where the model reduces {[node.bound[k] for k in missing]}"
+    return out | {f"r{k}": dim(d.name) for k, d in zip(missing, rest, strict=True)}
+
+
+def _domain(node: Node, places: Mapping[str, Aff], r: Reduction) -> Domain | str:
+    """The points of a known node's domain that our points are, each once."""
+    sizes = {d.name: d.size for d in r.reduce}
+    used: set[str] = set()
+    axes: list[tuple[tuple[int, int], ...]] = []
+    for k, n in enumerate(node.bound):
+        e = places[f"r{k}"]
+        mine = dims_of(e)
+        if mine & used:
+            return "two reduced dimensions go along one"
+        used |= mine
+        points = _points(e, {m: sizes[m] for m in sorted(mine)})
+        if isinstance(points, str):
+            return points
+        if points[0][0] < 0 or points[-1][1] > n:
+            return f"{e} leaves the {n} points that the model reduces"
+        axes.append(points)
+    if used != set(sizes):
+        return f"it also reduces {sorted(set(sizes) - used)}"
+    domain = Domain(tuple(axes))
+    if not MONOIDS[r.monoid].commutative and not (
+        domain.whole(node.bound) and all(places[f"r{k}"] == dim(d.name) for k, d in enumerate(r.reduce))
+    ):
+        return "its order matters"
+    return domain
+
+
+def _points(e: Aff, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...] | str:
+    """All values of an index expression, as ranges; in words why they are no set."""
+    if len(sizes) == 1 and e.is_affine and abs(e.terms[0][1]) == 1:  # the usual case, without an array
+        (n,) = sizes.values()
+        low = e.const if e.terms[0][1] > 0 else e.const - n + 1
+        return ((low, low + n),)
+    if prod(sizes.values()) > MOST_POINTS:
+        return "a reduced dimension is too long"
+    env = {n: np.arange(s).reshape([-1 if k == i else 1 for k in range(len(sizes))]) for i, (n, s) in enumerate(sizes.items())}
+    points = np.broadcast_to(evaluate(e, env), tuple(sizes.values())).reshape(-1).tolist()
+    return f"{e} takes a point more than once" if len(set(points)) < len(points) else ranges_of(sorted(points))

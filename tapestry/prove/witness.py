@@ -1,0 +1,194 @@
+"""Where a program and a model differ, by running both: every rank's operations and collectives, in float64, on random input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tapestry.ir.graph import Graph
+from tapestry.ir.types import FLOATS
+from tapestry.prove.collectives import Collective
+from tapestry.prove.proof import Comparison
+from tapestry.prove.rank_programs import OneFile, Program
+from tapestry.runtime.feeds import random_feeds
+from tapestry.verify import interp
+
+Array = np.ndarray[Any, Any]
+APART = 1e-9  # of the largest value; float64 sums in another order differ by 1e-13 or so
+MOST_POINTS = 1 << 28  # of all operations and ranks together; beyond it nothing is run
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An output of a rank that is another value than the model's, at a cell of each."""
+
+    output: str
+    rank: int
+    cell: tuple[int, ...]
+    model_cell: tuple[int, ...]
+    value: float
+    expected: float
+    seed: int
+
+
+def difference(model: OneFile, program: Program, found: Comparison, seed: int = 0) -> Difference | str:
+    """The first cell where a rank's output is not the model's; in words why there is none."""
+    points = sum(_points(f.graph) for f in (model, *program.ranks))
+    if points > MOST_POINTS:
+        return f"running both would take {points:.3g} points"
+    weights = _weights(model, program, found, seed)
+    if weights is None:
+        return "weights that are no part of the model's have no data"
+    try:
+        feeds = random_feeds(model.graph, seed)
+        mine = {**feeds, **weights}
+        expected = interp.run(replace(model.graph, outputs=model.outputs), mine, wide=True)
+        ranks = _run_ranks(program, found, mine)
+    except (ArithmeticError, KeyError, ValueError, IndexError, TypeError) as e:
+        return f"one of them does not run: {type(e).__name__} {e}"
+    return _first(program, found, expected, ranks, seed)
+
+
+def _points(graph: Graph) -> int:
+    return sum(int(np.prod([d.size for d in op.space])) for op in graph.ops if op.space)
+
+
+def _weights(model: OneFile, program: Program, found: Comparison, seed: int) -> dict[str, Array] | None:
+    """Weights of the model: random ones where every rank's are parts of them, so that no zero hides a fault; else its own."""
+    rng, out = np.random.default_rng(seed), dict[str, Array]()
+    for name in model.graph.weights:
+        t = model.graph.tensors[name]
+        data = model.lifted.constants.get(name)
+        if data is None and (found.leaves.own or t.dtype not in FLOATS):
+            data = model.data(name)
+            if data is None:
+                return None
+        if data is None:
+            fan = max(1, t.shape[-2] if len(t.shape) > 1 else 1)
+            data = rng.uniform(0.2, 1.0, t.shape) * rng.choice([1.0, -1.0] if len(t.shape) > 1 else [1.0], t.shape) / fan**0.5
+        out[name] = np.asarray(data)
+    return out
+
+
+def _run_ranks(program: Program, found: Comparison, model: Mapping[str, Array]) -> list[dict[str, Array]]:
+    """Every value of every rank, collectives among them."""
+    values: list[dict[str, Array]] = []
+    for rank, file in enumerate(program.ranks):
+        mine: dict[str, Array] = {}
+        targets = {c.target for c in file.collectives}
+        for t in (*file.graph.inputs, *file.graph.weights):
+            if t not in targets:
+                mine[t] = _given(found, file, rank, t, model)
+        values.append(mine)
+    done = [0] * len(values)
+    for rank, file in enumerate(program.ranks):
+        _advance(file, values[rank])
+    while any(n < len(f.collectives) for n, f in zip(done, program.ranks, strict=True)):
+        before = list(done)
+        for rank, file in enumerate(program.ranks):
+            if done[rank] < len(file.collectives):
+                _meet(program, values, done, file.collectives[done[rank]])
+        if done == before:
+            break
+    return values
+
+
+def _given(found: Comparison, file: OneFile, rank: int, name: str, model: Mapping[str, Array]) -> Array:
+    """A rank's input or weight: its part of the model's."""
+    placed = found.leaves.placed.get((rank, name))
+    if placed is not None:
+        shape = file.graph.tensors[name].shape
+        return np.asarray(model[placed.tensor])[tuple(slice(s, s + n) for s, n in zip(placed.start, shape, strict=True))]
+    data = file.data(name)
+    if data is None:
+        raise KeyError(name)
+    return data
+
+
+def _advance(file: OneFile, values: dict[str, Array]) -> None:
+    """Run the operations whose inputs are there."""
+    graph = file.graph
+    ready: list[Any] = []
+    have = set(values)
+    for op in graph.ops:
+        if op.outs[0] not in values and all(t in have for t in op.inputs):
+            ready.append(op)
+            have.update(op.outs)
+    if not ready:
+        return
+    used = {t for op in ready for t in op.inputs} & values.keys()
+    outs = tuple(t for op in ready for t in op.outs)
+    part = replace(graph, ops=tuple(ready), inputs=tuple(used), outputs=outs)
+    values.update(interp.run(part, {t: values[t] for t in used}, wide=True))
+
+
+def _meet(program: Program, values: list[dict[str, Array]], done: list[int], first: Collective) -> None:
+    each: list[Collective] = []
+    for r in first.group:
+        here = program.ranks[r].collectives
+        c = here[done[r]] if done[r] < len(here) else None
+        if c is None or c.group != first.group or (c.source and c.source not in values[r]):
+            return
+        each.append(c)
+    arrays = [values[r].get(c.source) for r, c in zip(first.group, each, strict=True)]
+    results = collective(first, arrays)
+    for r, c, a in zip(first.group, each, results, strict=True):
+        done[r] += 1
+        if c.target and a is not None:
+            values[r][c.target] = a
+    for r in first.group:
+        _advance(program.ranks[r], values[r])
+
+
+def collective(c: Collective, arrays: Sequence[Array | None]) -> list[Array | None]:
+    """What each member has after a collective, from its definition."""
+    n = len(c.group)
+    root = c.group.index(c.root) if c.root in c.group else 0
+    given = [a for a in arrays if a is not None]
+    if c.kind == "BROADCAST":
+        return [arrays[root]] * n
+    if c.kind == "SCATTER":
+        sent = arrays[root]
+        assert sent is not None
+        return list(np.split(sent, n))
+    if c.kind in ("ALL_GATHER", "GATHER"):
+        whole = np.concatenate(given)
+        return [whole if c.kind == "ALL_GATHER" or k == root else None for k in range(n)]
+    if c.kind == "ALL_TO_ALL":
+        pieces = [np.split(a, n) for a in given]
+        return [np.concatenate([p[k] for p in pieces]) for k in range(n)]
+    fold = {"SUM": np.add, "AVG": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}[c.op]
+    total = fold.reduce(np.stack(given))
+    if c.op == "AVG":
+        total = total / n
+    if c.kind == "REDUCE_SCATTER":
+        return list(np.split(total, n))
+    return [total if c.kind == "ALL_REDUCE" or k == root else None for k in range(n)]
+
+
+def _first(
+    program: Program, found: Comparison, expected: Mapping[str, Array], ranks: Sequence[Mapping[str, Array]], seed: int
+) -> Difference | str:
+    names = {theirs: mine for mine, theirs in program.names.items()}
+    for name, starts in found.placed.items():
+        for rank, start in enumerate(starts):
+            mine = names.get(name, name)
+            if start is None or mine not in ranks[rank]:
+                continue
+            a, whole = np.asarray(ranks[rank][mine]), np.asarray(expected[name])
+            box = whole[tuple(slice(s, s + n) for s, n in zip(start, a.shape, strict=True))]
+            if a.dtype != np.bool_:
+                a, box = a.astype(np.float64), box.astype(np.float64)
+            most = float(np.max(np.abs(whole), initial=0.0, where=np.isfinite(whole))) if a.dtype != np.bool_ else 0.0
+            wrong = ~((a == box) | ((a != a) & (box != box)))
+            if a.dtype != np.bool_:
+                with np.errstate(invalid="ignore"):
+                    wrong &= ~(np.abs(a - box) <= APART * max(most, 1e-30))
+            if wrong.any():
+                at = tuple(int(i) for i in np.argwhere(wrong)[0])
+                there = tuple(i + s for i, s in zip(at, start, strict=True))
+                return Difference(name, rank, at, there, float(a[at]), float(box[at]), seed)
+    return "the values that were tried agree"
