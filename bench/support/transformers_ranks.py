@@ -1,9 +1,10 @@
-"""Tiny models of transformers, whole and as each rank of their shipped tensor-parallel plan, as ONNX files for `bench prove plans`.
+"""Tiny models of transformers, whole and as each rank of their shipped tensor-parallel plan, as ONNX files (`bench prove`).
 
 Runs in an environment of its own that has torch, onnxscript and transformers (5.18 was used), not in the project's:
 ``python bench/support/transformers_ranks.py FOLDER [NAME …]``. The plan is applied by transformers' own classes
 (`transformers.distributed.tensor_parallel`); in place of a process group there are stand-ins that record each collective as
-a `DistCollective` node and take this rank's part where a tensor is distributed. Embeddings are an input, so that their rules are left out.
+a `DistCollective` node and take this rank's part where a tensor is distributed. Embeddings are an input, so that their
+rules are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ TINY: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
     "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 64, "n_embd": 32, "n_head": 4, "n_layer": 2,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False, "decoder_sparse_step": 1,
 }  # fmt: skip
@@ -119,9 +121,7 @@ def _stand_in() -> Any:
     """Put stand-ins for the process group under transformers' rules; a mesh of one axis."""
     tp.DTensor, tp.distribute_tensor = Distributed, _distribute
     tp._AllReduceBackward, tp._AllReduceForward = _Same, _Summed
-    tp.dist = SimpleNamespace(
-        all_reduce=lambda t, **_: t.copy_(torch.ops.tap.all_reduce(t)), get_world_size=lambda *_: RANKS
-    )
+    tp.dist = SimpleNamespace(all_reduce=lambda t, **_: t.copy_(torch.ops.tap.all_reduce(t)), get_world_size=lambda *_: RANKS)
     return SimpleNamespace(
         size=lambda: RANKS, ndim=1, get_group=lambda *_: None, get_local_rank=lambda: HERE.rank, shape=(RANKS,)
     )
