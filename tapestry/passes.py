@@ -20,7 +20,7 @@ from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
 from tapestry.errors import LawError, PlanError, TapestryError
-from tapestry.ir.graph import Graph, changes
+from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.lift import onnx_to_graph
@@ -43,7 +43,6 @@ from tapestry.rewrites.core.rule import RULES, Move, parse_move
 from tapestry.sharding.annotations import Annotations, Given, constraints, staged
 from tapestry.verify import certificate
 from tapestry.verify.rewriting import rewrite_log
-from tapestry.verify.rewriting.proofs import prove_steps
 
 log = logging.getLogger("tapestry")
 RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
@@ -268,12 +267,17 @@ def prove_rewrites(plan: PricedPlan, lifted: Lifted, whole: Lifted | None) -> Re
     steps = changes(graph)
     ends = [s.after for s in steps]
     begins = [*(s.before for s in steps), graph]
-    outside = next((k for k, end in enumerate(ends) if end.ops != begins[k + 1].ops), None)
+    outside = next((k for k, end in enumerate(ends) if _by_name(end) != _by_name(begins[k + 1])), None)  # (in whatever order)
     if outside is not None:
         raise LawError("rewrites", "the graph was changed outside of the log", where=f"after {steps[outside].by}")
-    if not any(begins[0].ops == x.graph.ops for x in (lifted, whole) if x is not None):
+    if not any(_by_name(begins[0]) == _by_name(x.graph) for x in (lifted, whole) if x is not None):
         raise LawError("rewrites", "the log does not begin with the lifted graph")
-    return Rewrites(rewrite_log.written(steps), len(steps), dict(prove_steps(steps)))
+    log, shown = rewrite_log.proved(begins[0], steps)
+    return Rewrites(log, len(steps), dict(shown))
+
+
+def _by_name(graph: Graph) -> dict[tuple[str, ...], Op]:
+    return {op.outs: op for op in graph.ops}
 
 
 def compare_with_model(

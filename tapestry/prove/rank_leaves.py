@@ -13,7 +13,7 @@ from tapestry.ir.expr import Const
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.types import INTEGERS, Tensor
 from tapestry.lift.building.affine_values import fit
-from tapestry.prove.placement import Placed, apart, by_data, said, starts_in_order
+from tapestry.prove.rank_parts import Placed, apart, by_data, said, starts_in_order
 from tapestry.prove.rank_programs import OneFile, Program
 from tapestry.prove.values import Ref, Table, Value
 
@@ -138,4 +138,3 @@ class Leaves:
 def here(shape: Sequence[int]) -> list[Aff]:
     """Places of a tensor's own cells."""
     return [dim(f"y{k}") if n != 1 else const(0) for k, n in enumerate(shape)]
-

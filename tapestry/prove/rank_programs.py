@@ -100,7 +100,14 @@ def read_file(path: Path, shapes: Given, rank: int = 0, world: int = 1, known: d
     proto = load(path)
     stored, outputs = _without_data(proto), tuple(o.name for o in proto.graph.output)
     found = [n for n in proto.graph.node if n.op_type == NODE]
-    nested = [n for n in proto.graph.node for a in n.attribute if a.type == AttributeProto.GRAPH for m in a.g.node if m.op_type == NODE]
+    nested = [
+        n
+        for n in proto.graph.node
+        for a in n.attribute
+        if a.type == AttributeProto.GRAPH
+        for m in a.g.node
+        if m.op_type == NODE
+    ]
     if nested:
         raise ModelError("collectives inside loops and branches are not read", where=f"node '{nested[0].name}'")
     collectives = tuple(_collective(n, k, rank, world) for k, n in enumerate(found))
@@ -124,7 +131,9 @@ def read_program(paths: Sequence[Path], shapes: Given) -> Program:
         TapestryError: there is nothing to read, or it contradicts itself.
     """
     files, document = _found(paths)
-    counts = {a.i for f in files[:1] for n in load(f).graph.node if n.op_type == NODE for a in n.attribute if a.name == "nb_rank"}
+    counts = {
+        a.i for f in files[:1] for n in load(f).graph.node if n.op_type == NODE for a in n.attribute if a.name == "nb_rank"
+    }
     mesh = {str(k): int(v) for k, v in document.get("mesh", {}).items()}
     world = int(np.prod(list(mesh.values()))) if mesh else len(files) if len(files) > 1 else max(counts, default=1)
     if len(files) not in (1, world):
@@ -148,14 +157,15 @@ def _found(paths: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
     if not documents:
         return files, {}
     try:
-        document = json.loads(documents[0].read_text())
+        document: Any = json.loads(documents[0].read_text())
     except ValueError as e:
         raise TapestryError("not JSON", where=str(documents[0]), why=str(e)) from None
-    unknown = set(document) - {"mesh", "placement", "names"} if isinstance(document, dict) else {"(no object)"}
+    known = cast("dict[str, Any]", document if isinstance(document, dict) else {"(no object)": None})
+    unknown = set(known) - {"mesh", "placement", "names"}
     if unknown:
         what = f"unknown keys {sorted(unknown)}"
         raise TapestryError(what, where=str(documents[0]), hint="mesh, placement, names")
-    return files, document
+    return files, known
 
 
 def _number(path: Path) -> tuple[int, str]:
@@ -256,8 +266,9 @@ def _types(proto: ModelProto, collectives: Sequence[Collective]) -> dict[str, on
             node.CopyFrom(helper.make_node("Concat", [c.source] * n, [c.target], axis=0))
         elif c.kind in ("REDUCE_SCATTER", "SCATTER"):
             rest = [f"{c.target}.{k}" for k in range(1, n)]
-            more = {"num_outputs": n} if version >= 18 else {}
-            node.CopyFrom(helper.make_node("Split", [c.source], [c.target, *rest], axis=0, **more))
+            node.CopyFrom(helper.make_node("Split", [c.source], [c.target, *rest], axis=0))
+            if version >= 18:
+                node.attribute.append(helper.make_attribute("num_outputs", n))
         else:
             node.CopyFrom(helper.make_node("Identity", [c.source], [c.target]))
     del trial.graph.output[1:]

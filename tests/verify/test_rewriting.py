@@ -105,14 +105,15 @@ def test_simplifications_of_small_models(name: str) -> None:
     graph = simplify(lifted)
     steps = changes(graph)
     assert steps[0].before.ops == lifted.ops and steps[-1].after.ops == graph.ops
-    assert proofs.UNPROVED not in proofs.prove_steps(steps)
-    rewrite_log.replay(rewrite_log.read(rewrite_log.written(steps), "log"), graph)
+    data, found = rewrite_log.proved(lifted, steps)
+    assert found and proofs.UNPROVED not in found
+    assert rewrite_log.replay(rewrite_log.read(data, "log"), graph).shown == found
 
 
 # the log of a build
 
 
-def log() -> tuple[list[Rewrite], Graph]:
+def log() -> tuple[rewrite_log.Log, Graph]:
     graph = store.read(attention_build())[0].plan.graph
     return rewrite_log.read((attention_build() / store.REWRITES).read_bytes(), "log"), graph
 
@@ -125,39 +126,56 @@ def test_a_build_has_its_log_and_verify_proves_it() -> None:
 
 
 def test_the_log_begins_with_the_lifted_graph() -> None:
-    steps, graph = log()
-    assert rewrite_log.replay(steps, graph).operations == len(lift(save("attention"), {}).graph.ops)
+    found, graph = log()
+    lifted = lift(save("attention"), {}).graph
+    assert rewrite_log.replay(found, graph).operations == len(lifted.ops)
+    assert found.begin == rewrite_log.digest({op.outs[0]: (op, lifted) for op in lifted.ops})
 
 
-@pytest.mark.parametrize("kind", ["missing", "order", "other", "result", "text"])
+@pytest.mark.parametrize("kind", ["missing", "first", "order", "other", "result"])
 def test_a_log_that_is_not_of_the_plan(kind: str) -> None:
-    steps, graph = log()
-    if kind == "missing":
-        steps = steps[:-1]
-    elif kind == "order":
-        steps = steps[::-1]
-    elif kind == "other":
-        text = to_text(steps[-1].after)
-        assert "x * w" in text or " * " in text
-        steps[-1] = replace(steps[-1], after=parse(text.replace(" * ", " + ", 1)))
+    found, graph = log()
+    steps = found.steps
+    last = steps[-1]
+    if kind == "other":
+        text = to_text(last.after)
+        assert " * " in text
+        last = replace(last, after=parse(text.replace(" * ", " + ", 1)))
     elif kind == "result":
-        last = steps[-1]
-        steps[-1] = replace(last, before=replace(last.before, outputs=()), after=replace(last.after, outputs=()))
-    else:
-        with pytest.raises(BuildError, match="does not read"):
-            rewrite_log.read(gzip.compress(b'# rewrites of version 1\nstep "a"\ngraph\n=>\ngraph\n'), "log")
-        return
+        last = replace(last, before=replace(last.before, outputs=()), after=replace(last.after, outputs=()))
+    steps = {"missing": steps[:-1], "first": steps[1:], "order": steps[::-1]}.get(kind, [*steps[:-1], last])
     with pytest.raises(LawError, match="law 'rewrites' is broken"):
-        rewrite_log.replay(steps, graph)
+        rewrite_log.replay(replace(found, steps=steps), graph)
+
+
+@pytest.mark.parametrize("text", [b"graph", b'# rewrites of version 1 of 0\nstep "a"\ngraph\n=>\ngraph\n', b"\xff"])
+def test_a_log_that_does_not_read(text: bytes) -> None:
+    for data in (gzip.compress(text), text):
+        with pytest.raises(BuildError):
+            rewrite_log.read(data, "log")
 
 
 def test_what_a_log_says_wrongly_is_refused() -> None:
     """A step whose region before is another one is consistent with the plan, and not proved."""
-    steps, graph = log()
+    found, graph = log()
+    steps = found.steps
     k = next(k for k, s in enumerate(steps) if "exp(" in to_text(s.before))
-    before = parse(to_text(steps[k].before).replace("exp(", "tanh("))
+    steps[k] = replace(steps[k], before=parse(to_text(steps[k].before).replace("exp(", "tanh(")))
     with pytest.raises(LawError):
-        rewrite_log.replay([*steps[:k], replace(steps[k], before=before), *steps[k + 1 :]], graph)
+        rewrite_log.replay(found, graph)
+
+
+def test_a_plan_without_rewrites_has_a_log() -> None:
+    graph = case("mlp").graph
+    data, _ = rewrite_log.proved(graph, [])
+    assert rewrite_log.replay(rewrite_log.read(data, "log"), graph).steps == 0
+
+
+def test_micro_batches_and_stages_are_in_the_log(tmp_path: Path) -> None:
+    flags = ["--devices", "4", "--stages", "2", "--micro-batches", "2"]
+    d = document("compile", save("attention"), "-o", tmp_path / "b", *flags)
+    assert any(m.startswith("micro_batch") for m in d["moves"]) and d["rewrites"]["steps"] > 1
+    assert document("verify", tmp_path / "b")["rewrites"] == d["rewrites"]
 
 
 def test_a_build_without_a_log_says_so(tmp_path: Path) -> None:
@@ -167,7 +185,8 @@ def test_a_build_without_a_log_says_so(tmp_path: Path) -> None:
 def test_a_change_outside_of_the_log_is_refused() -> None:
     lifted = case("mlp", simplified=False)
     graph = simplify(lifted.graph)
-    changed = replace(graph, ops=graph.ops[::-1])
+    op = graph.ops[0]
+    changed = replace(graph, ops=(replace(op, source=("other",)), *graph.ops[1:]))
 
     class Plan:
         plan = type("P", (), {"graph": changed})

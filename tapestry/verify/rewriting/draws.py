@@ -27,7 +27,7 @@ class Draw:
     """One way of drawing, for inputs that are numbered in order.
 
     Attributes:
-        numbers: constants of the region, for ``range``.
+        numbers, scale: constants of the region, and the greatest value over 2, for ``range``.
         most: the greatest extent in the region: integers may be places.
         poke: tensor to (some of its cells, the value that each gets).
     """
@@ -35,6 +35,7 @@ class Draw:
     kind: str
     numbers: Sequence[float] = ()
     most: int = 8
+    scale: int = 64
     poke: Mapping[str, tuple[Array, Array]] = field(default_factory=dict[str, tuple[Array, Array]])
 
     def values(self, t: Tensor, ordinal: int, flat: Array) -> Array:
@@ -70,7 +71,7 @@ class Draw:
             return np.abs(small) + 0.25
         if self.kind != "range":
             return small
-        wide = np.asarray(small * 64)
+        wide = np.asarray(small * self.scale)
         near = np.array([*(c * f for c in self.numbers for f in (0.5, 0.99, 1, 1.01, 2, -1)), 0.0])
         picked = near[((bits >> np.uint64(8)) % np.uint64(len(near))).astype(np.int64)]
         return np.where((bits >> np.uint64(40)) % np.uint64(3) == 0, picked, wide)
@@ -81,6 +82,8 @@ class Draw:
         places = (bits % np.uint64(max(1, self.most))).astype(np.int64)
         which = (bits >> np.uint64(40)) % np.uint64(4)
         out = np.where(which == 1, places, small)
+        if self.kind == "range" and numpy_dtype(t.dtype).itemsize > 1:
+            out = np.where(which == 2, bits.astype(np.int64) >> (64 - 8 * numpy_dtype(t.dtype).itemsize + (not signed)), out)
         if numpy_dtype(t.dtype).itemsize == 1 and t.dtype in ("i8", "u8"):
             full = (bits % np.uint64(256)).astype(np.int64) - (128 if signed else 0)
             out = np.where(which >= 2, full, np.clip(out, -128 if signed else 0, 127))

@@ -83,7 +83,11 @@ def prove_step(step: Rewrite) -> Counter[str]:
     Raises:
         LawError: one is not; names the move, the operation, the cell and what it was and became.
     """
-    change = Change.of(step)
+    return prove_change(Change.of(step))
+
+
+def prove_change(change: Change) -> Counter[str]:
+    """`prove_step`, of a step that is taken apart already."""
     lost = next((t for t in sorted(change.needed) if t not in change.come), None)
     if lost is not None:
         raise LawError("ssa", f"'{lost}' is read and no longer written", where=_where(change, lost))

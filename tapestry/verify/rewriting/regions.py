@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tapestry.ir.graph import Block, Graph, Op, Rewrite
@@ -22,6 +22,7 @@ class Change:
         gone, come: the operations that went and those in their place, by what they write.
         kept: the others.
         needed: what the operations that went wrote, and others read or the graph returns.
+        used: operations that were kept, and that a proof has looked at.
     """
 
     step: Rewrite
@@ -29,6 +30,7 @@ class Change:
     come: dict[str, Op]
     kept: dict[str, Op]
     needed: frozenset[str]
+    used: dict[str, Op] = field(default_factory=dict[str, Op])
 
     @cached_property
     def places(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -60,6 +62,7 @@ class Change:
         for _ in range(MOST_KEPT):
             one, other = ({*g.inputs} for g in found)
             if one == other:
+                self.used.update(kept)
                 return found
             apart = [t for t in one ^ other if t in place] or [t for t in one | other if t in place]
             if not apart:

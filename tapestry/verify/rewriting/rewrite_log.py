@@ -7,6 +7,7 @@ undoing its steps, the last one first: what a step made must be there, and what 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import re
 from collections import Counter
@@ -17,10 +18,10 @@ from tapestry.errors import BuildError, LawError, TapestryError
 from tapestry.ir.graph import Graph, Op, Rewrite
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import op_text, to_text
-from tapestry.verify.rewriting.proofs import prove_step
-from tapestry.verify.rewriting.regions import MOST_KEPT, Change
+from tapestry.verify.rewriting.proofs import prove_change
+from tapestry.verify.rewriting.regions import Change
 
-HEAD = "# rewrites of version 1\n"
+HEAD = "# rewrites of version 1 of "
 _STEP = re.compile(r'^step ("(?:[^"\\]|\\.)*")( exact)?\n', re.MULTILINE)
 
 
@@ -33,46 +34,48 @@ class Replayed:
     operations: int
 
 
-def written(steps: Iterable[Rewrite]) -> bytes:
-    """The log as it is stored."""
-    parts = [HEAD]
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What a stored log holds: the digest of the graph that it begins with, and the steps."""
+
+    begin: str
+    steps: list[Rewrite]
+
+
+def digest(ops: Mapping[str, tuple[Op, Graph]]) -> str:
+    """SHA-256 of operations, each with a graph that has the types of what it writes, whatever their order."""
+    return hashlib.sha256("\n".join(sorted(op_text(op, graph) for op, graph in ops.values())).encode()).hexdigest()
+
+
+def proved(begin: Graph, steps: Iterable[Rewrite]) -> tuple[bytes, Counter[str]]:
+    """Prove every step from a graph on; the log as it is stored, and how many results were shown by what.
+
+    Raises:
+        LawError: as `prove_step`.
+    """
+    parts = [f"{HEAD}{digest({op.outs[0]: (op, begin) for op in begin.ops})}\n"]
+    shown = Counter[str]()
     for s in steps:
-        small = _small(s)
-        parts.append(f"step {json.dumps(s.by)}{' exact' if s.exact else ''}\n{to_text(small.before)}=>\n{to_text(small.after)}")
-    return gzip.compress("".join(parts).encode(), mtime=0)
+        change = Change.of(s)
+        shown += prove_change(change)
+        before, after = (_part(g, change, own) for g, own in ((s.before, change.gone), (s.after, change.come)))
+        parts.append(f"step {json.dumps(s.by)}{' exact' if s.exact else ''}\n{to_text(before)}=>\n{to_text(after)}")
+    return gzip.compress("".join(parts).encode(), mtime=0), shown
 
 
-def _small(step: Rewrite) -> Rewrite:
-    """The step with no more of both graphs than its proof looks at."""
-    change = Change.of(step)
-    kept = dict[str, Op]()
-    reach = [t for op in (*change.gone.values(), *change.come.values()) for t in op.inputs]
-    place = {t: k for k, op in enumerate(step.before.ops) for t in op.outs}
-    for _ in range(MOST_KEPT):
-        near = [t for t in reach if t in change.kept and t not in kept]
-        if not near:
-            break
-        op = change.kept[max(near, key=lambda t: place[t])]
-        kept |= dict.fromkeys(op.outs, op)
-        reach += op.inputs
-    wanted = {id(op) for op in kept.values()}
-    sides = [
-        _part(graph, wanted | {id(op) for op in own.values()}, change.needed)
-        for graph, own in ((step.before, change.gone), (step.after, change.come))
-    ]
-    return Rewrite(step.by, sides[0], sides[1], step.exact)
-
-
-def _part(graph: Graph, wanted: set[int], needed: frozenset[str]) -> Graph:
+def _part(graph: Graph, change: Change, own: Mapping[str, Op]) -> Graph:
+    """No more of a graph than what changed and what the proof looked at."""
+    wanted = {id(op) for op in (*own.values(), *change.used.values())}
     ops = tuple(op for op in graph.ops if id(op) in wanted)
-    made = {t for op in ops for t in op.outs}
+    made = dict.fromkeys(t for op in ops for t in op.outs)
     inputs = tuple(dict.fromkeys(t for op in ops for t in op.inputs if t not in made))
     tensors = {t: graph.tensors[t] for t in (*inputs, *made)}
-    return Graph(name="region", tensors=tensors, ops=ops, inputs=inputs, outputs=tuple(t for t in made if t in needed))
+    outputs = tuple(t for t in made if t in change.needed)
+    return Graph(name="region", tensors=tensors, ops=ops, inputs=inputs, outputs=outputs)
 
 
-def read(data: bytes, where: str) -> list[Rewrite]:
-    """The steps of a stored log.
+def read(data: bytes, where: str) -> Log:
+    """A stored log.
 
     Raises:
         BuildError: it does not read.
@@ -81,14 +84,15 @@ def read(data: bytes, where: str) -> list[Rewrite]:
         text = gzip.decompress(data).decode()
         if not text.startswith(HEAD):
             raise BuildError("rewrites of another version", where=where, hint="compile the model again")
-        return list(_steps(text))
+        return Log(text[len(HEAD) :].partition("\n")[0], list(_steps(text)))
     except (OSError, EOFError, UnicodeDecodeError, ValueError) as e:
         raise BuildError(f"not a log of rewrites: {e}", where=where) from None
 
 
 def _steps(text: str) -> Iterator[Rewrite]:
     heads = list(_STEP.finditer(text))
-    for head, end in zip(heads, [*(h.start() for h in heads[1:]), len(text)], strict=True):
+    ends = [h.start() for h in heads[1:]] + [len(text)]
+    for head, end in zip(heads, ends, strict=False):
         before, _, after = text[head.end() : end].partition("\n=>\n")
         try:
             yield Rewrite(json.loads(head.group(1)), parse(before + "\n"), parse(after), bool(head.group(2)))
@@ -96,37 +100,35 @@ def _steps(text: str) -> Iterator[Rewrite]:
             raise BuildError(f"a step of the rewrites does not read: {e.what}", where=head.group(1)) from None
 
 
-def replay(steps: list[Rewrite], plan: Graph) -> Replayed:
-    """Undo the steps from the plan's graph to where they began, and prove each.
+def replay(log: Log, plan: Graph) -> Replayed:
+    """Undo a log's steps from the plan's graph to where they began, and prove each.
 
     Raises:
         LawError: a step is not of this plan, or does not say the same before and after.
     """
-    there = {op.outs[0]: op for op in plan.ops}
+    steps, there = log.steps, {op.outs[0]: (op, plan) for op in plan.ops}
     shown = Counter[str]()
     for k in range(len(steps) - 1, -1, -1):
         step, where = steps[k], f"rewrite {k} ({steps[k].by})"
         change = Change.of(step)
         for t, op in change.come.items():
-            if t == op.outs[0] and _unlike(there.pop(t, None), plan, op, step.after):
+            if t == op.outs[0] and _unlike(there.pop(t, None), op, step.after):
                 raise LawError("rewrites", f"'{t}' is not what the log says", where=where)
         kept = {op.outs[0]: op for op in step.before.ops if op.outs[0] in change.kept}
         for t, op in kept.items():
-            if _unlike(there.get(t), plan, op, step.before):
+            if _unlike(there.get(t), op, step.before):
                 raise LawError("rewrites", f"'{t}' is not what the log says", where=where)
-        read = {t for op in there.values() for t in op.inputs} | {*plan.outputs}
+        read = {t for op, _ in there.values() for t in op.inputs} | {*plan.outputs}
         loose = sorted((read & change.gone.keys()) - set(step.before.outputs))
         if loose:
             raise LawError("rewrites", f"'{loose[0]}' is read, and the log does not prove it", where=where)
-        there |= {op.outs[0]: op for op in change.gone.values()}
-        shown += prove_step(step)
+        there |= {op.outs[0]: (op, step.before) for op in change.gone.values()}
+        shown += prove_change(change)
+    if digest(there) != log.begin:
+        raise LawError("rewrites", "the log does not lead back to the graph that it says it begins with")
     return Replayed(len(steps), dict(shown), len(there))
 
 
-def _unlike(op: Op | None, graph: Graph, other: Op, region: Graph) -> bool:
-    """Whether an operation that should be the same is not; types of what it touches are part of it where both know them."""
-    if op is None:
-        return True
-    if op is other or op == other:
-        return any(graph.tensors.get(t, region.tensors[t]).dtype != region.tensors[t].dtype for t in other.outs)
-    return op.outs != other.outs or op_text(op, region) != op_text(other, region)
+def _unlike(found: tuple[Op, Graph] | None, op: Op, region: Graph) -> bool:
+    """Whether an operation is missing, or another one than a log says."""
+    return found is None or op_text(*found) != op_text(op, region)

@@ -12,28 +12,31 @@ What must agree, and how nearly:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from tapestry.errors import LawError
-from tapestry.ir.expr import Call, Const, Index, distinct
-from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.types import FLOATS, INTEGERS, itemsize
+from tapestry.ir.expr import Call, distinct
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.types import FLOATS
 from tapestry.verify.rewriting.cells import Cells, TooMuch
 from tapestry.verify.rewriting.draws import Draw
 from tapestry.verify.rewriting.footprints import Difference
+from tapestry.verify.rewriting.sampled_cells import chosen, expressions, numbers
 
 Array = np.ndarray[Any, Any]
 Asked = Mapping[str, list[Array]]
-ALL, SOME = 256, 48  # output cells: of so many all are compared, of more these many
-MOST = 400_000  # points that one side may compute for one draw
+FEW = 2
+MOST, MOST_FOR_FEW = 400_000, 6_000_000  # points that one side may compute for one draw
 WIDE, RANGE = 1e-9, 1e-6  # of float64: rules may reassociate, not approximate; great values cancel more
 NATIVE = {"f64": 1e-9, "f32": 3e-5, "f16": 2e-2, "bf16": 1e-1}  # a few hundred, or a dozen, roundings
 DOMAINS = frozenset({"log", "sqrt", "pow", "div", "log1p", "acosh", "fmod", "mod"})
+EPS = {"f64": 2.0**-52, "f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
+MOVED = frozenset({"cast", "where", "max", "min", "neg", "abs", "sign"})
+PICKED = ("max", "min", "argmax", "argmin")
 STEP = "same_values"
 
 
@@ -60,7 +63,7 @@ class Trial:
         self.out = self.before.tensors[self.before.outputs[0]]
         ops = (*self.before.ops, *self.after.ops)
         self.most = max([8, *(d.size for op in ops for d in op.space)])
-        self.numbers = sorted({abs(c) for op in ops for c in _floats(op) if isfinite(c)})[:32]
+        self.half = any(t.dtype == "f16" for g in (self.before, self.after) for t in g.tensors.values())
 
     @property
     def complete(self) -> bool:
@@ -73,22 +76,31 @@ class Trial:
         Raises:
             LawError: with the cell and both values; TooMuch: a single cell depends on too much.
         """
-        self.points = chosen(self)
+        self._widths()
+        self.points = chosen(self.out, (*self.before.ops, *self.after.ops))
         asked = self._fewer()
         floats = any(t.dtype in FLOATS for t in self.types.values())
         kinds = {t.dtype for t in self.types.values()}
         if "bool" in kinds:
             self._same(Draw("off", most=self.most))
             self._same(Draw("on", most=self.most))
+        self._range()
         if not floats:
             return
-        if any(isinstance(x, Call) and x.fn in DOMAINS for op in self.before.ops for e in _exprs(op) for x in distinct((e,))):
+        if any(isinstance(x, Call) and x.fn in DOMAINS for op in self.before.ops for x in distinct(expressions(op))):
             self._same(Draw("positive", most=self.most))
-        self._range()
         self._native()
         for t, cells in asked.items():
             if self.types[t].dtype in FLOATS and len(cells):
                 self._poked(t, cells, "bool" in kinds)
+
+    def _widths(self) -> None:
+        """Nothing is computed in a narrower float than everything was before."""
+        for was, now in zip(_computed(self.before), _computed(self.after), strict=True):
+            worst = max(now, key=lambda d: EPS[d], default="f64")
+            if was and EPS[worst] > max(EPS[d] for d in was):
+                why = f"at all cells: what was computed in {', '.join(sorted(was))} became {', '.join(sorted(now))}"
+                raise LawError(STEP, f"'{self.out.name}' is rounded more", why=why)
 
     def _fewer(self) -> Mapping[str, Array]:
         """Compare plain values, at fewer cells where that is too much; returns the cells of each input that were read."""
@@ -96,9 +108,9 @@ class Trial:
             try:
                 asked = self._same(Draw("exact", most=self.most))
             except TooMuch:
-                if len(self.points) <= 2:
+                if len(self.points) <= FEW:
                     raise
-                self.points = self.points[: max(2, len(self.points) // 4)]
+                self.points = self.points[: max(FEW, len(self.points) // 4)]
             else:
                 return {t: np.unique(np.concatenate(parts)) for t, parts in asked.items()}
 
@@ -106,7 +118,7 @@ class Trial:
         at = self.points if points is None else points
         found, asked = list[Array](), dict[str, list[Array]]()
         for graph in (self.before, self.after):
-            cells = Cells(graph, self.order, draw, wide, MOST)
+            cells = Cells(graph, self.order, draw, wide, MOST if len(at) > FEW else MOST_FOR_FEW)
             found.append(cells.at(graph.outputs[0], at))
             for t, parts in cells.asked.items():
                 asked.setdefault(t, []).extend(parts)
@@ -118,17 +130,14 @@ class Trial:
         return asked
 
     def _range(self) -> None:
-        draw = Draw("range", self.numbers, self.most)
+        draw = Draw("range", numbers((*self.before.ops, *self.after.ops)), self.most, scale=8 if self.half else 64)
         want, got, _ = self._values(draw)
-        if np.issubdtype(want.dtype, np.floating):
-            self._refuse(np.isfinite(want) & wrong(want, got, RANGE), want, got, "")
-        else:
+        if not np.issubdtype(want.dtype, np.floating):
             self._refuse(wrong(want, got, WIDE), want, got, "")
-        if self.out.dtype in ("f32", "f64") and all(
-            itemsize(t.dtype) >= 4 or t.dtype == "bool" for t in self.before.tensors.values()
-        ):
-            want, got, _ = self._values(draw, wide=False)
-            self._refuse(np.isfinite(want) & ~np.isfinite(got), want, got, " (in its own type, of great values)")
+            return
+        self._refuse(np.isfinite(want) & wrong(want, got, RANGE), want, got, "")
+        want, got, _ = self._values(draw, wide=False)
+        self._refuse(np.isfinite(want) & ~np.isfinite(got), want, got, " (in its own type, of great values)")
 
     def _native(self) -> None:
         if self.out.dtype not in FLOATS:
@@ -200,44 +209,8 @@ def wrong(want: Array, got: Array, tolerance: float) -> Array:
     return np.asarray(~(close | (want == got) | (np.isnan(want) & np.isnan(got))))
 
 
-def chosen(trial: Trial) -> Array:
-    """Cells of the output to compare: of many the corners, edges, places that guards and indices name, and others."""
-    shape, n = trial.out.shape, trial.out.size
-    if n <= ALL:
-        return np.arange(n)
-    rng = np.random.default_rng(0)
-    marks = {m + s for op in (*trial.before.ops, *trial.after.ops) for m in _places(op) for s in (-1, 0, 1)}
-    options = [sorted({0, 1, w // 2, w - 2, w - 1} & set(range(w)) | {m for m in marks if 0 <= m < w}) for w in shape]
-    picked = {tuple(rng.integers(0, w) for w in shape) for _ in range(SOME // 2)} | {
-        (0,) * len(shape),
-        tuple(w - 1 for w in shape),
-    }
-    for k, o in enumerate(options):  # every place once, beside random others
-        picked |= {tuple(p if i == k else int(rng.choice(q)) for i, q in enumerate(options)) for p in o[:24]}
-    flat = sorted({int(np.ravel_multi_index(p, shape)) for p in picked})
-    return rng.permutation(np.array(flat, np.int64))
-
-
-def _exprs(op: Op) -> tuple[Any, ...]:
-    return (*op.point, *op.then) if isinstance(op, Block) else ()
-
-
-def _floats(op: Op) -> Iterator[float]:
-    for x in distinct(_exprs(op)):
-        if isinstance(x, Const) and x.dtype in FLOATS:
-            yield float(x.value)
-    for r in op.reads if isinstance(op, Block) else ():
-        if isinstance(r.other, float):
-            yield r.other
-
-
-def _places(op: Op) -> Iterator[int]:
-    """Numbers that an operation compares places with."""
-    for x in distinct(_exprs(op)):
-        if isinstance(x, Const) and x.dtype in INTEGERS:
-            yield int(x.value)
-        elif isinstance(x, Index):
-            yield abs(x.aff.const)
-    for r in op.reads if isinstance(op, Block) else ():
-        yield from (abs(g.aff.const) for g in r.when)
-        yield from (abs(e.const) for e in r.index if r.other is not None)
+def _computed(graph: Graph) -> tuple[set[str], set[str]]:
+    """Floats that are computed in, and those that are summed in; what only moves or converts does not count."""
+    calls = {x.dtype for op in graph.ops for x in distinct(expressions(op)) if isinstance(x, Call) and x.fn not in MOVED}
+    blocks = [op for op in graph.ops if isinstance(op, Block) and op.monoid not in (None, *PICKED)]
+    return calls & FLOATS, {e.dtype for op in blocks for e in op.body} & FLOATS

@@ -15,7 +15,7 @@ from tests.support.small_models import save
 
 FOLDER = Path(__file__).parent / "rules"
 WITNESS = re.compile(
-    r"(at \(.*\): \S+ became \S+|cell \(.*\) reads cell \(.*\): with \S+ there \S+ became \S+|\S+\[.*\] became \S+\[.*\])"
+    r"because: (at .*: .* became \S+|cell .* reads cell .*: with \S+ there \S+ became \S+|\S+\[.*\] became \S+\[.*\])"
 )
 
 
@@ -128,3 +128,77 @@ def test_a_rule_that_drops_every_epilogue_is_not_compiled(phase: str, tmp_path: 
     status, _, err = run("compile", save("mlp"), "-o", tmp_path / "b", "--devices", "2", "--rules", tmp_path / "drop.py")
     assert status == 1 and "drop_epilogues" in err and "operation '" in err and WITNESS.search(err), err
     assert not (tmp_path / "b").exists()
+
+
+SWAPS = '''"""Exchange the bytes of two weights."""
+
+from dataclasses import replace
+
+from tapestry.rewrites.core.rule import Move, Rule, register
+
+
+@register
+class Swap(Rule):
+    name = "swap"
+
+    def find(self, graph):
+        yield Move("swap", "y")
+
+    def apply(self, graph, move):
+        a, b = graph.weights
+        return replace(graph, weights={a: graph.weights[b], b: graph.weights[a]})
+'''
+
+
+def test_a_rule_that_exchanges_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "swap.py").write_text(SWAPS)
+    weights = "".join(f'weight {n}: f32[4] at "m.bin" {at} 16 "{n}" "{at}"\n' for n, at in (("a", 0), ("b", 16)))
+    text = f"graph g\n{weights}y: f32[4] = op [i: 4]\n  reads a[i], b[i]\n  body a - b\noutput y\n"
+    (tmp_path / "g.tap").write_text(text)
+    status, _, err = run("opt", tmp_path / "g.tap", "--rules", tmp_path / "swap.py", "-r", "swap@y")
+    assert status == 1 and "swap@y: law 'access_unchanged' is broken: 'a' is another tensor, or other bytes" in err
+
+
+HALVES = '''"""A sum and its double, halved: the same but for rounding; once."""
+
+from dataclasses import replace
+
+from tapestry.ir.expr import Acc, call
+from tapestry.ir.monoid import number
+from tapestry.rewrites.core.matching import Match, OpRule
+from tapestry.rewrites.core.rule import register
+
+
+@register
+class Halves(OpRule):
+    name, phase, exact = "halves", "simplify", {exact}
+
+    def match(self, draft, at):
+        op = draft.block(at)
+        if op is None or op.monoid != "sum" or op.lowers:
+            return None
+        (e,) = op.body
+        return Match({{at: (replace(op, then=(call("mul", Acc(0, e.dtype), number(1, e.dtype)),)),)}})
+'''
+
+
+@pytest.mark.parametrize(("exact", "there"), [(False, False), (True, True)])
+def test_exact_plans_leave_out_rules_that_may_round(exact: bool, there: bool, tmp_path: Path) -> None:
+    (tmp_path / "halves.py").write_text(HALVES.format(exact=exact))
+    for flags, applied in ((["--exact"], there), ([], True)):
+        mine = dict(RULES)
+        args = [
+            "compile",
+            save("reductions"),
+            "-o",
+            tmp_path / "b",
+            "--rules",
+            tmp_path / "halves.py",
+            "--print-after",
+            "simplify",
+        ]
+        status, out, err = run(*args, *flags)
+        RULES.clear()
+        RULES.update(mine)
+        assert status == 0, err
+        assert ("then acc0 * 1.0" in out) == applied
