@@ -68,6 +68,9 @@ PASSES = (
 # fmt: on
 
 
+MeshLike = str | Mesh | Sequence[int] | Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What ``tapestry compile`` takes; see README. ``print_after`` names passes after which the IR is printed."""
@@ -222,10 +225,21 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     return "1", "1"
 
 
-def mesh_of(devices: int | None, mesh: str | None) -> Mesh | None:
-    """The mesh that ``--devices`` or ``--mesh`` asks for."""
+def mesh_of(devices: int | None, mesh: MeshLike | None) -> Mesh | None:
+    """The mesh that ``--devices`` or ``--mesh`` asks for: a text, sizes, sizes by name, or mesh axes.
+
+    Raises:
+        TapestryError: both are given, or one of them is none.
+    """
     if devices is not None and mesh is not None:
         raise TapestryError("--devices and --mesh exclude each other")
-    if devices is not None and devices < 1:
-        raise TapestryError(f"{devices} devices", where="--devices", hint="at least 1")
-    return parse_mesh(str(devices)) if devices is not None else parse_mesh(mesh) if mesh else None
+    if devices is not None:
+        if type(devices) is not int or devices < 1:
+            raise TapestryError(f"{devices!r} devices", where="--devices", hint="a whole number of at least 1")
+        return parse_mesh(str(devices))
+    if isinstance(mesh, Mapping):
+        return parse_mesh(",".join(f"{name}={size}" for name, size in mesh.items()))
+    if mesh is None or isinstance(mesh, str):
+        return parse_mesh(mesh) if mesh else None
+    axes = tuple(a for a in mesh if isinstance(a, MeshAxis))
+    return axes if len(axes) == len(mesh) else parse_mesh("x".join(map(str, mesh)))

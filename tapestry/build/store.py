@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tapestry.build import weight_tiles
-from tapestry.build.atomic import new_folder
+from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
 from tapestry.errors import BuildError, TextError
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
@@ -86,12 +87,33 @@ def write(
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "evidence": list(evidence), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
-    own = {name.split("/")[0] for name in files} | {"kernels", TILES, REWRITES}
+    check_output(folder)
+    write_files(folder, files, "plan.json")
+
+
+def check_output(folder: Path) -> None:
+    """Refuse a place that no build may take, which is worth doing before the search.
+
+    Raises:
+        BuildError: it holds something that is no build, or more than a build.
+    """
+    check_place(folder, "plan.json")
+    own = {"plan.json", "constants.bin", "certificate.json", "kernels", TILES, REWRITES}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
     if foreign:
         what = f"the output has something that no build has: '{foreign[0]}'"
         raise BuildError(what, where=str(folder), hint="another -o; everything in it would be lost")
-    write_files(folder, files, "plan.json")
+
+
+def check_beside(folder: Path, output: Path | None) -> None:
+    """Refuse to write inside of a build, which would then not be what its certificate says.
+
+    Raises:
+        BuildError: ``output`` is in ``folder``, or is it.
+    """
+    if output is not None and Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
+        why = "a build has what its certificate says, and nothing else"
+        raise BuildError("outputs do not go into a build", where=str(output), why=why, hint="a folder beside it")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:

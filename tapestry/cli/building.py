@@ -13,10 +13,12 @@ from tapestry.errors import TapestryError
 def compile_model(args: argparse.Namespace) -> Outcome:
     """``tapestry compile``: find, verify and write a plan."""
     from tapestry import api
+    from tapestry.build import store
     from tapestry.interrupt import Interrupts
     from tapestry.pipeline import PASSES, mesh_of
     from tapestry.viz import progress, tables
 
+    store.check_output(args.output)
     interrupts = Interrupts()
     with interrupts.listening(), progress.passes([p.name for p in PASSES], quiet=args.quiet) as watch:
 

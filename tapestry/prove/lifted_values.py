@@ -65,15 +65,18 @@ class _Block:
         if isinstance(s, Rebased):  # each state moved to the common centre, then merged
             n = len(s.centre.fields)
             centre = self.reduce(s.centre, values[:n], dims)
-            exprs = s.act(*(tuple(Arg(k + at, self.table.dtype(v)) for k, v in enumerate(part)) for at, part in ((0, values[:n]), (n, centre), (2 * n, values[n:]))))
+            exprs = s.act(
+                *(
+                    tuple(Arg(k + at, self.table.dtype(v)) for k, v in enumerate(part))
+                    for at, part in ((0, values[:n]), (n, centre), (2 * n, values[n:]))
+                )
+            )
             moved = [self.of_args(e, [*values[:n], *centre, *values[n:]]) for e in exprs]
             return [*centre, *self.reduce(s.acted, moved, dims)]
         if isinstance(s, Moments) and self._plain_moments(values):
             return self._moments(values, dims)
         count = len(monoid.fields)
-        return [
-            reduced(self.table, Reduction(monoid.name, k, tuple(values), dims, small)) for k in range(count)
-        ]
+        return [reduced(self.table, Reduction(monoid.name, k, tuple(values), dims, small)) for k in range(count)]
 
     def of_args(self, e: Expr, args: Sequence[Value]) -> Value:
         """The value of an expression over given arguments."""

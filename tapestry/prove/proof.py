@@ -191,7 +191,9 @@ class _Ranks:
         shape = shapes[first.root] if first.kind in ("BROADCAST", "SCATTER") else shapes[first.group[0]]
         for r, c in zip(first.group, each, strict=True):
             if first.kind not in ("BROADCAST", "SCATTER") and shapes[r] != shape:
-                raise Stuck(r, c.name, f"it sends {list(shapes[r] or ())} where rank {first.group[0]} sends {list(shape or ())}")
+                raise Stuck(
+                    r, c.name, f"it sends {list(shapes[r] or ())} where rank {first.group[0]} sends {list(shape or ())}"
+                )
         if shape is None:
             raise Stuck(first.root, first.name, "the root sends nothing")
         if first.kind in ("REDUCE_SCATTER", "SCATTER", "ALL_TO_ALL") and (not shape or shape[0] % len(first.group)):
@@ -217,7 +219,9 @@ class _Ranks:
         want = (first, *rest) if shape else ()
         have = self.program.ranks[rank].graph.tensors[c.target].shape
         if have != want:
-            raise TapestryError("a collective's result has another shape", where=f"'{c.target}'", why=f"{list(have)}, not {list(want)}")
+            raise TapestryError(
+                "a collective's result has another shape", where=f"'{c.target}'", why=f"{list(have)}, not {list(want)}"
+            )
 
     def _stuck(self) -> None:
         waits = [(r, c) for r in range(len(self.program.ranks)) if (c := self._at(r)) is not None]

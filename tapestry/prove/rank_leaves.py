@@ -138,4 +138,3 @@ class Leaves:
 def here(shape: Sequence[int]) -> list[Aff]:
     """Places of a tensor's own cells."""
     return [dim(f"y{k}") if n != 1 else const(0) for k, n in enumerate(shape)]
-

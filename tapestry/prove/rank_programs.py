@@ -100,7 +100,14 @@ def read_file(path: Path, shapes: Given, rank: int = 0, world: int = 1, known: d
     proto = load(path)
     stored, outputs = _without_data(proto), tuple(o.name for o in proto.graph.output)
     found = [n for n in proto.graph.node if n.op_type == NODE]
-    nested = [n for n in proto.graph.node for a in n.attribute if a.type == AttributeProto.GRAPH for m in a.g.node if m.op_type == NODE]
+    nested = [
+        n
+        for n in proto.graph.node
+        for a in n.attribute
+        if a.type == AttributeProto.GRAPH
+        for m in a.g.node
+        if m.op_type == NODE
+    ]
     if nested:
         raise ModelError("collectives inside loops and branches are not read", where=f"node '{nested[0].name}'")
     collectives = tuple(_collective(n, k, rank, world) for k, n in enumerate(found))
@@ -124,7 +131,9 @@ def read_program(paths: Sequence[Path], shapes: Given) -> Program:
         TapestryError: there is nothing to read, or it contradicts itself.
     """
     files, document = _found(paths)
-    counts = {a.i for f in files[:1] for n in load(f).graph.node if n.op_type == NODE for a in n.attribute if a.name == "nb_rank"}
+    counts = {
+        a.i for f in files[:1] for n in load(f).graph.node if n.op_type == NODE for a in n.attribute if a.name == "nb_rank"
+    }
     mesh = {str(k): int(v) for k, v in document.get("mesh", {}).items()}
     world = int(np.prod(list(mesh.values()))) if mesh else len(files) if len(files) > 1 else max(counts, default=1)
     if len(files) not in (1, world):

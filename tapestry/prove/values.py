@@ -11,13 +11,13 @@ are a partition, and rounding is not looked at. Nothing here runs a model or sea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
-from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, floordiv, modulo, substitute
+from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
 from tapestry.prove.domains import Domain
 from tapestry.verify.interp import value as evaluate_expression
 
@@ -240,7 +240,7 @@ class Table:
     def test(self, op: str, place: Aff, ranges: Ranges) -> Value:
         """Whether an index expression is at least 0 (``ge``) or 0 (``eq``); a literal where that is known."""
         low, high = (int(x) for x in bounds(place, {n: (0, s - 1) for n, s in ranges.items()}))
-        if low >= 0 and op == "ge" or low == high == 0:
+        if (low >= 0 and op == "ge") or low == high == 0:
             return Const(True, "bool")
         if high < 0 or (op == "eq" and low > 0):
             return Const(False, "bool")
@@ -314,7 +314,9 @@ class Table:
         if at not in self.partial:
             node = self.nodes[at]
             own = node.kind == "part"
-            self.partial[at] = own or (node.kind == "call" and any(isinstance(a, Ref) and self.has_part(a.node) for a in node.args))
+            self.partial[at] = own or (
+                node.kind == "call" and any(isinstance(a, Ref) and self.has_part(a.node) for a in node.args)
+            )
         return self.partial[at]
 
     def read(self, v: Value, env: Mapping[str, Aff], ranges: Ranges) -> Value:
@@ -387,7 +389,7 @@ def differ(a: Aff, b: Aff, ranges: Ranges) -> dict[str, int]:
     """A point where two index expressions differ, which there is."""
     from tapestry.ir.space import vanishes
 
-    return vanishes(a - b, dict(ranges)) or {n: 0 for n in ranges}
+    return vanishes(a - b, dict(ranges)) or dict.fromkeys(ranges, 0)
 
 
 def evaluated(e: Aff, point: Mapping[str, int]) -> int:
@@ -400,5 +402,3 @@ def evaluated(e: Aff, point: Mapping[str, int]) -> int:
 def cell(point: Mapping[str, int]) -> str:
     """A point as a person reads it."""
     return "[" + ", ".join(f"{n}={k}" for n, k in point.items()) + "]"
-
-

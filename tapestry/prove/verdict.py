@@ -66,7 +66,9 @@ def prove(model: Path, program: Sequence[Path], shapes: Given = {}) -> Verdict: 
         return _verdict(document, PROVED)
     if found.stuck is not None:
         rank, tensor, text = found.stuck.rank, found.stuck.tensor, found.stuck.text
-        return _verdict(document, REFUTED, {"rank": rank, "tensor": tensor, "cell": None, "text": f"rank {rank}, '{tensor}': {text}"})
+        return _verdict(
+            document, REFUTED, {"rank": rank, "tensor": tensor, "cell": None, "text": f"rank {rank}, '{tensor}': {text}"}
+        )
     missing = next((n for n, s in found.outputs.items() if s in ("no rank has it", "the ranks do not have all of it")), None)
     if missing is not None:
         text = f"output '{missing}': {found.outputs[missing]}"
@@ -76,7 +78,9 @@ def prove(model: Path, program: Sequence[Path], shapes: Given = {}) -> Verdict: 
         apart = difference(whole, ranks, found, seed)
         if isinstance(apart, Difference) and found.leaves.open:
             names = ", ".join(sorted(found.leaves.open))
-            return _verdict(document, UNDECIDED, None, f"parts of {names} can lie on the ranks in several orders: program.json says")
+            return _verdict(
+                document, UNDECIDED, None, f"parts of {names} can lie on the ranks in several orders: program.json says"
+            )
         if isinstance(apart, Difference):
             return _verdict(document, REFUTED, _witness(found, ranks, apart))
     return _verdict(document, UNDECIDED, None, f"no proof was found, and no difference: {apart}; {_where(found, ranks)}")
@@ -117,7 +121,9 @@ def _document(model: Path, whole: OneFile, program: Program, found: Comparison) 
 def _witness(found: Comparison, program: Program, d: Difference) -> dict[str, Any]:
     first = next(iter(found.misses(d.rank)), None)
     cell, there = list(d.cell), list(d.model_cell)
-    text = f"rank {d.rank}: {d.output}{cell} is {d.value:.6g}, the model's {d.output}{there} is {d.expected:.6g} (seed {d.seed})"
+    text = (
+        f"rank {d.rank}: {d.output}{cell} is {d.value:.6g}, the model's {d.output}{there} is {d.expected:.6g} (seed {d.seed})"
+    )
     out: dict[str, Any] = {
         "rank": d.rank, "tensor": d.output, "cell": cell, "model_cell": there, "value": d.value, "expected": d.expected,
         "seed": d.seed,

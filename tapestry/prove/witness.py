@@ -68,7 +68,7 @@ def _weights(model: OneFile, program: Program, found: Comparison, seed: int) -> 
                 return None
         if data is None:
             fan = max(1, t.shape[-2] if len(t.shape) > 1 else 1)
-            data = (rng.uniform(0.2, 1.0, t.shape) * rng.choice([1.0, -1.0] if len(t.shape) > 1 else [1.0], t.shape) / fan**0.5)
+            data = rng.uniform(0.2, 1.0, t.shape) * rng.choice([1.0, -1.0] if len(t.shape) > 1 else [1.0], t.shape) / fan**0.5
         out[name] = np.asarray(data)
     return out
 

@@ -102,16 +102,17 @@ def memory(peaks: Sequence[int]) -> RenderableType:
 
 def ran(document: Mapping[str, Any]) -> RenderableType:
     """What ``tapestry run`` did."""
-    table = titled("Outputs", ("output", "shape", "dtype", "max abs err", "rel err"), left=("output",))
+    checked = document["reference"]
+    columns = ("max abs err", "rel err") if checked else ()
+    table = titled("Outputs", ("output", "shape", "dtype", *columns), left=("output",))
     for name, o in document["outputs"].items():
-        errors = ["" if o[k] is None else f"{o[k]:.2e}" for k in ("max_abs_err", "rel_err")]
+        errors = ["" if o[k] is None else f"{o[k]:.2e}" for k in ("max_abs_err", "rel_err") if checked]
         table.add_row(name, "×".join(map(str, o["shape"])), o["dtype"], *errors)
     for name, o in document["outputs"].items():
         if o.get("reference_spread") is not None:
             table.add_row(f"  (two references differ on {name} by)", "", "", "", f"{o['reference_spread']:.2e}")
-    verdict = f"{'passed' if document['passed'] else 'FAILED'} in {document['seconds']:.2f} s"
-    if document["reference"]:
-        verdict += f", compared with {document['reference']}"
+    said = "FAILED" if not document["passed"] else "passed" if checked else "ran"
+    verdict = f"{said} in {document['seconds']:.2f} s{f', compared with {checked}' if checked else ''}"
     panel = Panel(verdict, expand=False, style="green" if document["passed"] else "red")
     return Group(table, *([on_gpu(document["gpu"])] if "gpu" in document else []), panel)
 

@@ -77,7 +77,11 @@ class Writer:
         s = self.style
         if axis == "tp":
             return [(d * s.pp + p) * s.tp + k for k in range(s.tp)]
-        return [(d * s.pp + k) * s.tp + t for k in range(s.pp)] if axis == "pp" else [(k * s.pp + p) * s.tp + t for k in range(s.dp)]
+        return (
+            [(d * s.pp + k) * s.tp + t for k in range(s.pp)]
+            if axis == "pp"
+            else [(k * s.pp + p) * s.tp + t for k in range(s.dp)]
+        )
 
     def add(self, op: str, *ins: str, name: str = "", outputs: int = 1, **attributes: Any) -> str:
         """A node; the name of its first output."""
@@ -164,7 +168,9 @@ def _rms(w: Writer, x: str, scale: str) -> str:
 
 
 def _layer_norm(w: Writer, x: str, name: str, width: int) -> str:
-    return w.add("LayerNormalization", x, w.weight(f"{name}.w", width, low=0.5), w.weight(f"{name}.b", width), axis=-1, epsilon=1e-5)
+    return w.add(
+        "LayerNormalization", x, w.weight(f"{name}.w", width, low=0.5), w.weight(f"{name}.b", width), axis=-1, epsilon=1e-5
+    )
 
 
 def _heads(w: Writer, x: str, batch: int, sequence: int, heads: int, size: int) -> str:
@@ -325,7 +331,9 @@ def convolutions(w: Writer, z: Sizes) -> ModelProto:
     batch = z.batch // st.dp
     x = w.input("x", batch, 4, side, side, cut=("dp",))
     for k in range(z.layers):
-        y = w.add("Conv", x, w.weight(f"l{k}.a", z.inner, 4, 3, 3, cut=0), w.weight(f"l{k}.a.b", z.inner, cut=0), pads=[1, 1, 1, 1])
+        y = w.add(
+            "Conv", x, w.weight(f"l{k}.a", z.inner, 4, 3, 3, cut=0), w.weight(f"l{k}.a.b", z.inner, cut=0), pads=[1, 1, 1, 1]
+        )
         stats = [w.weight(f"l{k}.bn.{n}", z.inner, cut=0, low=0.3) for n in ("scale", "bias", "mean", "var")]
         y = w.add("Relu", w.add("BatchNormalization", y, *stats))
         y = w.reduce(w.add("Conv", y, w.weight(f"l{k}.b", 4, z.inner, 3, 3, cut=1), pads=[1, 1, 1, 1]))

@@ -136,7 +136,9 @@ def mean_instead_of_sum(ranks: Ranks, rng: random.Random) -> str | None:
 @kind
 def group_too_small(ranks: Ranks, rng: random.Random) -> str | None:
     """Half of the ranks reduce, and the other half."""
-    found = [n for n in _collectives(ranks[0], "ALL_REDUCE") if len(next(a.ints for a in n.attribute if a.name == "groups")) >= 4]
+    found = [
+        n for n in _collectives(ranks[0], "ALL_REDUCE") if len(next(a.ints for a in n.attribute if a.name == "groups")) >= 4
+    ]
     if not found:
         return None
     name = rng.choice(found).name
@@ -240,7 +242,9 @@ def one_cell_changed(ranks: Ranks, rng: random.Random) -> str | None:
 @kind
 def added_before_reducing(ranks: Ranks, rng: random.Random) -> str | None:
     """A bias or a residual is added on every rank, and then summed."""
-    pairs = [(c, r) for c in _collectives(ranks[0], "ALL_REDUCE") for r in _readers(ranks[0], c.output[0]) if r.op_type == "Add"]
+    pairs = [
+        (c, r) for c in _collectives(ranks[0], "ALL_REDUCE") for r in _readers(ranks[0], c.output[0]) if r.op_type == "Add"
+    ]
     if not pairs:
         return None
     c, add = rng.choice(pairs)
@@ -297,7 +301,16 @@ def number_changed(ranks: Ranks, rng: random.Random) -> str | None:
 @kind
 def another_function(ranks: Ranks, rng: random.Random) -> str | None:
     """Another activation or operator of the same shapes."""
-    other = {"Sigmoid": "Tanh", "Erf": "Tanh", "Relu": "Abs", "Tanh": "Sigmoid", "Div": "Mul", "Sqrt": "Exp", "Neg": "Abs", "Sub": "Add"}
+    other = {
+        "Sigmoid": "Tanh",
+        "Erf": "Tanh",
+        "Relu": "Abs",
+        "Tanh": "Sigmoid",
+        "Div": "Mul",
+        "Sqrt": "Exp",
+        "Neg": "Abs",
+        "Sub": "Add",
+    }
     found = _nodes(ranks[0], *other)
     if not found:
         return None

@@ -1,8 +1,8 @@
 """A lower bound of a program's time on the clock whatever order its transfers go in.
 
-Where they share a stream with the kernels, nothing is put in another order. Else kernels keep theirs. A transfer has a head, what it waits for at least, and a tail, what follows it at least; transfers of
-one device follow each other. So of any set of them the least head, all their seconds and the least tail add up to no more than
-the whole (Carlier 1982).
+Where they share a stream with the kernels, nothing is put in another order. Else kernels keep theirs. A transfer has a head,
+what it waits for at least, and a tail, what follows it at least; transfers of one device follow each other. So of any set of
+them the least head, all their seconds and the least tail add up to no more than the whole (Carlier 1982).
 """
 
 from __future__ import annotations

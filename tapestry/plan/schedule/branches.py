@@ -1,6 +1,6 @@
 """Branch and bound over choices of strategies, on the simulated clock: closes what is left between a plan and its bound.
 
-A branch keeps some choices of every operation. Its bound is that of the game of `time_bound` among them, in which each average is
+A branch keeps some choices of every operation. Its bound is that of the game of `time_bound` among them, in which averages are
 answered by elimination: that gives the least average with every single choice as well, and what cannot be below the best time
 known goes (reduced-cost fixing: Dantzig, Fulkerson and Johnson 1954). Where the game's choices differ most in an operation, the
 branch is parted. A branch of few plans has them put on the clock. Work decides when it ends; the least bound of the
@@ -113,6 +113,8 @@ class Branching:
 
     def parts(self, branch: _Branch) -> list[_Branch] | None:
         """What is left of a branch; None where it is too large to work with."""
+        if not self.fits(branch.kept):
+            return []
         round_ = _Round(self.problem, branch.kept, branch.known)
         if not round_.few and not self.play(round_):
             return None
@@ -129,16 +131,24 @@ class Branching:
             return []
         return [_Branch(max(round_.bound, branch.bound), 0, kept, round_.inside(kept)) for kept in round_.parted()]
 
+    def fits(self, kept: Kept) -> bool:
+        """Whether what choices use at least is within the limits."""
+        demands, limits, _ = self.usages
+        used = np.zeros(len(limits))
+        for d in demands:
+            used[d.lo : d.hi] += d.amounts[kept[d.node]].min()
+        return bool((used <= np.array(limits, float)).all())
+
     def in_turns(self, kept: Kept) -> bool:
         """Whether `Prefixes` can tell what the choices take."""
         problem = self.problem
-        rings = (
-            ring_attention.rings(op, m.strategies[c], problem.topo.mesh)
-            for op, m, k in zip(problem.graph.ops, problem.menus, kept, strict=True)
-            for c in (k.tolist() if isinstance(op, Block) and op.inner else ())
-            if isinstance(op, Block)
-        )
-        return not (problem.topo.overlap or problem.streamed or self.usages[0] or any(rings))
+        if problem.topo.overlap or problem.streamed or self.usages[0]:
+            return False
+        for op, m, k in zip(problem.graph.ops, problem.menus, kept, strict=True):
+            some = [m.strategies[int(c)] for c in k] if isinstance(op, Block) and op.inner else []
+            if any(ring_attention.rings(op, s, problem.topo.mesh) for s in some):
+                return False
+        return True
 
     def prefixes(self, game: _Round) -> float:
         """The least seconds of the choices of a round, or a bound."""

@@ -2,8 +2,8 @@
 
 Then all that the future needs to know of a prefix is when each device is free, and the choices of the operations whose tensors
 are still read. Of two prefixes with the same choices there, one that is nowhere later is enough (dominance); so ties between
-equal parts of a graph are counted once. A prefix goes, too, when what it took, with the waiting so far, and the least average of
-the rest are not below the best time known. What an operation takes is read off the clock itself, from a plan that has
+equal parts of a graph are counted once. A prefix goes, too, when what it took, the waiting so far, and the least average of the
+rest are not below the best time known. What an operation takes is read off the clock itself, from a plan that has
 the choices it hangs on: of the makers and the earlier readers of what it reads.
 """
 
@@ -20,6 +20,7 @@ from tapestry.plan.schedule.paths import Paths
 from tapestry.plan.search.problem import Problem, lanes
 from tapestry.plan.simulate import Schedule
 from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.elimination import AXES
 from tapestry.plan.solver.marginals import over
 from tapestry.plan.solver.pairs import PROVED
 
@@ -74,8 +75,8 @@ class Prefixes:
         self.alive = [tuple(sorted({j for h in self.hangs[i:] for j in h if j < i})) for i in range(count + 1)]
 
     def search(self, begin: Sequence[int]) -> tuple[float, tuple[int, ...] | None]:
-        """(least seconds of all plans among the kept choices, or ``best``; the choice, if it is below that). Where the work ends
-        first: a bound, and none.
+        """(least seconds of all plans among the kept choices, or ``best``; the choice, if it is below that). Where the work
+        ends first: a bound, and none.
 
         Args:
             begin: any choice of those kept.
@@ -135,7 +136,7 @@ class Prefixes:
     def look(self, choice: Sequence[int]) -> None:
         """Read off the clock what each operation takes where these are the choices."""
         timed, count = self.clock(choice), len(self.problem.menus)
-        self.budget.spend(self.problem.lowering)
+        self.budget.spend(self.problem.lowering / 3)  # (what operations need, and take, is mostly known)
         steps: list[list[Step]] = [[] for _ in range(count + 1)]
         for t in timed.timed:
             groups = np.where(np.isnan(t.took), -1, t.groups)
@@ -149,7 +150,7 @@ class Prefixes:
         for i in range(len(sizes) - 1, -1, -1):
             mine = [t for t in (*tables, *left) if max(t[0], default=-1) == i]
             scope = tuple(sorted({n for t in mine for n in t[0]}))
-            if prod(sizes[n] for n in scope) > CELLS:
+            if prod(sizes[n] for n in scope) > CELLS or len(scope) > AXES:
                 return None
             total = sum((over(t, s, scope, sizes) for s, t in mine), np.zeros([sizes[n] for n in scope]))
             left = [t for t in left if i not in t[0]] + [(scope[:-1], total[..., self.kept[i]].min(axis=-1))]

@@ -33,7 +33,8 @@ from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology
 
-CLOSE = 3.0 * SECOND  # for branches that close what the game leaves
+CLOSE = 2.0 * SECOND  # for branches that close what the game leaves
+SMALL = 100  # operations of graphs for which that is tried
 ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
 
 Usages = tuple[Sequence[Demand], Sequence[float], np.ndarray | None]
@@ -117,8 +118,9 @@ def spatial(
 def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: float, upper: float, *, tight: bool) -> PricedPlan:
     """A plan that takes no longer than one that fits, and a bound; ``tight``: the bound is of plans that fit."""
     limit = problem.topo.device.memory
-    usages = (demands(problem, surely=True), [limit] * len(problem.graph.ops)) if tight else ((), ())
-    game, watched, met = Game(problem, *usages), max(problem.sizes, default=1) > 1, [choice_of(problem, best.plan)]
+    uses: Sequence[Demand] = demands(problem, surely=True) if tight else ()
+    limits = [float(limit)] * len(problem.graph.ops) if tight else []
+    game, watched, met = Game(problem, uses, limits), max(problem.sizes, default=1) > 1, [choice_of(problem, best.plan)]
     if watched:
         budget.found(best.objective, bound)
     for choice, least in game.play(choice_of(problem, best.plan), ROUNDS, budget):
@@ -132,8 +134,8 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
         if proved(best.objective, game.bound) or game.bound >= upper:
             break  # no plan of this form is better, or than that of another one
     bound = max(bound, game.bound)
-    if watched and bound < min(best.objective, upper) * (1 - PROVED):
-        best, bound = _branched(problem, best, budget.part(CLOSE), (bound, upper), met, (*usages, game.price))
+    if watched and len(problem.menus) <= SMALL and bound < min(best.objective, upper) * (1 - PROVED):
+        best, bound = _branched(problem, best, budget.part(CLOSE), (bound, upper), met, (uses, limits, game.price))
         budget.found(best.objective, bound)
     return replace(best, bound=min(bound, best.objective))
 

@@ -52,10 +52,10 @@ class TooBig(PlanError):
 
 def priced_plan(problem: Problem, choice: Sequence[int], bound: float) -> PricedPlan:
     """The plan of a choice of strategies, lowered and put on the clock; the bound is never above its time."""
-    timed = schedule(problem, choice)
-    objective = timed[2].total if np.isfinite(evaluate(choice, problem.factors)) else np.inf
+    plan, program, timed = schedule(problem, choice)
+    objective = timed.total if np.isfinite(evaluate(choice, problem.factors)) else np.inf
     return PricedPlan(
-        plan=timed[0], program=timed[1], objective=objective, bound=min(bound, objective), distinct=problem.distinct, problem=problem
+        plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=problem.distinct, problem=problem
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from math import prod
 import numpy as np
 
 from tapestry.plan.solver.dominance import Table
+from tapestry.plan.solver.elimination import AXES
 
 Scope = tuple[int, ...]
 
@@ -35,7 +36,7 @@ class _Bucket:
     scope: Scope
     total: np.ndarray
     parts: list[tuple[int, Scope, np.ndarray]]
-    outside: np.ndarray | float = field(default=0.0)
+    outside: np.ndarray = field(default_factory=lambda: np.zeros(()))
 
 
 def marginals(sizes: Sequence[int], tables: Sequence[Table], most: int) -> Marginals | None:
@@ -50,7 +51,7 @@ def marginals(sizes: Sequence[int], tables: Sequence[Table], most: int) -> Margi
         node = min(held, key=lambda n: (prod(sizes[m] for m in around[n]), n))
         scope = tuple(sorted(around[node]))
         cells += prod(sizes[m] for m in scope)
-        if cells > most:
+        if cells > most or len(scope) > AXES:
             return None
         parts = held.pop(node)
         total = sum((over(t, s, scope, sizes) for _, s, t in parts), np.zeros([sizes[m] for m in scope]))
@@ -69,18 +70,17 @@ def _back(sizes: Sequence[int], buckets: list[_Bucket], rest: list[tuple[int, fl
     whole = sum(least for _, least in rest)
     choice, of = [0] * len(sizes), [np.zeros(0)] * len(sizes)
     for b, _ in rest:
-        buckets[b].outside = float(sum(least for other, least in rest if other != b))
+        buckets[b].outside = np.array(sum(least for other, least in rest if other != b))
     for b in reversed(buckets):
         axis, others = b.scope.index(b.node), tuple(m for m in b.scope if m != b.node)
         at = tuple(slice(None) if m == b.node else choice[m] for m in b.scope)
         choice[b.node] = int(b.total[at].argmin())
-        outside = b.outside if isinstance(b.outside, float) else over(b.outside, others, b.scope, sizes)
-        here = b.total + outside
+        here = b.total + over(b.outside, others, b.scope, sizes)
         of[b.node] = here.min(axis=tuple(k for k in range(here.ndim) if k != axis))
         for source, scope, least in b.parts:
             away = tuple(k for k, m in enumerate(b.scope) if m not in scope)
             with np.errstate(invalid="ignore"):
-                beyond = here.min(axis=away) - least
+                beyond: np.ndarray = np.min(here, axis=away) - least
             buckets[source].outside = np.where(np.isnan(beyond), np.inf, beyond)
     return Marginals(float(whole), choice, of, cells)
 
