@@ -17,8 +17,9 @@ from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.lift.file.structure import file_bytes, load
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.normalize.opset_upgrade import upgrade
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.runtime.feeds import random_feeds
-from tapestry.verify.model import model_laws
+from tapestry.verify.model import model_laws, second_opinion
 from tapestry.verify.model.model_values import ModelFile
 
 Array = np.ndarray[Any, Any]
@@ -93,6 +94,26 @@ def _by_value(graph: Graph, file: ModelFile, read: Any, special: bool) -> tuple[
     return done, _nothing(f"{why or 'no values for its inputs'}: operations not compared by value") | {"counts": dict(done)}
 
 
+def second_opinions(
+    graph: Graph, model: Path, constants: Mapping[str, bytes], feeds: Mapping[str, Any], reference: str
+) -> dict[str, Any]:
+    """Opaque nodes that a run and its reference give to one library, asked of another (`verify.model.second_opinion`)."""
+    proto = load(model)
+    upgrade(proto)
+    held = arrays(graph, constants)
+
+    def read(name: str) -> Array:
+        return read_weight(model, graph.weights[name], graph.tensors[name], constants=held)
+
+    return second_opinion.second_opinions(graph, ModelFile(proto, model.parent), feeds, read, reference)
+
+
+def arrays(graph: Graph, constants: Mapping[str, bytes]) -> dict[str, Array]:
+    """The derived constants of a graph, from their bytes."""
+    tensors = graph.tensors
+    return {t: np.frombuffer(b, numpy_dtype(tensors[t].dtype)).reshape(tensors[t].shape) for t, b in constants.items()}
+
+
 def _nothing(why: str) -> Evidence:
     return {"kind": "none", "what": "the graph's operations", "against": "the model file", "why": why, "counts": {}}
 
@@ -106,8 +127,8 @@ def _feeds(graph: Graph) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
 
     def small(a: Any, most: int) -> Any:
-        whole = isinstance(a, np.ndarray) and a.dtype.kind in "iu"
-        return rng.integers(0, most + 1, a.shape).astype(a.dtype) if whole else a
+        given: Array | None = a if is_array(a) and a.dtype.kind in "iu" else None
+        return a if given is None else rng.integers(0, most + 1, given.shape).astype(given.dtype)
 
     return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
 

@@ -14,7 +14,6 @@ from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
-from tapestry.ir.types import numpy_dtype
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
 from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
@@ -51,11 +50,8 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_
 
 def constants_of(folder: Path, build: store.Build) -> dict[str, np.ndarray[Any, Any]]:
     """The derived constants of a build."""
-    data, tensors = (folder / "constants.bin").read_bytes(), build.plan.graph.tensors
-    return {
-        t: np.frombuffer(data[at : at + n], numpy_dtype(tensors[t].dtype)).reshape(tensors[t].shape)
-        for t, (at, n) in build.constants.items()
-    }  # fmt: skip
+    data = (folder / "constants.bin").read_bytes()
+    return model_evidence.arrays(build.plan.graph, {t: data[at : at + n] for t, (at, n) in build.constants.items()})
 
 
 def replay_rewrites(folder: Path, graph: Graph) -> Replayed | None:

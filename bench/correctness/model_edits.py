@@ -28,7 +28,7 @@ from tapestry.errors import TapestryError
 from tapestry.runtime.feeds import random_feeds
 from tapestry.saved_build import verify_build
 from tapestry.verify import model_outputs
-from tests.support.faults import graph_edits
+from tests.support.faults import claim_edits, edited_build, graph_edits
 from tests.support.faults.edited_model import mixed
 from tests.support.faults.graph_edits_later import LATER
 
@@ -62,11 +62,12 @@ def timed(build: Path) -> dict[str, float]:
 def attempt(good: Path, edit: graph_edits.Edit, seed: str) -> tuple[str, str]:
     """What refused an edit and what it said; ("", "") where nothing did, ("none", "") where there is no place for it."""
     with tempfile.TemporaryDirectory() as name:
-        e = graph_edits.load(good, random.Random(seed))
-        if not edit(e):
+        e = edited_build.load(good, random.Random(seed))
+        before = e.graph
+        if not edit(e) or not edited_build.alters(before, e.graph):
             return "none", ""
         try:
-            graph_edits.save(e, Path(name) / "b")
+            edited_build.save(e, Path(name) / "b")
         except (AssertionError, KeyError, IndexError, ValueError, TapestryError) as reason:
             return "none", f"cannot be made: {reason}"[:200]
         try:
@@ -85,6 +86,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=1, help="places for each kind of edit in each model")
     args = parser.parse_args()
     kinds = {**graph_edits.EDITS, **LATER}
+    assert claim_edits.output_dropped.__name__ in kinds
     rows: dict[str, dict[str, Any]] = {
         k: {"edit": k, "later": k in LATER, "tried": 0, "refused": 0, "laws": {}, "accepted": [], "example": "", "models": []}
         for k in kinds if re.search(args.only, k)

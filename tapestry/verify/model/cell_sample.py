@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tapestry.ir.expr import Const, distinct
+from tapestry.ir.expr import Call, Const, Index, distinct
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, Floor, Mod, dims_of
 
@@ -35,6 +35,8 @@ def cells(op: Block, graph: Graph, rng: np.random.Generator, count: int, work: i
         return np.stack(np.unravel_index(np.arange(size), extents), axis=1) if extents else np.zeros((1, 0), int)
     corners = np.array(list(itertools.islice(itertools.product(*((0, n - 1) for n in extents)), CORNERS)), int)
     edges = [row for k, d in enumerate(op.dims) for row in _edge_cells(k, edges_of(op, graph, d.name, d.size), extents, rng)]
+    named = [_compared(op, d.name, d.size)[:8] or [0] for d in op.dims]
+    corners = np.concatenate([corners, np.array(list(itertools.islice(itertools.product(*named), CORNERS)), int)])
     others = np.stack([rng.integers(0, n, count) for n in extents], axis=1)
     special = np.unique(np.concatenate([corners, *([np.array(edges, int)] if edges else [])]), axis=0)
     chosen = np.concatenate([special[rng.permutation(len(special))[: max(1, most // 2)]], others])
@@ -57,11 +59,32 @@ def edges_of(op: Block, graph: Graph, name: str, size: int) -> list[int]:
             found.update(_turns(e, name, ranges, (0, extent)))
         for g in r.when:
             found.update(_turns(g.aff, name, ranges, (0,)))
-    for x in distinct((*op.point, *op.then)):
-        if isinstance(x, Const) and not isinstance(x.value, bool) and math.isfinite(x.value) and x.value == int(x.value):
-            found.add(int(x.value))
+    found.update(_numbers(op))
     near = sorted({p for f in found for p in (f - 1, f) if 0 <= p < size})
     return near if len(near) <= EDGES else near[: EDGES // 2] + near[-EDGES // 2 :]
+
+
+def _numbers(op: Block) -> list[int]:
+    """Whole numbers in the bodies, with which places may be compared."""
+    consts = (x.value for x in distinct((*op.point, *op.then)) if isinstance(x, Const) and not isinstance(x.value, bool))
+    return sorted({int(v) for v in consts if math.isfinite(v) and v == int(v)})
+
+
+def _compared(op: Block, name: str, size: int) -> list[int]:
+    """Places along a dimension with which a body compares it alone."""
+    found: set[int] = set()
+    for x in distinct((*op.point, *op.then)):
+        if isinstance(x, Call) and len(x.args) == 2 and x.dtype == "bool":
+            place, number = sorted(x.args, key=lambda a: isinstance(a, Const))
+            if (
+                isinstance(place, Index)
+                and isinstance(number, Const)
+                and dims_of(place.aff) == frozenset({name})
+                and place.aff.coef(name)
+            ):
+                at = (int(number.value) - place.aff.const) // place.aff.coef(name)
+                found.update((at, at - 1, at + 1))
+    return sorted(v for v in found if 0 <= v < size)
 
 
 def _turns(e: Aff, name: str, ranges: Any, levels: tuple[int, ...]) -> Iterator[int]:

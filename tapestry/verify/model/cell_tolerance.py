@@ -50,7 +50,7 @@ def explained(cells: CellValues, op: Block, k: int, points: Array, reference: Ar
     floating = dtype in UNIT
     spread = np.zeros(len(points))
     for _ in range(TRIALS):
-        noisy = CellValues(cells.graph, cells.known, noise=rng).block(op, points)[k][0]
+        noisy = CellValues(cells.graph, cells.known, noise=rng, coarsest=cells.coarsest).block(op, points)[k][0]
         with np.errstate(all="ignore"):
             if floating:
                 spread = np.fmax(spread, np.abs(noisy - middle))
@@ -61,7 +61,7 @@ def explained(cells: CellValues, op: Block, k: int, points: Array, reference: Ar
     if floating:
         with np.errstate(all="ignore"):
             found |= np.abs(middle - reference.astype(np.float64)) <= SPREAD * spread
-        typed = CellValues(cells.graph, cells.known, wide=False)
+        typed = CellValues(cells.graph, cells.known, wide=False, coarsest=cells.coarsest)
         made = typed.block(op, points)[k][0]
         found |= same(made, np.zeros(len(points)), reference, dtype, typed.unit)
     return found

@@ -46,12 +46,16 @@ class CellValues:
     Attributes:
         unit: the coarsest unit roundoff of anything computed since it was last set to 0.
         random: whether anything computed since it was last cleared draws random numbers.
+        whole_numbers: whether anything since then was a float made a whole number, of which a NaN or an infinity may be any.
     """
 
-    def __init__(self, graph: Graph, known: Known, *, wide: bool = True, noise: np.random.Generator | None = None) -> None:
-        """``known`` gives a tensor's array (or host value), and None of one that is to be followed back."""
-        self.graph, self.known, self.wide, self.noise = graph, known, wide, noise
-        self.unit, self.random = 0.0, False
+    def __init__(
+        self, graph: Graph, known: Known, *, wide: bool = True, noise: np.random.Generator | None = None, coarsest: float = 1.0
+    ) -> None:
+        """``known`` gives a tensor's array (or host value), and None of one that is to be followed back; ``coarsest`` is the
+        unit roundoff beyond which nothing is forgiven, whatever types the graph computes in."""
+        self.graph, self.known, self.wide, self.noise, self.coarsest = graph, known, wide, noise, coarsest
+        self.unit, self.random, self.whole_numbers = 0.0, False, False
         self._makers = graph.producers()
         self._whole: dict[str, tuple[Any, float, bool]] = {}  # value, coarsest unit and randomness of what it is made of
 
@@ -226,9 +230,11 @@ class CellValues:
             zero = MONOIDS[monoid].zero(kinds)[0].value
             with np.errstate(all="ignore"):
                 done = REDUCERS[structure.fn].reduce(f, axis=1, dtype=f.dtype, initial=np.asarray(zero, f.dtype)[()])
-                slack = np.abs(f).sum(axis=1) * UNIT[kind] if structure.fn == "add" and kind in FLOATS else None
+                slack = (
+                    np.abs(f).sum(axis=1) * min(UNIT[kind], self.coarsest) if structure.fn == "add" and kind in FLOATS else None
+                )
             if kind in FLOATS:
-                self.unit = max(self.unit, UNIT[kind])
+                self.unit = max(self.unit, min(UNIT[kind], self.coarsest))
             return [done], [None if slack is None else np.nan_to_num(slack, nan=0.0, posinf=0.0)]
         return self._tree(monoid, kinds, fields), [None] * len(fields)
 
@@ -296,12 +302,15 @@ class CellValues:
         dtype = numpy_dtype(e.dtype, self.wide)
         if e.fn == "cast":
             out = cast_array(operands[0], dtype)
+            if self.wide and UNIT.get(e.dtype, 0.0) > UNIT["f32"]:  # what is made short is made short
+                out = out.astype(numpy_dtype(e.dtype)).astype(dtype)
+            self.whole_numbers |= dtype.kind in "iu" and e.args[0].dtype in FLOATS
         else:
             out = np.asarray(NUMPY[e.fn](*operands)).astype(dtype, copy=False)
         self.random |= e.fn == "philox"
         if e.dtype not in UNIT or e.fn in EXACT:
             return out
-        unit = UNIT[e.dtype]
+        unit = min(UNIT[e.dtype], self.coarsest)
         self.unit = max(self.unit, unit)
         if self.noise is None:
             return out

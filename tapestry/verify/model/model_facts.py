@@ -145,9 +145,13 @@ def opaque_node(op: Opaque, model: ModelFile) -> NodeProto | None:
 
 
 def _other_attribute(mine: NodeProto, own: NodeProto, opsets: dict[str, int]) -> str:
-    """How two nodes of a kind differ in what they are given beside tensors and bodies; "" where they do not."""
+    """How two nodes of a kind differ in what they are given beside tensors and bodies; "" where they do not.
+
+    An attribute that the model's node lacks, and that has no default, may be what preparation says of it (the axes of a
+    Resize): its values are compared all the same.
+    """
     a, b, default = _plain(mine.attribute), _plain(own.attribute), _defaults(own, opsets)
-    for key in sorted({*a, *b} - ({"seed"} - set(b))):
+    for key in sorted({*a, *b} - ({"seed"} - set(b)) - (set(a) - set(b) - set(default))):
         said, right = a.get(key, default.get(key)), b.get(key, default.get(key))
         if said != right:
             return f"'{key}' is {said} in the plan, {right} in the model"

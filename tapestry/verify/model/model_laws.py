@@ -22,11 +22,12 @@ from tapestry.ir.laws import where
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import FLOATS, STORED, numpy_dtype
 from tapestry.onnx_eval.opaque_node import RANDOM, HostValue
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.interp import opaque
 from tapestry.verify.model import bodies, model_facts
 from tapestry.verify.model.cell_sample import cells
 from tapestry.verify.model.cell_tolerance import explained, same
-from tapestry.verify.model.cell_values import CellValues
+from tapestry.verify.model.cell_values import UNIT, CellValues
 from tapestry.verify.model.model_facts import LAW, Reader
 from tapestry.verify.model.model_inputs import awkward
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
@@ -70,7 +71,8 @@ class _Check:
     values: CellValues = field(init=False)
 
     def __post_init__(self) -> None:
-        self.values = CellValues(self.graph, self.known)
+        units = [UNIT[d] for d in self.model.floats()] or [1.0]
+        self.values = CellValues(self.graph, self.known, coarsest=max(units))
 
     def known(self, name: str) -> Any:
         """The value of a tensor that has a counterpart."""
@@ -150,7 +152,7 @@ def _types(c: _Check) -> None:
     """Tensors that the model has are of its type and shape."""
     for name, value in c.run.values.items():
         t = c.graph.tensors.get(name)
-        if t is None or t.on_host or not isinstance(value, np.ndarray):
+        if t is None or t.on_host or not is_array(value):
             continue
         if t.dtype in STORED and value.dtype == np.uint8:  # as onnxruntime gives elements that numpy does not have
             value = c.run.values[name] = value.view(numpy_dtype(t.dtype))
@@ -186,7 +188,7 @@ def _block(c: _Check, op: Block, first: bool, number: int, which: Collection[int
     loose = any(t in c.graph.weights and not c.graph.weights[t].file and t not in c.model.makers for t in op.inputs)
     count, work = (CELLS, WORK) if first else (AGAIN, AGAIN_WORK)
     points = cells(op, c.graph, rng, ALL if loose else count, work)
-    c.values.unit, c.values.random = 0.0, False
+    c.values.unit, c.values.random, c.values.whole_numbers = 0.0, False, False
     made = c.values.block(op, points)
     if c.values.random:
         return _random(c, op, rng)
@@ -201,8 +203,8 @@ def _block(c: _Check, op: Block, first: bool, number: int, which: Collection[int
 def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array], number: int) -> None:
     """One output at some cells: near, or explained by rounding, or what another evaluator says."""
     name = op.outs[k]
-    dtype, place = c.graph.tensors[name].dtype, tuple(points.T)
-    reference = np.asarray(c.run.values[name])[place]
+    dtype = c.graph.tensors[name].dtype
+    reference = np.asarray(c.run.values[name])[tuple(points.T)].reshape(len(points))
     unit = c.values.unit
     good = same(*made, reference, dtype, unit)
     if good.all():
@@ -215,12 +217,12 @@ def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array]
         return
     if c.lenient:  # what becomes of a NaN beside masks and maxima, or as a whole number, is a policy: evaluators differ
         odd = np.isnan(made[0][bad].astype(np.float64)) != np.isnan(reference[bad].astype(np.float64))
-        odd |= dtype not in FLOATS
+        odd |= dtype not in FLOATS or c.values.whole_numbers
         c.compared.counts["NaN differs"] += int(odd.sum())
         bad = bad[~odd]
     other = c.run.again(name)
-    if isinstance(other, np.ndarray) and other.shape == c.graph.tensors[name].shape:
-        there = other[tuple(points[bad].T)]
+    if is_array(other) and other.shape == c.graph.tensors[name].shape:
+        there = other[tuple(points[bad].T)].reshape(len(bad))
         agrees = same(made[0][bad], made[1][bad], there, dtype, unit)
         agrees |= explained(c.values, op, k, points[bad], there, dtype, number)
         c.compared.counts["by the other reference"] += int(agrees.sum())
@@ -286,7 +288,7 @@ def _base(c: _Check, name: str) -> Array | None:
     while "." in name:
         name = name.rpartition(".")[0]
         value = c.run.values.get(name)
-        if isinstance(value, np.ndarray):
+        if is_array(value):
             return value
     return None
 
@@ -333,7 +335,7 @@ def _cut(op: Opaque, d: Dim) -> Opaque:
 def _node_values(c: _Check, op: Opaque, named: list[str], values: Mapping[str, Any], drawn: bool) -> None:
     made = dict(zip(op.outs, opaque(op, c.graph, values, wide=False), strict=True))
     for t in named:
-        if drawn and isinstance(made[t], np.ndarray) and made[t].dtype.kind in "fiub":
+        if drawn and is_array(made[t]) and made[t].dtype.kind in "fiub":
             _drawn_alike(np.asarray(c.run.values[t]).reshape(-1), made[t], t, op)
         elif not drawn and not bodies.alike(made[t], c.run.values[t]) and not bodies.alike(made[t], c.run.again(t)):
             raise LawError(

@@ -20,6 +20,13 @@ from tapestry.ir.types import HOST
 from tapestry.onnx_eval import opaque_node
 
 Array = np.ndarray[Any, Any]
+TYPED = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type", "output_datatype"})  # attributes
+FLOAT_NAMES: dict[int, str] = {
+    TensorProto.DOUBLE: "f64",
+    TensorProto.FLOAT: "f32",
+    TensorProto.FLOAT16: "f16",
+    TensorProto.BFLOAT16: "bf16",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +65,17 @@ class ModelFile:
     def opsets(self) -> tuple[tuple[str, int], ...]:
         """The version of each operator domain."""
         return tuple(sorted(("" if o.domain == "ai.onnx" else o.domain, o.version) for o in self.proto.opset_import))
+
+    def floats(self) -> set[str]:
+        """The float types that the model names anywhere: of inputs, constants, and what nodes are told to compute in."""
+        found = {t.data_type for t in self.initializers.values()} | {i.type.tensor_type.elem_type for i in self.inputs}
+        stack = list(self.nodes)
+        while stack:
+            node = stack.pop()
+            for a in node.attribute:
+                found |= {a.t.data_type} if a.type == AttributeProto.TENSOR else {a.i} if a.name in TYPED else set()
+            stack += [n for g in subgraphs(node) for n in g.node]
+        return {FLOAT_NAMES[t] for t in found if t in FLOAT_NAMES}
 
     def constant(self, name: str) -> Array | None:
         """The data of an initializer, or of a Constant node's tensor; None of any other value."""
