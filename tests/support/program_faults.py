@@ -257,7 +257,7 @@ def added_before_reducing(ranks: Ranks, rng: random.Random) -> str | None:
         return None
     c, add = rng.choice(pairs)
     for m in ranks:
-        a, b = (next(n for n in m.graph.node if n.name == x) for x in (c.name, add.name))
+        a, b = [next(n for n in m.graph.node if n.name == x) for x in (c.name, add.name)]
         other = next(t for t in b.input if t != a.output[0])
         partial, summed, done = a.input[0], f"{b.output[0]}.early", b.output[0]
         order = [n.name for n in m.graph.node]
