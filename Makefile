@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/python -m examples.demo
 
 # what newcomers and CI run: at most five minutes on two cores
 test: setup

@@ -34,7 +34,7 @@ def main() -> int:
     with progress.passes([p.name for p in PASSES], quiet=False) as show:
         built = tapestry.compile(model, devices=DEVICES, progress=show.begin, found=show.found)
         built.save(FOLDER / "plan")
-    _, laws = working("verify", lambda step: verify_build(FOLDER / "plan"))
+    _, laws, _ = working("verify", lambda step: verify_build(FOLDER / "plan"))
     loaded = tapestry.load(FOLDER / "plan")
     working("load weights", lambda step: loaded.session)
     feeds = loaded.random_feeds(0)

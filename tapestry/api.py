@@ -6,15 +6,15 @@ import threading
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from tapestry import flags, pipeline
+from tapestry import flags, model_evidence, pipeline
 from tapestry.build import store
 from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
 from tapestry.errors import BuildError, TapestryError
-from tapestry.ir.plan import Mesh
+from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.runtime.feeds import random_feeds
@@ -24,6 +24,7 @@ from tapestry.verify import model_outputs
 from tapestry.viz.explain import explain
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 Values = Mapping[str, Any]
 """Inputs or outputs by name: arrays, and lists and dictionaries for what is no tensor."""
 
@@ -41,6 +42,8 @@ class Compiled:
     constants: Mapping[str, bytes]
     kernels: Mapping[str, str]
     laws: Mapping[str, int]
+    rewrites: bytes = b""
+    evidence: Sequence[Mapping[str, Any]] = ()
     printed: Mapping[str, str] = field(default_factory=dict[str, str])
     libraries: bool = False
     _session: Session | None = field(default=None, init=False)
@@ -56,7 +59,7 @@ class Compiled:
 
     def save(self, folder: str | Path) -> None:
         """Write a build directory, in one step."""
-        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws)
+        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence)
 
     @property
     def session(self) -> Session:
@@ -75,10 +78,10 @@ class Compiled:
 
 
 def compile(
-    model: str | Path, *, devices: int | None = None, mesh: str | Mesh | None = None, topology: str = "auto",
-    shapes: Mapping[str, Any] | None = None, memory: str | None = None, target: str = "torch-cpu",
-    precision: str = "ieee", weights: bool = True, pins: Sequence[str] = (), layouts: Sequence[str] = (),
-    rules: Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
+    model: str | Path, *, devices: int | None = None, mesh: pipeline.MeshLike | None = None, topology: str = "auto",
+    shapes: Mapping[str, Any] | None = None, memory: int | str | None = None, target: str = "torch-cpu",
+    precision: str = "ieee", weights: bool = True, pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (),
+    rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
@@ -86,12 +89,12 @@ def compile(
     """Compile an ONNX file into a verified plan for a mesh of devices.
 
     Args:
-        mesh: ``"2x4"``, ``"dp=2,tp=4"`` or mesh axes; ``devices`` is the one-dimensional mesh.
+        mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
         topology: a preset, a topology file, or ``auto``: this machine, measured once.
         shapes: sizes of symbolic dimensions, by symbol or by input.
-        memory: per device, as ``"16GiB"``; the plan keeps to it.
+        memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
-        pins, layouts: as on the command line; ``rules``: files of the user's own rewrite rules.
+        pins, layouts: as on the command line, one or several; ``rules``: files of the user's own rewrite rules.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         weights: False plans a model whose external data is absent.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
@@ -109,16 +112,21 @@ def compile(
         TapestryError: with what, where, why and what to try.
     """
     _check_target(target, precision)
-    axes = mesh if isinstance(mesh, tuple) else pipeline.mesh_of(devices, mesh)
+    axes, memory = pipeline.mesh_of(devices, mesh), None if memory is None else str(memory)
     options = pipeline.Options(
-        model=Path(model), shapes=shapes or {}, mesh=axes, topology=topology, memory=memory, target=target, pins=pins,
-        precision=precision, layouts=layouts, rules=[Path(r) for r in rules], weights=weights, time_limit=time_limit,
-        seed=seed, pareto=pareto, exact=exact, sharding=sharding, resume=Path(resume) if resume else None,
-        interrupt=interrupt or threading.Event(),
-        stages=str(stages), micro_batches=str(micro_batches), print_after=print_after, found=found,
+        model=Path(model), shapes=shapes or {}, mesh=axes, topology=topology, memory=memory, target=target, pins=_several(pins),
+        precision=precision, layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights,
+        time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding,
+        resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), stages=str(stages),
+        micro_batches=str(micro_batches), print_after=print_after, found=found,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
-    return Compiled(done.build, done.constants, done.kernels, done.laws, done.printed)
+    return Compiled(done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
+
+
+def _several(given: T | Sequence[T]) -> Sequence[T]:
+    """What may be given alone or in a list."""
+    return [cast(T, given)] if isinstance(given, str | Path) else cast("Sequence[T]", given)
 
 
 def _check_target(target: str, precision: str) -> None:
@@ -142,7 +150,8 @@ def load(folder: str | Path) -> Compiled:
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
     constants = {t: data[o : o + n] for t, (o, n) in build.constants.items()}
     kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
-    return Compiled(build, constants, kernels, laws)
+    rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
+    return Compiled(build, constants, kernels, laws, rewrites)
 
 
 def open_session(
@@ -247,7 +256,20 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
     if check:
         allowed = model_outputs.tolerances(compiled.build.plan.graph)
         _check(opset_upgrade.runnable(Path(compiled.build.model)), feeds, outs, allowed, document)
+        _ask_again(compiled, feeds, document)
     return document
+
+
+def _ask_again(compiled: Compiled, feeds: Values, document: dict[str, Any]) -> None:
+    """Opaque nodes that both sides gave to one library are asked of another one; those that none runs are named."""
+    graph = compiled.build.plan.graph
+    if not any(isinstance(op, Opaque) for op in graph.ops):
+        return
+    again = model_evidence.second_opinions(graph, Path(compiled.build.model), compiled.constants, feeds, document["reference"])
+    document["opaque"] = again
+    if again["differ"]:
+        document["passed"] = False
+        document["reason"] = f"another evaluator gives other values for {', '.join(again['differ'])}"
 
 
 def _described(a: Any) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def rules(p: argparse.ArgumentParser) -> None:
     """Which rules, and where they do not apply."""
     p.add_argument("rule", nargs="?", metavar="NAME")
     p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
+    p.add_argument("--check", action="append", type=Path, default=[], metavar="FILE", help="prove the rules of a file")
     shape(p)
     own_rules(p)
 

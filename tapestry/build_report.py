@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from tapestry.build import store
 from tapestry.codegen.unfused import unfused
+from tapestry.errors import LawError
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.lift import Lifted
 from tapestry.pass_runner import Runner
-from tapestry.passes import Constraints, model_hash, search_of
+from tapestry.passes import Constraints, Rewrites, model_hash, search_of
+from tapestry.plan.requests import parse_layouts
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.task import STEPS, Task
-from tapestry.plan.topology import Topology, to_data
+from tapestry.plan.topology import Topology, from_data, to_data
 from tapestry.rewrites.core.driver import disabled_by
 
 
@@ -53,14 +57,16 @@ def plan_hash(build: store.Build) -> str:
     return hashlib.sha256(store.encode(replace(build, model="", report={}))).hexdigest()
 
 
-def document(runner: Runner, build: store.Build) -> dict[str, Any]:
+def document(runner: Runner, build: store.Build, evidence: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
     lifted, planned = lifted_of(runner), runner.get("planned", Planned)
     constraints = runner.get("constraints", Constraints)
     requests: dict[str, Any] = {"pins": list(runner.values["pins"]), "layouts": list(runner.values["layouts"])}
     if constraints.given:
         requests["sharding"] = {**constraints.given.counts, "notes": list(constraints.given.notes)}
-    out = _facts(runner, build) | {"unified": lifted.unified, "unfused": unfused(lifted.graph), "requests": requests}
+    out = _facts(runner, build)
+    out["certificate"] = {"passed": True, "laws": dict(runner.values["laws"]), "evidence": [evidence]}
+    out |= {"unified": lifted.unified, "unfused": unfused(lifted.graph), "requests": requests}
     if runner.values["pareto"]:
         out["pareto"] = [asdict(p) for p in runner.values["front"]]
     if planned.alternatives:
@@ -70,24 +76,84 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     return out | {"search": _search_record(runner)} | planned.choice.report | {"passes": runner.rows}
 
 
+def check(build: store.Build) -> int:
+    """Hold a report to the plan that it is of; returns how many of its facts were made again.
+
+    Seconds are those of the planner's clock (`plan.simulate`), which runs once more; the bound is the search's own statement,
+    and is held to be no more than the objective.
+
+    Raises:
+        LawError: naming the fact.
+    """
+    report, program, topology = build.report, build.program, from_data(build.topology)
+    if not report:
+        return 0
+    timed = simulate(build.plan, program, replace(topology, mesh=build.plan.mesh))
+    facts: dict[str, Any] = {"simulated_s": timed.total, **facts_of(build), "plan_sha256": plan_hash(build)}
+    if build.memory != topology.device.memory:
+        raise LawError("report", "the memory limit is not the topology's", why=f"{build.memory}, not {topology.device.memory}")
+    for key, value in facts.items():
+        if key not in report or not _same(report[key], value):
+            why = f"it says {str(report.get(key))[:120]}, made again it is {str(value)[:120]}"
+            raise LawError("report", f"'{key}' is not the plan's", where="the report", why=why)
+    objective, bound, gap = (float(report[k]) for k in ("objective_s", "lower_bound_s", "gap"))
+    if not len(build.plan.stages) > 1 and not _same(objective, timed.total) and not objective >= timed.total:
+        why = f"it says {objective:.6g} s, the planner's clock {timed.total:.6g} s"
+        raise LawError("report", "the objective is not the plan's time", where="the report", why=why)
+    if bound > objective * (1 + 1e-9) or abs(gap - (objective - bound) / max(objective, 1e-300)) > 1e-6:
+        why = f"objective {objective:.6g} s, bound {bound:.6g} s, gap {gap:.4%}"
+        raise LawError("report", "bound and gap contradict the objective", where="the report", why=why)
+    _requests(build)
+    return len(facts) + 3
+
+
+def facts_of(build: store.Build) -> dict[str, Any]:
+    """What a report says that anyone can count in the plan."""
+    program = build.program
+    return {
+        "ops": len(build.plan.graph.ops), "devices": program.devices, "peak_bytes": list(peak_bytes(program)[0]),
+        "memory_bytes": build.memory, "host_load_bytes": _host_bytes(program), "transfers": _transfers(program),
+        "moves": list(build.moves),
+    }  # fmt: skip
+
+
+def _requests(build: store.Build) -> None:
+    """The layouts that were asked for are those that the plan keeps to."""
+    asked = build.report.get("requests", {})
+    inputs, outputs = parse_layouts(asked.get("layouts", ()), build.plan.graph, build.plan.mesh)
+    for what, said, mine in (("input", inputs, build.plan.inputs), ("output", outputs, build.plan.outputs)):
+        for name, layout in said.items():
+            if mine.get(name) != layout:
+                why = f"{list(layout)} was asked for, the plan has {mine.get(name)}"
+                raise LawError("report", f"the layout of {what} '{name}' is not kept", where="the plan", why=why)
+        if not asked.get("sharding") and set(mine) - set(said):
+            raise LawError("report", f"a layout of {what} '{min(set(mine) - set(said))}' was not asked for", where="the plan")
+
+
+def _same(a: Any, b: Any) -> bool:
+    return math.isclose(a, b, rel_tol=1e-9) if isinstance(a, float) and isinstance(b, float) else a == b
+
+
+def _host_bytes(program: Program) -> int:
+    """Bytes loaded from the host, all devices together."""
+    loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
+    return sum(int(device_bytes(b).sum()) for b in loads)
+
+
 def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The plan in numbers."""
     priced, topology = runner.get("plan", PricedPlan), runner.get("topology", Topology)
-    graph, program, lifted = priced.plan.graph, priced.program, lifted_of(runner)
-    loads = [program.buffers[s.buffer] for s in program.steps if isinstance(s, Load)]
-    timed = simulate(priced.plan, program, replace(topology, mesh=priced.plan.mesh))
+    graph, lifted = priced.plan.graph, lifted_of(runner)
+    timed = simulate(priced.plan, priced.program, replace(topology, mesh=priced.plan.mesh))
     return {
         "plan_sha256": plan_hash(build),
-        "model": str(lifted.model), "nodes": lifted.nodes, "ops": len(graph.ops), "signatures": priced.distinct,
+        "model": str(lifted.model), "nodes": lifted.nodes, "signatures": priced.distinct, **facts_of(build),
         **_bounded(priced, runner.get("planned", Planned), runner.get("task", Task)),
-        "devices": program.devices, "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
+        "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
         "topology": {"name": topology.name, "measured": bool(topology.device.classes or topology.calls)},
         "simulated_s": timed.total, "overlap": timed.assumption,
-        "peak_bytes": list(build.peak_bytes), "memory_bytes": topology.device.memory,
-        "unsharded_peak_bytes": runner.get("peak_alone", int),
-        "host_load_bytes": sum(int(device_bytes(b).sum()) for b in loads),
-        "transfers": _transfers(program), "kernels": len(runner.values["kernels"]), "moves": list(build.moves),
-        "certificate": {"passed": True, "laws": dict(runner.values["laws"])},
+        "unsharded_peak_bytes": runner.get("peak_alone", int), "kernels": len(runner.values["kernels"]),
+        "rewrites": {"steps": runner.get("rewrites", Rewrites).steps, "shown": dict(runner.get("rewrites", Rewrites).shown)},
         "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
     }  # fmt: skip
 

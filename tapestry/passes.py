@@ -19,8 +19,8 @@ from tapestry import flags
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
-from tapestry.errors import PlanError, TapestryError
-from tapestry.ir.graph import Graph
+from tapestry.errors import LawError, PlanError, TapestryError
+from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.lift import onnx_to_graph
@@ -38,9 +38,10 @@ from tapestry.plan.solver.budget import Budget, Found
 from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import Topology, shared
 from tapestry.rewrites.core import driver
-from tapestry.rewrites.core.rule import Move, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, parse_move
 from tapestry.sharding.annotations import Annotations, Given, constraints, staged
 from tapestry.verify import certificate
+from tapestry.verify.rewriting import rewrite_log
 
 log = logging.getLogger("tapestry")
 RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
@@ -108,9 +109,13 @@ def lift_whole(source: ModelSource, symbols: Symbols, also_whole: bool, seed: in
     return onnx_to_graph.lift_nodes(copy, symbols, onnx_to_graph.normalize(copy, symbols, False), False, seed)
 
 
-def simplify(lifted: Lifted, annotations: Annotations | None) -> Graph:
-    """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart."""
-    return lifted.graph if annotations and not staged(annotations) else driver.simplify(lifted.graph)
+def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool) -> Graph:
+    """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart. An exact
+    plan leaves out users' rules that may change rounding."""
+    if annotations and not staged(annotations):
+        return lifted.graph
+    loose = frozenset(r.name for r in RULES.values() if not r.built_in and not r.exact)
+    return driver.simplify(lifted.graph, disabled=loose if exact else frozenset())
 
 
 def constrain(
@@ -240,6 +245,38 @@ def verify(plan: PricedPlan, topology: Topology, exact: bool) -> dict[str, int]:
         plan.plan.annotated(), plan.program, limit=limits, stated_peak=peak_bytes(plan.program)[0], places=plan.plan.places,
         streamed=plan.plan.streamed, exact=exact,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrites:
+    """The rewrites behind a plan's graph: the log as it is stored, how many, and how many results were shown by what."""
+
+    log: bytes
+    steps: int
+    shown: Mapping[str, int]
+
+
+def prove_rewrites(plan: PricedPlan, lifted: Lifted, whole: Lifted | None) -> Rewrites:
+    """Every change of the graph between lifting and the plan, proved where it was made (`verify.rewriting`).
+
+    Raises:
+        LawError: one does not say the same before and after, or is not in the log.
+    """
+    graph = plan.plan.graph
+    steps = changes(graph)
+    ends = [s.after for s in steps]
+    begins = [*(s.before for s in steps), graph]
+    outside = next((k for k, end in enumerate(ends) if _by_name(end) != _by_name(begins[k + 1])), None)  # (in whatever order)
+    if outside is not None:
+        raise LawError("rewrites", "the graph was changed outside of the log", where=f"after {steps[outside].by}")
+    if not any(_by_name(begins[0]) == _by_name(x.graph) for x in (lifted, whole) if x is not None):
+        raise LawError("rewrites", "the log does not begin with the lifted graph")
+    log, shown = rewrite_log.proved(begins[0], steps)
+    return Rewrites(log, len(steps), dict(shown))
+
+
+def _by_name(graph: Graph) -> dict[tuple[str, ...], Op]:
+    return {op.outs: op for op in graph.ops}
 
 
 def measured_configs(plan: PricedPlan, target: str, precision: str) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tapestry import build_report, passes
+from tapestry import build_report, model_evidence, passes
 from tapestry.build import store
 from tapestry.errors import TapestryError
 from tapestry.ir.canonical_parts import PARTS
@@ -41,7 +41,7 @@ PASSES = (
     Pass("lift",     lift.normalize,                      "source symbols unroll_steps",            "prepared"),
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
-    Pass("simplify", passes.simplify,                     "lifted annotations",                     "graph"),
+    Pass("simplify", passes.simplify,                     "lifted annotations exact",               "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
                                                           "layouts pins exact",                     "graph constraints"),
     Pass("search",   passes.resume,                       "lifted whole graph constraints earlier", "graph constraints start"),
@@ -61,10 +61,14 @@ PASSES = (
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
     Pass("search",   passes.hoist_transfers,              "plan topology",                          "plan"),
     Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
+    Pass("verify",   passes.prove_rewrites,               "plan lifted whole",                      "rewrites"),
     Pass("codegen",  passes.measured_configs,             "plan target precision",                  "knobs"),
     Pass("codegen",  passes.emit_kernels,                 "plan target precision knobs",            "kernels"),
 )
 # fmt: on
+
+
+MeshLike = str | Mesh | Sequence[int] | Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +101,15 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """Everything that goes into a build directory; ``printed`` is the IR after each pass that was named for it."""
+    """Everything that goes into a build directory; ``rewrites`` is the log that is stored,
+    ``printed`` the IR after each pass that was named for it."""
 
     build: store.Build
     constants: Mapping[str, bytes]
     kernels: Mapping[str, str]
     laws: Mapping[str, int]
+    rewrites: bytes
+    evidence: Sequence[Mapping[str, Any]]
     printed: Mapping[str, str]
 
 
@@ -122,14 +129,27 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
             e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
         raise
     build = build_report.build_of(runner)
-    document = build_report.document(runner, build)
+    report("verify", "compare-with-model")
+    document = build_report.document(runner, build, _compare_with_model(runner, build))
     document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - start, 4)}
     lifted = build_report.lifted_of(runner)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
         build=replace(build, report=document), constants=constants, kernels=runner.values["kernels"],
-        laws=runner.values["laws"], printed=runner.printed,
+        laws=runner.values["laws"], rewrites=runner.get("rewrites", passes.Rewrites).log,
+        evidence=document["certificate"]["evidence"], printed=runner.printed,
     )  # fmt: skip
+
+
+def _compare_with_model(runner: Runner, build: store.Build) -> model_evidence.Evidence:
+    """The plan's graph against the model's file, where that takes no longer than a plan of its size; adds to the laws."""
+    start, lifted = time.perf_counter(), build_report.lifted_of(runner)
+    counts, evidence = model_evidence.compare(
+        build.plan.graph, lifted.model, build.model_sha256, lifted.constants, points=model_evidence.QUICKLY, special=False
+    )
+    runner.values["laws"] |= counts
+    runner.seconds["verify"] = round(runner.seconds["verify"] + time.perf_counter() - start, 4)
+    return evidence
 
 
 # what the passes start from
@@ -205,10 +225,21 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     return "1", "1"
 
 
-def mesh_of(devices: int | None, mesh: str | None) -> Mesh | None:
-    """The mesh that ``--devices`` or ``--mesh`` asks for."""
+def mesh_of(devices: int | None, mesh: MeshLike | None) -> Mesh | None:
+    """The mesh that ``--devices`` or ``--mesh`` asks for: a text, sizes, sizes by name, or mesh axes.
+
+    Raises:
+        TapestryError: both are given, or one of them is none.
+    """
     if devices is not None and mesh is not None:
         raise TapestryError("--devices and --mesh exclude each other")
-    if devices is not None and devices < 1:
-        raise TapestryError(f"{devices} devices", where="--devices", hint="at least 1")
-    return parse_mesh(str(devices)) if devices is not None else parse_mesh(mesh) if mesh else None
+    if devices is not None:
+        if type(devices) is not int or devices < 1:
+            raise TapestryError(f"{devices!r} devices", where="--devices", hint="a whole number of at least 1")
+        return parse_mesh(str(devices))
+    if isinstance(mesh, Mapping):
+        return parse_mesh(",".join(f"{name}={size}" for name, size in mesh.items()))
+    if mesh is None or isinstance(mesh, str):
+        return parse_mesh(mesh) if mesh else None
+    axes = tuple(a for a in mesh if isinstance(a, MeshAxis))
+    return axes if len(axes) == len(mesh) else parse_mesh("x".join(map(str, mesh)))

@@ -7,16 +7,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tapestry import build_report, model_evidence
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError
-from tapestry.lift.model_references import check_references
+from tapestry.ir.graph import Graph
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
+from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
 
 
-def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
-    """Re-check a build directory from its files alone: hashes, every law, memory, kernels.
+def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
+    """Re-check a build directory from its files and its model: hashes, every law, memory, kernels, the graph, the report.
+
+    Returns:
+        what it says, the counts of checks by law, and what was compared with what.
 
     Raises:
         BuildError: the files are not what their hashes say; LawError: the plan breaks a law.
@@ -28,7 +35,8 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
         streamed=plan.streamed, exact=build.exact,
     )  # fmt: skip
     laws["agreement"] += layout_laws.check(plan)
-    laws["model"] = check_references(plan.graph, Path(build.model), build.model_sha256)
+    of_model, evidence = model_evidence.compare(plan.graph, Path(build.model), build.model_sha256, constants_of(folder, build))
+    laws |= of_model
     emitted = kernel_sources.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
     written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
     for name, source in emitted.items():
@@ -36,8 +44,24 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int]]:
             raise LawError(
                 "kernels", f"'{name}' is not what the plan generates", where=str(folder), why=_differs(written, name, source)
             )
-    laws["kernels"] = len(emitted)
-    return build, laws
+    laws |= {"kernels": len(emitted), "report": build_report.check(build)}
+    return build, laws, [evidence]
+
+
+def constants_of(folder: Path, build: store.Build) -> dict[str, np.ndarray[Any, Any]]:
+    """The derived constants of a build."""
+    data = (folder / "constants.bin").read_bytes()
+    return model_evidence.arrays(build.plan.graph, {t: data[at : at + n] for t, (at, n) in build.constants.items()})
+
+
+def replay_rewrites(folder: Path, graph: Graph) -> Replayed | None:
+    """The rewrites that a build's log has, undone from the plan's graph and proved one by one; ``None`` without a log.
+
+    Raises:
+        BuildError: the log does not read; LawError: it is not of this graph, or a rewrite changes what is computed.
+    """
+    log = folder / store.REWRITES
+    return replay(read(log.read_bytes(), str(log)), graph) if log.is_file() else None
 
 
 def _differs(written: Mapping[str, bytes], name: str, source: str) -> str:

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ PACKAGE = [p for p in OURS if p.is_relative_to(ROOT / "tapestry")]
 
 MAX_FILE, MAX_FUNCTION, MAX_ROOM = 499, 49, 15
 FORBIDDEN_NAMES = ("utils.py", "util.py", "helper.py", "helpers.py", "common.py", "misc.py", "manager.py")
+
+
+@cache
+def tree_of(text: str) -> ast.Module:
+    """The syntax tree of a source, which several checks walk."""
+    return ast.parse(text)
+
+
+def parsed(file: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return tree_of(file.read_text())
 
 
 def tool(*command: str) -> None:
@@ -57,7 +69,7 @@ def long_functions(files: Iterable[Path], most: int = MAX_FUNCTION) -> dict[str,
     """Functions of more lines than that, by file and name."""
     found: dict[str, int] = {}
     for p in files:
-        for f in ast.walk(ast.parse(p.read_text())):
+        for f in ast.walk(parsed(p)):
             if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
                 found[f"{p}:{f.name}"] = (f.end_lineno or f.lineno) - f.lineno + 1
     return {name: n for name, n in found.items() if n > most}
@@ -107,7 +119,7 @@ def import_graph(files: Iterable[Path], root: Path) -> dict[str, set[str]]:
     modules = {module_name(p, root): p for p in files}
     graph: dict[str, set[str]] = {}
     for name, p in modules.items():
-        tree = ast.parse(p.read_text())
+        tree = parsed(p)
         checks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
         typing = {id(x) for n in checks for x in ast.walk(n)}
         named = {x for n in ast.walk(tree) if id(n) not in typing for x in targets(n, modules)}
@@ -169,7 +181,7 @@ def test_an_import_for_types_is_no_circle(tmp_path):
 
 def imports_of(file: Path) -> set[str]:
     """Every module that a file names in an import."""
-    return {m for n in ast.walk(ast.parse(file.read_text())) for m in imported(n)}
+    return {m for n in ast.walk(parsed(file)) for m in imported(n)}
 
 
 def test_no_test_imports_a_test():
@@ -195,7 +207,7 @@ def test_reading_the_environment_is_seen(text):
 
 
 def test_only_flags_reads_the_environment():
-    found = [str(p.relative_to(ROOT)) for p in PACKAGE if reads_environment(ast.parse(p.read_text()))]
+    found = [str(p.relative_to(ROOT)) for p in PACKAGE if reads_environment(parsed(p))]
     assert found == ["tapestry/flags.py"]
 
 
@@ -214,7 +226,7 @@ def test_file_names_have_one_meaning():
 def test_levels_name_tests_that_exist():
     files = {p.stem: p for p in OURS if p.name.startswith("test_")}
     for file, tests in tomllib.loads((ROOT / "tests" / "levels.toml").read_text()).items():
-        defined = {n.name for n in ast.walk(ast.parse(files[file].read_text())) if isinstance(n, ast.FunctionDef)}
+        defined = {n.name for n in ast.walk(parsed(files[file])) if isinstance(n, ast.FunctionDef)}
         assert set(tests) <= defined, file
 
 

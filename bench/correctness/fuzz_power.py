@@ -3,8 +3,9 @@
     .venv/bin/python -m bench fuzz_power [--seed S] [--most N] [--only NAME …] [--resume]
 
 Prints for each bug after how many cases it was found and by what: a law of the verifier, values that differ from the reference,
-bytes that were not planned, an assertion. Without any bug the same cases pass. Writes bench/results/fuzz_power.json; exits 1
-if a bug was not found, or something was found without one.
+bytes that were not planned, an assertion. Without any bug the same cases pass. A third of the bugs are new for every seed:
+small faults (`bench.support.mutants`) drawn from the modules in `DRAWN_FROM`, of which some cannot be seen. Writes
+bench/results/fuzz_power.json; exits 1 if a bug of the fixed two thirds was not found, or something was found without one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +24,34 @@ from rich.table import Table
 
 from bench.correctness.seeded_kernel_bugs import BUGS, seeded
 from bench.support import record
+from bench.support.mutants import Mutant, functions, install, mutants, sample
+from bench.support.record import ROOT
 from tapestry.fuzz.campaign import fuzz
+
+DRAWN_FROM = ("lift/operators", "lift/movement", "rewrites", "plan/lower.py", "plan/strategy.py", "ir/monoid.py", "ir/index.py")
+
+
+def drawn(seed: int) -> dict[str, Mutant]:
+    """The new bugs of a seed: half as many as there are fixed ones."""
+    paths = [ROOT / "tapestry" / p for p in DRAWN_FROM]
+    files = [f for p in paths for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
+    found = [m for f in files for m in mutants(f, ROOT)]
+    return {m.key: m for m in sample(found, len(BUGS) // 2, random.Random(f"bugs {seed}"))}
+
+
+@contextlib.contextmanager
+def planted(name: str, seed: int) -> Iterator[None]:
+    """The compiler with one bug in it, fixed or drawn; as it is, where there is no name."""
+    if name in BUGS or not name:
+        with seeded(name) if name else contextlib.nullcontext():
+            yield
+        return
+    undo = install(drawn(seed)[name], ROOT, functions())
+    try:
+        yield
+    finally:
+        for f, code in undo:
+            f.__code__ = code
 
 
 def hunt(name: str, seed: int, most: int) -> dict[str, Any]:
@@ -31,7 +60,7 @@ def hunt(name: str, seed: int, most: int) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         os.close(reading)
-        with os.fdopen(writing, "w") as out, seeded(name) if name else contextlib.nullcontext():
+        with os.fdopen(writing, "w") as out, planted(name, seed):
             json.dump(_first(seed, most), out)
         os._exit(0)
     os.close(writing)
@@ -62,7 +91,8 @@ def _first(seed: int, most: int) -> dict[str, Any]:
 def hunts(names: list[str], seed: int, most: int) -> Iterator[dict[str, Any]]:
     """One row per bug, and a last one without any."""
     for name in names:
-        yield {**hunt(name, seed, most), "says": (BUGS[name].__doc__ or "").strip().splitlines()[0]}
+        says = (BUGS[name].__doc__ or "").strip().splitlines()[0] if name in BUGS else "drawn"
+        yield {**hunt(name, seed, most), "says": says}
 
 
 def main() -> int:
@@ -76,7 +106,7 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    names = args.only or list(BUGS)
+    names = args.only or [*BUGS, *drawn(args.seed)]
     table = Table("bug", "says", "found by", "cases", "seconds")
     rows = [r for r in record.read("fuzz_power") if r["bug"] in names] if args.resume else []
     for row in hunts([n for n in names if n not in {r["bug"] for r in rows}], args.seed, args.most):
@@ -88,10 +118,14 @@ def main() -> int:
         table.add_row(row["bug"], row["says"], row["found_by"] or "NOT FOUND", str(row["cases"]), f"{row['seconds']:.1f}")
     healthy = hunt("", args.seed, max(200, max(r["cases"] for r in rows)))
     Console(width=150).print(table)
-    missed = [r["bug"] for r in rows if not r["found_by"]]
+    missed = [r["bug"] for r in rows if not r["found_by"] and r["bug"] in BUGS]
+    new = [r for r in rows if r["bug"] not in BUGS]
+    print(f"{sum(bool(r['found_by']) for r in new)} of {len(new)} drawn bugs found")
+    rows = [r for r in rows if r["bug"] in BUGS]
     print(f"{len(rows) - len(missed)} of {len(rows)} bugs found; without a bug: {healthy['found_by'] or 'nothing found'}")
     if not args.only:
-        record.write("fuzz_power", rows, seed=args.seed, most=args.most, without_a_bug=healthy["found_by"] or "nothing")
+        found = healthy["found_by"] or "nothing"
+        record.write("fuzz_power", [*rows, *new], seed=args.seed, most=args.most, without_a_bug=found)
     return 1 if missed or healthy["found_by"] else 0
 
 

@@ -95,7 +95,7 @@ def build_case(data: bytes, folder: Path) -> str:
     if signed:
         sign(place)
     try:
-        build, _ = verify_build(place)
+        build, _, _ = verify_build(place)
         tapestry.load(place)
         with refusing(BuildError, "explain", str(place), ""):
             explain(build)

@@ -73,7 +73,7 @@ def worker(case: Row) -> Row:
     compiler = peak_resident()
     r = build.report
     start = time.perf_counter()
-    _, laws = verify_build(folder)
+    _, laws, _ = verify_build(folder)
     verified = time.perf_counter() - start
     loaded = tapestry.load(folder)
     _, ran = run_checked(loaded, loaded.random_feeds(0), check=True)

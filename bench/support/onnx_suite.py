@@ -7,10 +7,11 @@ import signal
 import tempfile
 import unittest
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -21,7 +22,10 @@ from onnx.backend.test.runner import Runner, _normalize_tensor
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.plan import MeshAxis, Plan
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOATS, numpy_dtype
+
+if TYPE_CHECKING:
+    from tapestry.api import Compiled
 
 Result = tuple[str, str]  # pass, fail or skip; and why
 LIMIT = 120  # seconds for one case
@@ -120,14 +124,15 @@ def _short(e: Exception) -> str:
     return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
-def node_cases() -> Iterator[Any]:
+@cache
+def node_cases() -> tuple[Any, ...]:
     """onnx's generated one-node (and expanded) cases, with model and data."""
     from onnx.backend.test.case.node import collect_testcases
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = collect_testcases(None)
-    yield from sorted(found, key=lambda c: c.name)
+    return tuple(sorted(found, key=lambda c: c.name))
 
 
 # what operators lift to
@@ -171,7 +176,7 @@ def operator_of(model: ModelProto) -> NodeProto | None:
     return nodes[0] if len(nodes) == 1 else None
 
 
-def classes(cases: Iterator[Any]) -> dict[str, dict[str, int]]:
+def classes(cases: Iterable[Any]) -> dict[str, dict[str, int]]:
     """Operator to how many of its cases are affine, partly affine, opaque."""
     from tapestry.errors import TapestryError
     from tapestry.lift import lift
@@ -236,6 +241,10 @@ class Sharded:
         self.exact = moves_only(self.graph)
 
     def _run(self, plan: Plan) -> dict[str, Any]:
+        return self.under(plan).run(self.feeds)
+
+    def under(self, plan: Plan) -> Compiled:
+        """The case under a plan of its graph, checked by the verifier."""
         from tapestry.api import Compiled
         from tapestry.ir.program import peak_bytes
         from tapestry.plan.lower import lower
@@ -245,7 +254,16 @@ class Sharded:
         certificate.check(plan.annotated(), program, mesh=plan.mesh)
         base = self.compiled
         build = replace(base.build, plan=plan, program=program, peak_bytes=tuple(peak_bytes(program)[0]))
-        return Compiled(build, base.constants, {}, {}).run(self.feeds)
+        return Compiled(build, base.constants, {}, {})
+
+    def weights(self) -> dict[str, Any]:
+        """The graph's weights: constants, and what the model's file holds."""
+        from tapestry.lift import read_weight
+
+        graph, path = self.graph, Path(self.compiled.build.model)
+        made = self.compiled.constants.items()
+        constants = {n: np.frombuffer(b, numpy_dtype(graph.tensors[n].dtype)).reshape(graph.tensors[n].shape) for n, b in made}
+        return {t: read_weight(path, w, graph.tensors[t], constants=constants) for t, w in graph.weights.items()}
 
     def split(self, devices: int, seed: int) -> int:
         """Run under a random plan, checked by the verifier, and compare; returns how many operations were really cut."""

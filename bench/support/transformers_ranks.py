@@ -1,9 +1,10 @@
-"""Tiny models of transformers, whole and as each rank of their shipped tensor-parallel plan, as ONNX files for `bench prove plans`.
+"""Tiny models of transformers, whole and as each rank of their shipped tensor-parallel plan, for `bench prove plans`.
 
 Runs in an environment of its own that has torch, onnxscript and transformers (5.18 was used), not in the project's:
 ``python bench/support/transformers_ranks.py FOLDER [NAME …]``. The plan is applied by transformers' own classes
-(`transformers.distributed.tensor_parallel`); in place of a process group there are stand-ins that record each collective as
-a `DistCollective` node and take this rank's part where a tensor is distributed. Embeddings are an input, so that their rules are left out.
+(`transformers.distributed.tensor_parallel`); in place of a process group there are stand-ins that record each collective
+as a `DistCollective` node and take this rank's part where a tensor is distributed. Embeddings are an input, so that their
+rules are left out.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ TINY: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
     "num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 64, "n_embd": 32, "n_head": 4, "n_layer": 1,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False, "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 0, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False,
+    "decoder_sparse_step": 1,
 }  # fmt: skip
 
 
@@ -145,9 +147,10 @@ def _model(name: str) -> torch.nn.Module:
 def _export(model: torch.nn.Module, path: Path) -> None:
     width = model.config.get_text_config().hidden_size
     path.parent.mkdir(parents=True, exist_ok=True)
+    inputs = torch.zeros(1, 6, width), torch.zeros(1, 1, 6, 6), torch.arange(6)[None]
     with torch.no_grad():
         torch.onnx.export(
-            _Logits(model), (torch.zeros(1, 6, width), torch.zeros(1, 1, 6, 6), torch.arange(6)[None]), str(path), dynamo=True, optimize=False, external_data=False,
+            _Logits(model), inputs, str(path), dynamo=True, optimize=False, external_data=False,
             input_names=["x", "mask", "positions"], output_names=["y"], verbose=False,
         )  # fmt: skip
 

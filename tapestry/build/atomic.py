@@ -28,6 +28,16 @@ def new_file(path: Path) -> Generator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_place(folder: Path, mark: str) -> None:
+    """Refuse a place that holds something that `new_folder` would not replace.
+
+    Raises:
+        BuildError: it does.
+    """
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
+        raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
+
+
 @contextmanager
 def new_folder(folder: Path, mark: str) -> Generator[Path]:
     """An empty folder that takes the place of another one in one step, once it has been filled.
@@ -36,8 +46,7 @@ def new_folder(folder: Path, mark: str) -> Generator[Path]:
         BuildError: the place holds something else than a folder with the file ``mark`` in it, or an empty one.
     """
     folder = Path(os.path.realpath(folder))  # through a link: an exchange would leave the link beside the target
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
-        raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
+    check_place(folder, mark)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:

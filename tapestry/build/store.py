@@ -1,33 +1,38 @@
 """Build directories: plans as data on disk, written atomically, read strictly, held together by hashes.
 
 ``plan.json`` holds the graph's text, the topology, the strategies and the program; ``constants.bin`` the small derived
-constants; ``weight_tiles.bin`` the hashes of the parts of large weights; ``kernels/`` Triton source. ``certificate.json``
-lists the SHA-256 of every other file and of itself: a strict schema alone would accept one single-bit flip in eight. Nothing
-in a build directory is ever executed as it stands.
+constants; ``weight_tiles.bin`` the hashes of the parts of large weights; ``rewrites.tap.gz`` the rewrites behind the graph
+(docs/reference/rewrites.md); ``kernels/`` Triton source. ``certificate.json`` lists the SHA-256 of every other file and of
+itself: a strict schema alone would accept one single-bit flip in eight. Nothing in a build directory is ever executed as it
+stands.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tapestry.build import weight_tiles
-from tapestry.build.atomic import new_folder
+from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
 from tapestry.errors import BuildError, TextError
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
 from tapestry.ir.program import Program
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
+from tapestry.ir.types import numpy_dtype
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
+REWRITES = "rewrites.tap.gz"
 MAX_PLAN_BYTES = 1 << 30
 MAX_CERTIFICATE_BYTES = 1 << 26  # a line per kernel
 MAX_TENSOR = 1 << 50  # bytes: what can be counted in 64 bits, with room
@@ -67,8 +72,9 @@ class Build:
 
 
 def write(
-    folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int]
-) -> None:
+    folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int],
+    rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (),
+) -> None:  # fmt: skip
     """Write a build directory in one step: it appears whole, or not at all.
 
     Raises:
@@ -76,16 +82,38 @@ def write(
     """
     files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values())}
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
+    files |= {REWRITES: rewrites} if rewrites else {}
     files |= {TILES: tiles} if (tiles := weight_tiles.stored(build.plan.graph)) else {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    body = {"version": VERSION, "passed": True, "laws": dict(laws), "files": hashes}
+    body = {"version": VERSION, "passed": True, "laws": dict(laws), "evidence": list(evidence), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
-    own = {name.split("/")[0] for name in files} | {"kernels", TILES}
+    check_output(folder)
+    write_files(folder, files, "plan.json")
+
+
+def check_output(folder: Path) -> None:
+    """Refuse a place that no build may take, which is worth doing before the search.
+
+    Raises:
+        BuildError: it holds something that is no build, or more than a build.
+    """
+    check_place(folder, "plan.json")
+    own = {"plan.json", "constants.bin", "certificate.json", "kernels", TILES, REWRITES}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
     if foreign:
         what = f"the output has something that no build has: '{foreign[0]}'"
         raise BuildError(what, where=str(folder), hint="another -o; everything in it would be lost")
-    write_files(folder, files, "plan.json")
+
+
+def check_beside(folder: Path, output: Path | None) -> None:
+    """Refuse to write inside of a build, which would then not be what its certificate says.
+
+    Raises:
+        BuildError: ``output`` is in ``folder``, or is it.
+    """
+    if output is not None and Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
+        why = "a build has what its certificate says, and nothing else"
+        raise BuildError("outputs do not go into a build", where=str(output), why=why, hint="a folder beside it")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
@@ -234,8 +262,29 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
     build = decode((folder / "plan.json").read_bytes(), str(folder / "plan.json"))
     graph, tiles = build.plan.graph, (folder / TILES).read_bytes() if TILES in files else b""
     hashes = weight_tiles.restored(graph, tiles, str(folder))
+    _check_constants(build, (folder / "constants.bin").read_bytes() if "constants.bin" in files else b"", str(folder))
     weights = {t: replace(w, tiles=hashes[t]) for t, w in graph.weights.items()}
     return replace(build, plan=replace(build.plan, graph=replace(graph, weights=weights))), laws
+
+
+def _check_constants(build: Build, data: bytes, where: str) -> None:
+    """Every derived constant is what its own hash in the graph says.
+
+    Raises:
+        BuildError: naming one that is not.
+    """
+    graph = build.plan.graph
+    wanted = {t for t, w in graph.weights.items() if not w.file}
+    for name in sorted(wanted ^ set(build.constants)):
+        raise BuildError(f"constant '{name}' is {'nowhere' if name in wanted else 'no constant'}", where=where)
+    for name, (at, length) in build.constants.items():
+        t = graph.tensors[name]
+        part = np.frombuffer(data[at : at + length], np.uint8)
+        if at < 0 or part.size != t.nbytes:
+            raise BuildError(f"constant '{name}' has another size than its tensor", where=where)
+        cells = part.view(numpy_dtype(t.dtype)).reshape(t.shape)
+        if weight_tiles.root(weight_tiles.digests(cells)) != graph.weights[name].sha256:
+            raise BuildError(f"constant '{name}' is not what its hash says", where=where, hint="compile the model again")
 
 
 def identity(folder: Path) -> str:

@@ -13,10 +13,12 @@ from tapestry.errors import TapestryError
 def compile_model(args: argparse.Namespace) -> Outcome:
     """``tapestry compile``: find, verify and write a plan."""
     from tapestry import api
+    from tapestry.build import store
     from tapestry.interrupt import Interrupts
     from tapestry.pipeline import PASSES, mesh_of
     from tapestry.viz import progress, tables
 
+    store.check_output(args.output)
     interrupts = Interrupts()
     with interrupts.listening(), progress.passes([p.name for p in PASSES], quiet=args.quiet) as watch:
 
@@ -84,16 +86,24 @@ def _analyze(args: argparse.Namespace) -> Outcome:
 
 def verify(args: argparse.Namespace) -> Outcome:
     """``tapestry verify``: re-check every law from the files alone."""
-    from tapestry.saved_build import verify_build
+    from tapestry.saved_build import replay_rewrites, verify_build
+    from tapestry.viz.format import evidence_text
+    from tapestry.viz.tables import rewrites_text
 
-    build, laws = verify_build(args.build)
+    build, laws, evidence = verify_build(args.build)
+    replayed = replay_rewrites(args.build, build.plan.graph)
+    rewrites = None if replayed is None else {"steps": replayed.steps, "shown": dict(replayed.shown)}
 
     def text() -> None:
         print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")
         for name, count in laws.items():
             print(f"  {name:18} {count:>10,}")
+        print(f"{args.build}: {rewrites_text(rewrites)}")
+        for row in evidence:
+            print(evidence_text(row))
 
-    return Outcome({"model": build.model, "passed": True, "laws": laws}, text)
+    document = {"model": build.model, "passed": True, "laws": laws, "rewrites": rewrites, "evidence": evidence}
+    return Outcome(document, text)
 
 
 def kernels(args: argparse.Namespace) -> Outcome:

@@ -6,6 +6,7 @@ Exit status: 0 done; 1 a check failed; 2 the user's input, with a message; 130 i
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -60,6 +61,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; never a traceback for what the user can mend."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no such letter gets another one
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     args = parsed(argv)
     level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
@@ -103,7 +107,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     sub = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, (_, groups, text) in COMMANDS.items():
-        p = sub.add_parser(name, parents=[common], help=text, description=text)
+        p = sub.add_parser(name, parents=[common], help=text, description=text, allow_abbrev=False)
         for add in groups:
             add(p)
     return parser

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 from tapestry.cli.outcome import Outcome, shapes
 from tapestry.errors import TapestryError
 
 
 def opt(args: argparse.Namespace) -> Outcome:
-    """``tapestry opt``: apply moves to IR text."""
+    """``tapestry opt``: apply moves to IR text, and prove each."""
     from tapestry.ir import laws
+    from tapestry.ir.graph import changes
     from tapestry.ir.syntax.parser import parse
     from tapestry.ir.syntax.printer import to_text
     from tapestry.rewrites import load_rules
-    from tapestry.rewrites.core.rule import apply_moves, parse_move
+    from tapestry.rewrites.core.applied import apply_moves
+    from tapestry.rewrites.core.rule import parse_move
+    from tapestry.verify.rewriting.proofs import prove_steps
 
     for path in args.rules:
         load_rules(path)
@@ -26,13 +33,23 @@ def opt(args: argparse.Namespace) -> Outcome:
         raise TapestryError(f"not text: {e}", where=str(args.graph)) from None
     checks = laws.check(graph)
     between: list[dict[str, str]] = []
+    proved: list[dict[str, Any]] = []
     for text in args.rule:
-        graph = apply_moves(graph, [parse_move(text)])
+        before, graph = graph, apply_moves(graph, [parse_move(text)])
         checks = laws.check(graph)
         between.append({"move": text, "graph": to_text(graph)})
+        shown = prove_steps(() if graph.log is before.log else changes(graph)[-1:])
+        proved.append({"move": text, "shown": dict(shown)})
     texts = [f"# after {b['move']}\n{b['graph']}" for b in between] if args.print_between and between else [to_text(graph)]
-    document = {"graph": to_text(graph), "laws": checks, **({"between": between} if args.print_between else {})}
-    return Outcome(document, lambda: print("\n".join(texts), end=""), insist=True)
+    document = {"graph": to_text(graph), "laws": checks, "proved": proved}
+    document |= {"between": between} if args.print_between else {}
+
+    def show() -> None:
+        print("\n".join(texts), end="")
+        for p in () if args.quiet else proved:
+            print(f"{p['move']}: before against after by {'; '.join(p['shown']) or 'nothing that changed'}", file=sys.stderr)
+
+    return Outcome(document, show, insist=True)
 
 
 def rules(args: argparse.Namespace) -> Outcome:
@@ -40,6 +57,8 @@ def rules(args: argparse.Namespace) -> Outcome:
     from tapestry.rewrites import RULES, load_rules
     from tapestry.rewrites.core.rule import Refusal
 
+    if args.check:
+        return _checked(args.check)
     for path in args.rules:
         load_rules(path)
     if args.rule is not None and args.rule not in RULES:
@@ -61,3 +80,18 @@ def rules(args: argparse.Namespace) -> Outcome:
             print(f"{r['name']} ({r['phase']})\n    {r['doc'] if args.rule else r['doc'].splitlines()[0]}\n")
 
     return Outcome({"rules": rows}, text, insist=True)
+
+
+def _checked(paths: Sequence[Path]) -> Outcome:
+    """``tapestry rules --check``: what every rule of some files was shown to keep, and by what."""
+    from tapestry.rewrites.rule_proofs import checked
+
+    rows = [asdict(c) for path in paths for c in checked(path)]
+
+    def text() -> None:
+        for r in rows:
+            how = "; ".join(f"{n} by {kind}" for kind, n in r["shown"].items())
+            what = f"{r['moves']} moves on {r['instances']} {r['of']}: results before against after, {how}"
+            print(f"{r['rule']}: {what if r['moves'] else 'NOT PROVED: no example in its docstring'}")
+
+    return Outcome({"checked": rows}, text, status=0 if all(r["moves"] for r in rows) else 1, insist=True)

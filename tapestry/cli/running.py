@@ -13,6 +13,9 @@ from tapestry.errors import TapestryError
 
 def run(args: argparse.Namespace) -> Outcome:
     """``tapestry run``: run a plan, in this process or on ranks."""
+    from tapestry.build import store
+
+    store.check_beside(args.build, args.output)
     if arguments.by_ranks(args):
         if args.library:
             raise TapestryError("a run by ranks uses no vendor library", where="--library", hint="leave it out")
@@ -65,7 +68,9 @@ def _run_processes(args: argparse.Namespace) -> Outcome:
 def shard_weights(args: argparse.Namespace) -> Outcome:
     """``tapestry shard-weights``: weights cut as the plan cuts them, a file per device."""
     from tapestry import launch
+    from tapestry.build import store
 
+    store.check_beside(args.build, args.output)
     done = launch.shard_weights(args.build, args.output)
     text = f"{args.output}: {done['slices']} slices in {done['files']} files, {sum(done['bytes']):,} bytes"
     return Outcome(done, lambda: print(text))

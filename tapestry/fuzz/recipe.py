@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tapestry.errors import LawError, TapestryError
+from tapestry.fuzz import awkward
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Arrival, Layout, Mesh, MeshAxis, Plan, Stage, Strategy, device_count
 from tapestry.plan.strategy import strategies, tensor_boxes
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES, Move, Sized, apply_moves, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, Sized, parse_move
 
 MESHES = ((1,), (2,), (2,), (3,), (3,), (4,), (5,), (8,), (2, 2), (2, 2), (2, 3), (3, 2), (4, 2), (1, 3), (2, 2, 2), (2, 3, 2))
 OFFERS = 40  # moves of one rule that are looked at
@@ -40,6 +42,7 @@ class Recipe:
             "processes" then on several of them.
         stages: (first device, mesh sizes) of each; ``placed`` is the stage of an operation by the first tensor it writes, and
             ``arrivals`` the layout in which a stage receives a tensor, by ``tensor@stage``.
+        cells: of inputs, with the values that a second run has there (`awkward`).
     """
 
     mesh: Mesh
@@ -53,6 +56,7 @@ class Recipe:
     stages: tuple[tuple[int, tuple[int, ...]], ...] = ()
     placed: Mapping[str, int] = field(default_factory=dict[str, int])
     arrivals: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    cells: tuple[awkward.Cell, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -62,7 +66,7 @@ class Recipe:
             "strategies": {t: {"dims": list(s.dims), "out": list(s.out)} for t, s in self.strategies.items()},
             "inputs": {t: list(x) for t, x in self.inputs.items()}, "outputs": {t: list(x) for t, x in self.outputs.items()},
             "stages": [[first, list(sizes)] for first, sizes in self.stages], "placed": dict(self.placed),
-            "arrivals": {t: list(x) for t, x in self.arrivals.items()},
+            "arrivals": {t: list(x) for t, x in self.arrivals.items()}, "cells": [[t, n, str(v)] for t, n, v in self.cells],
         }  # fmt: skip
 
 
@@ -75,6 +79,7 @@ def from_document(d: Mapping[str, Any]) -> Recipe:
         inputs={t: tuple(x) for t, x in d["inputs"].items()}, outputs={t: tuple(x) for t, x in d["outputs"].items()},
         stages=tuple((first, tuple(sizes)) for first, sizes in d.get("stages", ())), placed=d.get("placed", {}),
         arrivals={t: tuple(x) for t, x in d.get("arrivals", {}).items()},
+        cells=tuple((t, n, float(v)) for t, n, v in d.get("cells", ())),
     )  # fmt: skip
 
 

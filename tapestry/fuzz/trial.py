@@ -18,6 +18,7 @@ from tapestry import api, flags
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.errors import LawError, TapestryError
+from tapestry.fuzz import awkward
 from tapestry.fuzz.generate.evaluate import Array, Unfit, is_float, replay
 from tapestry.fuzz.generate.random_model import Model
 from tapestry.fuzz.recipe import Recipe, devices, planned, random_recipe, rewritten
@@ -37,6 +38,7 @@ from tapestry.runtime.target_protocol import Measured, Target
 from tapestry.verify import certificate
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-2, "bfloat16": 4e-2}
+AWKWARD = 0.15  # of the cases run a second time, with infinities and NaNs
 SHAKES = 4  # replays with noise
 SPREAD = 8.0  # a result may be this many times as far from the float64 one as noise moves it
 
@@ -108,6 +110,8 @@ def draw_recipe(p: Prepared, seed: object) -> Recipe | Failure:
     """Any recipe for a model; the rules that offer its moves are under test as well."""
     try:
         recipe = random_recipe(p.lifted.graph, random.Random(f"recipe {seed}"))[0]  # noqa: S311
+        rng = random.Random(f"cells {seed}")  # noqa: S311
+        recipe = replace(recipe, cells=awkward.draw(p.lifted.graph, rng) if rng.random() < AWKWARD else ())
         return replace(recipe, via="search") if p.model.text and recipe.via in ("build", "processes") else recipe
     except LawError as e:
         return Failure("law", e.law, str(e))
@@ -128,7 +132,7 @@ def attempt(p: Prepared, recipe: Recipe, *, lenient: bool = False) -> Failure | 
         certificate.check(plan.annotated(), program, stated_peak=peak, places=plan.places, streamed=plan.streamed)
         target = _generated() if recipe.via == "triton" and flags.interprets() else TorchCpu()
         outs, measured = execute(plan, program, p.model.inputs, p.data, target)
-        return judge(p, outs) or _used(program, measured)
+        return judge(p, outs) or _used(program, measured) or _awkward(p, recipe, (plan, program), target)
     except LawError as e:
         return Failure("law", e.law, str(e))
     except TapestryError as e:
@@ -144,6 +148,20 @@ def _plan(graph: Graph, recipe: Recipe) -> tuple[Plan, Program]:
         return found.plan, found.program
     plan = planned(graph, recipe)
     return plan, lower_plan(plan)
+
+
+def _awkward(p: Prepared, recipe: Recipe, planned: tuple[Plan, Program], target: Target) -> Failure | None:
+    """The same plan on inputs that hold infinities and NaNs; nothing is said where the interpreter does not run on them."""
+    if not recipe.cells:
+        return None
+    given = awkward.put(p.model.inputs, recipe.cells)
+    try:
+        expected = awkward.wanted(p.lifted.graph, {**given, **p.data})
+    except TapestryError:  # a shape or a position that comes of data
+        return None
+    outs, _ = execute(*planned, given, p.data, target)
+    wrong = awkward.differs(outs, expected, unseen=awkward.masks(planned[0].graph))
+    return Failure("wrong", "awkward values", wrong) if wrong else None
 
 
 def _generated() -> Target:

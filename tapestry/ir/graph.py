@@ -203,7 +203,10 @@ Op = Block | Opaque
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Tensors by name, operations in topological order, and the names of the graph's inputs and outputs."""
+    """Tensors by name, operations in topological order, and the names of the graph's inputs and outputs.
+
+    ``log`` is the last of the changes that made it of another graph; it is no part of what the graph says.
+    """
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -211,6 +214,7 @@ class Graph:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     weights: Mapping[str, Weight] = field(default_factory=dict[str, Weight])
+    log: Rewrite | None = field(default=None, compare=False, repr=False)
 
     def producers(self) -> dict[str, int]:
         """Tensor name to the position of the operation that writes it."""
@@ -244,3 +248,25 @@ def with_ops(graph: Graph, ops: tuple[Op, ...], new: tuple[Tensor, ...] = ()) ->
 def replace_op(graph: Graph, at: int, ops: tuple[Op, ...], new: tuple[Tensor, ...] = ()) -> Graph:
     """The graph with operation number ``at`` replaced by some others."""
     return with_ops(graph, graph.ops[:at] + ops + graph.ops[at + 1 :], new)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rewrite:
+    """One change of a graph, as it is logged: by which move (or by which rule, where it swept the graph), of what, into what.
+
+    ``exact`` says that the rule claims the same bits, on infinities and NaN as well.
+    """
+
+    by: str
+    before: Graph
+    after: Graph
+    exact: bool = False
+
+
+def changes(graph: Graph) -> list[Rewrite]:
+    """Every logged change behind a graph, the first one first."""
+    out, step = list[Rewrite](), graph.log
+    while step is not None:
+        out.append(step)
+        step = step.before.log
+    return out[::-1]

@@ -1,7 +1,7 @@
 """The laws of a Graph, one named function per law, each failure with a witness point.
 
 Laws 5 (a Move leaves every access relation unchanged) and 6 (a Program reads only what was written, loaded or received)
-compare two things or need a Program: `dependences` gives the relations that `rewrites.core.rule_check` compares for law 5, and
+compare two things or need a Program: `dependences` gives the relations that `verify.rewriting` compares for law 5, and
 `verify.certificate` holds law 6.
 """
 
@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from tapestry.errors import LawError
 from tapestry.ir import space
-from tapestry.ir.canonical_parts import may_cut
 from tapestry.ir.expr import Acc, Call, Index, Let, distinct
 from tapestry.ir.graph import Block, Dim, Graph, Op
 from tapestry.ir.index import dims_of, span
@@ -210,18 +209,6 @@ def host_values(graph: Graph) -> int:
         if t.on_host and name in graph.weights:
             raise LawError("host_values", f"weight '{name}' has no bytes")
     return count
-
-
-def exact_splits(graph: Graph) -> int:
-    """Law 8, of plans that claim it: no split changes a bit, on any number of devices that divides ``exact.PARTS``."""
-    for op in graph.ops:
-        parts: dict[str, int] = {}
-        for s in op.splits:
-            parts[s.dim] = parts.get(s.dim, 1) * s.parts
-        wrong = next((d for d, n in parts.items() if not may_cut(op, d, n)), None)
-        if wrong is not None:
-            raise LawError("exact", f"a cut of '{wrong}' changes results in the last bits", where=where(op))
-    return len(graph.ops)
 
 
 _LAWS: tuple[Law, ...] = (ssa, agreement, reads_inside, written_once, split_partition, host_values)

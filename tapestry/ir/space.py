@@ -7,7 +7,8 @@ coalesced text is not canonical, and counting points of a 7-d box takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,24 @@ from tapestry.ir.index import Aff, Floor, dims_of
 from tapestry.ir.kernel import Box
 
 Point = tuple[int, ...]
+
+
+class TooHard(Exception):
+    """isl was not done within the operations that it was given."""
+
+
+@contextmanager
+def bounded(operations: int) -> Generator[None]:
+    """isl with so many operations of its own and no more, which raises `TooHard` then."""
+    context = isl.DEFAULT_CONTEXT
+    context.reset_operations()
+    context.set_max_operations(operations)
+    try:
+        yield
+    except isl.Error as e:
+        raise TooHard from e
+    finally:
+        context.set_max_operations(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,9 +77,9 @@ class Relation:
             (int(str(found.dim_min_val(i))), int(str(found.dim_max_val(i))) + 1) for i in range(found.dim(isl.dim_type.set))
         )
 
-    def witness(self, other: Relation) -> tuple[Point, Point] | None:
-        """A pair of this relation that the other lacks; ``None`` when there is none."""
-        missing = self.raw.subtract(other.raw)
+    def witness(self, other: Relation | None) -> tuple[Point, Point] | None:
+        """A pair of this relation that the other lacks, or any where there is no other; ``None`` when there is none."""
+        missing = self.raw if other is None else self.raw.subtract(other.raw)
         return None if missing.is_empty() else _pair(missing)
 
     def leaves(self, box: Box) -> tuple[Point, Point] | None:

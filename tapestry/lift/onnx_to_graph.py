@@ -23,7 +23,7 @@ from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
 from tapestry.lift.building.nodes import SUSPECT, Prepared
 from tapestry.lift.building.nodes import lift_nodes as build_nodes
-from tapestry.lift.file.diagnosis import complete
+from tapestry.lift.file.diagnosis import Contradiction, complete, name_symbols
 from tapestry.lift.file.external_data import dtype_name, parse_place
 from tapestry.lift.file.structure import check_attributes, check_structure, load
 from tapestry.lift.file.symbols import Given, bind, dims_of, rewrite, unbound, unify
@@ -139,7 +139,11 @@ def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:
 def normalize(source: ModelSource, symbols: Symbols, unroll_steps: bool) -> Prepared:
     """The model with shapes inferred, constants folded, functions, loops and branches written out."""
     with _reading(source.model, source.path):
-        return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes))
+        try:
+            return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes))
+        except Contradiction as e:
+            name_symbols(e, symbols.sizes)
+            raise
 
 
 def lift_nodes(source: ModelSource, symbols: Symbols, prepared: Prepared, unroll_steps: bool, seed: int) -> Lifted:

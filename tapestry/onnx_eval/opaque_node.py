@@ -24,8 +24,10 @@ from tapestry.onnx_eval.reference_fixes import corrected
 
 Array = np.ndarray[Any, Any]
 Evaluator = Callable[[Mapping[str, Any]], Sequence[Any]]
+Types = tuple[tuple[str, Any, tuple[int | None, ...] | None], ...]
 Expected = tuple[str, tuple[int, ...]]  # dtype ("" for any) and shape of a result; a host value may have any
 RELEASED = 26  # the newest opset that onnxruntime takes
+NAMES = {"_onnxruntime": "onnxruntime", "_reference": "onnx.reference"}
 RANDOM = frozenset(
     {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
 )
@@ -46,23 +48,21 @@ class HostValue:
 
 
 def run(
-    op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False
-) -> list[Any]:
+    op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False,
+    names: Sequence[str] = (),
+) -> list[Any]:  # fmt: skip
     """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
 
     Args:
         arrays: one per ``op.ins`` (``None`` where the input is absent), in the order of the node's inputs.
         expected: dtype and shape of each output as the graph has it; results are held to it.
         independent: ask the reference evaluator first, where it is known to be right, to check on what a target asks.
+        names: of the arrays, where a node's own are not those that a lifted one has.
 
     Raises:
         TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
     """
-    declared = _inputs(op.node)  # and after them what its subgraphs read of the graph around it
-    names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
-    given = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
-    types = tuple((n, *_type(a)) for n, a in given.items())
-    feeds = {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
+    types, feeds = _named(op, arrays, names)
     failures: list[str] = []
     for make in _evaluators(op, feeds, expected, independent):
         made = make.__wrapped__ if _kinds(op.node) & RANDOM else make  # a generator's state must not go on from run to run
@@ -75,6 +75,41 @@ def run(
             continue
         return [_held_to(op, _plain(x), e) for x, e in zip(results, expected, strict=True)]
     raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
+
+
+def engine(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected]) -> str:
+    """The evaluator that a target's run of a node asks first."""
+    _, feeds = _named(op, arrays, ())
+    return NAMES[_evaluators(op, feeds, expected, False)[0].__name__]
+
+
+def asked_of(
+    name: str, op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected]
+) -> list[Any] | None:  # fmt: skip
+    """Outputs of a node by one evaluator; None where it cannot run it, draws numbers of its own, or is known to be wrong."""
+    wrong = WRONG_IN_REFERENCE if name == NAMES["_reference"] else WRONG_IN_ORT | ACCURATE
+    if _kinds(op.node) & (RANDOM | wrong):
+        return None
+    types, feeds = _named(op, arrays, ())
+    make = _reference if name == NAMES["_reference"] else _onnxruntime
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return [_held_to(op, _plain(x), e) for x, e in zip(make(op.node, op.opsets, types)(feeds), expected, strict=True)]
+    except Exception:  # both libraries raise many kinds
+        return None
+
+
+def _named(
+    op: Opaque, arrays: Sequence[Array | HostValue | None], names: Sequence[str]
+) -> tuple[Types, dict[str, Any]]:  # fmt: skip
+    """The types and the values of a node's inputs, by name."""
+    declared = _inputs(op.node)  # and after them what its subgraphs read of the graph around it
+    names = names or [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
+    given = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+    types = tuple((n, *_type(a)) for n, a in given.items())
+    feeds = {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
+    return types, feeds
 
 
 def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] | None]) -> str:
@@ -170,9 +205,6 @@ def _kinds(node: bytes) -> frozenset[str]:
         kinds.add(at.op_type)
         stack += [n for a in at.attribute for g in (a.g, *a.graphs) for n in g.node]
     return frozenset(kinds)
-
-
-Types = tuple[tuple[str, Any, tuple[int | None, ...] | None], ...]
 
 
 def _model(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Any:

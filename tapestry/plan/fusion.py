@@ -23,6 +23,7 @@ from tapestry.plan.topology.fabric import Device
 from tapestry.rewrites.contractions.fuse_contraction import FuseContraction
 from tapestry.rewrites.contractions.fuse_dequantize import NarrowFactors
 from tapestry.rewrites.contractions.fuse_siblings import FuseSums
+from tapestry.rewrites.core.applied import chosen
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.core.tile_footprint import Tile, evaluated, loaded, tile_of
@@ -72,10 +73,10 @@ def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> t
         own = [products_seconds(o, machine) for o in (maker, one)]
         return not machine.eager and reduced_seconds(graph, one, machine) + own[1] < price(maker) + price(op) + own[0]
 
-    graph, first = (graph, list[Move]()) if machine.eager else NarrowFactors().choose(graph)
-    graph, moves = InlineMap().choose(graph, accept)
-    graph, reduced = FuseContraction().choose(graph, accept_product)
-    graph, more = FuseSums().choose(graph)
+    graph, first = (graph, list[Move]()) if machine.eager else chosen(NarrowFactors(), graph)
+    graph, moves = chosen(InlineMap(), graph, accept)
+    graph, reduced = chosen(FuseContraction(), graph, accept_product)
+    graph, more = chosen(FuseSums(), graph)
     found = [*first, *moves, *reduced, *more]
     return (simplify(graph, disabled=disabled) if found else graph), found
 

@@ -50,9 +50,10 @@ def early(program: Program) -> Program:
 
 
 def in_better_order(plan: Plan, program: Program, topo: Topology) -> tuple[Program, float]:
-    """A program whose transfers are issued in an order that takes less simulated time, or the same one; and that time."""
+    """A program whose transfers are issued in an order that takes less simulated time, or the same one; and that time. Only
+    where transfers and kernels overlap: in turns, only waiting for neighbours changes."""
     timed = simulate(plan, program, topo)
-    for _ in range(TRIES if len(program.steps) * program.devices <= CELLS // TRIES else 0):
+    for _ in range(TRIES if topo.overlap and len(program.steps) * program.devices <= CELLS // TRIES else 0):
         others = filter(None, (_ahead(timed.program, first, then) for first, then in _in_the_way(timed)))
         clocks = (simulate(plan, p, topo) for p in itertools.islice(others, TRIES))
         better = next((t for t in clocks if t.total < timed.total * LESS), None)

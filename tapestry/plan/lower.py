@@ -27,9 +27,12 @@ from tapestry.plan.strategy import Boxes, covers, footprints, merges, op_boxes, 
 CHUNK = 1 << 16  # pairs of devices compared at once
 
 
-def lower(plan: Plan) -> Program:
-    """The program of a plan."""
-    state = _Lowering(plan)
+Needs = dict[tuple[str, Strategy], list[tuple[int, Boxes]]]
+
+
+def lower(plan: Plan, known: Needs | None = None) -> Program:
+    """The program of a plan; ``known``: what operations of other plans on the same mesh need."""
+    state = _Lowering(plan, {} if known is None else known)
     state.sources()
     for i in range(len(plan.graph.ops)):
         state.op(i)
@@ -46,6 +49,7 @@ class _Lowering:
     """
 
     plan: Plan
+    known: Needs
     steps: list[Step] = field(default_factory=list[Step])
     buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
     held: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -91,7 +95,7 @@ class _Lowering:
 
     def footprints(self) -> list[list[tuple[int, str, Boxes]]]:
         """What every operation needs: worked out once per kind of operation and strategy."""
-        graph, known = self.plan.graph, dict[tuple[str, Strategy], list[tuple[int, Boxes]]]()
+        graph, known = self.plan.graph, self.known
         out: list[list[tuple[int, str, Boxes]]] = []
         for op, s in zip(graph.ops, self.plan.strategies, strict=True):
             key = (signature(op, graph), s)

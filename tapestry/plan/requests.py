@@ -17,7 +17,8 @@ from tapestry.ir.kernel import cut
 from tapestry.ir.plan import Layout, Mesh
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.plan.strategy import Pin
-from tapestry.rewrites.core.rule import Move, apply_moves
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.partition import block_scan
 from tapestry.rewrites.partition.split import refusal
 

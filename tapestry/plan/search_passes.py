@@ -27,7 +27,7 @@ from tapestry.plan.whole_graph import Alternative, idle_beside, one_device, with
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import Move
 
-STRUCTURE = 1.5 * SECOND  # for the built-in structural rules
+STRUCTURE = 3.0 * SECOND  # for the built-in structural rules
 FIRST = 0.7  # of the budget, for one form of the model
 UNFUSED, WHOLE = "unfused", "recurrences whole"
 NAMED = 4  # forms that a sentence names; more are counted
@@ -57,6 +57,7 @@ class Scope:
     Attributes:
         forms: that were planned; ``untried`` were not, for want of work.
         bound: the least of their bounds, and of those of ``rewritten`` graphs that moves tried one at a time made of the best.
+            For ``unfinished`` ones there was not enough work.
         left_out: most combinations of cuts of one operation that were not looked at.
         strategies: most that were.
         moves: whether moves could rewrite the best form: tried one at a time, so that no bound is of all of them.
@@ -68,6 +69,7 @@ class Scope:
     left_out: int = 0
     strategies: int = 0
     rewritten: int = 0
+    unfinished: int = 0
     moves: bool = False
 
     def text(self) -> str:
@@ -82,6 +84,7 @@ class Scope:
         found = [
             (self.left_out, f"up to {self.left_out:,} combinations of cuts of one operation"),
             (self.untried, f"the forms {', '.join(self.untried)}"),
+            (self.unfinished, f"{self.unfinished} graphs that moves make of it, for want of work"),
             (self.moves, "moves but one at a time"),
             (stages, "pipeline stages"),
         ]
@@ -258,7 +261,9 @@ def restructure(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     least = task.meter.spent / max(1, len(scope.forms))
     search = Improvement(plan=task.attempt, budget=budget, units=STRUCTURE, least=least, disabled=disabled)
     graph, found, moves = search.run(form.graph, result)
-    scope = replace(scope, bound=min(scope.bound, search.bound), rewritten=search.planned, moves=search.met)
+    scope = replace(
+        scope, bound=min(scope.bound, search.bound), rewritten=search.planned, unfinished=search.unfinished, moves=search.met
+    )  # fmt: skip
     form = replace(form, graph=graph, moves=(*form.moves, *moves)) if moves else form
     return replace(candidate, form=form, result=found, scope=scope)
 
@@ -286,7 +291,8 @@ def compare_whole_graph(
 ) -> tuple[Planned, PricedPlan, int]:
     """The plan, or a whole-graph alternative that is better; and the peak bytes of one device that computes everything.
 
-    One device is also taken where the plan does the same on all, unless stages, pins or layouts of the mesh are asked for.
+    One device is also taken where the plan does the same on all, and where the plan is predicted to be faster by no more than
+    predictions are off (`Topology.margin`), unless stages, pins or layouts of the mesh are asked for.
     """
     base = Form(name="", graph=planned.graph, moves=planned.base)
     forms = [base, form] if form.graph.ops != planned.graph.ops else [base]
@@ -305,9 +311,10 @@ def compare_whole_graph(
         others = [Alternative(name="one device", objective=found.objective, fits=bool(fitting)), *others]
         same = found.objective <= plan.objective and not any(d for s in plan.plan.strategies for d in s.dims)
         free = task.request.stages is None and not task.request.explicit and bool(fitting)
-        taken = idle_beside(found, task.topology) if free and (same or found.objective < plan.objective * WORTH) else None
+        close = found.objective * (1 - task.topology.margin) < plan.objective * WORTH
+        taken = idle_beside(found, task.topology) if free and (same or close) else None
         if taken:
-            plan = replace(taken, bound=min(plan.bound, found.objective))
+            plan = replace(taken, bound=min(plan.bound, plan.objective, found.objective))
             choice = replace(planned.choice, found=plan, staged=True, moves=(), report=one_stage(plan))
             planned = replace(planned, graph=of.graph, moves=of.moves, base=of.moves, choice=choice, fitted=None)
     return replace(planned, alternatives=tuple(others)), plan, unsharded

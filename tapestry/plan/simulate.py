@@ -115,11 +115,25 @@ class Hop:
         return float(self.timed.took[self.device])
 
 
-def simulate(plan: Plan, program: Program, topo: Topology) -> Schedule:
-    """The schedule of a plan's program on a topology; a device whose neighbours are all idle works at its own rates."""
+@dataclass(slots=True)
+class Known:
+    """Seconds of kernels and transfers on a topology, worked out once for all that are alike."""
+
+    launches: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(
+        default_factory=dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]]
+    )
+    transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict[object, tuple[np.ndarray, np.ndarray]])
+
+
+def simulate(plan: Plan, program: Program, topo: Topology, known: Known | None = None) -> Schedule:
+    """The schedule of a plan's program on a topology; a device whose neighbours are all idle works at its own rates.
+
+    Args:
+        known: of other plans of the same mesh and stages on the same topology.
+    """
     if topo.alone and sum(len(s.devices) for s in plan.stages) == 1:
         topo = replace(topo, device=topo.alone, alone=None)
-    clock = _Clock(_Costs(plan, program, topo))
+    clock = _Clock(_Costs(plan, program, topo, known or Known()))
     owners = _operations(program)
     for i, step in enumerate(program.steps):
         if isinstance(step, Launch | Transfer | Reduce) or _streams(step, plan, program):
@@ -209,17 +223,14 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Costs:
-    """Seconds of steps by device, worked out once for all that are alike."""
+    """Seconds of steps by device."""
 
     plan: Plan
     program: Program
     topo: Topology
+    known: Known
     layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
     topologies: dict[Stage, Topology] = field(default_factory=dict[Stage, Topology])
-    launches: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(
-        default_factory=dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]]
-    )
-    transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict[object, tuple[np.ndarray, np.ndarray]])
     makers: dict[str, int] = field(init=False)
     alone: np.ndarray = field(init=False)
 
@@ -243,9 +254,9 @@ class _Costs:
             case Transfer():
                 src, dst = (self.program.buffers[b] for b in (step.src, step.dst))
                 key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes, step.kind)
-                if key not in self.transfers:
-                    self.transfers[key] = self.transfer(step)
-                return self.transfers[key]
+                if key not in self.known.transfers:
+                    self.known.transfers[key] = self.transfer(step)
+                return self.known.transfers[key]
             case Reduce():
                 return self.reduce(step)
 
@@ -253,9 +264,9 @@ class _Costs:
         """A kernel: the whole of an operation, or what comes before or after its states are merged."""
         op, s, stage = self.plan.graph.ops[step.op], self.plan.strategies[step.op], self.plan.stage(step.op)
         key = (signature(op, self.plan.graph), s, stage)
-        if key not in self.launches:
-            self.launches[key] = self.modes(op, s, self.topologies[stage])
-        return self.placed(self.launches[key][step.mode], stage)
+        if key not in self.known.launches:
+            self.known.launches[key] = self.modes(op, s, self.topologies[stage])
+        return self.placed(self.known.launches[key][step.mode], stage)
 
     def placed(self, seconds: np.ndarray, stage: Stage) -> np.ndarray:
         """Seconds of a stage's devices as seconds of all devices."""

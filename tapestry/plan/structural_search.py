@@ -16,10 +16,11 @@ from tapestry.ir.plan import Mesh, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.rewrites.core.driver import apply_legal, rules_of, simplify
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, Sized
 
-WORTH = 0.999  # a rewrite must bring the objective under this share of what it was
+WORTH = 1 - PROVED  # a rewrite must bring the objective under this share of what it was
 MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not worth planning
 _NONE = frozenset[str]()
 
@@ -35,6 +36,7 @@ class Improvement:
         disabled: simplifications that are left out.
         tried: kinds of moves that were looked at.
         bound: the least of the bounds of all graphs that were planned, ``planned`` of them.
+        unfinished: others, whose plans may be better: there was no work left to find out.
         met: whether there was any move.
     """
 
@@ -46,6 +48,7 @@ class Improvement:
     tried: set[str] = field(default_factory=set[str])
     bound: float = math.inf
     planned: int = 0
+    unfinished: int = 0
     met: bool = False
 
     def run(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]]:
@@ -61,7 +64,7 @@ class Improvement:
         ours = self.budget.part(self.units)
         begin = ours.left()
         for rule, kind, moves in _kinds(graph, found.plan.mesh):
-            budget, self.met = ours if _is_built_in(rule) else self.budget, True
+            budget, self.met = ours if rule.built_in else self.budget, True
             if kind in self.tried or budget.over() or self.budget.left() < self.least:
                 continue
             self.tried.add(kind)
@@ -79,7 +82,10 @@ class Improvement:
 
     def _planned(self, graph: Graph, budget: Budget, best: PricedPlan) -> PricedPlan:
         other = self.plan(graph, budget, best.objective)
-        self.bound, self.planned = min(self.bound, other.bound), self.planned + 1
+        if other.objective < best.objective or proved(best.objective, other.bound):
+            self.bound, self.planned = min(self.bound, other.bound), self.planned + 1
+        else:
+            self.unfinished += 1
         return other
 
 
@@ -89,10 +95,6 @@ def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iter
         new, done = _rewritten(graph, moves, disabled)
         if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
             yield new, done
-
-
-def _is_built_in(rule: Rule) -> bool:
-    return type(rule).__module__.startswith("tapestry.")
 
 
 def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
@@ -105,7 +107,7 @@ def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
 
 def _kinds(graph: Graph, mesh: Mesh) -> Iterator[tuple[Rule, str, list[Move]]]:
     """By rule, users' first: moves that differ only in which of several equal operations they rewrite, and their kind."""
-    for rule in sorted(rules_of("search"), key=_is_built_in):
+    for rule in sorted(rules_of("search"), key=lambda r: r.built_in):
         kinds: dict[str, list[Move]] = {}
         for m in _moves(rule, graph, mesh):
             if isinstance(m, Move):

@@ -30,8 +30,9 @@ from tapestry.ir.plan import Layout, Mesh, MeshAxis, device_count
 from tapestry.lift.file.structure import load
 from tapestry.plan.layout_constraints import Dims, LayoutConstraints
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
+from tapestry.rewrites.core.applied import apply_moves, swept
 from tapestry.rewrites.core.driver import applied, disabled_by, simplify, without
-from tapestry.rewrites.core.rule import RULES, Move, apply_moves, parse_move
+from tapestry.rewrites.core.rule import RULES, Move, parse_move
 
 MESH_AXES = 3  # of a mesh that is guessed from a file's specs
 
@@ -258,7 +259,7 @@ def _with_apart(lifted: Graph, apart: list[str], disabled: frozenset[str]) -> Gr
     """The simplified graph in which some results are not fused into their readers."""
     held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
     graph = replace(simplify(replace(lifted, outputs=held_back), disabled=disabled), outputs=lifted.outputs)
-    return RULES["drop_dead"].sweep(graph)
+    return swept(RULES["drop_dead"], graph)
 
 
 def _carry(tensor: str, layout: Layout, lifted: Graph, graph: Graph) -> tuple[str, Layout] | None:

@@ -26,7 +26,7 @@ from tapestry.ir.plan import Mesh, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, HOST, itemsize
-from tapestry.verify import block_laws, deadlock, exchange
+from tapestry.verify import block_laws, deadlock, exact_law, exchange, transfer_kinds
 from tapestry.verify.box_lists import Array, Boxes, Breach, Lists, Spans, first
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
@@ -48,6 +48,7 @@ class _Replay:
     alive: Array
     peak: Array
     holds: dict[str, Content] = field(default_factory=dict[str, Content])
+    rings: bool = False
     resident: set[str] = field(default_factory=set[str])
     streamed: frozenset[str] = frozenset()
     signatures: list[str] = field(default_factory=list[str])
@@ -126,8 +127,9 @@ def check(
     zeros = np.zeros(program.devices, np.int64)
     r = _Replay(graph, program, Lists(), zeros, zeros.copy(), streamed=streamed)
     r.lists.laws.update(laws.check(graph))
+    r.rings = any(s.to.startswith("ring.") for op in graph.ops for s in op.splits)
     if exact:
-        r.lists.laws["exact"] = laws.exact_splits(graph)
+        r.lists.laws["exact"] = exact_law.check(graph, program)
     r.signatures = [signature(op, graph) for op in graph.ops]
     loose = sorted(streamed - set(graph.weights))
     r.law("agreement", not loose, "what is streamed are no weights", "the plan", loose)
@@ -348,6 +350,10 @@ def _transfer(r: _Replay, step: Transfer, name: str) -> None:
     sent, taking = len(step.messages), int(wanted.there.sum())
     counts = {"agreement": sent, "read_after_write": 2 * sent + taking, "written_once": taking}
     r.lists.prove(fact, name, counts, lambda: exchange.messages(held, wanted, step.messages, name))
+    fact, rings = ("kind", step.kind, *fact), r.rings
+    r.lists.prove(
+        fact, name, {"agreement": 1}, lambda: transfer_kinds.named(step.kind, held, wanted, step.messages, name, rings)
+    )
     r.allocate(step.dst, name, wanted.there, Content())
 
 

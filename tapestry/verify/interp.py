@@ -41,12 +41,13 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict
 
     values = {n: stored(n, a) for n, a in feeds.items()}
     for op in graph.ops:
-        results = _opaque(op, graph, values, wide) if isinstance(op, Opaque) else _block(op, graph, values, wide)
+        results = opaque(op, graph, values, wide) if isinstance(op, Opaque) else _block(op, graph, values, wide)
         values.update({t: stored(t, a) for t, a in zip(op.outs, results, strict=True)})
     return {t: values[t].value if graph.tensors[t].on_host else values[t] for t in graph.outputs}
 
 
-def _opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool) -> list[Any]:
+def opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool) -> list[Any]:
+    """Outputs of an opaque operation, block by block where it is split."""
     arrays = [values[t] if t else None for t in op.ins]
     if not op.dims:  # whole; values of the host are never taken apart
         return opaque_node.run(op, arrays, _expected(op, graph, (), wide), independent=True)
@@ -152,7 +153,7 @@ def _inner(op: Block, box: Box, values: Mapping[str, Array], wide: bool) -> list
         flat = flat.reshape(*flat.shape[: -len(s.dims)], math.prod(sizes))
         total = np.full(flat.shape[:-1], MONOIDS[s.monoid].zero((s.body.dtype,))[0].value, flat.dtype)
         for k in range(flat.shape[-1]):
-            total = _merge(s.monoid, (s.body.dtype,), [total], [flat[..., k]])[0]
+            total = merged(s.monoid, (s.body.dtype,), [total], [flat[..., k]])[0]
         for axis in mine:
             total = np.expand_dims(total, axis)
         out.append(total)
@@ -161,10 +162,10 @@ def _inner(op: Block, box: Box, values: Mapping[str, Array], wide: bool) -> list
 
 def _combine(op: Block, a: list[Array], b: list[Array]) -> list[Array]:
     assert op.monoid
-    return _merge(op.monoid, tuple(e.dtype for e in op.body), a, b)
+    return merged(op.monoid, tuple(e.dtype for e in op.body), a, b)
 
 
-def _merge(monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) -> list[Array]:
+def merged(monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) -> list[Array]:
     exprs = MONOIDS[monoid].combiner(kinds)
     dtypes = [x.dtype for x in a]
     with np.errstate(all="ignore"):

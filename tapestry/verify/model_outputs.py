@@ -20,7 +20,7 @@ from tapestry.ir.types import FLOATS, numpy_dtype
 Array = np.ndarray[Any, Any]
 SPREAD_FACTOR = 4.0  # a result may be this many times as far from one reference as two references are from each other
 SPREAD_LIMIT = 2e-2  # beyond this the references are no help
-TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2}  # rel_err; every other float 1e-4, integers and booleans exactly
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # rel_err; what is no float exactly
 UNROUNDED = frozenset({"where", "max", "min", "neg", "abs"})
 
 

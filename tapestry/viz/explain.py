@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,7 +62,20 @@ def document(build: Build, *, why: bool = False, timed: Schedule | None = None) 
     return {
         "operations": _operations(build, timed, why), "steps": _transfers(build, timed), "memory": _memory(build),
         "simulated": _simulated(build, timed), "critical_path": _critical(build, timed),
+        "nodes_run_whole": nodes_run_whole(build, timed),
     }  # fmt: skip
+
+
+def nodes_run_whole(build: Build, timed: Schedule) -> Document:
+    """The opaque nodes, which onnxruntime runs where it can: how many by operator, and their share of the estimated compute."""
+    kinds, seconds = Counter[str](), [0.0, 0.0]
+    for t in timed.timed:
+        step = build.program.steps[t.step]
+        if isinstance(step, Launch):
+            op = build.plan.graph.ops[step.op]
+            seconds[isinstance(op, Opaque)] += t.seconds
+    kinds.update(op.kind for op in build.plan.graph.ops if isinstance(op, Opaque))
+    return {"operators": dict(kinds), "share": seconds[1] / sum(seconds) if sum(seconds) else 0.0}
 
 
 def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
@@ -176,7 +190,14 @@ def _critical(build: Build, timed: Schedule) -> list[Document]:
 
 def text(build: Build, facts: Document, *, critical: bool = False) -> str:
     """A `document` as a person reads it."""
-    lines = [*_head(build, facts["simulated"]), "", *_steps(build, facts), "", *_memory_text(facts["memory"])]
+    lines = [
+        *_head(build, facts["simulated"]),
+        *_whole_text(facts["nodes_run_whole"]),
+        "",
+        *_steps(build, facts),
+        "",
+        *_memory_text(facts["memory"]),
+    ]
     if critical:
         lines += ["", *_critical_text(facts)]
     return "\n".join(lines) + "\n"
@@ -218,6 +239,14 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
         cut = ", ".join(f"axis {x} over {a.name}" for a, x in zip(plan.mesh, layout, strict=True) if x is not None)
         yield f"'{t}' is fixed: {cut or 'replicated'}"
+
+
+def _whole_text(nodes: Document) -> Iterator[str]:
+    """What does not run on kernels of Tapestry's own."""
+    if nodes["operators"]:
+        which = ", ".join(f"{kind} {n}" for kind, n in nodes["operators"].items())
+        share = f"{nodes['share']:.0%} of the kernels' time"
+        yield f"opaque nodes run on onnxruntime, or the ONNX reference where it cannot: {which}; {share}"
 
 
 def shares_text(axis: MeshAxis) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.plan import Mesh, Strategy
@@ -17,6 +18,13 @@ def moves_text(moves: Sequence[str], most: int = 3) -> Iterator[str]:
         yield from several[: most if len(several) > most + 1 else None]
         if len(several) > most + 1:
             yield f"{rule}@… {len(several) - most} more"
+
+
+def evidence_text(row: Mapping[str, Any]) -> str:
+    """What was compared with what, how, and how much of it."""
+    counts = ", ".join(f"{n:,} {what}" for what, n in row["counts"].items() if n)
+    more = [row[k] for k in ("why", "power", "weights") if k in row]
+    return "; ".join([f"  {row['what']} against {row['against']}: {row['kind']}", *([counts] if counts else []), *more])
 
 
 def human(n: float) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.docs.pages import Block, Page
 from tests.support.paths import ROOT
 
+PACKAGE = ".package"  # what an editable install has on its path, and nothing else
 CLONE = ("tapestry", "examples", "bench", "docs", "tests", "Makefile", "pyproject.toml", "constraints.txt", "README.md")
 """What a working folder links to."""
 
@@ -67,13 +68,15 @@ def workplace(folder: Path) -> Path:
         if part.name != ".installed":
             (folder / ".venv" / part.name).symlink_to(part)
     (folder / ".venv" / ".installed").touch()
+    (folder / PACKAGE).mkdir()
+    (folder / PACKAGE / "tapestry").symlink_to(ROOT / "tapestry")
     return folder
 
 
 def run(command: list[str], folder: Path) -> str:
     """Run a command in ``folder`` and return what it prints; an exit status other than 0 is an error."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(folder / PACKAGE), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TRITON_INTERPRET"):  # of a make or a test around this one
         env.pop(name, None)
     done = subprocess.run(

@@ -153,6 +153,25 @@ def test_shape_contradiction(tmp_path):
     refused(save(make([ADD], [X, ("w", F, [2, 4])], [Y]), tmp_path), "contradict", "the_add")
 
 
+def test_a_size_that_the_model_cannot_have_is_named_with_its_symbol(tmp_path):
+    """77 positions in the file, 128 tokens asked for."""
+    nodes = [
+        helper.make_node("Shape", ["ids"], ["n"], start=1, end=2),
+        helper.make_node("Slice", ["table", "zero", "n"], ["positions"]),
+        helper.make_node("Gather", ["words", "ids"], ["embedded"]),
+        helper.make_node("Add", ["embedded", "positions"], ["y"], name="the_add"),
+    ]
+    weights = {"table": np.ones((77, 4), np.float32), "words": np.ones((9, 4), np.float32), "zero": np.zeros(1, np.int64)}
+    stored = [numpy_helper.from_array(a, n) for n, a in weights.items()]
+    path = save(make(nodes, [("ids", TensorProto.INT64, ["batch", "sequence"])], [("y", F, None)], stored), tmp_path)
+    for shapes in ({"ids": "2x128"}, {"batch": 2, "sequence": 128}):
+        with pytest.raises(ModelError) as e:
+            lift(path, shapes)
+        assert "the_add" in e.value.where and "sequence is 128" in e.value.why and "'positions' has 77" in e.value.why
+        assert e.value.hint == "--shape sequence=77 or less: the file holds no more"
+    assert lift(path, {"ids": "2x77"}).shapes["sequence"] == 77
+
+
 def test_dtype_contradiction(tmp_path):
     refused(save(make([ADD], [X, ("w", TensorProto.INT64, [2, 3])], [Y]), tmp_path), "contradict", "the_add")
 

@@ -26,7 +26,8 @@ from tapestry.plan.search.problem import build, load_seconds
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import topology
-from tapestry.rewrites.core.rule import RULES, Move, apply_moves
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.rule import RULES, Move
 from tapestry.rewrites.partition import split_time as splitting
 from tapestry.rewrites.partition.micro_batch import batch_move
 from tapestry.rewrites.partition.split_time import time_move

@@ -297,9 +297,9 @@ def test_a_measured_class_has_prices_of_its_own(preset):
     topo = topology(ONE, preset)
     graph = lifted(one("Softmax", {"x": [64, 512]}, axis=-1))
     dots = lifted(one("MatMul", {"x": [64, 512], "w": [512, 64]}))
-    assert {kernel_class(op) for op in graph.ops} == {"row"} and {kernel_class(op) for op in dots.ops} == {"contraction"}
-    same = {"row": KernelRates(topo.device.launch, topo.device.vector, topo.device.bandwidth)}
-    slow = {"row": KernelRates(topo.device.launch, topo.device.vector / 2, topo.device.bandwidth / 2)}
+    assert {kernel_class(op) for op in graph.ops} == {"softmax"} and {kernel_class(op) for op in dots.ops} == {"contraction"}
+    same = {"softmax": KernelRates(topo.device.launch, topo.device.vector, topo.device.bandwidth)}
+    slow = {"softmax": KernelRates(topo.device.launch, topo.device.vector / 2, topo.device.bandwidth / 2)}
     of = lambda g, classes: each(g, replace(topo, device=replace(topo.device, classes=classes)))  # noqa: E731
     assert of(graph, same) == pytest.approx(each(graph, topo))
     assert of(graph, slow) == pytest.approx([2 * s for s in each(graph, topo)])

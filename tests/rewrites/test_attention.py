@@ -25,8 +25,9 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES, Refusal, apply_moves, parse_move
+from tapestry.rewrites.core.rule import RULES, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import same
 from tapestry.verify import certificate, interp
 from tests.support.attention.attention_cases import CASES, GUARDED, KEPT, PLAIN, attention

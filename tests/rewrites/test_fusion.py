@@ -26,8 +26,9 @@ from tapestry.lift import lift, read_weight
 from tapestry.plan.fusion import Machine, fused, seconds
 from tapestry.plan.lower import lower
 from tapestry.plan.topology.presets import SOURCES
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, apply_moves
+from tapestry.rewrites.core.rule import RULES, Move, Refusal
 from tapestry.rewrites.core.rule_check import same_dependences, same_values
 from tapestry.rewrites.core.tile_footprint import implied, loaded, recomputed, tile_of
 from tapestry.runtime.feeds import random_feeds

@@ -19,8 +19,9 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.topology.presets import SOURCES
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES, Refusal, apply_moves, parse_move
+from tapestry.rewrites.core.rule import RULES, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, random_feeds, same
 from tests.support.lifting import build, data, lift_model, node
 from tests.support.triton_kernels import kernel_of

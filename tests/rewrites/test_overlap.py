@@ -23,7 +23,8 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, apply_moves, parse_move
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.rule import RULES, Move, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule
 from tapestry.verify import certificate, interp
 from tests.support.lifting import build, data, node

@@ -22,8 +22,9 @@ from tapestry.plan.cost.compute import work
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh, topology
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES, apply_moves, parse_move
+from tapestry.rewrites.core.rule import RULES, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, same_values
 from tapestry.verify import certificate, interp
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node

@@ -12,7 +12,8 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.rule import apply_moves, parse_move
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
 from tapestry.rewrites.partition.micro_batch import batch_move, micro_batch
 from tapestry.rewrites.partition.split_time import split_time

@@ -42,7 +42,7 @@ def good(request, tmp_path_factory):
                 w.external_data.add(key=key, value=value)
     (folder / "m.onnx").write_bytes(model.SerializeToString())
     tapestry.compile(folder / "m.onnx", devices=2).save(folder / "good")
-    assert verify_build(folder / "good")[1]["model"] == 4
+    assert verify_build(folder / "good")[1]["model"] == 9
     return folder / "good"
 
 

@@ -11,10 +11,10 @@ import torch
 
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention
-from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges
+from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges, tiled_sums
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
-from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held, product
+from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
@@ -115,15 +115,10 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         or pooling.max_pool(op, kernel)
         or conv_int8.convolution(op, graph, kernel, frame)
         or integers.product(op, graph, kernel, frame)
-        or product(op, graph, kernel, frame)
+        or tiled_sums.product(op, graph, kernel, frame)
         or gather(op, graph, kernel, frame)
     )
-    if special is not None:
-        return special
-    body = Expressions(op, graph, kernel, op.body, frame)
-    keep, monoid = len(op.dims), op.monoid
-    assert monoid is not None
-    return lambda ins: state_merges.reduce(monoid, [v.expand(frame.extents) for v in body.values(ins, [])], keep)
+    return special or tiled_sums.states(op, graph, kernel)
 
 
 def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 
 from onnx import ModelProto, ValueInfoProto
 
@@ -45,9 +46,11 @@ def bind(inputs: Mapping[str, list[int | str]], given: Given) -> dict[str, int]:
                 elif d != size:
                     raise ModelError("--shape contradicts the model", where=f"input '{name}'", why=f"got {sizes}, has {dims}")
         else:
+            close = get_close_matches(name, [*symbols, *inputs], 1)
             raise ModelError(
                 "unknown name in --shape", where=f"'{name}'",
                 why=f"the symbols are {sorted(symbols) or 'none'}, the inputs {sorted(inputs)}",
+                hint=f"--shape {close[0]}={value}" if close else "--shape with one of these names",
             )  # fmt: skip
     return env
 

@@ -127,7 +127,8 @@ def _inline(model: Path, name: str, tensor: Tensor) -> np.ndarray:
         with refusing(ModelError, "the model cannot be read", str(model), "compile the model again"):
             found = stored_ranges(str(model), status.st_mtime_ns, status.st_size).get(name) if plain else None
     except OSError as e:
-        raise ModelError("cannot read the model", where=str(model), why=e.strerror or "", hint="check the path") from None
+        hint = "a build needs its model where it was when it was compiled: put it back, or compile it again"
+        raise ModelError("cannot read the model", where=str(model), why=e.strerror or "", hint=hint) from None
     if found is None:
         return _once_sparse(model, name)
     if found.raw is not None and tensor.dtype not in PACKED and found.raw[1] - found.raw[0] == tensor.nbytes > 0:

@@ -141,8 +141,10 @@ def _linear_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, 
         low = call("where", call("lt", Index(first), number(0, "i64")), right, left)
         high = call("where", call("ge", Index(first), number(size - 1, "i64")), left, right)
         low, high = cast(low, wide), cast(high, wide)
-        whole = call("add", call("mul", low, call("sub", number(1, wide), weight)), call("mul", high, weight))
-        return cast(whole, n.dtype(0))
+        mixed = call("add", call("mul", low, call("sub", number(1, wide), weight)), call("mul", high, weight))
+        # a cell that is hit, and one between equal cells, is that cell: 0 * inf is none, and 1/3 + 2/3 need not be 1
+        alone = call("or", call("eq", low, high), call("eq", weight, number(0, wide)))
+        return cast(call("where", alone, low, mixed), n.dtype(0))
 
     return n.block(out, dims, reads, body)
 

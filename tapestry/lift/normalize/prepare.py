@@ -7,7 +7,6 @@ size of every folded value is bounded before it is computed, since a 121-byte mo
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -24,6 +23,7 @@ from tapestry.errors import ModelError
 from tapestry.lift.building.builder import about
 from tapestry.lift.building.nodes import Prepared
 from tapestry.lift.building.registry import find
+from tapestry.lift.file.diagnosis import contradiction
 from tapestry.lift.file.external_data import dtype_name, tensor_bytes
 from tapestry.lift.file.protos import (
     SOURCE,
@@ -137,18 +137,19 @@ def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto]) -> Types:
     try:
         done = infer_shapes(bare, check_type=True, strict_mode=True, data_prop=False)
     except InferenceError as e:
-        raise _contradiction(str(e)) from None
-    graph = done.graph
-    return {v.name: v.type for group in (graph.input, graph.output, graph.value_info) for v in group} | folded
+        raise contradiction(str(e), bare, _as_far_as_it_goes(bare) | folded) from None
+    return _types(done.graph) | folded
 
 
-def _contradiction(message: str) -> ModelError:
-    name = re.search(r"node name: ([^)]*)\)", message) or re.search(r"input '?([^' ]+)'? of node", message)
-    text = re.sub(r"\[\w+Error\]|Inference error\(s\):|\n", " ", message).strip()
-    return ModelError(
-        "shapes or dtypes contradict each other", where=f"node '{name[1]}'" if name else "shape inference",
-        why=re.sub(r"\s+", " ", text)[:300], hint="check the sizes given with --shape; otherwise the model itself is at fault",
-    )  # fmt: skip
+def _as_far_as_it_goes(model: ModelProto) -> Types:
+    try:
+        return _types(infer_shapes(model, check_type=False, strict_mode=False, data_prop=False).graph)
+    except (InferenceError, ModelError):
+        return {}
+
+
+def _types(graph: GraphProto) -> Types:
+    return {v.name: v.type for group in (graph.input, graph.output, graph.value_info) for v in group}
 
 
 def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:

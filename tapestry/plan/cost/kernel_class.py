@@ -3,7 +3,8 @@
 - ``contraction``: sums of products, alone or inside another reduction (attention, a norm of a product's rows).
 - ``convolution``: a sum of products whose windows slide over an image.
 - ``gather``: picks elements by index, as an embedding lookup does.
-- ``row``: any other reduction or scan: sums, norms, softmax, argmax, recurrences.
+- ``softmax``: sums with exponential weights: softmax, log-sum-exp, cross-entropy.
+- ``row``: any other reduction or scan: sums, norms, argmax, recurrences.
 - ``map``: no reduction: element-wise work, copies, transpositions.
 - ``opaque``: a node of ONNX that is run as it is.
 """
@@ -18,7 +19,8 @@ from tapestry.ir.recognise.convolution import convolution
 from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.recognise.selection_sum import selection
 
-CONTRACTION, CONVOLUTION, ROW, MAP, GATHER, OPAQUE = "contraction", "convolution", "row", "map", "gather", "opaque"
+CONTRACTION, CONVOLUTION, ROW, SOFTMAX = "contraction", "convolution", "row", "softmax"
+MAP, GATHER, OPAQUE = "map", "gather", "opaque"
 
 
 @lru_cache(maxsize=1 << 12)
@@ -32,6 +34,8 @@ def kernel_class(op: Op) -> str:
         return CONTRACTION
     if selection(op):
         return GATHER
+    if exponential(op.monoid):
+        return SOFTMAX
     return ROW if op.monoid or op.inner else MAP
 
 

@@ -14,7 +14,8 @@ from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan
 from tapestry.plan.search.problem import build
 from tapestry.plan.search.resume import beginning, start_of
 from tapestry.plan.topology import Topology
-from tapestry.rewrites.core.rule import Move, apply_moves
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.rule import Move
 
 
 def refitted(

@@ -10,7 +10,8 @@ import numpy as np
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import itemsize
 from tapestry.plan.pipelines.staged_plan import segment
-from tapestry.rewrites.core.rule import Move
+from tapestry.rewrites.core.applied import logged
+from tapestry.rewrites.core.rule import RULES, Move
 from tapestry.rewrites.partition.micro_batch import batch_move, micro_batch
 
 
@@ -58,7 +59,8 @@ def sequence(graph: Graph, micro: int) -> Sequence | None:
     before = tuple(i for i, p in enumerate(found.part) if p < 0 and i < copies[0][0])
     after = tuple(i for i, p in enumerate(found.part) if p < 0 and i > copies[0][0])
     equal = all([_extents(found.graph, i) for i in c] == [_extents(found.graph, i) for i in copies[0]] for c in copies)
-    return Sequence(graph=found.graph, copies=copies, before=before, after=after, moves=(move,)) if equal else None
+    graph = logged(RULES["micro_batch"], graph, found.graph, str(move))
+    return Sequence(graph=graph, copies=copies, before=before, after=after, moves=(move,)) if equal else None
 
 
 def _extents(graph: Graph, i: int) -> tuple[int, ...]:

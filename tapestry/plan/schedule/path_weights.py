@@ -28,15 +28,21 @@ class Master:
     Attributes:
         arcs: number of arcs of a lane; none where streams are shared, for then the sum of all counts most.
         width: number of columns of a lane: arcs, the streams' sum, one for each flow.
+        even: whether layers that repeat get equal weights: fewer variables, and solves that take less.
+        variable: of each column, lane after lane.
     """
 
     paths: Paths
+    even: bool = False
     arcs: int = field(init=False)
     width: int = field(init=False)
     column: np.ndarray = field(init=False)
     part: np.ndarray = field(init=False)
+    variable: np.ndarray = field(init=False)
     solver: highspy.Highs = field(init=False)
     scale: float = 0.0
+    count: int = 0  # choices
+    value: float = np.inf  # of the best average against them, in seconds
 
     def __post_init__(self) -> None:
         overlap = self.paths.problem.topo.overlap
@@ -44,6 +50,7 @@ class Master:
         self.width = self.arcs + 1 + len(self.paths.problem.flows)
         pairs = np.array(list(self._parts(overlap)), np.int64).reshape(-1, 2)
         self.column, self.part = pairs[:, 0], pairs[:, 1]
+        self.variable = self._alike() if self.even else np.arange(self.paths.lanes * self.width)
         self.solver = self._program()
 
     def _parts(self, overlap: bool) -> Any:
@@ -70,18 +77,18 @@ class Master:
         lanes, solver = self.paths.lanes, highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
-        inf, total = highspy.kHighsInf, lanes * self.width
+        inf, total = highspy.kHighsInf, int(self.variable.max(initial=-1)) + 1
         solver.addVars(total + 1, np.zeros(total + 1), np.full(total + 1, inf))
         solver.changeColCost(total, -1.0)
         whole = [lane * self.width + a for lane in range(lanes) for a in (*self._starts(), self.arcs)]
-        _row(solver, 1.0, 1.0, whole, np.ones(len(whole)))
+        self._row(solver, 1.0, 1.0, whole, np.ones(len(whole)))
         for lane in range(lanes):
             first = lane * self.width
             for into, out in self._nodes():
-                _row(solver, 0.0, 0.0, [first + a for a in (*into, *out)], np.repeat([1.0, -1.0], [len(into), len(out)]))
+                self._row(solver, 0.0, 0.0, [first + a for a in (*into, *out)], np.repeat([1.0, -1.0], [len(into), len(out)]))
             for flows in self.paths.shares:
                 columns = [first + self.arcs, *(first + self.arcs + 1 + k for k in flows)]
-                _row(solver, -inf, 0.0, columns, np.append(-1.0, np.ones(len(flows))))
+                self._row(solver, -inf, 0.0, columns, np.append(-1.0, np.ones(len(flows))))
         return solver
 
     def _starts(self) -> list[int]:
@@ -103,18 +110,31 @@ class Master:
         self.scale = self.scale or max(float(costs.max(initial=0.0)), 1e-300)
         rows = np.stack([np.bincount(self.column, lane[self.part], self.width) for lane in costs]).ravel() / self.scale
         used = np.flatnonzero(rows)
-        _row(self.solver, 0.0, np.inf, [*used.tolist(), rows.size], np.append(rows[used], -1.0))
+        self.count += 1
+        self._row(self.solver, 0.0, np.inf, [*used.tolist(), rows.size], np.append(rows[used], -1.0))
+
+    def _row(self, solver: highspy.Highs, low: float, high: float, columns: Sequence[int], values: np.ndarray) -> None:
+        """A row of the program; columns are those of `width`, lane after lane, and last what is maximised."""
+        found, at = np.unique(np.append(self.variable, self.variable.max(initial=-1) + 1)[columns], return_inverse=True)
+        solver.addRow(low, high, len(found), found.astype(np.int32), np.bincount(at, values, len(found)).astype(float))
 
     def weights(self) -> np.ndarray:
         """The best average against all choices that were added, by [lane, part]: one of the sums, to the last bit."""
         self.solver.run()
-        found = np.array(self.solver.getSolution().col_value)[:-1].reshape(self.paths.lanes, self.width)
+        self.value = -self.solver.getInfo().objective_function_value * self.scale
+        found = np.array(self.solver.getSolution().col_value)[self.variable].reshape(self.paths.lanes, self.width)
         parts = 2 * self.paths.count + len(self.paths.problem.flows)
         return np.stack([np.bincount(self.part, lane[self.column], parts) for lane in self._exact(np.maximum(found, 0.0))])
 
+    def mixture(self) -> np.ndarray:
+        """How much each choice counts in the best answer to all averages: the shares of a mixed strategy."""
+        self.solver.run()
+        dual = np.abs(np.array(self.solver.getSolution().row_dual))[-self.count :]
+        return dual / max(float(dual.sum()), 1e-300)
+
     def _exact(self, found: np.ndarray) -> np.ndarray:
         """The same without what the program leaves of rounding: all that goes into an operation goes on from it."""
-        found, out = self._alike(found), np.zeros_like(found)
+        out = np.zeros_like(found)
         starts = [*self._starts(), self.arcs]
         out[:, starts] = found[:, starts] / max(float(found[:, starts].sum()), 1e-300)
         for into, leaving in self._nodes():
@@ -126,27 +146,21 @@ class Master:
             at = [self.arcs + 1 + k for k in flows]
             total = found[:, at].sum(axis=1, keepdims=True)
             out[:, at] = found[:, at] * np.minimum(1.0, out[:, [self.arcs]] / np.maximum(total, 1e-300))
-        if not self.paths.large:
+        if not self.even:
             return out
         return np.maximum(np.floor(out / GRAIN + 0.4) - 1.0, 0.0) * GRAIN  # (equal to the last bit, and never more)
 
-    def _alike(self, found: np.ndarray) -> np.ndarray:
-        """Flows of a large problem, evened out where they leave equal operations or move equal tensors: layers that repeat
-        then have equal weights, and the solver works them out once."""
-        if not self.paths.large:
-            return found
-        seconds, menus, out = [id(f.seconds) for f in self.paths.problem.flows], self.paths.problem.menus, found.copy()
-        groups: dict[tuple[object, ...], list[list[int]]] = {}
+    def _alike(self) -> np.ndarray:
+        """The variable of each column, lane after lane: one for all flows that leave equal operations or move equal tensors,
+        so that layers that repeat have equal weights, and the solver works them out once."""
+        seconds, menus = [id(f.seconds) for f in self.paths.problem.flows], self.paths.problem.menus
+        first, groups = np.arange(self.width), dict[tuple[object, ...], list[int]]()
         for i, (_, leaving) in enumerate(self._nodes()):
             arcs = [self.paths.arcs[a] for a in leaving]
             steps = [(a.head - i if a.head < self.paths.count else 0, a.along, *(seconds[k] for k in a.flows)) for a in arcs]
-            groups.setdefault((id(menus[i]), *steps), []).append(leaving)
+            first[leaving] = first[groups.setdefault((id(menus[i]), *steps), leaving)]
         for flows in self.paths.shares:
-            groups.setdefault(tuple(seconds[k] for k in flows), []).append([self.arcs + 1 + k for k in flows])
-        for columns in (np.array(g) for g in groups.values()):
-            out[:, columns] = found[:, columns].mean(axis=1, keepdims=True)
-        return out
-
-
-def _row(solver: highspy.Highs, low: float, high: float, columns: Sequence[int], values: np.ndarray) -> None:
-    solver.addRow(low, high, len(columns), np.array(columns, np.int32), np.asarray(values, float))
+            columns = [self.arcs + 1 + k for k in flows]
+            first[columns] = first[groups.setdefault(tuple(seconds[k] for k in flows), columns)]
+        kinds, variable = np.unique(first, return_inverse=True)
+        return np.concatenate([variable + lane * len(kinds) for lane in range(self.paths.lanes)])

@@ -21,6 +21,7 @@ from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.network import Factor
 
 LARGE = 2_000_000  # joint choices of all flows
+REPEATS = 4  # operations of a kind, on average, where layers repeat
 
 
 class Arc(NamedTuple):
@@ -78,6 +79,11 @@ class Paths:
     def large(self) -> bool:
         """Whether a solve takes too long unless layers that repeat have equal weights."""
         return sum(f.seconds[0].size for f in self.problem.flows) > LARGE
+
+    @property
+    def repeats(self) -> bool:
+        """Whether most operations are like others, as in layers."""
+        return self.large or REPEATS * self.problem.distinct <= self.count
 
     @property
     def lanes(self) -> int:

@@ -16,13 +16,15 @@ import numpy as np
 from tapestry.plan.schedule.path_weights import Master
 from tapestry.plan.schedule.paths import Paths
 from tapestry.plan.search.problem import Problem
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Demand, Network, solve
 from tapestry.plan.solver.pairs import PROVED
 
 STALL = 8  # rounds without a better bound
-LEAST = 1 / 16  # of the way to the next average
+LEAST, MOST = 1 / 16, 1 / 2  # of the way to the next average
+SOLVE = 2.0 * SECOND  # for one answer
 FEW = 6  # rounds where each takes seconds
+NEW = 1e-6  # of the best average against all answers: less is no new answer
 BETTER = 1e-4  # of the bound: less does not count
 
 
@@ -33,12 +35,14 @@ class Game:
     Attributes:
         demands, limits: usages that every choice keeps to.
         bound: the best so far, in seconds.
+        price: of usages over time, at the best bound.
     """
 
     problem: Problem
     demands: Sequence[Demand] = ()
     limits: Sequence[float] = ()
     bound: float = 0.0
+    price: np.ndarray | None = None
     paths: Paths = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,26 +52,44 @@ class Game:
         """Raise the bound round by round from a choice, while that helps; gives each answer, and the largest sum for it."""
         if not self.problem.menus:
             return
-        master, last, stall, part = Master(self.paths), list(choice), 0, 1.0
+        master, known, stall, part = Master(self.paths, self.paths.repeats), [list(choice)], 0, 1.0
         best, price = np.zeros(()), None
         rounds = min(rounds, FEW) if self.paths.large else rounds
         for n in range(rounds):
-            if (n and budget.over()) or stall == STALL:
+            if n and budget.over():
                 return
-            master.against(last)
-            now = best + part * (master.weights() - best) if n else master.weights()
+            if stall == STALL:
+                if not master.even or self.paths.large or self.demands:
+                    return
+                master, stall, part = self._uneven(known[:-1]), 0, 1.0  # (layers alike were a way to begin)
+            before = master.value
+            master.against(known[-1])
+            wanted = master.weights()
+            part = (
+                min(1.0, 4 * part) if n and master.value >= before * (1 - NEW) else part
+            )  # nothing new so near to the best average
+            now = best + part * (wanted - best) if n else wanted
             net = Network(self.problem.sizes, self.paths.factors(now), self.demands, self.limits)
-            found = solve(net, budget, last, quick=True, plain=True, price=price)
+            found = solve(net, budget.part(SOLVE), known[-1], quick=True, plain=True, price=price)
             price = found.price
             stall = 0 if found.bound > self.bound * (1 + BETTER) or not n else stall + 1
             if found.bound > self.bound or not n:
-                self.bound, best, part = max(self.bound, found.bound), now, min(1.0, 2 * part)
+                self.bound, best, part = max(self.bound, found.bound), now, min(MOST, 2 * part)
+                self.price = price
             else:
                 part = max(part / 2, LEAST)
             if not np.isfinite(found.objective):
                 return
             last = found.choice
+            known.append(last)
             value = self.paths.largest(last)
             yield last, value
             if value <= self.bound * (1 + PROVED):
                 return
+
+    def _uneven(self, known: Sequence[Sequence[int]]) -> Master:
+        """Any averages against choices that are known."""
+        master = Master(self.paths)
+        for choice in known:
+            master.against(choice)
+        return master

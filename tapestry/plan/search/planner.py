@@ -18,20 +18,26 @@ from tapestry.ir.plan import Layout
 from tapestry.ir.program import Transfer
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.lower import lower
+from tapestry.plan.schedule.any_order import least_seconds
+from tapestry.plan.schedule.branches import KNOWN, Branching
 from tapestry.plan.schedule.time_bound import Game
 from tapestry.plan.search import to_ring
 from tapestry.plan.search.memory_limit import demands, within_memory
-from tapestry.plan.search.priced_plan import PricedPlan, choice_of, peak, priced_plan, too_big
+from tapestry.plan.search.priced_plan import PricedPlan, choice_of, peak, priced_plan, schedule, too_big
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start, beginning, fingerprint
 from tapestry.plan.simulate import simulate
-from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.network import solve
+from tapestry.plan.solver.budget import SECOND, Budget
+from tapestry.plan.solver.network import Demand, solve
 from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology
 
+CLOSE = 2.0 * SECOND  # for branches that close what the game leaves
+SMALL = 100  # operations of graphs for which that is tried
 ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
+
+Usages = tuple[Sequence[Demand], Sequence[float], np.ndarray | None]
 
 
 def search(
@@ -112,8 +118,9 @@ def spatial(
 def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: float, upper: float, *, tight: bool) -> PricedPlan:
     """A plan that takes no longer than one that fits, and a bound; ``tight``: the bound is of plans that fit."""
     limit = problem.topo.device.memory
-    usages = (demands(problem, surely=True), [limit] * len(problem.graph.ops)) if tight else ((), ())
-    game, watched = Game(problem, *usages), max(problem.sizes, default=1) > 1
+    uses: Sequence[Demand] = demands(problem, surely=True) if tight else ()
+    limits = [float(limit)] * len(problem.graph.ops) if tight else []
+    game, watched, met = Game(problem, uses, limits), max(problem.sizes, default=1) > 1, [choice_of(problem, best.plan)]
     if watched:
         budget.found(best.objective, bound)
     for choice, least in game.play(choice_of(problem, best.plan), ROUNDS, budget):
@@ -123,9 +130,41 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
             best = _faster(other, best) if peak(other) <= limit else best
         if watched:
             budget.found(best.objective, max(bound, game.bound))
+        met.append(choice)
         if proved(best.objective, game.bound) or game.bound >= upper:
             break  # no plan of this form is better, or than that of another one
-    return replace(best, bound=min(max(bound, game.bound), best.objective))
+    bound = max(bound, game.bound)
+    if watched and len(problem.menus) <= SMALL and bound < min(best.objective, upper) * (1 - PROVED):
+        best, bound = _branched(problem, best, budget.part(CLOSE), (bound, upper), met, (uses, limits, game.price))
+        budget.found(best.objective, bound)
+    return replace(best, bound=min(bound, best.objective))
+
+
+def _branched(
+    problem: Problem, best: PricedPlan, budget: Budget, ends: tuple[float, float], met: list[list[int]], usages: Usages
+) -> tuple[PricedPlan, float]:
+    """A plan at least as good, and a bound: of all choices by branches, while there is work for them.
+
+    Args:
+        ends: a bound that is known, and seconds from which on no plan is of use.
+        met: choices that answered the game.
+    """
+    limit = problem.topo.device.memory
+
+    def clock(choice: Sequence[int]) -> tuple[float, float]:
+        nonlocal best
+        plain = priced_plan(problem, choice, -np.inf)
+        fitting = [p for p in (plain, in_rings(plain)) if p is not None and peak(p) <= limit]
+        for p in fitting:
+            best = _faster(p, best)
+        seconds = [p.objective for p in fitting]
+        least = [least_seconds(simulate(p.plan, p.program, problem.topo)) for p in fitting if np.isfinite(p.objective)]
+        return min(seconds, default=np.inf), min(least, default=np.inf)
+
+    bound, upper = ends
+    search = Branching(problem, clock, lambda c: schedule(problem, c)[2], min(best.objective, upper), budget, usages)
+    bound = max(bound, search.search(met[-KNOWN:], bound))
+    return best, bound
 
 
 def _faster(one: PricedPlan | None, best: PricedPlan) -> PricedPlan:
@@ -136,17 +175,23 @@ def _faster(one: PricedPlan | None, best: PricedPlan) -> PricedPlan:
 def with_rings(best: PricedPlan) -> PricedPlan:
     """The plan with gathers of keys and values as rings, where only so it fits (or is nearer to it), or where it is faster."""
     assert best.problem
+    new, limit = in_rings(best), best.problem.topo.device.memory
+    if new is None:
+        return best
+    if peak(best) > limit:
+        return new if peak(new) < peak(best) else best
+    return _faster(new, best) if peak(new) <= limit else best
+
+
+def in_rings(best: PricedPlan) -> PricedPlan | None:
+    """The plan with gathers of keys and values as rings; ``None`` where nothing is gathered."""
+    assert best.problem
     topo = best.problem.topo
     plan = to_ring.with_rings(best.plan, topo)
-    if plan is None:
-        return best
-    program = lower(plan)
-    if not any(isinstance(s, Transfer) and s.kind == "permute" for s in program.steps):
-        return best
-    new = replace(best, plan=plan, program=program, objective=simulate(plan, program, topo).total)
-    if peak(best) > topo.device.memory:
-        return new if peak(new) < peak(best) else best
-    return new if peak(new) <= topo.device.memory and new.objective < to_ring.FASTER * best.objective else best
+    program = lower(plan) if plan else None
+    if plan is None or program is None or not any(isinstance(s, Transfer) and s.kind == "permute" for s in program.steps):
+        return None
+    return replace(best, plan=plan, program=program, objective=simulate(plan, program, topo).total)
 
 
 def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = None, upper: float = np.inf) -> PricedPlan:

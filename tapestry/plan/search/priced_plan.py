@@ -12,7 +12,7 @@ from tapestry.ir.plan import Plan, still
 from tapestry.ir.program import Program, alive_at, peak_bytes
 from tapestry.plan.lower import lower
 from tapestry.plan.search.problem import Problem
-from tapestry.plan.simulate import simulate
+from tapestry.plan.simulate import Known, Schedule, simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import evaluate
 from tapestry.plan.solver.pairs import proved
@@ -52,16 +52,22 @@ class TooBig(PlanError):
 
 def priced_plan(problem: Problem, choice: Sequence[int], bound: float) -> PricedPlan:
     """The plan of a choice of strategies, lowered and put on the clock; the bound is never above its time."""
+    plan, program, timed = schedule(problem, choice)
+    objective = timed.total if np.isfinite(evaluate(choice, problem.factors)) else np.inf
+    return PricedPlan(
+        plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=problem.distinct, problem=problem
+    )  # fmt: skip
+
+
+def schedule(problem: Problem, choice: Sequence[int]) -> tuple[Plan, Program, Schedule]:
+    """The plan of a choice of strategies, its program, and that on the clock."""
     plan = Plan(
         graph=problem.graph, mesh=problem.topo.mesh, inputs=problem.inputs, outputs=problem.outputs,
         strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, choice, strict=True)),
         streamed=problem.streamed,
     )  # fmt: skip
-    program = lower(plan)
-    objective = simulate(plan, program, problem.topo).total if np.isfinite(evaluate(choice, problem.factors)) else np.inf
-    return PricedPlan(
-        plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=problem.distinct, problem=problem
-    )
+    program = lower(plan, problem.clock.setdefault("needs", {}))
+    return plan, program, simulate(plan, program, problem.topo, problem.clock.setdefault("known", Known()))
 
 
 def choice_of(problem: Problem, plan: Plan) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,7 @@ class Problem:
     flows: list[Flow] = field(default_factory=list[Flow])
     distinct: int = 0
     work: float = 0.0  # units that building it took, about
+    clock: dict[str, Any] = field(default_factory=dict[str, Any])  # what the clock knows of its plans (`simulate.Known`)
 
     @property
     def left_out(self) -> int:
@@ -176,7 +178,10 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
         each = compute.seconds_each(op, graph, block, final, unique, topo)
         seconds.append(float(np.max(each)) + sum(merges_take) + (launches * topo.device.launch if cut else 0.0))
         own.append(each[kept] + (launches - 1) * bool(cut) * np.broadcast_to(topo.each(lambda d: d.launch), len(each))[kept])
-        merging.append(sum(merges_take[:1]) + topo.device.launch if cut else 0.0)  # a second one moves what its buffers have
+        left = compute.state_bytes(op, final) if len(merges_take) > 1 else 0  # of what was scattered
+        second = merge(left, [(a, k) for a, k in cut if not k], topo, reductions(op, s, topo.mesh)) if left else []
+        took = sum(merges_take[:1]) + sum(w.seconds for w in second)
+        merging.append(took + topo.device.launch if cut else 0.0)
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
         shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]

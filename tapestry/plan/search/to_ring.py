@@ -14,8 +14,6 @@ from tapestry.ir.plan import Plan
 from tapestry.plan import ring_attention
 from tapestry.plan.topology import Topology
 
-FASTER = 0.98  # a ring is taken for its speed if the simulated time falls under this share of what it was
-
 
 def with_rings(plan: Plan, topo: Topology) -> Plan | None:
     """The plan with every gather of what an attention goes over as a ring; ``None`` where nothing is gathered."""

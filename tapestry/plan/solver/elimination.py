@@ -16,6 +16,7 @@ import numpy as np
 Scope = tuple[int, ...]
 Table = tuple[Scope, np.ndarray]
 Key = tuple[int, tuple[tuple[int, Scope], ...]]
+AXES = 60  # of an array; numpy has 64
 MANY = 10**18  # cells: more than there ever are
 MANY_TIMES = 10  # so many of the largest tables are worked out at most
 
@@ -65,7 +66,7 @@ class Elimination:
             self.forget(node)
             self.keys[node] = key
             self.groups.setdefault(key, set()).add(node)
-            self.cells[key] = min(prod(self.sizes[n] for n in scope), MANY)
+            self.cells[key] = min(prod(self.sizes[n] for n in scope), MANY) if len(scope) <= AXES else MANY
 
     def forget(self, node: int) -> None:
         """Take a node out of its group."""

@@ -20,6 +20,7 @@ from tapestry.plan.solver.shared_prices import WORTH, Demand, SharedPrices
 
 FLAT = 400_000  # joint choices of all pairs: larger networks with limits are not laid out flat
 BRIEF = 20_000  # joint choices of all pairs up to which a quick search goes on where prices leave little of a gap
+ROUGH = 0.01  # of the cost: how near an answer that is one of many has to be there
 MOST = 20_000_000  # the same without limits, where a solve is one of many
 
 
@@ -78,12 +79,12 @@ def solve(
     fewer, small = _without_beaten(net) if not plain or net.cells() > FLAT else (None, net)  # (large networks repeat)
     start = fewer.shrink(start) if fewer is not None and start is not None else start
     exact = SharedPrices(small.sizes, [(f.nodes, f.table) for f in small.factors], small.demands, np.array(small.limits, float))
-    exact.once = plain and fewer is None
+    exact.once, exact.near = plain and fewer is None, ROUGH if plain and small.cells() > BRIEF else WORTH
     known = exact.search(price, gap, budget)
     if known is not None:  # all that there is to know without limits, or so near that a large network is not laid out flat
         bound = max(bound, known.bound)
         cells = small.cells()
-        enough = max(gap, WORTH) if quick and cells > BRIEF else gap
+        enough = max(gap, ROUGH if plain else WORTH) if quick and cells > BRIEF else gap
         if not small.demands or proved(known.objective, bound, enough) or cells > FLAT:
             return _given(net, fewer, known, given, bound)
         start = known.choice if np.isfinite(known.objective) else start

@@ -65,6 +65,7 @@ class SharedPrices:
         unary, pairs, of: costs of single nodes, costs of groups, and what each node uses, equal ones being one array.
         reduce: whether choices that others beat go before each elimination: without that tables are too large.
         once: whether it is given up where tables are too large.
+        near: part of the cost up to which a choice within the limits is near enough.
         spent: units of work not yet counted.
     """
 
@@ -82,6 +83,7 @@ class SharedPrices:
     of: list[list[tuple[np.ndarray, int, int]]] = field(init=False)
     reduce: bool = False
     once: bool = False
+    near: float = WORTH
     spent: float = 0.0
 
     def __post_init__(self) -> None:
@@ -160,7 +162,7 @@ class SharedPrices:
         if state is None:
             return None
         self.price = self.over_time(state.best_price)
-        if self.bound < np.inf and not proved(self.cost, self.bound, max(gap, WORTH)) and len(begin):
+        if self.bound < np.inf and not proved(self.cost, self.bound, max(gap, self.near)) and len(begin):
             self.keep(state, gap, budget)
         return Solution(self.choice, self.cost, min(self.bound, self.cost), self.price)
 
@@ -230,8 +232,8 @@ class SharedPrices:
                     return
                 high = np.where(_most(over, self.row, len(high)) > 0, high * GROWTH + step, high)
                 step *= GROWTH
-            self._between(self.over_time(state.best_price * (1 - spread)), self.over_time(high), max(gap, WORTH), budget)
-            if proved(self.cost, self.bound, max(gap, WORTH)):
+            self._between(self.over_time(state.best_price * (1 - spread)), self.over_time(high), max(gap, self.near), budget)
+            if proved(self.cost, self.bound, max(gap, self.near)):
                 return
 
     def _between(self, low: np.ndarray, high: np.ndarray, gap: float, budget: Budget) -> None:

@@ -100,6 +100,7 @@ class Topology:
         calls: measured times of backend calls.
         overlap: whether a device's transfers run beside its kernels.
         alone: a device while no other one works, where that was measured.
+        margin: the share by which several devices must be predicted to beat one device: how far measured times are off.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Topology:
     calls: tuple[CallTimes, ...] = ()
     overlap: bool = True
     alone: Device | None = None
+    margin: float = 0.0
 
     def call_seconds(self, call: str, group: int, nbytes: float, stride: int = 0) -> float | None:
         """Seconds of a backend call as measured (`measured_costs.CallTimes` says of which bytes); ``None`` where it was not.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-CLASSES = ("contraction", "convolution", "row", "map", "gather", "opaque")
+CLASSES = ("contraction", "convolution", "row", "softmax", "map", "gather", "opaque")
 CALLS = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "batch_isend_irecv",
 )  # fmt: skip
@@ -93,6 +93,14 @@ def read_calls(data: Iterable[Mapping[str, Any]]) -> tuple[CallTimes, ...]:
     if len(out) > MAX_TABLES or len({(c.call, c.group, c.stride) for c in out}) < len(out):
         raise ValueError("'collectives' say the times of a call and group twice, or of too many")
     return tuple(out)
+
+
+def read_margin(data: Mapping[str, Any]) -> float:
+    """``margin`` of a file; 0 where it says nothing."""
+    found = float(data.get("margin", 0.0))
+    if not 0 <= found <= 1:
+        raise ValueError("'margin' is a share between 0 and 1")
+    return found
 
 
 def read_overlap(data: Mapping[str, Any]) -> bool:

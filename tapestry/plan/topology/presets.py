@@ -42,6 +42,7 @@ class Source:
     calls: tuple[CallTimes, ...] = ()
     overlap: bool = True
     alone: Device | None = None
+    margin: float = 0.0
 
 
 SOURCES = {

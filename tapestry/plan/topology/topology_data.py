@@ -10,7 +10,7 @@ from typing import Any
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Fabric, Link, Topology, Wire, divides
-from tapestry.plan.topology.measured_costs import calls_data, classes_data, read_calls, read_classes, read_overlap
+from tapestry.plan.topology.measured_costs import calls_data, classes_data, read_calls, read_classes, read_margin, read_overlap
 from tapestry.plan.topology.routing import routes
 
 
@@ -39,6 +39,8 @@ def to_data(topo: Topology) -> dict[str, Any]:
         out["collectives"] = calls_data(topo.calls)
     if not topo.overlap:
         out["overlap"] = False
+    if topo.margin:
+        out["margin"] = topo.margin
     if topo.alone:
         out["alone"] = device_data(topo.alone)
     return out
@@ -62,6 +64,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
             name=str(data["name"]), mesh=mesh, links=links, device=device, joined=tuple(map(_fabric, data.get("joined", ()))),
             notes=tuple(map(str, data.get("notes", ()))), kinds=kinds, calls=read_calls(data.get("collectives", ())),
             overlap=read_overlap(data), alone=_device(data["alone"]) if "alone" in data else None,
+            margin=read_margin(data),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None

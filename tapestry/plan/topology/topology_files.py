@@ -15,7 +15,7 @@ from tapestry.interop import instance_map
 from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Link, Topology, weakest
 from tapestry.plan.topology.join import joined
-from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_overlap
+from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_margin, read_overlap
 from tapestry.plan.topology.meshes import parse_mesh
 from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
 
@@ -42,7 +42,7 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
         kinds = [alone]
     out = Topology(
         name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes, calls=found.calls,
-        overlap=found.overlap, alone=alone,
+        overlap=found.overlap, alone=alone, margin=found.margin,
     )  # fmt: skip
     alike = all(d == kinds[0] for d in kinds)
     return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
@@ -99,7 +99,7 @@ def _read(path: Path) -> Source:
         )
         axes, whole = _interconnect(data)
         others = tuple(_other(data["device"], o) for o in data.get("others", ()))
-        calls, overlap = read_calls(data.get("collectives", ())), read_overlap(data)
+        calls, overlap, margin = read_calls(data.get("collectives", ())), read_overlap(data), read_margin(data)
         alone = _like(data["device"], data["alone"]) if "alone" in data else None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=str(path), hint="see docs/topology.md") from None
@@ -112,7 +112,7 @@ def _read(path: Path) -> Source:
             "not a topology: rates must be positive, costs not negative, one of 'levels', 'interconnect', 'instance_map' given",
             where=str(path), hint="see docs/topology.md",
         )  # fmt: skip
-    return Source(device, levels, axes, whole, others, calls, overlap, alone)
+    return Source(device, levels, axes, whole, others, calls, overlap, alone, margin)
 
 
 def _other(base: Mapping[str, Any], o: Mapping[str, Any]) -> Other:

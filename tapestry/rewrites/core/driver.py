@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tapestry.errors import TapestryError
+from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule, apply_moves
+from tapestry.rewrites.core.applied import apply_moves, swept
+from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule
 
 OPTIONAL = ("fuse_rows", "stream_softmax")
 """Rules that never cost a launch or a byte on one device, but tie operations to one cut on several."""
@@ -33,7 +34,7 @@ def simplify(graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE)
     for _ in range(limit):
         before = graph.ops
         for rule in rules:
-            graph = rule.sweep(graph)
+            graph = swept(rule, graph)
         if graph.ops == before:
             break
     return graph
@@ -45,6 +46,8 @@ def apply_legal(graph: Graph, moves: Iterable[Move]) -> tuple[Graph, list[Move]]
     for move in moves:
         try:
             graph = apply_moves(graph, [move])
+        except LawError:  # a user's rule is wrong
+            raise
         except TapestryError:
             continue
         done.append(move)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
@@ -90,6 +90,12 @@ class Rule:
 
     name: ClassVar[str]
     phase: ClassVar[Phase] = "search"
+    exact: ClassVar[bool] = False  # whether results are the same bits, on infinities and NaN as well
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the rule is the package's own; the tests prove those, and `applied` those of users at every place."""
+        return type(self).__module__.startswith("tapestry.")
 
     @property
     def doc(self) -> str:
@@ -163,12 +169,3 @@ def parse_move(text: str) -> Move:
         params.append((key.strip(), int(value) if re.fullmatch(r"-?\d+", value.strip()) else value.strip()))
     at = m.group(2)
     return Move(m.group(1), at[1:-1].replace('\\"', '"') if at.startswith('"') else at, tuple(params))
-
-
-def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
-    """Replay a list of moves."""
-    for move in moves:
-        if move.rule not in RULES:
-            raise TapestryError(f"no rule named '{move.rule}'", hint=f"one of {', '.join(sorted(RULES))}")
-        graph = RULES[move.rule].apply(graph, move)
-    return graph

@@ -11,7 +11,7 @@ from tapestry.errors import TapestryError
 from tapestry.rewrites.core.rule import RULES, register
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
 from tapestry.rewrites.equations.equation import Equation
-from tapestry.rewrites.equations.instances import describe, prove
+from tapestry.rewrites.equations.instances import Proof, describe, prove
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 
 WORDS = frozenset(MEASURES) | frozenset(PROPERTIES)
@@ -24,6 +24,7 @@ def equation(text: RuleText, module: str = __name__) -> type[Equation]:
         name = text.name
         phase = text.phase
         rule = text
+        exact = text.exact
 
         @property
         def doc(self) -> str:
@@ -42,11 +43,12 @@ def register_file(path: Path) -> None:
         register(equation(text))
 
 
-def load_rules(path: str | Path) -> None:
-    """Put the rules of a user's file in the table.
+def load_rules(path: str | Path) -> dict[str, Proof | None]:
+    """Put the rules of a user's file in the table; their names, and how each was proved.
 
-    A ``.tap`` file holds equations: it is data, and nothing in it is executed. Each is tried on random instances first. Any
-    other file is the user's own Python, and is imported: its ``@register`` lines put its rules in the table.
+    A ``.tap`` file holds equations: it is data, and nothing in it is executed. Each is proved on random instances first. Any
+    other file is the user's own Python, and is imported: its ``@register`` lines put its rules in the table, and nothing is
+    proved yet. Every rule of a user's is proved wherever it is applied (`rewrites.core.applied`).
 
     Raises:
         TextError: a file of equations does not read.
@@ -57,22 +59,25 @@ def load_rules(path: str | Path) -> None:
     if not path.is_file():
         raise TapestryError("no such file of rules", where=str(path))
     if path.suffix == ".tap":
-        _load_equations(path)
-    else:
-        _import(path.resolve())
+        return _load_equations(path)
+    there = set(RULES)
+    _import(path.resolve())
+    return dict.fromkeys(n for n in RULES if n not in there)
 
 
-def _load_equations(path: Path) -> None:
+def _load_equations(path: Path) -> dict[str, Proof | None]:
+    out = dict[str, Proof | None]()
     for text in parse_rules(path.read_text(encoding="utf-8"), str(path), WORDS):
         register(equation(text, f"tapestry_rules_{path.stem}"))
         try:
             rule = RULES[text.name]
             assert isinstance(rule, Equation)
             assert rule.doc
-            prove(rule, np.random.default_rng(0))
+            out[text.name] = prove(rule, np.random.default_rng(0))
         except TapestryError:
             del RULES[text.name]
             raise
+    return out
 
 
 def _import(path: Path) -> None:

@@ -16,7 +16,7 @@ from tapestry.plan.topology import Topology, topology
 from tapestry.plan.topology.measured_costs import CLASSES, CallTimes, KernelRates, calls_data, classes_data
 from tapestry.runtime.calibration.call_clock import CallPoint
 from tapestry.runtime.calibration.measure import Measurements
-from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_line, fit_table, vector_rate
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_line, fit_table, margin, vector_rate
 
 HIDDEN = 0.5  # of the shorter one of a transfer and a kernel: with less they take turns rather than run beside each other
 Fit = dict[str, dict[str, Any]]
@@ -54,7 +54,7 @@ def document(found: Measurements, versions: Mapping[str, str], given: Mapping[st
         out["alone"] = measured_device(alone, found.alone, found.dtypes, found.memory)
     points = [[p.kind, p.work, p.light, p.nbytes, p.seconds] for p in found.kernels]
     measured = {"processes": task.processes, "threads": task.threads, "hidden": found.hidden, **versions, "kernels": points}
-    return {**out, "measured": measured, "fit": fit}
+    return {**out, "margin": margin(fit), "measured": measured, "fit": fit}
 
 
 def fit_classes(points: Sequence[KernelPoint]) -> tuple[dict[str, KernelRates], Fit]:

@@ -112,7 +112,7 @@ def _softmax(rows: int, width: int) -> Probe:
         f"y@: f32[{rows}, {width}] = op [i: {rows}, n: {width} | m: {width} logsumexp]\n"
         "  reads x[i, m], z = x[i, n]\n  body x, 1.0\n  then exp((z - acc0)) / acc1"
     )
-    return Probe("row", f"x: f32[{rows}, {width}]", op)
+    return Probe("softmax", f"x: f32[{rows}, {width}]", op)
 
 
 def _sum(rows: int, width: int) -> Probe:
@@ -163,7 +163,7 @@ def probes() -> Iterator[Probe]:
     ):  # fmt: skip
         yield _convolution(b, c, o, side, window)
     yield from (_norm(rows, 768) for rows in (1, 16, 64, 256, 1024))
-    yield from (_softmax(rows, n) for rows, n in ((16, 64), (192, 128), (1536, 64), (3072, 128), (64, 8192)))
+    yield from (_softmax(rows, n) for rows, n in ((16, 64), (192, 128), (1536, 64), (3072, 128), (64, 8192), (4, 32768)))
     yield from (_sum(rows, n) for rows, n in ((64, 64), (256, 768), (2048, 768)))
     for body in ("x + z", "x", "tanh(x)"):
         yield from (_map(rows, n, body) for rows, n in ((8, 64), (64, 768), (256, 768), (512, 3072)))

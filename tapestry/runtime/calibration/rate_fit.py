@@ -8,7 +8,7 @@ by the square of it (Huber 1964), so that few of another kind do not spoil the r
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from tapestry.plan.topology.measured_costs import KernelRates
 
 ROUNDS = 20
 BEYOND = 8.0
+MARGIN = 0.25  # at most: more says that little was learned, not that one device is better
 FAR = 0.4  # of the logarithm of p / t
 FASTEST = 1e18  # FLOP/s or B/s of what no measurement shows to cost anything
 Array = np.ndarray[Any, Any]
@@ -117,6 +118,12 @@ def judged(points: int, held: Sequence[tuple[float, float]]) -> dict[str, Any]:
     errors = [max(p / t, t / p) - 1 if p > 0 else np.inf for p, t in held]
     median, worst = (statistics.median(errors), max(errors)) if errors else (None, None)
     return {"points": points, "held_back": len(held), "median_error": median, "worst_error": worst}
+
+
+def margin(fit: Mapping[str, Mapping[str, Any]]) -> float:
+    """How far a plan's time may be off: the median over classes and calls, of which a plan has some of each."""
+    errors = [v["median_error"] for v in fit.values() if v.get("median_error") is not None]
+    return min(statistics.median(errors), MARGIN) if errors else 0.0
 
 
 def fit_kernels(points: Sequence[KernelPoint], vector: float = FASTEST) -> tuple[KernelRates, dict[str, Any]]:

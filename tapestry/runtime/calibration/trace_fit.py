@@ -14,7 +14,7 @@ from typing import Any
 from tapestry.errors import TapestryError
 from tapestry.plan.topology import Topology, device_data, from_data
 from tapestry.plan.topology.measured_costs import CLASSES, CallTimes, KernelRates, calls_data, classes_data
-from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, kernel_point
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, kernel_point, margin
 
 FEWEST = 4  # sizes of a class of kernels for its three numbers
 FEWEST_SIZES = 3  # of a call
@@ -55,7 +55,8 @@ def from_trace(path: Path, memory: int) -> dict[str, Any]:
         out["alone"] = {**device_data(before.alone), "memory": memory}
     if tables:
         out["collectives"] = calls_data(tables)
-    return {**out, "measured": {"trace": str(path), "steps": len(steps)}, "fit": {**fit, **more}}
+    both = {**fit, **more}
+    return {**out, "margin": margin(both), "measured": {"trace": str(path), "steps": len(steps)}, "fit": both}
 
 
 def _kernel(s: Mapping[str, Any]) -> KernelPoint:

@@ -103,7 +103,7 @@ def test_a_build_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert next(iter(plain.kernels)) == name
     assert kernel_sources.named_kernels(graph, program, knobs=found.build.knobs)[name][1].config == changed
     found.save(tmp_path / "b")
-    build, _ = verify_build(tmp_path / "b")
+    build, _, _ = verify_build(tmp_path / "b")
     assert build.knobs == found.build.knobs
     broken = {k: {"bm": -1} for k in build.knobs}
     with pytest.raises(BuildError, match="knob bm"):

@@ -1,0 +1,140 @@
+"""Plans that are not their model's: edits that keep every law of a plan, signed again, each of which `verify` must refuse.
+
+    .venv/bin/python -m bench model_edits [--models NAME …] [--only REGEX] [--each 1]
+
+Builds of five models for two devices: exported ones (../shared/models, or --folder) and one of opaque nodes, loops and layouts
+(`tests/support/faults/edited_model.py`). Every kind of edit is put into a build of each that has a place for it, everything
+around it (program, kernels, report, hashes) is made anew, and `verify_build` must refuse it by a law and say where. Kinds of
+`graph_edits_later` were written after the checker was finished and are counted apart. Each build is verified untouched as well,
+beside one evaluation of its model by onnxruntime. Writes bench/results/model_edits.json; exits 1 if an edit was accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tapestry
+from bench.correctness.mutations import MODELS
+from bench.support import record
+from tapestry.errors import TapestryError
+from tapestry.runtime.feeds import random_feeds
+from tapestry.saved_build import verify_build
+from tapestry.verify import model_outputs
+from tests.support.faults import claim_edits, edited_build, graph_edits
+from tests.support.faults.edited_model import mixed
+from tests.support.faults.graph_edits_later import LATER
+
+FOUR = ("llama_tiny", "bert_base", "resnet50", "t5_small")
+
+
+def compiled(name: str, folder: Path, place: Path) -> Path:
+    """A saved build of a model on two devices."""
+    if name == "mixed":
+        path = place / "mixed.onnx"
+        path.write_bytes(mixed().SerializeToString())
+        plan = tapestry.compile(path, devices=2, layouts=["y:0=2@d0"], topology="cpu", sharding=False)
+    else:
+        plan = tapestry.compile(folder / f"{name}.onnx", devices=2, shapes=MODELS[name], time_limit=5.0, topology="cpu")
+    plan.save(place / name)
+    return place / name
+
+
+def timed(build: Path) -> dict[str, float]:
+    """Seconds to verify a build, and of one evaluation of its model by onnxruntime, the session made and used."""
+    start = time.perf_counter()
+    found, _, evidence = verify_build(build)
+    verified = time.perf_counter() - start
+    feeds = random_feeds(found.plan.graph, 0)
+    start = time.perf_counter()
+    model_outputs.reference(Path(found.model), feeds)
+    evaluated = time.perf_counter() - start
+    return {"verify_s": verified, "onnxruntime_s": evaluated, "within": verified <= 3 * evaluated + 2, "evidence": evidence[0]}
+
+
+def attempt(good: Path, edit: graph_edits.Edit, seed: str) -> tuple[str, str]:
+    """What refused an edit and what it said; ("", "") where nothing did, ("none", "") where there is no place for it."""
+    with tempfile.TemporaryDirectory() as name:
+        e = edited_build.load(good, random.Random(seed))
+        before = e.graph
+        if not edit(e) or not edited_build.alters(before, e.graph):
+            return "none", ""
+        try:
+            edited_build.save(e, Path(name) / "b")
+        except (AssertionError, KeyError, IndexError, ValueError, TapestryError) as reason:
+            return "none", f"cannot be made: {reason}"[:200]
+        try:
+            verify_build(Path(name) / "b")
+        except TapestryError as refused:
+            law = getattr(refused, "law", type(refused).__name__)
+            return law, " ".join(str(refused).split())[:300]
+    return "", ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[*FOUR, "mixed"])
+    parser.add_argument("--folder", type=Path, default=record.SHARED, help="where MODEL.onnx are")
+    parser.add_argument("--only", default=".", help="edits whose names match")
+    parser.add_argument("--each", type=int, default=1, help="places for each kind of edit in each model")
+    args = parser.parse_args()
+    kinds = {**graph_edits.EDITS, **LATER}
+    assert claim_edits.output_dropped.__name__ in kinds
+    rows: dict[str, dict[str, Any]] = {
+        k: {"edit": k, "later": k in LATER, "tried": 0, "refused": 0, "laws": {}, "accepted": [], "example": "", "models": []}
+        for k in kinds if re.search(args.only, k)
+    }  # fmt: skip
+    times: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for model in args.models:
+            good = compiled(model, args.folder, Path(name))
+            times[model] = timed(good)
+            for k, row in rows.items():
+                for n in range(args.each):
+                    law, text = attempt(good, kinds[k], f"{model} {k} {n}")
+                    count(row, model, law, text)
+            done = sum(r["refused"] for r in rows.values())
+            print(model, f"{done} of {sum(r['tried'] for r in rows.values())} refused", file=sys.stderr, flush=True)
+    return report(list(rows.values()), times, full=args.only == "." and set(args.models) >= {*FOUR, "mixed"})
+
+
+def count(row: dict[str, Any], model: str, law: str, text: str) -> None:
+    """Add what became of one edit."""
+    if law == "none":
+        return
+    row["tried"] += 1
+    row["models"] = sorted({*row["models"], model})
+    if law:
+        row["refused"] += 1
+        row["laws"][law] = row["laws"].get(law, 0) + 1
+        row["example"] = row["example"] or text
+    else:
+        row["accepted"].append(model)
+
+
+def report(rows: list[dict[str, Any]], times: dict[str, Any], full: bool) -> int:
+    """Say what was refused, and record it if everything was asked."""
+    tried, refused = sum(r["tried"] for r in rows), sum(r["refused"] for r in rows)
+    wrong, never = [r for r in rows if r["accepted"]], [r["edit"] for r in rows if not r["tried"]]
+    later = [r for r in rows if r["later"]]
+    share = f"{sum(r['refused'] for r in later)} of {sum(r['tried'] for r in later)}"
+    print(f"{len(rows)} kinds, {refused} of {tried} edits refused; of the {len(later)} kinds written later {share}")
+    print(f"accepted: {[(r['edit'], r['accepted']) for r in wrong] or 'none'}; never: {never or 'none'}")
+    for model, t in times.items():
+        print(f"{model}: verify {t['verify_s']:.2f} s, onnxruntime {t['onnxruntime_s']:.2f} s")
+    if full:
+        record.write("model_edits", rows, models=times, kinds=len(rows), later=len(later), tried=tried, refused=refused)
+    else:
+        print(json.dumps(wrong, indent=1))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

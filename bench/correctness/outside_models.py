@@ -1,0 +1,142 @@
+"""Models of an outside generator (nnsmith) under random plans: whether any goes wrong.
+
+    .venv/bin/python -m bench outside_models --folder DIR [--seed S] [--first N] [--count N] [--minutes M]
+
+Every .onnx file of the folder, and the same in float64, gets inputs of its own and a recipe of the fuzzer (mesh, moves,
+strategies, way of running). Its outputs are judged as a fuzz case's are: exact ones exactly, floats to what noise in the last
+places explains (`tapestry.fuzz.trial.judge`); then it runs again with infinities and NaNs in its inputs, against the
+interpreter of the lifted graph (`tapestry.fuzz.awkward`). Counted apart: ``rounding``, a value that noise in the last
+places moves as far
+as ours is off; ``not finite``, a model whose outputs are infinite or NaN already, which the second run alone judges; ``unfit``,
+a model that onnxruntime does not run. Writes bench/results/outside_models.json; exits 1 where a value is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from bench.support import record
+from tapestry.fuzz import awkward
+from tapestry.fuzz.generate.evaluate import Array, Unfit, replay
+from tapestry.fuzz.generate.random_model import Model
+from tapestry.fuzz.recipe import random_recipe
+from tapestry.fuzz.trial import Failure, Refused, attempt, prepare
+
+DOUBLE = {TensorProto.FLOAT: TensorProto.DOUBLE}
+
+
+def widened(model: ModelProto) -> ModelProto:
+    """The model with float64 for every float32."""
+    out = ModelProto()
+    out.CopyFrom(model)
+    for t in out.graph.initializer:
+        if t.data_type == TensorProto.FLOAT:
+            t.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(t).astype(np.float64), t.name))
+    for v in (*out.graph.input, *out.graph.output):
+        kind = v.type.tensor_type
+        kind.elem_type = DOUBLE.get(kind.elem_type, kind.elem_type)
+    del out.graph.value_info[:]
+    for n in out.graph.node:
+        for a in n.attribute:
+            if n.op_type == "Cast" and a.name == "to":
+                a.i = DOUBLE.get(a.i, a.i)
+            elif a.type == onnx.AttributeProto.TENSOR and a.t.data_type == TensorProto.FLOAT:
+                a.t.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(a.t).astype(np.float64), a.t.name))
+    return out
+
+
+def values(shape: list[int], dtype: np.dtype[Any], rng: np.random.Generator) -> Array:
+    """Random values of an input."""
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(bool)
+    return (rng.integers(0, 6, shape) if dtype.kind in "iu" else rng.uniform(-2, 2, shape)).astype(dtype)
+
+
+def subject(proto: ModelProto, rng: np.random.Generator) -> Model:
+    """A model with inputs, and outputs as onnxruntime finds them without optimisations, node by node.
+
+    Raises:
+        Unfit: it runs none of them.
+    """
+    weights = {t.name: np.array(numpy_helper.to_array(t)) for t in proto.graph.initializer}
+    inputs: dict[str, Array] = {}
+    for i in proto.graph.input:
+        if i.name not in weights:
+            kind = i.type.tensor_type
+            shape = [d.dim_value for d in kind.shape.dim]
+            inputs[i.name] = values(shape, helper.tensor_dtype_to_np_dtype(kind.elem_type), rng)
+    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    nodes = tuple(proto.graph.node)
+    found = replay(nodes, {**inputs, **weights}, opset)
+    outputs = {o.name: found[o.name] for o in proto.graph.output}
+    return Model(nodes=nodes, inputs=inputs, weights=weights, outputs=outputs, exact=frozenset(), opset=opset)
+
+
+def judged(name: str, proto: ModelProto, seed: int, folder: Path) -> tuple[str, str]:
+    """``right``, ``unfit``, ``refused``, or what failed, with its detail."""
+    rng = random.Random(f"{seed} {name}")
+    try:
+        prepared = prepare(subject(proto, np.random.default_rng([seed, len(name)])), folder / "model.onnx")
+    except (Unfit, ValueError) as e:
+        return "unfit", str(e)[:120]
+    except Refused as e:
+        return "refused", e.message[:120]
+    if isinstance(prepared, Failure):
+        return f"{prepared.kind}: {prepared.what}", prepared.detail[-600:]
+    recipe = random_recipe(prepared.lifted.graph, rng)[0]
+    recipe = replace(recipe, via="strategies" if recipe.via in ("processes", "build") else recipe.via)
+    recipe = replace(recipe, cells=awkward.draw(prepared.lifted.graph, rng))
+    failed = attempt(prepared, recipe)
+    if failed:
+        return f"{failed.kind}: {failed.what}", failed.detail[-600:]
+    moved = [s for _, s in prepared.referee.values()]  # asked only where a value was farther off than its type allows
+    if not np.isfinite(moved).all():
+        return "not finite", "an output is infinite or NaN, or noise makes it so"
+    return ("rounding", f"noise moves it by {max(moved):.3g}") if moved else ("right", "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    end, counts, rows = time.monotonic() + 60 * args.minutes, Counter[str](), list[record.Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        for path in sorted(args.folder.glob("*.onnx"))[args.first :][: args.count]:
+            if time.monotonic() > end:
+                break
+            proto = onnx.load(path)
+            for kind, model in (("float32", proto), ("float64", widened(proto))):
+                verdict, detail = judged(f"{path.name} {kind}", model, args.seed, Path(folder))
+                counts[f"{kind} {verdict}"] += 1
+                if verdict != "right":
+                    rows.append({"model": path.name, "type": kind, "verdict": verdict, "detail": detail})
+    wrong = [r for r in rows if r["verdict"] not in ("right", "unfit", "refused", "rounding", "not finite")]
+    for r in wrong:
+        print(r)
+    print(dict(counts))
+    record.write("outside_models", rows, counts=dict(counts), seed=args.seed)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The comparison of a plan's graph with its model file: what it runs on, what it says where it cannot be made."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, TensorProto, helper
+
+from tapestry.errors import LawError, ModelError, TapestryError, refusing
+from tapestry.ir.graph import Graph
+from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.lift.file.structure import file_bytes, load
+from tapestry.lift.file.weight_data import read_weight
+from tapestry.lift.normalize.opset_upgrade import upgrade
+from tapestry.onnx_eval.value_kinds import is_array
+from tapestry.runtime.feeds import random_feeds
+from tapestry.verify.model import model_laws, second_opinion
+from tapestry.verify.model.model_values import ModelFile
+
+Array = np.ndarray[Any, Any]
+Evidence = dict[str, Any]
+POINTS = 1 << 37  # index points of a graph whose model is still run
+QUICKLY = 1 << 34  # where a plan has just been made
+BYTES = 1 << 32  # of weights and values
+
+
+def compare(
+    graph: Graph, model: Path, sha256: str, constants: Mapping[str, Array], *, points: int = POINTS, special: bool = True
+) -> tuple[dict[str, int], Evidence]:
+    """Hold a graph to its model file; returns counts of checks, by law, and the evidence for a certificate.
+
+    Args:
+        constants: data of the derived constants.
+        points: a graph of more index points is compared in names, weights and attributes alone.
+        special: run once more on infinities and the like.
+
+    Raises:
+        LawError: the graph is not the model's, or the file is another one than the plan was made of.
+    """
+    try:
+        found = hashlib.sha256(file_bytes(model)).hexdigest()
+    except (OSError, ValueError, ModelError):
+        return {"model": 0}, _nothing("model not present: graph not compared")
+    if found != sha256:
+        raise LawError(
+            "model", "the model file is not the one that the plan was made of", where=str(model), why=f"its SHA-256 is {found}"
+        )
+    proto = load(model)
+    with refusing(ModelError, "the plan's model cannot be read", str(model), "compile it again"):
+        early = upgrade(proto)
+    absent = _absent(proto, model.parent)
+    too_big = _too_big(graph, points)
+    drawn = {} if too_big else _drawn(absent, graph)
+    file = ModelFile(proto, model.parent, drawn)
+
+    def read(name: str) -> Array:
+        return (
+            drawn[name] if name in drawn else read_weight(model, graph.weights[name], graph.tensors[name], constants=constants)
+        )
+
+    if too_big:
+        done = model_laws.facts(graph, file, read)
+        evidence = _nothing(f"{too_big}: operations not compared by value") | {"counts": dict(done)}
+    else:
+        done, evidence = _by_value(graph, file, read, special)
+    if early:
+        evidence["written as"] = "opset 7, by the compiler, which is not compared"
+    if drawn:
+        evidence["weights"] = f"{len(drawn)} without data were drawn at random"
+    return {"model": sum(n for what, n in done.items() if what in COUNTED)}, evidence
+
+
+COUNTED = ("inputs and outputs", "weights", "constants", "operations", "opaque nodes")
+
+
+def _by_value(graph: Graph, file: ModelFile, read: Any, special: bool) -> tuple[Mapping[str, int], Evidence]:
+    """The comparison on the first inputs that a reference takes."""
+    why = ""
+    for feeds in _feeds(graph):
+        try:
+            compared = model_laws.check(graph, file, feeds, read, special=special)
+        except LawError:
+            raise
+        except TapestryError as e:
+            why = why or e.what
+            continue
+        return compared.counts, compared.evidence()
+    done = model_laws.facts(graph, file, read)
+    return done, _nothing(f"{why or 'no values for its inputs'}: operations not compared by value") | {"counts": dict(done)}
+
+
+def second_opinions(
+    graph: Graph, model: Path, constants: Mapping[str, bytes], feeds: Mapping[str, Any], reference: str
+) -> dict[str, Any]:
+    """Opaque nodes that a run and its reference give to one library, asked of another (`verify.model.second_opinion`)."""
+    proto = load(model)
+    upgrade(proto)
+    held = arrays(graph, constants)
+
+    def read(name: str) -> Array:
+        return read_weight(model, graph.weights[name], graph.tensors[name], constants=held)
+
+    return second_opinion.second_opinions(graph, ModelFile(proto, model.parent), feeds, read, reference)
+
+
+def arrays(graph: Graph, constants: Mapping[str, bytes]) -> dict[str, Array]:
+    """The derived constants of a graph, from their bytes."""
+    tensors = graph.tensors
+    return {t: np.frombuffer(b, numpy_dtype(tensors[t].dtype)).reshape(tensors[t].shape) for t, b in constants.items()}
+
+
+def _nothing(why: str) -> Evidence:
+    return {"kind": "none", "what": "the graph's operations", "against": "the model file", "why": why, "counts": {}}
+
+
+def _feeds(graph: Graph) -> list[dict[str, Any]]:
+    """Random inputs; the same with whole numbers of 0 and 1, and of 0, for models that take indices in odd ways."""
+    try:
+        first = random_feeds(graph, 0)
+    except TapestryError:
+        return []
+    rng = np.random.default_rng(0)
+
+    def small(a: Any, most: int) -> Any:
+        given: Array | None = a if is_array(a) and a.dtype.kind in "iu" else None
+        return a if given is None else rng.integers(0, most + 1, given.shape).astype(given.dtype)
+
+    return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
+
+
+def _too_big(graph: Graph, points: int) -> str:
+    """Why a model is not run; "" if it is."""
+    work = sum(math.prod(d.size for d in op.space) for op in graph.ops)
+    held = sum(t.nbytes for t in graph.tensors.values())
+    if work > points:
+        return f"{work:,} index points, and {points:,} are run"
+    return f"{held:,} bytes of weights and values, and {BYTES:,} are run" if held > BYTES else ""
+
+
+def _absent(proto: ModelProto, folder: Path) -> list[TensorProto]:
+    """Initializers whose files are not there."""
+    out: list[TensorProto] = []
+    for t in proto.graph.initializer:
+        if t.data_location == TensorProto.EXTERNAL:
+            location = next((e.value for e in t.external_data if e.key == "location"), "")
+            if not (folder / location).is_file():
+                out.append(t)
+    return out
+
+
+def _drawn(absent: list[TensorProto], graph: Graph) -> dict[str, Array]:
+    """Random data in the place of what is not there, of a scale at which layers keep the size of what goes through them."""
+    rng = np.random.default_rng(0)
+    out: dict[str, Array] = {}
+    for t in absent:
+        shape, dtype = tuple(t.dims), helper.tensor_dtype_to_np_dtype(t.data_type)
+        known = graph.tensors.get(t.name)
+        if known is not None and numpy_dtype(known.dtype) != dtype:
+            continue
+        if known is None or known.dtype in FLOATS:
+            scale = 1 / math.sqrt(max(1, math.prod(shape[:-1]) if len(shape) == 2 else math.prod(shape[1:])))
+            out[t.name] = (rng.standard_normal(shape) * (scale if len(shape) > 1 else 0.1) + (len(shape) == 1) * 0.5).astype(
+                dtype
+            )
+        else:
+            out[t.name] = rng.integers(0, 100, shape).astype(dtype)
+    return out

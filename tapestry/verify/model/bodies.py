@@ -1,0 +1,130 @@
+# pyright: basic
+# onnx comes without complete types
+"""Whether a node with bodies (If, Loop, Scan) is the model's: both are run on the same inputs, conditions and counts varied.
+
+The compiler folds and shortens bodies, so that their text differs; every branch is taken, and loops run once and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto
+
+from tapestry.errors import LawError
+from tapestry.ir.graph import Graph, Opaque
+from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.verify.interp import opaque
+from tapestry.verify.model.model_values import ModelFile, outer_names, run_node
+
+Array = np.ndarray[Any, Any]
+TRIALS = 6
+
+
+def check(op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: Mapping[str, Any], seed: int) -> int:
+    """Check an operation against the model's node; returns on how many variants both ran.
+
+    Args:
+        values: of the model, by name; those that the node reads among them.
+
+    Raises:
+        LawError: they differ on one.
+    """
+    ins = [n for n in (*node.input, *outer_names(node)) if n]
+    theirs = {n: values[n] if n in values else model.constant(n) for n in ins}
+    count = 0
+    for variant in _variants(node, theirs, {*op.inputs}, np.random.default_rng(seed)):
+        expected = _expected(node, model, variant)
+        if expected is None:
+            continue
+        given = {t: _given(variant.get(t, values.get(t)), graph, t) for t in op.inputs}
+        where = f"operation '{op.outs[0]}' ({op.kind})"
+        try:
+            found = opaque(op, _free(graph, op), given, wide=False)
+        except Exception as e:
+            raise LawError("model", "a body does not run where the model's does", where=where, why=str(e)[:200]) from e
+        by_name = dict(zip([o for o in node.output if o], expected, strict=True))
+        wrong = next((t for t, a in zip(op.outs, found, strict=True) if t in by_name and not alike(a, by_name[t])), None)
+        if wrong is not None:
+            changed = [n for n in ins if variant[n] is not theirs[n]]
+            raise LawError("model", "a body is not the model's", where=where, why=f"'{wrong}' differs, with other {changed}")
+        count += 1
+    return count
+
+
+def _expected(node: NodeProto, model: ModelFile, variant: Mapping[str, Any]) -> list[Any] | None:
+    """What the model's node gives; None for inputs that it does not take."""
+    try:
+        return run_node(node, model.opsets, [variant.get(n) for n in (*node.input, *outer_names(node))], True)
+    except Exception:  # evaluators raise many kinds
+        return None
+
+
+def _free(graph: Graph, op: Opaque) -> Graph:
+    """The graph with results of any shape, as other trip counts give them."""
+    tensors = {t: replace(graph.tensors[t], dtype="host", shape=()) for t in op.outs}
+    return replace(graph, tensors={**graph.tensors, **tensors})
+
+
+def _given(value: Any, graph: Graph, name: str) -> Any:
+    if graph.tensors[name].on_host and not isinstance(value, HostValue):
+        return HostValue(value)
+    return value
+
+
+def _variants(
+    node: NodeProto, own: Mapping[str, Any], open_: set[str], rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The node's own inputs, and others: conditions turned, counts of steps of 0 to 3, numbers drawn anew.
+
+    Only those of ``open_`` are varied: what the plan does not read any more was a constant, and is part of its body.
+    """
+    flags = [n for n, a in own.items() if n in open_ and isinstance(a, np.ndarray) and a.dtype == bool and a.size == 1]
+    yield dict(own)
+    for n in flags:
+        yield {**own, n: ~own[n]}
+    if node.op_type == "Loop" and node.input[0] in open_:
+        count = own[node.input[0]]
+        for steps in (1, 3, 2):
+            yield {**own, node.input[0]: np.full_like(count, steps), **{n: np.ones_like(own[n]) for n in flags}}
+    for k in range(TRIALS):
+        drawn = {n: _drawn(a, rng) if n in open_ else a for n, a in own.items()}
+        yield {**drawn, **{n: own[n] if k % 2 else ~own[n] for n in flags}} | _count(node, own)
+
+
+def _count(node: NodeProto, own: Mapping[str, Any]) -> dict[str, Any]:
+    return {node.input[0]: own[node.input[0]]} if node.op_type == "Loop" and node.input[0] else {}
+
+
+def _drawn(a: Any, rng: np.random.Generator) -> Any:
+    """Other numbers of the same type and shape: floats anew, integers in another order."""
+    if not isinstance(a, np.ndarray) or a.dtype == object:
+        return a
+    if a.dtype.kind == "f":
+        return rng.standard_normal(a.shape).astype(a.dtype)
+    return rng.permutation(a.reshape(-1)).reshape(a.shape)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two values are the same, or a few roundings apart: the same node ran, perhaps by another evaluator."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if a is None or b is None:
+        return a is b
+    x, y = np.asarray(a), np.asarray(b)
+    if x.shape != y.shape or (x.dtype != y.dtype and object not in (x.dtype, y.dtype)):
+        return False
+    if x.dtype.kind in "OUS" or x.dtype.kind not in "fcV":
+        return bool(np.all(x == y))
+    wide = np.complex128 if x.dtype.kind == "c" else np.float64
+    unit = {8: 1e-12, 4: 1e-5, 2: 1e-2}.get(x.dtype.itemsize, 1e-1) if x.dtype.kind == "f" else 1e-2
+    p, q = x.astype(wide), y.astype(wide)
+    with np.errstate(all="ignore"):
+        size = np.abs(q[np.isfinite(q)])
+        limit = unit * (np.abs(q) + (size.mean() if size.size else 0))
+        return bool(np.all((np.abs(p - q) <= limit) | (p == q) | (np.isnan(p) & np.isnan(q))))

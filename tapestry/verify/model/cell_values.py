@@ -1,0 +1,319 @@
+"""Values of a graph's operations at chosen cells, from given values of other tensors: vectorised over the cells.
+
+A tensor that is not given is followed back to those that are, at the cells that are asked for alone. Floats are computed in
+float64, or as the graph says; with noise every rounding is made larger and random (Monte Carlo arithmetic: Parker 1997), so
+that the spread of the results says what rounding, and a decision taken just at its edge, may do to a cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tapestry.errors import LawError
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions
+from tapestry.ir.graph import Block, Graph, Op, Opaque, Read
+from tapestry.ir.index import evaluate
+from tapestry.ir.laws import where
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product
+from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.verify.interp import NUMPY, cast_array, opaque
+
+Array = np.ndarray[Any, Any]
+Known = Callable[[str], Any]
+UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+CHUNK = 1 << 20  # index points evaluated together
+SMALL = 1 << 12  # cells of a tensor that is computed whole, whatever is asked of it
+CHAIN = 1 << 22  # index points of a step of a long chain that is computed whole
+EXACT = frozenset({"neg", "abs", "where", "min", "max", "floor", "ceil", "round", "sign"})
+CURVES = frozenset(
+    {"exp", "log", "erf", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"}
+    | {"sigmoid", "log1p", "expm1", "pow"}
+)
+ROUNDINGS, CURVE_ROUNDINGS = 4.0, 16.0  # how many roundings of its type a reference's primitive may be wrong by
+REDUCERS: dict[str, np.ufunc] = {
+    "add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and,
+}  # fmt: skip
+
+
+class CellValues:
+    """Evaluates operations of one graph.
+
+    Attributes:
+        unit: the coarsest unit roundoff of anything computed since it was last set to 0.
+        random: whether anything computed since it was last cleared draws random numbers.
+        whole_numbers: whether anything since then was a float made a whole number, of which a NaN or an infinity may be any.
+    """
+
+    def __init__(
+        self, graph: Graph, known: Known, *, wide: bool = True, noise: np.random.Generator | None = None, coarsest: float = 1.0
+    ) -> None:
+        """``known`` gives a tensor's array (or host value), and None of one that is to be followed back; ``coarsest`` is the
+        unit roundoff beyond which nothing is forgiven, whatever types the graph computes in."""
+        self.graph, self.known, self.wide, self.noise, self.coarsest = graph, known, wide, noise, coarsest
+        self.unit, self.random, self.whole_numbers = 0.0, False, False
+        self._makers = graph.producers()
+        self._whole: dict[str, tuple[Any, float, bool]] = {}  # value, coarsest unit and randomness of what it is made of
+
+    # tensors
+    def at(self, tensor: str, index: Sequence[Array]) -> Array:
+        """Cells of a tensor; the index arrays, one per axis, broadcast."""
+        source = self._given(tensor)
+        if source is None and self._wants_whole(tensor, index):
+            source = self.whole(tensor)
+        if source is not None:
+            return self._typed(tensor, source[tuple(np.broadcast_arrays(*index))] if index else source)
+        shape = self.graph.tensors[tensor].shape
+        places = np.ravel_multi_index(tuple(np.broadcast_arrays(*index)), shape)
+        distinct, back = np.unique(places, return_inverse=True)
+        op = self.graph.ops[self._makers[tensor]]
+        assert isinstance(op, Block)
+        cells = self.block(op, np.stack(np.unravel_index(distinct, shape), axis=1))[op.outs.index(tensor)][0]
+        return cells[back.reshape(places.shape)]
+
+    def whole(self, tensor: str) -> Any:
+        """All cells of a tensor, or a value of the host."""
+        if (given := self._given(tensor)) is not None:
+            return given
+        for name in self._behind(tensor):
+            op = self.graph.ops[self._makers[name]]
+            if name in self._whole or (name != tensor and not self._cheap(op, name)):
+                continue
+            if isinstance(op, Opaque):
+                values = {t: self.stored(t, self.whole(t)) for t in op.inputs}
+                made = opaque(op, self.graph, values, wide=False)
+                self._keep(op, [self.stored(t, v) for t, v in zip(op.outs, made, strict=True)])
+                continue
+            shape = self.graph.tensors[name].shape
+            points = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=1) if shape else np.zeros((1, 0), int)
+            self._keep(op, [v.reshape(shape) for v, _ in self.block(op, points)])
+        return self._given(tensor)
+
+    def _keep(self, op: Op, values: list[Any]) -> None:
+        self._whole.update((t, (v, self.unit, self.random)) for t, v in zip(op.outs, values, strict=True))
+
+    def stored(self, tensor: str, value: Any) -> Any:
+        """A value as the graph's type of the tensor has it: what an ONNX node is given."""
+        t = self.graph.tensors[tensor]
+        if t.on_host:
+            return value if isinstance(value, HostValue) else HostValue(value)
+        return np.asarray(value).astype(numpy_dtype(t.dtype), copy=False)
+
+    def _given(self, tensor: str) -> Any:
+        source = self.known(tensor)
+        if source is None and tensor in self._whole:
+            source, unit, random = self._whole[tensor]
+            self.unit, self.random = max(self.unit, unit), self.random or random
+        return source
+
+    def _typed(self, tensor: str, cells: Array) -> Array:
+        dtype = numpy_dtype(self.graph.tensors[tensor].dtype, self.wide)
+        return cells if cells.dtype == dtype else cells.astype(dtype)
+
+    def _wants_whole(self, tensor: str, index: Sequence[Array]) -> bool:
+        if tensor not in self._makers:
+            raise LawError("model", f"'{tensor}' comes from nowhere", where="the graph")
+        op = self.graph.ops[self._makers[tensor]]
+        size = self.graph.tensors[tensor].size
+        asked = math.prod(np.broadcast_shapes(*(i.shape for i in index))) if index else 1
+        return isinstance(op, Opaque) or size <= SMALL or 2 * asked >= size or len(self._behind(tensor)) > 8
+
+    def _behind(self, tensor: str) -> list[str]:
+        """The tensors that are followed back for this one, itself the last, in the order in which they are made."""
+        found, stack = set[str](), [tensor]
+        while stack:
+            t = stack.pop()
+            if t in found or t in self._whole or t not in self._makers or self.known(t) is not None:
+                continue
+            found.add(t)
+            stack += self.graph.ops[self._makers[t]].inputs
+        return sorted(found, key=self._makers.__getitem__)
+
+    def _cheap(self, op: Op, name: str) -> bool:
+        return isinstance(op, Opaque) or math.prod(d.size for d in op.space) <= CHAIN or self.graph.tensors[name].size <= SMALL
+
+    # operations
+    def block(self, op: Block, points: Array) -> list[tuple[Array, Array]]:
+        """Of each output the values at some cells (a row of ``points`` each), and how far rounding may move sums there."""
+        each = max(1, math.prod(d.size for d in (*op.reduce, *op.inner_dims)))
+        step = max(1, CHUNK // each)
+        rows = [self._rows(op, points[k : k + step]) for k in range(0, max(len(points), 1), step)]
+        return [(np.concatenate([r[k][0] for r in rows]), np.concatenate([r[k][1] for r in rows])) for k in range(len(op.outs))]
+
+    def _rows(self, op: Block, points: Array) -> list[tuple[Array, Array]]:
+        n = len(op.dims)
+        env = {d.name: points[:, k] for k, d in enumerate(op.dims)}
+        if op.monoid is None:
+            made = self._expressions(op, op.body, env, [])
+            return [(np.broadcast_to(v, len(points)).copy(), np.zeros(len(points))) for v in made]
+        state, slack = self._reduced(op, points, n)
+        moves = [np.zeros(()) if e is None else e for e in slack]
+        low, middle, high = (
+            self._expressions(
+                op, op.then, env, [s + sign * e if sign and e.ndim else s for s, e in zip(state, moves, strict=True)]
+            )
+            for sign in (-1, 0, 1)
+        )
+        out: list[tuple[Array, Array]] = []
+        for a, b, c in zip(low, middle, high, strict=True):
+            value = np.broadcast_to(b, len(points)).copy()
+            floating = value.dtype.kind == "f"
+            with np.errstate(all="ignore"):
+                moved = np.maximum(np.abs(a - b), np.abs(c - b)) if floating else np.zeros(())
+            out.append((value, np.broadcast_to(np.nan_to_num(moved, nan=0.0, posinf=0.0), len(points)).copy()))
+        return out
+
+    def _reduced(self, op: Block, points: Array, n: int) -> tuple[list[Array], list[Array | None]]:
+        """The state of each cell, taken a part of the first reduced dimension at a time; and what rounding may do to sums."""
+        rest = math.prod(d.size for d in (*op.reduce[1:], *op.inner_dims))
+        first = op.reduce[0].size if op.reduce else 1
+        step = max(1, CHUNK // max(1, rest * len(points)))
+        state: list[Array] | None = None
+        slack: list[Array | None] = []
+        for lo in range(0, max(first, 1), step):
+            fields = self._fields(op, points, n, (lo, min(first, lo + step)))
+            part, more = self._fold(str(op.monoid), tuple(e.dtype for e in op.body), fields)
+            state = part if state is None else self._merge(str(op.monoid), tuple(e.dtype for e in op.body), state, part)
+            slack = more if not slack else [a if b is None or a is None else a + b for a, b in zip(slack, more, strict=True)]
+        assert state is not None
+        count = math.sqrt(max(1, math.prod(d.size for d in op.reduce)))
+        slack = [None if s is None else s * (8 + count) for s in slack]
+        if self.noise is not None:
+            state = [s if e is None else s + e * self.noise.uniform(-1, 1, s.shape) for s, e in zip(state, slack, strict=True)]
+        return state, slack
+
+    def _fields(self, op: Block, points: Array, n: int, part: tuple[int, int]) -> list[Array]:
+        """The lifted state at each cell and each point of the reduced dimensions, as rows."""
+        rank = 1 + len(op.reduce) + len(op.inner_dims)
+        env: dict[str, Array] = {d.name: points[:, k].reshape(-1, *[1] * (rank - 1)) for k, d in enumerate(op.dims)}
+        extents = [len(points)]
+        for k, d in enumerate((*op.reduce, *op.inner_dims), start=1):
+            lo, hi = part if k == 1 and op.reduce else (0, d.size)
+            env[d.name] = np.arange(lo, hi).reshape([-1 if a == k else 1 for a in range(rank)])
+            extents.append(hi - lo)
+        lets, at = list[Array](), 1 + len(op.reduce)
+        for s in op.inner:
+            axes = range(at, at + len(s.dims))
+            at += len(s.dims)
+            lets.append(self._inner(op, s.body, s.monoid, env, axes, extents))
+        rows = [len(points), math.prod(extents[1 : 1 + len(op.reduce)])]
+        full = extents[: 1 + len(op.reduce)] + [1] * len(op.inner_dims)
+        return [np.broadcast_to(f, full).reshape(rows) for f in self._expressions(op, op.body, env, lets)]
+
+    def _inner(self, op: Block, body: Expr, monoid: str, env: Mapping[str, Array], axes: range, extents: list[int]) -> Array:
+        """An inner reduction over its own axes, which keep an extent of 1."""
+        value = self._expressions(op, (body,), env, [])[0]
+        value = np.reshape(value, (1,) * (len(extents) - value.ndim) + value.shape)
+        full = [extents[a] if a in axes else s for a, s in enumerate(value.shape)]
+        moved = np.moveaxis(np.broadcast_to(value, full), tuple(axes), range(-len(axes), 0))
+        kept = moved.shape[: -len(axes)]
+        (total,), _ = self._fold(monoid, (body.dtype,), [moved.reshape(math.prod(kept), math.prod(moved.shape[-len(axes) :]))])
+        return total.reshape([1 if a in axes else s for a, s in enumerate(full)])
+
+    # merges
+    def _fold(self, monoid: str, kinds: tuple[str, ...], fields: list[Array]) -> tuple[list[Array], list[Array | None]]:
+        """The state of each row; of sums of floats also one rounding of everything that is summed."""
+        structure = MONOIDS[monoid].structure
+        if isinstance(structure, Product):
+            state, slack, at = list[Array](), list[Array | None](), 0
+            for part in structure.parts:
+                end = at + len(part.fields)
+                s, e = self._fold(part.name, kinds[at:end], fields[at:end])
+                state, slack, at = [*state, *s], [*slack, *e], end
+            return state, slack
+        if isinstance(structure, ByPrimitive) and structure.fn in REDUCERS:
+            f, kind = fields[0], kinds[0]
+            zero = MONOIDS[monoid].zero(kinds)[0].value
+            with np.errstate(all="ignore"):
+                done = REDUCERS[structure.fn].reduce(f, axis=1, dtype=f.dtype, initial=np.asarray(zero, f.dtype)[()])
+                slack = (
+                    np.abs(f).sum(axis=1) * min(UNIT[kind], self.coarsest) if structure.fn == "add" and kind in FLOATS else None
+                )
+            if kind in FLOATS:
+                self.unit = max(self.unit, min(UNIT[kind], self.coarsest))
+            return [done], [None if slack is None else np.nan_to_num(slack, nan=0.0, posinf=0.0)]
+        return self._tree(monoid, kinds, fields), [None] * len(fields)
+
+    def _tree(self, monoid: str, kinds: tuple[str, ...], fields: list[Array]) -> list[Array]:
+        """Neighbours are merged with each other until one is left."""
+        if fields[0].shape[1] == 0:
+            zero = MONOIDS[monoid].zero(kinds)
+            return [np.full(f.shape[0], z.value, f.dtype) for f, z in zip(fields, zero, strict=True)]
+        while (n := fields[0].shape[1]) > 1:
+            even = n // 2 * 2
+            merged = self._merge(monoid, kinds, [f[:, 0:even:2] for f in fields], [f[:, 1:even:2] for f in fields])
+            fields = [np.concatenate([m, f[:, even:]], axis=1) for m, f in zip(merged, fields, strict=True)]
+        return [f[:, 0] for f in fields]
+
+    def _merge(self, monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) -> list[Array]:
+        exprs = MONOIDS[monoid].combiner(kinds)
+        known: dict[int, Array] = {}
+        with np.errstate(all="ignore"):
+            out = [self._value(e, [*a, *b], [], {}, known) for e in exprs]
+        return [np.asarray(x).astype(y.dtype) for x, y in zip(out, a, strict=True)]
+
+    # expressions
+    def _expressions(self, op: Block, exprs: Sequence[Expr], env: Mapping[str, Array], state: list[Array]) -> list[Array]:
+        used = arg_positions(tuple(exprs))
+        args = [self._read(op, r, env) if k in used else np.zeros(()) for k, r in enumerate(op.reads)]
+        known: dict[int, Array] = {}
+        with np.errstate(all="ignore"):
+            return [self._value(e, args, state, env, known) for e in exprs]
+
+    def _read(self, op: Block, r: Read, env: Mapping[str, Array]) -> Array:
+        shape = self.graph.tensors[r.tensor].shape
+        index = [np.asarray(evaluate(e, env)) for e in r.index]
+        valid = np.ones((), bool)
+        for i, extent in zip(index, shape, strict=True):
+            valid = valid & (i >= 0) & (i < extent)
+        for g in r.when:
+            v = np.asarray(evaluate(g.aff, env))
+            valid = valid & (v >= 0 if g.op == "ge" else v == 0)
+        if np.all(valid):
+            return self.at(r.tensor, index)
+        if r.other is None:
+            raise LawError("reads_inside", f"reads '{r.tensor}' outside of it", where=where(op))
+        other = np.asarray(r.other, numpy_dtype(self.graph.tensors[r.tensor].dtype, self.wide))
+        if 0 in shape or not np.any(valid):
+            return np.broadcast_to(other, valid.shape)
+        inside = [np.clip(i, 0, n - 1) for i, n in zip(index, shape, strict=True)]
+        return np.where(valid, self.at(r.tensor, inside), other)
+
+    def _value(
+        self, e: Expr, args: list[Array], state: list[Array], env: Mapping[str, Array], known: dict[int, Array]
+    ) -> Array:
+        if isinstance(e, Arg):
+            return args[e.pos]
+        if isinstance(e, Acc | Let):
+            return state[e.field if isinstance(e, Acc) else e.pos]
+        if isinstance(e, Index):
+            return np.asarray(evaluate(e.aff, env), np.int64)
+        if isinstance(e, Const):
+            return np.asarray(e.value, numpy_dtype(e.dtype, self.wide))
+        if id(e) not in known:
+            known[id(e)] = self._call(e, [self._value(a, args, state, env, known) for a in e.args])
+        return known[id(e)]
+
+    def _call(self, e: Call, operands: list[Array]) -> Array:
+        dtype = numpy_dtype(e.dtype, self.wide)
+        if e.fn == "cast":
+            out = cast_array(operands[0], dtype)
+            if self.wide and UNIT.get(e.dtype, 0.0) > UNIT["f32"]:  # what is made short is made short
+                out = out.astype(numpy_dtype(e.dtype)).astype(dtype)
+            self.whole_numbers |= dtype.kind in "iu" and e.args[0].dtype in FLOATS
+        else:
+            out = np.asarray(NUMPY[e.fn](*operands)).astype(dtype, copy=False)
+        self.random |= e.fn == "philox"
+        if e.dtype not in UNIT or e.fn in EXACT:
+            return out
+        unit = min(UNIT[e.dtype], self.coarsest)
+        self.unit = max(self.unit, unit)
+        if self.noise is None:
+            return out
+        curve = e.fn in CURVES
+        moved = out * (1 + self.noise.uniform(-1, 1, out.shape) * unit * (CURVE_ROUNDINGS if curve else ROUNDINGS))
+        return moved + self.noise.uniform(-1, 1, out.shape) * unit * ROUNDINGS if curve else moved

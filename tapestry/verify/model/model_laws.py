@@ -1,0 +1,351 @@
+"""The graph of a plan against its model file: every operation, at sampled cells, from the reference's own values.
+
+The file is run by a reference with its intermediate values kept (`model_values`). A tensor of the graph stands for the value of
+the same name: the operation that writes it is computed at some cells (`cell_sample`) from the reference's values of what it
+reads, and must give the reference's value there (`cell_tolerance`). By induction over the graph, a plan whose operations all do
+computes the model. Tensors that the model does not have (states, parts, results that were fused away) are followed back
+to those that it has; a part whose name begins with a value's is taken for a slice of it where the cells agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tapestry.errors import LawError, TapestryError
+from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Split
+from tapestry.ir.laws import where
+from tapestry.ir.syntax.printer import signature
+from tapestry.ir.types import FLOATS, STORED, numpy_dtype
+from tapestry.onnx_eval.opaque_node import RANDOM, HostValue
+from tapestry.onnx_eval.value_kinds import is_array
+from tapestry.verify.interp import opaque
+from tapestry.verify.model import bodies, model_facts
+from tapestry.verify.model.cell_sample import cells
+from tapestry.verify.model.cell_tolerance import explained, same
+from tapestry.verify.model.cell_values import UNIT, CellValues
+from tapestry.verify.model.model_facts import LAW, Reader
+from tapestry.verify.model.model_inputs import awkward
+from tapestry.verify.model.model_values import ModelFile, ReferenceValues
+
+Array = np.ndarray[Any, Any]
+CELLS, WORK = 192, 1 << 21  # of the first of equal operations: cells, and index points for them
+AGAIN, AGAIN_WORK = 12, 1 << 17  # of every other one
+ALL = 1 << 12  # cells of an operation that reads constants which the model does not have
+DRAWS = 4096  # cells of a random operation
+UNLIKE = 2.5  # of Kolmogorov and Smirnov's statistic: one in 100,000 by chance
+
+
+@dataclass(slots=True)
+class Compared:
+    """What was compared: the counts of a certificate."""
+
+    by: str
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    def evidence(self) -> dict[str, Any]:
+        """As a certificate has it."""
+        least = self.counts["least cells"]
+        return {
+            "kind": "sampled cells", "what": "the graph's operations", "against": f"the model file, by {self.by}",
+            "counts": dict(sorted(self.counts.items())),
+            "power": f"a fault in a share p of an operation's cells is missed with probability (1 - p)^{least} at most"
+            if least else "every cell of every distinct operation",
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Check:
+    graph: Graph
+    model: ModelFile
+    run: ReferenceValues
+    read: Reader
+    compared: Compared
+    seed: int
+    lenient: bool = False  # of awkward values: where two references differ, nothing is asked
+    claims: dict[str, Array] = field(default_factory=dict[str, Array])
+    values: CellValues = field(init=False)
+
+    def __post_init__(self) -> None:
+        units = [UNIT[d] for d in self.model.floats()] or [1.0]
+        self.values = CellValues(self.graph, self.known, coarsest=max(units))
+
+    def known(self, name: str) -> Any:
+        """The value of a tensor that has a counterpart."""
+        if name in self.graph.weights:
+            return self.read(name)
+        if name in self.claims:
+            return self.claims[name]
+        value = self.run.values.get(name)
+        if name in self.run.values and self.graph.tensors[name].on_host:
+            return HostValue(value)
+        return value
+
+
+def check(
+    graph: Graph, model: ModelFile, feeds: Mapping[str, Any], read: Reader, *, seed: int = 0, special: bool = True
+) -> Compared:
+    """Compare a graph with its model.
+
+    Args:
+        feeds: an array for every input, on which the reference runs.
+        read: the data of a weight, as the plan's run reads it.
+        special: run once more with infinities, NaN, -0 and the like among the inputs.
+
+    Raises:
+        LawError: naming the operation, and a cell where it differs.
+        TapestryError: no reference runs the model on these inputs.
+    """
+    counts = Counter[str](facts(graph, model, read))
+    wanted = {t for t in graph.tensors if t not in graph.weights or t not in model.initializers}
+    run = ReferenceValues(model, feeds, wanted)
+    c = _Check(graph, model, run, read, Compared(run.by, counts), seed)
+    _types(c)
+    _constants(c)
+    seen: dict[str, int] = {}
+    for i, op in enumerate(graph.ops):
+        first = seen.setdefault(signature(op, graph), i) == i
+        counts["operations"] += 1
+        counts["distinct"] += first
+        _operation(c, op, first, i)
+    if special and (odd := awkward(feeds, seed)):
+        _awkward(c, odd, wanted, set(seen.values()))
+    return c.compared
+
+
+def facts(graph: Graph, model: ModelFile, read: Reader) -> dict[str, int]:
+    """What is compared without running anything: inputs, outputs, weights, and the attributes of opaque nodes.
+
+    Raises:
+        LawError: naming the tensor or the operation.
+    """
+    opaque_ops = [op for op in graph.ops if isinstance(op, Opaque)]
+    for op in opaque_ops:
+        model_facts.opaque_node(op, model)
+    return {
+        "inputs and outputs": model_facts.interface(graph, model), "weights": model_facts.weights(graph, model, read),
+        "opaque nodes": len(opaque_ops),
+    }  # fmt: skip
+
+
+def _awkward(c: _Check, feeds: Mapping[str, Any], wanted: Collection[str], ops: set[int]) -> None:
+    """Distinct operations on values that infinities and the like lead to; what no reference takes is left out."""
+    try:
+        run = ReferenceValues(c.model, feeds, wanted)
+    except (TapestryError, ArithmeticError, ValueError):
+        return
+    odd = _Check(c.graph, c.model, run, c.read, Compared(run.by), c.seed, lenient=True)
+    for i in sorted(ops):
+        op = c.graph.ops[i]
+        if isinstance(op, Block) and all(t in run.values for t in op.outs):
+            _block(odd, op, True, i)
+    c.compared.counts["awkward cells"] = odd.compared.counts["cells"]
+    for what in ("references differ", "NaN differs"):
+        c.compared.counts[what] = odd.compared.counts[what]
+
+
+def _types(c: _Check) -> None:
+    """Tensors that the model has are of its type and shape."""
+    for name, value in c.run.values.items():
+        t = c.graph.tensors.get(name)
+        if t is None or t.on_host or not is_array(value):
+            continue
+        if t.dtype in STORED and value.dtype == np.uint8:  # as onnxruntime gives elements that numpy does not have
+            value = c.run.values[name] = value.view(numpy_dtype(t.dtype))
+        if value.shape != t.shape or value.dtype != numpy_dtype(t.dtype):
+            why = f"{t.dtype}{list(t.shape)} in the plan, {value.dtype.name}{list(value.shape)} by {c.run.by}"
+            raise LawError(LAW, f"'{name}' is of another type", where="the graph", why=why)
+
+
+def _constants(c: _Check) -> None:
+    """Constants under the name of a value that the model computes are that value."""
+    for name, ref in c.graph.weights.items():
+        if ref.file or name not in c.model.makers or name in c.model.initializers:
+            continue
+        if not bodies.alike(c.read(name), np.asarray(c.run.values[name])):
+            raise LawError(LAW, "a derived constant is not the model's value", where=f"constant '{name}'")
+        c.compared.counts["constants"] += 1
+
+
+def _operation(c: _Check, op: Op, first: bool, number: int) -> None:
+    if isinstance(op, Opaque):
+        _opaque(c, op, number, first)
+    elif all(t in c.run.values for t in op.outs):
+        _block(c, op, first, number)
+    elif any(t in c.run.values for t in op.outs):
+        _block(c, op, first, number, [k for k, t in enumerate(op.outs) if t in c.run.values])
+    elif not _claimed(c, op, number):
+        c.compared.counts["followed back"] += 1
+
+
+def _block(c: _Check, op: Block, first: bool, number: int, which: Collection[int] | None = None) -> None:
+    """A block operation at sampled cells."""
+    rng = np.random.default_rng((c.seed, number))
+    loose = any(t in c.graph.weights and not c.graph.weights[t].file and t not in c.model.makers for t in op.inputs)
+    count, work = (CELLS, WORK) if first else (AGAIN, AGAIN_WORK)
+    points = cells(op, c.graph, rng, ALL if loose else count, work)
+    c.values.unit, c.values.random, c.values.whole_numbers = 0.0, False, False
+    made = c.values.block(op, points)
+    if c.values.random:
+        return _random(c, op, rng)
+    c.compared.counts["cells"] += len(points)
+    if len(points) < np.prod([d.size for d in op.dims], dtype=float) and first:
+        c.compared.counts["least cells"] = min(c.compared.counts["least cells"] or len(points), len(points))
+    for k in range(len(op.outs)) if which is None else which:
+        _held(c, op, k, points, made[k], number)
+    return None
+
+
+def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array], number: int) -> None:
+    """One output at some cells: near, or explained by rounding, or what another evaluator says."""
+    name = op.outs[k]
+    dtype = c.graph.tensors[name].dtype
+    reference = np.asarray(c.run.values[name])[tuple(points.T)].reshape(len(points))
+    unit = c.values.unit
+    good = same(*made, reference, dtype, unit)
+    if good.all():
+        return
+    bad = np.flatnonzero(~good)
+    why = explained(c.values, op, k, points[bad], reference[bad], dtype, number)
+    c.compared.counts["by rounding"] += int(why.sum())
+    bad = bad[~why]
+    if not len(bad):
+        return
+    if c.lenient:  # what becomes of a NaN beside masks and maxima, or as a whole number, is a policy: evaluators differ
+        odd = np.isnan(made[0][bad].astype(np.float64)) != np.isnan(reference[bad].astype(np.float64))
+        odd |= dtype not in FLOATS or c.values.whole_numbers
+        c.compared.counts["NaN differs"] += int(odd.sum())
+        bad = bad[~odd]
+    other = c.run.again(name)
+    if is_array(other) and other.shape == c.graph.tensors[name].shape:
+        there = other[tuple(points[bad].T)].reshape(len(bad))
+        agrees = same(made[0][bad], made[1][bad], there, dtype, unit)
+        agrees |= explained(c.values, op, k, points[bad], there, dtype, number)
+        c.compared.counts["by the other reference"] += int(agrees.sum())
+        differ = ~same(there.astype(made[0].dtype), made[1][bad], reference[bad], dtype, unit) if c.lenient else ~agrees & False
+        c.compared.counts["references differ"] += int((differ & ~agrees).sum())
+        bad = bad[~agrees & ~differ]
+    elif c.lenient:
+        c.compared.counts["references differ"] += len(bad)
+        return
+    if len(bad):
+        at = bad[0]
+        said = f"cell {points[at].tolist()} is {made[0][at]!s} by the plan, {reference[at]!s} by {c.run.by}"
+        raise LawError(
+            LAW, f"'{name}' is not the model's", where=where(op), why=f"{said}; {len(bad)} of {len(points)} cells differ"
+        )
+
+
+def _random(c: _Check, op: Block, rng: np.random.Generator) -> None:
+    """Draws differ from generator to generator: their distributions must not."""
+    points = cells(op, c.graph, rng, DRAWS, 1 << 22)
+    made = c.values.block(op, points)
+    c.compared.counts["random operations"] += 1
+    for k, name in enumerate(op.outs):
+        _drawn_alike(np.asarray(c.run.values[name]).reshape(-1), made[k][0], name, op)
+
+
+def _drawn_alike(theirs: Array, mine: Array, name: str, op: Op) -> None:
+    """Kolmogorov and Smirnov's test of two samples."""
+    a, b = np.sort(theirs.astype(np.float64)), np.sort(np.asarray(mine).reshape(-1).astype(np.float64))
+    if not a.size or not b.size:
+        return
+    every = np.concatenate([a, b])
+    apart = np.abs(np.searchsorted(a, every, "right") / a.size - np.searchsorted(b, every, "right") / b.size).max()
+    if apart * np.sqrt(a.size * b.size / (a.size + b.size)) > UNLIKE:
+        why = f"means {a.mean():.4g} and {b.mean():.4g}, standard deviations {a.std():.4g} and {b.std():.4g}"
+        raise LawError(LAW, f"'{name}' is drawn from another distribution", where=where(op), why=why)
+
+
+def _claimed(c: _Check, op: Block, number: int) -> bool:
+    """Whether all outputs are slices of values that their names begin with, at the cells that were looked at."""
+    rng = np.random.default_rng((c.seed, number))
+    views = [_base(c, t) for t in op.outs]
+    if any(v is None for v in views):
+        return False
+    points = cells(op, c.graph, rng, AGAIN, AGAIN_WORK)
+    c.values.unit, c.values.random = 0.0, False
+    made = c.values.block(op, points)
+    found: dict[str, Array] = {}
+    for t, base, values in zip(op.outs, views, made, strict=True):
+        assert base is not None
+        view = _slice(base, c.graph.tensors[t].shape, points, values, c.graph.tensors[t].dtype, c.values.unit)
+        if view is None:
+            return False
+        found[t] = view
+    c.claims |= found
+    c.compared.counts["cells"] += len(points)
+    c.compared.counts["slices"] += len(found)
+    return True
+
+
+def _base(c: _Check, name: str) -> Array | None:
+    """The value whose name, up to a dot, a tensor's name begins with."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        value = c.run.values.get(name)
+        if is_array(value):
+            return value
+    return None
+
+
+def _slice(
+    base: Array, shape: tuple[int, ...], points: Array, made: tuple[Array, Array], dtype: str, unit: float
+) -> Array | None:
+    """The part of a value, along one axis, that has some values at some cells."""
+    if base.ndim != len(shape) or base.dtype != numpy_dtype(dtype):
+        return None
+    longer = [a for a, (n, m) in enumerate(zip(base.shape, shape, strict=True)) if n != m]
+    if len(longer) > 1 or any(base.shape[a] < shape[a] for a in longer):
+        return None
+    axis = longer[0] if longer else 0
+    for start in range(base.shape[axis] - shape[axis] + 1) if longer else (0,):
+        place = [points[:, a] + (start if longer and a == axis else 0) for a in range(base.ndim)]
+        if same(*made, base[tuple(place)], dtype, unit).all():
+            part = [slice(start, start + shape[a]) if longer and a == axis else slice(None) for a in range(base.ndim)]
+            return base[tuple(part)]
+    return None
+
+
+def _opaque(c: _Check, op: Opaque, number: int, first: bool) -> None:
+    """An ONNX node: its bodies, and what it gives for the reference's values, whole and in parts."""
+    node = model_facts.opaque_node(op, c.model)
+    values = {t: c.values.stored(t, c.values.whole(t)) for t in op.inputs}
+    if node is not None and first and any(True for _ in model_facts.subgraphs(node)):
+        plain = {t: v.value if isinstance(v, HostValue) else v for t, v in values.items()}
+        outer = {n: v for n in (*node.input, *bodies.outer_names(node)) if (v := _any_value(c, n)) is not None}
+        c.compared.counts["variants of bodies"] += bodies.check(op, c.graph, node, c.model, {**plain, **outer}, number)
+    named = [t for t in op.outs if t in c.run.values]
+    if not named:
+        return
+    drawn = op.kind in RANDOM
+    for part in (op, *(_cut(op, d) for d in op.dims if first and d.size > 1 and not drawn)):
+        _node_values(c, part, named, values, drawn)
+
+
+def _cut(op: Opaque, d: Dim) -> Opaque:
+    """The operation in two parts along a dimension that it says it commutes with."""
+    return replace(op, splits=(Split(d.name, 2, "time"),))
+
+
+def _node_values(c: _Check, op: Opaque, named: list[str], values: Mapping[str, Any], drawn: bool) -> None:
+    made = dict(zip(op.outs, opaque(op, c.graph, values, wide=False), strict=True))
+    for t in named:
+        if drawn and is_array(made[t]) and made[t].dtype.kind in "fiub":
+            _drawn_alike(np.asarray(c.run.values[t]).reshape(-1), made[t], t, op)
+        elif not drawn and not bodies.alike(made[t], c.run.values[t]) and not bodies.alike(made[t], c.run.again(t)):
+            raise LawError(
+                LAW, f"'{t}' is not the model's", where=where(op), why=f"the node gives other values than {c.run.by}"
+            )
+
+
+def _any_value(c: _Check, name: str) -> Any:
+    """A value of the model, computed if it was not kept."""
+    if not name:
+        return None
+    found = c.run.get(name)
+    return c.run.computed(name) if found is None else found

@@ -1,0 +1,224 @@
+# pyright: basic
+# onnx and onnxruntime come without complete types
+"""The model file run by a reference, its intermediate values kept: onnxruntime without optimisations, else node by node.
+
+Where a value of onnxruntime's is doubted, the nodes behind it are asked again of the ONNX reference evaluator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
+
+from tapestry.ir.graph import Opaque
+from tapestry.ir.types import HOST
+from tapestry.onnx_eval import opaque_node
+
+Array = np.ndarray[Any, Any]
+TYPED = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type", "output_datatype"})  # attributes
+FLOAT_NAMES: dict[int, str] = {
+    TensorProto.DOUBLE: "f64",
+    TensorProto.FLOAT: "f32",
+    TensorProto.FLOAT16: "f16",
+    TensorProto.BFLOAT16: "bf16",
+}
+
+
+@dataclass(slots=True, eq=False)
+class ModelFile:
+    """A model as its file says it, functions written out; external data is read when it is needed.
+
+    Attributes:
+        folder: of the file, for external data.
+        given: arrays that stand for initializers without data.
+    """
+
+    proto: ModelProto
+    folder: Path
+    given: Mapping[str, Array] = field(default_factory=dict)
+    nodes: list[NodeProto] = field(init=False)
+    makers: dict[str, NodeProto] = field(init=False)
+    places: dict[str, int] = field(init=False)
+    initializers: dict[str, TensorProto] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.proto.functions:
+            import onnx.inliner
+
+            self.proto = onnx.inliner.inline_local_functions(self.proto)
+        self.initializers = {t.name: t for t in self.proto.graph.initializer}
+        self.nodes = list(self.proto.graph.node)
+        self.places = {o: k for k, n in enumerate(self.nodes) for o in n.output if o}
+        self.makers = {o: self.nodes[k] for o, k in self.places.items()}
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Declared inputs that are no initializers."""
+        return [i for i in self.proto.graph.input if i.name not in self.initializers]
+
+    @property
+    def opsets(self) -> tuple[tuple[str, int], ...]:
+        """The version of each operator domain."""
+        return tuple(sorted(("" if o.domain == "ai.onnx" else o.domain, o.version) for o in self.proto.opset_import))
+
+    def floats(self) -> set[str]:
+        """The float types that the model names anywhere: of inputs, constants, and what nodes are told to compute in."""
+        found = {t.data_type for t in self.initializers.values()} | {i.type.tensor_type.elem_type for i in self.inputs}
+        stack = list(self.nodes)
+        while stack:
+            node = stack.pop()
+            for a in node.attribute:
+                found |= {a.t.data_type} if a.type == AttributeProto.TENSOR else {a.i} if a.name in TYPED else set()
+            stack += [n for g in subgraphs(node) for n in g.node]
+        return {FLOAT_NAMES[t] for t in found if t in FLOAT_NAMES}
+
+    def constant(self, name: str) -> Array | None:
+        """The data of an initializer, or of a Constant node's tensor; None of any other value."""
+        if name in self.given:
+            return self.given[name]
+        stored = self.initializers.get(name)
+        if stored is None and name in self.makers and self.makers[name].op_type == "Constant":
+            stored = next((a.t for a in self.makers[name].attribute if a.name == "value"), None)
+        return None if stored is None else numpy_helper.to_array(stored, str(self.folder))
+
+
+class ReferenceValues:
+    """Values of a model for one set of inputs.
+
+    Attributes:
+        by: the evaluator, as reports name it.
+        values: by the model's names.
+    """
+
+    def __init__(self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str]) -> None:
+        """Run the model, keeping what is ``wanted`` of its values.
+
+        Raises:
+            TapestryError: no evaluator runs it.
+        """
+        self.model, self.feeds = model, dict(feeds)
+        names = [n for n in model.makers if n in wanted]
+        try:
+            self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
+        except Exception:  # it raises many kinds; what it cannot run is run node by node
+            self.by = "onnxruntime and the ONNX reference, node by node"
+            self.values = self._nodes(names, {}, independent=False)
+        self.values |= self.feeds
+        self._again: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        """A value of the model's, an initializer among them; None where it has none of that name."""
+        return self.values[name] if name in self.values else self.model.constant(name)
+
+    def computed(self, name: str) -> Any:
+        """A value that was not kept, from those that were."""
+        return self._nodes([name], self.values, independent=False)[name]
+
+    def again(self, name: str) -> Any:
+        """A value once more, by the ONNX reference evaluator, from the nearest values that are kept; None if it cannot."""
+        if name not in self._again:
+            try:
+                self._again[name] = self._nodes([name], {n: v for n, v in self.values.items() if n != name}, independent=True)[
+                    name
+                ]
+            except Exception:  # no second opinion
+                self._again[name] = None
+        return self._again[name]
+
+    def _nodes(self, names: Collection[str], known: Mapping[str, Any], *, independent: bool) -> dict[str, Any]:
+        """Values computed node by node from others."""
+        values = {**self.feeds, **known}
+        for node in _behind(self.model, names, values):
+            ins = [*node.input, *outer_names(node)]
+            arrays = [None if not i else values[i] if i in values else self.model.constant(i) for i in ins]
+            values.update(
+                zip([o for o in node.output if o], run_node(node, self.model.opsets, arrays, independent), strict=True)
+            )
+        return {n: values[n] for n in names}
+
+
+def run_node(node: NodeProto, opsets: tuple[tuple[str, int], ...], arrays: list[Any], independent: bool) -> list[Any]:
+    """The outputs that a node has for arrays, one for each of its inputs and of the outer names that its bodies read.
+
+    Raises:
+        TapestryError: no evaluator runs it.
+    """
+    names = (*node.input, *outer_names(node))
+    given = [a if a is None or (isinstance(a, np.ndarray) and a.dtype != object) else opaque_node.HostValue(a) for a in arrays]
+    outs = tuple(o for o in node.output if o)
+    op = Opaque(outs=outs, ins=names, kind=node.op_type, node=node.SerializeToString(), opsets=opsets, source=(node.name,))
+    return opaque_node.run(op, given, [(HOST, ())] * len(outs), independent=independent, names=names)
+
+
+def _behind(model: ModelFile, names: Collection[str], known: Mapping[str, Any]) -> list[NodeProto]:
+    """The nodes that some values are made of, from others that are known, in the model's order."""
+    found, stack = set[int](), list(names)
+    while stack:
+        at = model.places.get(stack.pop())
+        if at is None or at in found:
+            continue
+        found.add(at)
+        node = model.nodes[at]
+        stack += [i for i in (*node.input, *outer_names(node)) if i and i not in known]
+    return [model.nodes[k] for k in sorted(found)]
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """The bodies of a node."""
+    for a in node.attribute:
+        if a.type == AttributeProto.GRAPH:
+            yield a.g
+        yield from a.graphs
+
+
+def outer_names(node: NodeProto) -> list[str]:
+    """Names that the bodies of a node read of the graph around it, each once."""
+    out: dict[str, None] = {}
+    for g in subgraphs(node):
+        inside = {i.name for i in g.input} | {t.name for t in g.initializer} | {o for n in g.node for o in n.output}
+        used = [i for n in g.node for i in (*n.input, *outer_names(n))] + [o.name for o in g.output]
+        out.update(dict.fromkeys(i for i in used if i and i not in inside))
+    return list(out)
+
+
+def _onnxruntime(model: ModelFile, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """Values by onnxruntime, no node fused or moved; a model whose outputs it is not to keep is left as it was."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for key, value in {"session.disable_quant_qdq": "1", "session.disable_prepacking": "1"}.items():
+        options.add_session_config_entry(key, value)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.folder))
+    graph, before = model.proto.graph, list(model.proto.graph.output)
+    del graph.output[:]
+    graph.output.extend(helper.make_value_info(n, TypeProto()) for n in names)
+    try:
+        data = (_without_data(model) if model.given else model.proto).SerializeToString()
+    finally:
+        del graph.output[:]
+        graph.output.extend(before)
+    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    known = {i.name for i in session.get_inputs()}
+    every = {**model.given, **feeds}
+    return dict(zip(names, session.run(names, {n: a for n, a in every.items() if n in known}), strict=True))
+
+
+def _without_data(model: ModelFile) -> ModelProto:
+    """The model with inputs in the place of the initializers that arrays stand for."""
+    copy = ModelProto()
+    copy.CopyFrom(model.proto)
+    inputs = {i.name for i in copy.graph.input}
+    kept = [t for t in copy.graph.initializer if t.name not in model.given]
+    taken = [t for t in copy.graph.initializer if t.name in model.given and t.name not in inputs]
+    new = [helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in taken]
+    del copy.graph.initializer[:]
+    copy.graph.initializer.extend(kept)
+    copy.graph.input.extend(new)
+    return copy

@@ -1,0 +1,163 @@
+"""Proofs that a rewrite says the same before and after, at the place where it was applied; each says by what it was shown.
+
+The types of what others read are compared, then terms (`normal_form`); what has no common term is held to equal dependences
+(`footprints`) and to equal values at its cells (`trials`). Equal regions are proved once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from tapestry.errors import LawError
+from tapestry.ir import laws
+from tapestry.ir.graph import Graph, Opaque, Rewrite
+from tapestry.verify.rewriting import footprints, normal_form, regions
+from tapestry.verify.rewriting.cells import TooMuch
+from tapestry.verify.rewriting.regions import Change
+from tapestry.verify.rewriting.trials import Trial
+
+FORM, REAL = "normal form", "normal form in real arithmetic"
+ISL, INSTANCES, SAMPLED = "isl", "exact arithmetic on instances", "sampled cells"
+UNREAD, UNPROVED = "nobody reads it", "not proved"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """How a result was shown to be the same; ``notes`` say what may differ and does."""
+
+    kinds: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " and ".join(self.kinds)
+
+
+_shown: dict[tuple[str, bool], Evidence | None] = {}
+
+
+def prove(before: Graph, after: Graph, exact: bool = False) -> Evidence:
+    """The one output of two graphs over the same inputs is the same; the evidence is kept for equal pairs.
+
+    Raises:
+        LawError: it is not, with the cell and both values, or both dependences.
+    """
+    old, new = before.tensors[before.outputs[0]], after.tensors[after.outputs[0]]
+    if (old.dtype, old.shape) != (new.dtype, new.shape):
+        why = f"{old.dtype}{list(old.shape)} became {new.dtype}{list(new.shape)}"
+        raise LawError("access_unchanged", f"'{old.name}' is another tensor than before", why=why)
+    key = regions.text(*regions.canonical(before, after)), exact
+    if key not in _shown:
+        try:
+            _shown[key] = _prove(before, after, exact)
+        except LawError:
+            _shown[key] = None
+            raise
+    found = _shown[key]
+    return found if found is not None else _prove(before, after, exact)
+
+
+def _prove(before: Graph, after: Graph, exact: bool) -> Evidence:
+    if normal_form.equal(before, after, real=False):
+        return Evidence((FORM,))
+    laws.check(after)
+    kinds = [REAL] if normal_form.equal(before, after, real=True) else []
+    trial = Trial(before, after, exact)
+    if any(isinstance(op, Opaque) for op in (*before.ops, *after.ops)):
+        return Evidence((UNPROVED,), ("an opaque operation is in the way",))
+    differing = footprints.compare(before, after)
+    try:
+        for d in differing or ():
+            trial.explain(d)
+        trial.run()
+    except TooMuch:
+        return Evidence((REAL,)) if kinds else Evidence((UNPROVED,), ("a cell depends on too many others to be computed",))
+    kinds += [ISL] if differing == [] else []
+    return Evidence((*kinds, INSTANCES if trial.complete else SAMPLED), tuple(trial.notes))
+
+
+def prove_step(step: Rewrite) -> Counter[str]:
+    """Every result of a rewrite that somebody reads is the same; how many were shown by what.
+
+    Raises:
+        LawError: one is not; names the move, the operation, the cell and what it was and became.
+    """
+    return prove_change(Change.of(step))
+
+
+def prove_change(change: Change) -> Counter[str]:
+    """`prove_step`, of a step that is taken apart already."""
+    lost = next((t for t in sorted(change.needed) if t not in change.come), None)
+    if lost is not None:
+        raise LawError("ssa", f"'{lost}' is read and no longer written", where=_where(change, lost))
+    out, cuts = Counter[str](), set[str]()
+    for t in (t for t in change.come if t in change.gone):
+        try:
+            found = _result(change, t, cuts)
+        except LawError as e:
+            if t in change.needed:
+                raise _placed(e, _where(change, t)) from None
+            continue
+        if UNPROVED not in found.kinds:
+            cuts.add(t)
+        if t in change.needed:
+            out[str(found)] += 1
+    return out if change.needed else Counter({UNREAD: 1})
+
+
+def prove_steps(steps: Iterable[Rewrite]) -> Counter[str]:
+    """`prove_step` of all: how many results were shown by what.
+
+    Raises:
+        LawError: as `prove_step`.
+    """
+    out = Counter[str]()
+    for step in steps:
+        out += prove_step(step)
+    return out
+
+
+def _result(change: Change, t: str, cuts: Collection[str]) -> Evidence:
+    a, b, exact = change.gone[t], change.come[t], change.step.exact
+    if not (isinstance(a, Opaque) and isinstance(b, Opaque)):
+        return prove(*change.cones(t, t, cuts), exact)
+    same = (a.kind, a.node, a.opsets, a.outs.index(t), len(a.ins)) == (b.kind, b.node, b.opsets, b.outs.index(t), len(b.ins))
+    if not same:
+        return Evidence((UNPROVED,), ("an opaque operation became another one",))
+    kinds = dict.fromkeys((FORM,))
+    for x, y in zip(a.ins, b.ins, strict=True):
+        if bool(x) != bool(y):
+            raise LawError("same_values", f"an input of the opaque '{t}' is missing")
+        if x != y or (x in change.gone and x not in cuts):
+            kinds |= dict.fromkeys(prove(*change.cones(x, y, cuts), exact).kinds)
+    return Evidence((UNPROVED,) if UNPROVED in kinds else tuple(kinds))
+
+
+def _where(change: Change, t: str) -> str:
+    return f"{change.step.by}, {laws.where(change.gone[t])}"
+
+
+def _placed(e: LawError, where: str) -> LawError:
+    out = LawError(e.law, "", where=f"{where}: {e.where}" if e.where and e.where not in where else where, why=e.why)
+    out.what = e.what
+    return out
+
+
+def whole(before: Graph, after: Graph, what: str, exact: bool = False) -> dict[str, Evidence]:
+    """Every output of two whole graphs is the same: the evidence by output.
+
+    Raises:
+        LawError: as `prove_step`.
+    """
+    if (before.inputs, before.outputs) != (after.inputs, after.outputs):
+        raise LawError("access_unchanged", "the graph has other inputs or outputs than before", where=what)
+    gone, come = ({t: op for op in g.ops for t in op.outs} for g in (before, after))
+    change = Change(Rewrite(what, before, after, exact), gone, come, {}, frozenset(before.outputs))
+    out = dict[str, Evidence]()
+    for t in before.outputs:
+        try:
+            out[t] = _result(change, t, ()) if t in gone else Evidence((FORM,))
+        except LawError as e:
+            raise _placed(e, what) from None
+    return out

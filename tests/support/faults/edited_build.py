@@ -1,0 +1,163 @@
+"""A build that is damaged and signed again: program, kernels, report and hashes are made anew around the damage."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapestry import api, build_report
+from tapestry.build import store
+from tapestry.codegen import kernel_sources
+from tapestry.ir.expr import Call, Const, Expr, distinct, rewrite
+from tapestry.ir.graph import Block, Graph, Op, Opaque, map_exprs
+from tapestry.ir.program import peak_bytes
+from tapestry.ir.types import Tensor, numpy_dtype
+from tapestry.plan.pipelines.staged_plan import lower_plan
+from tapestry.plan.simulate import simulate
+from tapestry.plan.topology import from_data
+from tapestry.verify import interp
+
+MOST = 1 << 21  # index points of an operation that is tried
+
+
+@dataclass(slots=True)
+class Edited:
+    """A build under the knife; ``again`` is whether its program is lowered and its report made anew."""
+
+    build: store.Build
+    constants: dict[str, bytes]
+    rng: random.Random
+    again: bool = True
+
+    @property
+    def graph(self) -> Graph:
+        return self.build.plan.graph
+
+    def put(self, graph: Graph) -> bool:
+        self.build = replace(self.build, plan=replace(self.build.plan, graph=graph))
+        return True
+
+    def op(self, at: int, op: Op) -> bool:
+        return self.put(replace(self.graph, ops=(*self.graph.ops[:at], op, *self.graph.ops[at + 1 :])))
+
+    def report(self, **changes: Any) -> bool:
+        self.build = replace(self.build, report={**self.build.report, **changes})
+        return True
+
+
+def load(folder: Path, rng: random.Random) -> Edited:
+    compiled = api.load(folder)
+    return Edited(compiled.build, dict(compiled.constants), rng)
+
+
+def save(e: Edited, folder: Path) -> None:
+    """Everything around the damage made right, and signed."""
+    build, graph = e.build, e.graph
+    if e.again:
+        build = replace(build, program=lower_plan(build.plan))
+        build = replace(build, peak_bytes=tuple(peak_bytes(build.program)[0]))
+        offset, places = 0, dict[str, tuple[int, int]]()
+        for t, w in graph.weights.items():
+            if not w.file:
+                places[t] = (offset, len(e.constants[t]))
+                offset += len(e.constants[t])
+        build = replace(build, constants=places)
+        timed = simulate(build.plan, build.program, replace(from_data(build.topology), mesh=build.plan.mesh)).total
+        facts = build_report.facts_of(build)
+        bound = min(float(build.report["lower_bound_s"]), timed)
+        facts |= {"simulated_s": timed, "objective_s": timed, "lower_bound_s": bound, "gap": (timed - bound) / timed}
+        build = replace(build, report={**build.report, **facts})
+    if "plan_sha256" in build.report:
+        build = replace(build, report={**build.report, "plan_sha256": build_report.plan_hash(build)})
+    kernels = kernel_sources.triton_sources(build.plan.graph, build.program, build.target, build.precision, build.knobs)
+    held = {t: e.constants[t] for t in build.constants}
+    store.write(folder, build, held, kernels, {"ssa": 1})
+
+
+def alters(before: Graph, after: Graph) -> bool:
+    """Whether an operation that was changed gives anything else on random numbers; true where that cannot be told.
+
+    A number times 0, or a value that a ``where`` never takes, may be edited without another function coming of it.
+    """
+    pairs = [(a, b) for a, b in zip(before.ops, after.ops, strict=True) if a != b]
+    if (before.weights, before.inputs, before.outputs) != (after.weights, after.inputs, after.outputs) or not pairs:
+        return True
+    if any(not isinstance(x, Block) or math.prod(d.size for d in x.space) > MOST for pair in pairs for x in pair):
+        return True
+    rng = np.random.default_rng(0)
+    for pair in pairs:
+        feeds = {t: _numbers(before.tensors[t], rng) for x in pair for t in x.inputs}
+        one, two = (
+            interp.run(Graph(name="", tensors=before.tensors, ops=(x,), inputs=x.inputs, outputs=x.outs), feeds) for x in pair
+        )
+        if one.keys() != two.keys() or any(not np.array_equal(one[t], two[t], equal_nan=one[t].dtype.kind == "f") for t in one):
+            return True
+    return False
+
+
+def _numbers(t: Tensor, rng: np.random.Generator) -> np.ndarray:
+    whole = numpy_dtype(t.dtype).kind in "iub"
+    return (rng.integers(0, 4, t.shape) if whole else rng.standard_normal(t.shape)).astype(numpy_dtype(t.dtype))
+
+
+# places
+
+
+def blocks(e: Edited) -> Iterator[tuple[int, Block]]:
+    """Block operations in a random order."""
+    for i in e.rng.sample(range(len(e.graph.ops)), len(e.graph.ops)):
+        op = e.graph.ops[i]
+        if isinstance(op, Block):
+            yield i, op
+
+
+def opaques(e: Edited, *kinds: str) -> Iterator[tuple[int, Opaque]]:
+    for i, op in enumerate(e.graph.ops):
+        if isinstance(op, Opaque) and (not kinds or op.kind in kinds):
+            yield i, op
+
+
+def with_read(op: Block, k: int, **changes: Any) -> Block:
+    return replace(op, reads=(*op.reads[:k], replace(op.reads[k], **changes), *op.reads[k + 1 :]))
+
+
+def put_call(op: Block, at: Call, new: Expr) -> Block:
+    """The operation with one call replaced, wherever it stands."""
+    known: dict[int, Expr] = {}
+
+    def of(x: Expr) -> Expr:
+        if x is at:
+            return new
+        if not isinstance(x, Call):
+            return x
+        if id(x) not in known:
+            known[id(x)] = Call(x.fn, tuple(map(of, x.args)), x.dtype)
+        return known[id(x)]
+
+    return map_exprs(op, of)
+
+
+def put_literal(op: Block, c: Const, value: float) -> Block:
+    """The operation with a number replaced, wherever it stands."""
+    return map_exprs(op, lambda x: rewrite(x, lambda leaf: Const(value, c.dtype) if leaf == c else leaf))
+
+
+def change_call(e: Edited, fns: dict[str, str], dtypes: tuple[str, ...] = ("f32", "f16", "f64", "i64")) -> bool:
+    for i, op in blocks(e):
+        calls = [x for x in distinct((*op.point, *op.then)) if isinstance(x, Call) and x.fn in fns and x.dtype in dtypes]
+        if calls:
+            x = e.rng.choice(calls)
+            return e.op(i, put_call(op, x, Call(fns[x.fn], x.args, x.dtype)))
+    return False
+
+
+def other_tensor(e: Edited, name: str, before: int) -> list[str]:
+    """Tensors of the same type that an operation may read as well."""
+    t, made = e.graph.tensors[name], {x for op in e.graph.ops[:before] for x in op.outs}
+    return [n for n in sorted(made) if n != name and (e.graph.tensors[n].dtype, e.graph.tensors[n].shape) == (t.dtype, t.shape)]

@@ -1,0 +1,210 @@
+"""Rewrites are proved by what they did: the evidence for each, and what is refused; the log of a build, undone and proved again."""
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tapestry import passes
+from tapestry.build import store
+from tapestry.errors import BuildError, LawError
+from tapestry.ir.graph import Graph, Rewrite, changes
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
+from tapestry.lift import lift
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
+from tapestry.rewrites.core.rule import RULES, parse_move
+from tapestry.rewrites.core.rule_check import documented
+from tapestry.saved_build import replay_rewrites
+from tapestry.verify.rewriting import proofs, rewrite_log
+from tests.support.command_line import attention_build, document, run
+from tests.support.rule_cases import opaque_graph
+from tests.support.small_models import case, save
+
+PRODUCT = """graph g
+input x: f32[{rows}, 768]
+input w: f32[768, 3072]
+y: f32[{rows}, 3072] = op [i: {rows}, n: 3072 | m: 768 sum]
+  reads x[i, m], w[m, n]
+  body {body}
+  then {then}
+output y
+"""
+
+
+def shown(before: str, after: str, exact: bool = False) -> dict[str, int]:
+    return dict(proofs.prove_step(Rewrite("mine@y", parse(before), parse(after), exact)))
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_the_example_of_every_rule_is_proved(name: str) -> None:
+    before, move, _ = documented(RULES[name])
+    after = apply_moves(parse(before), [parse_move(move)])
+    (step,) = changes(after)
+    found = proofs.prove_step(step)
+    assert found and proofs.UNPROVED not in found
+
+
+def test_evidence_says_what_it_is() -> None:
+    plain = PRODUCT.format(rows=4, body="x * w", then="acc0")
+    assert shown(plain, plain.replace("x * w", "w * x")) == {"normal form": 1}
+    scaled = PRODUCT.format(rows=4, body="(x * w) * 0.5", then="acc0")
+    behind = PRODUCT.format(rows=4, body="x * w", then="acc0 * 0.5")
+    assert shown(scaled, behind) == {"normal form in real arithmetic and isl and sampled cells": 1}
+    tiny = plain.replace("768", "8").replace("3072", "9")
+    assert shown(tiny, tiny.replace("x * w", "w / (1.0 / x)")) == {"isl and exact arithmetic on instances": 1}
+
+
+def test_large_products_are_compared_at_their_own_size() -> None:
+    plain = PRODUCT.format(rows=512, body="x * w", then="max(acc0, 0.0)")
+    with pytest.raises(LawError, match=r"mine@y, operation 'y': law 'same_values' is broken: 'y' differs\n  because: at \("):
+        shown(plain, plain.replace("max(acc0, 0.0)", "acc0"))
+
+
+def test_a_read_that_a_mask_excludes_may_go() -> None:
+    text = "graph g\ninput x: f32[9]\ny: f32[9] = op [i: 9]\n  reads x[i]{}\n  body where(ge(index(i), 3), x, 0.0)\noutput y\n"
+    found = shown(text.format(""), text.format(" when i - 2 >= 0 else nan"))
+    assert found == {"exact arithmetic on instances": 1}  # (not by isl)
+    with pytest.raises(LawError, match=r"at \(3,\): \S+ became 0\.0"):
+        shown(text.format(""), text.format(" when i - 4 >= 0 else 0.0"))
+
+
+def test_bits_are_claimed_by_exact_rules_alone() -> None:
+    scaled = PRODUCT.format(rows=4, body="(x * w) * 0.3", then="acc0")
+    behind = PRODUCT.format(rows=4, body="x * w", then="acc0 * 0.3")
+    assert shown(scaled, behind)
+    with pytest.raises(LawError, match=r"became .* \(in its own type\)"):
+        shown(scaled, behind, exact=True)
+
+
+def test_an_opaque_operation_is_compared_by_its_node_and_inputs() -> None:
+    graph = opaque_graph()
+    (op,) = graph.ops
+    other = replace(op, node=op.node + b"\x00")
+    assert dict(proofs.prove_step(Rewrite("r", graph, replace(graph, ops=(replace(op, why="other"),))))) == {"normal form": 1}
+    found = proofs.prove_step(Rewrite("r", graph, replace(graph, ops=(other,))))
+    assert dict(found) == {proofs.UNPROVED: 1}
+
+
+def test_results_that_are_lost_or_of_another_type() -> None:
+    before = parse(PRODUCT.format(rows=4, body="x * w", then="acc0"))
+    gone = replace(before, ops=())
+    with pytest.raises(LawError, match="'y' is read and no longer written"):
+        proofs.prove_step(Rewrite("r", before, gone))
+    wide = to_text(before).replace("y: f32", "y: f64").replace("body x * w", "body cast(x, f64) * cast(w, f64)")
+    with pytest.raises(LawError, match=r"f32.* became f64"):
+        proofs.prove_step(Rewrite("r", before, parse(wide)))
+
+
+@pytest.mark.parametrize("name", ["attention", "norms", "conv_chain", "halves", "selections", "opaques", "residual"])
+def test_simplifications_of_small_models(name: str) -> None:
+    lifted = case(name, simplified=False).graph
+    graph = simplify(lifted)
+    steps = changes(graph)
+    assert steps[0].before.ops == lifted.ops and steps[-1].after.ops == graph.ops
+    data, found = rewrite_log.proved(lifted, steps)
+    assert found and proofs.UNPROVED not in found
+    assert rewrite_log.replay(rewrite_log.read(data, "log"), graph).shown == found
+
+
+# the log of a build
+
+
+def log() -> tuple[rewrite_log.Log, Graph]:
+    graph = store.read(attention_build())[0].plan.graph
+    return rewrite_log.read((attention_build() / store.REWRITES).read_bytes(), "log"), graph
+
+
+def test_a_build_has_its_log_and_verify_proves_it() -> None:
+    report = store.read(attention_build())[0].report["rewrites"]
+    d = document("verify", attention_build())["rewrites"]
+    assert d == report and d["steps"] > 1 and sum(d["shown"].values()) >= d["steps"]
+    assert "rewrites of the lifted graph, results before against after" in run("verify", attention_build())[1]
+
+
+def test_the_log_begins_with_the_lifted_graph() -> None:
+    found, graph = log()
+    lifted = lift(save("attention"), {}).graph
+    assert rewrite_log.replay(found, graph).operations == len(lifted.ops)
+    assert found.begin == rewrite_log.digest({op.outs[0]: (op, lifted) for op in lifted.ops})
+
+
+@pytest.mark.parametrize("kind", ["missing", "first", "order", "other", "result"])
+def test_a_log_that_is_not_of_the_plan(kind: str) -> None:
+    found, graph = log()
+    steps = found.steps
+    last = steps[-1]
+    if kind == "other":
+        text = to_text(last.after)
+        assert " * " in text
+        last = replace(last, after=parse(text.replace(" * ", " + ", 1)))
+    elif kind == "result":
+        last = replace(last, before=replace(last.before, outputs=()), after=replace(last.after, outputs=()))
+    steps = {"missing": steps[:-1], "first": steps[1:], "order": steps[::-1]}.get(kind, [*steps[:-1], last])
+    with pytest.raises(LawError, match="law 'rewrites' is broken"):
+        rewrite_log.replay(replace(found, steps=steps), graph)
+
+
+@pytest.mark.parametrize("text", [b"graph", b'# rewrites of version 1 of 0\nstep "a"\ngraph\n=>\ngraph\n', b"\xff"])
+def test_a_log_that_does_not_read(text: bytes) -> None:
+    for data in (gzip.compress(text), text):
+        with pytest.raises(BuildError):
+            rewrite_log.read(data, "log")
+
+
+def test_what_a_log_says_wrongly_is_refused() -> None:
+    """A step whose region before is another one is consistent with the plan, and not proved."""
+    found, graph = log()
+    steps = found.steps
+    k = next(k for k, s in enumerate(steps) if "exp(" in to_text(s.before))
+    steps[k] = replace(steps[k], before=parse(to_text(steps[k].before).replace("exp(", "tanh(")))
+    with pytest.raises(LawError):
+        rewrite_log.replay(found, graph)
+
+
+def test_a_plan_without_rewrites_has_a_log() -> None:
+    graph = case("mlp").graph
+    data, _ = rewrite_log.proved(graph, [])
+    assert rewrite_log.replay(rewrite_log.read(data, "log"), graph).steps == 0
+
+
+def test_micro_batches_and_stages_are_in_the_log(tmp_path: Path) -> None:
+    flags = ["--devices", "4", "--stages", "2", "--micro-batches", "2"]
+    d = document("compile", save("attention"), "-o", tmp_path / "b", *flags)
+    assert any(m.startswith("micro_batch") for m in d["moves"]) and d["rewrites"]["steps"] > 1
+    assert document("verify", tmp_path / "b")["rewrites"] == d["rewrites"]
+
+
+def test_a_build_without_a_log_says_so(tmp_path: Path) -> None:
+    assert replay_rewrites(tmp_path, store.read(attention_build())[0].plan.graph) is None
+
+
+def test_a_change_outside_of_the_log_is_refused() -> None:
+    lifted = case("mlp", simplified=False)
+    graph = simplify(lifted.graph)
+    op = graph.ops[0]
+    changed = replace(graph, ops=(replace(op, source=("other",)), *graph.ops[1:]))
+
+    class Plan:
+        plan = type("P", (), {"graph": changed})
+
+    with pytest.raises(LawError, match="changed outside of the log"):
+        passes.prove_rewrites(Plan, lifted, None)  # type: ignore[arg-type]
+    Plan.plan.graph = replace(graph, log=None)
+    with pytest.raises(LawError, match="does not begin with the lifted graph"):
+        passes.prove_rewrites(Plan, lifted, None)  # type: ignore[arg-type]
+
+
+def test_drawn_values_do_not_depend_on_what_is_asked_together() -> None:
+    from tapestry.ir.types import Tensor
+    from tapestry.verify.rewriting.draws import Draw
+
+    t = Tensor(name="x", dtype="f32", shape=(100,))
+    for kind in ("exact", "range", "dense", "positive", "awkward"):
+        draw = Draw(kind, (3.0,))
+        whole = draw.values(t, 1, np.arange(100))
+        np.testing.assert_array_equal(draw.values(t, 1, np.array([7, 3])), whole[[7, 3]])
+        assert len({*whole.tolist()}) > 3
