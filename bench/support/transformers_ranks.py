@@ -132,8 +132,7 @@ def _model(name: str) -> torch.nn.Module:
     known = config_class().to_dict()
     config = config_class(**{k: v for k, v in TINY.items() if k in known})
     config._attn_implementation = "eager"
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"
+    config._experts_implementation = "batched_mm"  # no loop over the experts that are hit: that depends on the data
     torch.manual_seed(0)
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -165,9 +164,9 @@ def export(name: str, folder: Path) -> None:
     for rank in range(RANKS):
         HERE.rank = rank
         model = _model(name)
-        shapes = {n: p.shape for n, p in model.named_parameters()}
+        shapes = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
         tp.apply_tensor_parallelism(model, mesh)
-        for n, p in model.named_parameters():
+        for n, p in model.named_parameters(remove_duplicate=False):
             if p.shape != shapes[n]:
                 p.placements, p.to_local = (Shard(0),), (lambda p=p: p)
         _export(model, folder / name / "program" / f"rank{rank}.onnx")
@@ -178,6 +177,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     names = sys.argv[2:] or [n for n, c in transformers.CONFIG_MAPPING.items() if getattr(c, "base_model_tp_plan", None)]
     for name in names:
+        if (folder / name / "program" / f"rank{RANKS - 1}.onnx").is_file():
+            continue
         try:
             export(name, folder)
             print(name, "exported", flush=True)
