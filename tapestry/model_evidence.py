@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
@@ -127,8 +127,9 @@ def _feeds(graph: Graph) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
 
     def small(a: Any, most: int) -> Any:
-        given: Array | None = a if is_array(a) and a.dtype.kind in "iu" else None
-        return a if given is None else rng.integers(0, most + 1, given.shape).astype(given.dtype)
+        given = cast(Array, a)  # which it is where it says so
+        whole = is_array(a) and given.dtype.kind in "iu"
+        return rng.integers(0, most + 1, given.shape).astype(given.dtype) if whole else given
 
     return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
 
