@@ -116,9 +116,9 @@ def compile(
     options = pipeline.Options(
         model=Path(model), shapes=shapes or {}, mesh=axes, topology=topology, memory=memory, target=target, pins=_several(pins),
         precision=precision, layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights,
-        time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, resume=Path(resume) if resume else None,
-        interrupt=interrupt or threading.Event(),
-        stages=str(stages), micro_batches=str(micro_batches), print_after=print_after, found=found,
+        time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding,
+        resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), stages=str(stages),
+        micro_batches=str(micro_batches), print_after=print_after, found=found,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
     return Compiled(done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)

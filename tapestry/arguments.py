@@ -78,7 +78,7 @@ def check_sharding(p: argparse.ArgumentParser) -> None:
 def prove(p: argparse.ArgumentParser) -> None:
     """A model, and a parallel program of it."""
     model(p)
-    text = "a folder with one ONNX file per rank (rank0.onnx, ...) and, if needed, program.json; or the files; or one for all ranks"
+    text = "a folder with an ONNX file per rank (rank0.onnx, ...) and, if needed, program.json; the files; or one for all ranks"
     p.add_argument("program", type=Path, nargs="+", help=text)
 
 

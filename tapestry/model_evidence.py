@@ -127,8 +127,10 @@ def _feeds(graph: Graph) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
 
     def small(a: Any, most: int) -> Any:
-        given: Array | None = a if is_array(a) and a.dtype.kind in "iu" else None
-        return a if given is None else rng.integers(0, most + 1, given.shape).astype(given.dtype)
+        if not is_array(a) or a.dtype.kind not in "iu":
+            return a
+        whole: Array = rng.integers(0, most + 1, a.shape)
+        return whole.astype(a.dtype)
 
     return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
 

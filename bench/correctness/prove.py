@@ -1,8 +1,8 @@
 """`tapestry prove` on programs whose answer is known: faults that were put in, and parallel programs that are right.
 
-Four parts, all by default, or those that are named: ``faults`` (every kind of `tests.support.program_faults` on five networks),
-``programs`` (data, tensor, sequence, context, pipeline and expert parallelism at many sizes), ``llama`` (80 layers of Llama-70B's
-sizes on 8 ranks, without weights), ``plans`` (transformers' own tensor-parallel plans, from programs that
+Four parts: ``faults`` (every kind of `tests.support.program_faults` on five networks), ``programs`` (data, tensor, sequence,
+context, pipeline and expert parallelism at many sizes), ``llama`` (80 layers of Llama-70B's sizes on 8 ranks, without
+weights), ``plans`` (transformers' own tensor-parallel plans, from programs that
 `bench/support/transformers_ranks.py` has exported). Writes bench/results/prove.json; exits 1 where an answer is wrong.
 """
 
@@ -48,7 +48,7 @@ def decided(model: Path, program: Path) -> tuple[str, str, float]:
 
 
 def faults(folder: Path, each: int) -> Iterator[record.Row]:
-    """For every kind and network, so many faults (of up to eight times as many draws: some networks have no place for some kinds)."""
+    """For every kind and network so many faults, of up to eight times as many draws: not every network has a place for each."""
     for kind, net in itertools.product(KINDS, STYLES):
         done = 0
         for draw in range(8 * each):
@@ -64,7 +64,16 @@ def faults(folder: Path, each: int) -> Iterator[record.Row]:
             for f, m in zip(files, ranks, strict=True):
                 onnx.save(m, f)
             status, text, seconds = decided(model, program)
-            yield {"part": "faults", "kind": kind, "net": net, "style": str(style), "at": at, "status": status, "witness": text, "seconds": round(seconds, 3)}
+            yield {
+                "part": "faults",
+                "kind": kind,
+                "net": net,
+                "style": str(style),
+                "at": at,
+                "status": status,
+                "witness": text,
+                "seconds": round(seconds, 3),
+            }
             done += 1
             if done == each:
                 break
@@ -99,14 +108,29 @@ def programs(folder: Path, count: int) -> Iterator[record.Row]:
     for k, (net, style, sizes) in enumerate(right_programs(count)):
         model, program = write(net, style, folder / f"right{k}", sizes, seed=k)
         status, text, seconds = decided(model, program)
-        yield {"part": "programs", "net": net, "style": str(style), "sizes": str(sizes), "status": status, "reason": text, "seconds": round(seconds, 3)}
+        yield {
+            "part": "programs",
+            "net": net,
+            "style": str(style),
+            "sizes": str(sizes),
+            "status": status,
+            "reason": text,
+            "seconds": round(seconds, 3),
+        }
 
 
 def llama(folder: Path) -> Iterator[record.Row]:
     """Llama-70B's layers on 8 ranks: lifting, proof and all."""
     model, program = write("decoder", Style(tp=8, head="gathered"), folder / "llama", LLAMA_70B, data=False)
     status, text, seconds = decided(model, program)
-    yield {"part": "llama", "ranks": 8, "layers": LLAMA_70B.layers, "status": status, "reason": text, "seconds": round(seconds, 1)}
+    yield {
+        "part": "llama",
+        "ranks": 8,
+        "layers": LLAMA_70B.layers,
+        "status": status,
+        "reason": text,
+        "seconds": round(seconds, 1),
+    }
 
 
 def plans(folder: Path) -> Iterator[record.Row]:

@@ -150,12 +150,12 @@ def merge(table: Table, c: Collective, values: Sequence[Value], ranges: Ranges) 
 def _joined(table: Table, monoid: str, values: Sequence[Value]) -> Value | None:
     """Parts of one reduction by this monoid, as the reduction over all of them."""
     refs = [v for v in values if isinstance(v, Ref) and table.nodes[v.node].kind == "part"]
-    if len(refs) < len(values) or len({(table.nodes[v.node].label[0], v.index) for v in refs}) > 1:
+    if len(refs) < len(values) or len({(table.parted(v.node)[0], v.index) for v in refs}) > 1:
         return None
-    base = table.nodes[refs[0].node].label[0]
-    if table.nodes[base].label[0] != monoid:
+    base = table.parted(refs[0].node)[0]
+    if table.merges_by(base) != monoid:
         return None
-    domain = join_all([table.nodes[v.node].label[1] for v in refs], monoid in ("max", "min"))
+    domain = join_all([table.parted(v.node)[1] for v in refs], monoid in ("max", "min"))
     return None if domain is None else table.part(base, domain, refs[0].index)
 
 
@@ -193,7 +193,7 @@ def _total(table: Table, terms: Sequence[tuple[_Term, Domain | None]]) -> tuple[
     if not domains:
         return core, sum((t.coef for t, _ in terms), Fraction(0))
     assert isinstance(core, Ref)
-    base = table.nodes[core.node].label[0]
+    base = table.parted(core.node)[0]
     whole = join_all(domains, False)
     if whole is None or len({t.coef for t, _ in terms}) > 1:
         covered = ", ".join(d.text() for d in domains)
@@ -215,13 +215,13 @@ def _instead(table: Table, t: _Term, core: Value, coef: Fraction, ranges: Ranges
 def _based(table: Table, core: Value) -> tuple[object, Domain | None]:
     """What a core is a part of, with which part it is; itself where it is whole."""
     if isinstance(core, Ref) and table.nodes[core.node].kind == "part" and _adds(table, core):
-        base, domain = table.nodes[core.node].label
+        base, domain = table.parted(core.node)
         return ("part", base, core.index), domain
     return ("whole", core), None
 
 
 def _adds(table: Table, part: Ref) -> bool:
-    return table.nodes[table.nodes[part.node].label[0]].label[0] == "sum"
+    return table.merges_by(table.parted(part.node)[0]) == "sum"
 
 
 def _terms(table: Table, v: Value) -> list[_Term]:

@@ -12,8 +12,8 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import const, dim
 from tapestry.prove.collectives import Collective, results
 from tapestry.prove.lifted_values import block_values, opaque_values
-from tapestry.prove.placement import said, starts_in_order
 from tapestry.prove.rank_leaves import Leaves, here
+from tapestry.prove.rank_parts import said, starts_in_order
 from tapestry.prove.rank_programs import OneFile, Program
 from tapestry.prove.values import Miss, Ref, Table, Value, same
 

@@ -13,7 +13,7 @@ from tapestry.ir.expr import Const
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.types import INTEGERS, Tensor
 from tapestry.lift.building.affine_values import fit
-from tapestry.prove.placement import Placed, apart, by_data, said, starts_in_order
+from tapestry.prove.rank_parts import Placed, apart, by_data, said, starts_in_order
 from tapestry.prove.rank_programs import OneFile, Program
 from tapestry.prove.values import Ref, Table, Value
 

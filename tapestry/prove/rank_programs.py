@@ -157,14 +157,15 @@ def _found(paths: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
     if not documents:
         return files, {}
     try:
-        document = json.loads(documents[0].read_text())
+        document: Any = json.loads(documents[0].read_text())
     except ValueError as e:
         raise TapestryError("not JSON", where=str(documents[0]), why=str(e)) from None
-    unknown = set(document) - {"mesh", "placement", "names"} if isinstance(document, dict) else {"(no object)"}
+    known = cast("dict[str, Any]", document if isinstance(document, dict) else {"(no object)": None})
+    unknown = set(known) - {"mesh", "placement", "names"}
     if unknown:
         what = f"unknown keys {sorted(unknown)}"
         raise TapestryError(what, where=str(documents[0]), hint="mesh, placement, names")
-    return files, document
+    return files, known
 
 
 def _number(path: Path) -> tuple[int, str]:
@@ -265,8 +266,9 @@ def _types(proto: ModelProto, collectives: Sequence[Collective]) -> dict[str, on
             node.CopyFrom(helper.make_node("Concat", [c.source] * n, [c.target], axis=0))
         elif c.kind in ("REDUCE_SCATTER", "SCATTER"):
             rest = [f"{c.target}.{k}" for k in range(1, n)]
-            more = {"num_outputs": n} if version >= 18 else {}
-            node.CopyFrom(helper.make_node("Split", [c.source], [c.target, *rest], axis=0, **more))
+            node.CopyFrom(helper.make_node("Split", [c.source], [c.target, *rest], axis=0))
+            if version >= 18:
+                node.attribute.append(helper.make_attribute("num_outputs", n))
         else:
             node.CopyFrom(helper.make_node("Identity", [c.source], [c.target]))
     del trial.graph.output[1:]

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
 from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
@@ -125,7 +127,8 @@ class Table:
         """A primitive of values over a space."""
         if all(isinstance(a, Const) for a in args) and fn in PRIMITIVES:
             literals = tuple(a for a in args if isinstance(a, Const))
-            return Const(evaluate_expression(Call(fn, literals, dtype), [], [], {}, False).item(), dtype)
+            with np.errstate(all="ignore"):
+                return Const(evaluate_expression(Call(fn, literals, dtype), [], [], {}, False).item(), dtype)
         simple = self._simplified(fn, args, dtype, ranges)
         if simple is not None:
             return simple
@@ -285,13 +288,13 @@ class Table:
             return a
         if not isinstance(a, Ref) or not isinstance(b, Ref):
             return None
-        p, q = self.nodes[a.node], self.nodes[b.node]
-        if p.kind != "part" or q.kind != "part" or p.label[0] != q.label[0] or a.index != b.index:
+        if self.nodes[a.node].kind != "part" or self.nodes[b.node].kind != "part" or a.index != b.index:
             return None
-        if MERGES.get(self.nodes[p.label[0]].label[0]) != fn:
+        (base, mine), (other, theirs) = self.parted(a.node), self.parted(b.node)
+        if base != other or MERGES.get(self.merges_by(base)) != fn:
             return None
-        both = p.label[1].join(q.label[1], fn != "add")
-        return None if both is None else self.part(p.label[0], both, a.index)
+        both = mine.join(theirs, fn not in ("add", "mul"))
+        return None if both is None else self.part(base, both, a.index)
 
     def part(self, base: int, domain: Domain, index: Slots) -> Ref:
         """A reduction over a part of its domain; the reduction itself where that is all of it."""
@@ -302,6 +305,15 @@ class Table:
         if key not in self.known:
             self.add(key, Node("part", (base, domain), (), node.slots, node.dtype, origin=node.origin))
         return Ref(self.known[key][0], index)
+
+    def parted(self, at: int) -> tuple[int, Domain]:
+        """The reduction that a part is of, and which part."""
+        base, domain = cast("tuple[int, Domain]", self.nodes[at].label)
+        return base, domain
+
+    def merges_by(self, at: int) -> str:
+        """The monoid of a reduction."""
+        return str(self.nodes[at].label[0])
 
     def arguments(self, ref: Ref) -> tuple[Value, ...]:
         """The arguments of a call, at the places that a reference gives its slots."""

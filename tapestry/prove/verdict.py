@@ -158,7 +158,7 @@ def _part(table: Table, at: int) -> tuple[str, str] | None:
     """The partial reduction that a node is made of: its name in the model, and which of its points."""
     node = table.nodes[at]
     if node.kind == "part":
-        base, domain = node.label
+        base, domain = table.parted(at)
         sizes = " x ".join(map(str, table.nodes[base].bound))
         return node.origin, f"points {domain.text()} of {sizes}"
     inside = (_part(table, a.node) for a in node.args if isinstance(a, Ref) and not table.nodes[a.node].model)

@@ -101,16 +101,10 @@ class _Replay:
 
 
 def check(
-    graph: Graph,
-    program: Program,
-    *,
-    limit: int | Sequence[int] | None = None,
-    stated_peak: list[int] | None = None,
-    mesh: Mesh | None = None,
-    streamed: frozenset[str] = frozenset(),
-    places: tuple[Stage, ...] | None = None,
+    graph: Graph, program: Program, *, limit: int | Sequence[int] | None = None, stated_peak: list[int] | None = None,
+    mesh: Mesh | None = None, streamed: frozenset[str] = frozenset(), places: tuple[Stage, ...] | None = None,
     exact: bool = False,
-) -> dict[str, int]:
+) -> dict[str, int]:  # fmt: skip
     """Check a graph and its program; returns how many times each law was checked.
 
     Args:

@@ -365,7 +365,7 @@ NETS: dict[str, Build] = {"decoder": decoder, "encoder": encoder, "mlp": mlp, "c
 
 
 def write(
-    net: str, style: Style, folder: Path, sizes: Sizes = Sizes(), seed: int = 0, data: bool = True,  # noqa: B008
+    net: str, style: Style, folder: Path, sizes: Sizes = Sizes(), seed: int = 0, data: bool = True,
 ) -> tuple[Path, Path]:  # fmt: skip
     """A model's file, and a folder with a program of it."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,13 +19,13 @@ import numpy as np
 
 from tapestry.ir.graph import Block
 from tapestry.plan import ring_attention
+from tapestry.plan.schedule.marginals import Marginals, marginals
 from tapestry.plan.schedule.path_weights import Master
 from tapestry.plan.schedule.paths import Paths
 from tapestry.plan.schedule.prefixes import Prefixes
 from tapestry.plan.search.problem import Flow, Menu, Problem
 from tapestry.plan.simulate import Schedule
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.marginals import Marginals, marginals
 from tapestry.plan.solver.network import Demand
 from tapestry.plan.solver.pairs import PROVED
 

@@ -16,12 +16,12 @@ from math import prod
 import numpy as np
 
 from tapestry.ir.plan import coordinates
+from tapestry.plan.schedule.marginals import over
 from tapestry.plan.schedule.paths import Paths
 from tapestry.plan.search.problem import Problem, lanes
 from tapestry.plan.simulate import Schedule
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.elimination import AXES
-from tapestry.plan.solver.marginals import over
 from tapestry.plan.solver.pairs import PROVED
 
 CELLS = 2_000_000  # of the tables of what is left

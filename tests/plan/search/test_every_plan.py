@@ -12,12 +12,12 @@ import pytest
 from bench.planning import bounds
 from tapestry.plan.schedule import paths, prefixes
 from tapestry.plan.schedule.any_order import least_seconds
+from tapestry.plan.schedule.marginals import marginals
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import priced_plan, schedule
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.elimination import minimise
-from tapestry.plan.solver.marginals import marginals
 
 
 @pytest.mark.parametrize("seed", range(200))

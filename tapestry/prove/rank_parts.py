@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -29,19 +29,21 @@ class Placed:
         return tuple((dim(f"y{k}") if n != 1 else const(0)) + s for k, (n, s) in enumerate(zip(shape, self.start, strict=True)))
 
 
-def said(spec: Any, name: str, rank: int, mesh: Mapping[str, int], whole: Sequence[int]) -> tuple[int, ...]:
+def said(spec: object, name: str, rank: int, mesh: Mapping[str, int], whole: Sequence[int]) -> tuple[int, ...]:
     """Where a box begins by a line of ``program.json``: per axis null, a mesh axis or a list of them (the major one first).
 
     Raises:
         TapestryError: the line does not fit the tensor.
     """
     where = f"placement of '{name}'"
-    if not isinstance(spec, list) or len(spec) != len(whole):
+    entries = cast("list[object]", spec) if isinstance(spec, list) else []
+    if len(entries) != len(whole):
         raise TapestryError("one entry per axis is needed", where=where, why=f"it has {len(whole)} axes, and says {spec}")
     place = dict(zip(mesh, np.unravel_index(rank, tuple(mesh.values())), strict=True))
     start: list[int] = []
-    for entry, n in zip(spec, whole, strict=True):
-        axes = [] if entry is None else [entry] if isinstance(entry, str) else entry
+    for entry, n in zip(entries, whole, strict=True):
+        some = cast("list[object]", entry) if isinstance(entry, list) else [] if entry is None else [entry]
+        axes = [str(a) for a in some]
         if not all(a in mesh for a in axes):
             raise TapestryError("no such mesh axis", where=where, why=f"it says {entry}, the mesh has {list(mesh)}")
         number = 0

@@ -1,0 +1,199 @@
+"""Tiny models of transformers, whole and as each rank of their shipped tensor-parallel plan, as ONNX files (`bench prove`).
+
+Runs in an environment of its own that has torch, onnxscript and transformers (5.18 was used), not in the project's:
+``python bench/support/transformers_ranks.py FOLDER [NAME …]``. The plan is applied by transformers' own classes
+(`transformers.distributed.tensor_parallel`); in place of a process group there are stand-ins that record each collective as
+a `DistCollective` node and take this rank's part where a tensor is distributed. Embeddings are an input, so that their
+rules are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnxscript
+import torch
+import transformers
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from transformers.distributed import tensor_parallel as tp
+
+RANKS = 2
+TINY: dict[str, Any] = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+    "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 64, "n_embd": 32, "n_head": 4, "n_layer": 2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False, "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+@torch.library.custom_op("tap::all_reduce", mutates_args=())
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks; alone, a copy."""
+    return x.clone()
+
+
+@torch.library.custom_op("tap::all_gather", mutates_args=())
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    """All ranks' values along axis 0; alone, copies of one."""
+    return torch.cat([x] * RANKS)
+
+
+all_reduce.register_fake(lambda x: torch.empty_like(x))
+all_gather.register_fake(lambda x: x.new_empty((RANKS * x.shape[0], *x.shape[1:])))
+OPSET = onnxscript.values.Opset("tap", 1)
+
+
+def _reduced(x: Any) -> Any:
+    return OPSET.DistCollective(x, collective_operation="ALL_REDUCE", reduce_op="SUM", root=-1, nb_rank=RANKS)
+
+
+def _gathered(x: Any) -> Any:
+    return OPSET.DistCollective(x, collective_operation="ALL_GATHER", reduce_op="NONE", root=-1, nb_rank=RANKS)
+
+
+TABLE = {torch.ops.tap.all_reduce.default: _reduced, torch.ops.tap.all_gather.default: _gathered}
+HERE = SimpleNamespace(rank=0)
+
+
+class _Kind(type):
+    def __instancecheck__(cls, x: object) -> bool:
+        return hasattr(x, "placements")
+
+
+class Distributed(metaclass=_Kind):
+    """A tensor with a placement, as far as the rules use one."""
+
+    def __init__(self, local: torch.Tensor, placement: Any) -> None:
+        self.local, self.placements = local, (placement,)
+
+    @staticmethod
+    def from_local(x: torch.Tensor, mesh: Any, placements: Any, **_: Any) -> Distributed:
+        """This rank's part of a tensor."""
+        return Distributed(x, placements[0])
+
+    def redistribute(self, placements: Any) -> Distributed:
+        """The tensor under another placement."""
+        old, new, x = self.placements[0], placements[0], self.local
+        if isinstance(old, Partial):
+            x, old = torch.ops.tap.all_reduce(x), Replicate()
+        if isinstance(old, Shard) and old != new:
+            x = torch.ops.tap.all_gather(x.transpose(0, old.dim).contiguous()).transpose(0, old.dim)
+            old = Replicate()
+        if isinstance(new, Shard) and isinstance(old, Replicate):
+            x = x.chunk(RANKS, new.dim)[HERE.rank]
+        return Distributed(x, new)
+
+    def to_local(self, **_: Any) -> torch.Tensor:
+        """This rank's part."""
+        return self.local
+
+
+def _distribute(t: torch.Tensor, mesh: Any, placements: Any, **_: Any) -> torch.Tensor:
+    """This rank's part of a parameter; a strided shard is cut within each of its sections."""
+    (p,) = placements
+    if isinstance(p, Replicate):
+        return t.detach().clone()
+    sections = t.detach().chunk(getattr(p, "split_factor", 1), p.dim)
+    return torch.cat([s.chunk(RANKS, p.dim)[HERE.rank] for s in sections], p.dim).contiguous()
+
+
+class _Same:
+    @staticmethod
+    def apply(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        """The value itself: what differs is its gradient."""
+        return x
+
+
+class _Summed:
+    @staticmethod
+    def apply(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        """The sum over ranks."""
+        return torch.ops.tap.all_reduce(x)
+
+
+def _stand_in() -> Any:
+    """Put stand-ins for the process group under transformers' rules; a mesh of one axis."""
+    tp.DTensor, tp.distribute_tensor = Distributed, _distribute
+    tp._AllReduceBackward, tp._AllReduceForward = _Same, _Summed
+    tp.dist = SimpleNamespace(all_reduce=lambda t, **_: t.copy_(torch.ops.tap.all_reduce(t)), get_world_size=lambda *_: RANKS)
+    return SimpleNamespace(
+        size=lambda: RANKS, ndim=1, get_group=lambda *_: None, get_local_rank=lambda: HERE.rank, shape=(RANKS,)
+    )
+
+
+class _Logits(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.m = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The first output of a model of embedded tokens."""
+        out = self.m(inputs_embeds=x, use_cache=False, return_dict=True)
+        return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def _model(name: str) -> torch.nn.Module:
+    config_class = transformers.CONFIG_MAPPING[name]
+    known = config_class().to_dict()
+    config = config_class(**{k: v for k, v in TINY.items() if k in known})
+    config._attn_implementation = "eager"
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except ValueError:
+        model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    for p in model.parameters():
+        torch.nn.init.uniform_(p, -0.5, 0.5)
+    return model.eval().float()
+
+
+def _export(model: torch.nn.Module, path: Path) -> None:
+    width = model.config.get_text_config().hidden_size
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with torch.no_grad():
+        torch.onnx.export(
+            _Logits(model), (torch.zeros(1, 6, width),), str(path), dynamo=True, optimize=False, external_data=False,
+            input_names=["x"], output_names=["y"], custom_translation_table=TABLE, verbose=False,
+        )  # fmt: skip
+
+
+def export(name: str, folder: Path) -> None:
+    """One architecture: ``NAME/model.onnx`` and ``NAME/program/rank*.onnx``."""
+    whole = _model(name)
+    if not whole.tp_plan:
+        raise ValueError("no plan")
+    _export(whole, folder / name / "model.onnx")
+    mesh = _stand_in()
+    for rank in range(RANKS):
+        HERE.rank = rank
+        model = _model(name)
+        shapes = {n: p.shape for n, p in model.named_parameters()}
+        tp.apply_tensor_parallelism(model, mesh)
+        for n, p in model.named_parameters():
+            if p.shape != shapes[n]:
+                p.placements, p.to_local = (Shard(0),), (lambda p=p: p)
+        _export(model, folder / name / "program" / f"rank{rank}.onnx")
+
+
+def main() -> None:
+    """Export what is named, or every architecture of transformers that ships a plan."""
+    folder = Path(sys.argv[1])
+    names = sys.argv[2:] or [n for n, c in transformers.CONFIG_MAPPING.items() if getattr(c, "base_model_tp_plan", None)]
+    for name in names:
+        try:
+            export(name, folder)
+            print(name, "exported", flush=True)
+        except Exception as e:  # whatever a model's own code or the exporter says: the next one may go
+            print(name, "not exported:", type(e).__name__, str(e).replace("\n", " ")[:200], flush=True)
+
+
+if __name__ == "__main__":
+    main()

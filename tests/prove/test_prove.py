@@ -1,0 +1,228 @@
+"""``tapestry prove``: right programs are proved, faults are refuted with a witness, and neither is said where it is not known."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from tapestry.cli.entry import main
+from tapestry.prove.collectives import Collective
+from tapestry.prove.domains import Domain, join_all
+from tapestry.prove.verdict import PROVED, REFUTED, UNDECIDED, prove
+from tapestry.prove.witness import collective
+from tests.support.parallel_nets import Sizes, Style, write
+from tests.support.program_faults import KINDS
+
+SIZES = Sizes(batch=2, sequence=4, width=16, inner=16, layers=1, vocabulary=8)
+RIGHT = [
+    ("mlp", Style(dp=2, tp=2)),
+    ("decoder", Style(tp=4)),
+    ("decoder", Style(tp=2, sequence=True, head="gathered")),
+    ("decoder", Style(dp=2, tp=2, context=True)),
+    ("decoder", Style(tp=2, head="rows")),
+    ("encoder", Style(tp=2, sequence=True)),
+    ("convolutions", Style(dp=2, tp=2)),
+    ("experts", Style(tp=4)),
+]
+
+
+@pytest.mark.parametrize(("net", "style"), RIGHT, ids=str)
+def test_a_right_program_is_proved(net: str, style: Style, tmp_path: Path) -> None:
+    model, program = write(net, style, tmp_path, SIZES)
+    verdict = prove(model, [program])
+    assert verdict.status == PROVED, verdict.text()
+    assert all(o["state"] == PROVED for o in verdict.document["outputs"])
+
+
+def test_stages_of_a_pipeline(tmp_path: Path) -> None:
+    model, program = write("encoder", Style(pp=2, tp=2), tmp_path, Sizes(batch=2, sequence=4, width=16, inner=16, layers=2))
+    assert prove(model, [program]).status == PROVED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_is_refuted_with_a_witness(kind: str, tmp_path: Path) -> None:
+    styles = [("decoder", Style(tp=4)), ("decoder", Style(tp=2, sequence=True)), ("decoder", Style(tp=2, context=True))]
+    styles.append(("encoder", Style(pp=2)))
+    sizes = Sizes(batch=2, sequence=4, width=16, inner=16, layers=2, vocabulary=8)
+    for k, (net, style) in enumerate(styles):
+        model, program = write(net, style, tmp_path / str(k), sizes)
+        files = [program / f"rank{r}.onnx" for r in range(style.world)]
+        ranks = [onnx.load(f) for f in files]
+        if KINDS[kind](ranks, random.Random(3)) is None:
+            continue
+        for f, m in zip(files, ranks, strict=True):
+            onnx.save(m, f)
+        verdict = prove(model, [program])
+        assert verdict.status == REFUTED, verdict.text()
+        assert verdict.witness is not None
+        assert verdict.witness["rank"] in range(style.world)
+        return
+    pytest.fail("no network has a place for this fault")
+
+
+def test_the_witness_names_what_is_read_instead(tmp_path: Path) -> None:
+    """Two ranks' parts of one bias exchanged: the sum reads row 8 of one beside row 0 of the other."""
+    model, program = write("mlp", Style(tp=2), tmp_path, SIZES)
+    ranks = [onnx.load(program / f"rank{r}.onnx") for r in range(2)]
+    tensors = [next(t for t in m.graph.initializer if t.name == "l0.a.b") for m in ranks]
+    first = tensors[0].raw_data
+    tensors[0].raw_data, tensors[1].raw_data = tensors[1].raw_data, first
+    for r, m in enumerate(ranks):
+        onnx.save(m, program / f"rank{r}.onnx")
+    verdict = prove(model, [program])
+    assert verdict.status == REFUTED
+    assert verdict.witness is not None
+    assert verdict.witness["first"]["tensor"] == "gemm_0"
+    assert "l0.a.b at 8 of axis 0" in verdict.witness["text"]
+
+
+def test_a_sum_over_ranks_that_hold_the_same_is_not_the_value(tmp_path: Path) -> None:
+    """``x + x`` on every rank, all-reduced: terms are counted, once for every rank and every use."""
+    x = helper.make_tensor_value_info("x", 1, [4])
+    y = helper.make_tensor_value_info("y", 1, [4])
+    four = helper.make_node("Constant", [], ["c"], value_float=4.0)
+    model = helper.make_model(helper.make_graph([four, helper.make_node("Mul", ["x", "c"], ["y"])], "g", [x], [y]))
+    summed = helper.make_node("DistCollective", ["s"], ["y"], collective_operation="ALL_REDUCE", reduce_op="SUM", nb_rank=2)
+    rank = helper.make_model(helper.make_graph([helper.make_node("Add", ["x", "x"], ["s"]), summed], "g", [x], [y]))
+    alone = helper.make_model(helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "g", [x], [y]))
+    for m, name in ((model, "model"), (rank, "rank"), (alone, "alone")):
+        m.ir_version = 10
+        m.opset_import[0].version = 20
+        onnx.save(m, tmp_path / f"{name}.onnx")
+    assert prove(tmp_path / "model.onnx", [tmp_path / "rank.onnx"]).status == PROVED
+    assert prove(tmp_path / "alone.onnx", [tmp_path / "rank.onnx"]).status == REFUTED
+
+
+def test_what_is_equal_for_another_reason_is_not_decided(tmp_path: Path) -> None:
+    """``x * (a + b)`` for ``x * a + x * b``: no counterpart, no difference, and so no answer; status 2."""
+    info = {n: helper.make_tensor_value_info(n, 1, [4]) for n in "xaby"}
+    ins = [info[n] for n in "xab"]
+    apart = [helper.make_node("Mul", ["x", n], [f"x{n}"]) for n in "ab"]
+    one = [helper.make_node("Add", ["a", "b"], ["s"]), helper.make_node("Mul", ["x", "s"], ["y"])]
+    for name, nodes in (("model", [*apart, helper.make_node("Add", ["xa", "xb"], ["y"])]), ("rank", one)):
+        opset = [helper.make_opsetid("", 20)]
+        onnx.save(
+            helper.make_model(helper.make_graph(nodes, "g", ins, [info["y"]]), opset_imports=opset, ir_version=10),
+            tmp_path / f"{name}.onnx",
+        )
+    assert prove(tmp_path / "model.onnx", [tmp_path / "rank.onnx"]).status == UNDECIDED
+    assert main(["prove", str(tmp_path / "model.onnx"), str(tmp_path / "rank.onnx"), "-q"]) == 2
+
+
+def test_parts_that_may_lie_in_two_orders(tmp_path: Path) -> None:
+    """Without ``program.json`` shapes do not say which ranks share a batch: a proof for one order, no refutation by another."""
+    model, program = write("mlp", Style(dp=2, tp=2), tmp_path, SIZES)
+    (program / "program.json").unlink()
+    assert prove(model, [program]).status == PROVED
+    for r in range(4):
+        m = onnx.load(program / f"rank{r}.onnx")
+        next(n for n in m.graph.node if n.op_type == "Tanh").op_type = "Sigmoid"
+        onnx.save(m, program / f"rank{r}.onnx")
+    assert prove(model, [program]).status == UNDECIDED
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, program = write("mlp", Style(tp=2), tmp_path, SIZES)
+    assert main(["prove", str(model), str(program), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["proved"] and document["evidence"]["kind"] == "normal form"
+    assert main(["prove", str(model), str(program / "rank0.onnx"), str(program / "rank0.onnx"), "-q"]) == 1
+    assert main(["prove", str(model), str(tmp_path / "nothing"), "-q"]) == 2
+    (program / "program.json").write_text('{"mesh": {"tp": 3}}')
+    assert main(["prove", str(model), str(program), "-q"]) == 2
+
+
+def test_weights_without_data_are_taken_as_given(tmp_path: Path) -> None:
+    model, program = write("decoder", Style(tp=2), tmp_path, SIZES, data=False)
+    verdict = prove(model, [program])
+    assert verdict.status == PROVED
+    assert any("l0.q" in a for a in verdict.document["assumed"])
+
+
+def test_domains() -> None:
+    parts = [Domain((((lo, lo + 4),),)) for lo in (0, 4, 8)]
+    whole = join_all(parts, False)
+    assert whole is not None and whole.whole((12,))
+    assert join_all([*parts, parts[1]], False) is None
+    assert join_all([*parts, parts[1]], True) == whole
+    gap = join_all(parts[::2], False)
+    assert gap is not None and not gap.whole((12,))
+    corners = [Domain((((0, 2),), ((0, 2),))), Domain((((2, 4),), ((2, 4),)))]
+    assert join_all(corners, False) is None
+
+
+@pytest.mark.parametrize("kind", ["ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL", "SCATTER", "GATHER", "BROADCAST", "REDUCE"])
+def test_what_collectives_move_is_what_they_are_proved_to_move(kind: str, tmp_path: Path) -> None:
+    """A model written from a collective's definition, and a program that has the collective: its symbolic side against numpy's."""
+    n, shape = 2, (4, 3)
+    op = "SUM" if kind in ("REDUCE", "REDUCE_SCATTER") else "NONE"
+    c = Collective("c", kind, op, 0, tuple(range(n)), "x", "y")
+    whole = np.arange(n * 12, dtype=np.float32).reshape(n, *shape)
+    results = [r for r in collective(c, list(whole)) if r is not None]
+    out = list(results[0].shape)
+    x, y = helper.make_tensor_value_info("x", 1, list(shape)), helper.make_tensor_value_info("y", 1, out)
+    root = {"root": 0} if kind in ("BROADCAST", "REDUCE", "SCATTER", "GATHER") else {}
+    node = helper.make_node("DistCollective", ["x"], ["y"], collective_operation=kind, reduce_op=op, nb_rank=n, **root)
+    rank = helper.make_model(
+        helper.make_graph([node], "g", [x], [y]), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+    )
+    (tmp_path / "p").mkdir()
+    for r in range(n):
+        onnx.save(rank, tmp_path / "p" / f"rank{r}.onnx")
+    from tapestry.prove.proof import compare
+    from tapestry.prove.rank_programs import read_file, read_program
+
+    given = helper.make_tensor_value_info("x", 1, [n * shape[0], shape[1]])
+    nodes = [helper.make_node("Identity", ["x"], ["z"])]
+    z = helper.make_tensor_value_info("z", 1, [n * shape[0], shape[1]])
+    onnx.save(
+        helper.make_model(
+            helper.make_graph(nodes, "g", [given], [z]), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+        ),
+        tmp_path / "model.onnx",
+    )
+    found = compare(read_file(tmp_path / "model.onnx", {}), read_program([tmp_path / "p"], {}))
+    for r, expected in enumerate(collective(c, list(whole))):
+        value = found.ranks[r].get("y")
+        if expected is None:
+            assert value is None
+            continue
+        got = np.array([_cell(found, value, at, whole.reshape(-1, 3)) for at in np.ndindex(*expected.shape)])
+        assert np.array_equal(got.reshape(expected.shape), expected)
+
+
+def _cell(found: object, value: object, at: tuple[int, ...], x: np.ndarray) -> float:
+    """The number that a value has at a cell, by its nodes."""
+    from tapestry.ir.expr import Const
+    from tapestry.ir.index import evaluate
+    from tapestry.prove.proof import Comparison
+    from tapestry.prove.values import Ref
+
+    assert isinstance(found, Comparison)
+    if isinstance(value, Const):
+        return float(value.value)
+    assert isinstance(value, Ref)
+    place = {f"y{k}": i for k, i in enumerate(at)}
+    node, index = found.table.nodes[value.node], [int(evaluate(e, place)) for e in value.index]
+    if node.kind == "leaf":
+        return float(x[tuple(index)]) if node.label == ("x",) else float(index[0])
+    test, *args = [a if isinstance(a, Const) else Ref(a.node, tuple(_at(e, index) for e in a.index)) for a in node.args]
+    if node.label[0] == "where":
+        return _cell(found, args[0] if _cell(found, test, (), x) else args[1], (), x)
+    if node.label[0] == "test ge":
+        return _cell(found, test, (), x) >= 0
+    assert node.label[0] == "add"
+    return _cell(found, test, (), x) + _cell(found, args[0], (), x)
+
+
+def _at(e: object, index: list[int]):
+    from tapestry.ir.index import Aff, const, evaluate
+
+    assert isinstance(e, Aff)
+    return const(int(evaluate(e, {f"v{k}": i for k, i in enumerate(index)})))
