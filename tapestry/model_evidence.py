@@ -126,12 +126,10 @@ def _feeds(graph: Graph) -> list[dict[str, Any]]:
         return []
     rng = np.random.default_rng(0)
 
-    def small(a: Any, most: int) -> Any:
-        given = cast(Array, a)  # which it is where it says so
-        whole = is_array(a) and given.dtype.kind in "iu"
-        return rng.integers(0, most + 1, given.shape).astype(given.dtype) if whole else given
+    def small(a: Array, most: int) -> Array:
+        return rng.integers(0, most + 1, a.size).reshape(a.shape).astype(a.dtype) if a.dtype.kind in "iu" else a
 
-    return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
+    return [first, *({n: small(a, most) if is_array(a) else a for n, a in first.items()} for most in (1, 0))]
 
 
 def _too_big(graph: Graph, points: int) -> str:

@@ -103,15 +103,18 @@ def lift(
     Raises:
         ModelError: the file is malformed, unsafe or not supported; each says where, why and what to try.
     """
-    source = read_model(Path(path), weights, model)
+    source = read_model(Path(path), weights) if model is None else read_proto(model, Path(path).absolute(), weights)
     symbols = bind_symbols(source, shapes)
     return lift_nodes(source, symbols, normalize(source, symbols, steps), steps, seed)
 
 
-def read_model(model: Path, weights: bool, proto: ModelProto | None = None) -> ModelSource:
-    """A model file (or what was read from it), checked, its weights taken out, in the opset that the lifters know."""
-    path = model.absolute()
-    proto = load(path) if proto is None else proto
+def read_model(model: Path, weights: bool) -> ModelSource:
+    """A model file, checked, its weights taken out, in the opset that the lifters know."""
+    return read_proto(load(model.absolute()), model.absolute(), weights)
+
+
+def read_proto(proto: ModelProto, path: Path, weights: bool) -> ModelSource:
+    """What was read from a model file, likewise."""
     nodes = len(proto.graph.node)
     with _reading(proto, path):
         contrib.define(proto)
