@@ -5,10 +5,10 @@
 Every .onnx file of the folder, and the same in float64, gets inputs of its own and a recipe of the fuzzer (mesh, moves,
 strategies, way of running). Its outputs are judged as a fuzz case's are: exact ones exactly, floats to what noise in the last
 places explains (`tapestry.fuzz.trial.judge`); then it runs again with infinities and NaNs in its inputs, against the
-interpreter of the lifted graph (`tapestry.fuzz.awkward`). Counted apart: ``rounding``, a value that noise in the last
-places moves as far
-as ours is off; ``not finite``, a model whose outputs are infinite or NaN already, which the second run alone judges; ``unfit``,
-a model that onnxruntime does not run. Writes bench/results/outside_models.json; exits 1 where a value is wrong.
+interpreter of the lifted graph (`tapestry.fuzz.awkward`). Counted apart: ``rounding``, a value that noise in the last places
+moves as far as ours is off; ``not finite``, a model whose outputs are infinite or NaN already, which the second run alone
+judges; ``unfit``, a model that onnxruntime does not run. Writes bench/results/outside_models.json; exits 1 where a value is
+wrong.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology, parse_mesh, topology
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import apply_moves
 from tapestry.rewrites.partition import split_time
 
 MOST = 300  # plans of a graph in space

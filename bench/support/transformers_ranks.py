@@ -1,20 +1,20 @@
-"""Tiny models of transformers, whole and as each rank of their shipped tensor-parallel plan, as ONNX files (`bench prove`).
+"""Tiny models of transformers, whole and as each rank of their shipped tensor-parallel plan, for `bench prove plans`.
 
 Runs in an environment of its own that has torch, onnxscript and transformers (5.18 was used), not in the project's:
 ``python bench/support/transformers_ranks.py FOLDER [NAME …]``. The plan is applied by transformers' own classes
-(`transformers.distributed.tensor_parallel`); in place of a process group there are stand-ins that record each collective as
-a `DistCollective` node and take this rank's part where a tensor is distributed. Embeddings are an input, so that their
+(`transformers.distributed.tensor_parallel`); in place of a process group there are stand-ins that record each collective
+as a `DistCollective` node and take this rank's part where a tensor is distributed. Embeddings are an input, so that their
 rules are left out.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import onnxscript
 import torch
 import transformers
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -23,41 +23,28 @@ from transformers.distributed import tensor_parallel as tp
 RANKS = 2
 TINY: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
-    "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 64, "n_embd": 32, "n_head": 4, "n_layer": 2,
+    "num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 64, "n_embd": 32, "n_head": 4, "n_layer": 1,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False, "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 0, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False,
+    "decoder_sparse_step": 1,
 }  # fmt: skip
 
 
-@torch.library.custom_op("tap::all_reduce", mutates_args=())
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks; alone, a copy."""
-    return x.clone()
+    """The sum over ranks."""
+    attributes = {"collective_operation": "ALL_REDUCE", "reduce_op": "SUM", "root": -1, "nb_rank": RANKS}
+    return torch.onnx.ops.symbolic("tap::DistCollective", (x,), attributes, dtype=x.dtype, shape=x.shape, version=1)
 
 
-@torch.library.custom_op("tap::all_gather", mutates_args=())
 def all_gather(x: torch.Tensor) -> torch.Tensor:
-    """All ranks' values along axis 0; alone, copies of one."""
-    return torch.cat([x] * RANKS)
+    """All ranks' values along axis 0."""
+    attributes = {"collective_operation": "ALL_GATHER", "reduce_op": "NONE", "root": -1, "nb_rank": RANKS}
+    shape = (RANKS * x.shape[0], *x.shape[1:])
+    return torch.onnx.ops.symbolic("tap::DistCollective", (x,), attributes, dtype=x.dtype, shape=shape, version=1)
 
 
-all_reduce.register_fake(lambda x: torch.empty_like(x))
-all_gather.register_fake(lambda x: x.new_empty((RANKS * x.shape[0], *x.shape[1:])))
-OPSET = onnxscript.values.Opset("tap", 1)
-
-
-def _reduced(x: Any) -> Any:
-    return OPSET.DistCollective(x, collective_operation="ALL_REDUCE", reduce_op="SUM", root=-1, nb_rank=RANKS)
-
-
-def _gathered(x: Any) -> Any:
-    return OPSET.DistCollective(x, collective_operation="ALL_GATHER", reduce_op="NONE", root=-1, nb_rank=RANKS)
-
-
-TABLE = {torch.ops.tap.all_reduce.default: _reduced, torch.ops.tap.all_gather.default: _gathered}
 HERE = SimpleNamespace(rank=0)
 
 
@@ -81,9 +68,9 @@ class Distributed(metaclass=_Kind):
         """The tensor under another placement."""
         old, new, x = self.placements[0], placements[0], self.local
         if isinstance(old, Partial):
-            x, old = torch.ops.tap.all_reduce(x), Replicate()
+            x, old = all_reduce(x), Replicate()
         if isinstance(old, Shard) and old != new:
-            x = torch.ops.tap.all_gather(x.transpose(0, old.dim).contiguous()).transpose(0, old.dim)
+            x = all_gather(x.transpose(0, old.dim).contiguous()).transpose(0, old.dim)
             old = Replicate()
         if isinstance(new, Shard) and isinstance(old, Replicate):
             x = x.chunk(RANKS, new.dim)[HERE.rank]
@@ -114,14 +101,14 @@ class _Summed:
     @staticmethod
     def apply(x: torch.Tensor, *_: Any) -> torch.Tensor:
         """The sum over ranks."""
-        return torch.ops.tap.all_reduce(x)
+        return all_reduce(x)
 
 
 def _stand_in() -> Any:
     """Put stand-ins for the process group under transformers' rules; a mesh of one axis."""
     tp.DTensor, tp.distribute_tensor = Distributed, _distribute
     tp._AllReduceBackward, tp._AllReduceForward = _Same, _Summed
-    tp.dist = SimpleNamespace(all_reduce=lambda t, **_: t.copy_(torch.ops.tap.all_reduce(t)), get_world_size=lambda *_: RANKS)
+    tp.dist = SimpleNamespace(all_reduce=lambda t, **_: t.copy_(all_reduce(t)), get_world_size=lambda *_: RANKS)
     return SimpleNamespace(
         size=lambda: RANKS, ndim=1, get_group=lambda *_: None, get_local_rank=lambda: HERE.rank, shape=(RANKS,)
     )
@@ -131,10 +118,12 @@ class _Logits(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.m = model
+        self.placed = "position_ids" in inspect.signature(model.forward).parameters
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The first output of a model of embedded tokens."""
-        out = self.m(inputs_embeds=x, use_cache=False, return_dict=True)
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The first output of a model of embedded tokens; a whole mask is given, because making one is data-dependent."""
+        more = {"position_ids": positions} if self.placed else {}
+        out = self.m(inputs_embeds=x, attention_mask=mask, use_cache=False, return_dict=True, **more)
         return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
@@ -143,8 +132,7 @@ def _model(name: str) -> torch.nn.Module:
     known = config_class().to_dict()
     config = config_class(**{k: v for k, v in TINY.items() if k in known})
     config._attn_implementation = "eager"
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"
+    config._experts_implementation = "batched_mm"  # no loop over the experts that are hit: that depends on the data
     torch.manual_seed(0)
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -158,10 +146,11 @@ def _model(name: str) -> torch.nn.Module:
 def _export(model: torch.nn.Module, path: Path) -> None:
     width = model.config.get_text_config().hidden_size
     path.parent.mkdir(parents=True, exist_ok=True)
+    inputs = torch.zeros(1, 6, width), torch.zeros(1, 1, 6, 6), torch.arange(6)[None]
     with torch.no_grad():
         torch.onnx.export(
-            _Logits(model), (torch.zeros(1, 6, width),), str(path), dynamo=True, optimize=False, external_data=False,
-            input_names=["x"], output_names=["y"], custom_translation_table=TABLE, verbose=False,
+            _Logits(model), inputs, str(path), dynamo=True, optimize=False, external_data=False,
+            input_names=["x", "mask", "positions"], output_names=["y"], verbose=False,
         )  # fmt: skip
 
 
@@ -175,9 +164,9 @@ def export(name: str, folder: Path) -> None:
     for rank in range(RANKS):
         HERE.rank = rank
         model = _model(name)
-        shapes = {n: p.shape for n, p in model.named_parameters()}
+        shapes = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
         tp.apply_tensor_parallelism(model, mesh)
-        for n, p in model.named_parameters():
+        for n, p in model.named_parameters(remove_duplicate=False):
             if p.shape != shapes[n]:
                 p.placements, p.to_local = (Shard(0),), (lambda p=p: p)
         _export(model, folder / name / "program" / f"rank{rank}.onnx")
@@ -188,11 +177,13 @@ def main() -> None:
     folder = Path(sys.argv[1])
     names = sys.argv[2:] or [n for n, c in transformers.CONFIG_MAPPING.items() if getattr(c, "base_model_tp_plan", None)]
     for name in names:
+        if (folder / name / "program" / f"rank{RANKS - 1}.onnx").is_file():
+            continue
         try:
             export(name, folder)
             print(name, "exported", flush=True)
         except Exception as e:  # whatever a model's own code or the exporter says: the next one may go
-            print(name, "not exported:", type(e).__name__, str(e).replace("\n", " ")[:200], flush=True)
+            print(name, "not exported:", type(e).__name__, str(e).replace("\n", " ")[-700:], flush=True)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Comparison:
         outputs: per output of the model its state: ``proved``, or what is not.
         placed: per output, where each rank's part of it begins (None where the rank has none).
         wrong: the first output that is not the model's: its name and the rank.
+        unread: tensors of ranks that are no values, because they stay on the host or depend on one that does.
     """
 
     table: Table
@@ -47,6 +48,7 @@ class Comparison:
     placed: dict[str, list[tuple[int, ...] | None]] = field(default_factory=dict[str, list[tuple[int, ...] | None]])
     wrong: tuple[str, int] | None = None
     stuck: Stuck | None = None
+    unread: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
 
     @property
     def proved(self) -> bool:
@@ -161,6 +163,8 @@ class _Ranks:
             for t in op.outs:
                 if t in values:
                     self._have(rank, t, values[t])
+                else:
+                    self.out.unread.append((rank, t))
 
     def _at(self, rank: int) -> Collective | None:
         found = self.program.ranks[rank].collectives

@@ -174,7 +174,7 @@ def _number(path: Path) -> tuple[int, str]:
 
 
 def _without_data(proto: ModelProto) -> dict[str, TensorProto]:
-    """Take the data out of every floating weight, so that none is folded; returns them as the file has them."""
+    """Take the data out of every floating weight, so that none is folded; returns all weights as the file has them."""
     sizes = {i for n in proto.graph.node if n.op_type in SIZES for i in n.input[1:]}
     kept: list[NodeProto] = []
     for node in proto.graph.node:
@@ -190,9 +190,9 @@ def _without_data(proto: ModelProto) -> dict[str, TensorProto]:
         proto.graph.node.extend(nodes)
     stored: dict[str, TensorProto] = {}
     for t in proto.graph.initializer:
+        stored[t.name] = TensorProto.FromString(t.SerializeToString())
         if t.data_type not in FLOATING or int(np.prod(t.dims)) < 2 or t.name in sizes:
             continue
-        stored[t.name] = TensorProto.FromString(t.SerializeToString())
         bare = TensorProto(name=t.name, data_type=t.data_type, dims=t.dims, data_location=TensorProto.EXTERNAL)
         length = int(np.prod(t.dims)) * helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
         for key, value in (("location", "weights"), ("offset", "0"), ("length", str(length))):

@@ -64,6 +64,10 @@ def prove(model: Path, program: Sequence[Path], shapes: Given = {}) -> Verdict: 
     document = _document(model, whole, ranks, found)
     if found.proved:
         return _verdict(document, PROVED)
+    if found.stuck is not None and found.unread:
+        rank, tensor = found.unread[0]
+        why = "it stays on the host, or its size depends on the data"
+        return _verdict(document, UNDECIDED, None, f"rank {rank}: '{tensor}' cannot be followed: {why}")
     if found.stuck is not None:
         rank, tensor, text = found.stuck.rank, found.stuck.tensor, found.stuck.text
         return _verdict(

@@ -226,3 +226,20 @@ def _at(e: object, index: list[int]):
 
     assert isinstance(e, Aff)
     return const(int(evaluate(e, {f"v{k}": i for k, i in enumerate(index)})))
+
+
+def test_a_value_of_the_host_is_not_followed(tmp_path: Path) -> None:
+    """How many places NonZero gives depends on the data: ranks that have to wait for it are not said to wait for ever."""
+    x, y = helper.make_tensor_value_info("x", 1, [4]), helper.make_tensor_value_info("y", 1, [])
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["n"]),
+        helper.make_node("Cast", ["n"], ["f"], to=1),
+        helper.make_node("ReduceSum", ["f"], ["s"], keepdims=0),
+    ]
+    most = helper.make_node("DistCollective", ["s"], ["y"], collective_operation="ALL_REDUCE", reduce_op="MAX", nb_rank=2)
+    for name, last in (("model", helper.make_node("Identity", ["s"], ["y"])), ("rank", most)):
+        graph = helper.make_graph([*nodes, last], "g", [x], [y])
+        onnx.save(
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / f"{name}.onnx"
+        )
+    assert prove(tmp_path / "model.onnx", [tmp_path / "rank.onnx"]).status == UNDECIDED

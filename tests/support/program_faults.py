@@ -257,7 +257,7 @@ def added_before_reducing(ranks: Ranks, rng: random.Random) -> str | None:
         return None
     c, add = rng.choice(pairs)
     for m in ranks:
-        a, b = (next(n for n in m.graph.node if n.name == x) for x in (c.name, add.name))
+        a, b = [next(n for n in m.graph.node if n.name == x) for x in (c.name, add.name)]
         other = next(t for t in b.input if t != a.output[0])
         partial, summed, done = a.input[0], f"{b.output[0]}.early", b.output[0]
         order = [n.name for n in m.graph.node]
@@ -407,20 +407,21 @@ def order_of_collectives(ranks: Ranks, rng: random.Random) -> str | None:
 
 @kind
 def rolled(ranks: Ranks, rng: random.Random) -> str | None:
-    """Positions one off: the rows of a value are turned round by one, on every rank."""
-    found = [n.output[0] for n in _nodes(ranks[0], "MatMul", "Mul", "Conv", "Tanh") if _readers(ranks[0], n.output[0])]
+    """Positions one off: a value is turned round by one along its last axis (channels, of images), on every rank."""
+    found = [n for n in _nodes(ranks[0], "MatMul", "Mul", "Conv", "Tanh") if _readers(ranks[0], n.output[0])]
     if not found:
         return None
-    name = rng.choice(found)
+    node = rng.choice(found)
+    name, axis = node.output[0], 1 if node.op_type == "Conv" else -1
 
     def roll(a: str, b: str) -> list[NodeProto]:
-        ends = [("at.first", [0]), ("at.second", [1]), ("at.last", [1 << 30]), ("at.axis", [-1])]
+        ends = [("at.first", [0]), ("at.second", [1]), ("at.last", [1 << 30]), ("at.axis", [axis])]
         consts = [helper.make_node("Constant", [], [f"{b}.{n}"], name=f"{b}.{n}", value_ints=v) for n, v in ends]
         cut = [
             helper.make_node("Slice", [a, f"{b}.{lo}", f"{b}.{hi}", f"{b}.at.axis"], [f"{b}.{k}"], name=f"{b}.{k}")
             for k, lo, hi in (("tail", "at.second", "at.last"), ("head", "at.first", "at.second"))
         ]
-        return [*consts, *cut, helper.make_node("Concat", [f"{b}.tail", f"{b}.head"], [b], name=b, axis=-1)]
+        return [*consts, *cut, helper.make_node("Concat", [f"{b}.tail", f"{b}.head"], [b], name=b, axis=axis)]
 
     _between(ranks, name, roll)
     return name

@@ -99,6 +99,15 @@ def test_results_that_are_lost_or_of_another_type() -> None:
         proofs.prove_step(Rewrite("r", before, parse(wide)))
 
 
+def test_a_tensor_that_was_left_alone_has_its_type() -> None:
+    text = "graph g\ninput x: f32[4]\nt: f32[4] = op [i: 4]\n  reads x[i]\n  body {}\ny: f32[4] = op [i: 4]\n  reads t[i]\n  body exp(t)\noutput y\n"
+    before, after = parse(text.format("neg(x)")), parse(text.format("x * -1.0".replace("-1.0", "f32(-1.0)")))
+    assert proofs.prove_step(Rewrite("r", before, after))
+    after = replace(after, tensors={**after.tensors, "y": replace(after.tensors["y"], shape=(5,))})
+    with pytest.raises(LawError, match="'y' is another tensor than before"):
+        proofs.prove_step(Rewrite("r", before, after))
+
+
 @pytest.mark.parametrize("name", ["attention", "norms", "conv_chain", "halves", "selections", "opaques", "residual"])
 def test_simplifications_of_small_models(name: str) -> None:
     lifted = case(name, simplified=False).graph

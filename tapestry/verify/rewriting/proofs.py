@@ -91,6 +91,12 @@ def prove_change(change: Change) -> Counter[str]:
     lost = next((t for t in sorted(change.needed) if t not in change.come), None)
     if lost is not None:
         raise LawError("ssa", f"'{lost}' is read and no longer written", where=_where(change, lost))
+    was, now = change.step.before.tensors, change.step.after.tensors
+    odd = next((t for t in change.kept if t in now and now[t] is not was[t] and now[t] != was[t]), None)
+    if odd is not None:
+        raise LawError(
+            "access_unchanged", f"'{odd}' is another tensor than before", where=change.step.by, why=f"{was[odd]}, {now[odd]}"
+        )
     out, cuts = Counter[str](), set[str]()
     for t in (t for t in change.come if t in change.gone):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,16 @@ from tapestry.ir.index import Aff, const, dims_of
 from tapestry.ir.types import FLOATS, INTEGERS, Tensor
 
 Array = np.ndarray[Any, Any]
-ALL, SOME = 256, 24  # output cells: of so many all are compared, of more these many at random beside those that are named
+ALL = 60_000  # points behind the cells of an output, up to which all its cells are compared
+SOME = 24  # cells at random, beside those that are named
 EACH = 24  # places named along one axis, and solutions of one condition
 GREAT = 1e6  # beyond it a constant stands for infinity
 
 
 def chosen(out: Tensor, ops: Iterable[Op]) -> Array:
-    """Row-major positions: all of few cells; of many the corners, edges, places that guards and indices name, and others."""
+    """Row-major positions: all where few points are behind them, else corners, edges, places that are named, and others."""
     shape, ops = out.shape, list(ops)
-    if out.size <= ALL:
+    if out.size * prod(d.size for op in ops if isinstance(op, Block) for d in (*op.reduce, *op.inner_dims)) <= ALL:
         return np.arange(out.size)
     rng = np.random.default_rng(0)
     marks = {m + s for op in ops for m in _places(op) for s in (-1, 0, 1)}

@@ -1,6 +1,6 @@
-"""Users' rules through the commands: thirty that are right are accepted, thirty that are wrong are refused at the place.
+"""Users' rules through the commands: those that are right are accepted, those that are wrong refused at the place.
 
-Half of each are equations (``rules/*.tap``), which `rules --check` proves on instances; the others are classes that make one
+Some are equations (``rules/*.tap``), which `rules --check` proves on instances; the others are classes that make one
 graph of another (``rules/*_graphs.txt``), proved where `opt` applies them.
 """
 

@@ -234,3 +234,49 @@ def peaks(p) -> list[int]:
     from tapestry.ir.program import peak_bytes
 
     return peak_bytes(p)[0]
+
+
+@fault("agreement")
+def launch_of_no_mode(plan, p):
+    return [(plan, put(p, i, replace(p.steps[i], mode="whole")), {}) for i in positions(p, Launch)]
+
+
+@fault("agreement")
+def launch_on_too_few_devices(plan, p):
+    return [(plan, put(p, i, replace(p.steps[i], blocks=p.steps[i].blocks[:-1])), {}) for i in positions(p, Launch)]
+
+
+@fault("agreement")
+def reduce_of_an_operation_that_is_not_there(plan, p):
+    ops = (-1, len(plan.graph.ops))
+    return [(plan, put(p, i, replace(p.steps[i], op=op)), {}) for i in positions(p, Reduce) for op in ops]
+
+
+@fault("agreement")
+def reduce_of_no_kind(plan, p):
+    return [(plan, put(p, i, replace(p.steps[i], kind="all_gather")), {}) for i in positions(p, Reduce)]
+
+
+@fault("agreement", "read_after_write")
+def states_of_a_launch_exchanged(plan, p):
+    """A kernel that finishes is given the fields of its states in another order."""
+    launches = [i for i in positions(p, Launch) if len(set(p.steps[i].states)) > 1]
+    return [(plan, put(p, i, replace(p.steps[i], states=p.steps[i].states[::-1])), {}) for i in launches]
+
+
+@fault("agreement")
+def states_of_a_launch_one_short(plan, p):
+    launches = [i for i in positions(p, Launch) if p.steps[i].states]
+    return [(plan, put(p, i, replace(p.steps[i], states=p.steps[i].states[:-1])), {}) for i in launches]
+
+
+@fault("agreement", "read_after_write")
+def counts_known_of_too_few_devices(plan, p):
+    """The values of a field that is not sent are given for all devices but one."""
+    out = []
+    for i in positions(p, Reduce):
+        known = p.steps[i].known
+        if any(known):
+            short = tuple(v[:-1] for v in known)
+            out.append((plan, put(p, i, replace(p.steps[i], known=short)), {}))
+    return out
