@@ -128,8 +128,10 @@ def _feeds(graph: Graph) -> list[dict[str, Any]]:
 
     def small(a: Any, most: int) -> Any:
         given = cast(Array, a)  # which it is where it says so
-        whole = is_array(a) and given.dtype.kind in "iu"
-        return rng.integers(0, most + 1, given.shape).astype(given.dtype) if whole else given
+        if not is_array(a) or given.dtype.kind not in "iu":
+            return a
+        drawn: Array = np.asarray(rng.integers(0, most + 1, given.shape))
+        return drawn.astype(given.dtype)
 
     return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
 
