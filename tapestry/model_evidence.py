@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
@@ -127,11 +127,10 @@ def _feeds(graph: Graph) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
 
     def small(a: Any, most: int) -> Any:
-        given = cast(Array, a)  # which it is where it says so
-        if not is_array(a) or given.dtype.kind not in "iu":
+        if not is_array(a) or a.dtype.kind not in "iu":
             return a
-        drawn: Array = np.asarray(rng.integers(0, most + 1, given.shape))
-        return drawn.astype(given.dtype)
+        shape: tuple[int, ...] = a.shape
+        return rng.integers(0, most + 1, shape).astype(a.dtype)
 
     return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
 
