@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
@@ -126,10 +126,13 @@ def _feeds(graph: Graph) -> list[dict[str, Any]]:
         return []
     rng = np.random.default_rng(0)
 
-    def small(a: Array, most: int) -> Array:
-        return rng.integers(0, most + 1, a.size).reshape(a.shape).astype(a.dtype) if a.dtype.kind in "iu" else a
+    def small(a: Any, most: int) -> Any:
+        if not is_array(a) or a.dtype.kind not in "iu":
+            return a
+        shape: tuple[int, ...] = a.shape
+        return rng.integers(0, most + 1, shape).astype(a.dtype)
 
-    return [first, *({n: small(a, most) if is_array(a) else a for n, a in first.items()} for most in (1, 0))]
+    return [first, *({n: small(a, most) for n, a in first.items()} for most in (1, 0))]
 
 
 def _too_big(graph: Graph, points: int) -> str:

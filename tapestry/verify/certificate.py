@@ -54,6 +54,9 @@ class _Replay:
     signatures: list[str] = field(default_factory=list[str])
     launched: dict[int, dict[str, list[Boxes]]] = field(default_factory=dict[int, dict[str, list[Boxes]]])
 
+    def __post_init__(self) -> None:
+        self.rings = any(s.to.startswith("ring.") for op in self.graph.ops for s in op.splits)
+
     def law(self, name: str, holds: bool, what: str, step: str = "", why: object = "") -> None:
         """Count one check of a law; raise when it does not hold."""
         self.lists.laws[name] += 1
@@ -121,7 +124,6 @@ def check(
     zeros = np.zeros(program.devices, np.int64)
     r = _Replay(graph, program, Lists(), zeros, zeros.copy(), streamed=streamed)
     r.lists.laws.update(laws.check(graph))
-    r.rings = any(s.to.startswith("ring.") for op in graph.ops for s in op.splits)
     if exact:
         r.lists.laws["exact"] = exact_law.check(graph, program)
     r.signatures = [signature(op, graph) for op in graph.ops]
