@@ -113,10 +113,11 @@ def _never_finite(test: Expr) -> bool:
     return test.fn == "isinf" and inner == m
 
 
-def centres(w: Weight) -> Callable[[Expr], Expr] | None:
+def centres(w: Weight, last: int = 1) -> Callable[[Expr], Expr] | None:
     """What rows whose maximum is infinite or NaN give instead of a result; ``None`` when it is no constant.
 
-    The weight is evaluated as it was written. A weight of zero makes the row 0, a NaN makes it NaN.
+    The weight is evaluated as it was written. A weight of zero makes the row 0 times its values, whose sum is field ``last``
+    of the state where that is above 1; a NaN makes it NaN.
     """
     least, most, none = (_row_value(w, top) for top in (-math.inf, math.inf, math.nan))
     if least is None or most is None or none is None or not _same(most, none):
@@ -129,7 +130,11 @@ def centres(w: Weight) -> Callable[[Expr], Expr] | None:
     def special(out: Expr) -> Expr:
         top = Acc(0, out.dtype)
         out = call("where", call("isnan", call("sub", top, top)), value(none, out.dtype), out)
-        return out if _same(least, none) else call("where", call("eq", top, lowest(top.dtype)), value(least, out.dtype), out)
+        if _same(least, none):
+            return out
+        # weights of 0 times values: 0, but NaN where a value is not finite
+        row = call("mul", Acc(last, out.dtype), number(0, out.dtype)) if least == 0 and last > 1 else value(least, out.dtype)
+        return call("where", call("eq", top, lowest(top.dtype)), row, out)
 
     return special
 

@@ -148,7 +148,7 @@ def _other_scores(wide: Block, weight: Weight, rows: Block, row: tuple[Aff, ...]
 
 def _streamed(wide: Block, w: Weight, rows: Block) -> Block | Refusal:
     """The one operation: state (maximum, sum of weights, weighted sum), divided at the end."""
-    special = centres(w)
+    special = centres(w, 2)
     if special is None:
         return refuse("rows without a finite maximum would get another value")
     dtype = w.score.dtype
