@@ -207,11 +207,11 @@ def measure(seed: int) -> Row:
             ).found
         except PlanError:
             found = None
-    best = min([*fitting, *([found.objective] if found else [])], default=np.inf)
+    fitting += [found.objective] if found else []
     return {
         "seed": seed, "operations": len(given.graph.ops), "plans": len(plans), "memory": short, "overlap": given.topo.overlap,
         "bound_s": found.bound if found else floor.least_seconds(given.graph, given.topo),
-        "objective_s": found.objective if found else None, "best_s": best if np.isfinite(best) else None,
+        "objective_s": found.objective if found else None, "best_s": min(fitting, default=None),
     }  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def main() -> int:
         rows.append(measure(seed))
         if below(rows[-1]):
             print(f"below the bound: {rows[-1]}", flush=True)
-    wrong, known = [r for r in rows if below(r)], [r for r in rows if r["best_s"]]
+    wrong, known = [r for r in rows if below(r)], [r for r in rows if r["best_s"] is not None]
     print(
         f"{len(rows)} graphs, {sum(r['plans'] for r in rows):,} plans; below the bound: {[r['seed'] for r in wrong] or 'none'}"
     )
