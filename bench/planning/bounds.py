@@ -207,17 +207,17 @@ def measure(seed: int) -> Row:
             ).found
         except PlanError:
             found = None
-    best = min([*fitting, *([found.objective] if found else [])], default=np.inf)
+    fitting += [found.objective] if found else []
     return {
         "seed": seed, "operations": len(given.graph.ops), "plans": len(plans), "memory": short, "overlap": given.topo.overlap,
         "bound_s": found.bound if found else floor.least_seconds(given.graph, given.topo),
-        "objective_s": found.objective if found else None, "best_s": best,
+        "objective_s": found.objective if found else None, "best_s": min(fitting, default=None),
     }  # fmt: skip
 
 
 def below(row: Row) -> bool:
     """Whether some plan is below the bound."""
-    return row["best_s"] < row["bound_s"] * (1 - ROUNDING)
+    return row["best_s"] is not None and row["best_s"] < row["bound_s"] * (1 - ROUNDING)
 
 
 def spread(gaps: list[float]) -> str:
@@ -238,7 +238,7 @@ def main() -> int:
         rows.append(measure(seed))
         if below(rows[-1]):
             print(f"below the bound: {rows[-1]}", flush=True)
-    wrong, known = [r for r in rows if below(r)], [r for r in rows if np.isfinite(r["best_s"])]
+    wrong, known = [r for r in rows if below(r)], [r for r in rows if r["best_s"] is not None]
     print(
         f"{len(rows)} graphs, {sum(r['plans'] for r in rows):,} plans; below the bound: {[r['seed'] for r in wrong] or 'none'}"
     )

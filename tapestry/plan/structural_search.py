@@ -71,10 +71,11 @@ class Improvement:
             one, done = _rewritten(graph, moves[:1], self.disabled)
             if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS:
                 continue
-            if self._planned(one, budget, found).objective >= found.objective * WORTH:
+            candidate = self._planned(one, budget, found)
+            if candidate.objective >= found.objective * WORTH:
                 continue
             new, done = _rewritten(graph, moves, self.disabled)
-            candidate = self._planned(new, budget, found)
+            candidate = candidate if new.ops == one.ops else self._planned(new, budget, found)
             if candidate.objective < found.objective * WORTH:
                 self.units = max(0.0, self.units - (begin - ours.left()))
                 return new, candidate, done
