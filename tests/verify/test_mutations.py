@@ -1,4 +1,4 @@
-"""A sample of bench/correctness/mutations.py: single faults in plans with streamed weights, stages and exact cuts, and in files, are refused."""
+"""A sample of bench/proofs/mutations.py: single faults in plans with streamed weights, stages and exact cuts, and in files, are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from bench.correctness.mutations import (
+from bench.proofs.mutations import (
     ALSO,
     ON_ALL_DEVICES,
     Tried,

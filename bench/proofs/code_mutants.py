@@ -1,13 +1,13 @@
 """How much the fast tests see: small faults put into `verify/`, `ir/` and `lift/` one at a time, and the share a test finds.
 
-    .venv/bin/python -m bench mutation [--seed S] [--count 100] [--rooms verify ir lift] [--minutes M] [--tests PATH …]
+    .venv/bin/python -m bench code_mutants [--seed S] [--count 100] [--rooms verify ir lift] [--minutes M] [--tests PATH …]
 
 First every fast test of `--tests` runs once, and the lines of those rooms that it runs are kept (build/bench). Then `--count`
 faults of each room are drawn (`bench.support.mutants`). For each, a fork of the process with all tests loaded puts it in and
 runs the tests that reach its line, the quickest first, until one fails. A fault on which time runs out counts as found, one
 that no test reaches as not found. What is known stays in build/bench, so that a run that was ended goes on. Writes
-bench/results/mutation.json: the share found with its 95 % interval (Wilson 1927), and each fault that lived, with the reason
-where `REASONS` has one.
+bench/results/code_mutants.json: the share found with its 95 % interval (Wilson 1927), and each fault that lived, with the
+reason where `REASONS` has one.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def report(args: argparse.Namespace, verdicts: dict[str, Any]) -> int:
         }
         rows.append({**row, "interval": [round(low, 4), round(high, 4)], "lived": lived})
         print({k: v for k, v in rows[-1].items() if k != "lived"})
-    record.write("mutation", rows, seed=args.seed, count=args.count, tests=args.tests)
+    record.write("code_mutants", rows, seed=args.seed, count=args.count, tests=args.tests)
     return 0
 
 

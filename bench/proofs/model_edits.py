@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import tapestry
-from bench.correctness.mutations import MODELS
+from bench.proofs.mutations import MODELS
 from bench.support import record
 from tapestry.errors import TapestryError
 from tapestry.runtime.feeds import random_feeds
