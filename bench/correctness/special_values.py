@@ -2,8 +2,8 @@
 
     .venv/bin/python -m bench special_values [--only REGEX] [--values NAME …] [--seed S] [--share K/N] [--engines NAME …]
 
-The cases are onnx's own of one node, each as it comes and with its parameters (sizes, axes) as constants, and those of
-`tests/support/vendor_cases.py`. A value is written into the first cell, the last, one at random and a whole row of each
+The cases are onnx's own of one node, each as it comes and with its parameters (sizes, axes) as constants.
+A value is written into the first cell, the last, one at random and a whole row of each
 floating-point input. The model runs on one device, two, four and 2x2, each under a random legal plan, and in the verifier's
 interpreter; with ``--engines triton`` in generated kernels, on two devices.
 

@@ -122,6 +122,21 @@ def test_weights_that_are_not_there_are_drawn(tmp_path):
     assert row["kind"] == "sampled cells" and row["weights"].startswith("1 without data")
 
 
+def test_sizes_that_depend_on_values_are_no_contradiction(tmp_path):
+    """A Pad by amounts that come at run time: the file's own sizes hold for the user's amounts, not for any."""
+    info, node = helper.make_tensor_value_info, N("Pad", ["x", "by"], ["y"])
+    for declared in ([4, 6], [5, 6]):
+        graph = helper.make_graph(
+            [node], "g", [info("x", T.FLOAT, [3, 4]), info("by", T.INT64, [4])], [info("y", T.FLOAT, declared)]
+        )
+        path = tmp_path / f"m{declared[0]}.onnx"
+        path.write_bytes(
+            helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]).SerializeToString()
+        )
+        row = tapestry.compile(path).evidence[0]
+        assert row["kind"] == "none" and "depend on values" in row["why"]
+
+
 def test_a_rounding_at_its_edge_is_evidence_and_no_difference(tmp_path):
     """Whole numbers times and over 0.7: a float32 may end just below one, and its floor is another; float64 says otherwise."""
     nodes = [N("Mul", ["x", "c"], ["a"]), N("Div", ["a", "c"], ["b"]), N("Floor", ["b"], ["y"])]

@@ -151,13 +151,20 @@ def _awkward(c: _Check, feeds: Mapping[str, Any], wanted: Collection[str], ops: 
 
 
 def _types(c: _Check) -> None:
-    """Tensors that the model has are of its type and shape."""
+    """Tensors that the model has are of its type and shape.
+
+    Raises:
+        LawError: one is not.
+        TapestryError: its sizes are those that the file declares, and other values give others.
+    """
     for name, value in c.run.values.items():
         t = c.graph.tensors.get(name)
         if t is None or t.on_host or not is_array(value):
             continue
         if t.dtype in STORED and value.dtype == np.uint8:  # as onnxruntime gives elements that numpy does not have
             value = c.run.values[name] = value.view(numpy_dtype(t.dtype))
+        if value.shape != t.shape and c.model.declared(name) == t.shape:  # true of the user's values, not of those drawn here
+            raise TapestryError(f"the sizes of '{name}' depend on values")
         if value.shape != t.shape or value.dtype != numpy_dtype(t.dtype):
             why = f"{t.dtype}{list(t.shape)} in the plan, {value.dtype.name}{list(value.shape)} by {c.run.by}"
             raise LawError(LAW, f"'{name}' is of another type", where="the graph", why=why)

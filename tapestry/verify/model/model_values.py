@@ -66,6 +66,12 @@ class ModelFile:
         """The version of each operator domain."""
         return tuple(sorted(("" if o.domain == "ai.onnx" else o.domain, o.version) for o in self.proto.opset_import))
 
+    def declared(self, name: str) -> tuple[int, ...] | None:
+        """The sizes that the file states of a value, where it states them all."""
+        said = (v for v in (*self.proto.graph.value_info, *self.proto.graph.output) if v.name == name)
+        dims = next((v.type.tensor_type.shape.dim for v in said if v.type.tensor_type.HasField("shape")), None)
+        return tuple(d.dim_value for d in dims) if dims is not None and all(d.HasField("dim_value") for d in dims) else None
+
     def floats(self) -> set[str]:
         """The float types that the model names anywhere: of inputs, constants, and what nodes are told to compute in."""
         found = {t.data_type for t in self.initializers.values()} | {i.type.tensor_type.elem_type for i in self.inputs}
