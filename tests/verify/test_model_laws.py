@@ -125,7 +125,7 @@ def test_weights_that_are_not_there_are_drawn(tmp_path):
 def test_sizes_that_depend_on_values_are_no_contradiction(tmp_path):
     """A Pad by amounts that come at run time: the file's own sizes hold for the user's amounts, not for any."""
     info, node = helper.make_tensor_value_info, N("Pad", ["x", "by"], ["y"])
-    for declared in ([4, 6], [5, 6]):
+    for declared in ([40, 6], [5, 60]):
         graph = helper.make_graph(
             [node], "g", [info("x", T.FLOAT, [3, 4]), info("by", T.INT64, [4])], [info("y", T.FLOAT, declared)]
         )
