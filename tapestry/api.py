@@ -151,7 +151,8 @@ def load(folder: str | Path) -> Compiled:
     constants = {t: data[o : o + n] for t, (o, n) in build.constants.items()}
     kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
     rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
-    return Compiled(build, constants, kernels, laws, rewrites)
+    evidence = build.report.get("certificate", {}).get("evidence", ())
+    return Compiled(build, constants, kernels, laws, rewrites, evidence)
 
 
 def open_session(
