@@ -77,6 +77,11 @@ def run(
     raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
 
 
+def draws(op: Opaque) -> bool:
+    """Whether a node, or one in its bodies, draws random numbers: two evaluators give different ones."""
+    return bool(_kinds(op.node) & RANDOM)
+
+
 def engine(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected]) -> str:
     """The evaluator that a target's run of a node asks first."""
     _, feeds = _named(op, arrays, ())

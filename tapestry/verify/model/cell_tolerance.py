@@ -18,6 +18,7 @@ from tapestry.verify.model.cell_values import UNIT, CellValues
 Array = np.ndarray[Any, Any]
 NEAR = 16.0  # roundings, of the value and of a typical one
 TRIALS = 12
+UNLIKE = 2.5  # of Kolmogorov and Smirnov's statistic: one in 100,000 by chance
 SPREAD = 4.0  # times as far from the result as the farthest trial
 
 
@@ -65,3 +66,15 @@ def explained(cells: CellValues, op: Block, k: int, points: Array, reference: Ar
         made = typed.block(op, points)[k][0]
         found |= same(made, np.zeros(len(points)), reference, dtype, typed.unit)
     return found
+
+
+def other_distribution(theirs: Array, mine: Array) -> str:
+    """How two samples differ, by Kolmogorov and Smirnov's test; nothing where they may be of one distribution."""
+    a, b = np.sort(theirs.reshape(-1).astype(np.float64)), np.sort(mine.reshape(-1).astype(np.float64))
+    if not a.size or not b.size:
+        return ""
+    every = np.concatenate([a, b])
+    apart = np.abs(np.searchsorted(a, every, "right") / a.size - np.searchsorted(b, every, "right") / b.size).max()
+    if apart * np.sqrt(a.size * b.size / (a.size + b.size)) <= UNLIKE:
+        return ""
+    return f"means {a.mean():.4g} and {b.mean():.4g}, standard deviations {a.std():.4g} and {b.std():.4g}"

@@ -22,12 +22,12 @@ from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Split
 from tapestry.ir.laws import where
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import FLOATS, STORED, numpy_dtype
-from tapestry.onnx_eval.opaque_node import RANDOM, HostValue
+from tapestry.onnx_eval.opaque_node import HostValue, draws
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.interp import opaque
 from tapestry.verify.model import bodies, model_facts
 from tapestry.verify.model.cell_sample import cells
-from tapestry.verify.model.cell_tolerance import explained, same
+from tapestry.verify.model.cell_tolerance import explained, other_distribution, same
 from tapestry.verify.model.cell_values import UNIT, CellValues
 from tapestry.verify.model.model_facts import LAW, Reader
 from tapestry.verify.model.model_inputs import awkward
@@ -39,7 +39,6 @@ AGAIN, AGAIN_WORK = 12, 1 << 17  # of every other one
 ALL = 1 << 12  # cells of an operation that reads constants which the model does not have
 DRAWS = 4096  # cells of a random operation
 SECOND_OPINION = 1 << 18  # index points of an operation on awkward numbers for which the slow reference is asked
-UNLIKE = 2.5  # of Kolmogorov and Smirnov's statistic: one in 100,000 by chance
 
 
 @dataclass(slots=True)
@@ -256,18 +255,11 @@ def _random(c: _Check, op: Block, rng: np.random.Generator) -> None:
     made = c.values.block(op, points)
     c.compared.counts["random operations"] += 1
     for k, name in enumerate(op.outs):
-        _drawn_alike(np.asarray(c.run.values[name]).reshape(-1), made[k][0], name, op)
+        _drawn_alike(c.run.values[name], made[k][0], name, op)
 
 
-def _drawn_alike(theirs: Array, mine: Array, name: str, op: Op) -> None:
-    """Kolmogorov and Smirnov's test of two samples."""
-    a, b = np.sort(theirs.astype(np.float64)), np.sort(np.asarray(mine).reshape(-1).astype(np.float64))
-    if not a.size or not b.size:
-        return
-    every = np.concatenate([a, b])
-    apart = np.abs(np.searchsorted(a, every, "right") / a.size - np.searchsorted(b, every, "right") / b.size).max()
-    if apart * np.sqrt(a.size * b.size / (a.size + b.size)) > UNLIKE:
-        why = f"means {a.mean():.4g} and {b.mean():.4g}, standard deviations {a.std():.4g} and {b.std():.4g}"
+def _drawn_alike(theirs: Any, mine: Any, name: str, op: Op) -> None:
+    if why := other_distribution(np.asarray(theirs), np.asarray(mine)):
         raise LawError(LAW, f"'{name}' is drawn from another distribution", where=where(op), why=why)
 
 
@@ -332,7 +324,7 @@ def _opaque(c: _Check, op: Opaque, number: int, first: bool) -> None:
     named = [t for t in op.outs if t in c.run.values]
     if not named:
         return
-    drawn = op.kind in RANDOM
+    drawn = draws(op)
     for part in (op, *(_cut(op, d) for d in op.dims if first and d.size > 1 and not drawn)):
         _node_values(c, part, named, values, drawn)
 
@@ -346,7 +338,7 @@ def _node_values(c: _Check, op: Opaque, named: list[str], values: Mapping[str, A
     made = dict(zip(op.outs, opaque(op, c.graph, values, wide=False), strict=True))
     for t in named:
         if drawn and is_array(made[t]) and made[t].dtype.kind in "fiub":
-            _drawn_alike(np.asarray(c.run.values[t]).reshape(-1), made[t], t, op)
+            _drawn_alike(c.run.values[t], made[t], t, op)
         elif not drawn and not bodies.alike(made[t], c.run.values[t]) and not bodies.alike(made[t], c.run.again(t)):
             raise LawError(
                 LAW, f"'{t}' is not the model's", where=where(op), why=f"the node gives other values than {c.run.by}"
