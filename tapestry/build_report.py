@@ -173,6 +173,7 @@ def _search_record(runner: Runner) -> dict[str, Any]:
     return {
         "ended": ended, "interrupted": budget.interrupted(), "work": round(budget.meter.spent),
         "seconds": round(spent + runner.seconds["search"], 4),
+        "history": [[round(w), t, b] for w, t, b in budget.meter.history if math.isfinite(b)],
         "problem": fingerprint(priced.problem) if priced.problem else "", "resumed": runner.values["resumed"],
     }  # fmt: skip
 

@@ -27,18 +27,25 @@ def distinct_kernels(graph: Graph, program: Program) -> dict[str, tuple[Kernel, 
 
     By `kernel_key`; with each, how often it is the launch of a step's first device.
     """
+    found, of_step = kernels_of_steps(graph, program)
+    counts = Counter(of_step.values())
+    return {key: (kernel, counts[key]) for key, kernel in found.items()}
+
+
+def kernels_of_steps(graph: Graph, program: Program) -> tuple[dict[str, Kernel], dict[int, str]]:
+    """(distinct kernels by `kernel_key`, in order of first use; for each step that launches one the key of its first device's)."""
     kinds = [signature(op, graph) for op in graph.ops]
-    of_step: dict[tuple[object, ...], str] = {}  # to the key of its first device's kernel
+    alike: dict[tuple[object, ...], str] = {}  # to the key of its first device's kernel
     keys: dict[tuple[object, ...], str] = {}
     found: dict[str, Kernel] = {}
-    counts: Counter[str] = Counter()
-    for step in program.steps:
+    of_step: dict[int, str] = {}
+    for at, step in enumerate(program.steps):
         if not isinstance(step, Launch) or unavailable(graph, step.op):
             continue
         ins = [program.buffers[b].boxes if b else None for b in step.ins]
         outs = [program.buffers[b].boxes for b in step.outs]
         same = (kinds[step.op], step.mode, id(step.blocks), *map(id, (*ins, *outs)))  # the program keeps the lists
-        if same not in of_step:
+        if same not in alike:
             made: list[str] = []
             for d, block in enumerate(step.blocks):
                 if block is None:
@@ -50,9 +57,9 @@ def distinct_kernels(graph: Graph, program: Program) -> dict[str, tuple[Kernel, 
                     keys[exact] = kernel_key(graph, kernel)
                     found.setdefault(keys[exact], kernel)
                 made.append(keys[exact])
-            of_step[same] = made[0] if made else ""
-        counts[of_step[same]] += 1
-    return {key: (kernel, counts[key]) for key, kernel in found.items()}
+            alike[same] = made[0] if made else ""
+        of_step[at] = alike[same]
+    return found, of_step
 
 
 def named_kernels(

@@ -90,6 +90,28 @@ def best_alternatives(
     return out
 
 
+def priced_strategies(
+    plan: Plan, topo: Topology, pins: Mapping[int, tuple[Pin, ...]] | None = None, most: int = 8
+) -> list[list[tuple[Strategy, float]]]:
+    """For every operation its best other strategies, the cheapest first, with how many seconds more the whole plan would cost.
+
+    The first one is that of `best_alternatives`.
+    """
+    if plan.stages:
+        out: list[list[tuple[Strategy, float]]] = [[] for _ in plan.graph.ops]
+        for k, stage in enumerate(plan.stages):
+            found = priced_strategies(stage_plan(plan, k), stage_topology(topo, stage), most=most)
+            for i, row in zip(stage_ops(plan, k), found, strict=True):
+                out[i] = row
+        return out
+    problem, choice = _problem(plan, topo, pins or {})
+    rows: list[list[tuple[Strategy, float]]] = []
+    for i, costs in enumerate(local_costs(problem, choice)):
+        order = [k for k in np.argsort(costs, kind="stable").tolist() if k != choice[i] and np.isfinite(costs[k])]
+        rows.append([(problem.menus[i].strategies[k], float(costs[k] - costs[choice[i]])) for k in order[:most]])
+    return rows
+
+
 def _by_stage(plan: Plan, topo: Topology) -> list[Alternative | None]:
     """The same with pipeline stages: other strategies of an operation on the devices of its stage."""
     out: list[Alternative | None] = [None] * len(plan.graph.ops)

@@ -30,11 +30,15 @@ class OutOfTime(Exception):
 
 @dataclass(slots=True)
 class Meter:
-    """Units of work that were done, the least seconds of the plans that were found, and who is told of them."""
+    """Units of work that were done, the least seconds of the plans that were found, and who is told of them.
+
+    ``history`` has the plans that were better than those before, or better bounded: (work, seconds, bound).
+    """
 
     spent: float = 0.0
     least: float = math.inf
     seen: Found = unseen
+    history: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,9 @@ class Budget:
     def found(self, seconds: float, bound: float) -> None:
         """Remember a plan that could be taken, and tell whoever watches."""
         self.meter.least = min(self.meter.least, seconds)
+        last = self.meter.history[-1:]
+        if not last or seconds < last[0][1] or (seconds == last[0][1] and bound > last[0][2]):
+            self.meter.history.append((self.meter.spent, seconds, bound))
         self.meter.seen(seconds, bound)
 
     def left(self) -> float:
