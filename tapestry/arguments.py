@@ -188,6 +188,15 @@ def explain(p: argparse.ArgumentParser) -> None:
     p.add_argument("--processes", type=whole(1), metavar="N", help="for --analyze: on N processes (default: one per device)")
 
 
+def view(p: argparse.ArgumentParser) -> None:
+    """Which builds, and where the page goes."""
+    build(p)
+    p.add_argument("other", type=Path, nargs="?", metavar="BUILD2", help="another build, shown beside the first one")
+    p.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="the page to write (default: BUILD.html)")
+    p.add_argument("--open", action="store_true", help="show it in the browser")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="what run --trace wrote: measured beside simulated")
+
+
 def compile(p: argparse.ArgumentParser) -> None:
     """The model, the devices, and what the plan must keep to."""
     p.add_argument("model", type=Path, help="an ONNX file")

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tapestry import arguments
-from tapestry.cli import building, proving, rewriting, running
+from tapestry.cli import building, proving, rewriting, running, viewing
 from tapestry.cli.outcome import Outcome, print_json
 from tapestry.errors import BuildError, LawError, RunError, TapestryError, refusing
 
@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
         "weights cut as the plan cuts them, a safetensors file per device",
     ),
     "explain": (building.explain, [arguments.explain], "the plan as a person reads it"),
+    "view": (viewing.view, [arguments.view], "the plan as one HTML page: graph, index spaces, tensors, time, alternatives"),
     "verify": (building.verify, [arguments.build], "re-check every law from the files alone"),
     "kernels": (
         building.kernels, [arguments.build, arguments.output_folder, arguments.kernels],

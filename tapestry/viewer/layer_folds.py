@@ -44,7 +44,7 @@ def folds(plan: Plan, alike: Sequence[str] | None = None) -> list[Fold]:
         low, high = todo.pop()
         best = _longest(symbols, reads, low, high)
         if best is not None:
-            first, length, times = best
+            first, length, times = _turned(plan.graph, reads, *best)
             out.append(Fold(first, length, times, _label(plan.graph, first, length)))
             todo += [(low, first), (first + length * times, high)]
     return sorted(out, key=lambda f: f.first)
@@ -85,6 +85,22 @@ def _joined_alike(reads: list[tuple[int | str, ...]], first: int, length: int, t
                 if not alike:
                     return again
     return times
+
+
+def _turned(graph: Graph, reads: list[tuple[int | str, ...]], first: int, length: int, times: int) -> tuple[int, int, int]:
+    """A fold that begins where a layer begins by the names of its weights, if one of as many repetitions but one does."""
+
+    def numbers(k: int) -> set[str]:
+        return {m for t in graph.ops[k].inputs if t in graph.weights for m in re.findall(r"[._/](\d+)[._/]", t)[:1]}
+
+    def mixed(turn: int) -> int:
+        return len(set[str]().union(*(numbers(k) for k in range(first + turn, first + turn + length))))
+
+    best = min(range(length), key=lambda turn: (mixed(turn), turn))
+    if best == 0 or mixed(best) == mixed(0):
+        return first, length, times
+    fewer = _joined_alike(reads, first + best, length, times - 1)
+    return (first + best, length, fewer) if fewer == times - 1 >= 2 else (first, length, times)
 
 
 def _label(graph: Graph, first: int, length: int) -> str:

@@ -4,7 +4,7 @@ const START = { build: 0, op: 0, device: -1, tab: "space", open: "", step: -1, r
 const listeners = [];
 let writing; // the address is written when the cursor rests: browsers refuse many changes of it in a row
 
-const write = () => history.replaceState(null, "", `#${written()}`);
+const write = () => location.protocol !== "about:" && history.replaceState(null, "", `#${written()}`);
 
 export const cursor = { ...START };
 

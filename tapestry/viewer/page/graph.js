@@ -109,7 +109,7 @@ export function movable(svg, laid, holder) {
   };
   const fit = () => {
     const { clientWidth: w, clientHeight: t } = holder;
-    view.scale = Math.min(1.1, Math.max(0.55, Math.min(w / laid.width, t / laid.height)));
+    view.scale = Math.min(1.1, Math.max(0.7, Math.min(w / laid.width, t / laid.height)));
     view.x = laid.width / 2 - w / 2 / view.scale;
     view.y = Math.min(0, (laid.height - t / view.scale) / 2);
     apply();

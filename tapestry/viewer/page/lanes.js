@@ -4,7 +4,7 @@ import { cursor, move } from "./cursor.js";
 import { kindColour } from "./tensors.js";
 import { ranges } from "./model.js";
 
-const LANE = { left: 118, row: 15, gap: 3, memory: 44, top: 20 };
+const LANE = { left: 172, row: 15, gap: 3, memory: 44, top: 20 };
 const STREAMS = ["kernels", "transfers"];
 
 // The part of the time that is shown, in seconds.
@@ -55,7 +55,7 @@ function head(build, total) {
   const words = [`simulated ${seconds(total)}`, `kernels ${most(sim.compute_s)}`, `transfers ${most(sim.transfer_s)}`, `without a kernel ${most(sim.exposed_s)}`];
   const real = build.measured;
   if (real) words.push(`measured ${seconds(real.measured_s)} (${real.error >= 0 ? "+" : "−"}${Math.abs(real.error * 100).toFixed(0)} %)`);
-  return h("div", { class: "controls" }, h("span", { "data-lanes": "" }, words.join(" · ")), h("button", { onclick: () => zoomBy(0.5), title: "zoom in" }, "＋"), h("button", { onclick: () => zoomBy(2), title: "zoom out" }, "－"),
+  return h("div", { class: "controls" }, h("span", { "data-lanes": "" }, words.join(" · ")), h("button", { onclick: () => zoomBy(0.5), title: "zoom in" }, "+"), h("button", { onclick: () => zoomBy(2), title: "zoom out" }, "−"),
     h("button", { onclick: () => move({ zoom: "" }) }, "all"), build.lane.has(stepOf(build)) && h("button", { onclick: () => toStep(build, total) }, "to the cursor"));
 }
 

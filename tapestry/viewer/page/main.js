@@ -70,7 +70,7 @@ function reveal(i) {
 }
 
 function centre(g, always) {
-  const at = g.laid.nodes.get(`o${cursor.op}`) ?? g.laid.nodes.get(`g${now().groupOf[cursor.op]}`);
+  const at = g.laid.nodes.get(`o${cursor.op}`) ?? ["g", "b", "a"].map((side) => g.laid.nodes.get(side + now().groupOf[cursor.op])).find(Boolean);
   if (at && (always || !g.hand.inView(at))) g.hand.show(at);
 }
 
@@ -106,7 +106,7 @@ function drawGraphs() {
   }));
   page.graphs = [...holder.children].map((box) => ({ ...box.drawn, hand: movable(box.drawn.svg, box.drawn.laid, box) }));
   page.graphs.forEach((g) => g.hand.fit());
-  page.parts.legend.replaceChildren(legend(now()), h("span", { class: "controls" }, h("button", { onclick: () => page.graphs.forEach((g) => g.hand.whole()), title: "the whole graph (f)" }, "⤢"), h("button", { onclick: () => page.graphs.forEach((g) => g.hand.zoom(1.3, 200, 150)) }, "＋"), h("button", { onclick: () => page.graphs.forEach((g) => g.hand.zoom(1 / 1.3, 200, 150)) }, "－"), saver(() => page.graphs[0]?.svg)));
+  page.parts.legend.replaceChildren(legend(now()), h("span", { class: "controls" }, h("button", { onclick: () => page.graphs.forEach((g) => g.hand.whole()), title: "the whole graph (f)" }, "⤢"), h("button", { onclick: () => page.graphs.forEach((g) => g.hand.zoom(1.3, 200, 150)) }, "+"), h("button", { onclick: () => page.graphs.forEach((g) => g.hand.zoom(1 / 1.3, 200, 150)) }, "−"), saver(() => page.graphs[0]?.svg)));
 }
 
 function drawPanel() {
@@ -115,7 +115,6 @@ function drawPanel() {
   page.parts.panel.replaceChildren(...[body].filter(Boolean));
   page.parts.panel.scrollTop = at;
   for (const svg of page.parts.panel.querySelectorAll("svg.picture")) svg.after(saver(() => svg));
-  document.body.dataset.tab = cursor.tab;
   for (const b of page.parts.tabs.children) b.setAttribute("aria-selected", String(b.dataset.tab === cursor.tab));
 }
 
@@ -157,14 +156,27 @@ function build() {
   document.getElementById("page").append(p.head, h("main", {}, h("section", { class: "graph", "aria-label": "graph" }, p.legend, p.graph), h("section", { class: "detail" }, p.tabs, p.panel), p.lanes), p.note, p.help);
 }
 
+// An open layer follows the cursor to its own repetition.
+function follow() {
+  const k = now().groupOf[cursor.op];
+  const open = openGroups();
+  if (k < 0 || !open.has(k)) return;
+  const g = now().groups[k];
+  open.set(k, Math.floor((cursor.op - g.first) / g.length));
+  move({ open: [...open].map(([a, b]) => `${a}.${b}`).join(",") });
+}
+
 function redraw(changed) {
   const has = (...keys) => keys.some((k) => changed.has(k));
   if (has("theme")) setTheme();
+  document.body.dataset.tab = cursor.tab;
   if (has("build")) p_head();
+  if (has("op")) follow();
   if (has("build", "open", "tab") && (has("build", "open") || page.builds.length > 1)) {
     drawGraphs();
     page.graphs.forEach((g) => centre(g, has("open")));
   } else if (has("op")) mark();
+  else if (has("tab") && narrow()) page.graphs.forEach((g) => (g.hand.fit(), centre(g, false)));
   if (has("build", "op", "tab", "device", "step", "rewrite", "change", "row", "col", "depth", "at", "kernel", "theme")) drawPanel();
   if (has("build", "op", "step", "zoom", "tab", "theme")) drawLanes();
 }
@@ -229,6 +241,8 @@ async function start() {
   if (!location.hash && refused < 0) cursor.op = heaviest(now());
   setTheme();
   build();
+  follow();
+  document.body.dataset.tab = cursor.tab;
   p_head();
   drawGraphs();
   drawPanel();
@@ -236,7 +250,7 @@ async function start() {
   page.graphs.forEach((g) => centre(g, false));
   onMove(redraw);
   addEventListener("keydown", keys);
-  addEventListener("resize", () => (page.graphs.forEach((g) => g.hand.fit()), drawLanes()));
+  addEventListener("resize", () => (page.graphs.forEach((g) => (g.hand.fit(), centre(g, false))), drawLanes()));
   addEventListener("hashchange", () => (restore(location.hash), redraw(new Set(Object.keys(cursor)))));
   requestAnimationFrame(() => setTimeout(() => document.documentElement.setAttribute("data-drawn", performance.now().toFixed(0))));
 }

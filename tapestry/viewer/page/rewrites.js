@@ -1,5 +1,5 @@
 // Picture 6: a slider over the rewrites: what a step replaced, and by what; the gain, and what shows that results stay the same.
-import { bytes, count, h, picture, s, short, text } from "./elements.js";
+import { bytes, count, h, picture, s, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 
 export function rewrites(build) {
@@ -27,14 +27,14 @@ function picker(step) {
   return h("select", { "aria-label": "change", onchange: (e) => move({ change: Number(e.target.value) }) }, step.changes.map((c, n) => h("option", { value: n, selected: n === cursor.change }, name(c, n))));
 }
 
-const BOX = { width: 210, line: 13, gap: 26 };
+const BOX = { width: 244, line: 13, gap: 26 };
 
 // One side of a change: its operations by depth, and what flows between them.
 function side(name, ops, traffic) {
   const makers = new Map(ops.flatMap((op, k) => op.outs.map((t) => [t, k])));
   const depth = ops.map(() => 0);
   ops.forEach((op, k) => op.ins.forEach((t) => makers.has(t) && makers.get(t) < k && (depth[k] = Math.max(depth[k], depth[makers.get(t)] + 1))));
-  const lines = ops.map((op) => op.text.split("\n").map((l) => short(l.trim(), 36)).slice(0, 6));
+  const lines = ops.map((op) => op.text.split("\n").map((l) => (l.trim().length > 36 ? `${l.trim().slice(0, 35)}…` : l.trim())).slice(0, 6));
   const placed = [];
   const across = [];
   ops.forEach((op, k) => {

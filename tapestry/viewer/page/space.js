@@ -86,11 +86,11 @@ function face(build, i, shape, { row, col, depth }, all, tile, point) {
     const attributes = { class: t === tile ? "tile selected" : "tile", fill: deviceColour(t.devices[0]), "data-device": t.devices[0] };
     const at = (v, w, d) => [x(v) + z(d), y(w) - z(d) * 0.62];
     const g = s("g", { role: "button", onclick: () => move({ device: t === tile ? -1 : t.devices[0], at: "" }) }, s("title", {}, `device ${ranges(t.devices)}: ${boxText(t.box)}`));
-    if (depth !== undefined) {
-      g.append(quad([at(c0, r0, d0), at(c1, r0, d0), at(c1, r0, d1), at(c0, r0, d1)], { ...attributes, "fill-opacity": 0.55 }));
-      g.append(quad([at(c1, r0, d0), at(c1, r1, d0), at(c1, r1, d1), at(c1, r0, d1)], { ...attributes, "fill-opacity": 0.4 }));
+    if (depth !== undefined && r0 === 0) g.append(quad([at(c0, r0, d0), at(c1, r0, d0), at(c1, r0, d1), at(c0, r0, d1)], { ...attributes, "fill-opacity": 0.6 }));
+    if (depth !== undefined && c1 === n(col)) {
+      g.append(quad([at(c1, r0, d0), at(c1, r1, d0), at(c1, r1, d1), at(c1, r0, d1)], { ...attributes, "fill-opacity": 0.45 }));
     }
-    g.append(quad([at(c0, r0, d0), at(c1, r0, d0), at(c1, r1, d0), at(c0, r1, d0)], { ...attributes, "fill-opacity": 0.78 }));
+    g.append(quad([at(c0, r0, d0), at(c1, r0, d0), at(c1, r1, d0), at(c0, r1, d0)], { ...attributes, "fill-opacity": 0.9 }));
     parts.push(g);
     if (x(c1) - x(c0) > 22 && y(r1) - y(r0) > 13) parts.push(text((x(c0) + x(c1)) / 2 + z(d0), (y(r0) + y(r1)) / 2 + 4 - z(d0) * 0.62, label(t), { class: "on-tile", "text-anchor": "middle" }));
   }
