@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, larg
 from tapestry.runtime.target_protocol import Progress, Target
 from tapestry.verify import model_outputs
 from tapestry.viz.explain import explain
+
+if TYPE_CHECKING:
+    from tapestry.viewer.shown import Page
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
@@ -56,6 +59,12 @@ class Compiled:
     def explain(self) -> str:
         """The plan as a person reads it."""
         return explain(self.build)
+
+    def view(self, other: Compiled | None = None) -> Page:
+        """The plan as a page: shown in a notebook, or ``.save("plan.html")``, ``.open()``; with another plan beside it."""
+        from tapestry.viewer import shown
+
+        return shown.view([(c.build, c.laws, c.evidence, c.rewrites) for c in (self, other) if c is not None])
 
     def save(self, folder: str | Path) -> None:
         """Write a build directory, in one step."""

@@ -33,7 +33,7 @@ def distinct_kernels(graph: Graph, program: Program) -> dict[str, tuple[Kernel, 
 
 
 def kernels_of_steps(graph: Graph, program: Program) -> tuple[dict[str, Kernel], dict[int, str]]:
-    """(distinct kernels by `kernel_key`, in order of first use; for each step that launches one the key of its first device's)."""
+    """(distinct kernels by `kernel_key`, in order of first use; for each step that launches one, its first device's key)."""
     kinds = [signature(op, graph) for op in graph.ops]
     alike: dict[tuple[object, ...], str] = {}  # to the key of its first device's kernel
     keys: dict[tuple[object, ...], str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def _stage(plan: Plan, i: int) -> int:
 
 def _pinned_name(op: Op, count: Mapping[str, int]) -> str:
     """What ``--pin`` calls an operation, and no other one."""
-    return next((n for n in (*reversed(op.source), *op.outs) if count[n] == 1), op.outs[0])
+    return next((n for n in (*op.source, *op.outs) if count[n] == 1), op.outs[0])
 
 
 def _pins(name: str, s: Strategy, mesh: Mesh) -> list[str]:
@@ -176,6 +177,7 @@ def _witness(build: Build, e: LawError) -> Row:
         out["device"] = int(m.group(1))
     if m := re.search(r"reads '([^']+)'", e.what):
         out["tensor"] = m.group(1)
-    if m := re.search(r"coordinate \(([\d, ]*)\)", e.why):
-        out["cell"] = [int(x) for x in m.group(1).split(",") if x.strip()]
+    if m := re.search(r"it needs (\(.*\)), holds (\(.*\));", e.why):
+        needs, holds = (ast.literal_eval(x) for x in m.groups())
+        out["cell"] = [hi - 1 if hi > q and lo >= p else lo for (lo, hi), (p, q) in zip(needs, holds, strict=True)]
     return out

@@ -20,8 +20,8 @@ from typing import Any, cast
 PAGE = resources.files("tapestry.viewer") / "page"
 LIBRARY = "dagre.min.js"
 MODULES = (
-    "elements", "cursor", "model", "affine", "layout", "graph", "tree", "space", "tensors", "lanes", "choices", "rewrites", "kernels",
-    "certificate", "main",
+    "elements", "cursor", "model", "affine", "layout", "graph", "tree", "space", "tensors", "lanes", "choices", "rewrites",
+    "kernels", "certificate", "main",
 )  # fmt: skip
 """In the order in which they need each other."""
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
@@ -34,9 +34,8 @@ def assemble(data: dict[str, Any], title: str) -> str:
     The data is compressed JSON in base64, which has no letter that HTML knows.
     """
     library, script, style = _library(), _script(), _text("viewer.css")
-    policy = "; ".join([
-        "default-src 'none'", f"script-src {_hash(library)} {_hash(script)}", f"style-src {_hash(style)}", "img-src data: blob:",
-    ])  # fmt: skip
+    allowed = f"script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data: blob:"
+    policy = f"default-src 'none'; {allowed}"
     raw = json.dumps(_plain(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     packed = base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode()
     return "\n".join([

@@ -104,7 +104,7 @@ def _turned(graph: Graph, reads: list[tuple[int | str, ...]], first: int, length
 
 
 def _label(graph: Graph, first: int, length: int) -> str:
-    """"layer" where the weights' or nodes' names count the repetitions under that word, else "block"."""
+    """ "layer" where the weights' or nodes' names count the repetitions under that word, else "block"."""
     names = [n for op in graph.ops[first : first + length] for n in (*op.inputs, *op.source)]
     words = [w for n in names for w in re.findall(r"(?:^|[./])(layer|block|stage|h)s?[._]?(?:list)?[._/]\d+", n)]
     return max(set(words), key=words.count).replace("h", "layer") if words else "block"

@@ -57,11 +57,16 @@ def _read(r: Read, alias: str, graph: Graph, place: dict[str, int]) -> Row:
 def _opaque_read(graph: Graph, tensor: str, axes: tuple[int | None, ...]) -> Row:
     """A read of an opaque node: along its dimensions cell by cell, along every other axis whole (null)."""
     index = [None if a is None else [0, [[1, a]]] for a in axes]
-    return {"index": index, "text": ["_" if a is None else str(a) for a in axes], "type": _typed(graph, tensor), "alias": tensor}
+    return {
+        "index": index,
+        "text": ["_" if a is None else str(a) for a in axes],
+        "type": _typed(graph, tensor),
+        "alias": tensor,
+    }
 
 
 def _aff(e: Aff, place: dict[str, int]) -> list[Any]:
-    """``[constant, [[coefficient, atom], …]]``; an atom is a dimension's number, or ``["floor" | "mod", expression, divisor]``."""
+    """``[constant, [[coefficient, atom], …]]``; an atom is a dimension's number, or ``["floor" | "mod", expression, by]``."""
     terms: list[Any] = []
     for atom, coef in e.terms:
         if isinstance(atom, str):
@@ -76,7 +81,7 @@ def _guard(g: Guard, place: dict[str, int]) -> list[Any]:
 
 
 def _conditions(e: Expr) -> Iterator[Guard]:
-    """Orders of index expressions that a ``where`` of the body asks for, beside a constant that is taken else (causal masks)."""
+    """Orders of index expressions that a ``where`` of the body asks for, with a constant where they fail (causal masks)."""
     if not isinstance(e, Call):
         return
     if e.fn == "where" and isinstance(e.args[2], Const):

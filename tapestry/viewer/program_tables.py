@@ -118,11 +118,11 @@ def edges(program: Program) -> list[list[list[Any]]]:
                 kinds.append(step.kind)
                 seen.add(at)
                 at = made.get(step.src, -1)
-            row = [program.buffers[b].tensor, total, kinds[0] if kinds else "", first if kinds else -1, again]
-            old = out[s.op].get(row[0])
-            if old is None or (row[3] >= 0 and old[3] < 0):
-                out[s.op][row[0]] = row
-            elif row[3] != old[3]:
+            tensor, brought = program.buffers[b].tensor, first if kinds else -1
+            old = out[s.op].get(tensor)
+            if old is None or (brought >= 0 and old[3] < 0):
+                out[s.op][tensor] = [tensor, total, kinds[0] if kinds else "", brought, again]
+            elif brought != old[3]:
                 old[1] += total
     return [list(rows.values()) for rows in out]
 

@@ -1,5 +1,5 @@
-"""The rewrites behind a plan, step by step: what went and what came in each, the gain in memory traffic, and by what it was shown
-that results are the same. Equal changes are shown once, with how often they happened."""
+"""The rewrites behind a plan, step by step: what went and what came in each, the gain in memory traffic, and by what it was
+shown that results are the same. Equal changes are shown once, with how often they happened."""
 
 from __future__ import annotations
 

@@ -16,7 +16,24 @@ from tapestry.viewer.html_page import assemble
 from tapestry.viz import build_diff
 
 MAX_TRACE_BYTES = 1 << 30
-_ROW = {"step": int, "what": str, "estimated_s": float, "measured_s": float, "waited_s": float}
+
+
+class _Step(msgspec.Struct):
+    """What the page takes of a trace's step; the file has more."""
+
+    step: int
+    what: str
+    estimated_s: float
+    measured_s: float
+    waited_s: float
+
+
+class _Steps(msgspec.Struct):
+    steps: list[_Step]
+
+
+class _Trace(msgspec.Struct):
+    other: _Steps = msgspec.field(name="otherData")
 
 
 def page(folders: Sequence[Path], trace: Path | None = None, say: build_data.Say = lambda what: None) -> str:
@@ -74,12 +91,12 @@ def measured(file: Path, build: store.Build) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_TRACE_BYTES:
             raise TapestryError("the trace is too large", where=str(file))
-        rows = msgspec.json.decode(file.read_bytes())["otherData"]["steps"]
-        steps = [{k: kind(r[k]) for k, kind in _ROW.items()} for r in rows]
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as e:
-        why = f"{type(e).__name__}: {e}"[:200]
-        raise TapestryError("not the trace of a real run", where=str(file), why=why, hint="tapestry run --trace FILE") from None
-    if any(not 0 <= r["step"] < len(build.program.steps) for r in steps):
+        steps = msgspec.json.decode(file.read_bytes(), type=_Trace).other.steps
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        hint = "tapestry run --trace FILE"
+        raise TapestryError("not the trace of a real run", where=str(file), why=str(e)[:200], hint=hint) from None
+    if any(not 0 <= r.step < len(build.program.steps) for r in steps):
         raise BuildError("the trace is of another plan", where=str(file))
-    real, estimated = (sum(r[k] for r in steps) for k in ("measured_s", "estimated_s"))
-    return {"steps": steps, "measured_s": real, "error": real / estimated - 1 if estimated else 0.0}
+    real, estimated = sum(r.measured_s for r in steps), sum(r.estimated_s for r in steps)
+    rows = [msgspec.structs.asdict(r) for r in steps]
+    return {"steps": rows, "measured_s": real, "error": real / estimated - 1 if estimated else 0.0}

@@ -89,7 +89,7 @@ class Tab:
     def wait(self, expression: str, seconds: float = 30.0) -> None:
         """Wait until an expression is true."""
         until = time.monotonic() + seconds
-        while not self.js(expression):
+        while not self.js(f"Boolean({expression})"):
             assert time.monotonic() < until, f"never true: {expression}; {self.errors}"
             time.sleep(0.02)
 
@@ -117,8 +117,15 @@ class Tab:
 
     def hover(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
         """The mouse over a place of an element."""
-        left, top, width, height = self.rect(selector)
-        self.mouse("mouseMoved", left + width * across, top + height * down)
+        found = f"document.querySelector({json.dumps(selector)})?.matches(':hover')"
+        until = time.monotonic() + 10
+        while time.monotonic() < until:  # a page that was just drawn lets the first moves of the mouse fall
+            left, top, width, height = self.rect(selector)
+            self.mouse("mouseMoved", left + width * across, top + height * down)
+            if self.js(found):
+                return
+            time.sleep(0.03)
+        raise AssertionError(f"the mouse is never over {selector}")
 
     def key(self, key: str) -> None:
         """A key pressed and let go."""

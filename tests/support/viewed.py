@@ -12,9 +12,10 @@ N = helper.make_node
 
 
 def halo() -> onnx.ModelProto:
-    """A convolution with padding, a product whose sum is cut, and eight layers that are alike."""
+    """Two convolutions with padding, products whose sums are cut, in eight layers that are alike."""
     nodes = [N("Conv", ["x", "k"], ["c"], name="conv1", pads=[1, 1, 1, 1]), N("Relu", ["c"], ["r"], name="relu1")]
-    nodes += [N("ReduceMean", ["r"], ["m"], name="mean1", axes=[1, 3], keepdims=0)]
+    nodes += [N("Conv", ["r", "k2"], ["e"], name="conv2", pads=[1, 1, 1, 1])]
+    nodes += [N("ReduceMean", ["e"], ["m"], name="mean1", axes=[1, 3], keepdims=0)]
     at = "m"
     for k in range(8):
         nodes += [
@@ -23,14 +24,14 @@ def halo() -> onnx.ModelProto:
         ]  # fmt: skip
         at = f"d{k}"
     nodes += [N("Identity", [at], ["y"], name="last")]
-    weights = {"k": f32(6, 4, 3, 3)}
+    weights = {"k": f32(6, 4, 3, 3), "k2": f32(6, 6, 3, 3)}
     for k in range(8):
         weights |= {f"layers.{k}.up": f32(32, 48), f"layers.{k}.down": f32(48, 32)}
     return net(nodes, {"x": (T.FLOAT, (2, 4, 32, 32))}, {"y": T.FLOAT}, weights, opset=13)
 
 
 HALO_PINS = (
-    "conv1:h=4@d0", *(p for k in range(8) for p in (f"layers.{k}.up_proj:n=4@d0", f"layers.{k}.down_proj:m=4@d0")),
+    "conv1:h=4@d0", "conv2:h=4@d0", *(p for k in range(8) for p in (f"layers.{k}.up_proj:n=4@d0", f"layers.{k}.down_proj:m=4@d0")),
 )  # fmt: skip
 
 

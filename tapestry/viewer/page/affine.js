@@ -76,11 +76,12 @@ export function outside(box, held) {
   return size(box) - (common ? size(common) : 0);
 }
 
-// The cells that one point of the map dimensions reads, exactly, or null where they are too many to be listed.
+// The cells that one point of the map dimensions reads, exactly, and whether they count where guards of the body leave points out;
+// null where they are too many to be listed.
 const MOST = 6000;
 
-export function cells(read, point, dims, block) {
-  const moving = dims.map(([, , role], k) => (role === "map" ? -1 : k)).filter((k) => k >= 0 && names(read, k));
+export function cells(read, point, { dims, skips }, block) {
+  const moving = dims.map(([, , role], k) => (role === "map" ? -1 : k)).filter((k) => k >= 0 && (names(read, k) || skips.some((g) => names({ index: [g[0]] }, k))));
   const total = moving.reduce((n, k) => n * (block[k][1] - block[k][0]), 1);
   if (total > MOST) return null;
   const out = new Map();
@@ -96,7 +97,8 @@ export function cells(read, point, dims, block) {
     }
     if ((read.when ?? []).every((g) => holds(g, at)) && read.index.every((e) => e !== null)) {
       const cell = read.index.map((e) => value(e, at));
-      out.set(cell.join(), cell);
+      const counts = skips.every((g) => holds(g, at)) || out.get(cell.join())?.counts === true;
+      out.set(cell.join(), { cell, counts });
     }
   };
   visit(0);

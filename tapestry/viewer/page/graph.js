@@ -23,7 +23,7 @@ export function graph(build, { select, selected, open, marked = new Set() }) {
   const { nodes } = seen(build, open);
   for (const n of nodes) {
     const at = laid.nodes.get(n.id);
-    svg.append(n.input ? input(n, at) : n.ops ? operation(build, n.ops[0], at, { select, selected, marked }) : group(build, n, at, { open, selected }));
+    svg.append(n.input ? input(n, at) : n.ops ? operation(build, n.ops[0], at, { select, selected, marked }) : group(build, n, at, { open, selected, marked }));
   }
   return { svg, laid, nodes };
 }
@@ -71,7 +71,7 @@ function operation(build, i, at, { select, selected, marked }) {
     merged.length > 0 && text(x + NODE.width - 8, y + 18, "⊕", { class: "merge", "text-anchor": "end" }, s("title", {}, merged.join(", "))));
 }
 
-function group(build, n, at, { open, selected }) {
+function group(build, n, at, { open, selected, marked }) {
   const g = build.groups[n.group];
   const rest = n.rest ?? [0, g.times - 1];
   const inside = selected >= g.first + rest[0] * g.length && selected < g.first + (rest[1] + 1) * g.length && build.groupOf[selected] === n.group;
@@ -83,7 +83,8 @@ function group(build, n, at, { open, selected }) {
   const colours = first.map((i) => build.colourOf(i));
   const bar = colours.map((c, k) => s("rect", { x: x + 10 + (k * (NODE.width - 20)) / colours.length, y: y + NODE.height - 7, width: (NODE.width - 20) / colours.length, height: 3, fill: c }));
   const toggle = () => setOpen(n.group, n.rest ? (rest[0] > (open.get(n.group) ?? 0) ? rest[0] : rest[1]) : 0);
-  return s("g", { class: inside ? "group selected" : "group", "data-group": n.group, role: "button", tabindex: 0, onclick: toggle, onkeydown: (e) => e.key === "Enter" && toggle() },
+  const differs = [...marked].some((i) => build.groupOf[i] === n.group);
+  return s("g", { class: ["group", inside && "selected", differs && "marked"].filter(Boolean).join(" "), "data-group": n.group, role: "button", tabindex: 0, onclick: toggle, onkeydown: (e) => e.key === "Enter" && toggle() },
     s("title", {}, `${name}: click to open`), s("rect", { x: x + 4, y: y + 4, width: NODE.width, height: NODE.height, rx: 7, class: "card under" }),
     s("rect", { x, y, width: NODE.width, height: NODE.height, rx: 7, class: "card" }), text(x + 12, y + 17, `▸ ${name}`, { class: "name" }),
     text(x + 12, y + 31, note, { class: "note" }), bar);

@@ -93,7 +93,7 @@ function bars(svg, build, rows, k, { top, x, from, to }) {
     const what = row.stream === 0 ? build.called(row.op ?? kind[1]) : `${kind[1]} for ${row.op === null ? "an output" : build.called(row.op)}`;
     svg.append(s("rect", { x: a, y: top + row.stream * (LANE.row + 1), width: Math.max(0.8, b - a), height: LANE.row, fill, class: chosen ? "bar selected" : "bar", "data-step": row.step, onclick: () => move({ op: row.op ?? cursor.op, step: row.step }) },
       s("title", {}, `step ${row.step}: ${what}\n${seconds(end - begin)} from ${seconds(begin)}${row.by ? `, ${row.by}` : ""}`)));
-    if (b - a > 46) svg.append(text(a + 4, top + 11 + row.stream * (LANE.row + 1), short(what, Math.floor((b - a) / 7)), { class: "on-bar" }));
+    if (b - a > 46) svg.append(text(a + 4, top + 11 + row.stream * (LANE.row + 1), what.slice(0, Math.floor((b - a) / 7)), { class: "on-bar" }));
     last[row.stream] = { x: b, chosen };
   }
 }
@@ -128,6 +128,7 @@ function memory(svg, build, device, { top, x, from, to }) {
     if (now >= from && now <= to) points.push([x(now), y(n)]);
   });
   if (!points.length) return;
+  points.push([x(Math.min(to, build.explain.simulated.seconds)), points[points.length - 1][1]]);
   const path = points.map(([a, b], n) => `${n ? `H${a.toFixed(1)}V` : `M${a.toFixed(1)},`}${b.toFixed(1)}`).join("");
   const peak = build.explain.memory.peak_bytes[device];
   svg.append(s("path", { d: `${path}V${top + LANE.memory}H${points[0][0].toFixed(1)}Z`, class: "memory" }, s("title", {}, `at most ${count(peak)} bytes`)));

@@ -218,7 +218,7 @@ function keys(e) {
     f: () => page.graphs.forEach((g) => g.hand.whole()), "/": () => page.parts.find.focus(), t: theme, "?": help, "+": () => zoomBy(0.5), "-": () => zoomBy(2),
     b: () => page.builds.length > 1 && other(1 - cursor.build), s: () => saveSvg(page.parts.panel.querySelector("svg.picture") ?? page.graphs[0].svg), Escape: () => ((page.parts.help.hidden = true), move({ at: "", device: -1 })),
   };
-  const tab = Number(e.key) > 0 && page.parts.tabs.children[Number(e.key) - 1];
+  const tab = Number(e.key) > 0 && [...page.parts.tabs.children].filter((t) => t.offsetParent)[Number(e.key) - 1];
   const act = tab ? () => tab.click() : acts[e.key];
   if (!act) return undefined;
   e.preventDefault();
@@ -229,6 +229,7 @@ async function start() {
   const data = await unpack(document.getElementById("data").textContent);
   page.builds = data.builds.map((b) => new Build(b));
   page.diff = data.diff;
+  if (page.builds.length > 1) page.builds.forEach((b, k) => (k ? Object.assign(b, { cuts: page.builds[0].cuts, colours: page.builds[0].colours }) : b.colour(page.builds.slice(1))));
   const refused = page.builds.findIndex((b) => b.certificate.refused);
   if (page.diff) cursor.tab = "compare";
   if (refused >= 0) openRefused(refused);

@@ -56,9 +56,9 @@ export class Build {
   }
 
   // Operations are coloured by which dimensions which axes of the mesh cut; the most frequent cuts have a colour of their own.
-  colour() {
+  colour(others = []) {
     const counts = new Map();
-    for (const row of this.rows) counts.set(row.split, (counts.get(row.split) ?? 0) + 1);
+    for (const row of [this, ...others].flatMap((b) => b.rows)) counts.set(row.split, (counts.get(row.split) ?? 0) + 1);
     counts.delete("none");
     const order = [...counts].sort((a, b) => b[1] - a[1]);
     this.cuts = order.map(([split, n], k) => ({ split, n, colour: PALETTE[k] ?? NONE, other: k >= PALETTE.length }));

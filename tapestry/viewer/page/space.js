@@ -5,7 +5,7 @@ import { cells, clip, footprint, holds, names, size, whole } from "./affine.js";
 import { ranges } from "./model.js";
 import { tree } from "./tree.js";
 
-const FACE = { left: 64, top: 58, most: 300, least: 26 };
+const FACE = { left: 64, top: 14, most: 300, least: 26 };
 const lengthOf = (n, most) => Math.max(FACE.least, Math.min(most, 26 + 38 * Math.log2(Math.max(1, n)) * 0.72));
 
 // The dimensions that the picture shows: rows, columns, and the depth; those that are cut come first, then the longest.
@@ -86,13 +86,15 @@ function face(build, i, shape, { row, col, depth }, all, tile, point) {
     const attributes = { class: t === tile ? "tile selected" : "tile", fill: deviceColour(t.devices[0]), "data-device": t.devices[0] };
     const at = (v, w, d) => [x(v) + z(d), y(w) - z(d) * 0.62];
     const g = s("g", { role: "button", onclick: () => move({ device: t === tile ? -1 : t.devices[0], at: "" }) }, s("title", {}, `device ${ranges(t.devices)}: ${boxText(t.box)}`));
-    if (depth !== undefined && r0 === 0) g.append(quad([at(c0, r0, d0), at(c1, r0, d0), at(c1, r0, d1), at(c0, r0, d1)], { ...attributes, "fill-opacity": 0.6 }));
-    if (depth !== undefined && c1 === n(col)) {
-      g.append(quad([at(c1, r0, d0), at(c1, r1, d0), at(c1, r1, d1), at(c1, r0, d1)], { ...attributes, "fill-opacity": 0.45 }));
-    }
-    g.append(quad([at(c0, r0, d0), at(c1, r0, d0), at(c1, r1, d0), at(c0, r1, d0)], { ...attributes, "fill-opacity": 0.9 }));
+    const top = [at(c0, r0, d0), at(c1, r0, d0), at(c1, r0, d1), at(c0, r0, d1)];
+    const right = [at(c1, r0, d0), at(c1, r1, d0), at(c1, r1, d1), at(c1, r0, d1)];
+    if (depth !== undefined && r0 === 0) g.append(quad(top, attributes), quad(top, { class: "shade", fill: "#ffffff", "fill-opacity": 0.3 }));
+    if (depth !== undefined && c1 === n(col)) g.append(quad(right, attributes), quad(right, { class: "shade", fill: "#000000", "fill-opacity": 0.25 }));
+    g.append(quad([at(c0, r0, d0), at(c1, r0, d0), at(c1, r1, d0), at(c0, r1, d0)], attributes));
     parts.push(g);
-    if (x(c1) - x(c0) > 22 && y(r1) - y(r0) > 13) parts.push(text((x(c0) + x(c1)) / 2 + z(d0), (y(r0) + y(r1)) / 2 + 4 - z(d0) * 0.62, label(t), { class: "on-tile", "text-anchor": "middle" }));
+    const [lx, ly] = [(right[0][0] + right[2][0]) / 2, (right[0][1] + right[2][1]) / 2];
+    if (d0 > 0 && z(d1) - z(d0) > 12) parts.push(text(lx, ly + 4, label(t), { class: "on-tile", "text-anchor": "middle" }));
+    if (d0 === 0 && !shape.skips.length && x(c1) - x(c0) > 22 && y(r1) - y(r0) > 13) parts.push(text((x(c0) + x(c1)) / 2, (y(r0) + y(r1)) / 2 + 4, label(t), { class: "on-tile", "text-anchor": "middle" }));
   }
   parts.push(...skipped(shape, { row, col, depth }, point, { x, y, z, n }));
   parts.push(...names_(shape, { row, col, depth }, { ox, oy, width, height, deep }));
@@ -223,11 +225,13 @@ function operand(build, i, shape, { read, pos, buffer, block, tile, lit }) {
   if (origin) for (const [key, ds] of byBox(origin.boxes)) svg.append(rect(JSON.parse(key), { class: "held", stroke: deviceColour(ds[0]) }));
   const notes = [];
   if (lit) {
-    const found = cells(read, lit.point, shape.dims, block);
-    const at = found ? found.filter((c) => inside(c, dims)) : null;
+    const found = cells(read, lit.point, shape, block);
     if (found) {
-      for (const c of found) svg.append(rect(c.map((v) => [v, v + 1]), { class: inside(c, dims) ? "cell" : "cell pad" }));
-      notes.push(`${count(at.length)} cell(s)${found.length > at.length ? `, ${found.length - at.length} outside: ${read.other}` : ""}`);
+      const seen = found.filter((c) => c.counts && inside(c.cell, dims));
+      const pad = found.filter((c) => !inside(c.cell, dims));
+      for (const c of found) svg.append(rect(c.cell.map((v) => [v, v + 1]), { class: c.counts && inside(c.cell, dims) ? "cell" : "cell pad" }));
+      const left = found.length - seen.length - pad.length;
+      notes.push(`${count(seen.length)} cell(s)${pad.length ? `, ${pad.length} outside: ${read.other}` : ""}${left ? `, ${left} left out by a guard` : ""}`);
     } else {
       const box = footprint(read, block.map((b, k) => (shape.dims[k][2] === "map" ? [lit.point[k], lit.point[k] + 1] : b)));
       const clipped = clip(box, own);
