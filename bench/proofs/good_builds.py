@@ -177,7 +177,7 @@ def case(seed: str, folder: Path | None) -> Row:
         try:
             build, laws, evidence = verify_build(place / "build")
             replayed = replay_rewrites(place / "build", build.plan.graph)
-        except TapestryError as e:
+        except Exception as e:  # a traceback for a build without a fault is no better than a refusal
             return row | {"verdict": "refused", "detail": _line(e)}
         return row | {
             "verdict": "accepted", "evidence": [x["kind"] for x in evidence], "devices": device_count(build.plan.mesh),
@@ -187,7 +187,8 @@ def case(seed: str, folder: Path | None) -> Row:
 
 
 def _line(e: Exception) -> str:
-    return " ".join(str(e).split())[:600]
+    kind = "" if isinstance(e, TapestryError) else f"{type(e).__name__}: "
+    return kind + " ".join(str(e).split())[:600]
 
 
 def add(total: Row, row: Row) -> None:
