@@ -287,13 +287,16 @@ class _Drawing:
         if isinstance(n, Num):
             return [number(n.value, want[0])]
         if isinstance(n, Var):
-            return args[n.name] if n.name in args else [number(self.sizes[n.name][0], "i64")]
+            if n.name in args:
+                return args[n.name]
+            return [number(self.sizes[n.name][0] if n.name in self.sizes else int(self.rng.integers(1, 4)), "i64")]
         if is_open(n):
             given = [e for a in n.args if isinstance(a, Var) for e in args.get(a.name, [])]
             return [self._expression(given, w, space) for w in want]
         if n.fn == "index":
             return [Index(dim(show(n.args[0])))]
         kind = "i64" if any(isinstance(a, App) and a.fn == "index" for a in n.args) else want[0]
+        kind = self.default if kind == "bool" and n.fn in ("lt", "le", "gt", "ge", "eq", "ne") else kind
         kinds = ["bool", kind, kind] if n.fn == "where" else [kind] * len(n.args)
         return [call(n.fn, *(self._terms(a, [k], args, space)[0] for a, k in zip(n.args, kinds, strict=True)))]
 

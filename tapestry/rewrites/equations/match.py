@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, distinct
 from tapestry.ir.graph import Block, Dim, Inner, Read
-from tapestry.ir.index import Aff, const, dim, floordiv, modulo
+from tapestry.ir.index import Aff, const, dim, floordiv, modulo, substitute
 from tapestry.ir.types import DTYPES
 from tapestry.rewrites.core.edit import MOST_ATOMS, read_dims, substitute_expr, substitute_read, too_long
 from tapestry.rewrites.core.matching import Draft
@@ -78,13 +78,14 @@ class Bindings:
 
 _Reads = dict[str, tuple[int, ...]]  # alias → positions
 _Found = tuple[_Reads, dict[str, Body]]
+_At = tuple[int, Block, Bindings, Mapping[str, Aff]]  # position in the pattern, operation, match so far, where it is read
 
 
 class Matcher:
     """Matches of one rule's left-hand side."""
 
     def __init__(self, rule: RuleText) -> None:
-        self.before, self.alone = rule.before, rule.alone
+        self.before, self.alone, self.constants = rule.before, rule.alone, rule.constants
         self.makers = {o.name: k for k, p in enumerate(rule.before) for o in p.outs}
         self.root_dims = {d.name for d in (*rule.before[-1].dims, *rule.before[-1].reduce)}
 
@@ -114,7 +115,7 @@ class Matcher:
         for dims in self._dims(p, op, m, root):
             for tensors in chosen:
                 results: list[Bindings | Refusal] = []
-                for reads, bodies in self._expressions(k, op, dims, tensors):
+                for reads, bodies in self._expressions(k, op, dims, tensors, env):
                     results += self._reads(draft, k, op, dims, env, reads, bodies)
                 if root:
                     results = [r if isinstance(r, Refusal) else self._settled(r) for r in results]
@@ -149,7 +150,9 @@ class Matcher:
             if len(set(chosen)) == len(chosen):
                 yield {r.alias: t for r, t in zip(wanted, chosen, strict=True)}
 
-    def _expressions(self, k: int, op: Block, m: Bindings, chosen: Mapping[str, str]) -> Iterator[_Found]:
+    def _expressions(
+        self, k: int, op: Block, m: Bindings, chosen: Mapping[str, str], env: Mapping[str, Aff]
+    ) -> Iterator[_Found]:
         """Bind aliases to reads and open bodies to expressions, by the body and what follows the reduction."""
         p = self.before[k]
         reads: _Reads = {a: tuple(i for i, r in enumerate(op.reads) if r.tensor == t) for a, t in chosen.items()}
@@ -162,17 +165,20 @@ class Matcher:
                 found = [(a, b | {node.fn: Body(k, (exprs,), node.args, inner)}) for a, b in found]
             elif patterns:
                 for pattern, e in zip(patterns, exprs, strict=True):
-                    found = [f for s in found for f in self._unify(k, op, m, pattern, e, s)]
+                    found = [f for s in found for f in self._unify((k, op, m, env), pattern, e, s)]
         for aliases, bodies in found:
             done = self._others(k, op, m, aliases, bodies)
             if done is not None:
                 yield done, bodies
 
-    def _unify(self, k: int, op: Block, m: Bindings, p: Node, e: Expr, s: _Found) -> Iterator[_Found]:
-        reads, bodies = s
+    def _unify(self, at: _At, p: Node, e: Expr, s: _Found) -> Iterator[_Found]:
+        (k, op, m, env), (reads, bodies) = at, s
         if isinstance(p, Num):
             if isinstance(e, Const) and e.value == p.value and isinstance(p.value, bool) <= (e.dtype == "bool"):
                 yield s
+        elif isinstance(p, Var) and p.name in self.constants:
+            if isinstance(e, Const) and isinstance(e.value, int) and bodies.get(p.name, e_ := Body(k, ((e,),), ())) == e_:
+                yield reads, bodies | {p.name: e_}
         elif isinstance(p, Var):
             if isinstance(e, Acc) and p.name == f"acc{e.field}":
                 yield s
@@ -183,13 +189,13 @@ class Matcher:
         elif is_open(p):
             yield reads, bodies | {p.fn: Body(k, ((e,),), p.args)}
         elif p.fn == "index":
-            if isinstance(e, Index) and e.aff == place(p.args[0], m):
+            if isinstance(e, Index) and (substitute(e.aff, env, m.ranges) if env else e.aff) == place(p.args[0], m):
                 yield s
         elif isinstance(e, Call) and e.fn == p.fn and len(e.args) == len(p.args):
             for args in (p.args, p.args[::-1]) if p.fn in COMMUTATIVE else (p.args,):
                 found = [s]
                 for a, x in zip(args, e.args, strict=True):
-                    found = [f for one in found for f in self._unify(k, op, m, a, x, one)]
+                    found = [f for one in found for f in self._unify(at, a, x, one)]
                 yield from found
 
     def _others(self, k: int, op: Block, m: Bindings, reads: _Reads, bodies: Mapping[str, Body]) -> _Reads | None:
@@ -205,8 +211,11 @@ class Matcher:
                     return None
                 reads = {**reads, r.alias: tuple(mine)}
                 free = [i for i in free if i not in mine]
+        late = next((r for r in p.reads if r.many and r is not group and r.alias not in reads), None)
         if group is not None:
-            reads = {**reads, group.alias: tuple(free)}
+            early = arg_positions((*op.body, *(s.body for s in op.inner))) if late else frozenset(free)
+            reads = {**reads, group.alias: tuple(i for i in free if i in early)}
+            reads |= {late.alias: tuple(i for i in free if i not in early)} if late else {}
         elif free:
             return None
         for body in bodies.values():
@@ -228,6 +237,11 @@ class Matcher:
         ranges = m.ranges
         for name, body in bodies.items():
             variants, inner = body.variants, body.inner
+            if name in self.constants:
+                (literal,) = variants[0]
+                assert isinstance(literal, Const)
+                m.numbers[name] = int(literal.value)
+                continue
             if env:
                 variants = tuple(tuple(substitute_expr(e, env, ranges) for e in v) for v in variants)
                 inner = tuple(
