@@ -1,7 +1,7 @@
 """Small graphs as people write them, each with work in it that an equation saves: what `bench rules` measures.
 
-Weights are initialisers. Sizes are those of small models, so that a CPU takes milliseconds. ``SEEN`` are the graphs that the rules
-were written with; ``UNOPENED`` were written before the search was run on them, and not looked at until then.
+Weights are initialisers. Sizes are those of small models, so that a CPU takes milliseconds. ``SEEN`` are the graphs that the
+rules were written with; ``UNOPENED`` were written before the search was run on them, and not looked at until then.
 """
 
 from __future__ import annotations

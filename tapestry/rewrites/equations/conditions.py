@@ -243,6 +243,7 @@ def _moves_only(c: Conditions, *args: Var) -> Failure:
 MEASURES: Mapping[str, Callable[..., int]] = {"uses": _uses, "nodes": _nodes, "calls": _calls, "rank": _rank, "work": _work}
 PROPERTIES: Mapping[str, Callable[..., Failure]] = {
     "injective": _injective, "commutative": _commutative, "single": _single, "float": _float,
-    "computed": _computed, "increasing": _increasing, "placeless": _placeless, "plain": _plain, "deterministic": _deterministic, "computes": _moves_only,
+    "computed": _computed, "increasing": _increasing,
+    "placeless": _placeless, "plain": _plain, "deterministic": _deterministic, "computes": _moves_only,
     "adds": _adds,
 }  # fmt: skip

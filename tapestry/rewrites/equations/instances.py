@@ -24,6 +24,7 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import DTYPES, FLOATS, Tensor
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move, parse_move
+from tapestry.rewrites.equations import all_sizes
 from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.pattern import (
     App,
@@ -38,8 +39,10 @@ from tapestry.rewrites.equations.pattern import (
     names_in,
     show,
 )
+from tapestry.rewrites.equations.rounding import rounding
 from tapestry.verify.rewriting.proofs import prove_steps
 
+ALL_SIZES, ON_INSTANCES = "normal form for all sizes and ranks", "instances only"
 ENOUGH, TRIES = 8, 400  # instances that a rule is held to, and drawings of them at most
 STATES = ("sum", "max", "min", "prod", "logsumexp", "argmax")  # monoids that an open one is tried with
 
@@ -51,6 +54,7 @@ class Proof:
     instances: int
     moves: int
     shown: Mapping[str, int]
+    kind: str
 
 
 def prove(rule: Equation, rng: np.random.Generator, enough: int = ENOUGH) -> Proof:
@@ -79,7 +83,7 @@ def prove(rule: Equation, rng: np.random.Generator, enough: int = ENOUGH) -> Pro
             break
     if not done:
         raise TapestryError("no instance of its left-hand side meets its conditions", where=rule.name)
-    return Proof(done, moves, shown)
+    return Proof(done, moves, shown, proof_of(rule.rule))
 
 
 def _varied(rule: Equation, graph: Graph, found: list[Move]) -> list[Move]:
@@ -113,9 +117,15 @@ def describe(rule: Equation) -> str:
             body = textwrap.indent(text.text, "    ")
             return (
                 f"{text.summary or text.form}\n\nbefore:\n{sides[0]}\nmove: {move}\n\nafter:\n{sides[1]}\n"
-                f"legal when:\n    {legal}.\n\nThe equation:\n\n{body}\n"
+                f"legal when:\n    {legal}.\n\nrounding: {rounding(text)}.\n"
+                f"proof: {proof_of(text)}.\n\nThe equation:\n\n{body}\n"
             )
     raise TapestryError("no small instance of its left-hand side meets its conditions", where=text.name)
+
+
+def proof_of(rule: RuleText) -> str:
+    """The kind of proof that a rule has beside the one at every place where it is applied."""
+    return f"{ALL_SIZES}, and on instances" if all_sizes.proved(rule) else ON_INSTANCES
 
 
 def instance(rule: RuleText, rng: np.random.Generator, *, small: bool = False) -> Graph | None:
