@@ -17,7 +17,7 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Block, Dim, Graph, Read, changes
-from tapestry.ir.index import Aff, dim
+from tapestry.ir.index import Aff, dim, floordiv
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
@@ -274,7 +274,8 @@ class _Drawing:
                 [r.tensor] if not r.many else [f"{r.tensor}{i}" for i in range(1 if self.small else self.rng.integers(1, 3))]
             )
             dims = self._of([v for n in r.index for v in names_in(n) if v.name in self.dims])
-            self.views[r.alias] = tuple(self._view(n, dims) for n in names)
+            coarse = {show(n.args[0]) for n in r.index if isinstance(n, App) and n.fn == "floordiv"}
+            self.views[r.alias] = tuple(self._view(n, dims, {d.name for c in coarse for d in self.dims[c]}) for n in names)
         return self.views[r.alias]
 
     def _cells(self, n: Node) -> tuple[Aff, ...]:
@@ -282,15 +283,17 @@ class _Drawing:
             return self.maps[n.fn][1]
         return tuple(dim(d.name) for v in names_in(n) for d in self.dims[v.name])
 
-    def _view(self, name: str, dims: list[Dim]) -> Read:
+    def _view(self, name: str, dims: list[Dim], halved: set[str]) -> Read:
         """A read of a new input: all dimensions as they are, or some of them in another order, shifted and filled in."""
         used = self._shuffled(dims)
         used = used[1:] if not self.small and self.rng.random() < 0.2 else used
         shift = int(not self.small and self.rng.random() < 0.25)
-        self.tensors[name] = Tensor(name=name, dtype=self.default, shape=tuple(d.size for d in used), kind="input")
+        shape = tuple((d.size + 1) // 2 if d.name in halved else d.size for d in used)
+        self.tensors[name] = Tensor(name=name, dtype=self.default, shape=shape, kind="input")
         self.inputs.append(name)
         fill = number(int(self.rng.integers(0, 3)), self.default).value if shift else None
-        return Read(tensor=name, index=tuple(dim(d.name) - shift for d in used), other=fill)
+        places = (floordiv(dim(d.name), 2) if d.name in halved else dim(d.name) for d in used)
+        return Read(tensor=name, index=tuple(e - shift for e in places), other=fill)
 
     def _terms(self, n: Node, want: list[str], args: Mapping[str, list[Expr]], space: tuple[Dim, ...]) -> list[Expr]:
         """The expressions of a term, one for every dtype that is wanted."""
@@ -301,6 +304,8 @@ class _Drawing:
                 return args[n.name]
             return [number(self.sizes[n.name][0] if n.name in self.sizes else int(self.rng.integers(1, 4)), "i64")]
         if is_open(n):
+            if not n.args and self.rng.random() < 0.5:  # a number is a function of nothing, too
+                return [number(3, w) for w in want]
             given = [e for a in n.args if isinstance(a, Var) for e in args.get(a.name, [])]
             return [self._expression(given, w, space) for w in want]
         if n.fn == "index":

@@ -13,12 +13,23 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, distinct
 from tapestry.ir.graph import Block, Dim, Inner, Read
-from tapestry.ir.index import Aff, const, dim, floordiv, modulo, substitute
+from tapestry.ir.index import Aff, Floor, const, dim, dims_of, floordiv, modulo, substitute
 from tapestry.ir.types import DTYPES
 from tapestry.rewrites.core.edit import MOST_ATOMS, read_dims, substitute_expr, substitute_read, too_long
 from tapestry.rewrites.core.matching import Draft
 from tapestry.rewrites.core.rule import Refusal, refuse
-from tapestry.rewrites.equations.pattern import App, DimPattern, Node, Num, OpPattern, RuleText, Var, is_open, names_in
+from tapestry.rewrites.equations.pattern import (
+    App,
+    DimPattern,
+    Node,
+    Num,
+    OpPattern,
+    ReadPattern,
+    RuleText,
+    Var,
+    is_open,
+    names_in,
+)
 
 COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
 
@@ -88,6 +99,10 @@ class Matcher:
         self.before, self.alone, self.constants = rule.before, rule.alone, rule.constants
         self.makers = {o.name: k for k, p in enumerate(rule.before) for o in p.outs}
         self.root_dims = {d.name for d in (*rule.before[-1].dims, *rule.before[-1].reduce)}
+
+    def fits(self, op: Block) -> bool:
+        """Whether an operation may be the last one of the left-hand side, by what is seen at once."""
+        return _similar(self.before[-1], op, Bindings())
 
     def at(self, draft: Draft, op: Block) -> Iterator[Bindings | Refusal]:
         """Every match whose last operation is ``op``, and near misses."""
@@ -338,12 +353,30 @@ class Matcher:
             for r in p.reads:
                 if r.tensor in self.makers:
                     continue
+                if not self._coarse(r, m):
+                    return refuse(f"'{r.alias}' is not read by a quotient of the index")
                 allowed = _allowed(r.index, m)
                 for v in m.views[r.alias] if allowed is not None else ():
                     loose = read_dims(v) - (allowed or set()) - inner
                     if loose:
                         return refuse(f"'{v.tensor}' varies along '{min(loose)}'")
         return m
+
+    def _coarse(self, r: ReadPattern, m: Bindings) -> bool:
+        """Bind the divisors of a view ``x[h // Q]``: it depends on h by floor(h/Q) alone, for one Q."""
+        for n in r.index:
+            if not (isinstance(n, App) and n.fn == "floordiv" and isinstance(n.args[0], Var) and isinstance(n.args[1], Var)):
+                continue
+            (d,) = m.dims[n.args[0].name]
+            found = {
+                k
+                for v in m.views[r.alias]
+                for e in (*v.index, *(g.aff for g in v.when))
+                for k in _divisors(e, d.name, m.ranges)
+            }
+            if len(found) != 1 or 0 in found or m.numbers.setdefault(n.args[1].name, min(found)) != min(found):
+                return False
+        return True
 
     def _share(self, m: Bindings, group: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Refusal | None:
         mentioned = {g.name: {r.alias for p in self.before for r in p.reads if _mentions(r.index, g.name)} for g in group}
@@ -361,6 +394,16 @@ class Matcher:
         return None
 
 
+def _divisors(e: Aff, name: str, ranges: Mapping[str, int]) -> Iterator[int]:
+    """By what a dimension is divided wherever it occurs in an index, beside unit dimensions; 0 for anything else."""
+    for atom, _ in e.terms:
+        if isinstance(atom, str):
+            yield from (0,) if atom == name else ()
+        elif name in dims_of(atom.arg):
+            rest = substitute(atom.arg, {n: const(0) for n in dims_of(atom.arg) if ranges.get(n) == 1}, ranges)
+            yield atom.div if isinstance(atom, Floor) and rest == dim(name) else 0
+
+
 def _renamed(dims: tuple[Dim, ...], env: Mapping[str, Aff]) -> tuple[Dim, ...]:
     return tuple(Dim(str(env[d.name]) if d.name in env else d.name, d.size) for d in dims)
 
@@ -371,7 +414,7 @@ def _mentions(index: tuple[Node, ...], name: str) -> bool:
 
 def _allowed(index: tuple[Node, ...], m: Bindings) -> set[str] | None:
     """Dimensions that a view may depend on; ``None`` for any (it names dimensions of an operation read through a map)."""
-    names = [v.name for n in index for v in names_in(n)]
+    names = [v.name for n in index for v in names_in(n) if v.name not in m.numbers]
     if any(n not in m.dims for n in names):
         return None
     return {d.name for n in names for d in m.dims[n]}

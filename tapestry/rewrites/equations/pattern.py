@@ -166,8 +166,11 @@ class RuleText:
 
     @property
     def constants(self) -> frozenset[str]:
-        """Names that stand for an integer literal in a body of the left-hand side."""
-        return frozenset(
+        """Names that stand for an integer literal in a body of the left-hand side, or for the divisor of an index."""
+        divisors = (
+            n.args[1] for p in self.before for r in p.reads for n in r.index if isinstance(n, App) and n.fn == "floordiv"
+        )
+        return frozenset(n.name for n in divisors if isinstance(n, Var)) | frozenset(
             v.name for p in self.before for e in (*p.body, *p.then) for v in _values(e)
             if v.name not in {r.alias for r in p.reads} and v.name[:3] != "acc"
             and v.name not in {w.name for q in self.before for d in (*q.dims, *q.reduce) for w in names_in(d.size)}
