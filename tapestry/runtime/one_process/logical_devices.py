@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from threading import Lock
 
 import torch
@@ -53,14 +54,16 @@ class LocalExecutor(Executor):
                 for d, box in self.mine(program.buffers[step.buffer].boxes):
                     self.weights_held[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
 
-    def run(self, feeds: Source, progress: Progress = silent) -> tuple[dict[str, Array], Measured]:
-        """Outputs by name, and what the run used."""
+    def run(
+        self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
+    ) -> tuple[dict[str, Array], Measured]:
+        """Outputs by name (those that are wanted, by default all), and what the run used."""
         self.bind()
         with self.busy:
             self.begin(feeds)
             try:
                 self._steps(feeds, progress)
-                return self.outputs(), self.measured
+                return self.outputs(wanted), self.measured
             finally:  # nothing of a run stays beyond it
                 self.held, self.feeds = Held.nothing(self.program.devices), self.weights
 
