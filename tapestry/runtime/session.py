@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -87,17 +87,30 @@ class Session:
             return self.target.from_numpy(np.array(data[_slices(box)]))
         return self.target.from_numpy(self.slices(tensor, box))
 
-    def run(
-        self, feeds: Mapping[str, Any], progress: Progress = lambda done, total: None, wanted: Collection[str] | None = None
-    ) -> Result:
-        """Run once; inputs are read where they are until it returns, and only outputs that are wanted are brought together.
+    def run(self, feeds: Mapping[str, Any], progress: Progress = lambda done, total: None) -> Result:
+        """Run once; inputs are read where they are until it returns.
 
         Raises:
             TapestryError: an input is missing, unknown, or of another shape or dtype, or has an index outside its table.
         """
+        return self.compute(self.checked(feeds), progress)
+
+    def checked(self, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The inputs of those names (by default all), which are what the build takes.
+
+        Raises:
+            TapestryError: one is missing, unknown, or of another shape or dtype, or has an index outside its table.
+        """
         graph = self.build.plan.graph
-        checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
-        check_indices(checked, self.bounds)
+        checked = check_feeds(feeds, [graph.tensors[t] for t in (graph.inputs if names is None else names)])
+        check_indices(checked, [b for b in self.bounds if b[0] in checked])
+        return checked
+
+    def compute(
+        self, checked: Mapping[str, Any], progress: Progress = lambda done, total: None, wanted: Collection[str] | None = None
+    ) -> Result:
+        """Run once on inputs that were checked; only outputs that are wanted are brought together."""
+        graph = self.build.plan.graph
         start = time.perf_counter()
         outs, measured = self.executor.run(_Feeds(checked, self.target), progress, wanted)
         seconds = time.perf_counter() - start
@@ -159,7 +172,7 @@ def check_feeds(feeds: Mapping[str, Any], wanted: list[Tensor]) -> dict[str, Any
 def as_numpy(value: Any) -> Array:
     """An array of numpy's over the same memory, if that is the host's: of numpy's own, torch's, or whatever speaks DLPack."""
     if isinstance(value, np.ndarray):
-        return value
+        return cast(Array, value)
     if hasattr(value, "detach"):  # torch's
         tensor = value.detach().cpu()
         if str(tensor.dtype) == "torch.bfloat16":
@@ -167,7 +180,7 @@ def as_numpy(value: Any) -> Array:
 
             return tensor.view(torch.int16).numpy().view(numpy_dtype("bf16"))
         return tensor.numpy()
-    return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)
+    return cast(Array, np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value))
 
 
 def host_value(value: Any, t: Tensor) -> Any:

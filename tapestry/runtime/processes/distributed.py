@@ -279,7 +279,8 @@ class RankExecutor(LocalExecutor):
             if wanted is not None and t not in wanted:
                 continue
             if self.program.buffers[name].dtype == HOST:
-                hosted[t] = self.host_output(t, name, min(self.blocks[t].values()))
+                value = self.host_output(t, name, min(self.blocks[t].values()))
+                hosted |= {} if self.wire.rank else {t: value}
                 continue
             for box, d in self.blocks[t].items():
                 if self.route.owner[d] == self.wire.rank:
