@@ -18,6 +18,7 @@ from tapestry.errors import LawError, ModelError, refusing
 from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import Tensor, Weight
 from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
@@ -37,6 +38,9 @@ from tapestry.lift.recurrences.loop_body import step_types
 for room in (operators, movement, recurrences, microsoft):  # their modules register lifters and definitions of operators
     for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
         import_module(module.name)
+
+
+TEXT = ".tap"  # files of IR text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +129,29 @@ def read_proto(proto: ModelProto, path: Path, weights: bool) -> ModelSource:
         opset_upgrade.upgrade(proto)
     inputs = tuple(i.name for i in proto.graph.input if i.name not in stored)
     return ModelSource(model=proto, path=path, inputs=inputs, stored=stored, nodes=nodes, has_weights=weights)
+
+
+def read_text(model: Path, weights: bool) -> tuple[Lifted, None]:
+    """IR text as a graph (there is no other form of it), its laws checked; data of weights lies beside it.
+
+    Raises:
+        TapestryError: it does not parse, breaks a law, or data is missing.
+    """
+    try:
+        graph = parse(model.read_text(), str(model))
+    except UnicodeDecodeError as e:
+        raise ModelError("not text", where=str(model), why=str(e)) from None
+    try:
+        laws.check(graph)
+    except LawError as e:
+        raise ModelError("the graph breaks a law", where=f"{model}, {e.where}", why=f"{e.what} {e.why}".strip()) from None
+    lost = next((t for t, w in graph.weights.items() if not w.file), None)
+    if lost is not None:
+        raise ModelError(f"weight '{lost}' has no file", where=str(model), hint="make it an input")
+    if weights:
+        refs = {t: _hashed(w, read_weight(model, w, graph.tensors[t])) for t, w in graph.weights.items()}
+        graph = replace(graph, weights=refs)
+    return Lifted(graph=graph, model=model.absolute(), constants={}, nodes=len(graph.ops)), None
 
 
 def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:
