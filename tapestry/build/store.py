@@ -25,6 +25,7 @@ from tapestry.build import weight_tiles
 from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
 from tapestry.errors import BuildError, TextError
+from tapestry.ir.graph import Names
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
 from tapestry.ir.program import Program
 from tapestry.ir.syntax.parser import parse
@@ -168,6 +169,11 @@ def encode(build: Build) -> bytes:
         "constants": build.constants, "report": build.report, "exact": build.exact,
         "precision": build.precision, "knobs": build.knobs,
     }  # fmt: skip
+    used = {s for op in p.graph.ops for s in op.source}
+    document["names"] = {
+        "scopes": {s: n for s, n in p.graph.names.scopes.items() if s in used},
+        "axes": {t: n for t, n in p.graph.names.axes.items() if t in p.graph.tensors},
+    }  # fmt: skip
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
     return msgspec.json.encode(document)
@@ -175,6 +181,11 @@ def encode(build: Build) -> bytes:
 
 class _Version(msgspec.Struct):
     version: int
+
+
+class _Names(msgspec.Struct, forbid_unknown_fields=True):
+    scopes: dict[str, tuple[str, str]] = {}
+    axes: dict[str, tuple[str, ...]] = {}
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -203,6 +214,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     precision: str = "ieee"
     knobs: dict[str, dict[str, Any]] = {}
     rings: dict[int, tuple[str | None, ...]] = {}
+    names: _Names = msgspec.field(default_factory=_Names)
 
 
 def decode(data: bytes, where: str = "plan.json") -> Build:
@@ -217,7 +229,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
             raise BuildError(f"a plan of version {version}, not {VERSION}", where=where, hint="compile the model again")
         d = msgspec.json.decode(data, type=_Document)
         program = unpack(d.program)
-        graph = parse(d.graph)
+        graph = replace(parse(d.graph), names=Names(scopes=d.names.scopes, axes=d.names.axes))
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:
         raise BuildError(f"not a plan: {e}", where=where, hint="compile the model again") from None
     odd = next((t for t in graph.tensors.values() if min(t.shape, default=0) < 0 or t.nbytes > MAX_TENSOR), None)
