@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tapestry.draw.drawing import Drawing, build_of, drawing, rect, short, tag, words
 from tapestry.draw.lanes_picture import split_colours
+from tapestry.ir.naming.author_names import operation_names
 from tapestry.viewer import layer_folds, program_tables
 from tapestry.viz.format import human, kind_text, split_text
 
@@ -53,6 +54,7 @@ def _nodes(b: object) -> list[_Node]:
     plan, colours = build.plan, split_colours(build.plan)
     node_of = list(range(len(plan.graph.ops)))
     folds = {f.first: f for f in layer_folds.folds(plan)}
+    names = operation_names(plan.graph)
     nodes: list[_Node] = []
     i = 0
     while i < len(plan.graph.ops):
@@ -64,7 +66,7 @@ def _nodes(b: object) -> list[_Node]:
             nodes.append(_Node(f"{f.label} ×{f.times}", f"{f.length} operations each", colours[i : i + f.length]))
         else:
             cut = split_text(op, plan.strategies[i], plan.stage(i).mesh)
-            nodes.append(_Node(op.outs[0], f"{kind_text(op)} · {'not cut' if cut == 'none' else cut}", [colours[i]]))
+            nodes.append(_Node(names[i], f"{kind_text(op)} · {'not cut' if cut == 'none' else cut}", [colours[i]]))
         i += count
     makers = plan.graph.producers()
     for i, reads in enumerate(program_tables.edges(build.program)):

@@ -12,6 +12,7 @@ from tapestry.build.store import Build
 from tapestry.codegen.kernel_sources import kernels_of_steps, named_kernels
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph, Op
+from tapestry.ir.naming.author_names import operation_names
 from tapestry.ir.plan import Mesh, Plan, Strategy
 from tapestry.ir.program import Launch
 from tapestry.plan.alternatives import priced_strategies
@@ -92,16 +93,13 @@ def _operations(build: Build, of_op: Sequence[int], launched: Mapping[int, Seque
     plan = build.plan
     topology, pins = from_data(build.topology), build.report.get("requests", {}).get("pins", [])
     others = priced_strategies(plan, topology, parse_pins(pins, plan.graph, plan.mesh))
-    count: dict[str, int] = {}
-    for op in plan.graph.ops:
-        for name in {*op.outs, *op.source}:
-            count[name] = count.get(name, 0) + 1
+    names = operation_names(plan.graph)
     out: list[Row] = []
     for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
-        mesh, name = plan.stage(i).mesh, _pinned_name(op, count)
+        mesh, name = plan.stage(i).mesh, names[i]
         rows = [{"split": split_text(op, a, mesh), "seconds_more": t, "pins": _pins(name, a, mesh)} for a, t in others[i]]
         out.append({
-            "shape": of_op[i], "text": op_shapes.text_of(op, plan.graph), "cut": list(s.dims), "ends": list(s.out),
+            "name": name, "shape": of_op[i], "text": op_shapes.text_of(op, plan.graph), "cut": list(s.dims), "ends": list(s.out),
             "ring": list(s.ring), "ins": _reads(op), "others": rows, "pins": _pins(name, s, mesh), "stage": _stage(plan, i),
             "kernels": launched.get(i, ()),
         })  # fmt: skip
@@ -115,11 +113,6 @@ def _reads(op: Op) -> list[str]:
 
 def _stage(plan: Plan, i: int) -> int:
     return plan.stage_of[i] if plan.stages else 0
-
-
-def _pinned_name(op: Op, count: Mapping[str, int]) -> str:
-    """What ``--pin`` calls an operation, and no other one."""
-    return next((n for n in (*op.source, *op.outs) if count[n] == 1), op.outs[0])
 
 
 def _pins(name: str, s: Strategy, mesh: Mesh) -> list[str]:

@@ -190,7 +190,7 @@ def test_lanes_are_the_simulation(folder, tab, built):
     assert set(tab.js("[...document.querySelectorAll('.bar.error')].map(e => e.dataset.ratio)")) == {"2.00"}
     halo = next(r for r in facts["steps"] if r["kind"] == "halo")
     tab.click(f".bar[data-step='{halo['step']}']")
-    assert tab.text("h2") == "e"  # one cursor: the operation that it is fetched for
+    assert tab.text("h2") == "conv2"  # one cursor: the operation that it is fetched for
     assert tab.count(".op.selected[data-op='1']") == 1
 
 
@@ -270,7 +270,7 @@ def test_two_builds_beside_each_other(folder, tab):
     tab.key("b")
     assert tab.text("header [aria-pressed=true]") == "free"
     tab.click("[data-tab=space]")
-    assert tab.text("h2") == "d0"  # the cursor is on the same operation of the other build
+    assert tab.text("h2") == "layers.0.down_proj"  # the cursor is on the same operation of the other build
 
 
 def test_links_restore_the_view_and_keys_move_it(folder, tab, built):

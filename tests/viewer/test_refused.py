@@ -44,7 +44,7 @@ def test_a_refused_plan_opens_at_its_witness(tmp_path):
         cell = "[" + ", ".join(f"{v}:{v + 1}" for v in refused["cell"]) + "]"
         assert f"cell {cell}" in tab.text(".refused button")
         tab.click(".refused button")
-        assert tab.text("h2") == "e"
+        assert tab.text("h2") == "conv2"
         assert tab.errors == []
 
 

@@ -61,13 +61,13 @@ function operation(build, i, at, { select, selected, marked }) {
   const row = build.rows[i];
   const merged = build.reduces[i].map((k) => build.program.steps[k][1]);
   const second = `${row.kind} · ${row.split === "none" ? "not cut" : row.split.replace(/ \(.*?\)/g, "")}`;
-  const title = [row.outs.join(", "), `from ${row.nodes.join(", ")}`, `split ${row.split}`].join("\n");
+  const title = [build.called(i), `writes ${row.outs.join(", ")}`, `from ${row.nodes.join(", ")}`, `split ${row.split}`].join("\n");
   const [x, y] = [at.x - NODE.width / 2, at.y - NODE.height / 2];
   const classes = ["op", i === selected && "selected", marked.has(i) && "marked"].filter(Boolean).join(" ");
   return s("g", { class: classes, "data-op": i, role: "button", onclick: () => select(i) }, s("title", {}, title),
     s("rect", { x, y, width: NODE.width, height: NODE.height, rx: 7, class: "card" }),
     s("path", { d: `M${x + 7},${y}h3v${NODE.height}h-3a7,7 0 0 1 -7,-7v-${NODE.height - 14}a7,7 0 0 1 7,-7z`, fill: build.colourOf(i) }),
-    text(x + 18, y + 18, short(row.outs[0], 21), { class: "name" }), text(x + 18, y + 33, short(second, 28), { class: "note" }),
+    text(x + 18, y + 18, short(build.called(i), 21), { class: "name" }), text(x + 18, y + 33, short(second, 28), { class: "note" }),
     merged.length > 0 && text(x + NODE.width - 8, y + 18, "⊕", { class: "merge", "text-anchor": "end" }, s("title", {}, merged.join(", "))));
 }
 

@@ -49,7 +49,7 @@ function suggest(words) {
 }
 
 function search(words) {
-  const exact = now().makers.get(words);
+  const exact = now().named.get(words);
   const hit = exact ?? now().find(words)[0];
   if (hit === undefined) return say(`nothing is called ${words}`);
   select(hit);
@@ -76,7 +76,7 @@ function centre(g, always) {
 
 function other(k) {
   const name = now().called(cursor.op);
-  const there = page.builds[k].makers.get(name);
+  const there = page.builds[k].named.get(name);
   move({ build: k, op: there ?? 0, step: -1, device: Math.min(cursor.device, page.builds[k].devices - 1) });
 }
 
@@ -90,7 +90,7 @@ const panels = {
 function title(build, body) {
   const row = build.rows[cursor.op];
   const words = [row.kind, `split ${row.split}`, `block ${row.block.join("×") || "()"}`, `kernels ${seconds(row.seconds)}`, row.transfer_seconds > 0 && `fetching ${seconds(row.transfer_seconds)}`].filter(Boolean).join(" · ");
-  return h("div", {}, h("h2", { "data-op": cursor.op }, row.outs.join(", ")), h("p", { class: "words" }, words), row.nodes.length > 0 && h("p", { class: "quiet" }, `from ${row.nodes.slice(0, 6).join(", ")}${row.nodes.length > 6 ? ` and ${row.nodes.length - 6} more` : ""}`), body);
+  return h("div", {}, h("h2", { "data-op": cursor.op }, build.called(cursor.op)), h("p", { class: "words" }, words), h("p", { class: "quiet" }, `writes ${row.outs.join(", ")}`, row.nodes.length > 0 && `, from ${row.nodes.slice(0, 6).join(", ")}${row.nodes.length > 6 ? ` and ${row.nodes.length - 6} more` : ""}`), body);
 }
 
 function drawGraphs() {
@@ -98,9 +98,9 @@ function drawGraphs() {
   const shown = cursor.tab === "compare" ? page.builds.map((b, k) => [b, k]) : [[now(), cursor.build]];
   const differ = new Set(page.diff?.operations.map((r) => r.name));
   holder.replaceChildren(...shown.map(([b, k]) => {
-    const mine = cursor.tab === "compare" ? b.makers.get(now().called(cursor.op)) : cursor.op;
+    const mine = cursor.tab === "compare" ? b.named.get(now().called(cursor.op)) : cursor.op;
     const marked = new Set(page.diff ? [...differ].map((n) => b.makers.get(n)) : []);
-    const drawn = graph(b, { select: (i) => (k === cursor.build ? select(i) : select(page.builds[cursor.build].makers.get(b.called(i)) ?? cursor.op)), selected: mine, open: openGroups(), marked });
+    const drawn = graph(b, { select: (i) => (k === cursor.build ? select(i) : select(page.builds[cursor.build].named.get(b.called(i)) ?? cursor.op)), selected: mine, open: openGroups(), marked });
     const box = h("div", { class: "canvas", "data-build": k }, drawn.svg);
     return Object.assign(box, { drawn });
   }));

@@ -16,6 +16,7 @@ export class Build {
     this.rows = this.explain.operations;
     this.makers = new Map();
     this.rows.forEach((row, i) => row.outs.forEach((t) => this.makers.set(t, i)));
+    this.named = new Map(this.ops.map((op, i) => [op.name, i]));
     this.launches = this.ops.map(() => []);
     this.reduces = this.ops.map(() => []);
     this.program.steps.forEach((step, k) => {
@@ -42,12 +43,12 @@ export class Build {
 
   // What an operation is called, and everything that a search finds it by.
   called(i) {
-    return this.rows[i].outs[0];
+    return this.ops[i].name;
   }
 
   find(words) {
     const wanted = words.toLowerCase();
-    const hit = (i) => [...this.rows[i].outs, ...this.rows[i].nodes, ...this.ops[i].ins].some((n) => n.toLowerCase().includes(wanted));
+    const hit = (i) => [this.called(i), ...this.rows[i].outs, ...this.rows[i].nodes, ...this.ops[i].ins].some((n) => n.toLowerCase().includes(wanted));
     return this.rows.map((_, i) => i).filter(hit);
   }
 
