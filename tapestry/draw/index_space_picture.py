@@ -10,6 +10,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir import space
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box, cut, intersect, shape, size
+from tapestry.ir.naming.author_names import operation_names
 from tapestry.viz.format import human, shape_text
 
 Tiles = Mapping[Box, Sequence[int]]
@@ -29,7 +30,8 @@ def index_space(op: Op | str, of: object = None, *, device: int | None = None) -
     """
     if isinstance(op, str):
         build = build_of(of)
-        at = build.plan.graph.find(op)
+        names = operation_names(build.plan.graph)
+        at = names.index(op) if op in names else build.plan.graph.find(op)
         if at < 0:
             raise TapestryError(f"there is no operation '{op}'", hint="tapestry explain shows their names")
         found, graph = build.plan.graph.ops[at], build.plan.graph

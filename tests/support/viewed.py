@@ -19,14 +19,14 @@ def halo() -> onnx.ModelProto:
     at = "m"
     for k in range(8):
         nodes += [
-            N("MatMul", [at, f"layers.{k}.up"], [f"u{k}"], name=f"layers.{k}.up_proj"), N("Tanh", [f"u{k}"], [f"t{k}"], name=f"layers.{k}.act"),
-            N("MatMul", [f"t{k}", f"layers.{k}.down"], [f"d{k}"], name=f"layers.{k}.down_proj"),
+            N("MatMul", [at, f"layers.{k}.up_proj.weight"], [f"u{k}"], name=f"layers.{k}.up_proj"), N("Tanh", [f"u{k}"], [f"t{k}"], name=f"layers.{k}.act"),
+            N("MatMul", [f"t{k}", f"layers.{k}.down_proj.weight"], [f"d{k}"], name=f"layers.{k}.down_proj"),
         ]  # fmt: skip
         at = f"d{k}"
     nodes += [N("Identity", [at], ["y"], name="last")]
     weights = {"k": f32(6, 4, 3, 3), "k2": f32(6, 6, 3, 3)}
     for k in range(8):
-        weights |= {f"layers.{k}.up": f32(32, 48), f"layers.{k}.down": f32(48, 32)}
+        weights |= {f"layers.{k}.up_proj.weight": f32(32, 48), f"layers.{k}.down_proj.weight": f32(48, 32)}
     return net(nodes, {"x": (T.FLOAT, (2, 4, 32, 32))}, {"y": T.FLOAT}, weights, opset=13)
 
 
