@@ -68,13 +68,13 @@ def words(x: float, y: float, text: object, **attributes: Any) -> str:
     return tag("text", html.escape(str(text)), x=float(x), y=float(y), **attributes)
 
 
-def rect(x: float, y: float, width: float, height: float, title: str = "", **attributes: object) -> str:
+def rect(x: float, y: float, width: float, height: float, title: str = "", **attributes: Any) -> str:
     """A rectangle, and what it says when it is pointed at."""
     said = tag("title", html.escape(title)) if title else ""
     return tag("rect", said, x=float(x), y=float(y), width=float(width), height=float(height), **attributes)
 
 
-def polygon(points: Sequence[tuple[float, float]], **attributes: object) -> str:
+def polygon(points: Sequence[tuple[float, float]], **attributes: Any) -> str:
     """A polygon."""
     return tag("polygon", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), **attributes)
 

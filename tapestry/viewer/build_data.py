@@ -99,9 +99,9 @@ def _operations(build: Build, of_op: Sequence[int], launched: Mapping[int, Seque
         mesh, name = plan.stage(i).mesh, names[i]
         rows = [{"split": split_text(op, a, mesh), "seconds_more": t, "pins": _pins(name, a, mesh)} for a, t in others[i]]
         out.append({
-            "name": name, "shape": of_op[i], "text": op_shapes.text_of(op, plan.graph),
-            "cut": list(s.dims), "ends": list(s.out), "ring": list(s.ring), "ins": _reads(op), "others": rows, "pins": _pins(name, s, mesh), "stage": _stage(plan, i),
-            "kernels": launched.get(i, ()),
+            "name": name, "shape": of_op[i], "text": op_shapes.text_of(op, plan.graph), "ins": _reads(op), "others": rows,
+            "cut": list(s.dims), "ends": list(s.out), "ring": list(s.ring), "pins": _pins(name, s, mesh),
+            "stage": _stage(plan, i), "kernels": launched.get(i, ()),
         })  # fmt: skip
     return out
 

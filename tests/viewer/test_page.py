@@ -18,7 +18,10 @@ from tapestry.viz import explain
 from tapestry.viz.format import duration, human, signed
 from tests.support import chromium, viewed
 
-pytestmark = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium: apt-get install chromium"),
+]
 WIDE, PHONE = (1280, 860), (390, 844)
 
 
