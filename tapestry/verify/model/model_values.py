@@ -80,7 +80,7 @@ class ModelFile:
         return [v.type.tensor_type for v in (*graph.value_info, *graph.output) if v.name == name]
 
     def states(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Values that begin a state of a Loop or a Scan, with the sizes that its body states of it, where it states them all."""
+        """Values that begin a state of a Loop or a Scan, with the sizes that its body states of it, if it states all."""
         for node in self.nodes:
             skipped = {"Loop": 2, "Scan": 0}.get(node.op_type)
             for body in subgraphs(node) if skipped is not None else ():
