@@ -82,7 +82,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[*FOUR, "mixed"])
     parser.add_argument("--folder", type=Path, default=record.SHARED, help="where MODEL.onnx are")
-    parser.add_argument("--only", default=".", help="edits whose names match; nothing is recorded then")
+    parser.add_argument("--only", default=".", help="edits whose names match")
+    parser.add_argument("--missing", action="store_true", help="only what no earlier run has asked")
     parser.add_argument("--times", action="store_true", help="only the seconds, beside the edits of an earlier run")
     parser.add_argument("--each", type=int, default=1, help="places for each kind of edit in each model")
     args = parser.parse_args()
@@ -97,9 +98,12 @@ def main() -> int:
             times[model] = timed(good)
             print(model, {k: v for k, v in times[model].items() if k != "evidence"}, file=sys.stderr, flush=True)
             for row in (r for r in rows if not args.times and re.search(args.only, r["edit"])):
-                row["models"][model] = tried(row["edit"], kinds[row["edit"]], model, good, args.each)
+                if not (args.missing and model in row["models"]):
+                    row["models"][model] = tried(row["edit"], kinds[row["edit"]], model, good, args.each)
+                    keep(rows, times)
             print(model, "refused, tried:", counts(rows, model), file=sys.stderr, flush=True)
-    return report(rows, times, whole=args.only == ".")
+    keep(rows, times)
+    return report(rows, times)
 
 
 def tried(kind: str, edit: graph_edits.Edit, model: str, good: Path, each: int) -> dict[str, Any]:
@@ -124,8 +128,15 @@ def counts(rows: list[dict[str, Any]], *models: str) -> tuple[int, int]:
     return sum(r["tried"] - r["accepted"] for r in found), sum(r["tried"] for r in found)
 
 
-def report(rows: list[dict[str, Any]], times: dict[str, Any], whole: bool) -> int:
-    """Say what was refused, and record it if every kind was asked."""
+def keep(rows: list[dict[str, Any]], times: dict[str, Any]) -> None:
+    """Write down what is known."""
+    (refused, tried), later = counts(rows), [r for r in rows if r["later"]]
+    sums = {"kinds": len(rows), "later": len(later), "tried": tried, "refused": refused}
+    record.write("model_edits", rows, models=times, **sums, never=[r["edit"] for r in rows if not counts([r])[1]])
+
+
+def report(rows: list[dict[str, Any]], times: dict[str, Any]) -> int:
+    """Say what was refused."""
     (refused, tried), later = counts(rows), [r for r in rows if r["later"]]
     wrong = [(r["edit"], m) for r in rows for m, x in r["models"].items() if x["accepted"]]
     never = [r["edit"] for r in rows if not counts([r])[1]]
@@ -133,9 +144,6 @@ def report(rows: list[dict[str, Any]], times: dict[str, Any], whole: bool) -> in
     print(f"accepted: {wrong or 'none'}; never: {never or 'none'}")
     for model, t in times.items():
         print(f"{model}: verify {t['verify_s']:.2f} s, onnxruntime {t['onnxruntime_s']:.2f} s")
-    if whole:
-        sums = {"kinds": len(rows), "later": len(later), "tried": tried, "refused": refused, "never": never}
-        record.write("model_edits", rows, models=times, **sums)
     return int(bool(wrong))
 
 

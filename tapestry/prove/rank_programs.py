@@ -27,6 +27,7 @@ from tapestry.lift.file.symbols import Given, rewrite
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 from tapestry.lift.onnx_to_graph import Lifted, lift
 from tapestry.prove.collectives import REDUCING, Collective
+from tapestry.prove.plan_ranks import rank_models
 
 NODE = "DistCollective"
 KINDS = ("ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL", "BROADCAST", "REDUCE", "GATHER", "SCATTER")
@@ -97,7 +98,10 @@ def read_file(path: Path, shapes: Given, rank: int = 0, world: int = 1, known: d
     Args:
         known: what was lifted before, by contents; ranks often differ in their weights alone.
     """
-    proto = load(path)
+    return _lifted(load(path), path, shapes, rank, world, {} if known is None else known)
+
+
+def _lifted(proto: ModelProto, path: Path, shapes: Given, rank: int, world: int, known: dict[str, Lifted]) -> OneFile:
     stored, outputs = _without_data(proto), tuple(o.name for o in proto.graph.output)
     found = [n for n in proto.graph.node if n.op_type == NODE]
     nested = [
@@ -118,19 +122,23 @@ def read_file(path: Path, shapes: Given, rank: int = 0, world: int = 1, known: d
     names = {d.dim_param for i in proto.graph.input for d in i.type.tensor_type.shape.dim} | {i.name for i in proto.graph.input}
     given = {k: v for k, v in shapes.items() if k in names}
     digest = hashlib.sha256(proto.SerializeToString(deterministic=True) + repr(sorted(given.items())).encode()).hexdigest()
-    known = {} if known is None else known
     if digest not in known:
         known[digest] = lift(path, given, weights=False, model=proto)
     return OneFile(path=path, lifted=known[digest], stored=stored, outputs=outputs, collectives=collectives)
 
 
-def read_program(paths: Sequence[Path], shapes: Given) -> Program:
+def read_program(paths: Sequence[Path], shapes: Given, model: Path | None = None) -> Program:
     """A folder of rank files (with ``program.json``), or the files themselves; one file is what all ranks run.
+
+    Args:
+        model: what a tensor-parallel plan, in a JSON file alone, is applied to.
 
     Raises:
         TapestryError: there is nothing to read, or it contradicts itself.
     """
     files, document = _found(paths)
+    if "tp_plan" in document and not files and model is not None:
+        return _planned(model, document, shapes)
     counts = {
         a.i for f in files[:1] for n in load(f).graph.node if n.op_type == NODE for a in n.attribute if a.name == "nb_rank"
     }
@@ -145,6 +153,21 @@ def read_program(paths: Sequence[Path], shapes: Given) -> Program:
     )
 
 
+def _planned(model: Path, document: Mapping[str, Any], shapes: Given) -> Program:
+    """The program that a tensor-parallel plan makes of a model."""
+    proto, mesh = load(model), {str(k): int(v) for k, v in document.get("mesh", {"tp": 2}).items()}
+    if len(mesh) != 1 or min(mesh.values()) < 1:
+        raise TapestryError("a plan has one axis", where="mesh", why=f"it is {mesh}", hint='"mesh": {"tp": 4}')
+    if shapes:
+        rewrite(proto, {k: int(cast("Any", v)) for k, v in shapes.items()})
+    (world,) = mesh.values()
+    known: dict[str, Lifted] = {}
+    made = rank_models(proto, model.parent, document["tp_plan"], world)
+    ranks = tuple(_lifted(p, model, {}, r, world, known) for r, p in enumerate(made))
+    whole = {v.name: [None] * len(v.type.tensor_type.shape.dim) for v in (*proto.graph.input, *proto.graph.output)}
+    return Program(ranks=ranks, mesh=mesh, placement={**whole, **document.get("placement", {})})
+
+
 def _found(paths: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
     """Files in the order of their ranks, and the document beside them."""
     files = [p for p in paths if p.suffix != ".json" and not p.is_dir()]
@@ -152,19 +175,23 @@ def _found(paths: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
     for folder in (p for p in paths if p.is_dir()):
         files += sorted(folder.glob("*.onnx"), key=_number)
         documents += [p for p in [folder / "program.json"] if p.is_file()]
-    if not files:
-        raise TapestryError("there is no program", where=str(paths[0]), hint="a folder with rank0.onnx, rank1.onnx, …")
-    if not documents:
+    if not documents and files:
         return files, {}
+    if not documents:
+        raise TapestryError("there is no program", where=str(paths[0]), hint="a folder with rank0.onnx, rank1.onnx, …")
     try:
         document: Any = json.loads(documents[0].read_text())
     except ValueError as e:
         raise TapestryError("not JSON", where=str(documents[0]), why=str(e)) from None
     known = cast("dict[str, Any]", document if isinstance(document, dict) else {"(no object)": None})
-    unknown = set(known) - {"mesh", "placement", "names"}
+    if not files and "tp_plan" not in known and known and all(isinstance(v, str) for v in known.values()):
+        known = {"tp_plan": known}  # as transformers has it
+    unknown = set(known) - {"mesh", "placement", "names", "tp_plan"}
     if unknown:
         what = f"unknown keys {sorted(unknown)}"
-        raise TapestryError(what, where=str(documents[0]), hint="mesh, placement, names")
+        raise TapestryError(what, where=str(documents[0]), hint="mesh, placement, names, tp_plan")
+    if not files and "tp_plan" not in known:
+        raise TapestryError("there is no program", where=str(paths[0]), hint="a folder with rank0.onnx, rank1.onnx, …")
     return files, known
 
 

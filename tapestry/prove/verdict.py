@@ -50,13 +50,14 @@ def prove(model: Path, program: Sequence[Path], shapes: Given = {}) -> Verdict: 
     """Whether a parallel program computes a model.
 
     Args:
-        program: a folder with a file per rank, or the files; ``program.json`` says what shapes and data leave open.
+        program: a folder with a file per rank, or the files; ``program.json`` says what shapes and data leave open. Or a
+            JSON file alone with a ``tp_plan`` as transformers has it, which is applied to the model.
         shapes: sizes of symbols.
 
     Raises:
         TapestryError: a file cannot be read.
     """
-    whole, ranks = read_file(model, shapes), read_program(program, shapes)
+    whole, ranks = read_file(model, shapes), read_program(program, shapes, model)
     found = compare(whole, ranks)
     if not found.proved and found.stuck is None:
         other = compare(whole, ranks, 1)

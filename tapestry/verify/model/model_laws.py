@@ -169,6 +169,10 @@ def _types(c: _Check) -> None:
         LawError: one is not.
         TapestryError: its sizes are those that the file declares, and other values give others.
     """
+    for name, sizes in c.model.states():  # opset 8 has a batch before a Scan's: then there is one axis more
+        value = _any_value(c, name)
+        if is_array(value) and len(value.shape) == len(sizes) and value.shape != sizes:
+            raise TapestryError(f"the sizes of '{name}' depend on values")
     for name, value in c.run.values.items():
         t = c.graph.tensors.get(name)
         if t is None or t.on_host or not is_array(value):

@@ -79,6 +79,18 @@ class ModelFile:
         graph = self.proto.graph
         return [v.type.tensor_type for v in (*graph.value_info, *graph.output) if v.name == name]
 
+    def states(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Values that begin a state of a Loop or a Scan, with the sizes that its body states of it, if it states all."""
+        for node in self.nodes:
+            skipped = {"Loop": 2, "Scan": 0}.get(node.op_type)
+            for body in subgraphs(node) if skipped is not None else ():
+                scanned = next((a.i for a in node.attribute if a.name == "num_scan_inputs"), 0)
+                last = len(node.input) - scanned
+                for name, inner in zip(node.input[skipped:last], body.input[skipped:], strict=False):
+                    t = inner.type.tensor_type
+                    if t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim):
+                        yield name, tuple(d.dim_value for d in t.shape.dim)
+
     def floats(self) -> set[str]:
         """The float types that the model names anywhere: of inputs, constants, and what nodes are told to compute in."""
         found = {t.data_type for t in self.initializers.values()} | {i.type.tensor_type.elem_type for i in self.inputs}

@@ -1,0 +1,378 @@
+"""Each rank's program of a tensor-parallel plan: the model's own nodes on parts of weights, with the plan's collectives.
+
+A plan is transformers' ``tp_plan``: patterns of module names, each with a style. A module is found by its parameters' names
+(``layers.0.mlp.up_proj.weight``). Numbers that an export wrote where its source had a size of a tensor (heads in a Reshape,
+pieces in a Split) are scaled as that tensor's axis is; all else is as the file has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from tapestry.errors import ModelError, TapestryError, refusing
+from tapestry.lift.normalize.inference import InferenceError, infer_shapes
+
+Shape = tuple[int, ...]
+STYLES = {
+    "colwise": "out", "colwise_rep": "out", "colwise_gather_output": "out", "rowwise": "in", "rowwise_rep": "in",
+    "rowwise_split_input": "in", "replicate": "", "replicated_with_grad_allreduce": "",
+}  # fmt: skip
+GATHERED, SPLIT = {"colwise_rep", "colwise_gather_output"}, {"rowwise_rep", "rowwise_split_input"}
+END = 1 << 31  # an end of a Slice beyond this means all that is there
+
+
+def rank_models(model: ModelProto, folder: Path, plan: Mapping[str, str], ranks: int) -> list[ModelProto]:
+    """The program of every rank.
+
+    Args:
+        model: of static shapes, with the data of its weights in it or beside it.
+        plan: patterns (``*`` is a number) and styles.
+
+    Raises:
+        ModelError: the plan does not say how, or what it says cannot be done.
+    """
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ModelError(f"the style '{style}' is not known", where=f"tp_plan, '{pattern}'", hint=", ".join(STYLES))
+    try:
+        shapes = _shapes(infer_shapes(model, data_prop=True))
+    except InferenceError as e:
+        raise ModelError("shapes contradict each other", where="shape inference", why=str(e)[:300]) from None
+    styles = _styles(model, plan)
+    with refusing(ModelError, "the plan cannot be applied", "tp_plan", "a model of linear layers, exported without folding"):
+        return [_Rank(model, folder, shapes, styles, r, ranks).made() for r in range(ranks)]
+
+
+def _styles(model: ModelProto, plan: Mapping[str, str]) -> dict[str, str]:
+    """The style of each parameter by its name.
+
+    Raises:
+        ModelError: a pattern is of no parameter.
+    """
+    out: dict[str, str] = {}
+    for pattern, style in plan.items():
+        text = re.escape(pattern).replace(r"\*", r"\d+")
+        found = [t.name for t in model.graph.initializer if re.search(rf"(^|\.){text}(\.weight|\.bias)?$", t.name)]
+        if not found:
+            names = [t.name for t in model.graph.initializer if t.name.endswith(".weight")]
+            raise ModelError(
+                "the plan's module is not in the model", where=f"'{pattern}'", why=f"it has {names[:4] or 'no names'}"
+            )
+        out |= dict.fromkeys(found, style)
+    return out
+
+
+def _shapes(model: ModelProto) -> dict[str, Shape]:
+    out = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    for v in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        dims = v.type.tensor_type.shape.dim
+        if v.name not in out and v.type.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+            out[v.name] = tuple(d.dim_value for d in dims)
+    return out
+
+
+class _Rank:
+    """One rank's program, node by node, with the sizes that its tensors have."""
+
+    def __init__(
+        self, model: ModelProto, folder: Path, whole: dict[str, Shape], styles: Mapping[str, str], rank: int, ranks: int
+    ) -> None:
+        self.model, self.folder, self.whole, self.styles, self.rank, self.ranks = model, folder, whole, styles, rank, ranks
+        self.weights = {t.name: t for t in model.graph.initializer}
+        self.makers = {o: n for n in model.graph.node for o in n.output}
+        self.types = {v.name: v.type for v in model.graph.input}
+        self.types |= {t.name: helper.make_tensor_type_proto(t.data_type, list(t.dims)) for t in model.graph.initializer}
+        self.nodes: list[NodeProto] = []
+        self.more: list[TensorProto] = []
+        self.parts: dict[str, tuple[int, int]] = {}  # of a weight: the axis that is cut, and in how many sections
+        self.partial: set[str] = set()
+
+    def made(self) -> ModelProto:
+        """The program."""
+        for node in self.model.graph.node:
+            self._node(NodeProto.FromString(node.SerializeToString()))
+        out = ModelProto()
+        out.CopyFrom(self.model)
+        del out.graph.node[:], out.graph.initializer[:], out.graph.value_info[:]
+        out.graph.node.extend(self.nodes)
+        out.graph.initializer.extend([self._cut(t) for t in self.model.graph.initializer] + self.more)
+        for o in out.graph.output:
+            o.type.CopyFrom(self.types[o.name])
+        return out
+
+    # a node
+
+    def _node(self, node: NodeProto) -> None:
+        linear = self._linear(node)
+        if linear is not None:
+            self._apply(node, *linear)
+        elif node.op_type == "Add" and any(i in self.styles and len(self.whole[i]) == 1 for i in node.input):
+            self._bias(node)
+        else:
+            self._plain(node)
+
+    def _linear(self, node: NodeProto) -> tuple[str, str, int] | None:
+        """The weight of a module that a node multiplies by, its style, and the axis of its outputs."""
+        if node.op_type not in ("MatMul", "Gemm"):
+            return None
+        name, turned = node.input[1], node.op_type == "Gemm" and _attribute(node, "transB", 0) == 1
+        maker = self.makers.get(name)
+        if maker is not None and maker.op_type == "Transpose":
+            name, turned = maker.input[0], not turned
+        style = self.styles.get(name, "")
+        return (name, style, 0 if turned else 1) if STYLES.get(style) and len(self.whole[name]) == 2 else None
+
+    def _apply(self, node: NodeProto, weight: str, style: str, out: int) -> None:
+        """A linear layer on a rank's part of its weight."""
+        axis = out if STYLES[style] == "out" else 1 - out
+        self._cut_weight(weight, axis)
+        for t in (n for n in self.nodes if n.op_type == "Transpose" and n.input[0] == weight):
+            self._infer(t)
+        if STYLES[style] == "out":
+            if node.op_type == "Gemm" and len(node.input) > 2:
+                self._cut_weight(node.input[2], len(self.whole[node.input[2]]) - 1)
+            self._end(node, style, gemm=node.op_type == "Gemm")
+            return
+        if style in SPLIT:
+            node.input[0] = self._piece(node.input[0])
+        bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
+        result, node.output[0] = node.output[0], f"{node.output[0]}.part"
+        if bias:
+            del node.input[2:]
+        self._plain(node)
+        self._collective("ALL_REDUCE", node.output[0], f"{result}.sum" if bias else result)
+        if bias:
+            self._add(helper.make_node("Add", [f"{result}.sum", bias], [result]))
+
+    def _bias(self, node: NodeProto) -> None:
+        """The bias of a module that was written as a node of its own."""
+        name = next(i for i in node.input if i in self.styles and len(self.whole[i]) == 1)
+        if STYLES[self.styles[name]] == "out":
+            self._cut_weight(name, 0)
+            self._end(node, self.styles[name], gemm=True)
+        else:
+            self._plain(node)
+
+    def _end(self, node: NodeProto, style: str, *, gemm: bool) -> None:
+        """A node whose last axis is a rank's part; gathered where the style says so, after the bias if there is one."""
+        result = node.output[0]
+        readers = [n for n in self.model.graph.node if result in n.input]
+        later = not gemm and any(n.op_type == "Add" and any(self.styles.get(i) == style for i in n.input) for n in readers)
+        if style not in GATHERED or later:
+            self._plain(node)
+            return
+        node.output[0] = f"{result}.part"
+        self._plain(node)
+        rank = len(self._shape(node.output[0]))
+        turn = [rank - 1, *range(1, rank - 1), 0] if rank > 1 else [0]
+        self._add(helper.make_node("Transpose", [node.output[0]], [f"{result}.turned"], perm=turn))
+        self._collective("ALL_GATHER", f"{result}.turned", f"{result}.all")
+        self._add(helper.make_node("Transpose", [f"{result}.all"], [result], perm=turn))
+
+    def _plain(self, node: NodeProto) -> None:
+        """A node as it is, but for numbers that are sizes."""
+        if node.op_type in ("Reshape", "Expand", "Split", "Slice") and len(node.input) > 1:
+            self._sizes(node)
+        self._add(node)
+
+    # sizes
+
+    def _sizes(self, node: NodeProto) -> None:
+        x = node.input[0]
+        mine, all_of = self._shape(x), self.whole[x]
+        if mine == all_of:
+            return
+        if node.op_type == "Reshape":
+            self._number(node, 1, _reshaped(mine, all_of, self.whole[node.output[0]]))
+        elif node.op_type == "Expand":
+            out = self.whole[node.output[0]]
+            aligned = [(1, 1)] * (len(out) - len(mine)) + list(zip(mine, all_of, strict=True))
+            self._number(node, 1, [m if m != w else n for n, (m, w) in zip(out, aligned, strict=True)])
+        elif node.op_type == "Split":
+            axis = _attribute(node, "axis", 0) % len(mine)
+            self._scaled(node, 1, [(mine[axis], all_of[axis])] * len(node.output))
+        else:
+            count = len(self._constant(node.input[1]))
+            axes = self._constant(node.input[3]) if len(node.input) > 3 and node.input[3] else list(range(count))
+            for k in (1, 2):
+                self._scaled(node, k, [(mine[a], all_of[a]) for a in axes])
+
+    def _scaled(self, node: NodeProto, at: int, ratios: Sequence[tuple[int, int]]) -> None:
+        """Numbers of places along axes, in a rank's part of them."""
+        numbers: list[int] = []
+        for n, (mine, all_of) in zip(self._constant(node.input[at]), ratios, strict=True):
+            if mine != all_of and abs(n) < END and n * mine % all_of:
+                what = "a piece does not divide among the ranks"
+                raise ModelError(what, where=f"node '{node.name or node.output[0]}'", why=f"{n} of {all_of} cells")
+            numbers.append(n if abs(n) >= END else n * mine // all_of)
+        self._number(node, at, numbers)
+
+    def _constant(self, name: str) -> list[int]:
+        """The numbers of a constant.
+
+        Raises:
+            ModelError: it is computed.
+        """
+        maker = self.makers.get(name)
+        if name in self.weights:
+            return [int(n) for n in numpy_helper.to_array(self.weights[name], str(self.folder)).reshape(-1)]
+        if maker is not None and maker.op_type == "Constant":
+            value: Any = _attribute(maker, "value", None) or _attribute(maker, "value_ints", [])
+            a = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.array(value)
+            return [int(n) for n in a.reshape(-1)]
+        raise ModelError("a size on a part of a tensor is computed", where=f"'{name}'", hint="export with fixed shapes")
+
+    def _number(self, node: NodeProto, at: int, numbers: Sequence[int]) -> None:
+        """Numbers in place of a node's input."""
+        name = f"{node.output[0]}.sizes{at}"
+        self.more.append(numpy_helper.from_array(np.array(numbers, np.int64), name))
+        self.types[name] = helper.make_tensor_type_proto(TensorProto.INT64, [len(numbers)])
+        node.input[at] = name
+
+    def _shape(self, name: str) -> Shape:
+        return tuple(d.dim_value for d in self.types[name].tensor_type.shape.dim)
+
+    # what a rank has, and sends
+
+    def _cut_weight(self, name: str, axis: int) -> None:
+        shape = list(self.whole[name])
+        if shape[axis] % self.ranks:
+            raise ModelError("a weight does not divide among the ranks", where=f"'{name}'", why=f"{shape} in {self.ranks}")
+        shape[axis] //= self.ranks
+        self.parts[name] = axis, shape[axis]
+        self.types[name] = helper.make_tensor_type_proto(self.weights[name].data_type, shape)
+
+    def _cut(self, t: TensorProto) -> TensorProto:
+        """A weight as the rank has it; one whose data is not there stays so."""
+        if t.name not in self.parts:
+            return t
+        axis, size = self.parts[t.name]
+        try:
+            a = numpy_helper.to_array(t, str(self.folder))
+        except (OSError, ValueError, onnx.checker.ValidationError):
+            bare = TensorProto.FromString(t.SerializeToString())
+            bare.dims[axis] = size
+            return bare
+        return numpy_helper.from_array(np.ascontiguousarray(np.take(a, self._places(size), axis)), t.name)
+
+    def _places(self, size: int) -> range:
+        return range(self.rank * size, (self.rank + 1) * size)
+
+    def _piece(self, name: str) -> str:
+        """A rank's part of the last axis of a value that every rank has whole."""
+        shape = self._shape(name)
+        at = f"{name}.piece"
+        numbers = [self.rank * (shape[-1] // self.ranks), (self.rank + 1) * (shape[-1] // self.ranks), len(shape) - 1]
+        for k, n in enumerate(numbers):
+            self.more.append(numpy_helper.from_array(np.array([n], np.int64), f"{at}{k}"))
+            self.types[f"{at}{k}"] = helper.make_tensor_type_proto(TensorProto.INT64, [1])
+        self._add(helper.make_node("Slice", [name, *(f"{at}{k}" for k in range(3))], [at]))
+        return at
+
+    def _collective(self, kind: str, source: str, target: str) -> None:
+        """A collective over all ranks."""
+        t = self.types[source].tensor_type
+        dims = list(self._shape(source))
+        dims[0] *= self.ranks if kind == "ALL_GATHER" else 1
+        self.nodes.append(
+            helper.make_node(
+                "DistCollective", [source], [target], name=target, collective_operation=kind, nb_rank=self.ranks, root=-1,
+                reduce_op="SUM" if kind == "ALL_REDUCE" else "NONE",
+            )
+        )  # fmt: skip
+        self.types[target] = helper.make_tensor_type_proto(t.elem_type, dims)
+
+    def _add(self, node: NodeProto) -> None:
+        self._infer(node)
+        self.nodes.append(node)
+
+    def _infer(self, node: NodeProto) -> None:
+        """Types of a node's results.
+
+        Raises:
+            ModelError: it cannot run on what the rank has.
+        """
+        version = next(o.version for o in self.model.opset_import if o.domain in (node.domain, node.domain or "ai.onnx"))
+        held = {i: self.types[i] for i in node.input if i in self.types}
+        data = {t.name: t for t in (*self.more, *self.model.graph.initializer) if t.name in node.input and prod(t.dims) < 64}
+        data |= {
+            i: _attribute(m, "value", None) for i in node.input
+            if (m := self.makers.get(i)) is not None and m.op_type == "Constant" and _attribute(m, "value", None)
+        }  # fmt: skip
+        try:
+            schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+            found = onnx.shape_inference.infer_node_outputs(
+                schema, node, held, data, opset_imports=list(self.model.opset_import), ir_version=self.model.ir_version
+            )
+        except (onnx.shape_inference.InferenceError, onnx.defs.SchemaError) as e:
+            shapes = ", ".join(str(list(self._shape(i))) for i in held)
+            where = f"node '{node.name or node.output[0]}' ({node.op_type})"
+            raise ModelError("a rank cannot run it on its parts", where=where, why=f"{shapes}: {str(e)[:200]}") from None
+        for name in node.output:
+            if name:
+                self.types[name] = self._checked(name, found.get(name))
+
+    def _checked(self, name: str, found: Any) -> Any:
+        """A type with sizes: those of the whole model where no axis can be another on a rank."""
+        dims = found.tensor_type.shape.dim if found is not None else ()
+        if found is not None and found.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+            return found
+        if name not in self.whole:
+            raise TapestryError("the size of a value is not known", where=f"'{name}'", hint="give --shape")
+        elem = found.tensor_type.elem_type if found is not None else TensorProto.FLOAT
+        return helper.make_tensor_type_proto(elem, list(self.whole[name]))
+
+
+def _attribute(node: NodeProto, name: str, otherwise: Any) -> Any:
+    found = next((a for a in node.attribute if a.name == name), None)
+    if found is None:
+        return otherwise
+    return found.t if found.type == AttributeProto.TENSOR else helper.get_attribute_value(found)
+
+
+def _reshaped(mine: Shape, all_of: Shape, out: Shape) -> list[int]:
+    """The sizes that a Reshape gives of a part of its input, by the groups of axes that it turns into each other.
+
+    >>> _reshaped((1, 6, 16), (1, 6, 32), (1, 6, 4, 8))
+    [1, 6, 2, 8]
+    """
+    found, i = list(out), 0
+    for group in _groups(all_of, out):
+        count = len(group[0])
+        ratio = prod(all_of[i : i + count]) // max(prod(mine[i : i + count]), 1)
+        i += count
+        at = next((a for a in group[1] if out[a] % ratio == 0 and out[a] > 1), None)
+        if ratio > 1 and at is None:
+            raise ModelError(
+                "a Reshape does not divide among the ranks", why=f"{list(all_of)} to {list(out)}, on a rank {list(mine)}"
+            )
+        if ratio > 1 and at is not None:
+            found[at] //= ratio
+    return found
+
+
+def _groups(a: Shape, b: Shape) -> list[tuple[list[int], list[int]]]:
+    """Runs of axes of two shapes that hold as many cells each, as short as they can be."""
+    out: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(a) or j < len(b):
+        left, right, x, y = [i] if i < len(a) else [], [j] if j < len(b) else [], 1, 1
+        x, y = a[i] if left else 1, b[j] if right else 1
+        i, j = i + len(left), j + len(right)
+        while x != y:
+            if (x < y and i < len(a)) or j >= len(b):
+                left.append(i)
+                x, i = x * a[i], i + 1
+            else:
+                right.append(j)
+                y, j = y * b[j], j + 1
+        out.append((left, right))
+    return out
