@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 
-from tapestry import flags, model_evidence, pipeline
+from tapestry import flags, kept_state, model_evidence, pipeline
 from tapestry.build import store
 from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
 from tapestry.errors import BuildError, TapestryError
@@ -85,6 +86,7 @@ def compile(
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
+    state: str | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile an ONNX file into a verified plan for a mesh of devices.
 
@@ -106,6 +108,7 @@ def compile(
             ``"auto"`` takes stages where they are better than none, 1 has none.
         print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
         progress: told the phase and the name of every pass as it begins.
+        state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
 
     Raises:
@@ -121,7 +124,14 @@ def compile(
         micro_batches=str(micro_batches), print_after=print_after, found=found,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
+    done = done if state is None else replace(done, build=_with_state(done.build, state))
     return Compiled(done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
+
+
+def _with_state(build: store.Build, asked: str) -> store.Build:
+    """The build with the caches that its sessions keep, held to the model."""
+    found = kept_state.established(asked, Path(build.model), build.plan.graph)
+    return replace(build, report={**build.report, "state": msgspec.to_builtins(found)})
 
 
 def _several(given: T | Sequence[T]) -> Sequence[T]:
