@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 from tapestry.errors import TapestryError
 
 if TYPE_CHECKING:
-    from tapestry.api import Compiled, compile, load
+    from tapestry.api import Compiled, compile, from_pretrained, load
     from tapestry.serving.local_socket import Connection as connect
     from tapestry.serving.sessions import Session
 
     __version__: str
 
-__all__ = ["Compiled", "Session", "TapestryError", "__version__", "compile", "connect", "load"]
+__all__ = ["Compiled", "Session", "TapestryError", "__version__", "compile", "connect", "from_pretrained", "load"]
 
 
 def __getattr__(name: str) -> Any:
     """Load the interface when it is first used: ``tapestry --help`` must not wait for torch and onnx."""
-    if name in ("Compiled", "compile", "load"):
+    if name in ("Compiled", "compile", "from_pretrained", "load"):
         from tapestry import api
 
         return getattr(api, name)

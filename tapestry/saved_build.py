@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from tapestry import build_report, kept_state, model_evidence
+from tapestry import build_report, model_evidence
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
+from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
 from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay

@@ -53,8 +53,7 @@ class Seeded:
                 x[x < np.partition(x, -self.top_k, axis=1)[:, -self.top_k, None]] = -np.inf
             p = np.exp(x - x.max(axis=1, keepdims=True))
             up = np.cumsum(p, axis=1)
-            drawn: list[int] = [int(np.searchsorted(u, rng.random() * u[-1], side="right")) for u in up]
-            return np.array(drawn)
+            return (up <= rng.random(len(up))[:, None] * up[:, -1:]).sum(axis=1)
 
         return draw
 

@@ -8,13 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tapestry import api, kept_state
+from tapestry import api
 from tapestry.build.cache import Cache
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import Tensor
-from tapestry.kept_state import State
+from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import check_indices, index_bounds
+from tapestry.runtime.kept_state import State
 from tapestry.runtime.session import as_numpy, check_feeds
 
 Given = str | Path | api.Compiled

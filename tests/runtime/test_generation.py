@@ -14,7 +14,7 @@ import tapestry
 from tapestry import saved_build
 from tapestry.errors import RunError, TapestryError
 from tapestry.serving.generation import Seeded, greedy
-from tests.support.cached_decoder import PLACES, VOCABULARY, decoder, sizes
+from tests.support.attention.cached_decoder import PLACES, VOCABULARY, decoder, sizes
 from tests.support.small_models import FOLDER
 
 pytestmark = pytest.mark.usefixtures("one_thread")

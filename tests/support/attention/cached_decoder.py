@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx
 from onnx import TensorProto as T
@@ -18,6 +20,16 @@ def _weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {n: a.astype(np.float32) for n, a in out.items()}
 
 
+def _node(nodes: list[onnx.NodeProto], op: str, *ins: str, out: str, **attributes: object) -> str:
+    nodes.append(helper.make_node(op, list(ins), [out], **attributes))
+    return out
+
+
+def _constant(constants: dict[str, np.ndarray], name: str, value: object, dtype: type = np.int64) -> str:
+    constants[name] = np.array(value, dtype)
+    return name
+
+
 def decoder(*, cached: bool = True, positions: bool = True, masked: bool = True, order: str = "past first") -> onnx.ModelProto:
     """A decoder of two layers.
 
@@ -29,14 +41,7 @@ def decoder(*, cached: bool = True, positions: bool = True, masked: bool = True,
     """
     nodes, constants = list[onnx.NodeProto](), dict[str, np.ndarray]()
 
-    def node(op: str, *ins: str, out: str, **attributes: object) -> str:
-        nodes.append(helper.make_node(op, list(ins), [out], **attributes))
-        return out
-
-    def constant(name: str, value: object, dtype: type = np.int64) -> str:
-        constants[name] = np.array(value, dtype)
-        return name
-
+    node, constant = partial(_node, nodes), partial(_constant, constants)
     zero, one = constant("zero", 0), constant("one", 1)
     new = node("Squeeze", node("Shape", "input_ids", out="new1", start=1, end=2), out="new")
     total = node("Squeeze", node("Shape", "attention_mask", out="total1", start=1, end=2), out="total")
