@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from tapestry import flags, model_evidence, pipeline
@@ -19,6 +20,7 @@ from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.plan.solver.budget import Found, unseen
+from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant
 from tapestry.runtime.target_protocol import Progress, Target
@@ -104,7 +106,7 @@ def compile(
     rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
-    progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
+    progress: pipeline.Report = lambda phase, name: None, found: Found = unseen, state: str | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a model into a verified plan for a mesh of devices.
 
@@ -119,9 +121,8 @@ def compile(
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: files of the user's own rewrite rules.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
-        weights: False plans a model whose external data is absent.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
-        sharding: False plans without the multi-device annotations of the model.
+        weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
@@ -129,6 +130,7 @@ def compile(
             ``"auto"`` takes stages where they are better than none, 1 has none.
         print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
         progress: told the phase and the name of every pass as it begins.
+        state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
 
     Raises:
@@ -139,16 +141,17 @@ def compile(
     options = pipeline.Options(
         model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=topology,
         memory=None if memory is None else str(memory), target=target, pins=_several(pins), precision=precision,
-        layouts=_several(layouts), rules=[Path(r) for r in _several(rules)],
-        weights=weights and source.weights, time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding,
-        resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), stages=str(stages),
-        micro_batches=str(micro_batches), print_after=print_after, found=found,
+        layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
+        time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,
+        resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
+        micro_batches=str(micro_batches),
     )  # fmt: skip
-    return _compiled(pipeline.compile_model(options, progress), source)
+    return _compiled(pipeline.compile_model(options, progress), source, state)
 
 
-def _compiled(done: pipeline.Compiled, source: Opened) -> Compiled:
-    parts = (done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
+def _compiled(done: pipeline.Compiled, source: Opened, state: str | None) -> Compiled:
+    build = done.build if state is None else _with_state(done.build, state)
+    parts = (build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
     return Compiled(*parts, source=source)
 
 
@@ -167,6 +170,12 @@ def from_pretrained(
     from tapestry.doors import checkpoint
 
     return compile(checkpoint.opened(Path(folder), example_inputs, batch, sequence), **options)
+
+
+def _with_state(build: store.Build, asked: str) -> store.Build:
+    """The build with the caches that its sessions keep, held to the model."""
+    found = kept_state.established(asked, Path(build.model), build.plan.graph)
+    return replace(build, report={**build.report, "state": msgspec.to_builtins(found)})
 
 
 def _several(given: T | Sequence[T]) -> Sequence[T]:

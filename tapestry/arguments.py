@@ -116,16 +116,34 @@ def processes(p: argparse.ArgumentParser) -> None:
     p.add_argument("--port", type=whole(0, 65535), default=0, help="of the rendezvous; a free one by default")
 
 
-def serve(p: argparse.ArgumentParser) -> None:
-    """Where a build is served, and by what."""
+def session(p: argparse.ArgumentParser) -> None:
+    """What stays loaded, and where."""
     build(p)
-    p.add_argument("--socket", type=Path, required=True, metavar="PATH", help="a local (unix) socket, for this user alone")
+    p.add_argument("--also", nargs="+", type=Path, default=[], metavar="BUILD", help="builds of the same model at other sizes")
     p.add_argument("--processes", type=whole(1), metavar="N", help="on N ranks, which stay (default: in this process)")
     p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
-    p.add_argument("--queue", type=whole(0), default=64, metavar="Q", help="callers that may wait; more are refused (64)")
     p.add_argument("--restart", action="store_true", help="start ranks that fail again, and repeat the step")
     p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
     p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence of a rank for so long is a failure (30)")
+
+
+def serve(p: argparse.ArgumentParser) -> None:
+    """Where, and for how many."""
+    p.add_argument("--socket", type=Path, required=True, metavar="PATH", help="a local (unix) socket, for this user alone")
+    p.add_argument("--queue", type=whole(0), default=64, metavar="Q", help="callers that may wait; more are refused (64)")
+
+
+def generate(p: argparse.ArgumentParser) -> None:
+    """Prompts, and how tokens are chosen."""
+    p.add_argument("--tokens", type=Path, required=True, metavar="FILE.npy", help="prompts: integers [rows, tokens]")
+    p.add_argument("--mask", type=Path, metavar="FILE.npy", help="which of them count: 0 or 1, of the same shape")
+    p.add_argument("--max-new", type=whole(1), required=True, metavar="N", help="how many tokens to add")
+    p.add_argument("--sampler", choices=("greedy", "seeded"), default="greedy")
+    p.add_argument("--seed", type=whole(0), default=0, help="of the seeded sampler")
+    p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of the seeded sampler")
+    p.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="of the seeded sampler: the likeliest K; 0 is all")
+    p.add_argument("--stop", type=int, metavar="TOKEN", help="ends a row")
+    p.add_argument("--output", type=Path, metavar="FILE.npy", help="write the new tokens [rows, N]")
 
 
 def by_ranks(args: argparse.Namespace) -> bool:
@@ -229,6 +247,10 @@ def compile(p: argparse.ArgumentParser) -> None:
     )
     several(p, "--pin", "OP:dim=parts@axis", "how an operation is cut: conv1:h=8@d0")
     several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")
+    p.add_argument(
+        "--state", nargs="?", const="auto", metavar="PAST=PRESENT,…",
+        help="caches that a session keeps on the devices; without a value, those whose names pair",
+    )  # fmt: skip
     own_rules(p)
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")

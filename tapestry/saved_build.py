@@ -14,6 +14,7 @@ from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
+from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
 from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
@@ -44,8 +45,19 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_
             raise LawError(
                 "kernels", f"'{name}' is not what the plan generates", where=str(folder), why=_differs(written, name, source)
             )
-    laws |= {"kernels": len(emitted), "report": build_report.check(build)}
+    laws |= {"kernels": len(emitted), "report": build_report.check(build), **_state(build)}
     return build, laws, [evidence]
+
+
+def _state(build: store.Build) -> dict[str, int]:
+    """The caches of a build, each shown once more to be its past with new cells behind it."""
+    state = kept_state.read(build.report, build.plan.graph)
+    if state is None:
+        return {}
+    found = kept_state.appended(Path(build.model), build.plan.graph, [(c.past, c.present) for c in state.caches])
+    if tuple(found) != state.caches:
+        raise LawError("state", "the caches are not the model's", where="the report", why=f"{state.caches}, not {tuple(found)}")
+    return {"state": len(found)}
 
 
 def constants_of(folder: Path, build: store.Build) -> dict[str, np.ndarray[Any, Any]]:

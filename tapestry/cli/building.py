@@ -32,7 +32,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit, seed=args.seed, pareto=args.pareto,
             exact=args.exact, sharding=not args.ignore_sharding, resume=args.resume, interrupt=interrupts.asked,
             stages=args.stages, micro_batches=args.micro_batches, print_after=args.print_after, progress=report,
-            found=watch.found,
+            found=watch.found, state=args.state,
         )  # fmt: skip
         report("write", "write")
         build.save(args.output)

@@ -27,7 +27,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
         running.run, [arguments.run, arguments.processes, arguments.checked],
         "run a plan (random inputs when none are given)",
     ),
-    "serve": (serving.serve, [arguments.serve], "load a build once, and answer on a local socket until it is ended"),
+    "serve": (
+        serving.serve, [arguments.session, arguments.serve], "load a build once, and answer on a local socket until ended",
+    ),
+    "generate": (serving.generate, [arguments.session, arguments.generate], "tokens of a causal decoder, one after another"),
     "shard-weights": (
         running.shard_weights, [arguments.build, arguments.output_folder],
         "weights cut as the plan cuts them, a safetensors file per device",

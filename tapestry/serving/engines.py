@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from tapestry import api, flags
 from tapestry.build.store import Build
+from tapestry.errors import TapestryError
 from tapestry.ir.kernel import Box
 from tapestry.runtime.session import MakeExecutor, ModelFiles, Session, Slices
 from tapestry.runtime.target_protocol import Array, Target
+from tapestry.serving.members import Member
+
+if TYPE_CHECKING:
+    from tapestry.runtime.one_process.held_state import HeldState
 
 
 class Engine(Protocol):
     """Runs one member of a session at a time."""
 
-    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
-        """Outputs by name, from inputs that were checked."""
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
+        """Outputs by name, from inputs that were checked.
+
+        Args:
+            at: where caches are appended to.
+            fresh: they are emptied first.
+        """
         ...
 
     def close(self) -> None:
@@ -45,8 +55,8 @@ class OnceRead:
 class Loader:
     """Opens sessions of builds of one model, in this process; a weight that several read in one form is there once."""
 
-    def __init__(self, libraries: bool = False) -> None:
-        self.libraries = libraries
+    def __init__(self, members: Sequence[Member], state: HeldState, libraries: bool = False) -> None:
+        self.members, self.state, self.libraries = members, state, libraries
         self.once: OnceRead | None = None
         self.packed: dict[Hashable, Array] = {}
 
@@ -60,24 +70,45 @@ class Loader:
         session = api.open_session(build, constants, weights=self.once, make=make, libraries=self.libraries)
         if isinstance(session.executor, LocalExecutor):
             session.executor.packed = self.packed
+        keep(next(m for m in self.members if m.compiled.build is build), session, self.state)
         return session
+
+
+def keep(member: Member, session: Session, state: HeldState) -> None:
+    """Let a session keep its caches there, before it is bound.
+
+    Raises:
+        TapestryError: its target has no place for them.
+    """
+    from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+    if not member.caches:
+        return
+    if not isinstance(session.executor, LocalExecutor):
+        raise TapestryError(f"no caches stay on {member.compiled.build.target}", hint="--target torch-cpu, or without --state")
+    state.join(session.executor, member.caches)
 
 
 class InProcess:
     """Everything in this process."""
 
-    def __init__(self, builds: Sequence[tuple[Build, bytes]], libraries: bool = False) -> None:
+    def __init__(self, members: Sequence[Member], libraries: bool = False) -> None:
         flags.before_torch()
+        from tapestry.runtime.one_process.held_state import HeldState
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        loader = Loader(libraries)
-        self.sessions = [loader(build, constants) for build, constants in builds]
+        self.state = HeldState()
+        loader = Loader(members, self.state, libraries)
+        self.sessions = [loader(m.compiled.build, b"".join(m.compiled.constants.values())) for m in members]
         for s in self.sessions:
             if isinstance(s.executor, LocalExecutor):
                 s.executor.bind()
 
-    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
         """Outputs by name."""
+        if fresh:
+            self.state.clear()
+        self.state.at = at
         return self.sessions[member].compute(feeds, wanted=wanted).outputs
 
     def close(self) -> None:

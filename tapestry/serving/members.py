@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tapestry import api
+from tapestry.build.cache import Cache
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import Tensor
+from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import check_indices, index_bounds
+from tapestry.runtime.kept_state import State
 from tapestry.runtime.session import as_numpy, check_feeds
 
 Given = str | Path | api.Compiled
@@ -31,14 +34,26 @@ class Member:
         return self.compiled.build.plan.graph
 
     @cached_property
+    def state(self) -> State | None:
+        """What stays on the devices between steps."""
+        return kept_state.read(self.compiled.build.report, self.graph)
+
+    @cached_property
+    def caches(self) -> Sequence[Cache]:
+        """The same, one by one."""
+        return self.state.caches if self.state else ()
+
+    @cached_property
     def inputs(self) -> dict[str, Tensor]:
         """What a caller gives."""
-        return {t: self.graph.tensors[t] for t in self.graph.inputs}
+        stay = {c.past for c in self.caches}
+        return {t: self.graph.tensors[t] for t in self.graph.inputs if t not in stay}
 
     @cached_property
     def outputs(self) -> dict[str, Tensor]:
         """What a caller may ask for."""
-        return {t: self.graph.tensors[t] for t in self.compiled.build.program.outputs}
+        stay = {c.present for c in self.caches}
+        return {t: self.graph.tensors[t] for t in self.compiled.build.program.outputs if t not in stay}
 
     @cached_property
     def bounds(self) -> Any:
@@ -82,6 +97,9 @@ def members(builds: Sequence[Given]) -> list[Member]:
         if build.model_sha256 != first.model_sha256 or build.program.devices != first.program.devices:
             what = "the builds of a session are of one model, on as many devices"
             raise TapestryError(what, where=build.model, why=f"another one is of {first.model}")
+        if (m.state and m.state.capacity) != (out[0].state and out[0].state.capacity):
+            what = "the builds of a session keep caches of one capacity"
+            raise TapestryError(what, why=f"{m.state and m.state.capacity} and {out[0].state and out[0].state.capacity}")
     return out
 
 

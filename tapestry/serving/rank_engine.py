@@ -44,10 +44,15 @@ class Order(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One step of a member; values of the host are in it, arrays in the shared memory. Without a member: end."""
+    """One step of a member; values of the host are in it, arrays in the shared memory. Without a member: end.
+
+    ``at`` says where caches are appended to, ``fresh`` that they are emptied first.
+    """
 
     member: int | None = None
     wanted: list[str] = []
+    at: int = 0
+    fresh: bool = False
     hosted: dict[str, str] = {}
 
 
@@ -119,7 +124,7 @@ class Ranks:
         with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as f:
             return [int(p) for p in f.read().split()]
 
-    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
         """Outputs by name, copied out of the shared memory.
 
         Raises:
@@ -135,7 +140,7 @@ class Ranks:
                 hosted[name] = host_values.encode(value.value).decode()
             else:
                 np.copyto(self.places.inputs[member][name], value)
-        request = Request(member=member, wanted=list(wanted), hosted=hosted)
+        request = Request(member=member, wanted=list(wanted), at=at, fresh=fresh, hosted=hosted)
         for s in self.sockets:
             with suppress(frames.Closed):  # the report says why
                 frames.send(s, request)

@@ -25,6 +25,7 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.ir.kernel import Box
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.session import Session
+from tapestry.runtime.target_protocol import Array
 from tapestry.serving import frames
 from tapestry.serving.engines import Loader
 from tapestry.serving.members import Member, members
@@ -47,9 +48,10 @@ def main() -> int:
             weights=None if order.weights is None else Path(order.weights),
         )  # fmt: skip
         job = launch.job_of(request, order.processes, (), of[0].compiled)
+        from tapestry.runtime.one_process.held_state import HeldState
         from tapestry.runtime.processes.supervisor import supervise
 
-        loader = Loader()
+        loader = Loader(of, HeldState(carry))
         supervise(replace(job, serve=partial(answer, order, of, loader)), order.processes, loader)
     except TapestryError as e:
         os.write(order.report, msgspec.json.encode(Failure(what=e.what, where=e.where, why=e.why, hint=_hint(e))))
@@ -70,10 +72,14 @@ def answer(order: Order, of: Sequence[Member], loader: Loader, me: Rank, first: 
             os.close(fd)
     os.close(order.report)
     places = SharedPlaces([(m.inputs, m.outputs) for m in of], order.memory)
-    sessions = [first, *_others(of[1:], loader, wire, order.timeout)]
+    sessions, state = [first], loader.state
+    sessions += _others(of[1:], loader, wire, order.timeout)
     with socket.socket(fileno=mine) as s:
         frames.send(s, Answer())
         while (request := _next(s, wire)) is not None and request.member is not None:
+            if request.fresh:
+                state.clear()
+            state.at = request.at
             wire.batch += 1
             wire.heartbeat.batch(wire.batch)
             frames.send(s, _step(sessions[request.member], request, places, request.member))
@@ -89,6 +95,19 @@ def _others(of: Sequence[Member], loader: Loader, wire: Any, timeout: float) -> 
         assert isinstance(session.executor, RankExecutor)
         session.executor.connect([a.size for a in build.plan.mesh], timedelta(seconds=timeout + 2))
         yield session
+
+
+def carry(values: Array | None, there: Array | None, sender: int, receiver: int) -> None:
+    """Move what is appended to a cache between ranks, all of which come here in one order."""
+    import torch
+    import torch.distributed as dist
+
+    if values is not None:
+        dist.send(values.contiguous(), receiver)
+    if there is not None:
+        came = torch.empty_like(there, memory_format=torch.contiguous_format)
+        dist.recv(came, sender)
+        there.copy_(came)
 
 
 def _next(s: socket.socket, wire: Any) -> Request | None:

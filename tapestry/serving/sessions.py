@@ -12,6 +12,7 @@ from tapestry.api import Compiled
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import DTYPES, Tensor
 from tapestry.serving.engines import Engine, InProcess
+from tapestry.serving.generation import Array, CachesLost, Seeded, generate, sampler_of
 from tapestry.serving.members import Given, Member, chosen, members
 from tapestry.serving.turns import Turns
 
@@ -46,6 +47,7 @@ class Session:
         self._processes, self._threads, self._timeout = processes, threads, timeout
         self._weights = None if weights is None else Path(weights)
         self._turns, self._restart, self.restarts = Turns(queue), restart, 0
+        self.fill, self._fresh = 0, False
         self._engine: Engine | None = self._start()
 
     @property
@@ -63,15 +65,28 @@ class Session:
         """What the first build gives."""
         return self.sizes[0][1]
 
+    @property
+    def capacity(self) -> int | None:
+        """Cells of the caches along the axis that grows; ``None`` where nothing is kept."""
+        state = self._members[0].state
+        return None if state is None else state.capacity
+
+    def reset(self) -> None:
+        """Begin again with empty caches."""
+        with self._turns.turn():
+            self.fill, self._fresh = 0, True
+
     def run(
-        self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None, *, timeout: float | None = None
-    ) -> dict[str, Any]:
+        self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None, *, at: int | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """One step. Any number of threads may call it; they take turns in the order in which they came.
 
         Args:
             feeds: by name, arrays of numpy or torch, or whatever speaks DLPack. In this process they are read where they lie,
                 so nobody may write them before this returns; ranks get one copy, in memory that they share.
             outputs: the names of those that are wanted; the others stay where they are.
+            at: where a build that keeps caches appends to them; by default behind what is there (``fill``).
             timeout: seconds that the caller waits for its turn at most.
 
         Returns:
@@ -85,7 +100,29 @@ class Session:
         member = self._members[k]
         checked, wanted = member.checked(feeds), member.wanted(outputs)
         with self._turns.turn(timeout):
-            return self._step(k, checked, wanted)
+            return self._step(k, checked, wanted, at)
+
+    def generate(
+        self, ids: Array | Sequence[Sequence[int]], max_new_tokens: int, *, sampler: str | Seeded = "greedy",
+        mask: Array | None = None, stop: int | None = None, timeout: float | None = None,
+    ) -> Array:  # fmt: skip
+        """New tokens of a causal decoder [rows, max_new_tokens], as int64. It is one turn, whatever it takes.
+
+        Args:
+            ids: prompts [rows, tokens], or a row each of any length.
+            sampler: ``greedy``, ``seeded`` or `Seeded`.
+            mask: [rows, tokens], which of ``ids`` count (padding may be on either side); by default all.
+            stop: a token after which a row has ended; it stands behind the end as well.
+
+        Raises:
+            TapestryError: the builds are no causal decoder of tokens, or the tokens do not fit; and as `run`.
+        """
+        marks = [None] * len(ids) if mask is None else list(mask)
+        prompts = [[int(t) for t, m in zip(row, [1] * len(row) if k is None else k, strict=True) if m]
+                   for row, k in zip(ids, marks, strict=True)]  # fmt: skip
+        with self._turns.turn(timeout):
+            self.fill, self._fresh = 0, bool(self._members[0].caches)
+            return generate(self._members, self._step, prompts, max_new_tokens, sampler_of(sampler), stop)
 
     def close(self) -> None:
         """Give everything back: no process, no descriptor and no weight is left. Called again it does nothing."""
@@ -102,21 +139,32 @@ class Session:
         """Close it."""
         self.close()
 
-    def _step(self, k: int, checked: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    def _step(self, k: int, checked: Mapping[str, Any], wanted: Sequence[str], at: int | None) -> dict[str, Any]:
         if self._engine is None:
             raise TapestryError("the session is closed")
+        state, at = self._members[k].state, self.fill if at is None else at
+        if state is not None and not 0 <= at <= state.capacity - state.new:
+            why = f"{state.new} cells at {at} of {state.capacity}"
+            raise TapestryError(
+                "the caches have no place for this step", why=why, hint="reset(), or a build of a larger capacity"
+            )
         try:
-            return self._engine.step(k, checked, wanted)
-        except RunError:
+            out = self._engine.step(k, checked, wanted, at, self._fresh)
+        except RunError as e:
             if not self._restart:
                 raise
             self._engine = self._start()
             self.restarts += 1
-            return self._engine.step(k, checked, wanted)
+            if state is not None and not self._fresh and self.fill:
+                self.fill, self._fresh = 0, True
+                raise CachesLost("the ranks were started again, and their caches are empty", why=str(e)) from None
+            out = self._engine.step(k, checked, wanted, at, self._fresh)
+        self._fresh, self.fill = False, at + (state.new if state else 0)
+        return out
 
     def _start(self) -> Engine:
         if self._processes is None:
-            return InProcess([(m.compiled.build, b"".join(m.compiled.constants.values())) for m in self._members])
+            return InProcess(self._members)
         from tapestry.runtime.step_messages import owners
         from tapestry.serving.rank_engine import Ranks
 

@@ -35,6 +35,8 @@ class LocalExecutor(Executor):
         launches: by step and device, the kernel and the buffers that it reads (packed weights in place of some).
         weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
         packed: packed weights of the model by tensor, box and key; several executors may share it.
+        stays: inputs that are not given but there, by device and buffer; to be set before the first run.
+        after: what is done at the end of a run, while its buffers are still there.
         kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
     """
 
@@ -46,6 +48,8 @@ class LocalExecutor(Executor):
         self.launches: dict[tuple[int, int], tuple[Run, tuple[str, ...]]] = {}
         self.packing: list[Packing] = []
         self.packed: dict[Hashable, Array] = {}
+        self.stays: dict[tuple[int, str], Array] = {}
+        self.after: Callable[[], None] | None = None
         self.kept: list[dict[str, tuple[Array, int]]] = []
         self.schedule: Schedule | None = None
         self.feeds: Source = weights
@@ -66,7 +70,10 @@ class LocalExecutor(Executor):
             self.begin(feeds)
             try:
                 self._steps(feeds, progress)
-                return self.outputs(wanted), self.measured
+                outputs = self.outputs(wanted)
+                if self.after is not None:
+                    self.after()
+                return outputs, self.measured
             finally:  # nothing of a run stays beyond it
                 self.held, self.feeds = Held.nothing(self.program.devices), self.weights
 
@@ -112,7 +119,8 @@ class LocalExecutor(Executor):
         for d, p in enumerate(self.packing):  # of a packed weight count the plan's bytes: the rest is in `Measured.packed`
             sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
             plain = {b: (a, arrays.nbytes(a)) for b, a in self.weights_held[d].items()}
-            self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
+            stays = {b: (a, self.program.buffers[b].nbytes(d)) for (e, b), a in self.stays.items() if e == d}
+            self.kept.append(plain | stays | {b: (p.arrays[b], size) for b, size in sizes.items()})
         self.schedule = self.scheduled()
 
     def _packed(self, device: int, buffer: str, key: Hashable, make: Callable[[], Array]) -> Array:
@@ -132,7 +140,8 @@ class LocalExecutor(Executor):
         launches = {at: bound for (at, _), bound in self.launches.items()}
         room = self.room[0] - self.packing[0].extra
         kept = {n: (a, 0) for n, a in self.packing[0].arrays.items()} | self.kept[0]
-        return schedule(BoundProgram(self.graph, self.program, self.target, launches, self.resident, kept, room))
+        lasting = self.resident | {self.program.buffers[b].tensor for _, b in self.stays}
+        return schedule(BoundProgram(self.graph, self.program, self.target, launches, lasting, kept, room))
 
     def weigh(self, array: Array) -> int:
         """Bytes of a weight that is being packed."""

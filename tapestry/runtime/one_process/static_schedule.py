@@ -33,7 +33,7 @@ class BoundProgram:
 
     Attributes:
         launches: by step, the kernel and the buffers that it reads.
-        resident: weights that stay loaded.
+        resident: weights that stay loaded, and inputs that are there.
         kept: their arrays by buffer, with what they count as.
         room: bytes that may be taken beyond the plan.
     """
@@ -170,7 +170,8 @@ def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str,
             continue
         buffer = program.buffers[step.buffer]
         box = buffer.boxes[0]
-        if box is not None and buffer.tensor in bound.graph.inputs and buffer.dtype == "f32":
+        given = buffer.tensor in bound.graph.inputs and buffer.tensor not in bound.resident
+        if box is not None and given and buffer.dtype == "f32":
             out[step.buffer] = partial(_viewed, extents=shape(box))
     return out
 
@@ -201,7 +202,7 @@ class _Steps:
         """All of them."""
         fixed = {**self.bound.kept, **self.arrays}
         for at, step in enumerate(self.bound.program.steps):
-            quiet = isinstance(step, Free) and all(b in self.arrays for b in step.buffers)
+            quiet = isinstance(step, Free) and all(b in fixed for b in step.buffers)
             if quiet or (isinstance(step, Load) and step.buffer in self.bound.kept):
                 self.now.append((at, None))
             elif at in self.recorders:
@@ -247,19 +248,19 @@ class _Steps:
 
     def _segment(self) -> Segment:
         """Steps as one; sizes change as they would one by one."""
-        alive = high = 0
+        alive, high, fixed = 0, 0, {**self.bound.kept, **self.arrays}
         born: dict[str, tuple[Array, int]] = {}
         gone: list[str] = []
         for at, _ in self.now:
             step = self.bound.program.steps[at]
             if isinstance(step, Free):
                 for name in step.buffers:
-                    alive -= self.arrays[name][1]
+                    alive -= fixed[name][1]
                     if born.pop(name, None) is None:
                         gone.append(name)
                 continue
             for name in allocated(step):
-                born[name] = self.arrays[name] if name in self.arrays else self.bound.kept[name]
+                born[name] = fixed[name]
                 alive += born[name][1]
             high = max(high, alive)
         calls = self._calls()

@@ -1,0 +1,111 @@
+"""Caches on the devices of one process, updated in place: a step appends its own cells to what is there, and copies no other.
+
+Programs of several sizes share them. Where two programs have a cache in different parts, it is there in both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tapestry.build.cache import Cache
+from tapestry.ir.kernel import Box, intersect, shape
+from tapestry.ir.program import Load
+from tapestry.runtime import arrays
+from tapestry.runtime.target_protocol import Array
+
+if TYPE_CHECKING:
+    from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+Place = tuple[str, int, Box]
+"""A part of a cache: its input, the device, and which cells."""
+Carry = Callable[[Array | None, Array | None, int, int], None]
+"""Moves a piece between processes: (what is sent, if that is here; where it goes, if that is here; sender; receiver)."""
+
+
+class HeldState:
+    """The caches of this process.
+
+    Attributes:
+        places: parts of caches on all devices, of which this process has the arrays of its own.
+        at: where the next step appends.
+        written: bytes that steps have appended.
+    """
+
+    def __init__(self, carry: Carry | None = None) -> None:
+        self.places: dict[Place, Cache] = {}
+        self.arrays: dict[Place, Array] = {}
+        self.carry, self.at, self.written = carry, 0, 0
+
+    def join(self, executor: LocalExecutor, caches: Sequence[Cache]) -> None:
+        """Let an executor read its caches here, and append to them after every run; before it is bound."""
+        program, by_input = executor.program, {c.past: c for c in caches}
+        for step in program.steps:
+            if not isinstance(step, Load) or (cache := by_input.get(program.buffers[step.buffer].tensor)) is None:
+                continue
+            buffer = program.buffers[step.buffer]
+            for d, box in enumerate(buffer.boxes):
+                if box is None:
+                    continue
+                place = (cache.past, d, box)
+                self.places[place] = cache
+                if d in executor.devices:
+                    if place not in self.arrays:
+                        self.arrays[place] = torch.zeros(shape(box), dtype=arrays.torch_dtype(buffer.dtype))
+                    executor.stays[d, step.buffer] = self.arrays[place]
+        executor.after = lambda: self._append(executor, by_input)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches of this process."""
+        return sum(a.nbytes for a in self.arrays.values())
+
+    def clear(self) -> None:
+        """Forget what is there; zeros, so that nothing that is no number stays behind a mask."""
+        for a in self.arrays.values():
+            a.zero_()
+
+    def _append(self, executor: LocalExecutor, caches: dict[str, Cache]) -> None:
+        owner, me = executor.route.owner, executor.route.rank
+        for place, known in self.places.items():
+            cache = caches[known.past]
+            for device, piece, at in self._pieces(executor, place, cache):
+                sender, receiver = owner[device], owner[place[1]]
+                if me not in (sender, receiver):
+                    continue
+                there = arrays.part(self.arrays[place], at, place[2]) if me == receiver else None
+                values = executor.part(device, executor.program.outputs[cache.present], piece) if me == sender else None
+                if there is not None:
+                    self.written += there.nbytes
+                if there is not None and values is not None:
+                    there.copy_(values)
+                else:
+                    assert self.carry is not None
+                    self.carry(values, there, sender, receiver)
+
+    def _pieces(self, executor: LocalExecutor, place: Place, cache: Cache) -> Iterator[tuple[int, Box, Box]]:
+        """What a part of a cache gets of a step: (the device that has it, its cells of the present, cells of the cache)."""
+        lo, hi = place[2][cache.axis]
+        lo, hi = max(lo, self.at), min(hi, self.at + cache.new)
+        if lo >= hi:
+            return
+        shift = cache.capacity - self.at
+        wanted = _along(place[2], cache.axis, lo + shift, hi + shift)
+        boxes, owner = executor.program.buffers[executor.program.outputs[cache.present]].boxes, executor.route.owner
+        whole = [d for d, b in enumerate(boxes) if b is not None and intersect(b, wanted) == wanted]
+        if whole:
+            near = place[1] if place[1] in whole else next((d for d in whole if owner[d] == owner[place[1]]), whole[0])
+            yield near, wanted, _along(place[2], cache.axis, lo, hi)
+            return
+        for box, d in executor.blocks[cache.present].items():
+            piece = intersect(box, wanted)
+            if piece is not None:
+                first, last = piece[cache.axis]
+                yield d, piece, _along(piece, cache.axis, first - shift, last - shift)
+
+
+def _along(box: Box, axis: int, lo: int, hi: int) -> Box:
+    """A box with another interval on one axis."""
+    return (*box[:axis], (lo, hi), *box[axis + 1 :])
