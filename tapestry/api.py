@@ -57,9 +57,9 @@ class Compiled:
         """The document that ``tapestry compile --json`` prints."""
         return self.build.report
 
-    def explain(self) -> str:
-        """The plan as a person reads it."""
-        return explain(self.build)
+    def explain(self, *, why: bool = False, critical: bool = False, every: bool = False) -> str:
+        """The plan as a person reads it; the arguments are those of `viz.explain.explain`."""
+        return explain(self.build, why=why, critical=critical, every=every)
 
     def save(self, folder: str | Path, *, bundle: bool | None = None) -> None:
         """Write a build directory, in one step.
