@@ -62,9 +62,9 @@ class Compiled:
         """The document that ``tapestry compile --json`` prints."""
         return self.build.report
 
-    def explain(self) -> str:
-        """The plan as a person reads it."""
-        return explain(self.build)
+    def explain(self, *, why: bool = False, critical: bool = False, every: bool = False) -> str:
+        """The plan as a person reads it; the arguments are those of `viz.explain.explain`."""
+        return explain(self.build, why=why, critical=critical, every=every)
 
     def view(self, other: Compiled | None = None) -> Page:
         """The plan as a page: shown in a notebook, or ``.save("plan.html")``, ``.open()``; with another plan beside it."""

@@ -66,7 +66,7 @@ def explain(args: argparse.Namespace) -> Outcome:
     other = store.read(args.diff)[0] if args.diff else None
     timed = explain.schedule(build)
     document = explain.document(build, why=args.why, timed=timed)
-    text = explain.text(build, document, critical=args.critical_path)
+    text = explain.text(build, document, critical=args.critical_path, every=args.verbose or args.why)
     if other is not None:
         document["diff"] = build_diff.compare(build, other, document)
         text = build_diff.text(document["diff"])

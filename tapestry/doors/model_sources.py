@@ -62,7 +62,7 @@ def opened(model: Any, example_inputs: Any = None, dynamic_shapes: Any = None) -
 
         program = torch_export.exported(model, example_inputs, dynamic_shapes) if is_module else model
         folder = Path(tempfile.mkdtemp(prefix="tapestry-model-"))
-        there = torch_export.write(program, folder / NAME)
+        there = torch_export.write(program, folder / NAME, dynamic_shapes=dynamic_shapes)
         return Opened(folder / NAME, owned=True, weights=there)
     return _written(model)
 

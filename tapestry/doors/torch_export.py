@@ -77,7 +77,8 @@ def _explained(what: object) -> Generator[None]:
 
 
 def write(
-    program: ExportedProgram, path: Path, stored: Stored = lambda name, tensor: None, inline: int = INLINE
+    program: ExportedProgram, path: Path, stored: Stored = lambda name, tensor: None, *, inline: int = INLINE,
+    dynamic_shapes: Any = None,
 ) -> bool:  # fmt: skip
     """Write an exported program as ONNX; weights of more than ``inline`` bytes go to one file beside it, each once.
 
@@ -89,6 +90,7 @@ def write(
     """
     with _explained(program):
         model: ir.Model = cast(Any, torch.onnx).export(program, dynamo=True, optimize=False, verbose=False).model
+    _name_symbols(model, dynamic_shapes)
     _tie(model)
     own: list[ir.Value] = []
     absent = 0
@@ -121,6 +123,24 @@ def placed(tensor: ir.TensorProtocol, name: str, file: str, offset: int) -> ir.E
     """A weight's place in a file beside the model."""
     shape = ir.Shape(tensor.shape.numpy())
     return ir.ExternalTensor(file, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=".")
+
+
+def _name_symbols(model: ir.Model, dynamic_shapes: Any) -> None:
+    """Sizes get the names that the user gave them (`torch.export.Dim`), which an exported program does not keep."""
+    named = {v.name: v for v in model.graph.inputs}
+    by_name = isinstance(dynamic_shapes, Mapping)
+    given = cast("Mapping[Any, Any]", dynamic_shapes) if by_name else dict(zip(named, dynamic_shapes or (), strict=False))
+    names: dict[str | None, str] = {}
+    for name, axes in given.items():
+        shape = named[name].shape if name in named else None
+        for axis, size in cast("Mapping[int, Any]", axes).items() if shape is not None and isinstance(axes, Mapping) else ():
+            symbol: Any = shape[axis] if shape is not None else None
+            if isinstance(symbol, ir.SymbolicDim) and hasattr(size, "__name__"):
+                names[symbol.value] = size.__name__
+    for value in (*model.graph.inputs, *(v for node in model.graph for v in node.outputs)):
+        for k, d in enumerate(value.shape or ()):
+            if value.shape is not None and isinstance(d, ir.SymbolicDim) and d.value in names:
+                value.shape[k] = ir.SymbolicDim(names[d.value])
 
 
 def _tie(model: ir.Model) -> None:

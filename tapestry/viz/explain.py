@@ -12,6 +12,7 @@ from typing import Any
 from tapestry.build.store import Build
 from tapestry.ir.graph import Opaque
 from tapestry.ir.kernel import shape, size
+from tapestry.ir.naming.author_names import dim_names, operation_names, parts, tensor_names
 from tapestry.ir.plan import MeshAxis
 from tapestry.ir.program import (
     Free,
@@ -30,21 +31,24 @@ from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
+from tapestry.viz.folded import folded
 from tapestry.viz.format import area, duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
+from tapestry.viz.summary import plan_lines, speed, wrapped
 from tapestry.viz.tables import proof
 
 Document = dict[str, Any]
 
 
-def explain(build: Build, *, why: bool = False, critical: bool = False) -> str:
-    """Every step that computes or communicates, in order, with splits, blocks, bytes and seconds.
+def explain(build: Build, *, why: bool = False, critical: bool = False, every: bool = False) -> str:
+    """What the plan is like, and every step that computes or communicates, with splits, bytes and seconds.
 
     Args:
+        every: each step on its own, in order; else alike ones of different layers on one line.
         why: for every operation its best alternative, and what that would cost; solves nothing, but builds the search's
             tables again.
         critical: the steps that the total time hangs on.
     """
-    return text(build, document(build, why=why), critical=critical)
+    return text(build, document(build, why=why), critical=critical, every=every or why)
 
 
 def schedule(build: Build) -> Schedule:
@@ -91,9 +95,11 @@ def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
     if why:
         others = best_alternatives(plan, from_data(build.topology), parse_pins(requests, plan.graph, plan.mesh))
     out: list[Document] = []
+    names, of_model = operation_names(plan.graph), parts(plan.graph)
     for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
         block = max((b for b in blocks[i] if b is not None), key=size)
         row: Document = {
+            "name": names[i], "part": of_model[i], "dim_names": dim_names(op, plan.graph),
             "outs": list(op.outs), "nodes": list(op.source), "kind": kind_text(op), "dims": {d.name: d.size for d in op.space},
             "split": split_text(op, s, plan.stage(i).mesh), "block": list(shape(block)), "seconds": own[i],
             "transfer_seconds": fetched[i], "pins": [t for t, ops in pinned.items() if i in ops],
@@ -120,7 +126,7 @@ def _next_best(build: Build, i: int, other: Alternative | None) -> Document | No
 
 
 def _transfers(build: Build, timed: Schedule) -> list[Document]:
-    program = build.program
+    program, named = build.program, tensor_names(build.plan.graph)
     out: list[Document] = []
     for t in timed.timed:
         step = program.steps[t.step]
@@ -130,7 +136,8 @@ def _transfers(build: Build, timed: Schedule) -> list[Document]:
         name = program.buffers[step.srcs[0] if isinstance(step, Reduce) else step.src].tensor
         start = float(min(x for x in t.start.tolist() if x == x))
         out.append({
-            "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "bytes": transfer_bytes(step, program),
+            "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "name": named[name],
+            "bytes": transfer_bytes(step, program),
             "payload_bytes": payload_bytes(step, program), "group": groups, "start_s": start, "seconds": t.seconds,
             "algorithm": t.by or None,
         })  # fmt: skip
@@ -188,13 +195,13 @@ def _critical(build: Build, timed: Schedule) -> list[Document]:
 # text
 
 
-def text(build: Build, facts: Document, *, critical: bool = False) -> str:
-    """A `document` as a person reads it."""
+def text(build: Build, facts: Document, *, critical: bool = False, every: bool = False) -> str:
+    """A `document` as a person reads it; ``every`` step on its own, or alike ones once."""
+    head = [*_head(build, facts["simulated"]), *_whole_text(facts["nodes_run_whole"])]
     lines = [
-        *_head(build, facts["simulated"]),
-        *_whole_text(facts["nodes_run_whole"]),
+        *(row for line in head for row in wrapped(line)),
         "",
-        *_steps(build, facts),
+        *(_steps(build, facts) if every else folded(build, facts)),
         "",
         *_memory_text(facts["memory"]),
     ]
@@ -226,6 +233,8 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
         f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device, "
         f"{busy[2]} without a kernel"
     )
+    yield from speed(build, simulated)
+    yield from plan_lines(plan)
     yield f"  assumed: {simulated['assumption']}"
     for other in r.get("alternatives", ()):
         unfit = {False: "; does not fit", None: "; whether it fits was not worked out"}.get(other["fits"], "")
@@ -306,7 +315,8 @@ def _operation_text(row: Mapping[str, Any]) -> Iterator[str]:
     at = f" in stage {row['stage']}" if "stage" in row else ""
     yield f"{', '.join(row['outs'])} = [{dims}] {row['kind']}  split {row['split']}{at}  {block}  {duration(row['seconds'])}"
     if row["nodes"]:
-        yield f"    from {', '.join(row['nodes'])}"
+        of = f"{row['name']}, " if row["part"] else ""
+        yield f"    {of}from {', '.join(row['nodes'])}"
     if "opaque_because" in row:
         yield f"    opaque: {row['opaque_because']}"
     if row["pins"]:
@@ -370,7 +380,7 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
     weights, first = memory["weight_bytes"], memory["first_step"]
     above = [max(0, b - weights) for b in memory["alive_bytes"][first:]]
     yield f"memory on device {worst} over steps {first} to {memory['steps'] - 1}, above {human(weights)} of weights:"
-    lines = area(above)
+    lines = area(above, 64)
     labels = [human(max(above, default=0)), *[""] * (len(lines) - 2), "0 B"]
     for label, line in zip(labels, lines, strict=True):
         yield f"  {label:>11} │{line}".rstrip()

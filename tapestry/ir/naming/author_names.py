@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.recognise.attention_roles import attention
+from tapestry.ir.recognise.contraction import only_sums
 
 PARAMETER = re.compile(r"(.+)\.[A-Za-z_]\w*")
+PRODUCTS = frozenset({"matmul", "gemm", "linear", "addmm", "conv", "conv1d", "conv2d", "conv3d", "convolution"})
 COUNT = re.compile(r"_\d+$")
 
 
@@ -71,6 +73,9 @@ def _part(op: Op, graph: Graph, readers: Mapping[str, int]) -> tuple[str, str]:
     what = known[-1][1] if known else ""
     if owners:
         return owners[0], what or _plain(op)
+    products = [(p, w) for p, w in known if p and w in PRODUCTS]
+    if products and any(len(graph.tensors[t].shape) > 1 for t in weights):
+        return products[0]
     if named:
         most = Counter(named).most_common(1)[0][1]
         part = next(p for p in reversed(named) if named.count(p) == most)
@@ -119,6 +124,14 @@ def weight_names(graph: Graph) -> dict[str, str]:
     return {t: n for t, n in out.items() if seen[n] == 1}
 
 
+def tensor_names(graph: Graph) -> dict[str, str]:
+    """A name for each tensor: that of the operation that writes it, the parameter's, or its own."""
+    out = {t: t for t in graph.tensors} | weight_names(graph)
+    for op, name in zip(graph.ops, operation_names(graph), strict=True):
+        out |= {t: name if k == 0 else f"{name}.{k}" for k, t in enumerate(op.outs)}
+    return out
+
+
 def dim_names(op: Op, graph: Graph) -> dict[str, str]:
     """Dimensions of an operation that have a better name than their own: the file's for the axis, or the field's.
 
@@ -159,16 +172,16 @@ def _conventional(op: Op, graph: Graph) -> Iterator[tuple[str, str]]:
             yield roles.columns[0].name, "head_dim"
         return
     weights = [r for r in op.reads if r.tensor in graph.weights and len(r.index) == 2]
-    if op.monoid != "sum" or len(op.reduce) != 1 or not weights:
+    if not only_sums(op.monoid) or len(op.reduce) != 1 or not weights:
         return
     own = {d.name for d in op.dims}
     for read in weights:
-        names = [_alone(i) for i in read.index]
+        names = [_outermost(i) for i in read.index]
         if all(names) and op.reduce[0].name in names:
             other = next(n for n in names if n != op.reduce[0].name)
             if other in own:
                 yield other, "out"
-                yield op.reduce[0].name, "in"
+                yield op.reduce[0].name, "vocab" if op.reduce[0].name == "v" else "in"
 
 
 def _alone(index: Aff) -> str:
@@ -176,6 +189,11 @@ def _alone(index: Aff) -> str:
     names = dims_of(index)
     name = next(iter(names), "")
     return name if len(names) == 1 and index == dim(name) else ""
+
+
+def _outermost(index: Aff) -> str:
+    """The dimension that an index goes along, or the outermost of several (of heads and head_dim the heads); "" if none."""
+    return max(((n, a) for a, n in index.terms if isinstance(a, str)), default=(0, ""))[1]
 
 
 def matches(pattern: str, name: str) -> bool:
