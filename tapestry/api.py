@@ -84,7 +84,7 @@ def compile(
     rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
-    progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
+    without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
 ) -> Compiled:  # fmt: skip
     """Compile an ONNX file into a verified plan for a mesh of devices.
 
@@ -104,6 +104,7 @@ def compile(
         interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
         stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;
             ``"auto"`` takes stages where they are better than none, 1 has none.
+        without: rules that are not used, or a phase of them (``"algebra"``).
         print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
         progress: told the phase and the name of every pass as it begins.
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
@@ -118,7 +119,7 @@ def compile(
         precision=precision, layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights,
         time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), stages=str(stages),
-        micro_batches=str(micro_batches), print_after=print_after, found=found,
+        micro_batches=str(micro_batches), without=_several(without), print_after=print_after, found=found,
     )  # fmt: skip
     done = pipeline.compile_model(options, progress)
     return Compiled(done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
