@@ -106,7 +106,8 @@ def compile(
     rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
-    progress: pipeline.Report = lambda phase, name: None, found: Found = unseen, state: str | None = None,
+    without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
+    state: str | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a model into a verified plan for a mesh of devices.
 
@@ -128,6 +129,7 @@ def compile(
         interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
         stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;
             ``"auto"`` takes stages where they are better than none, 1 has none.
+        without: rules that are not used, or a phase of them (``"algebra"``).
         print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
         progress: told the phase and the name of every pass as it begins.
         state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
@@ -144,7 +146,7 @@ def compile(
         layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
         time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
-        micro_batches=str(micro_batches),
+        micro_batches=str(micro_batches), without=_several(without),
     )  # fmt: skip
     return _compiled(pipeline.compile_model(options, progress), source, state)
 

@@ -255,6 +255,8 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
     p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
+    text = "leave a rewrite rule out, or a phase of them (algebra: the book of equations)"
+    p.add_argument("--without-rule", action="append", default=[], metavar="RULE", help=text)
     p.add_argument("--exact", action="store_true", help="the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices")
     p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
     p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")

@@ -110,13 +110,13 @@ def lift_whole(source: ModelSource, symbols: Symbols, also_whole: bool, seed: in
     return onnx_to_graph.lift_nodes(copy, symbols, onnx_to_graph.normalize(copy, symbols, False), False, seed)
 
 
-def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool) -> Graph:
+def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool, without: frozenset[str]) -> Graph:
     """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart. An exact
     plan leaves out users' rules that may change rounding."""
     if annotations and not staged(annotations):
         return lifted.graph
     loose = frozenset(r.name for r in RULES.values() if not r.built_in and not r.exact)
-    return driver.simplify(lifted.graph, disabled=loose if exact else frozenset())
+    return driver.simplify(lifted.graph, disabled=without | loose if exact else without)
 
 
 def constrain(
@@ -185,7 +185,7 @@ def cut_pinned_scans(
 def state_task(
     lifted: Lifted, whole: Lifted | None, constraints: Constraints, start: Start, earlier: store.Build | None,
     topology: Topology, request: Request, target: str, precision: str, exact: bool, time_limit: float | None,
-    interrupt: threading.Event, found: Found,
+    interrupt: threading.Event, found: Found, without: frozenset[str],
 ) -> tuple[Task, Budget]:  # fmt: skip
     """Everything that the search is asked for but the graph, and how long it may take."""
     given, free = constraints.given, constraints.rewritable
@@ -198,7 +198,7 @@ def state_task(
         folded=_folded(lifted), inputs=constraints.inputs, outputs=constraints.outputs,
         fixed=replace(given.fixed if given else LayoutConstraints(), exact=exact), start=start, rewritable=free,
         request=staging(request, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
-        machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves),
+        machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves) | without,
         lifted=lifted.graph if free and not earlier else None,
         whole=whole.graph if whole and free and STEPS not in driver.disabled_by(constraints.moves) else None,
         meter=budget.meter,

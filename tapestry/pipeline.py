@@ -27,6 +27,7 @@ from tapestry.plan.search.priced_plan import TooBig
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, topology
 from tapestry.rewrites import load_rules
+from tapestry.rewrites.core.driver import rule_names
 from tapestry.runtime.calibration.automatic import AUTO, automatic
 from tapestry.sharding import annotations
 from tapestry.sharding.annotations import Annotations
@@ -41,7 +42,7 @@ PASSES = (
     Pass("lift",     lift.normalize,                      "source symbols unroll_steps",            "prepared"),
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
-    Pass("simplify", passes.simplify,                     "lifted annotations exact",               "graph"),
+    Pass("simplify", passes.simplify,                     "lifted annotations exact without",       "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
                                                           "layouts pins exact",                     "graph constraints"),
     Pass("search",   passes.resume,                       "lifted whole graph constraints earlier", "graph constraints start"),
@@ -49,13 +50,14 @@ PASSES = (
                                                           "exact",                                  "graph constraints"),
     Pass("search",   passes.state_task,                   "lifted whole constraints start earlier "
                                                           "topology request target precision "
-                                                          "exact time_limit interrupt found",       "task budget"),
+                                                          "exact time_limit interrupt found "
+                                                          "without",                                "task budget"),
     Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
     Pass("search",   search.enumerate_strategies,         "form task",                              "problems"),
     Pass("search",   search.solve,                        "form problems task budget",              "candidate"),
     Pass("search",   search.try_other_forms,              "candidate graph task budget",            "candidate"),
     Pass("search",   search.fit_in_time,                  "candidate task budget",                  "candidate"),
-    Pass("search",   search.restructure,                  "candidate task budget",                  "candidate"),
+    Pass("search",   search.restructure,                  "candidate graph task budget",            "candidate"),
     Pass("search",   search.choose_stages,                "candidate task budget",                  "planned plan"),
     Pass("search",   search.compare_whole_graph,          "planned plan form task budget",          "planned plan peak_alone"),
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
@@ -75,7 +77,8 @@ MeshLike = str | Mesh | Sequence[int] | Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What ``tapestry compile`` takes; see README. ``print_after`` names passes after which the IR is printed."""
+    """What ``tapestry compile`` takes; see README. ``print_after`` names passes after which the IR is printed,
+    ``without`` rules (or a phase of them) that are not used."""
 
     model: Path
     shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -94,6 +97,7 @@ class Options:
     sharding: bool = True
     resume: Path | None = None
     exact: bool = False
+    without: Sequence[str] = ()
     interrupt: threading.Event = field(default_factory=threading.Event)
     found: Found = unseen
     stages: str = "auto"
@@ -164,6 +168,7 @@ def _values(options: Options) -> dict[str, Any]:
         "shapes": options.shapes or (annotations.shapes(marks) if marks else {}), "unroll_steps": _unroll_steps(options, topo),
         "also_whole": _also_whole(options, topo) and not marks,
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
+        "without": rule_names(options.without),
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
         "found": options.found,

@@ -176,3 +176,62 @@ SEEN: Mapping[str, Callable[[], onnx.ModelProto]] = {
     for f in (lora, low_rank, linear_attention, last_token, segmentation, rms_norm, chain, pooled, embedding, two_products,
               distances, unet, trace, greedy)
 }  # fmt: skip
+
+
+def class_token() -> onnx.ModelProto:
+    """A feed-forward layer for every token, of which the first token's result is taken by a Gather."""
+    n = Net("class_token")
+    x = n.input("x", 4, 196, 384)
+    h = n.op("Tanh", n.op("Add", n.mm(x, n.weight(384, 1536)), n.weight(1536)))
+    y = n.op("Add", n.mm(h, n.weight(1536, 384)), n.weight(384))
+    return n.model(n.op("Gather", y, n.const(np.int64(0)), axis=1))
+
+
+def pooled_attention() -> onnx.ModelProto:
+    """Attention without a softmax over linear scores, pooled over all queries."""
+    n = Net("pooled_attention")
+    q, k, v = (n.input(c, 4, 256, 64) for c in "qkv")
+    scores = n.op("Mul", n.mm(q, n.op("Transpose", k, perm=[0, 2, 1])), n.scalar(0.125))
+    return n.model(n.op("ReduceSum", n.mm(scores, v), n.ints(1), keepdims=0))
+
+
+def wide_bottleneck() -> onnx.ModelProto:
+    """Two linear layers without anything in between, the middle one wide."""
+    n = Net("wide_bottleneck")
+    x = n.input("x", 512, 128)
+    return n.model(n.mm(n.mm(x, n.weight(128, 1024)), n.weight(1024, 64)))
+
+
+def max_pool() -> onnx.ModelProto:
+    """A maximum pool of sigmoids' arguments: exp before pooling."""
+    n = Net("max_pool")
+    x = n.input("x", 1, 64, 128, 128)
+    return n.model(n.op("MaxPool", n.op("Tanh", x), kernel_shape=[2, 2], strides=[2, 2]))
+
+
+def average_pool() -> onnx.ModelProto:
+    """A 1x1 convolution, and average pooling of its result."""
+    n = Net("average_pool")
+    x = n.input("x", 1, 128, 56, 56)
+    return n.model(n.op("AveragePool", n.op("Conv", x, n.weight(256, 128, 1, 1), kernel_shape=[1, 1]), kernel_shape=[2, 2],
+                        strides=[2, 2]))  # fmt: skip
+
+
+def experts() -> onnx.ModelProto:
+    """A mixture of experts that is written densely, with one gate for a whole sequence."""
+    n = Net("experts")
+    x, g = n.input("x", 256, 256), n.input("g", 8)
+    each = n.ein("tm,emn->etn", x, n.weight(8, 256, 256))
+    return n.model(n.ein("e,etn->tn", g, each))
+
+
+def einsum_chain() -> onnx.ModelProto:
+    """Three factors of a low-rank bilinear form by einsums in the order of the paper."""
+    n = Net("einsum_chain")
+    a, b, c = n.input("a", 256, 256), n.input("b", 256, 256), n.input("c", 256, 8)
+    return n.model(n.ein("ik,kr->ir", n.ein("ij,jk->ik", a, b), c))
+
+
+UNOPENED: Mapping[str, Callable[[], onnx.ModelProto]] = {
+    f.__name__: f for f in (class_token, pooled_attention, wide_bottleneck, max_pool, average_pool, experts, einsum_chain)
+}

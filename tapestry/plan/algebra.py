@@ -66,14 +66,13 @@ class Book:
         topology: its first device prices.
         meter: of work; at most ``units`` of it are done here.
         known: of regions that were searched, by their text: the steps that lead to cheaper forms, cheapest first.
-        only: rules that may be used; none: all of the book.
+        disabled: rules that are left out.
     """
 
     topology: Topology
     meter: Meter
     units: float
     disabled: frozenset[str] = _NONE
-    only: frozenset[str] = _NONE
     known: dict[str, list[tuple[float, float, tuple[Move, ...]]]] = field(
         default_factory=dict[str, list[tuple[float, float, tuple[Move, ...]]]]
     )
@@ -115,8 +114,7 @@ class Book:
 
     def rules(self) -> list[Equation]:
         """The equations of the book."""
-        found = [r for r in rules_of("algebra") if isinstance(r, Equation)]
-        return [r for r in found if not self.only or r.name in self.only]
+        return [r for r in rules_of("algebra") if isinstance(r, Equation) and r.name not in self.disabled]
 
     def moves(self, graph: Graph) -> Iterator[Move]:
         """Every place where an equation of the book holds."""

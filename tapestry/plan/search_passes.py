@@ -253,7 +253,7 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     return replace(candidate, result=fitted.found, fitted=fitted)
 
 
-def restructure(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
+def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) -> Candidate:
     """Structural rewrites around the solved plan, kept where the best plan of the rewritten graph is better."""
     form, result, scope = candidate.form, candidate.result, candidate.scope
     if isinstance(result, TooBig) or not task.rewritable or candidate.fitted:  # (simplifying would undo recomputation)
@@ -268,11 +268,12 @@ def restructure(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     search = Improvement(
         plan=task.attempt, budget=budget, units=STRUCTURE, least=least, disabled=disabled, book=book.derivations, refuse=refuse
     )
-    graph, found, moves = search.run(form.graph, result)
+    unfused = graph if form.moves and not disabled_by(form.moves) else None
+    new, found, moves, anew = search.run(form.graph, result, unfused)
     scope = replace(
         scope, bound=min(scope.bound, search.bound), rewritten=search.planned, unfinished=search.unfinished, moves=search.met
     )  # fmt: skip
-    form = replace(form, graph=graph, moves=(*form.moves, *moves)) if moves else form
+    form = replace(form, graph=new, moves=(*(() if anew else form.moves), *moves)) if moves else form
     return replace(candidate, form=form, result=found, scope=scope)
 
 

@@ -55,13 +55,17 @@ class Improvement:
     book: Callable[[Graph], list[Derivation]] = lambda graph: []
     refuse: Callable[[Graph], tuple[Graph, list[Move]]] = lambda graph: (graph, [])
 
-    def run(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]]:
-        """The graph, its best plan and the moves that led to it, from a graph and its plan."""
+    def run(self, graph: Graph, found: PricedPlan, unfused: Graph | None = None) -> tuple[Graph, PricedPlan, list[Move], bool]:
+        """The graph, its best plan and the moves that led to it, from a graph and its plan; or from what it was before it was
+        fused by price, where the book makes a better one of that (the last result says whether)."""
         accepted: list[Move] = []
+        first = self._derived(unfused, found) if unfused else None
+        if first:
+            graph, found, accepted = first
         while (step := self._derived(graph, found) or self._better(graph, found)) is not None:
             graph, found, moves = step
             accepted += moves
-        return graph, found, accepted
+        return graph, found, accepted, first is not None
 
     def _derived(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
         """The first graph with a better plan that the book makes: of all kinds of regions at once, else of one."""
@@ -87,7 +91,7 @@ class Improvement:
         """The first graph with a better plan, and the moves to it; takes the work of the built-in rules off ``units``."""
         ours = self.budget.part(self.units)
         begin = ours.left()
-        for rule, kind, moves in _kinds(graph, found.plan.mesh):
+        for rule, kind, moves in _kinds(graph, found.plan.mesh, self.disabled):
             budget, self.met = ours if rule.built_in else self.budget, True
             if kind in self.tried or budget.over() or self.budget.left() < self.least:
                 continue
@@ -116,7 +120,7 @@ class Improvement:
 
 def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:
     """Every graph that one kind of move, applied wherever it can be, makes of a graph; whatever it does to the latency."""
-    for _, _, moves in _kinds(graph, mesh):
+    for _, _, moves in _kinds(graph, mesh, disabled):
         new, done = _rewritten(graph, moves, disabled)
         if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
             yield new, done
@@ -130,9 +134,9 @@ def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
     return itertools.chain.from_iterable(rule.sized(graph, n) for n in sorted(sizes, reverse=True) if n > 1)
 
 
-def _kinds(graph: Graph, mesh: Mesh) -> Iterator[tuple[Rule, str, list[Move]]]:
+def _kinds(graph: Graph, mesh: Mesh, disabled: frozenset[str]) -> Iterator[tuple[Rule, str, list[Move]]]:
     """By rule, users' first: moves that differ only in which of several equal operations they rewrite, and their kind."""
-    for rule in sorted(rules_of("search"), key=lambda r: r.built_in):
+    for rule in sorted((r for r in rules_of("search") if r.name not in disabled), key=lambda r: r.built_in):
         kinds: dict[str, list[Move]] = {}
         for m in _moves(rule, graph, mesh):
             if isinstance(m, Move):

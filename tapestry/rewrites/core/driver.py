@@ -41,6 +41,21 @@ def simplify(graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE)
     return graph
 
 
+def rule_names(given: Iterable[str]) -> frozenset[str]:
+    """Rules by name, or all of a phase by the phase's name.
+
+    Raises:
+        TapestryError: there is neither a rule nor a phase of that name.
+    """
+    out = set[str]()
+    for name in given:
+        found = {r.name for r in RULES.values() if name in (r.name, r.phase)}
+        if not found:
+            raise TapestryError(f"no rule or phase named '{name}'", hint="`tapestry rules` lists them")
+        out |= found
+    return frozenset(out)
+
+
 def apply_legal(graph: Graph, moves: Iterable[Move], disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
     """The graph after all moves that are still legal after the ones before, and those moves."""
     done: list[Move] = []

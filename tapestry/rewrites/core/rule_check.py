@@ -24,6 +24,7 @@ from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move
 from tapestry.verify import interp
 from tapestry.verify.rewriting import footprints
+from tapestry.verify.rewriting.trials import Trial
 
 Array = np.ndarray[Any, Any]
 TOLERANCE = 1e-9  # of float64, relative to the greatest magnitude: rules may reassociate, not approximate
@@ -87,7 +88,8 @@ def same(before: Graph, after: Graph, feeds: Mapping[str, Array], what: str) -> 
 
 
 def same_dependences(before: Graph, after: Graph, what: str) -> dict[str, str]:
-    """Law 5: each cell of every output depends on exactly the same cells of every input, as isl relations.
+    """Law 5: each cell of every output depends on exactly the same cells of every input, as isl relations; reads that differ are
+    those of values that a selection does not take.
 
     Dependences through an opaque operation are not affine: outputs behind one are skipped, and returned with the reason.
     """
@@ -102,12 +104,15 @@ def same_dependences(before: Graph, after: Graph, what: str) -> dict[str, str]:
         if opaque:
             skipped[out] = f"'{out}' depends on the opaque operation '{opaque}'"
             continue
-        found = footprints.compare(replace(before, outputs=(out,)), replace(after, outputs=(out,)))
+        one, other = replace(before, outputs=(out,)), replace(after, outputs=(out,))
+        found = footprints.compare(one, other)
         if found is None:
             skipped[out] = f"isl takes too long for '{out}'"
-        for d in found or ():
-            why = f"cell {d.cell} reads cell {d.read}"
-            raise LawError("access_unchanged", f"a dependence of '{out}' on '{d.source}' was {d.verb}", where=what, why=why)
+        try:
+            for d in found or ():
+                Trial(one, other, exact=False).explain(d)
+        except LawError as e:
+            raise LawError("access_unchanged", f"a dependence of '{out}' on '{d.source}' was {d.verb}", where=what, why=e.why) from e
     return skipped
 
 

@@ -17,7 +17,7 @@ from tapestry.rewrites.equations.rule_texts import WORDS, equation
 
 BOOK = {n: r.rule for n, r in RULES.items() if isinstance(r, Equation) and r.built_in and r.phase in ("algebra", "request")}
 SLIPS = [  # rule, what is written, the slip
-    ("reassociate", "body a * c", "body a + c"),
+    ("reassociate_contraction", "body a * c", "body a + c"),
     ("distribute_term", "then H(acc0 + f, d..)", "then H(acc0, d..)"),
     ("distribute_difference", "acc0 - f", "f - acc0"),
     ("common_factor_minus", "body x - z", "body z - x"),
@@ -131,7 +131,7 @@ def test_what_is_proved_for_all_sizes_is_not_refuted_on_instances() -> None:
 @pytest.mark.parametrize(
     ("name", "bound"),
     [
-        ("reassociate", "at most γ(d)·Σ|terms| on each side, d = K + M before and K + M after"),
+        ("reassociate_contraction", "at most γ(d)·Σ|terms| on each side, d = K + M before and K + M after"),
         ("maxima_apart", "the same values: nothing is rounded"),
         ("double_negative", "the same bits"),
         ("exp_product", "real arithmetic; no bound is stated"),
