@@ -118,8 +118,7 @@ def compile(
         mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
         topology: a preset, a topology file, or ``auto``: this machine, measured once.
         shapes: sizes of symbolic dimensions, by symbol or by input.
-        memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
-        precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
+        memory: per device, as ``"16GiB"`` or in bytes; ``precision``: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: files of the user's own rewrite rules.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
@@ -130,8 +129,7 @@ def compile(
         stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;
             ``"auto"`` takes stages where they are better than none, 1 has none.
         without: rules that are not used, or a phase of them (``"algebra"``).
-        print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
-        progress: told the phase and the name of every pass as it begins.
+        print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``; ``progress``: told of every pass as it begins.
         state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
 

@@ -14,7 +14,7 @@ from tapestry.build import store
 from tapestry.errors import TapestryError
 from tapestry.ir.program import Launch
 from tapestry.viewer import build_data, saved
-from tests.support import chromium, viewed
+from tests.support.page import chromium, viewed
 from tests.support.small_models import f32, net
 
 needs_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium: apt-get install chromium")
