@@ -118,16 +118,16 @@ def compile(
         mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
         topology: a preset, a topology file, or ``auto``: this machine, measured once.
         shapes: sizes of symbolic dimensions, by symbol or by input.
-        memory: per device, as ``"16GiB"`` or in bytes; ``precision``: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
+        memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
+        precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: files of the user's own rewrite rules.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
-        interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
-        stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;
-            ``"auto"`` takes stages where they are better than none, 1 has none.
+        interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
+        stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
         without: rules that are not used, or a phase of them (``"algebra"``).
         print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``; ``progress``: told of every pass as it begins.
         state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
