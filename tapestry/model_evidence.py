@@ -89,7 +89,8 @@ def _by_value(graph: Graph, file: ModelFile, read: Any, special: bool) -> tuple[
     """The comparison on the first inputs that a reference takes and that mean something to the model.
 
     Numbers drawn at random may be none that an operator has a meaning for (lengths beyond the sequence, places between
-    classes): then evaluators differ. So the graph is refused if it differs on whole numbers of 0 and 1 as well.
+    classes): then evaluators differ from each other. Where they do, and there alone, the graph is asked again on numbers of
+    0 and 1, and refused if it differs on those as well.
     """
     why, differs = "", None
     for inputs, feeds in _feeds(graph).items():
@@ -97,12 +98,15 @@ def _by_value(graph: Graph, file: ModelFile, read: Any, special: bool) -> tuple[
             break
         try:
             compared = model_laws.check(graph, file, feeds, read, special=special)
-        except LawError as e:
+        except model_laws.Disputed as e:
             differs = differs or e
+        except LawError:
+            raise
         except TapestryError as e:
             why = why or e.what
         else:
-            return compared.counts, compared.evidence() | {"inputs": inputs}
+            disputed = {"disputed": " ".join(f"{differs.what}; {differs.why}".split())} if differs else {}
+            return compared.counts, compared.evidence() | {"inputs": inputs} | disputed
     if differs:
         raise differs
     done = model_laws.facts(graph, file, read)

@@ -6,13 +6,13 @@ Builds of five models for two devices: exported ones (../shared/models, or --fol
 (`tests/support/faults/edited_model.py`). Every kind of edit is put into a build of each that has a place for it, everything
 around it (program, kernels, report, hashes) is made anew, and `verify_build` must refuse it by a law and say where. Kinds of
 `graph_edits_later` were written after the checker was finished and are counted apart. Each build is verified untouched as well,
-beside one evaluation of its model by onnxruntime. Writes bench/results/model_edits.json; exits 1 if an edit was accepted.
+beside one evaluation of its model by onnxruntime. bench/results/model_edits.json keeps what was found for each model, so that
+they may be asked in several calls; exits 1 if an edit was accepted.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -82,60 +82,60 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[*FOUR, "mixed"])
     parser.add_argument("--folder", type=Path, default=record.SHARED, help="where MODEL.onnx are")
-    parser.add_argument("--only", default=".", help="edits whose names match")
+    parser.add_argument("--only", default=".", help="edits whose names match; nothing is recorded then")
     parser.add_argument("--times", action="store_true", help="only the seconds, beside the edits of an earlier run")
     parser.add_argument("--each", type=int, default=1, help="places for each kind of edit in each model")
     args = parser.parse_args()
     kinds = {**graph_edits.EDITS, **LATER}
     assert claim_edits.output_dropped.__name__ in kinds
-    rows: dict[str, dict[str, Any]] = {
-        k: {"edit": k, "later": k in LATER, "tried": 0, "refused": 0, "laws": {}, "accepted": [], "example": "", "models": []}
-        for k in kinds if re.search(args.only, k)
-    }  # fmt: skip
-    times: dict[str, Any] = {}
+    done = {r["edit"]: r["models"] for r in record.read("model_edits")}
+    times = record.read_more("model_edits", "models", dict[str, Any]())
+    rows: list[dict[str, Any]] = [{"edit": k, "later": k in LATER, "models": done.get(k, {})} for k in kinds]
     with tempfile.TemporaryDirectory() as name:
         for model in args.models:
             good = compiled(model, args.folder, Path(name))
             times[model] = timed(good)
             print(model, {k: v for k, v in times[model].items() if k != "evidence"}, file=sys.stderr, flush=True)
-            for k, row in () if args.times else rows.items():
-                for n in range(args.each):
-                    law, text = attempt(good, kinds[k], f"{model} {k} {n}")
-                    count(row, model, law, text)
-            done = sum(r["refused"] for r in rows.values())
-            print(model, f"{done} of {sum(r['tried'] for r in rows.values())} refused", file=sys.stderr, flush=True)
-    found = record.read("model_edits") if args.times else list(rows.values())
-    return report(found, times, full=args.only == "." and set(args.models) >= {*FOUR, "mixed"})
+            for row in (r for r in rows if not args.times and re.search(args.only, r["edit"])):
+                row["models"][model] = tried(row["edit"], kinds[row["edit"]], model, good, args.each)
+            print(model, "refused, tried:", counts(rows, model), file=sys.stderr, flush=True)
+    return report(rows, times, whole=args.only == ".")
 
 
-def count(row: dict[str, Any], model: str, law: str, text: str) -> None:
-    """Add what became of one edit."""
-    if law == "none":
-        return
-    row["tried"] += 1
-    row["models"] = sorted({*row["models"], model})
-    if law:
-        row["refused"] += 1
-        row["laws"][law] = row["laws"].get(law, 0) + 1
-        row["example"] = row["example"] or text
-    else:
-        row["accepted"].append(model)
+def tried(kind: str, edit: graph_edits.Edit, model: str, good: Path, each: int) -> dict[str, Any]:
+    """What became of one kind of edit in one model."""
+    out: dict[str, Any] = {"tried": 0, "laws": {}, "accepted": 0, "said": ""}
+    for n in range(each):
+        law, text = attempt(good, edit, f"{model} {kind} {n}")
+        if law == "none":
+            continue
+        out["tried"] += 1
+        if law:
+            out["laws"][law] = out["laws"].get(law, 0) + 1
+            out["said"] = out["said"] or text
+        else:
+            out["accepted"] += 1
+    return out
 
 
-def report(rows: list[dict[str, Any]], times: dict[str, Any], full: bool) -> int:
-    """Say what was refused, and record it if everything was asked."""
-    tried, refused = sum(r["tried"] for r in rows), sum(r["refused"] for r in rows)
-    wrong, never = [r for r in rows if r["accepted"]], [r["edit"] for r in rows if not r["tried"]]
-    later = [r for r in rows if r["later"]]
-    share = f"{sum(r['refused'] for r in later)} of {sum(r['tried'] for r in later)}"
-    print(f"{len(rows)} kinds, {refused} of {tried} edits refused; of the {len(later)} kinds written later {share}")
-    print(f"accepted: {[(r['edit'], r['accepted']) for r in wrong] or 'none'}; never: {never or 'none'}")
+def counts(rows: list[dict[str, Any]], *models: str) -> tuple[int, int]:
+    """How many edits were refused, and how many tried; of some models, or of all."""
+    found = [r for row in rows for m, r in row["models"].items() if not models or m in models]
+    return sum(r["tried"] - r["accepted"] for r in found), sum(r["tried"] for r in found)
+
+
+def report(rows: list[dict[str, Any]], times: dict[str, Any], whole: bool) -> int:
+    """Say what was refused, and record it if every kind was asked."""
+    (refused, tried), later = counts(rows), [r for r in rows if r["later"]]
+    wrong = [(r["edit"], m) for r in rows for m, x in r["models"].items() if x["accepted"]]
+    never = [r["edit"] for r in rows if not counts([r])[1]]
+    print(f"{len(rows)} kinds, {refused} of {tried} edits refused; of the {len(later)} kinds written later {counts(later)}")
+    print(f"accepted: {wrong or 'none'}; never: {never or 'none'}")
     for model, t in times.items():
         print(f"{model}: verify {t['verify_s']:.2f} s, onnxruntime {t['onnxruntime_s']:.2f} s")
-    if full:
-        record.write("model_edits", rows, models=times, kinds=len(rows), later=len(later), tried=tried, refused=refused)
-    else:
-        print(json.dumps(wrong, indent=1))
+    if whole:
+        sums = {"kinds": len(rows), "later": len(later), "tried": tried, "refused": refused, "never": never}
+        record.write("model_edits", rows, models=times, **sums)
     return int(bool(wrong))
 
 

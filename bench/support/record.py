@@ -27,8 +27,13 @@ def machine() -> Row:
 
 def read(name: str) -> list[Row]:
     """The rows of an earlier run."""
+    return read_more(name, "rows", [])
+
+
+def read_more(name: str, key: str, otherwise: Any) -> Any:
+    """What an earlier run wrote under a key."""
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
+    return json.loads(path.read_text()).get(key, otherwise) if path.is_file() else otherwise
 
 
 def write(name: str, rows: Sequence[Row], **more: Any) -> Path:

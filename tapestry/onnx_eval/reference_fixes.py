@@ -14,7 +14,9 @@ import numpy as np
 def corrected() -> list[type]:
     """Classes for ``ReferenceEvaluator(new_ops=…)``, under the operators' names."""
     from onnx.reference.op_run import OpRun
+    from onnx.reference.ops.op_average_pool import AveragePool_19
     from onnx.reference.ops.op_loop import Loop as Theirs
+    from onnx.reference.ops.op_lp_pool import LpPool as TheirLpPool
 
     class SequenceInsert(OpRun):
         """Theirs takes places modulo the length, so that the end is the beginning, and divides by 0."""
@@ -44,4 +46,30 @@ def corrected() -> list[type]:
                     rows.append(a)
             return self._check_and_fix_outputs((*(values[n] for n in names[2:]), *map(np.stack, seen)))
 
-    return [SequenceInsert, Loop]
+    class AveragePool(AveragePool_19):
+        """Theirs forgets the dilations where it pads by itself."""
+
+        def _run(self: Any, x: Any, auto_pad: str = "NOTSET", pads: Any = None, **more: Any) -> tuple[Any, ...]:
+            return super()._run(x, auto_pad="NOTSET", pads=_pads(x.shape[2:], auto_pad, pads, **more), **more)
+
+    class LpPool(TheirLpPool):
+        """As AveragePool."""
+
+        def _run(self: Any, x: Any, auto_pad: str = "NOTSET", pads: Any = None, **more: Any) -> tuple[Any, ...]:
+            return super()._run(x, auto_pad="NOTSET", pads=_pads(x.shape[2:], auto_pad, pads, **more), **more)
+
+    return [SequenceInsert, Loop, AveragePool, LpPool]
+
+
+def _pads(
+    shape: tuple[int, ...], auto_pad: str, pads: Any, kernel_shape: Any = None, strides: Any = None, dilations: Any = None,
+    **_: Any,
+) -> list[int]:  # fmt: skip
+    """How much is put before and after each axis of a window's input, as the operators' text has it."""
+    if auto_pad in ("NOTSET", "VALID", None):
+        return list(pads) if pads and auto_pad != "VALID" else [0] * (2 * len(shape))
+    steps, apart = strides or [1] * len(shape), dilations or [1] * len(shape)
+    spans = [(k - 1) * d + 1 for k, d in zip(kernel_shape, apart, strict=True)]
+    missing = [max(0, (-(-n // s) - 1) * s + w - n) for n, s, w in zip(shape, steps, spans, strict=True)]
+    before = [m - m // 2 if auto_pad == "SAME_LOWER" else m // 2 for m in missing]
+    return [*before, *(m - b for m, b in zip(missing, before, strict=True))]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from onnx import helper, numpy_helper
 import tapestry
 import tapestry.api
 from tapestry.errors import BuildError, LawError
+from tapestry.ir.expr import Call
+from tapestry.ir.graph import map_exprs
 from tapestry.lift import lift, read_weight
 from tapestry.lift.file.structure import load
 from tapestry.model_evidence import arrays, compare
@@ -31,7 +35,7 @@ from tests.support.small_models import MODELS, N, net
 
 KINDS = {**graph_edits.EDITS, **LATER}
 assert claim_edits.layouts_removed.__name__ in KINDS
-NO_PLACE = {"guard_dropped", "attribute_of_lstm_changed", "weight_at_another_place", "literal_scaled", "literal_negated"}
+NO_PLACE = {"guard_dropped", "weight_at_another_place", "literal_scaled", "literal_negated"}
 
 
 def compared(path, feeds=None, **options):
@@ -172,3 +176,36 @@ def test_check_asks_another_library_of_nodes_that_both_sides_gave_to_one(good):
     build = tapestry.load(good)
     _, document = tapestry.api.run_checked(build, build.random_feeds(0), check=True)
     assert document["passed"] and document["opaque"]["asked"] and not document["opaque"]["differ"]
+
+
+def test_an_edit_that_agrees_on_zero_and_one_is_refused(tmp_path):
+    """A rounding to half precision changes neither 0 nor 1: only where references differ too are those numbers asked."""
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph([N("Relu", ["x"], ["y"])], "g", [info("x", T.FLOAT, [4, 6])], [info("y", T.FLOAT, [4, 6])])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    plan = tapestry.compile(tmp_path / "m.onnx").build.plan.graph
+    (op,) = plan.ops
+    (body,) = op.point
+    rounded = replace(
+        plan, ops=(map_exprs(op, lambda x: Call("cast", (Call("cast", (x,), "f16"),), "f32") if x is body else x),)
+    )
+    sha = hashlib.sha256((tmp_path / "m.onnx").read_bytes()).hexdigest()
+    assert compare(plan, tmp_path / "m.onnx", sha, {})[1]["inputs"] == "random"
+    with pytest.raises(LawError, match="'y' is not the model's"):
+        compare(rounded, tmp_path / "m.onnx", sha, {})
+
+
+def test_what_two_references_dispute_is_asked_again(monkeypatch, tmp_path):
+    """Three values where an operator has no meaning; then the graph must agree on numbers of 0 and 1."""
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph([N("Relu", ["x"], ["y"])], "g", [info("x", T.FLOAT, [4, 6])], [info("y", T.FLOAT, [4, 6])])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    plan, sha = tapestry.compile(tmp_path / "m.onnx").build.plan.graph, hashlib.sha256((tmp_path / "m.onnx").read_bytes())
+    monkeypatch.setattr(ReferenceValues, "again", lambda self, name: self.values[name] + (np.abs(self.values["x"]) % 1 > 0))
+    (op,) = plan.ops
+    (body,) = op.point
+    other = replace(plan, ops=(map_exprs(op, lambda x: Call("mul", (x, x), "f32") if x is body else x),))  # itself at 0 and 1
+    row = compare(other, tmp_path / "m.onnx", sha.hexdigest(), {})[1]
+    assert row["inputs"] == "all 0 or 1" and "'y' is not the model's" in row["disputed"]

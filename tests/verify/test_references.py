@@ -13,6 +13,8 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry.errors import BuildError, LawError
+from tapestry.ir.graph import Opaque
+from tapestry.onnx_eval import opaque_node
 from tapestry.saved_build import verify_build
 from tests.support.command_line import run
 from tests.support.faults.file_faults import edited
@@ -133,3 +135,13 @@ def test_what_stands_at_the_output_is_not_lost(good, tmp_path):
 def test_layouts_are_of_tensors_that_there_are(good, tmp_path, layouts):
     with pytest.raises(LawError, match="law 'agreement'"):
         verify_build(changed(good, tmp_path, lambda plan: plan.update(layouts)))
+
+
+@pytest.mark.parametrize("kind", ["AveragePool", "LpPool"])
+def test_the_reference_heeds_dilations_where_windows_are_not_padded(kind):
+    """Both evaluators are asked; onnx's own makes the result as large as if nothing were dilated."""
+    x = np.random.default_rng(0).standard_normal((1, 2, 7, 8)).astype(np.float32)
+    node = N(kind, ["x"], ["y"], kernel_shape=[3, 2], dilations=[2, 1], auto_pad="VALID")
+    op = Opaque(outs=("y",), ins=("x",), kind=kind, node=node.SerializeToString(), opsets=(("", 22),), source=("n",))
+    first, second = (opaque_node.run(op, [x], [("f32", (1, 2, 3, 7))], independent=k)[0] for k in (False, True))
+    np.testing.assert_allclose(first, second, rtol=1e-5)

@@ -51,11 +51,12 @@ class TooBig(PlanError):
 
 
 def priced_plan(problem: Problem, choice: Sequence[int], bound: float) -> PricedPlan:
-    """The plan of a choice of strategies, lowered and put on the clock; the bound is never above its time."""
+    """The plan of a choice of strategies, lowered and put on the clock; the bound is never above its time, nor below none."""
     plan, program, timed = schedule(problem, choice)
     objective = timed.total if np.isfinite(evaluate(choice, problem.factors)) else np.inf
     return PricedPlan(
-        plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=problem.distinct, problem=problem
+        plan=plan, program=program, objective=objective, bound=min(max(bound, 0.0), objective), distinct=problem.distinct,
+        problem=problem,
     )  # fmt: skip
 
 

@@ -68,9 +68,16 @@ class ModelFile:
 
     def declared(self, name: str) -> tuple[int, ...] | None:
         """The sizes that the file states of a value, where it states them all."""
-        said = (v for v in (*self.proto.graph.value_info, *self.proto.graph.output) if v.name == name)
-        dims = next((v.type.tensor_type.shape.dim for v in said if v.type.tensor_type.HasField("shape")), None)
+        dims = next((t.shape.dim for t in self._declared(name) if t.HasField("shape")), None)
         return tuple(d.dim_value for d in dims) if dims is not None and all(d.HasField("dim_value") for d in dims) else None
+
+    def declared_type(self, name: str) -> np.dtype[Any] | None:
+        """The element type that the file states of a value, where it states one."""
+        return next((helper.tensor_dtype_to_np_dtype(t.elem_type) for t in self._declared(name) if t.elem_type), None)
+
+    def _declared(self, name: str) -> list[Any]:
+        graph = self.proto.graph
+        return [v.type.tensor_type for v in (*graph.value_info, *graph.output) if v.name == name]
 
     def floats(self) -> set[str]:
         """The float types that the model names anywhere: of inputs, constants, and what nodes are told to compute in."""

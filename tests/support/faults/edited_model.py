@@ -40,13 +40,16 @@ def mixed() -> onnx.ModelProto:
         "a": f32(6), "b": f32(6), "w": f32(6, 6), "v": f32(6, 6), "far": np.float32(30), "steps": np.int64(9),
         "k": np.array([3]), "wi": f32(1, 32, 6), "wr": f32(1, 32, 8), "pads": np.array([0, 1, 0, 2]), "zero": np.float32(0),
         "kernel": f32(3, 2, 3, 3), "to": np.array([2, 2, 3, 2]), "at": np.array([2, 0, 3, 1]),
+        "back": f32(2, 3, 3, 3),
     }  # fmt: skip
     nodes = [
         N("MatMul", ["x", "w"], ["m1"], "first"), N("Add", ["m1", "b"], ["m2"]), N("Relu", ["m2"], ["m3"]),
         N("MatMul", ["m3", "v"], ["m4"], "second"), N("Sub", ["m4", "x"], ["m5"]), N("Softmax", ["m5"], ["y"], axis=-1),
         N("TopK", ["m4", "k"], ["top", "places"], "topk", largest=1), N("ReduceSum", ["m4"], ["low"], keepdims=0),
         N("Less", ["low", "zero"], ["flag"]), _if(), _loop(), N("Unsqueeze", ["x", "zero_axis"], ["seq"]),
-        N("LSTM", ["seq", "wi", "wr"], ["states", "last"], "lstm", hidden_size=8), N("Pad", ["m4", "pads"], ["padded"]),
+        N("LSTM", ["seq", "wi", "wr"], ["states", "last"], "lstm", hidden_size=8),
+        N("LSTM", ["seq", "wi", "wr"], ["bounded"], "bounded lstm", hidden_size=8, clip=2.0),
+        N("ConvTranspose", ["image", "back"], ["wider"], "wider", strides=[2, 2]), N("Pad", ["m4", "pads"], ["padded"]),
         N("ReduceMax", ["m4"], ["most"], keepdims=0), N("Reshape", ["x", "to"], ["image"]),
         N("Conv", ["image", "kernel"], ["conv"], "conv", pads=[1, 1, 1, 1]), N("Gather", ["m4", "at"], ["taken"], axis=0),
         N("Concat", ["x", "taken"], ["joined"], axis=0), N("Div", ["joined", "a"], ["ratio"]), N("Clip", ["ratio", "low_", "high_"], ["clipped"]),
@@ -57,7 +60,8 @@ def mixed() -> onnx.ModelProto:
         N("ReduceMax", ["z", "last_axis"], ["peak"], keepdims=0), N("Tile", ["z", "twice"], ["tiled"]),
     ]  # fmt: skip
     data |= {"last_axis": np.array([1]), "twice": np.array([1, 3])}
-    outs = ["leaky", "peak", "tiled", "y", "top", "branched", "looped", "states", "padded", "most", "conv", "clipped"]
+    outs = ["leaky", "peak", "tiled", "y", "top", "branched", "looped", "states", "bounded"]
+    outs += ["wider", "padded", "most", "conv", "clipped"]
     info = helper.make_tensor_value_info
     graph = helper.make_graph(
         nodes, "mixed", [info(n, T.FLOAT, [4, 6]) for n in ("x", "z")], [info(o, T.FLOAT, None) for o in outs],
