@@ -229,7 +229,8 @@ def view(p: argparse.ArgumentParser) -> None:
 
 def compile(p: argparse.ArgumentParser) -> None:
     """The model, the devices, and what the plan must keep to."""
-    p.add_argument("model", type=Path, help="an ONNX file")
+    p.add_argument("model", type=Path, help="an ONNX file, or IR text (.tap)")
+    p.add_argument("--bundle", action="store_true", help="copy the model and its weights into the build")
     p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD", help="the folder to write")
     p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
     p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
@@ -245,7 +246,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
     )
-    several(p, "--pin", "OP:dim=parts@axis", "how an operation is cut: conv1:h=8@d0")
+    several(p, "--pin", "OP:dim=parts@axis", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp")
     several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")
     p.add_argument(
         "--state", nargs="?", const="auto", metavar="PAST=PRESENT,…",

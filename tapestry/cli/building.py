@@ -36,7 +36,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             found=watch.found, state=args.state,
         )  # fmt: skip
         report("write", "write")
-        build.save(args.output)
+        build.save(args.output, bundle=args.bundle or None)
     if build.report["search"]["interrupted"]:
         gap = build.report["gap"]
         print(f"interrupted: the plan is the best so far, gap {gap:.2%}; go on with --resume {args.output}", file=sys.stderr)

@@ -197,13 +197,15 @@ def _critical(build: Build, timed: Schedule) -> list[Document]:
 
 def text(build: Build, facts: Document, *, critical: bool = False, every: bool = False) -> str:
     """A `document` as a person reads it; ``every`` step on its own, or alike ones once."""
-    head = [*_head(build, facts["simulated"]), *_whole_text(facts["nodes_run_whole"])]
+    head, notes = _head(build, facts["simulated"]), _notes(build, facts["simulated"])
     lines = [
         *(row for line in head for row in wrapped(line)),
         "",
         *(_steps(build, facts) if every else folded(build, facts)),
         "",
         *_memory_text(facts["memory"]),
+        "",
+        *(row for line in (*notes, *_whole_text(facts["nodes_run_whole"])) for row in wrapped(line)),
     ]
     if critical:
         lines += ["", *_critical_text(facts)]
@@ -226,8 +228,6 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     yield from (*_kinds_text(topo), *_joined_text(topo))
     costs = [f"{r[k] * 1e3:.4g} ms" for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
-    if "bound_of" in r:
-        yield f"  the bound is of {r['bound_of']}"
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
     yield (
         f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device, "
@@ -235,12 +235,19 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     )
     yield from speed(build, simulated)
     yield from plan_lines(plan)
+    yield from _fit_text(r.get("fit"))
+    yield from _stages_text(r)
+
+
+def _notes(build: Build, simulated: Document) -> Iterator[str]:
+    """What the times and the bound are of, what else was looked at, and what was asked for."""
+    r, plan = build.report, build.plan
+    if "bound_of" in r:
+        yield f"  the bound is of {r['bound_of']}"
     yield f"  assumed: {simulated['assumption']}"
     for other in r.get("alternatives", ()):
         unfit = {False: "; does not fit", None: "; whether it fits was not worked out"}.get(other["fits"], "")
         yield f"  {other['name']}: {duration(other['objective_s'])}{unfit}"
-    yield from _fit_text(r.get("fit"))
-    yield from _stages_text(r)
     for m in moves_text(build.moves):
         yield f"rewritten by {m}"
     for pin in r.get("requests", {}).get("pins", []):

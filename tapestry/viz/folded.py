@@ -14,7 +14,7 @@ from typing import Any
 from tapestry.build.store import Build
 from tapestry.ir.program import Launch
 from tapestry.viz.format import duration, human
-from tapestry.viz.summary import wrapped
+from tapestry.viz.summary import WIDTH, wrapped
 
 Row = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ def folded(build: Build, facts: Mapping[str, Any]) -> list[str]:
             continue
         groups.setdefault(key, Alike(name)).rows.append(row)
     total = facts["simulated"]["seconds"] or 1.0
-    lines = [f"{'×':>5} {'share':>6} {'time':>8}  {len(groups)} kinds of steps"]
+    lines = [f"{'×':>5} {'share':>6} {'time':>8}  {len(groups)} kinds of steps of {sum(len(g.rows) for g in groups.values())}"]
     for key, group in groups.items():
         lines += _group_text(group, total, moved=key[0] == "moved")
     return lines
@@ -76,8 +76,13 @@ def _group_text(group: Alike, total: float, *, moved: bool) -> Iterator[str]:
         how = "" if one["group"] is None else f" in groups of {one['group']} by {one['algorithm']}"
         yield from wrapped(f"{head}{one['kind']} of {group.name}{how}, {human(sent)} in all", indent)
         return
-    yield from wrapped(f"{head}{group.name}  split {one['split']}", indent)
-    yield from wrapped(f"{indent}[{_dims_text(group.rows)}] {one['kind']}{_stage(one)}", indent)
+    split = "" if one["split"] == "none" else f"  split {one['split']}"
+    dims = f"[{_dims_text(group.rows)}] {one['kind']}{_stage(one)}"
+    if len(head) + len(group.name) + len(split) + len(dims) + 1 <= WIDTH:
+        yield f"{head}{group.name}{split} {dims}"
+    else:
+        yield from wrapped(f"{head}{group.name}{split}", indent)
+        yield from wrapped(f"{indent}{dims}", indent)
     if not one["part"] and len(group.rows) == 1 and one["nodes"]:
         yield from wrapped(f"{indent}from {', '.join(one['nodes'])}", indent)
     if "opaque_because" in one:

@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto
 from tapestry.ir.graph import Names
 from tapestry.lift.file.protos import source_of
 
-SCOPES = "pkg.torch.onnx.name_scopes"
+SCOPES, CLASSES = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy"
 COUNTED = re.compile(r"_\d+$")
 ANONYMOUS = re.compile(r"unk__\d+|s\d+")  # (what exporters call a size that has no name)
 TOKENS = ("batch", "sequence")
@@ -46,18 +46,14 @@ def _conventional(model: ModelProto) -> dict[str, str]:
 
 
 def _scope(node: NodeProto) -> tuple[str, str] | None:
-    """The part of the model that a node is of, and what it does there; None where neither is said.
+    """The part of the model that a node is of (its class, where that is all of it), and what it does there; None where unsaid.
 
     The exporter of torch says it in the node's metadata; older ones in its name, ``/layers.0/fc1/MatMul``.
     """
-    text = next((p.value for p in node.metadata_props if p.key == SCOPES), "")
-    if text and len(text) <= LONGEST:
-        try:
-            path = msgspec.convert(ast.literal_eval(text), list[str])
-        except (ValueError, SyntaxError, RecursionError, MemoryError, msgspec.ValidationError):
-            path = []
-        if path:
-            return next((p for p in reversed(path[:-1]) if p), ""), COUNTED.sub("", path[-1])
+    path = _listed(node, SCOPES)
+    if path:
+        root = next(iter(_listed(node, CLASSES)), "").rpartition(".")[2]
+        return next((p for p in reversed(path[:-1]) if p), root), COUNTED.sub("", path[-1])
     if "/" not in node.name.strip("/"):
         return None
     *outer, last = node.name.strip("/").split("/")
@@ -67,3 +63,12 @@ def _scope(node: NodeProto) -> tuple[str, str] | None:
             parts.pop()
         parts.append(part)
     return ".".join(parts), COUNTED.sub("", last).lower()
+
+
+def _listed(node: NodeProto, key: str) -> list[str]:
+    """A list of texts in a node's metadata; empty where there is none, or something else."""
+    text = next((p.value for p in node.metadata_props if p.key == key), "")
+    try:
+        return msgspec.convert(ast.literal_eval(text), list[str]) if 0 < len(text) <= LONGEST else []
+    except (ValueError, SyntaxError, RecursionError, MemoryError, msgspec.ValidationError):
+        return []
