@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
         "weights cut as the plan cuts them, a safetensors file per device",
     ),
     "explain": (building.explain, [arguments.explain], "the plan as a person reads it"),
-    "verify": (building.verify, [arguments.build], "re-check every law from the files alone"),
+    "verify": (building.verify, [arguments.build, arguments.verify], "re-check every law from the files alone"),
     "kernels": (
         building.kernels, [arguments.build, arguments.output_folder, arguments.kernels],
         "readable Triton source, compiled objects, a resource table",
