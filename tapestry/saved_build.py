@@ -17,7 +17,7 @@ from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
-from tapestry.verify.kernels.proofs import prove
+from tapestry.verify.kernels.kernel_proofs import prove
 from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
 
 

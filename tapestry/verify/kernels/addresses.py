@@ -10,10 +10,10 @@ import numpy as np
 
 from tapestry.errors import LawError
 from tapestry.ir.kernel import Box, shape
-from tapestry.verify.kernels.conditions import Conditions
 from tapestry.verify.kernels.evaluation import Evaluation, OutOfReach, together
+from tapestry.verify.kernels.integer_conditions import Conditions
 from tapestry.verify.kernels.kernel_text import Buffer
-from tapestry.verify.kernels.reading.tiles import lanes
+from tapestry.verify.kernels.reading.lane_tiles import lanes
 from tapestry.verify.kernels.reading.triton_source import Access, Program, Store
 from tapestry.verify.kernels.terms import Terms, Unsupported
 

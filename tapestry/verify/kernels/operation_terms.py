@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Graph
@@ -14,7 +15,7 @@ from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, R
 from tapestry.ir.state import state_box, varies
 from tapestry.ir.types import FLOATS
 from tapestry.verify.kernels.kernel_text import KernelText
-from tapestry.verify.kernels.primitives import Kind, applied, kind_of
+from tapestry.verify.kernels.term_arithmetic import Kind, applied, kind_of
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 MOST_ORDERS = 24
@@ -192,14 +193,13 @@ def _moments(terms: Terms, over: tuple[str, int], n: int, mean: int, spread: int
 
 def _selected(terms: Terms, over: tuple[str, int], body: int) -> int | None:
     """``sum_v where(v == u, x[v], 0)`` is ``x[u]`` where u is one of the v, else 0."""
-    key, (name, size) = terms.keys[body], over
+    key: tuple[Any, ...] = terms.keys[body]
+    name, size = over
     if key[0] != "where" or terms.number(key[3]) != 0.0:
         return None
-    tests = terms.keys[key[1]][1] if terms.keys[key[1]][0] == "all" else (key[1],)
+    tests = terms.conjuncts(int(key[1]))
     for c in tests:
-        if terms.keys[c][0] != "eq":
-            continue
-        aff: Aff = terms.keys[c][1]
+        aff = terms.aff_of(c, "eq")
         by = aff.coef(name)
         if abs(by) != 1:
             continue

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from tapestry.ir.index import Aff, Floor, Mod, const, dims_of
-from tapestry.verify.kernels.conditions import Conditions
 from tapestry.verify.kernels.evaluation import Evaluation, together
+from tapestry.verify.kernels.integer_conditions import Conditions
 from tapestry.verify.kernels.terms import REDUCING, Terms
 
 MOST = 1 << 20  # steps that are looked at one by one
@@ -86,13 +87,13 @@ def conditions(terms: Terms, t: int) -> set[int]:
     found = set[int]()
     for key in _within(terms, t):
         c = key[3] if key[0] == "load" else key[1] if key[0] == "where" else terms.true
-        found |= set(terms.keys[c][1] if terms.keys[c][0] == "all" else (c,))
+        found |= set(terms.conjuncts(c))
     return found - {terms.true}
 
 
-def _within(terms: Terms, t: int) -> list[tuple[object, ...]]:
+def _within(terms: Terms, t: int) -> list[tuple[Any, ...]]:
     """The terms that a body is made of."""
-    seen, stack, out = set[int](), [t], list[tuple[object, ...]]()
+    seen, stack, out = set[int](), [t], list[tuple[Any, ...]]()
     while stack:
         x = stack.pop()
         if x not in seen:

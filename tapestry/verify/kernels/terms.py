@@ -146,11 +146,19 @@ class Terms:
 
     def all(self, conditions: Iterable[int]) -> int:
         """Whether all hold."""
-        parts = {p for c in conditions for p in (self.keys[c][1] if self.keys[c][0] == "all" else (c,))} - {self.true}
+        parts = {p for c in conditions for p in self.conjuncts(c)} - {self.true}
         if self.false in parts or any(self.keys[p][0] == "not" and self.keys[p][1] in parts for p in parts):
             return self.false
         ordered = tuple(sorted(parts))
         return self.true if not ordered else ordered[0] if len(ordered) == 1 else self._make(("all", ordered), "bool", ordered)
+
+    def conjuncts(self, c: int) -> tuple[int, ...]:
+        """The conditions that a condition is made of, all of which must hold."""
+        return tuple[int, ...](self.keys[c][1]) if self.keys[c][0] == "all" else (c,)
+
+    def aff_of(self, c: int, kind: str) -> Aff:
+        """The integer that a condition of a kind (``ge``, ``eq``) is about; 0 for any other."""
+        return self.keys[c][1] if self.keys[c][0] == kind else const(0)
 
     def negated(self, c: int) -> int:
         """Whether it does not hold."""
@@ -326,25 +334,6 @@ class Terms:
         rates = [e * sign for t, e in (key[1] if key[0] == "mul" else ()) for z, sign in ((x, 1), (y, -1))
                  if self.keys[t] == ("exp", z)]  # fmt: skip
         return any(self.exp(self.add([(c, x), (-c, y)])) == ratio for c in rates)
-
-    def leaves(self, t: int) -> set[int]:
-        """Integers that are no variables, in an integer or a condition on integers."""
-        key = self.keys[t]
-        if key[0] in ("int", "ge", "eq"):
-            return {int(d[1:]) for d in dims_of(key[1]) if d[0] == "#"}
-        if key[0] in ("not", "all"):
-            return set[int]().union(*(self.leaves(p) for p in (key[1] if key[0] == "all" else key[1:])))
-        return {t} if self.kinds[t] == "int" else set()
-
-    def renamed(self, t: int, env: Mapping[str, Aff]) -> int:
-        """An integer, or a condition on integers, with others for its leaves."""
-        key = self.keys[t]
-        if key[0] in ("int", "ge", "eq"):
-            aff = substitute(key[1], env, None)
-            return self.int(aff) if key[0] == "int" else self.at_least(aff) if key[0] == "ge" else self.is_zero(aff)
-        if f"#{t}" in env:
-            return self.int(env[f"#{t}"])
-        return self.rebuilt(t, lambda x: self.renamed(x, env)) if key[0] in ("not", "all") else t
 
     def load(self, buffer: str, kind: str, at: Aff, mask: int, other: int) -> int:
         """A cell of a buffer where the mask holds, else another value."""

@@ -12,7 +12,7 @@ import numpy as np
 from tapestry.ir.expr import PRIMITIVES
 from tapestry.verify.interp import NUMPY
 from tapestry.verify.kernels.evaluation import Evaluation
-from tapestry.verify.kernels.reading.tiles import Tile
+from tapestry.verify.kernels.reading.lane_tiles import Tile
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
@@ -34,12 +34,13 @@ def primitive_of(function: ast.FunctionDef, kinds: tuple[str, ...], said: Said) 
 
 
 def _found(name: str, kinds: tuple[str, ...], said: Said) -> str | None:
-    if len(set(kinds)) != 1 or kinds[0] == "bool" or len(kinds) > 2:
+    kind = next(iter(kinds), "bool")
+    if set(kinds) != {kind} or kind == "bool" or len(kinds) > 2:
         return None
-    points = _points(kinds[0], len(kinds))
+    points = _points(kind, len(kinds))
     terms = Terms()
     at = terms.variable("x", len(points[0]))
-    ins = [Tile(terms.load(f"x{k}", kinds[0], at, terms.true, terms.unknown)) for k in range(len(kinds))]
+    ins = [Tile(terms.load(f"x{k}", kind, at, terms.true, terms.unknown)) for k in range(len(kinds))]
     try:
         made = said(terms, ins)
         names, values = Evaluation(terms, {}, {f"x{k}": p for k, p in enumerate(points)}).of(made.term)

@@ -7,8 +7,12 @@ Known are sums, maxima and minima, and sums that refer to a centre which the loo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-from tapestry.verify.kernels.reading.tiles import Tile, each
+from tapestry.ir.index import const
+from tapestry.verify.kernels.reading.lane_tiles import Tile, each
+from tapestry.verify.kernels.term_arithmetic import arithmetic, extreme
 from tapestry.verify.kernels.terms import REDUCING, Terms
 
 
@@ -38,16 +42,18 @@ def _plain(
     terms: Terms, loop: str, step: tuple[str, int], runs: int, before: Tile, start: Tile, after: Tile
 ) -> Tile | None:  # fmt: skip
     key = terms.keys[after.term]
+    if loop not in terms.free[after.term] and runs == terms.true:  # nothing of what was before: the last step's
+        return Tile(terms.substituted(after.term, {step[0]: const(step[1] - 1)}), after.shape)
     if key[0] == "add":
         rest = terms.add([(key[1], terms.const(1.0)), *((c, t) for t, c in key[2] if t != start.term)])
         if dict(key[2]).get(start.term) == 1.0 and loop not in terms.free[rest]:
             total = terms.reduce("add", (step,), terms.where(runs, rest, terms.const(0.0)))
-            return each(terms, lambda a, b: terms.add([(1.0, a), (1.0, b)]), before, Tile(total, after.shape))
+            return each(terms, partial(arithmetic, terms, "add"), before, Tile(total, after.shape))
     if key[0] in ("max", "min") and start.term in key[1]:
         rest = terms.call(key[0], [t for t in key[1] if t != start.term])
         if loop not in terms.free[rest]:
             most = terms.reduce(key[0], (step,), terms.where(runs, rest, terms.const(REDUCING[key[0]])))
-            return each(terms, lambda a, b: terms.call(key[0], (a, b)), before, Tile(most, after.shape))
+            return each(terms, partial(extreme, terms, str(key[0])), before, Tile(most, after.shape))
     return None
 
 
@@ -62,11 +68,11 @@ def _centred(
     mine = [(t, c) for t, c in parts if terms.keys[t][0] == "mul" and (own, 1.0) in terms.keys[t][1]]
     if len(mine) != 1 or mine[0][1] != 1.0:
         return None
-    factors = [f for f in terms.keys[mine[0][0]][1] if f != (own, 1.0)]
+    factors: list[tuple[int, float]] = [f for f in terms.keys[mine[0][0]][1] if f != (own, 1.0)]
     centres = {starts[n].term: n for n in done}
     back, first, final = list[tuple[int, float]](), list[tuple[int, float]](), list[tuple[int, float]]()
     for t, e in factors:
-        held = terms.keys[t]
+        held: tuple[Any, ...] = terms.keys[t]
         if held[0] != "exp":
             return None
         n = centres.get(held[1])

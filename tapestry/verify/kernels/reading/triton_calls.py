@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tapestry.ir.index import Aff, const
-from tapestry.verify.kernels import primitives
-from tapestry.verify.kernels.primitives import Kind
-from tapestry.verify.kernels.reading.tiles import Pointer, Shape, Tile, dot, each, folded, lane, lanes, moved, scalar, together
+from tapestry.verify.kernels import term_arithmetic
+from tapestry.verify.kernels.reading.lane_tiles import (
+    Pointer,
+    Shape,
+    Tile,
+    dot,
+    each,
+    folded,
+    lane,
+    lanes,
+    moved,
+    scalar,
+    together,
+)
+from tapestry.verify.kernels.term_arithmetic import Kind
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 KINDS = {
@@ -44,10 +57,10 @@ class Calls:
             return Pointer(a.buffer, self.operator(fn, a.at, self.tile(b)))
         terms = self.terms
         if fn in ("and", "or", "xor", "shl", "shr"):
-            return each(terms, lambda x, y: primitives.bits(terms, fn, x, y), self.tile(a), self.tile(b))
+            return each(terms, partial(term_arithmetic.bits, terms, fn), self.tile(a), self.tile(b))
         if fn in ("lt", "le", "gt", "ge", "eq", "ne"):
-            return each(terms, lambda x, y: terms.compared(fn, x, y), self.tile(a), self.tile(b))
-        return each(terms, lambda x, y: primitives.arithmetic(terms, fn, x, y), self.tile(a), self.tile(b))
+            return each(terms, partial(terms.compared, fn), self.tile(a), self.tile(b))
+        return each(terms, partial(term_arithmetic.arithmetic, terms, fn), self.tile(a), self.tile(b))
 
     # makers
     def full(self, shape: Any, value: Any, kind: Kind) -> Tile:
@@ -61,7 +74,7 @@ class Calls:
 
     def cast(self, x: Tile, kind: Kind) -> Tile:
         """Another type."""
-        return Tile(primitives.cast(self.terms, x.term, kind), x.shape)
+        return Tile(term_arithmetic.cast(self.terms, x.term, kind), x.shape)
 
     def broadcast_to(self, x: Any, shape: Any) -> Tile:
         """``tl.broadcast_to``."""
@@ -76,20 +89,46 @@ class Calls:
 
     def extreme(self, fn: str, a: Any, b: Any) -> Tile:
         """``tl.maximum`` and ``tl.minimum``."""
-        return each(self.terms, lambda x, y: primitives.extreme(self.terms, fn, x, y), self.tile(a), self.tile(b))
+        return each(self.terms, partial(term_arithmetic.extreme, self.terms, fn), self.tile(a), self.tile(b))
 
     def real(self, fn: str, x: Any) -> Tile:
         """A function of one real number."""
-        return each(self.terms, lambda t: primitives.real(self.terms, fn, t), self.tile(x))
+        return each(self.terms, partial(term_arithmetic.real, self.terms, fn), self.tile(x))
 
-    def dot(self, a: Tile, b: Tile, acc: Any = None) -> Tile:
-        """``tl.dot``."""
+    def zeros(self, shape: Any, kind: Kind) -> Tile:
+        """``tl.zeros``."""
+        return self.full(shape, 0, kind)
+
+    def maximum(self, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
+        """``tl.maximum``."""
+        return self.extreme("max", a, b)
+
+    def minimum(self, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
+        """``tl.minimum``."""
+        return self.extreme("min", a, b)
+
+    def divided(self, a: Any, b: Any) -> Any:
+        """``tl.div_rn``."""
+        return self.operator("truediv", a, b)
+
+    def dot(self, a: Tile, b: Tile, acc: Any = None, **how: Any) -> Tile:
+        """``tl.dot``; its other options concern precision and types."""
+        if set(how) - {"input_precision", "out_dtype", "max_num_imprecise_acc"}:
+            raise Unsupported(f"options {sorted(how)} of a product")
         made = dot(self.terms, a, b)
         return made if acc is None else self.operator("add", acc, made)
 
-    def folded(self, fn: str, x: Any, axis: int) -> Tile:
-        """``tl.sum``, ``tl.max`` and ``tl.min``."""
-        return folded(self.terms, fn, self.tile(x), axis)
+    def sum(self, x: Any, axis: int) -> Tile:
+        """``tl.sum``."""
+        return folded(self.terms, "add", self.tile(x), axis)
+
+    def max(self, x: Any, axis: int) -> Tile:
+        """``tl.max``."""
+        return folded(self.terms, "max", self.tile(x), axis)
+
+    def min(self, x: Any, axis: int) -> Tile:
+        """``tl.min``."""
+        return folded(self.terms, "min", self.tile(x), axis)
 
     def transposed(self, x: Tile) -> Tile:
         """``tl.trans`` of two axes."""
@@ -115,13 +154,8 @@ class Calls:
     def table(self) -> dict[str, Callable[..., Any]]:
         """``tl.NAME`` to what it does; options that concern the hardware are ignored."""
         return {
-            "arange": self.arange, "full": self.full, "where": self.where, "broadcast_to": self.broadcast_to,
-            "zeros": lambda shape, kind: self.full(shape, 0, kind),
-            "maximum": lambda a, b, propagate_nan=None: self.extreme("max", a, b),
-            "minimum": lambda a, b, propagate_nan=None: self.extreme("min", a, b),
-            "div_rn": lambda a, b: self.operator("truediv", a, b), "trans": self.transposed,
-            "dot": lambda a, b, acc=None, input_precision=None, out_dtype=None, max_num_imprecise_acc=None: self.dot(a, b, acc),
-            "sum": lambda x, axis: self.folded("add", x, axis), "max": lambda x, axis: self.folded("max", x, axis),
-            "min": lambda x, axis: self.folded("min", x, axis), "cdiv": lambda a, b: -(-a // b),
-            **{fn: lambda x, fn=fn: self.real(fn, x) for fn in REAL},
+            "arange": self.arange, "full": self.full, "zeros": self.zeros, "where": self.where, "dot": self.dot,
+            "sum": self.sum, "max": self.max, "min": self.min, "trans": self.transposed, "broadcast_to": self.broadcast_to,
+            "maximum": self.maximum, "minimum": self.minimum, "div_rn": self.divided,
+            **{fn: partial(self.real, fn) for fn in REAL},
         }  # fmt: skip

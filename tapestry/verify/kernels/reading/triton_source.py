@@ -7,30 +7,35 @@ thing that a loop carries is beyond this reading, which then says so.
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tapestry.ir.index import Aff, const
 from tapestry.verify.kernels.kernel_text import Box, Buffer, Launch
-from tapestry.verify.kernels.primitives import Kind, applied, kind_of, negative
 from tapestry.verify.kernels.reading import own_functions
+from tapestry.verify.kernels.reading.lane_tiles import (
+    Pointer,
+    Shape,
+    Tile,
+    each,
+    folded,
+    indexed,
+    lane,
+    lanes,
+    scalar,
+    together,
+)
 from tapestry.verify.kernels.reading.recurrences import closed
-from tapestry.verify.kernels.reading.tiles import Pointer, Shape, Tile, each, indexed, lane, lanes, scalar, together
 from tapestry.verify.kernels.reading.triton_calls import KINDS, Calls
+from tapestry.verify.kernels.term_arithmetic import Kind, applied, kind_of, negative
 from tapestry.verify.kernels.terms import REDUCING, Terms, Unsupported
 
 OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv", ast.Mod: "mod",
     ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
     ast.LShift: "shl", ast.RShift: "shr", ast.Eq: "eq", ast.NotEq: "ne",
-}  # fmt: skip
-PLAIN: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": operator.floordiv,
-    "mod": operator.mod, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "shl": operator.lshift,
-    "shr": operator.rshift, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq,
-    "ne": operator.ne,
 }  # fmt: skip
 MOST_STEPS = 64  # of an unrolled loop
 
@@ -151,8 +156,11 @@ class _Reading:
         match target:
             case ast.Name(name):
                 env[name] = value
-            case ast.Tuple(elts) if isinstance(value, tuple) and len(value) == len(elts):
-                for t, v in zip(elts, value, strict=True):
+            case ast.Tuple(elts) if isinstance(value, tuple):
+                values = tuple[Any, ...](value)
+                if len(values) != len(elts):
+                    raise Unsupported("an assignment to fewer, or more, names")
+                for t, v in zip(elts, values, strict=True):
                     self.assign(t, v, env)
             case _:
                 raise Unsupported("an assignment to parts")
@@ -188,11 +196,13 @@ class _Reading:
         at = terms.variable(variable, most)
         env[name] = Tile(terms.int(a + at * step))
         runs = terms.at_least(b - a - at * step - 1)
-        before, outside = dict(env), self.inside
+        before: dict[str, Any] = dict(env)
+        outside = self.inside
         carried = sorted(_assigned(body) & {n for n, v in before.items() if isinstance(v, Tile)} - {name})
         for n in carried:
-            kind = terms.kinds[before[n].term] if terms.kinds[before[n].term] != "int" else "real"
-            env[n] = Tile(terms.carried(number, n, lanes(terms, before[n].shape), kind), before[n].shape)
+            first_value: Tile = before[n]
+            kind = terms.kinds[first_value.term] if terms.kinds[first_value.term] != "int" else "real"
+            env[n] = Tile(terms.carried(number, n, lanes(terms, first_value.shape), kind), first_value.shape)
         starts = {n: env[n] for n in carried}
         self.inside = terms.all([outside, runs])
         self.body(body, env)
@@ -234,7 +244,7 @@ class _Reading:
                 return self.binary(OPERATORS.get(type(op), ""), self.value(left, env), self.value(right, env))
             case ast.UnaryOp(ast.USub(), x):
                 got = self.value(x, env)
-                return -got if isinstance(got, int | float) else each(self.terms, lambda t: negative(self.terms, t), got)
+                return -got if isinstance(got, int | float) else each(self.terms, partial(negative, self.terms), got)
             case ast.Subscript(value=x, slice=index):
                 items = index.elts if isinstance(index, ast.Tuple) else [index]
                 return self.subscript(self.value(x, env), [None if isinstance(i, ast.Constant) else i for i in items])
@@ -259,7 +269,7 @@ class _Reading:
         if not fn:
             raise Unsupported("an operator")
         if isinstance(a, int | float) and isinstance(b, int | float):
-            return PLAIN[fn](a, b)
+            return _plain(fn, a, b)
         return self.calls.operator(fn, a, b)
 
     def attribute(self, e: ast.Attribute, env: dict[str, Any]) -> Any:
@@ -289,8 +299,10 @@ class _Reading:
 
     def library(self, name: str, args: list[Any], options: dict[str, Any], line: int) -> Any:
         if name == "program_id":
-            name, count = [*self.program.grid.items(), *[("", 1)] * 3][args[0]]
-            return Tile(self.terms.int(self.terms.variable(name, count)))
+            along = list(self.program.grid.items())
+            axis: int = args[0]
+            at = self.terms.variable(*along[axis]) if axis < len(along) else const(0)
+            return Tile(self.terms.int(at))
         if name == "load":
             return self.load(args[0], options.get("mask"), options.get("other"), line)
         if name == "store":
@@ -311,7 +323,7 @@ class _Reading:
         fn = self.primitive(self.known[name], kinds)
         if fn is not None:
             result = Kind(kinds[0], 64)
-            return each(self.terms, lambda *x: applied(self.terms, fn, x, result), *tiles)
+            return each(self.terms, partial(_primitive, self.terms, fn, result), *tiles)
         return self.said(name, args)
 
     def primitive(self, function: ast.FunctionDef, kinds: tuple[str, ...]) -> str | None:
@@ -338,7 +350,7 @@ class _Reading:
         merge = self.primitive(fn, (self.terms.kinds[x.term],) * 2)
         if merge not in REDUCING:
             raise Unsupported(f"a reduction by '{fn.name}'")
-        return self.calls.folded(merge, x, axis)
+        return folded(self.terms, merge, x, axis)
 
     def method(self, x: Any, name: str, args: list[Any], options: dict[str, Any], line: int) -> Any:
         if isinstance(x, Box) and name == "load":
@@ -353,7 +365,8 @@ class _Reading:
                 raise Unsupported("bits as another type")
             return self.calls.cast(self.calls.tile(x), args[0])
         if name == "reshape":
-            return self.calls.reshaped(self.calls.tile(x), tuple(args[0]) if isinstance(args[0], tuple) else tuple(args))
+            shape = tuple[int, ...](args[0] if isinstance(args[0], tuple) else args)
+            return self.calls.reshaped(self.calls.tile(x), shape)
         raise Unsupported(f"'.{name}'")
 
     # memory
@@ -398,9 +411,32 @@ class _Reading:
         self.program.stores.append(Store(access, value.term))
 
 
+def _primitive(terms: Terms, fn: str, kind: Kind, *args: int) -> int:
+    return applied(terms, fn, args, kind)
+
+
 def _assigned(body: list[ast.stmt]) -> set[str]:
     """Names that statements give values to."""
     return {n.id for line in body for n in ast.walk(line) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def _plain(fn: str, a: Any, b: Any) -> Any:
+    """An operator of two numbers."""
+    match fn:
+        case "add":
+            return a + b
+        case "sub":
+            return a - b
+        case "mul":
+            return a * b
+        case "truediv":
+            return a / b
+        case "floordiv":
+            return a // b
+        case "mod":
+            return a % b
+        case _:
+            raise Unsupported(f"{fn} of two literals")
 
 
 def _of_library(e: ast.expr) -> bool:

@@ -19,13 +19,14 @@ from tapestry.verify.kernels import addresses
 from tapestry.verify.kernels.evaluation import Evaluation, OutOfReach, together
 from tapestry.verify.kernels.kernel_text import KernelText
 from tapestry.verify.kernels.operation_terms import Operation
-from tapestry.verify.kernels.primitives import kind_of
 from tapestry.verify.kernels.reading.triton_source import Program, Store
+from tapestry.verify.kernels.term_arithmetic import kind_of
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
 PROGRAMS = 10  # that are compared
-CLOSE = 1e-6  # of the largest value: sources have constants of f32, and approximations
+CLOSE = 1e-6  # of a value and the largest one: sources have constants of f32, and approximations
+GREAT = 100.0  # beyond it a value says nothing of others' cancellation
 SCRATCH = 1 << 22  # elements of scratch that are computed
 
 
@@ -101,7 +102,7 @@ def _compare(
         place, inside, made, wanted = np.broadcast_arrays(place, inside, made, wanted)
         a, b = made[inside].astype(np.float64), wanted[inside].astype(np.float64)
         with np.errstate(all="ignore"):
-            size = np.max(np.abs(b[np.isfinite(b)]), initial=0.0)
+            size = np.abs(b) + min(np.max(np.abs(b[np.isfinite(b)]), initial=0.0), GREAT)
             wrong = np.flatnonzero(~((np.abs(a - b) <= CLOSE * size) | (a == b) | np.isnan(b)))
         if len(wrong):
             w = int(wrong[0])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from tapestry.ir.index import Aff, const, dim
+from tapestry.ir.index import Aff, const, dim, dims_of, substitute
 from tapestry.verify.kernels import rearranged
-from tapestry.verify.kernels.conditions import Conditions
+from tapestry.verify.kernels.integer_conditions import Conditions
 from tapestry.verify.kernels.terms import COMMUTATIVE, REDUCING, Terms
 
 CLOSE = 1e-6  # relative, of constants: those of a source may be of fewer bits
@@ -104,12 +105,12 @@ class Matching:
     def _alike(self, a: int, b: int, given: int) -> int:
         """``b`` with the loaded integers of ``a`` in the place of equal ones of its own."""
         terms, env = self.terms, dict[str, Aff]()
-        mine = terms.leaves(a)
-        for t in terms.leaves(b) - mine:
+        mine = leaves(terms, a)
+        for t in leaves(terms, b) - mine:
             found = next((s for s in sorted(mine) if s != a and self.same(s, t, given)), None)
             if found is not None:
                 env[f"#{t}"] = dim(f"#{found}")
-        return terms.renamed(b, env) if env else b
+        return renamed(terms, b, env) if env else b
 
     def _arguments(self, fn: str, p: Sequence[int], q: Sequence[int], given: int) -> bool:
         if len(p) != len(q):
@@ -141,13 +142,13 @@ class Matching:
     def _bodies(self, a: int, b: int, given: int) -> bool:
         """Bodies at the same values of the variables."""
         terms = self.terms
-        at = [terms.variable(terms.fresh(), n) for k, n in enumerate(terms.keys[a][2])]
+        at = [terms.variable(terms.fresh(), n) for n in terms.keys[a][2]]
         return self.same(terms.opened(a, at), terms.opened(b, at), given)
 
     def _in_stretches(self, p: tuple[Any, ...], b: int, given: int) -> bool:
         """Whether sums one after another are one sum, each of a stretch of its steps."""
         terms = self.terms
-        sums = [t for t, c in p[2] if c == 1.0 and terms.keys[t][:2] == ("reduce", "add")]
+        sums: list[int] = [t for t, c in p[2] if c == 1.0 and terms.keys[t][:2] == ("reduce", "add")]
         if len(sums) < len(p[2]) or p[1] or terms.keys[b][1] != "add" or len(terms.keys[b][2]) != 1:
             return False
         total = terms.keys[b][2][0]
@@ -170,7 +171,7 @@ class Matching:
     def _rearranged(self, a: int, b: int, given: int) -> bool:
         """Bodies at steps that correspond in another order."""
         terms = self.terms
-        fn, sizes = terms.keys[a][1:3]
+        fn, sizes = str(terms.keys[a][1]), tuple[int, ...](terms.keys[a][2])
         names = [terms.fresh() for _ in sizes]
         step = terms.fresh()
         mine = terms.opened(a, [terms.variable(n, k) for n, k in zip(names, sizes, strict=True)])
@@ -184,6 +185,27 @@ class Matching:
             if self.same(mine, terms.substituted(theirs, {step: at}), terms.all((given, real))):
                 return True
         return False
+
+
+def leaves(terms: Terms, t: int) -> set[int]:
+    """Integers that are no variables, in an integer or a condition on integers."""
+    key = terms.keys[t]
+    if key[0] in ("int", "ge", "eq"):
+        return {int(d[1:]) for d in dims_of(key[1]) if d[0] == "#"}
+    if key[0] in ("not", "all"):
+        return set[int]().union(*(leaves(terms, p) for p in terms.parts(t)))
+    return {t} if terms.kinds[t] == "int" else set()
+
+
+def renamed(terms: Terms, t: int, env: Mapping[str, Aff]) -> int:
+    """An integer, or a condition on integers, with others for its leaves."""
+    key = terms.keys[t]
+    if key[0] in ("int", "ge", "eq"):
+        aff = substitute(key[1], env, None)
+        return terms.int(aff) if key[0] == "int" else terms.at_least(aff) if key[0] == "ge" else terms.is_zero(aff)
+    if f"#{t}" in env:
+        return terms.int(env[f"#{t}"])
+    return terms.rebuilt(t, partial(renamed, terms, env=env)) if key[0] in ("not", "all") else t
 
 
 def flattened(terms: Terms, t: int, sizes: Sequence[int], known: dict[int, int]) -> int:

@@ -32,7 +32,7 @@ class Conditions:
             return True
         if c == terms.false:
             return self.never(given)
-        return all(self.never(given, terms.negated(p)) for p in (terms.keys[c][1] if terms.keys[c][0] == "all" else (c,)))
+        return all(self.never(given, terms.negated(p)) for p in terms.conjuncts(c))
 
     def never(self, *conditions: int) -> bool:
         """Whether conditions cannot hold together."""
@@ -94,7 +94,7 @@ class Conditions:
         )
 
     def _variables(self, conditions: Sequence[int]) -> set[str]:
-        return set().union(*(self.terms.free[c] for c in conditions if self._whole(c)))
+        return set[str]().union(*(self.terms.free[c] for c in conditions if self._whole(c)))
 
     def _whole(self, c: int) -> bool:
         """Whether a condition is about integers alone."""

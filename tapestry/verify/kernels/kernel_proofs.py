@@ -13,12 +13,12 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, const
 from tapestry.ir.kernel import Kernel, shape, strides
 from tapestry.ir.state import varies
-from tapestry.verify.kernels import addresses, passes, trials
-from tapestry.verify.kernels.conditions import Conditions
+from tapestry.verify.kernels import addresses, scratch_passes, source_trials
+from tapestry.verify.kernels.integer_conditions import Conditions
 from tapestry.verify.kernels.kernel_text import KernelText
-from tapestry.verify.kernels.matching import Matching, flattened
 from tapestry.verify.kernels.operation_terms import Operation, orders
 from tapestry.verify.kernels.reading.triton_source import Program, Store, read
+from tapestry.verify.kernels.term_matching import Matching, flattened
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
@@ -54,17 +54,8 @@ def prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
 def _prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
     if not any(prod(shape(b)) for b in kernel.outs):
         return Evidence("nothing is written", FORM)
-    why = ""
-    for unrolled in (False, True):
-        try:
-            terms = Terms()
-            ask = Conditions(terms)
-            programs = [read(terms, text.source, launch, text.buffers, unrolled) for launch in text.launches]
-            break
-        except Unsupported as e:
-            if unrolled:
-                raise Unsupported(why) from None
-            why = str(e)
+    programs, why = _programs(text)
+    ask = Conditions(programs[-1].terms)
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
     where = _check_addresses(ask, programs, kernel, text, _along(kernel, op))
@@ -75,10 +66,22 @@ def _prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
         except Unsupported as e:
             why = str(e)
     try:
-        trials.run(graph, kernel, text, programs, cell)
+        source_trials.run(graph, kernel, text, programs, cell)
     except Unsupported as e:
         return Evidence(where, COMPARED, f"{why}; {e}")
     return Evidence(where, TRIAL, why)
+
+
+def _programs(text: KernelText) -> tuple[list[Program], str]:
+    """What the launches do, and why their loops had to be read step by step (``""`` where they need not)."""
+    why = ""
+    for unrolled in (False, True):
+        terms = Terms()
+        try:
+            return [read(terms, text.source, launch, text.buffers, unrolled) for launch in text.launches], why
+        except Unsupported as e:
+            why = why or str(e)
+    raise Unsupported(why)
 
 
 def _along(kernel: Kernel, op: Block) -> Along:
@@ -117,11 +120,13 @@ def _match(graph: Graph, kernel: Kernel, text: KernelText, programs: list[Progra
     made = dict[str, list[Store]]()
     for p in before:
         for store in p.stores:
-            made.setdefault(store.to.buffer, []).append(replace(store, value=passes.inlined(terms, store.value, made, {})))
+            made.setdefault(store.to.buffer, []).append(
+                replace(store, value=scratch_passes.inlined(terms, store.value, made, {}))
+            )
     sizes = _sizes(kernel, op)
     for store in program.stores:
         store = _narrowed(terms, store)
-        value = flattened(terms, passes.inlined(terms, store.value, made, {}) if made else store.value, sizes, {})
+        value = flattened(terms, scratch_passes.inlined(terms, store.value, made, {}) if made else store.value, sizes, {})
         at, k = cell(terms, store, kernel, text), text.outs.index(store.to.buffer)
         for order in orders(kernel, op):
             right = Operation(terms, graph, kernel, text, order).values(at)[k]
@@ -133,9 +138,9 @@ def _match(graph: Graph, kernel: Kernel, text: KernelText, programs: list[Progra
 
 def _narrowed(terms: Terms, store: Store) -> Store:
     """A store whose variables run over those values alone that its mask leaves."""
-    key, env = terms.keys[store.to.mask], dict[str, Aff]()
-    for c in key[1] if key[0] == "all" else (store.to.mask,):
-        aff = terms.keys[c][1] if terms.keys[c][0] == "ge" else Aff()
+    env = dict[str, Aff]()
+    for c in terms.conjuncts(store.to.mask):
+        aff = terms.aff_of(c, "ge")
         name = aff.terms[0][0] if len(aff.terms) == 1 and aff.terms[0][1] == -1 else None
         if isinstance(name, str) and name[0] != "#" and aff.const + 1 < terms.sizes[name]:
             env[name] = terms.variable(terms.fresh(), aff.const + 1)

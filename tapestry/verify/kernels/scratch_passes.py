@@ -75,7 +75,7 @@ def _collect(e: Aff, cuts: dict[str, set[int]]) -> None:
     for atom, _ in e.terms:
         if isinstance(atom, str):
             continue
-        if isinstance(atom.arg, Aff) and atom.arg.is_dim:
+        if atom.arg.is_dim:
             cuts.setdefault(str(atom.arg), set()).add(atom.div)
         elif len(dims_of(atom.arg)) == 1 and len(atom.arg.terms) == 1 and isinstance(atom.arg.terms[0][0], Mod):
             _collect(atom.arg, cuts)
