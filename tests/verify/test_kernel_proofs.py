@@ -83,3 +83,21 @@ def test_what_does_not_read_is_not_proved():
     graph, kernel, text = made(GATED)
     for source in ("import os", "def gated(:", text.source.replace("tl.store", "tl.atomic_add")):
         assert prove(graph, kernel, replace(text, source=source)).value == COMPARED
+
+
+def test_a_store_in_a_loop_is_one_for_each_step():
+    graph, kernel, text = made(GATED)
+    at = text.source.index("    tl.store(")
+    wrong = replace(
+        text, source=text.source[:at] + "    for k in range(0, 3):\n    " + text.source[at:].replace("\n    ", "\n        ")
+    )
+    with pytest.raises(LawError, match="is written 3 times"):
+        prove(graph, kernel, wrong)
+
+
+def test_a_read_at_one_place_outside_is_refused():
+    graph, kernel, text = made(GATED)
+    at = text.source.index("    tl.store(")
+    wrong = replace(text, source=f"{text.source[:at]}    past = tl.load(x_ptr + 10000)\n{text.source[at:]}")
+    with pytest.raises(LawError, match="a read leaves"):
+        prove(graph, kernel, wrong)

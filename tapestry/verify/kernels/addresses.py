@@ -11,7 +11,7 @@ import numpy as np
 from tapestry.errors import LawError
 from tapestry.ir.kernel import Box, shape
 from tapestry.verify.kernels.evaluation import Evaluation, OutOfReach, together
-from tapestry.verify.kernels.integer_conditions import Conditions
+from tapestry.verify.kernels.integer_conditions import Conditions, Undecided
 from tapestry.verify.kernels.kernel_text import Buffer
 from tapestry.verify.kernels.reading.lane_tiles import lanes
 from tapestry.verify.kernels.reading.triton_source import Access, Program, Store
@@ -34,9 +34,10 @@ def reads(terms: Terms, ask: Conditions, loads: Sequence[Access], buffers: Mappi
         if lo >= 0 and hi < size:
             continue
         for outside in (terms.at_least(a.at * -1 - 1), terms.at_least(a.at - size)):
-            found = None if ask.never(a.mask, outside) else ask.witness(a.mask, outside)
-            if found == {}:
-                raise Unsupported(f"line {a.line}: isl does not decide whether a read stays inside")
+            try:
+                found = ask.witness(a.mask, outside)
+            except Undecided:
+                raise Unsupported(f"line {a.line}: isl does not decide whether a read stays inside") from None
             if found is not None:
                 place = ", ".join(f"{n} {v}" for n, v in sorted(found.items()) if n[0] != "#")
                 raise LawError(
@@ -50,7 +51,7 @@ def variables(terms: Terms, store: Store, grid: Mapping[str, int]) -> dict[str, 
     names = {v: n for v, n in grid.items() if n != 1}
     names |= {str(v): terms.sizes[str(v)] for v in lanes(terms, store.to.shape) if v.terms}
     free = terms.free[terms.int(store.to.at)] | terms.free[store.to.mask]
-    names |= {n: terms.sizes[n] for n in sorted(free) if n[0] == "k"}
+    names |= {n: terms.sizes[n] for n in store.to.loops}
     unknown = free - names.keys()
     if unknown:
         raise Unsupported(f"line {store.to.line}: an address from {sorted(unknown)}")

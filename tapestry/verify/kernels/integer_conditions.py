@@ -17,6 +17,10 @@ PART = 1 << 21  # points looked at together
 MOST = 1 << 27  # points that are looked at one by one
 
 
+class Undecided(Exception):
+    """Whether conditions can hold together is not known."""
+
+
 class Conditions:
     """Asks isl about terms of one proof; answers are kept."""
 
@@ -38,7 +42,10 @@ class Conditions:
         """Whether conditions cannot hold together."""
         key = tuple(sorted(set(conditions) - {self.terms.true}))
         if key not in self.known:
-            self.known[key] = self.witness(*key) is None
+            try:
+                self.known[key] = self.witness(*key) is None
+            except Undecided:
+                self.known[key] = False
         return self.known[key]
 
     def same(self, a: int, b: int, given: int) -> bool:
@@ -53,7 +60,11 @@ class Conditions:
         return zero == self.terms.true or (zero != self.terms.false and self.follows(given, zero))
 
     def witness(self, *conditions: int) -> dict[str, int] | None:
-        """A point at which all hold (as far as they are about integers); ``None`` where there is none, {} where isl gave up."""
+        """A point at which all hold, as far as they are about integers; ``None`` where there is none.
+
+        Raises:
+            Undecided: isl gave up, or there are too many points.
+        """
         self.asked += 1
         names: dict[str, str] = {}
         text = " and ".join(self._text(c, names, True) for c in conditions) or "true"
@@ -65,7 +76,7 @@ class Conditions:
             with space.bounded(OPERATIONS):
                 found = space.solution(ranges, text)
         except space.TooHard:
-            return {}
+            raise Undecided from None
         back = {short: name for name, short in names.items()}
         return None if found is None else {back[n]: v for n, v in found.items()}
 
@@ -104,13 +115,13 @@ class Conditions:
         )
 
     def _looked_for(self, conditions: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:
-        """A point at which all hold, looked for at every one; {} where there are too many, or one depends on data."""
+        """A point at which all hold, looked for at every one."""
         whole = [
             p for c in conditions for p in (self.terms.keys[c][1] if self.terms.keys[c][0] == "all" else (c,)) if self._whole(p)
         ]
         sizes = [self.terms.sizes[n] for n in names]
         if math.prod(sizes) > MOST or not whole:
-            return {}
+            raise Undecided
         step = max(1, PART * sizes[0] // math.prod(sizes)) if sizes else 1
         for lo in range(0, sizes[0] if sizes else 1, step):
             at = {names[0]: np.arange(lo, min(lo + step, sizes[0]))} if names else {}
@@ -118,7 +129,7 @@ class Conditions:
                 run = Evaluation(self.terms, at, {})
                 own, arrays = together([run.of(c) for c in whole])
             except (OutOfReach, Unsupported, KeyError):
-                return {}
+                raise Undecided from None
             found = np.argwhere(np.logical_and.reduce(np.broadcast_arrays(*arrays)))
             if len(found):
                 return {n: int(at[n][v] if n in at else v) for n, v in zip(own, found[0], strict=True)}

@@ -21,6 +21,7 @@ from tapestry.verify.kernels.reading.triton_source import Program, Store, read
 from tapestry.verify.kernels.term_matching import Matching, flattened
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
+NO_FORM = "no common normal form"
 Array = np.ndarray[Any, Any]
 Along = tuple[tuple[bool, ...], ...]
 FORM, TRIAL, COMPARED = "normal form", "exact interpretation of the source at sampled programs", "compared only"
@@ -59,17 +60,30 @@ def _prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
     where = _check_addresses(ask, programs, kernel, text, _along(kernel, op))
+    first, *others = orders(kernel, op)
+    why = why or _mismatch(graph, kernel, text, programs, ask, [first])
     if not why:
-        try:
-            _match(graph, kernel, text, programs, ask)
-            return Evidence(where, FORM)
-        except Unsupported as e:
-            why = str(e)
+        return Evidence(where, FORM)
+    formless = why.endswith(NO_FORM)
     try:
-        source_trials.run(graph, kernel, text, programs, cell)
+        source_trials.run(graph, kernel, text, programs, cell)  # before other orders are tried: a wrong kernel has none
+        shown = TRIAL
     except Unsupported as e:
-        return Evidence(where, COMPARED, f"{why}; {e}")
-    return Evidence(where, TRIAL, why)
+        shown, why = COMPARED, f"{why}; {e}"
+    if others and formless and not _mismatch(graph, kernel, text, programs, ask, others):
+        return Evidence(where, FORM)
+    return Evidence(where, shown, why)
+
+
+def _mismatch(
+    graph: Graph, kernel: Kernel, text: KernelText, programs: list[Program], ask: Conditions, ways: list[tuple[int, ...]]
+) -> str:  # fmt: skip
+    """Why a kernel's values and its operation's have no common normal form; ``""`` where they have."""
+    try:
+        _match(graph, kernel, text, programs, ask, ways)
+    except Unsupported as e:
+        return str(e)
+    return ""
 
 
 def _programs(text: KernelText) -> tuple[list[Program], str]:
@@ -107,8 +121,10 @@ def _check_addresses(ask: Conditions, programs: list[Program], kernel: Kernel, t
     return "isl" if ask.asked else "intervals"
 
 
-def _match(graph: Graph, kernel: Kernel, text: KernelText, programs: list[Program], ask: Conditions) -> None:
-    """Compare the value of each store with the operation's at its cell.
+def _match(
+    graph: Graph, kernel: Kernel, text: KernelText, programs: list[Program], ask: Conditions, ways: list[tuple[int, ...]]
+) -> None:  # fmt: skip
+    """Compare the value of each store with the operation's at its cell, its reduced dimensions in one of some orders.
 
     Raises:
         Unsupported: they have no common form.
@@ -128,12 +144,12 @@ def _match(graph: Graph, kernel: Kernel, text: KernelText, programs: list[Progra
         store = _narrowed(terms, store)
         value = flattened(terms, scratch_passes.inlined(terms, store.value, made, {}) if made else store.value, sizes, {})
         at, k = cell(terms, store, kernel, text), text.outs.index(store.to.buffer)
-        for order in orders(kernel, op):
+        for order in ways:
             right = Operation(terms, graph, kernel, text, order).values(at)[k]
             if Matching(terms, ask).same(value, right, store.to.mask):
                 break
         else:
-            raise Unsupported(f"line {store.to.line}: no common normal form")
+            raise Unsupported(f"line {store.to.line}: {NO_FORM}")
 
 
 def _narrowed(terms: Terms, store: Store) -> Store:

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tapestry.ir.index import Aff, const
 from tapestry.verify.kernels.kernel_text import Box, Buffer, Launch
@@ -49,6 +49,7 @@ class Access:
     mask: int
     shape: Shape
     line: int
+    loops: tuple[str, ...] = ()  # variables of the loops that the statement stands in
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class _Reading:
         self.table = self.calls.table()
         pass_ = terms.fresh()[1:]
         self.program = Program(terms, {f"p{k}.{pass_}": n for k, n in enumerate(launch.grid)})
+        self.around = tuple[str, ...]()  # variables of the loops that a statement stands in
         self.inside = terms.true  # under which conditions of loops a statement runs
         self.unrolled = False
 
@@ -157,7 +159,7 @@ class _Reading:
             case ast.Name(name):
                 env[name] = value
             case ast.Tuple(elts) if isinstance(value, tuple):
-                values = tuple[Any, ...](value)
+                values = cast("tuple[Any, ...]", value)
                 if len(values) != len(elts):
                     raise Unsupported("an assignment to fewer, or more, names")
                 for t, v in zip(elts, values, strict=True):
@@ -204,9 +206,9 @@ class _Reading:
             kind = terms.kinds[first_value.term] if terms.kinds[first_value.term] != "int" else "real"
             env[n] = Tile(terms.carried(number, n, lanes(terms, first_value.shape), kind), first_value.shape)
         starts = {n: env[n] for n in carried}
-        self.inside = terms.all([outside, runs])
+        self.inside, self.around = terms.all([outside, runs]), (*self.around, variable)
         self.body(body, env)
-        self.inside = outside
+        self.inside, self.around = outside, self.around[:-1]
         self._after(number, (variable, most), runs, before, starts, env, _assigned(body) | {name})
 
     def _after(
@@ -365,7 +367,7 @@ class _Reading:
                 raise Unsupported("bits as another type")
             return self.calls.cast(self.calls.tile(x), args[0])
         if name == "reshape":
-            shape = tuple[int, ...](args[0] if isinstance(args[0], tuple) else args)
+            shape = tuple(cast("tuple[int, ...]", args[0]) if isinstance(args[0], tuple) else args)
             return self.calls.reshaped(self.calls.tile(x), shape)
         raise Unsupported(f"'.{name}'")
 
@@ -400,7 +402,8 @@ class _Reading:
         if any(x.startswith("loop ") for t in tiles for x in terms.free[t.term]):
             raise Unsupported("an address from what a loop carries")
         inside = terms.all([self.inside, tiles[1].term])
-        return Access(pointer.buffer, terms.aff(tiles[0].term), inside, shape, line), tiles
+        loops = tuple(v for v in self.around if terms.sizes.get(v, 1) > 1)
+        return Access(pointer.buffer, terms.aff(tiles[0].term), inside, shape, line, loops), tiles
 
     def store(self, pointer: Any, value: Tile, mask: Any, line: int) -> None:
         terms = self.terms
