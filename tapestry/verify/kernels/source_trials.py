@@ -27,6 +27,7 @@ Array = np.ndarray[Any, Any]
 PROGRAMS = 10  # that are compared
 CLOSE = 1e-6  # of a value and the largest one: sources have constants of f32, and approximations
 GREAT = 100.0  # beyond it a value says nothing of others' cancellation
+NARROW = frozenset({"i8", "i16", "u8", "u16"})
 SCRATCH = 1 << 22  # elements of scratch that are computed
 
 
@@ -39,8 +40,7 @@ def run(graph: Graph, kernel: Kernel, text: KernelText, programs: Sequence[Progr
     Raises:
         LawError: a cell differs; Unsupported: there is a term without a value, or too many numbers.
     """
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
+    op = graph_op(graph, kernel)
     for positive in (False, True):
         data = _drawn(text, op, np.random.default_rng(positive), positive)
         try:
@@ -50,6 +50,13 @@ def run(graph: Graph, kernel: Kernel, text: KernelText, programs: Sequence[Progr
                 _compare(graph, kernel, text, programs[-1], store, data, at)
         except (OutOfReach, MemoryError):
             raise Unsupported("too many numbers to interpret") from None
+
+
+def graph_op(graph: Graph, kernel: Kernel) -> Block:
+    """The operation of a kernel."""
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    return op
 
 
 def _drawn(text: KernelText, op: Block, rng: np.random.Generator, positive: bool) -> dict[str, Array]:
@@ -104,6 +111,8 @@ def _compare(
         with np.errstate(all="ignore"):
             size = np.abs(b) + min(np.max(np.abs(b[np.isfinite(b)]), initial=0.0), GREAT)
             wrong = np.flatnonzero(~((np.abs(a - b) <= CLOSE * size) | (a == b) | np.isnan(b)))
+        if len(wrong) and any(e.dtype in NARROW for e in graph_op(graph, kernel).body):
+            raise Unsupported("sums of short integers, which wrap around")
         if len(wrong):
             w = int(wrong[0])
             raise LawError(
