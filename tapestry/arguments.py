@@ -64,6 +64,11 @@ def kernels(p: argparse.ArgumentParser) -> None:
     p.add_argument("--target", default="triton:sm90", help="triton:sm80, triton:sm90, triton:sm100 or triton:gfx942")
 
 
+def verify(p: argparse.ArgumentParser) -> None:
+    """What is proved besides."""
+    p.add_argument("--kernels", action="store_true", help="prove the kernels' sources against their operations, too")
+
+
 def export(p: argparse.ArgumentParser) -> None:
     """Where to, and with which data."""
     p.add_argument("-o", "--output", type=Path, required=True, metavar="SHARDED.onnx")

@@ -12,11 +12,13 @@ import numpy as np
 from tapestry import build_report, model_evidence
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
+from tapestry.codegen.kernel_texts import kernel_text_of
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
+from tapestry.verify.kernels.kernel_proofs import prove
 from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
 
 
@@ -58,6 +60,25 @@ def _state(build: store.Build) -> dict[str, int]:
     if tuple(found) != state.caches:
         raise LawError("state", "the caches are not the model's", where="the report", why=f"{state.caches}, not {tuple(found)}")
     return {"state": len(found)}
+
+
+def prove_kernels(folder: Path, report: Callable[[int, int], None] = lambda done, count: None) -> list[dict[str, str]]:
+    """Prove the sources of a build's kernels against their operations; a row for each.
+
+    Raises:
+        BuildError: the build does not read; LawError: a kernel is not its operation.
+    """
+    build, _ = store.read(folder)
+    graph, rows = build.plan.graph, list[dict[str, str]]()
+    made = kernel_sources.named_kernels(graph, build.program, build.target, build.precision, build.knobs)
+    for done, (name, (kernel, one)) in enumerate(made.items()):
+        report(done, len(made))
+        file = folder / "kernels" / name
+        if not file.is_file():
+            raise LawError("kernels", f"there is no '{name}'", where=str(folder))
+        shown = prove(graph, kernel, kernel_text_of(graph, kernel, one, name, file.read_text()))
+        rows.append({"kernel": name, "form": one.kind, "addresses": shown.addresses, "value": shown.value, "why": shown.why})
+    return rows
 
 
 def constants_of(folder: Path, build: store.Build) -> dict[str, np.ndarray[Any, Any]]:

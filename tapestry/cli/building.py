@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from typing import Any
 
 from tapestry.cli.outcome import Outcome, bar, shapes
 from tapestry.errors import TapestryError
@@ -87,13 +88,15 @@ def _analyze(args: argparse.Namespace) -> Outcome:
 
 def verify(args: argparse.Namespace) -> Outcome:
     """``tapestry verify``: re-check every law from the files alone."""
-    from tapestry.saved_build import replay_rewrites, verify_build
-    from tapestry.viz.format import evidence_text
+    from tapestry.saved_build import prove_kernels, replay_rewrites, verify_build
+    from tapestry.viz.format import evidence_text, kernels_text
     from tapestry.viz.tables import rewrites_text
 
     build, laws, evidence = verify_build(args.build)
     replayed = replay_rewrites(args.build, build.plan.graph)
     rewrites = None if replayed is None else {"steps": replayed.steps, "shown": dict(replayed.shown)}
+    with bar(args, "verify") as report:
+        kernels = prove_kernels(args.build, report) if args.kernels else None
 
     def text() -> None:
         print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")
@@ -102,8 +105,12 @@ def verify(args: argparse.Namespace) -> Outcome:
         print(f"{args.build}: {rewrites_text(rewrites)}")
         for row in evidence:
             print(evidence_text(row))
+        for line in kernels_text(kernels or []):
+            print(line)
 
-    document = {"model": build.model, "passed": True, "laws": laws, "rewrites": rewrites, "evidence": evidence}
+    document: dict[str, Any] = {
+        "model": build.model, "passed": True, "laws": laws, "rewrites": rewrites, "evidence": evidence, "kernels": kernels,
+    }  # fmt: skip
     return Outcome(document, text)
 
 

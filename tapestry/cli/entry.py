@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
     ),
     "explain": (building.explain, [arguments.explain], "the plan as a person reads it"),
     "view": (viewing.view, [arguments.view], "the plan as one HTML page: graph, index spaces, tensors, time, alternatives"),
-    "verify": (building.verify, [arguments.build], "re-check every law from the files alone"),
+    "verify": (building.verify, [arguments.build, arguments.verify], "re-check every law from the files alone"),
     "kernels": (
         building.kernels, [arguments.build, arguments.output_folder, arguments.kernels],
         "readable Triton source, compiled objects, a resource table",

@@ -234,3 +234,10 @@ def _pair(raw: Any) -> tuple[Point, Point]:
 
 def _point(p: Any) -> Point:
     return tuple(int(str(p.get_coordinate_val(isl.dim_type.set, i))) for i in range(p.get_space().dim(isl.dim_type.set)))
+
+
+def solution(ranges: Mapping[str, int], rules: str) -> dict[str, int] | None:
+    """A point of a box (``None`` for a size: any integer) at which a condition in isl's words holds; ``None`` without one."""
+    bounds = [f"0 <= {n} < {size}" for n, size in ranges.items() if size]
+    found = isl.Set(f"{{ [{', '.join(ranges)}] : {' and '.join([*bounds, f'({rules})'])} }}")
+    return None if found.is_empty() else dict(zip(ranges, _point(found.sample_point()), strict=True))

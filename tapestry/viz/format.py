@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,13 @@ def evidence_text(row: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{n:,} {what}" for what, n in row["counts"].items() if n)
     more = [row[k] for k in ("why", "power", "weights") if k in row]
     return "; ".join([f"  {row['what']} against {row['against']}: {row['kind']}", *([counts] if counts else []), *more])
+
+
+def kernels_text(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """By what kernels were shown to be their operations, and those of which it was not the strongest way."""
+    counts = Counter((r["value"], r["addresses"]) for r in rows)
+    lines = [f"  {n:,} kernels: value by {value}, addresses by {addresses}" for (value, addresses), n in counts.most_common()]
+    return lines + [f"    {r['kernel']}: {r['value']}: {r['why']}" for r in rows if r["why"]]
 
 
 def human(n: float) -> str:

@@ -1,0 +1,1 @@
+"""Sources read: from the text of a kernel to terms."""
