@@ -108,7 +108,7 @@ def compile(
         shapes: sizes of symbolic dimensions, by symbol or by input.
         memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
-        pins, layouts: as on the command line, one or several; ``rules``: files of the user's own rewrite rules.
+        pins, layouts: as on the command line, one or several; ``rules``: files of your own, ``without``: rules or phases left out.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         weights: False plans a model whose external data is absent.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
@@ -118,7 +118,6 @@ def compile(
         interrupt: when it is set, by a signal handler or another thread, the search ends with the best plan so far.
         stages, micro_batches: how many pipeline stages, and how many parts of the batch go through them one after another;
             ``"auto"`` takes stages where they are better than none, 1 has none.
-        without: rules that are not used, or a phase of them (``"algebra"``).
         print_after: names of passes (`pipeline.PASSES`) after which the IR goes into ``printed``, as text.
         progress: told the phase and the name of every pass as it begins.
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
