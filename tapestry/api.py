@@ -108,7 +108,7 @@ def compile(
         shapes: sizes of symbolic dimensions, by symbol or by input.
         memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
-        pins, layouts: as on the command line, one or several; ``rules``: files of your own, ``without``: rules or phases left out.
+        pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         weights: False plans a model whose external data is absent.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
