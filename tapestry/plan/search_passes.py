@@ -268,7 +268,14 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
         return fused(graph, task.machine, disabled) if task.machine else (graph, [])
 
     search = Improvement(
-        plan=task.attempt, budget=budget, units=STRUCTURE, least=least, disabled=disabled, book=book.derivations, refuse=refuse
+        plan=task.attempt,
+        budget=budget,
+        units=STRUCTURE,
+        book_units=STRUCTURE,
+        least=least,
+        disabled=disabled,
+        book=book.derivations,
+        refuse=refuse,
     )
     unfused = graph if form.moves and not disabled_by(form.moves) else None
     new, found, moves, anew = search.run(form.graph, result, unfused)

@@ -60,6 +60,7 @@ class Improvement:
         bound: the least of the bounds of all graphs that were planned, ``planned`` of them.
         unfinished: others, whose plans may be better: there was no work left to find out.
         met: whether there was any move.
+        book_units: of the budget, for planning what the book derives.
         book: what the book of equations makes of a graph's regions, and ``refuse`` fuses by price what it made.
         derived: what came of it.
     """
@@ -74,6 +75,7 @@ class Improvement:
     planned: int = 0
     unfinished: int = 0
     met: bool = False
+    book_units: float = 0.0
     book: Callable[[Graph], list[Derivation]] = lambda graph: []
     refuse: Callable[[Graph], tuple[Graph, list[Move]]] = lambda graph: (graph, [])
     derived: list[Tried] = field(default_factory=list[Tried])
@@ -93,7 +95,7 @@ class Improvement:
     def _derived(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
         """The first graph with a better plan that the book makes: of all kinds of regions at once, else of one."""
         every = self.book(graph)
-        ours = self.budget.part(self.units)
+        ours = self.budget.part(self.book_units)
         begin = ours.left()
         for some in [every, *([d] for d in every if len(every) > 1)]:
             moves = [m for d in some for m in (Move(SIMPLIFIED, "graph"), *d.moves)][1:]
@@ -108,7 +110,7 @@ class Improvement:
             better = candidate.objective < found.objective * WORTH
             self.derived.append(_tried(some, candidate.objective, better))
             if better:
-                self.units = max(0.0, self.units - (begin - ours.left()))
+                self.book_units = max(0.0, self.book_units - (begin - ours.left()))
                 return new, candidate, [*done, *fusions]
         return None
 
