@@ -120,7 +120,7 @@ def compile(
         shapes: sizes of symbolic dimensions, by symbol or by input.
         memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
-        pins, layouts: as on the command line, one or several; ``rules``: files of the user's own rewrite rules.
+        pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
         pareto: also report the front of latency against memory, in ``report["pareto"]``.
         exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
@@ -128,7 +128,6 @@ def compile(
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
         stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
-        without: rules that are not used, or a phase of them (``"algebra"``).
         print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``; ``progress``: told of every pass as it begins.
         state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.

@@ -192,6 +192,10 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("rule", nargs="?", metavar="NAME")
     p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
     p.add_argument("--check", action="append", type=Path, default=[], metavar="FILE", help="prove the rules of a file")
+    p.add_argument("--derive", type=Path, metavar="GRAPH.tap", help="what the book of equations makes of a graph, with prices")
+    p.add_argument("--dot", action="store_true", help="with --derive: as a graph for Graphviz")
+    text = "plans and runs with the book of equations, without it, without each equation that was used, with each alone"
+    p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
     shape(p)
     own_rules(p)
 

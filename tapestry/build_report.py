@@ -190,6 +190,7 @@ def _bounded(priced: PricedPlan, planned: Planned, task: Task) -> dict[str, Any]
         of = f"{scope.text()}; without {'; '.join(missing)}" if missing else scope.text()
     return {
         "left_out": scope.left_out, "bound_of": of, "not_bounded": missing,
+        "equations": [t.data() for t in scope.equations],
         "forms": {"tried": list(scope.forms), "untried": list(scope.untried)},
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ rules were written with; ``UNOPENED`` were written before the search was run on 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx
@@ -36,7 +37,7 @@ class Net:
         self.weights.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
-    def op(self, kind: str, *ins: str, **attributes: object) -> str:
+    def op(self, kind: str, *ins: str, **attributes: Any) -> str:
         out = f"t{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(ins), [out], **attributes))
         return out
@@ -54,7 +55,7 @@ class Net:
         return self.const(np.array(values, np.int64))
 
     def scalar(self, value: float) -> str:
-        return self.const(np.float32(value))
+        return self.const(np.array(value, np.float32))
 
     def model(self, *outputs: str) -> onnx.ModelProto:
         outs = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs]
@@ -184,7 +185,7 @@ def class_token() -> onnx.ModelProto:
     x = n.input("x", 4, 196, 384)
     h = n.op("Tanh", n.op("Add", n.mm(x, n.weight(384, 1536)), n.weight(1536)))
     y = n.op("Add", n.mm(h, n.weight(1536, 384)), n.weight(384))
-    return n.model(n.op("Gather", y, n.const(np.int64(0)), axis=1))
+    return n.model(n.op("Gather", y, n.const(np.array(0, np.int64)), axis=1))
 
 
 def pooled_attention() -> onnx.ModelProto:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from tapestry.cli import rule_lab
 from tapestry.cli.outcome import Outcome, shapes
 from tapestry.errors import TapestryError
 
@@ -22,6 +23,7 @@ def opt(args: argparse.Namespace) -> Outcome:
     from tapestry.ir.syntax.printer import to_text
     from tapestry.rewrites import load_rules
     from tapestry.rewrites.core.applied import apply_moves
+    from tapestry.rewrites.core.driver import SIMPLIFIED, simplify
     from tapestry.rewrites.core.rule import parse_move
     from tapestry.verify.rewriting.proofs import prove_steps
 
@@ -35,10 +37,11 @@ def opt(args: argparse.Namespace) -> Outcome:
     between: list[dict[str, str]] = []
     proved: list[dict[str, Any]] = []
     for text in args.rule:
-        before, graph = graph, apply_moves(graph, [parse_move(text)])
+        move, before = parse_move(text), graph
+        graph = simplify(graph) if move.rule == SIMPLIFIED else apply_moves(graph, [move])
         checks = laws.check(graph)
         between.append({"move": text, "graph": to_text(graph)})
-        shown = prove_steps(() if graph.log is before.log else changes(graph)[-1:])
+        shown = prove_steps(changes(graph)[len(changes(before)) :])
         proved.append({"move": text, "shown": dict(shown)})
     texts = [f"# after {b['move']}\n{b['graph']}" for b in between] if args.print_between and between else [to_text(graph)]
     document = {"graph": to_text(graph), "laws": checks, "proved": proved}
@@ -61,6 +64,10 @@ def rules(args: argparse.Namespace) -> Outcome:
         return _checked(args.check)
     for path in args.rules:
         load_rules(path)
+    if args.derive:
+        return rule_lab.derived(args.derive, dot=args.dot)
+    if args.ablate:
+        return rule_lab.ablated(args.ablate, shapes(args.shape))
     if args.rule is not None and args.rule not in RULES:
         close = get_close_matches(str(args.rule), RULES, 1)
         tip = f"'{close[0]}' is similar; " if close else ""

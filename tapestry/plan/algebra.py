@@ -12,7 +12,6 @@ included, beside the graph as it is.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +28,8 @@ from tapestry.rewrites.core.driver import SIMPLIFIED, rules_of, simplify
 from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.equations.equation import Equation
 
-UP, DOWN, MOST_OPS = 4, 2, 9  # of a region: operations before and behind, along a path, and in all
+NEAR = ((1, 0), (2, 1), (4, 2))  # of a region, the smallest that pays first: operations before and behind, along a path
+MOST_OPS = 9  # of a region in all
 LOOKED_AT, LATER = 24, 5  # forms of a region from which equations are tried, and moves in a row
 WORSE = 2.5  # a form that costs more than the region by this factor is not followed
 PAYS = 0.98  # of a region's price, under which a derivation is worth planning
@@ -58,6 +58,27 @@ class Derivation:
         return " then ".join(dict.fromkeys(m.rule for m in self.moves if m.rule != SIMPLIFIED))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What equations make of a region: of which form it was made, all moves from the region to it, and its seconds."""
+
+    number: int
+    parent: int | None
+    moves: tuple[Move, ...]
+    graph: Graph
+    price: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cheaper:
+    """The cheapest form of a region: seconds before and after, the moves, and what they change of the region."""
+
+    before: float
+    after: float
+    moves: tuple[Move, ...]
+    touched: frozenset[str]
+
+
 @dataclass(slots=True, kw_only=True)
 class Book:
     """The search for derivations.
@@ -65,7 +86,7 @@ class Book:
     Attributes:
         topology: its first device prices.
         meter: of work; at most ``units`` of it are done here.
-        known: of regions that were searched, by their text: the steps that lead to cheaper forms, cheapest first.
+        known: of regions that were searched, by their text: the cheapest form, if any pays.
         disabled: rules that are left out.
     """
 
@@ -73,35 +94,33 @@ class Book:
     meter: Meter
     units: float
     disabled: frozenset[str] = _NONE
-    known: dict[str, list[tuple[float, float, tuple[Move, ...]]]] = field(
-        default_factory=dict[str, list[tuple[float, float, tuple[Move, ...]]]]
-    )
+    known: dict[str, Cheaper | None] = field(default_factory=dict[str, Cheaper | None])
     tables: Tables = field(default_factory=Tables)
     looked_at: int = 0
 
     def derivations(self, graph: Graph) -> list[Derivation]:
         """For each kind of region, the moves at all its places that lead to the cheapest form; most seconds saved first."""
-        found: dict[str, list[tuple[Move, ...]]] = {}
-        price: dict[str, tuple[float, float]] = {}
+        found: dict[str, tuple[Cheaper, list[tuple[Move, ...]]]] = {}
         taken = set[str]()
-        for region in self._regions(graph):
-            names = _names(region)
-            text = to_text(_renamed(region, names))
-            if text not in self.known:
-                if self.looked_at * CHILD > self.units:
-                    break
-                self.known[text] = self._searched(_renamed(region, names))
-            own = {t for op in region.ops for t in op.outs}
-            if self.known[text] and not own & taken:
-                before, after, moves = self.known[text][0]
+        for at in dict.fromkeys(graph.find(m.at) for m in self.moves(graph)):
+            if self.looked_at * CHILD > self.units:
+                break
+            for up, down in NEAR:
+                region = _region(graph, at, up, down)
+                names = _names(region)
+                text = to_text(_renamed(region, names))
+                if text not in self.known:
+                    self.known[text] = self._searched(_renamed(region, names))
+                cheaper = self.known[text]
                 back = {new: old for old, new in names.items()}
-                key = f"{text} {moves}"
-                found.setdefault(key, []).append(tuple(_at(m, back) for m in moves))
-                price[key] = (before, after)
-                taken |= own
+                if cheaper and not (touched := {back[t] for t in cheaper.touched}) & taken:
+                    found.setdefault(text, (cheaper, []))[1].append(tuple(_at(m, back) for m in cheaper.moves))
+                    taken |= touched
+                if cheaper:
+                    break
         out = [
-            Derivation(moves=tuple(_together(steps)), before=price[k][0], after=price[k][1], places=len(steps))
-            for k, steps in found.items()
+            Derivation(moves=tuple(_together(steps)), before=c.before, after=c.after, places=len(steps))
+            for c, steps in found.values()
         ]
         return sorted(out, key=lambda d: (d.after - d.before) * d.places)
 
@@ -123,43 +142,38 @@ class Book:
             if any(rule.matcher.fits(op) for op in blocks):
                 yield from (m for m in rule.find(graph) if not isinstance(m, Refusal))
 
-    def _regions(self, graph: Graph) -> Iterator[Graph]:
-        """The surroundings of every operation at which an equation holds, each once."""
-        seen = set[frozenset[int]]()
-        makers, readers = graph.producers(), graph.consumers()
-        for at in dict.fromkeys(graph.find(m.at) for m in self.moves(graph)):
-            near, layer = {at}, [at]
-            for depth in range(max(UP, DOWN)):
-                before = [makers[t] for k in layer for t in graph.ops[k].inputs if t in makers] if depth < UP else []
-                behind = [r for k in layer for t in graph.ops[k].outs for r in readers.get(t, ())] if depth < DOWN else []
-                layer = [k for k in dict.fromkeys((*before, *behind)) if k not in near and isinstance(graph.ops[k], Block)]
-                near |= set(layer[: MOST_OPS - len(near)])
-            if frozenset(near) not in seen:
-                seen.add(frozenset(near))
-                yield _part(graph, sorted(near))
+    def _searched(self, region: Graph) -> Cheaper | None:
+        """The cheapest form of a region, of equally cheap ones that of the fewest moves; ``None`` where none pays."""
+        begin, *others = self.forms(region)
+        best = min(others, key=lambda f: (f.price, len(f.moves)), default=begin)
+        if best.price >= begin.price * PAYS:
+            return None
+        stay = {op.outs[0]: op for op in best.graph.ops}
+        touched = frozenset(t for op in region.ops if stay.get(op.outs[0]) != op for t in op.outs)
+        return Cheaper(before=begin.price, after=best.price, moves=best.moves, touched=touched)
 
-    def _searched(self, region: Graph) -> list[tuple[float, float, tuple[Move, ...]]]:
-        """Price before, price after and moves of the cheaper forms of a region."""
-        begin = self.price(region)
-        order, seen, found = itertools.count(), {to_text(region)}, list[tuple[float, float, tuple[Move, ...]]]()
-        queue: list[tuple[float, int, Graph, tuple[Move, ...]]] = [(begin, next(order), region, ())]
+    def forms(self, region: Graph) -> Iterator[Form]:
+        """A region and the forms that equations make of it, the cheapest of those found so far being followed first."""
+        begin = Form(number=0, parent=None, moves=(), graph=region, price=self.price(region))
+        yield begin
+        count, seen = 1, {to_text(region)}
+        queue = [(begin.price, 0, begin)]
         for _ in range(LOOKED_AT):
             if not queue:
                 break
-            _, _, graph, done = heapq.heappop(queue)
-            for move in self.moves(graph) if len(done) < LATER else ():
+            _, _, form = heapq.heappop(queue)
+            for move in self.moves(form.graph) if len(form.moves) < LATER else ():
                 self.looked_at += 1
                 self.meter.spent += CHILD
-                new = _applied(graph, move, self.disabled)
+                new = _applied(form.graph, move, self.disabled)
                 if new is None or (text := to_text(new)) in seen:
                     continue
                 seen.add(text)
-                price = self.price(new)
-                if price < begin * PAYS:
-                    found.append((begin, price, (*done, move)))
-                if price < begin * WORSE:
-                    heapq.heappush(queue, (price, next(order), new, (*done, move)))
-        return sorted(found, key=lambda f: (f[1], len(f[2])))
+                made = Form(number=count, parent=form.number, moves=(*form.moves, move), graph=new, price=self.price(new))
+                yield made
+                count += 1
+                if made.price < begin.price * WORSE:
+                    heapq.heappush(queue, (made.price, made.number, made))
 
 
 def _applied(graph: Graph, move: Move, disabled: frozenset[str]) -> Graph | None:
@@ -176,6 +190,18 @@ def _together(places: list[tuple[Move, ...]]) -> Iterator[Move]:
         if k:
             yield Move(SIMPLIFIED, "graph")
         yield from step
+
+
+def _region(graph: Graph, at: int, up: int, down: int) -> Graph:
+    """An operation with those near it."""
+    makers, readers = graph.producers(), graph.consumers()
+    near, layer = {at}, [at]
+    for depth in range(max(up, down)):
+        before = [makers[t] for k in layer for t in graph.ops[k].inputs if t in makers] if depth < up else []
+        behind = [r for k in layer for t in graph.ops[k].outs for r in readers.get(t, ())] if depth < down else []
+        layer = [k for k in dict.fromkeys((*before, *behind)) if k not in near and isinstance(graph.ops[k], Block)]
+        near |= set(layer[: MOST_OPS - len(near)])
+    return _part(graph, sorted(near))
 
 
 def _part(graph: Graph, at: list[int]) -> Graph:

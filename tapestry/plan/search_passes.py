@@ -22,7 +22,7 @@ from tapestry.plan.search.planner import cheapest
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.structural_search import WORTH, Improvement
+from tapestry.plan.structural_search import WORTH, Improvement, Tried
 from tapestry.plan.task import STEPS, Task
 from tapestry.plan.whole_graph import Alternative, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
@@ -62,6 +62,7 @@ class Scope:
         left_out: most combinations of cuts of one operation that were not looked at.
         strategies: most that were.
         moves: whether moves could rewrite the best form: tried one at a time, so that no bound is of all of them.
+        equations: what the book of equations derived, and what came of it.
     """
 
     forms: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ class Scope:
     rewritten: int = 0
     unfinished: int = 0
     moves: bool = False
+    equations: tuple[Tried, ...] = ()
 
     def text(self) -> str:
         """Which plans the bound is of."""
@@ -266,12 +268,20 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
         return fused(graph, task.machine, disabled) if task.machine else (graph, [])
 
     search = Improvement(
-        plan=task.attempt, budget=budget, units=STRUCTURE, least=least, disabled=disabled, book=book.derivations, refuse=refuse
+        plan=task.attempt,
+        budget=budget,
+        units=STRUCTURE,
+        book_units=STRUCTURE,
+        least=least,
+        disabled=disabled,
+        book=book.derivations,
+        refuse=refuse,
     )
     unfused = graph if form.moves and not disabled_by(form.moves) else None
     new, found, moves, anew = search.run(form.graph, result, unfused)
     scope = replace(
-        scope, bound=min(scope.bound, search.bound), rewritten=search.planned, unfinished=search.unfinished, moves=search.met
+        scope, bound=min(scope.bound, search.bound), rewritten=search.planned, unfinished=search.unfinished, moves=search.met,
+        equations=tuple(search.derived),
     )  # fmt: skip
     form = replace(form, graph=new, moves=(*(() if anew else form.moves), *moves)) if moves else form
     return replace(candidate, form=form, result=found, scope=scope)

@@ -26,6 +26,27 @@ MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not wo
 _NONE = frozenset[str]()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A derivation by the book that was planned: its equations, regions, seconds of those on one device before and after, the
+    objective of the best plan (infinite where it is above the best one's), and whether it was taken."""
+
+    equations: str
+    places: int
+    before: float
+    after: float
+    objective: float
+    taken: bool
+
+    def data(self) -> dict[str, object]:
+        """For the JSON document."""
+        objective = self.objective if math.isfinite(self.objective) else None
+        return {
+            "equations": self.equations, "regions": self.places, "before_s": self.before, "after_s": self.after,
+            "objective_s": objective, "taken": self.taken,
+        }  # fmt: skip
+
+
 @dataclass(slots=True, kw_only=True)
 class Improvement:
     """A search for better graphs.
@@ -39,7 +60,9 @@ class Improvement:
         bound: the least of the bounds of all graphs that were planned, ``planned`` of them.
         unfinished: others, whose plans may be better: there was no work left to find out.
         met: whether there was any move.
+        book_units: of the budget, for planning what the book derives.
         book: what the book of equations makes of a graph's regions, and ``refuse`` fuses by price what it made.
+        derived: what came of it.
     """
 
     plan: Callable[[Graph, Budget, float], PricedPlan]
@@ -52,8 +75,10 @@ class Improvement:
     planned: int = 0
     unfinished: int = 0
     met: bool = False
+    book_units: float = 0.0
     book: Callable[[Graph], list[Derivation]] = lambda graph: []
     refuse: Callable[[Graph], tuple[Graph, list[Move]]] = lambda graph: (graph, [])
+    derived: list[Tried] = field(default_factory=list[Tried])
 
     def run(self, graph: Graph, found: PricedPlan, unfused: Graph | None = None) -> tuple[Graph, PricedPlan, list[Move], bool]:
         """The graph, its best plan and the moves that led to it, from a graph and its plan; or from what it was before it was
@@ -70,10 +95,10 @@ class Improvement:
     def _derived(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
         """The first graph with a better plan that the book makes: of all kinds of regions at once, else of one."""
         every = self.book(graph)
-        together = [m for d in every for m in (Move(SIMPLIFIED, "graph"), *d.moves)][1:]
-        ours = self.budget.part(self.units)
+        ours = self.budget.part(self.book_units)
         begin = ours.left()
-        for moves in [together, *(list(d.moves) for d in every if len(every) > 1)]:
+        for some in [every, *([d] for d in every if len(every) > 1)]:
+            moves = [m for d in some for m in (Move(SIMPLIFIED, "graph"), *d.moves)][1:]
             kind = " ".join(map(str, moves))
             if not moves or kind in self.tried or ours.over() or self.budget.left() < self.least:
                 continue
@@ -82,8 +107,10 @@ class Improvement:
             new, done = _rewritten(graph, moves, self.disabled)
             new, fusions = self.refuse(new)
             candidate = self._planned(new, ours, found) if done else found
-            if candidate.objective < found.objective * WORTH:
-                self.units = max(0.0, self.units - (begin - ours.left()))
+            better = candidate.objective < found.objective * WORTH
+            self.derived.append(_tried(some, candidate.objective, better))
+            if better:
+                self.book_units = max(0.0, self.book_units - (begin - ours.left()))
                 return new, candidate, [*done, *fusions]
         return None
 
@@ -116,6 +143,14 @@ class Improvement:
         else:
             self.unfinished += 1
         return other
+
+
+def _tried(some: list[Derivation], objective: float, taken: bool) -> Tried:
+    before, after = sum(d.before * d.places for d in some), sum(d.after * d.places for d in some)
+    names = "; ".join(dict.fromkeys(d.name for d in some))
+    return Tried(
+        equations=names, places=sum(d.places for d in some), before=before, after=after, objective=objective, taken=taken
+    )
 
 
 def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:

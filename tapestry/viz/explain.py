@@ -248,6 +248,8 @@ def _notes(build: Build, simulated: Document) -> Iterator[str]:
     for other in r.get("alternatives", ()):
         unfit = {False: "; does not fit", None: "; whether it fits was not worked out"}.get(other["fits"], "")
         yield f"  {other['name']}: {duration(other['objective_s'])}{unfit}"
+    for tried in r.get("equations", ()):
+        yield f"  {_equations_text(tried)}"
     for m in moves_text(build.moves):
         yield f"rewritten by {m}"
     for pin in r.get("requests", {}).get("pins", []):
@@ -255,6 +257,13 @@ def _notes(build: Build, simulated: Document) -> Iterator[str]:
     for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
         cut = ", ".join(f"axis {x} over {a.name}" for a, x in zip(plan.mesh, layout, strict=True) if x is not None)
         yield f"'{t}' is fixed: {cut or 'replicated'}"
+
+
+def _equations_text(tried: Document) -> str:
+    """What the book of equations derived, what it would save on one device, and what came of it."""
+    what = f"{tried['regions']} region(s), {duration(tried['before_s'])} → {duration(tried['after_s'])} on one device"
+    planned = "no better plan" if tried["objective_s"] is None else f"planned {duration(tried['objective_s'])}"
+    return f"equations {tried['equations']}: {what}; {planned}: {'taken' if tried['taken'] else 'lost'}"
 
 
 def _whole_text(nodes: Document) -> Iterator[str]:

@@ -406,3 +406,23 @@ def _flags() -> str:
         lines = [[c.replace("|", "\\|") if k == 0 else c for k, c in enumerate(line)] for line in lines]
         out.append(f"## {name}\n\n{(helps.get(name) or '').capitalize()}.\n\n{table('argument | default | meaning', lines)}")
     return "\n\n".join(out)
+
+
+# the book of equations
+
+
+@makes("rules.table")
+def _rules() -> str:
+    lines: list[list[object]] = []
+    for r in sorted(rows("rules"), key=lambda r: -r["faster"]):
+        used = dict.fromkeys(m.partition("@")[0] for m in r["moves"] if not m.startswith("simplified"))
+        a, b = r["before"], r["after"]
+        pairs = [f"{a[k] * u:.3g} → {b[k] * u:.3g}" for k, u in (("flops", 1e-6), ("bytes", 1e-6), ("wire_bytes_8", 1e-6))]
+        times = [f"{a['cpu_s'] * 1e3:.2f} → {b['cpu_s'] * 1e3:.2f}", f"{r['faster']:.2f}"]
+        lines.append([r["graph"] + " \\*" * r["unopened"], *pairs[:2], *times, pairs[2], ", ".join(used) or "none"])
+    return table("graph | MFLOP: | MB: | CPU, ms: | faster: | MB between 8 devices: | moves", lines)
+
+
+@makes("rules.won")
+def _rules_won() -> str:
+    return f"{sum(r['faster'] >= 1.2 for r in rows('rules'))} of {len(rows('rules'))}"

@@ -88,8 +88,8 @@ def same(before: Graph, after: Graph, feeds: Mapping[str, Array], what: str) -> 
 
 
 def same_dependences(before: Graph, after: Graph, what: str) -> dict[str, str]:
-    """Law 5: each cell of every output depends on exactly the same cells of every input, as isl relations; reads that differ
-    are those of values that a selection does not take.
+    """Law 5: each cell of every output depends on exactly the same cells of every input, as isl relations. Reads that differ
+    are of values that a selection does not take.
 
     Dependences through an opaque operation are not affine: outputs behind one are skipped, and returned with the reason.
     """
@@ -108,13 +108,12 @@ def same_dependences(before: Graph, after: Graph, what: str) -> dict[str, str]:
         found = footprints.compare(one, other)
         if found is None:
             skipped[out] = f"isl takes too long for '{out}'"
-        try:
-            for d in found or ():
+        for d in found or ():
+            try:
                 Trial(one, other, exact=False).explain(d)
-        except LawError as e:
-            raise LawError(
-                "access_unchanged", f"a dependence of '{out}' on '{d.source}' was {d.verb}", where=what, why=e.why
-            ) from e
+            except LawError as e:
+                lost = f"a dependence of '{out}' on '{d.source}' was {d.verb}"
+                raise LawError("access_unchanged", lost, where=what, why=e.why) from e
     return skipped
 
 

@@ -1,0 +1,114 @@
+"""Derivations by the book of equations: found by price, composed, replayed as texts, planned beside the graph as it is."""
+
+import json
+
+import pytest
+
+from bench.planning.rule_graphs import SEEN
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
+from tapestry.pipeline import Options, compile_model
+from tapestry.plan.algebra import Book
+from tapestry.plan.solver.budget import Meter
+from tapestry.plan.topology import parse_mesh, topology
+from tapestry.rewrites.core.driver import apply_legal, replay, simplify
+from tapestry.rewrites.core.rule import parse_move
+from tests.support.command_line import run
+
+LAYER = """{x}t{k}: f32[256, 256] = op [i: 256, n: 256 | m: 4 sum]
+  reads a{k}[i, m], b{k}[m, n], w{k}[i, n]
+  body a{k} * b{k}
+  then w{k} + (acc0 * 0.5)
+y{k}: f32[16, 256] = op [i: 16, n: 256 | m: 256 sum]
+  reads {of}[i, m], t{k}[m, n]
+  body {of} * t{k}
+  then tanh(acc0)
+"""
+
+
+def adapters(layers: int) -> str:
+    """Linear layers whose weights have low-rank updates added to them."""
+    inputs = "".join(f"input w{k}: f32[256, 256]\ninput a{k}: f32[256, 4]\ninput b{k}: f32[4, 256]\n" for k in range(layers))
+    ops = "".join(LAYER.format(k=k, of=f"y{k - 1}" if k else "x", x="") for k in range(layers))
+    return f"graph g\ninput x: f32[16, 256]\n{inputs}{ops}output y{layers - 1}\n"
+
+
+def book(**more) -> Book:
+    return Book(topology=topology(parse_mesh("1"), "cpu"), meter=Meter(), units=1e12, **more)
+
+
+def planned(model, folder, mesh="1", **more):
+    path = folder / "m.onnx"
+    path.write_bytes(model.SerializeToString())
+    return compile_model(Options(model=path, mesh=parse_mesh(mesh), topology="cpu", **more))
+
+
+def test_equations_compose_and_equal_regions_are_searched_once() -> None:
+    one, three = book(), book()
+    (first,) = one.derivations(parse(adapters(1)))
+    found = three.derivations(parse(adapters(3)))
+    assert first.name == "distribute_update then literal_through then reassociate_contraction"
+    assert first.after < first.before and sum(d.places for d in found) == 3
+    assert len(three.known) <= 3  # the first, the last, and those in between
+
+
+def test_a_derivation_replays_as_a_text() -> None:
+    graph = parse(adapters(2))
+    moves = [m for d in book().derivations(graph) for m in d.moves]
+    texts = [str(m) for m in moves]
+    new, done = apply_legal(graph, moves)
+    again = replay(graph, [parse_move(t) for t in texts])
+    assert done and to_text(simplify(new)) == to_text(again) and len(again.ops) == 6
+
+
+def test_rules_that_are_left_out_are_not_used() -> None:
+    graph = parse(adapters(1))
+    assert book(disabled=frozenset({"distribute_update"})).derivations(graph) == []
+
+
+@pytest.mark.parametrize("name", ["last_token", "chain", "unet"])
+def test_a_plan_with_the_book_is_better_and_right(name: str, tmp_path) -> None:
+    model = SEEN[name]()
+    without, with_ = (planned(model, tmp_path, without=w) for w in (("algebra",), ()))
+    assert with_.build.report["objective_s"] < without.build.report["objective_s"] / 2
+    taken = [t for t in with_.build.report["equations"] if t["taken"]]
+    assert taken and taken[0]["after_s"] < taken[0]["before_s"]
+    assert set(with_.build.report["rewrites"]["shown"]) & {"normal form", "isl and sampled cells"}
+    again = planned(model, tmp_path, without=())
+    assert again.build.report["plan_sha256"] == with_.build.report["plan_sha256"]
+
+
+def test_fusions_that_stand_in_the_way_are_left_out(tmp_path) -> None:
+    """Two contractions of one factor go side by side, unless their sum is one contraction."""
+    assert list(planned(SEEN["two_products"](), tmp_path).build.moves) == ["common_factor@t2"]
+
+
+def test_an_exact_plan_uses_none(tmp_path) -> None:
+    assert not planned(SEEN["chain"](), tmp_path, exact=True).build.moves
+
+
+def test_the_search_is_never_worse_on_several_devices(tmp_path) -> None:
+    model = SEEN["lora"]()
+    without, with_ = (planned(model, tmp_path, "4", without=w).build.report for w in (("algebra",), ()))
+    assert with_["objective_s"] <= without["objective_s"] * (1 + 1e-9)
+
+
+def test_the_space_of_derivations_on_the_command_line(tmp_path) -> None:
+    file = tmp_path / "g.tap"
+    file.write_text(adapters(1))
+    status, out, _ = run("rules", "--derive", file, "--json")
+    forms = json.loads(out)["forms"]
+    best = min(forms, key=lambda f: f["seconds"])
+    assert status == 0 and forms[0]["of"] is None and best["seconds"] < forms[0]["seconds"]
+    status, text, _ = run("opt", file, *(x for m in best["moves"] for x in ("-r", m)))
+    assert status == 0 and parse(text).ops == parse(best["graph"]).ops
+    status, out, _ = run("rules", "--derive", file, "--dot")
+    assert status == 0 and out.startswith("digraph") and "reassociate_contraction" in out
+
+
+def test_ablation_on_the_command_line(tmp_path) -> None:
+    (tmp_path / "m.onnx").write_bytes(SEEN["greedy"]().SerializeToString())
+    status, out, _ = run("rules", "--ablate", tmp_path / "m.onnx", "--json")
+    rows = {r["equations"]: r for r in json.loads(out)["ablations"]}
+    assert status == 0 and set(rows) == {"all", "none", "without increasing_out", "increasing_out alone"}
+    assert rows["all"]["objective_s"] == rows["increasing_out alone"]["objective_s"] < rows["none"]["objective_s"]
