@@ -23,14 +23,16 @@ from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 Shape = tuple[int, ...]
 STYLES = {
     "colwise": "out", "colwise_rep": "out", "colwise_gather_output": "out", "rowwise": "in", "rowwise_rep": "in",
-    "rowwise_split_input": "in", "replicate": "", "replicated_with_grad_allreduce": "",
+    "rowwise_split_input": "in", "replicate": "", "replicated_with_grad_allreduce": "", "embedding_rowwise": "",
 }  # fmt: skip
 GATHERED, SPLIT = {"colwise_rep", "colwise_gather_output"}, {"rowwise_rep", "rowwise_split_input"}
 END = 1 << 31  # an end of a Slice beyond this means all that is there
 
 
-def rank_models(model: ModelProto, folder: Path, plan: Mapping[str, str], ranks: int) -> list[ModelProto]:
-    """The program of every rank.
+def rank_models(
+    model: ModelProto, folder: Path, plan: Mapping[str, str], ranks: int
+) -> tuple[list[ModelProto], list[str]]:  # fmt: skip
+    """The program of every rank, and the patterns that are of nothing in the model (they are passed over, as by transformers).
 
     Args:
         model: of static shapes, with the data of its weights in it or beside it.
@@ -46,28 +48,28 @@ def rank_models(model: ModelProto, folder: Path, plan: Mapping[str, str], ranks:
         shapes = _shapes(infer_shapes(model, data_prop=True))
     except InferenceError as e:
         raise ModelError("shapes contradict each other", where="shape inference", why=str(e)[:300]) from None
-    styles = _styles(model, plan)
+    styles, unused = _styles(model, plan)
     with refusing(ModelError, "the plan cannot be applied", "tp_plan", "a model of linear layers, exported without folding"):
-        return [_Rank(model, folder, shapes, styles, r, ranks).made() for r in range(ranks)]
+        return [_Rank(model, folder, shapes, styles, r, ranks).made() for r in range(ranks)], unused
 
 
-def _styles(model: ModelProto, plan: Mapping[str, str]) -> dict[str, str]:
-    """The style of each parameter by its name.
+def _styles(model: ModelProto, plan: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The style of each parameter by its name; patterns of no parameter.
 
     Raises:
-        ModelError: a pattern is of no parameter.
+        ModelError: none is of any.
     """
-    out: dict[str, str] = {}
+    out, unused = dict[str, str](), list[str]()
     for pattern, style in plan.items():
         text = re.escape(pattern).replace(r"\*", r"\d+")
         found = [t.name for t in model.graph.initializer if re.search(rf"(^|\.){text}(\.weight|\.bias)?$", t.name)]
-        if not found:
-            names = [t.name for t in model.graph.initializer if t.name.endswith(".weight")]
-            raise ModelError(
-                "the plan's module is not in the model", where=f"'{pattern}'", why=f"it has {names[:4] or 'no names'}"
-            )
         out |= dict.fromkeys(found, style)
-    return out
+        unused += [] if found else [pattern]
+    if not out:
+        names = [t.name for t in model.graph.initializer if t.name.endswith(".weight")]
+        why = f"it has {names[:4]}" if names else "its weights have lost their names"
+        raise ModelError("the plan's modules are not in the model", where=f"'{next(iter(plan), '')}'", why=why)
+    return out, unused
 
 
 def _shapes(model: ModelProto) -> dict[str, Shape]:
@@ -114,6 +116,12 @@ class _Rank:
         linear = self._linear(node)
         if linear is not None:
             self._apply(node, *linear)
+        elif (
+            node.op_type == "Gather"
+            and self.styles.get(node.input[0]) == "embedding_rowwise"
+            and not _attribute(node, "axis", 0)
+        ):
+            self._embedding(node)
         elif node.op_type == "Add" and any(i in self.styles and len(self.whole[i]) == 1 for i in node.input):
             self._bias(node)
         else:
@@ -160,6 +168,27 @@ class _Rank:
             self._end(node, self.styles[name], gemm=True)
         else:
             self._plain(node)
+
+    def _embedding(self, node: NodeProto) -> None:
+        """A lookup in a part of a table: rows of other ranks are 0, and all ranks' are added."""
+        table, ids = node.input
+        (out,) = node.output
+        self._cut_weight(table, 0)
+        rows, of_ids = self._shape(table)[0], self.types[ids].tensor_type.elem_type
+        zero, last = self._stored(f"{out}.zero", [0], of_ids), self._stored(f"{out}.rows", [rows], of_ids)
+        first = self._stored(f"{out}.first", [self.rank * rows], of_ids)
+        nothing = self._stored(f"{out}.nothing", [0], self.weights[table].data_type)
+        self._add(helper.make_node("Sub", [ids, first], [f"{out}.at"]))
+        self._add(helper.make_node("Less", [f"{out}.at", zero], [f"{out}.below"]))
+        self._add(helper.make_node("Less", [f"{out}.at", last], [f"{out}.under"]))
+        self._add(helper.make_node("Not", [f"{out}.below"], [f"{out}.from"]))
+        self._add(helper.make_node("And", [f"{out}.from", f"{out}.under"], [f"{out}.mine"]))
+        self._add(helper.make_node("Where", [f"{out}.mine", f"{out}.at", zero], [f"{out}.row"]))
+        self._add(helper.make_node("Gather", [table, f"{out}.row"], [f"{out}.any"]))
+        axis = self._stored(f"{out}.axis", [len(self._shape(ids))], TensorProto.INT64)
+        self._add(helper.make_node("Unsqueeze", [f"{out}.mine", axis], [f"{out}.wide"]))
+        self._add(helper.make_node("Where", [f"{out}.wide", f"{out}.any", nothing], [f"{out}.part"]))
+        self._collective("ALL_REDUCE", f"{out}.part", out)
 
     def _end(self, node: NodeProto, style: str, *, gemm: bool) -> None:
         """A node whose last axis is a rank's part; gathered where the style says so, after the bias if there is one."""
@@ -232,10 +261,13 @@ class _Rank:
 
     def _number(self, node: NodeProto, at: int, numbers: Sequence[int]) -> None:
         """Numbers in place of a node's input."""
-        name = f"{node.output[0]}.sizes{at}"
-        self.more.append(numpy_helper.from_array(np.array(numbers, np.int64), name))
-        self.types[name] = helper.make_tensor_type_proto(TensorProto.INT64, [len(numbers)])
-        node.input[at] = name
+        node.input[at] = self._stored(f"{node.output[0]}.sizes{at}", numbers, TensorProto.INT64)
+
+    def _stored(self, name: str, numbers: Sequence[int], dtype: int) -> str:
+        """A constant of the rank's own."""
+        self.more.append(helper.make_tensor(name, dtype, [len(numbers)], list(numbers)))
+        self.types[name] = helper.make_tensor_type_proto(dtype, [len(numbers)])
+        return name
 
     def _shape(self, name: str) -> Shape:
         return tuple(d.dim_value for d in self.types[name].tensor_type.shape.dim)
@@ -271,10 +303,8 @@ class _Rank:
         shape = self._shape(name)
         at = f"{name}.piece"
         numbers = [self.rank * (shape[-1] // self.ranks), (self.rank + 1) * (shape[-1] // self.ranks), len(shape) - 1]
-        for k, n in enumerate(numbers):
-            self.more.append(numpy_helper.from_array(np.array([n], np.int64), f"{at}{k}"))
-            self.types[f"{at}{k}"] = helper.make_tensor_type_proto(TensorProto.INT64, [1])
-        self._add(helper.make_node("Slice", [name, *(f"{at}{k}" for k in range(3))], [at]))
+        given = [self._stored(f"{at}{k}", [n], TensorProto.INT64) for k, n in enumerate(numbers)]
+        self._add(helper.make_node("Slice", [name, *given], [at]))
         return at
 
     def _collective(self, kind: str, source: str, target: str) -> None:
