@@ -7,19 +7,29 @@ from typing import TYPE_CHECKING, Any
 from tapestry.errors import TapestryError
 
 if TYPE_CHECKING:
-    from tapestry.api import Compiled, compile, load
+    from tapestry.api import Compiled, compile, from_pretrained, load
+    from tapestry.serving.local_socket import Connection as connect
+    from tapestry.serving.sessions import Session
 
     __version__: str
 
-__all__ = ["Compiled", "TapestryError", "__version__", "compile", "load"]
+__all__ = ["Compiled", "Session", "TapestryError", "__version__", "compile", "connect", "from_pretrained", "load"]
 
 
 def __getattr__(name: str) -> Any:
     """Load the interface when it is first used: ``tapestry --help`` must not wait for torch and onnx."""
-    if name in ("Compiled", "compile", "load"):
+    if name in ("Compiled", "compile", "from_pretrained", "load"):
         from tapestry import api
 
         return getattr(api, name)
+    if name == "Session":
+        from tapestry.serving.sessions import Session
+
+        return Session
+    if name == "connect":
+        from tapestry.serving.local_socket import Connection
+
+        return Connection
     if name == "__version__":
         from importlib import metadata
 

@@ -13,9 +13,11 @@ import numpy as np
 from tapestry import flags, model_evidence, pipeline
 from tapestry.build import store
 from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
+from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize import opset_upgrade
+from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant
@@ -36,6 +38,7 @@ class Compiled:
     Attributes:
         printed: the IR after each pass that was named for it.
         libraries: on a GPU, whether products may run in the vendor's library; to be set before the first run.
+        source: the model as it was given, which keeps its files where they are of our making.
     """
 
     build: store.Build
@@ -46,6 +49,7 @@ class Compiled:
     evidence: Sequence[Mapping[str, Any]] = ()
     printed: Mapping[str, str] = field(default_factory=dict[str, str])
     libraries: bool = False
+    source: Opened | None = None
     _session: Session | None = field(default=None, init=False)
 
     @property
@@ -57,9 +61,15 @@ class Compiled:
         """The plan as a person reads it."""
         return explain(self.build)
 
-    def save(self, folder: str | Path) -> None:
-        """Write a build directory, in one step."""
-        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence)
+    def save(self, folder: str | Path, *, bundle: bool | None = None) -> None:
+        """Write a build directory, in one step.
+
+        Args:
+            bundle: whether the model and its weights are copied into it; by default where the model had no file of its own.
+        """
+        bundle = self.source is not None and self.source.owned if bundle is None else bundle
+        files = files_of(Path(self.build.model)) if bundle else ()
+        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence, files)
 
     @property
     def session(self) -> Session:
@@ -78,7 +88,8 @@ class Compiled:
 
 
 def compile(
-    model: str | Path, *, devices: int | None = None, mesh: pipeline.MeshLike | None = None, topology: str = "auto",
+    model: Any, *, example_inputs: Any = None, dynamic_shapes: Any = None, devices: int | None = None,
+    mesh: pipeline.MeshLike | None = None, topology: str = "auto",
     shapes: Mapping[str, Any] | None = None, memory: int | str | None = None, target: str = "torch-cpu",
     precision: str = "ieee", weights: bool = True, pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (),
     rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
@@ -86,9 +97,12 @@ def compile(
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
 ) -> Compiled:  # fmt: skip
-    """Compile an ONNX file into a verified plan for a mesh of devices.
+    """Compile a model into a verified plan for a mesh of devices.
 
     Args:
+        model: the path of an ONNX file (or of IR text, ``.tap``), its bytes, an ``onnx.ModelProto``, an ``onnx_ir.Model``, a
+            ``torch.export.ExportedProgram``, or a torch module. A module on the meta device is planned without its weights.
+        example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
         mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
         topology: a preset, a topology file, or ``auto``: this machine, measured once.
         shapes: sizes of symbolic dimensions, by symbol or by input.
@@ -112,16 +126,38 @@ def compile(
         TapestryError: with what, where, why and what to try.
     """
     _check_target(target, precision)
-    axes, memory = pipeline.mesh_of(devices, mesh), None if memory is None else str(memory)
+    source = opened(model, example_inputs, dynamic_shapes)
     options = pipeline.Options(
-        model=Path(model), shapes=shapes or {}, mesh=axes, topology=topology, memory=memory, target=target, pins=_several(pins),
-        precision=precision, layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights,
-        time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding,
+        model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=topology,
+        memory=None if memory is None else str(memory), target=target, pins=_several(pins), precision=precision,
+        layouts=_several(layouts), rules=[Path(r) for r in _several(rules)],
+        weights=weights and source.weights, time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), stages=str(stages),
         micro_batches=str(micro_batches), print_after=print_after, found=found,
     )  # fmt: skip
-    done = pipeline.compile_model(options, progress)
-    return Compiled(done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
+    return _compiled(pipeline.compile_model(options, progress), source)
+
+
+def _compiled(done: pipeline.Compiled, source: Opened) -> Compiled:
+    parts = (done.build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
+    return Compiled(*parts, source=source)
+
+
+def from_pretrained(
+    folder: str | Path, *, example_inputs: Any = None, batch: int = 1, sequence: int = 128, **options: Any
+) -> Compiled:
+    """Compile a transformers checkpoint folder (``config.json`` and safetensors files), whose weights stay where they are.
+
+    Args:
+        example_inputs: as the model takes them; by default tokens of ``batch`` × ``sequence``, or ``batch`` images.
+        options: of `compile`.
+
+    Raises:
+        TapestryError: transformers is missing, or the folder is none of its checkpoints; says which file.
+    """
+    from tapestry.doors import checkpoint
+
+    return compile(checkpoint.opened(Path(folder), example_inputs, batch, sequence), **options)
 
 
 def _several(given: T | Sequence[T]) -> Sequence[T]:
@@ -255,8 +291,11 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
     rows = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in outs.items()}
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
-        allowed = model_outputs.tolerances(compiled.build.plan.graph)
-        _check(opset_upgrade.runnable(Path(compiled.build.model)), feeds, outs, allowed, document)
+        allowed, model = model_outputs.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
+        if model.suffix == TEXT:
+            _check(model, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
+            return document
+        _check(opset_upgrade.runnable(model), feeds, outs, allowed, document)
         _ask_again(compiled, feeds, document)
     return document
 
@@ -282,9 +321,12 @@ def _described(a: Any) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": "string" if array.dtype == object else array.dtype.name}
 
 
-def _check(model: Path | bytes, feeds: Values, outs: Values, allowed: Mapping[str, float], document: dict[str, Any]) -> None:
+def _check(
+    model: Path | bytes, feeds: Values, outs: Values, allowed: Mapping[str, float], document: dict[str, Any],
+    reference: tuple[str, Values] | None = None,
+) -> None:  # fmt: skip
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
-    document["reference"], expected = model_outputs.reference(model, feeds)
+    document["reference"], expected = reference or model_outputs.reference(model, feeds)
     spread: dict[str, float] | None = None
     for name, a in outs.items():
         difference = model_outputs.compare(a, expected[name], allowed.get(name, 0.0))

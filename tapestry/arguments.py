@@ -116,6 +116,18 @@ def processes(p: argparse.ArgumentParser) -> None:
     p.add_argument("--port", type=whole(0, 65535), default=0, help="of the rendezvous; a free one by default")
 
 
+def serve(p: argparse.ArgumentParser) -> None:
+    """Where a build is served, and by what."""
+    build(p)
+    p.add_argument("--socket", type=Path, required=True, metavar="PATH", help="a local (unix) socket, for this user alone")
+    p.add_argument("--processes", type=whole(1), metavar="N", help="on N ranks, which stay (default: in this process)")
+    p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
+    p.add_argument("--queue", type=whole(0), default=64, metavar="Q", help="callers that may wait; more are refused (64)")
+    p.add_argument("--restart", action="store_true", help="start ranks that fail again, and repeat the step")
+    p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
+    p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence of a rank for so long is a failure (30)")
+
+
 def by_ranks(args: argparse.Namespace) -> bool:
     """Whether a run was asked for something that ranks do, or one rank alone."""
     return any((args.processes, args.threads, args.inputs, args.weights, args.trace, args.max_restarts, args.port))

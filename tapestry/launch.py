@@ -70,7 +70,7 @@ def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 
     return [Batch(number=k, name=f"run {k}", output=output, inputs=tuple(files), seed=r.seed) for k in range(count)]
 
 
-def _job(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled, here: int = 0) -> Any:
+def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled, here: int = 0) -> Any:
     """The job of a request, of which ``here`` ranks are on this host (0: all); torch is imported here and not before."""
     build, constants = compiled.build, b"".join(compiled.constants.values())
     flags.before_torch()
@@ -128,7 +128,7 @@ def run(r: Request, how: Launch) -> Document:
 
 def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api.Compiled) -> Document:
     """Run, and write the trace if one is asked for."""
-    job = _job(r, how.processes, batches, compiled)
+    job = job_of(r, how.processes, batches, compiled)
     from tapestry.runtime.processes.supervisor import supervise
 
     done = {b.number for b in batches if b.done}
@@ -191,7 +191,7 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
     devices = compiled.build.program.devices
     r = Request(folder=folder, trace=trace or Path(os.devnull))
     how = Launch(processes=processes or min(devices, os.cpu_count() or 1))
-    job = _job(r, how.processes, _single(r, (), None, runs), compiled)
+    job = job_of(r, how.processes, _single(r, (), None, runs), compiled)
     from tapestry.runtime.processes.supervisor import supervise
 
     report = supervise(job, how.processes, api.open_session)
@@ -248,7 +248,7 @@ def _ranked(r: Request, check: bool) -> Document:
             batches = streams.stream(r.stream, mine, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, mine)
-        report = _rank(place, _job(r, place.world, batches, compiled, place.locals))
+        report = _rank(place, job_of(r, place.world, batches, compiled, place.locals))
         slices, hosted = report.pop("slices", []), report.pop("hosted", {})
         if report and r.trace is not None:
             report["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}

@@ -13,12 +13,15 @@ from onnx import ModelProto, TensorProto, helper
 
 from tapestry.errors import LawError, ModelError, TapestryError, refusing
 from tapestry.ir.graph import Graph
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.lift.file.structure import file_bytes, load
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.normalize.opset_upgrade import upgrade
+from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.runtime.feeds import random_feeds
+from tapestry.verify import interp
 from tapestry.verify.model import model_laws, second_opinion
 from tapestry.verify.model.model_values import ModelFile, subgraphs
 
@@ -52,6 +55,8 @@ def compare(
         raise LawError(
             "model", "the model file is not the one that the plan was made of", where=str(model), why=f"its SHA-256 is {found}"
         )
+    if model.suffix == TEXT:
+        return {"model": 0}, _nothing("the model is the graph itself, as text; the log of rewrites begins with it")
     proto = load(model)
     with refusing(ModelError, "the plan's model cannot be read", str(model), "compile it again"):
         early = upgrade(proto)
@@ -106,6 +111,13 @@ def _by_value(graph: Graph, file: ModelFile, read: Any, special: bool) -> tuple[
         raise differs
     done = model_laws.facts(graph, file, read)
     return done, _nothing(f"{why or 'no values for its inputs'}: operations not compared by value") | {"counts": dict(done)}
+
+
+def text_outputs(model: Path, feeds: Mapping[str, Any]) -> dict[str, Array]:
+    """What a graph of IR text gives, by the evaluator that only follows its definitions."""
+    graph = parse(model.read_text(), str(model))
+    data = {t: read_weight(model, w, graph.tensors[t]) for t, w in graph.weights.items()}
+    return interp.run(graph, {**feeds, **data})
 
 
 def second_opinions(

@@ -67,6 +67,7 @@ PASSES = (
     Pass("codegen",  passes.emit_kernels,                 "plan target precision knobs",            "kernels"),
 )
 # fmt: on
+TEXT_PASSES = (Pass("lift", lift.read_text, "model weights", "lifted whole"), *PASSES[6:])  # a graph that is given as IR text
 
 
 MeshLike = str | Mesh | Sequence[int] | Mapping[str, int]
@@ -121,10 +122,11 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
         TapestryError: what the user can mend; LawError: a plan that does not pass is never returned.
     """
     start = time.perf_counter()
-    check_names(options.print_after, PASSES)
+    passes_of_model = TEXT_PASSES if options.model.suffix == lift.TEXT else PASSES
+    check_names(options.print_after, passes_of_model)
     runner = Runner(values=_values(options), report=report, print_after=options.print_after)
     try:
-        runner.run(PASSES)
+        runner.run(passes_of_model)
     except TooBig as e:
         if options.memory and options.memory.isdecimal():
             e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
@@ -152,7 +154,8 @@ def _values(options: Options) -> dict[str, Any]:
     for path in options.rules:
         load_rules(path)
     mesh = options.mesh or default_mesh(options.topology)
-    marks = annotations.read(options.model, device_count(mesh) if mesh else None) if options.sharding else None
+    annotated = options.sharding and options.model.suffix != lift.TEXT
+    marks = annotations.read(options.model, device_count(mesh) if mesh else None) if annotated else None
     mesh = mesh or (annotations.mesh(marks) if marks else (MeshAxis("d0", 1),))
     topo = _topology(options, mesh)
     stages, micro = _stages(options, topo, marks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from tapestry.build import weight_tiles
 from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
 from tapestry.errors import BuildError, TextError
+from tapestry.ir.graph import Names
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
 from tapestry.ir.program import Program
 from tapestry.ir.syntax.parser import parse
@@ -33,6 +35,7 @@ from tapestry.ir.types import numpy_dtype
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
 REWRITES = "rewrites.tap.gz"
+MODEL = "model"  # the folder of a build that brings its model along
 MAX_PLAN_BYTES = 1 << 30
 MAX_CERTIFICATE_BYTES = 1 << 26  # a line per kernel
 MAX_TENSOR = 1 << 50  # bytes: what can be counted in 64 bits, with room
@@ -73,13 +76,18 @@ class Build:
 
 def write(
     folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int],
-    rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (),
+    rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (), bundle: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write a build directory in one step: it appears whole, or not at all.
+
+    Args:
+        bundle: files of the model, relative to its folder, to be copied into the build, which then needs no other place.
 
     Raises:
         BuildError: the place holds something that is not a build directory.
     """
+    source = Path(build.model)
+    build = replace(build, model=f"{MODEL}/{source.name}") if bundle else build
     files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values())}
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
     files |= {REWRITES: rewrites} if rewrites else {}
@@ -88,7 +96,7 @@ def write(
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "evidence": list(evidence), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
     check_output(folder)
-    write_files(folder, files, "plan.json")
+    write_files(folder, files, "plan.json", {f"{MODEL}/{name}": source.parent / name for name in bundle})
 
 
 def check_output(folder: Path) -> None:
@@ -98,7 +106,7 @@ def check_output(folder: Path) -> None:
         BuildError: it holds something that is no build, or more than a build.
     """
     check_place(folder, "plan.json")
-    own = {"plan.json", "constants.bin", "certificate.json", "kernels", TILES, REWRITES}
+    own = {"plan.json", "constants.bin", "certificate.json", "kernels", TILES, REWRITES, MODEL}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
     if foreign:
         what = f"the output has something that no build has: '{foreign[0]}'"
@@ -116,7 +124,7 @@ def check_beside(folder: Path, output: Path | None) -> None:
         raise BuildError("outputs do not go into a build", where=str(output), why=why, hint="a folder beside it")
 
 
-def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
+def write_files(folder: Path, files: Mapping[str, bytes], mark: str, copies: Mapping[str, Path] = {}) -> None:
     """Make a folder of exactly these files in one step; a folder in its place must hold the file ``mark``, or nothing.
 
     Raises:
@@ -126,6 +134,9 @@ def write_files(folder: Path, files: Mapping[str, bytes], mark: str) -> None:
         for name, data in files.items():
             (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_bytes(data)
+        for name, source in copies.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, temporary / name)
 
 
 def _certificate(body: Mapping[str, Any], digest: str) -> bytes:
@@ -158,6 +169,11 @@ def encode(build: Build) -> bytes:
         "constants": build.constants, "report": build.report, "exact": build.exact,
         "precision": build.precision, "knobs": build.knobs,
     }  # fmt: skip
+    used = {s for op in p.graph.ops for s in op.source}
+    document["names"] = {
+        "scopes": {s: n for s, n in p.graph.names.scopes.items() if s in used},
+        "axes": {t: n for t, n in p.graph.names.axes.items() if t in p.graph.tensors},
+    }  # fmt: skip
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
     return msgspec.json.encode(document)
@@ -165,6 +181,11 @@ def encode(build: Build) -> bytes:
 
 class _Version(msgspec.Struct):
     version: int
+
+
+class _Names(msgspec.Struct, forbid_unknown_fields=True):
+    scopes: dict[str, tuple[str, str]] = {}
+    axes: dict[str, tuple[str, ...]] = {}
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -193,6 +214,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     precision: str = "ieee"
     knobs: dict[str, dict[str, Any]] = {}
     rings: dict[int, tuple[str | None, ...]] = {}
+    names: _Names = msgspec.field(default_factory=_Names)
 
 
 def decode(data: bytes, where: str = "plan.json") -> Build:
@@ -207,7 +229,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
             raise BuildError(f"a plan of version {version}, not {VERSION}", where=where, hint="compile the model again")
         d = msgspec.json.decode(data, type=_Document)
         program = unpack(d.program)
-        graph = parse(d.graph)
+        graph = replace(parse(d.graph), names=Names(scopes=d.names.scopes, axes=d.names.axes))
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:
         raise BuildError(f"not a plan: {e}", where=where, hint="compile the model again") from None
     odd = next((t for t in graph.tensors.values() if min(t.shape, default=0) < 0 or t.nbytes > MAX_TENSOR), None)
@@ -249,6 +271,7 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
     """
     laws, files = _read_certificate(folder)
     present = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()}
+    present = {p for p in present if Path(p).parts[0] != MODEL}  # (it is held to hashes of its own, where it is read)
     for name in sorted(present ^ (set(files) | {"certificate.json"})):
         raise BuildError(f"'{name}' is {'not in the certificate' if name in present else 'missing'}", where=str(folder))
     for name, digest in files.items():
@@ -264,7 +287,21 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
     hashes = weight_tiles.restored(graph, tiles, str(folder))
     _check_constants(build, (folder / "constants.bin").read_bytes() if "constants.bin" in files else b"", str(folder))
     weights = {t: replace(w, tiles=hashes[t]) for t, w in graph.weights.items()}
-    return replace(build, plan=replace(build.plan, graph=replace(graph, weights=weights))), laws
+    plan = replace(build.plan, graph=replace(graph, weights=weights))
+    return replace(build, model=_model(build.model, folder), plan=plan), laws
+
+
+def _model(path: str, folder: Path) -> str:
+    """Where a build's model is: a path that is not absolute is in the build itself.
+
+    Raises:
+        BuildError: it leads out of it.
+    """
+    if Path(path).is_absolute():
+        return path
+    if ".." in Path(path).parts:
+        raise BuildError("the plan names a model outside the build", where=str(folder), why=path)
+    return str(folder.absolute() / path)
 
 
 def _check_constants(build: Build, data: bytes, where: str) -> None:

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tapestry import arguments
-from tapestry.cli import building, proving, rewriting, running
+from tapestry.cli import building, proving, rewriting, running, serving
 from tapestry.cli.outcome import Outcome, print_json
 from tapestry.errors import BuildError, LawError, RunError, TapestryError, refusing
 
@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
         running.run, [arguments.run, arguments.processes, arguments.checked],
         "run a plan (random inputs when none are given)",
     ),
+    "serve": (serving.serve, [arguments.serve], "load a build once, and answer on a local socket until it is ended"),
     "shard-weights": (
         running.shard_weights, [arguments.build, arguments.output_folder],
         "weights cut as the plan cuts them, a safetensors file per device",

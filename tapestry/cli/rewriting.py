@@ -93,5 +93,7 @@ def _checked(paths: Sequence[Path]) -> Outcome:
             how = "; ".join(f"{n} by {kind}" for kind, n in r["shown"].items())
             what = f"{r['moves']} moves on {r['instances']} {r['of']}: results before against after, {how}"
             print(f"{r['rule']}: {what if r['moves'] else 'NOT PROVED: no example in its docstring'}")
+            if r["rounding"]:
+                print(f"  the rule itself: {r['proof']}; rounding: {r['rounding']}")
 
     return Outcome({"checked": rows}, text, status=0 if all(r["moves"] for r in rows) else 1, insist=True)

@@ -202,10 +202,25 @@ Op = Block | Opaque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What the model's author calls things, as far as the file says it.
+
+    Attributes:
+        scopes: by ONNX node, the part of the model that it is of ("" for the whole) and what it does there:
+            ``("layers.3.self_attn.q_proj", "linear")``.
+        axes: by tensor, a name for each axis, or "".
+    """
+
+    scopes: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """Tensors by name, operations in topological order, and the names of the graph's inputs and outputs.
 
-    ``log`` is the last of the changes that made it of another graph; it is no part of what the graph says.
+    ``log`` is the last of the changes that made it of another graph, ``names`` what its author calls things; neither is part of
+    what the graph says.
     """
 
     name: str
@@ -215,6 +230,7 @@ class Graph:
     outputs: tuple[str, ...]
     weights: Mapping[str, Weight] = field(default_factory=dict[str, Weight])
     log: Rewrite | None = field(default=None, compare=False, repr=False)
+    names: Names = field(default_factory=Names, compare=False, repr=False)
 
     def producers(self) -> dict[str, int]:
         """Tensor name to the position of the operation that writes it."""

@@ -17,7 +17,8 @@ from tapestry.build import weight_tiles
 from tapestry.errors import LawError, ModelError, refusing
 from tapestry.ir import laws
 from tapestry.ir.expr import Arg
-from tapestry.ir.graph import Block, Dim, Graph, Read
+from tapestry.ir.graph import Block, Dim, Graph, Names, Read
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import Tensor, Weight
 from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
@@ -25,6 +26,7 @@ from tapestry.lift.building.nodes import SUSPECT, Prepared
 from tapestry.lift.building.nodes import lift_nodes as build_nodes
 from tapestry.lift.file.diagnosis import Contradiction, complete, name_symbols
 from tapestry.lift.file.external_data import dtype_name, parse_place
+from tapestry.lift.file.read_author_names import read_names
 from tapestry.lift.file.structure import check_attributes, check_structure, load
 from tapestry.lift.file.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.file.weight_data import read_weight
@@ -37,6 +39,9 @@ from tapestry.lift.recurrences.loop_body import step_types
 for room in (operators, movement, recurrences, microsoft):  # their modules register lifters and definitions of operators
     for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
         import_module(module.name)
+
+
+TEXT = ".tap"  # files of IR text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,7 @@ class ModelSource:
         stored: initializers that were taken out of the model, by name.
         nodes: ONNX nodes in the file (top-level graph).
         has_weights: whether external data must be there.
+        names: what its author calls things.
     """
 
     model: ModelProto
@@ -76,6 +82,7 @@ class ModelSource:
     stored: Mapping[str, TensorProto]
     nodes: int
     has_weights: bool
+    names: Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +122,7 @@ def read_model(model: Path, weights: bool) -> ModelSource:
 
 def read_proto(proto: ModelProto, path: Path, weights: bool) -> ModelSource:
     """What was read from a model file, likewise."""
-    nodes = len(proto.graph.node)
+    nodes, names = len(proto.graph.node), read_names(proto)
     with _reading(proto, path):
         contrib.define(proto)
         check_structure(proto, path.parent, weights=weights)
@@ -124,7 +131,30 @@ def read_proto(proto: ModelProto, path: Path, weights: bool) -> ModelSource:
         align_functions(proto)
         opset_upgrade.upgrade(proto)
     inputs = tuple(i.name for i in proto.graph.input if i.name not in stored)
-    return ModelSource(model=proto, path=path, inputs=inputs, stored=stored, nodes=nodes, has_weights=weights)
+    return ModelSource(model=proto, path=path, inputs=inputs, stored=stored, nodes=nodes, has_weights=weights, names=names)
+
+
+def read_text(model: Path, weights: bool) -> tuple[Lifted, None]:
+    """IR text as a graph (there is no other form of it), its laws checked; data of weights lies beside it.
+
+    Raises:
+        TapestryError: it does not parse, breaks a law, or data is missing.
+    """
+    try:
+        graph = parse(model.read_text(), str(model))
+    except UnicodeDecodeError as e:
+        raise ModelError("not text", where=str(model), why=str(e)) from None
+    try:
+        laws.check(graph)
+    except LawError as e:
+        raise ModelError("the graph breaks a law", where=f"{model}, {e.where}", why=f"{e.what} {e.why}".strip()) from None
+    lost = next((t for t, w in graph.weights.items() if not w.file), None)
+    if lost is not None:
+        raise ModelError(f"weight '{lost}' has no file", where=str(model), hint="make it an input")
+    if weights:
+        refs = {t: _hashed(w, read_weight(model, w, graph.tensors[t])) for t, w in graph.weights.items()}
+        graph = replace(graph, weights=refs)
+    return Lifted(graph=graph, model=model.absolute(), constants={}, nodes=len(graph.ops)), None
 
 
 def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:
@@ -162,7 +192,12 @@ def lift_nodes(source: ModelSource, symbols: Symbols, prepared: Prepared, unroll
             where = f"{path}, {e.where}" if e.where else str(path)
             raise ModelError("the model contradicts itself", where=where, why=f"{e.what} {e.why}".strip(), hint=SUSPECT) from e
     return Lifted(
-        graph=graph, model=path, constants=constants, nodes=source.nodes, shapes=symbols.sizes, unified=symbols.unified
+        graph=replace(graph, names=source.names),
+        model=path,
+        constants=constants,
+        nodes=source.nodes,
+        shapes=symbols.sizes,
+        unified=symbols.unified,
     )
 
 

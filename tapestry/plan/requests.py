@@ -1,7 +1,9 @@
 """What a user asks of a plan: pinned splits and fixed layouts, checked against the graph and the mesh.
 
-``conv1:h=8@d0`` cuts dimension h of operation conv1 in 8 parts over mesh axis d0 (``@d0+d1`` over both);
-``x:2=8@d0`` lays axis 2 of tensor x over d0; ``x:replicated`` puts all of x on every device.
+``conv1:h=8@d0`` cuts dimension h of operation conv1 in 8 parts over mesh axis d0 (``@d0+d1`` over both), ``conv1:h=d0`` in as
+many as the axis has; ``x:2=8@d0`` lays axis 2 of tensor x over d0; ``x:replicated`` puts all of x on every device. Operations,
+tensors, dimensions and axes may be called as the model's author calls them, and by patterns:
+``layers.*.self_attn.q_proj:out=tp``.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from math import prod
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Split
 from tapestry.ir.kernel import cut
+from tapestry.ir.naming.author_names import dim_names, matches, operation_names, weight_names
+from tapestry.ir.naming.author_names import parts as parts_of_model
 from tapestry.ir.plan import Layout, Mesh
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.plan.strategy import Pin
@@ -34,11 +38,13 @@ def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[
     """
     out: dict[int, tuple[Pin, ...]] = {}
     for text in texts:
-        m = re.fullmatch(r"(.+):(\w+)=(\d+)@([\w+]+)", text)
+        m = re.fullmatch(r"(.+):(\w+)=(?:(\d+)@)?([\w+]+)", text)
         if not m:
-            raise PlanError(f"'{text}' is not a pin", where="--pin", hint="OPERATION:dim=parts@axis, as in conv1:h=8@d0")
-        name, dim, parts = m.group(1), m.group(2), int(m.group(3))
-        axes = _axes(m.group(4), parts, mesh, text)
+            hint = "OPERATION:dim=parts@axis or OPERATION:dim=axis, as in conv1:h=8@d0 or layers.*.mlp.up_proj:out=d0"
+            raise PlanError(f"'{text}' is not a pin", where="--pin", hint=hint)
+        name, dim = m.group(1), m.group(2)
+        axes = _axes(m.group(4), m.group(3), mesh, text)
+        parts = prod(mesh[a].size for a in axes)
         for i, dim_name in _operations(name, dim, graph, text, folded):
             total = parts
             for p in out.get(i, ()):
@@ -80,17 +86,16 @@ def scan_blocks(
     return graph, moves, more
 
 
-def _axes(text: str, parts: int, mesh: Mesh, whole: str) -> list[int]:
+def _axes(text: str, parts: str | None, mesh: Mesh, whole: str) -> list[int]:
+    """Mesh axes by name; ``parts``, where it is given, is how many devices they have together."""
     names = [a.name for a in mesh]
     axes = text.split("+")
     unknown = [a for a in axes if a not in names]
     if unknown:
         raise PlanError(f"there is no mesh axis '{unknown[0]}'", where=f"'{whole}'", hint=f"one of {', '.join(names)}")
     found = sorted(names.index(a) for a in axes)
-    size = 1
-    for a in found:
-        size *= mesh[a].size
-    if size != parts:
+    size = prod(mesh[a].size for a in found)
+    if parts is not None and size != int(parts):
         raise PlanError(
             f"{parts} parts over mesh axis {text} of {size} devices",
             where=f"'{whole}'",
@@ -99,31 +104,54 @@ def _axes(text: str, parts: int, mesh: Mesh, whole: str) -> list[int]:
     return found
 
 
-def _operations(name: str, dim: str, graph: Graph, text: str, folded: Sequence[str]) -> list[tuple[int, str]]:
-    """Operations of an ONNX node (or tensor) that have the dimension; ``x<k>`` also names axis k of the result."""
-    found = [i for i, op in enumerate(graph.ops) if name in op.source or name in op.outs]
+def _operations(name: str, wanted: str, graph: Graph, text: str, folded: Sequence[str]) -> list[tuple[int, str]]:
+    """Operations of an ONNX node, a tensor or a part of the model that have the dimension."""
+    found = _called(name, graph)
     if not found:
-        known = sorted({s for op in graph.ops for s in (*op.source, *op.outs)})
         if name in folded:
             raise PlanError(
                 f"'{name}' has no index space of its own: it became a view or a constant, or nothing needs it",
                 where=f"--pin '{text}'", hint="pin an operation that reads its result",
             )  # fmt: skip
+        known = sorted({*(s for op in graph.ops for s in (*op.source, *op.outs)), *operation_names(graph)})
         close = get_close_matches(name, known, 4) or known[:6]
         raise PlanError(f"there is no operation '{name}'", where=f"--pin '{text}'", hint=f"for example {', '.join(close)}")
-    out = [(i, dim) for i in found if dim in graph.ops[i].ranges]
-    if not out and re.fullmatch(r"x\d+", dim):
-        axis = int(dim[1:])
-        out = [(i, graph.ops[i].dims[axis].name) for i in found if axis < len(graph.ops[i].dims)]
+    out = [(i, d) for i in found for d in _dimensions(graph.ops[i], wanted, graph)]
+    out = out or [(i, d) for i in found for d in _axis(graph.ops[i], wanted)]
     if not out:
-        raise PlanError(_no_dim(graph.ops[found[-1]], name, dim), where=f"--pin '{text}'")
+        raise PlanError(_no_dim(graph, found[-1], name, wanted), where=f"--pin '{text}'")
     return out
 
 
-def _no_dim(op: Op, name: str, dim: str) -> str:
-    dims = ", ".join(f"{d.name} ({d.size})" for d in op.space) or "none"
+def _called(name: str, graph: Graph) -> list[int]:
+    """Operations by the name of a node or tensor, else by the author's, else by a pattern of any of these."""
+    found = [i for i, op in enumerate(graph.ops) if name in op.source or name in op.outs]
+    if found:
+        return found
+    named = list(zip(operation_names(graph), parts_of_model(graph), strict=True))
+    found = [i for i, names in enumerate(named) if any(n and matches(name, n) for n in names)]
+    if found or "*" not in name:
+        return found
+    return [i for i, op in enumerate(graph.ops) if any(matches(name, n) for n in (*op.source, *op.outs))]
+
+
+def _dimensions(op: Op, wanted: str, graph: Graph) -> list[str]:
+    """The dimension of an operation by its own name, or by the author's."""
+    return [wanted] if wanted in op.ranges else [d for d, n in dim_names(op, graph).items() if n == wanted]
+
+
+def _axis(op: Op, wanted: str) -> list[str]:
+    """``x<k>`` also names axis k of the result."""
+    axis = int(wanted[1:]) if re.fullmatch(r"x\d+", wanted) else len(op.dims)
+    return [op.dims[axis].name] if axis < len(op.dims) else []
+
+
+def _no_dim(graph: Graph, i: int, name: str, wanted: str) -> str:
+    op = graph.ops[i]
+    better = dim_names(op, graph)
+    dims = ", ".join(f"{d.name}{f' or {better[d.name]}' if d.name in better else ''} ({d.size})" for d in op.space) or "none"
     why = f" (it is opaque: {op.why})" if isinstance(op, Opaque) else ""
-    return f"'{name}' has no dimension '{dim}'; its dimensions are: {dims}{why}"
+    return f"'{name}' has no dimension '{wanted}'; its dimensions are: {dims}{why}"
 
 
 def parse_layouts(texts: Sequence[str], graph: Graph, mesh: Mesh) -> tuple[dict[str, Layout], dict[str, Layout]]:
@@ -138,34 +166,49 @@ def parse_layouts(texts: Sequence[str], graph: Graph, mesh: Mesh) -> tuple[dict[
         tensor, _, spec = text.rpartition(":")
         if not tensor or not spec:
             raise PlanError(f"'{text}' is not a layout", where="--layout", hint="TENSOR:axis=parts@axis or TENSOR:replicated")
-        ends = tensor in graph.outputs
-        if not ends and tensor not in graph.inputs and tensor not in graph.weights:
-            names = [*graph.inputs, *graph.outputs, *list(graph.weights)[:4]]
-            raise PlanError(
-                f"'{tensor}' is no input and no output", where=f"--layout '{text}'", hint=f"one of {', '.join(names)}"
-            )
-        layout = _layout(spec, graph.tensors[tensor].shape, mesh, text)
-        (outputs if ends else inputs)[tensor] = layout
+        for name in _ends(tensor, graph, text):
+            axes = dict(enumerate(graph.names.axes.get(name, ())))
+            layout = _layout(spec, graph.tensors[name].shape, mesh, text, {n: k for k, n in axes.items() if n})
+            (outputs if name in graph.outputs else inputs)[name] = layout
     return inputs, outputs
 
 
-def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, text: str) -> Layout:
+def _ends(name: str, graph: Graph, text: str) -> list[str]:
+    """Inputs, outputs and weights by name, by that of the parameter that a weight was, or by a pattern."""
+    ends = [*graph.inputs, *graph.outputs, *graph.weights]
+    if name in ends:
+        return [name]
+    better = weight_names(graph)
+    found = [t for t in dict.fromkeys(ends) if matches(name, t) or matches(name, better.get(t, t))]
+    if not found:
+        first = [*graph.inputs, *graph.outputs, *list(graph.weights)[:4]]
+        close = get_close_matches(name, [*ends, *better.values()], 4) or first
+        hint = f"one of {', '.join(close)}"
+        raise PlanError(f"'{name}' is no input and no output", where=f"--layout '{text}'", hint=hint)
+    return found
+
+
+def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, text: str, named: Mapping[str, int]) -> Layout:
+    """A layout of a tensor of this shape, whose axes may have names."""
     out: list[int | None] = [None] * len(mesh)
     parts_of: dict[int, int] = {}
     for item in [] if spec == "replicated" else spec.split(","):
-        m = re.fullmatch(r"(\d+)=(\d+)@([\w+]+)", item)
+        m = re.fullmatch(r"(\w+)=(?:(\d+)@)?([\w+]+)", item)
+        if m and not m.group(1).isdecimal() and m.group(1) not in named:
+            m = None
         if not m:
             raise PlanError(
                 f"'{item}' is not axis=parts@axis", where=f"--layout '{text}'", hint="as in x:2=8@d0, or x:replicated"
             )
-        axis, parts = int(m.group(1)), int(m.group(2))
+        axis = named[m.group(1)] if m.group(1) in named else int(m.group(1))
         if axis >= len(shape):
             raise PlanError(f"the tensor has {len(shape)} axes, not {axis + 1}", where=f"--layout '{text}'")
-        for a in _axes(m.group(3), parts, mesh, text):
+        cut_by = _axes(m.group(3), m.group(2), mesh, text)
+        for a in cut_by:
             if out[a] is not None:
                 raise PlanError(f"mesh axis '{mesh[a].name}' is used twice", where=f"--layout '{text}'")
             out[a] = axis
-        parts_of[axis] = parts_of.get(axis, 1) * parts
+        parts_of[axis] = parts_of.get(axis, 1) * prod(mesh[a].size for a in cut_by)
     for axis, parts in parts_of.items():
         if parts > shape[axis]:
             empty = next(k for k in range(parts) if cut(shape[axis], parts, k)[0] == cut(shape[axis], parts, k)[1])

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.graph import Graph
+from tapestry.plan.algebra import Book
 from tapestry.plan.fusion import fused
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
@@ -259,7 +260,14 @@ def restructure(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
         return candidate
     disabled = task.disabled_rules | disabled_by(form.moves)
     least = task.meter.spent / max(1, len(scope.forms))
-    search = Improvement(plan=task.attempt, budget=budget, units=STRUCTURE, least=least, disabled=disabled)
+    book = Book(topology=task.topology, meter=task.meter, units=max(LEAST, OTHERS * task.meter.spent), disabled=disabled)
+
+    def refuse(graph: Graph) -> tuple[Graph, list[Move]]:
+        return fused(graph, task.machine, disabled) if task.machine else (graph, [])
+
+    search = Improvement(
+        plan=task.attempt, budget=budget, units=STRUCTURE, least=least, disabled=disabled, book=book.derivations, refuse=refuse
+    )
     graph, found, moves = search.run(form.graph, result)
     scope = replace(
         scope, bound=min(scope.bound, search.bound), rewritten=search.planned, unfinished=search.unfinished, moves=search.met

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, device_count
 from tapestry.ir.syntax.printer import signature
+from tapestry.plan.algebra import Derivation
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.pairs import PROVED, proved
-from tapestry.rewrites.core.driver import apply_legal, rules_of, simplify
+from tapestry.rewrites.core.driver import SIMPLIFIED, apply_legal, rules_of, simplify
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, Sized
 
 WORTH = 1 - PROVED  # a rewrite must bring the objective under this share of what it was
@@ -38,6 +39,7 @@ class Improvement:
         bound: the least of the bounds of all graphs that were planned, ``planned`` of them.
         unfinished: others, whose plans may be better: there was no work left to find out.
         met: whether there was any move.
+        book: what the book of equations makes of a graph's regions, and ``refuse`` fuses by price what it made.
     """
 
     plan: Callable[[Graph, Budget, float], PricedPlan]
@@ -50,14 +52,36 @@ class Improvement:
     planned: int = 0
     unfinished: int = 0
     met: bool = False
+    book: Callable[[Graph], list[Derivation]] = lambda graph: []
+    refuse: Callable[[Graph], tuple[Graph, list[Move]]] = lambda graph: (graph, [])
 
     def run(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]]:
         """The graph, its best plan and the moves that led to it, from a graph and its plan."""
         accepted: list[Move] = []
-        while (step := self._better(graph, found)) is not None:
+        while (step := self._derived(graph, found) or self._better(graph, found)) is not None:
             graph, found, moves = step
             accepted += moves
         return graph, found, accepted
+
+    def _derived(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
+        """The first graph with a better plan that the book makes: of all kinds of regions at once, else of one."""
+        every = self.book(graph)
+        together = [m for d in every for m in (Move(SIMPLIFIED, "graph"), *d.moves)][1:]
+        ours = self.budget.part(self.units)
+        begin = ours.left()
+        for moves in [together, *(list(d.moves) for d in every if len(every) > 1)]:
+            kind = " ".join(map(str, moves))
+            if not moves or kind in self.tried or ours.over() or self.budget.left() < self.least:
+                continue
+            self.met = True
+            self.tried.add(kind)
+            new, done = _rewritten(graph, moves, self.disabled)
+            new, fusions = self.refuse(new)
+            candidate = self._planned(new, ours, found) if done else found
+            if candidate.objective < found.objective * WORTH:
+                self.units = max(0.0, self.units - (begin - ours.left()))
+                return new, candidate, [*done, *fusions]
+        return None
 
     def _better(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
         """The first graph with a better plan, and the moves to it; takes the work of the built-in rules off ``units``."""
@@ -119,5 +143,5 @@ def _kinds(graph: Graph, mesh: Mesh) -> Iterator[tuple[Rule, str, list[Move]]]:
 
 
 def _rewritten(graph: Graph, moves: list[Move], disabled: frozenset[str]) -> tuple[Graph, list[Move]]:
-    graph, done = apply_legal(graph, moves)
+    graph, done = apply_legal(graph, moves, disabled)
     return simplify(graph, disabled=disabled), done

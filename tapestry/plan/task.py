@@ -17,7 +17,7 @@ from tapestry.plan.fusion import Machine
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_pins
-from tapestry.plan.search.planner import cheapest
+from tapestry.plan.search.planner import TINY, cheapest
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.problem import Problem, Tables, build
 from tapestry.plan.search.resume import Start
@@ -97,7 +97,7 @@ class Task:
         """The best plan of a graph in space, for comparing with one that costs ``upper``; one that does not fit costs
         infinitely much."""
         try:
-            return cheapest(self.problems(graph), budget, self.start, upper)
+            return cheapest(self.problems(graph), budget, self.start, upper, small=TINY)
         except TooBig as e:
             return replace(e.closest, objective=math.inf)
 

@@ -12,13 +12,16 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import RULES, parse_move
 from tapestry.rewrites.core.rule_check import documented
+from tapestry.rewrites.equations.equation import Equation
+from tapestry.rewrites.equations.rounding import rounding
 from tapestry.rewrites.equations.rule_texts import load_rules
 from tapestry.verify.rewriting.proofs import prove_steps
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One rule: on how many graphs (``of`` says what they are) how many moves were proved, and by what how many results."""
+    """One rule: on how many graphs (``of`` says what they are) how many moves were proved, and by what how many results;
+    ``proof`` is the kind of proof of the rule itself, ``rounding`` by how much its two sides may differ."""
 
     rule: str
     file: str
@@ -26,6 +29,8 @@ class Checked:
     instances: int
     moves: int
     shown: Mapping[str, int]
+    proof: str = "examples only"
+    rounding: str = ""
 
 
 def checked(path: Path) -> list[Checked]:
@@ -37,7 +42,10 @@ def checked(path: Path) -> list[Checked]:
     out = list[Checked]()
     for name, proof in load_rules(path).items():
         if proof is not None:
-            out.append(Checked(name, str(path), "random instances", proof.instances, proof.moves, dict(proof.shown)))
+            rule = RULES[name]
+            assert isinstance(rule, Equation)
+            shown, bound = dict(proof.shown), rounding(rule.rule)
+            out.append(Checked(name, str(path), "random instances", proof.instances, proof.moves, shown, proof.kind, bound))
             continue
         try:
             before, move, _ = documented(RULES[name])

@@ -7,9 +7,9 @@ recorded to be replayed) and, by its `Route`, how bytes move: within the process
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -85,8 +85,10 @@ class Executor(ABC):
         self._new = [allocated(step) for step in program.steps]
 
     @abstractmethod
-    def run(self, feeds: Source, progress: Progress = silent) -> tuple[dict[str, Array], Measured]:
-        """Outputs by name, and what the run used."""
+    def run(
+        self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
+    ) -> tuple[dict[str, Array], Measured]:
+        """Outputs by name (those that are wanted, by default all), and what the run used."""
 
     @abstractmethod
     def allocate(self, device: int, name: str) -> Array:
@@ -215,21 +217,22 @@ class Executor(ABC):
 
     # outputs
 
-    def outputs(self) -> dict[str, Array]:
-        """Every output, each block from the first device that has it."""
-        blocks, wanted = dict[str, dict[Box, int]](), list[tuple[int, str]]()
-        for t, name in self.program.outputs.items():
-            b = self.program.buffers[name]
-            blocks[t] = {box: d for d, box in reversed(list(enumerate(b.boxes))) if box is not None}
-            wanted += [(d, name) for d in blocks[t].values()] if b.dtype != HOST else []
-        came = iter(self.gather(wanted))
-        pieces = {t: [(box, next(came)) for box in found] for t, found in blocks.items() if not self._hosted(t)}
-        hosted = {
-            t: self.host_output(t, name, min(blocks[t].values())) for t, name in self.program.outputs.items() if self._hosted(t)
-        }
+    @cached_property
+    def blocks(self) -> dict[str, dict[Box, int]]:
+        """The blocks of every output, each with the first device that has it."""
+        boxes = {t: self.program.buffers[name].boxes for t, name in self.program.outputs.items()}
+        return {t: {b: d for d, b in reversed(list(enumerate(bs))) if b is not None} for t, bs in boxes.items()}
+
+    def outputs(self, wanted: Collection[str] | None = None) -> dict[str, Array]:
+        """The outputs that are wanted (by default all)."""
+        names = {t: n for t, n in self.program.outputs.items() if wanted is None or t in wanted}
+        plain = [t for t in names if not self._hosted(t)]
+        came = iter(self.gather([(d, names[t]) for t in plain for d in self.blocks[t].values()]))
+        pieces = {t: [(box, next(came)) for box in self.blocks[t]] for t in plain}
+        hosted = {t: self.host_output(t, n, min(self.blocks[t].values())) for t, n in names.items() if self._hosted(t)}
         if self.route.rank:
             return {}
-        return {t: hosted[t] if t in hosted else self._assembled(t, pieces[t]) for t in self.program.outputs}
+        return {t: hosted[t] if t in hosted else self._assembled(t, pieces[t]) for t in names}
 
     def _hosted(self, tensor: str) -> bool:
         return self.program.buffers[self.program.outputs[tensor]].dtype == HOST

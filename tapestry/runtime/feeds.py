@@ -4,7 +4,7 @@ given indices are inside their tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ def index_bounds(graph: Graph) -> Bounds:
     return tuple(entries.values())
 
 
-def check_indices(feeds: Mapping[str, Any], bounds: Bounds) -> None:
+def check_indices(feeds: Mapping[str, Any], bounds: Iterable[tuple[str, Cells, int]]) -> None:
     """Raise a TapestryError for the first index outside what it indexes; it counts from the back where it is negative."""
     for name, cells, size in bounds:
         a = feeds[name][cells]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -88,16 +88,31 @@ class Session:
         return self.target.from_numpy(self.slices(tensor, box))
 
     def run(self, feeds: Mapping[str, Any], progress: Progress = lambda done, total: None) -> Result:
-        """Run once.
+        """Run once; inputs are read where they are until it returns.
 
         Raises:
             TapestryError: an input is missing, unknown, or of another shape or dtype, or has an index outside its table.
         """
+        return self.compute(self.checked(feeds), progress)
+
+    def checked(self, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The inputs of those names (by default all), which are what the build takes.
+
+        Raises:
+            TapestryError: one is missing, unknown, or of another shape or dtype, or has an index outside its table.
+        """
         graph = self.build.plan.graph
-        checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
-        check_indices(checked, self.bounds)
+        checked = check_feeds(feeds, [graph.tensors[t] for t in (graph.inputs if names is None else names)])
+        check_indices(checked, [b for b in self.bounds if b[0] in checked])
+        return checked
+
+    def compute(
+        self, checked: Mapping[str, Any], progress: Progress = lambda done, total: None, wanted: Collection[str] | None = None
+    ) -> Result:
+        """Run once on inputs that were checked; only outputs that are wanted are brought together."""
+        graph = self.build.plan.graph
         start = time.perf_counter()
-        outs, measured = self.executor.run(_Feeds(checked, self.target), progress)
+        outs, measured = self.executor.run(_Feeds(checked, self.target), progress, wanted)
         seconds = time.perf_counter() - start
         return Result(
             {t: _row_major(self.target.to_numpy(a, graph.tensors[t].dtype)) for t, a in outs.items()}, measured, seconds
@@ -112,12 +127,7 @@ class _Feeds:
     target: Target
 
     def __call__(self, tensor: str, box: Box) -> Any:
-        """A copy of a box."""
-        value = self.arrays[tensor]
-        return self.target.from_numpy(value if isinstance(value, HostValue) else np.array(value[_slices(box)]))
-
-    def lend(self, tensor: str, box: Box) -> Any:
-        """A box as it is, to be copied at once."""
+        """A box as it is where its elements lie in a row, which nobody writes; else a copy."""
         value = self.arrays[tensor]
         return self.target.from_numpy(value if isinstance(value, HostValue) else value[_slices(box)])
 
@@ -150,13 +160,27 @@ def check_feeds(feeds: Mapping[str, Any], wanted: list[Tensor]) -> dict[str, Any
             out[t.name] = HostValue(host_value(feeds[t.name], t))
             continue
         try:
-            a = np.asarray(feeds[t.name])
-        except ValueError as e:
+            a = as_numpy(feeds[t.name])
+        except (ValueError, TypeError, RuntimeError, BufferError) as e:
             raise TapestryError(f"input '{t.name}' is no array: {e}") from None
         if a.shape != t.shape or a.dtype != numpy_dtype(t.dtype):
             raise TapestryError(f"input '{t.name}' is {a.dtype}{list(a.shape)}, not {DTYPES[t.dtype][1]}{list(t.shape)}")
         out[t.name] = a
     return out
+
+
+def as_numpy(value: Any) -> Array:
+    """An array of numpy's over the same memory, if that is the host's: of numpy's own, torch's, or whatever speaks DLPack."""
+    if isinstance(value, np.ndarray):
+        return cast(Array, value)
+    if hasattr(value, "detach"):  # torch's
+        tensor = value.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":
+            import torch
+
+            return tensor.view(torch.int16).numpy().view(numpy_dtype("bf16"))
+        return tensor.numpy()
+    return cast(Array, np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value))
 
 
 def host_value(value: Any, t: Tensor) -> Any:

@@ -35,6 +35,8 @@ LEAVES = 4  # plans of a branch that are all put on the clock
 ROUNDS, STALL = 24, 4  # of the game in a branch; of those without a better bound
 LEAST = 1 / 16  # of the way to the next average
 KNOWN = 64  # choices that a branch takes over from the one before
+BEGIN, TURN, CLOCK = 250_000.0, 100_000.0, 2_000_000.0  # of work for an operation: a round's tables, a turn of it, a clock
+TRIAL, HOPE = 1 / 4, 1 / 4  # of the work: after this much, how much of its gap a bound must have closed for each share of work
 
 Kept = tuple[np.ndarray, ...]
 Clock = Callable[[Sequence[int]], tuple[float, float]]
@@ -85,9 +87,12 @@ class Branching:
         """A bound of all plans, at least the one given; ``known``: choices to begin with."""
         whole = tuple(np.arange(n) for n in self.problem.sizes)
         heap, numbers = [_Branch(bound, 0, whole, [tuple(c) for c in known])], itertools.count(1)
+        begun, work = self.budget.meter.spent, self.budget.left()
         while heap and not self.budget.over():
-            branch = heap[0]
+            branch, spent = heap[0], (self.budget.meter.spent - begun) / work
             if branch.bound >= self.enough or branch.bound > self.done:
+                break
+            if spent > TRIAL and branch.bound - bound < HOPE * spent * (self.enough - bound):
                 break
             parts = self.parts(branch)
             if parts is None:
@@ -106,7 +111,7 @@ class Branching:
     def offer(self, choice: tuple[int, ...]) -> float:
         """Put a choice on the clock, once; the seconds that none of its plans is under."""
         if choice not in self.met:
-            self.budget.spend(self.problem.lowering)
+            self.budget.spend(CLOCK * len(self.problem.graph.ops))
             seconds, least = self.clock(choice)
             self.best, self.met[choice] = min(self.best, seconds), least
         return self.met[choice]
@@ -115,6 +120,7 @@ class Branching:
         """What is left of a branch; None where it is too large to work with."""
         if not self.fits(branch.kept):
             return []
+        self.budget.spend(BEGIN * len(branch.kept))
         round_ = _Round(self.problem, branch.kept, branch.known)
         if not round_.few and not self.play(round_):
             return None
@@ -161,6 +167,7 @@ class Branching:
         now, part, stall = game.master.weights(), 1.0, 0
         game.weights = now
         for _ in range(ROUNDS):
+            self.budget.spend(TURN * len(game.kept))
             found = self.answer(game, now)
             if found is None:
                 return False
@@ -177,7 +184,9 @@ class Branching:
             if not all(f.any() for f in fewer):
                 game.bound = self.best
                 break
-            stall = 0 if game.narrow(fewer, found.choice) else stall
+            if game.narrow(fewer, found.choice):
+                stall = 0
+                self.budget.spend(BEGIN * len(game.kept))
             if game.few or stall == STALL or self.budget.over():
                 break
             now = game.weights + part * (game.master.weights() - game.weights)

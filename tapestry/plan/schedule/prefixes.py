@@ -136,7 +136,7 @@ class Prefixes:
     def look(self, choice: Sequence[int]) -> None:
         """Read off the clock what each operation takes where these are the choices."""
         timed, count = self.clock(choice), len(self.problem.menus)
-        self.budget.spend(self.problem.lowering / 3)  # (what operations need, and take, is mostly known)
+        self.budget.spend(self.problem.lowering)
         steps: list[list[Step]] = [[] for _ in range(count + 1)]
         for t in timed.timed:
             groups = np.where(np.isnan(t.took), -1, t.groups)

@@ -35,6 +35,7 @@ from tapestry.plan.topology import Topology
 
 CLOSE = 2.0 * SECOND  # for branches that close what the game leaves
 SMALL = 100  # operations of graphs for which that is tried
+TINY = 24  # operations of graphs for which it is tried in passing too
 ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
 
 Usages = tuple[Sequence[Demand], Sequence[float], np.ndarray | None]
@@ -68,13 +69,18 @@ def search(
     return fitting(problem, budget, start)
 
 
-def fitting(problem: Problem, budget: Budget, start: Start | None = None, upper: float = np.inf) -> PricedPlan:
+def fitting(
+    problem: Problem, budget: Budget, start: Start | None = None, upper: float = np.inf, *, small: int = SMALL
+) -> PricedPlan:
     """The best plan of a problem within the devices' memory; a search that cannot get below ``upper`` ends early.
+
+    Args:
+        small: operations of a graph for which branches close what the bound leaves.
 
     Raises:
         TooBig: no plan fits, or none was found in time.
     """
-    best, limit = spatial(problem, budget, start, upper=upper), problem.topo.device.memory
+    best, limit = spatial(problem, budget, start, upper=upper, small=small), problem.topo.device.memory
     if peak(best) > limit:
         raise too_big(best, limit, budget)
     return best
@@ -87,6 +93,7 @@ def spatial(
     squeeze: bool = True,
     clock: bool = True,
     upper: float = np.inf,
+    small: int = SMALL,
 ) -> PricedPlan:
     """The best plan of a problem that fits; where none was found, the one with the least memory.
 
@@ -94,6 +101,7 @@ def spatial(
         start: what an earlier search found.
         squeeze: whether to look once more near the plan with the least memory before giving up.
         upper: no plan that takes as long is of use.
+        small: operations of a graph for which branches close what the bound leaves.
         clock: whether simulated time counts; else the costs added up, and there is no bound.
     """
     limit = problem.topo.device.memory
@@ -112,11 +120,14 @@ def spatial(
         best, tight = with_rings(within_memory(problem, first, budget, begun, -np.inf, squeeze)), True
     if peak(best) > limit or not clock:
         return best
-    return _on_the_clock(problem, _faster(begun, best), budget, bound, upper, tight=tight)
+    return _on_the_clock(problem, _faster(begun, best), budget, (bound, upper), tight=tight, small=small)
 
 
-def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: float, upper: float, *, tight: bool) -> PricedPlan:
+def _on_the_clock(
+    problem: Problem, best: PricedPlan, budget: Budget, ends: tuple[float, float], *, tight: bool, small: int
+) -> PricedPlan:
     """A plan that takes no longer than one that fits, and a bound; ``tight``: the bound is of plans that fit."""
+    bound, upper = ends
     limit = problem.topo.device.memory
     uses: Sequence[Demand] = demands(problem, surely=True) if tight else ()
     limits = [float(limit)] * len(problem.graph.ops) if tight else []
@@ -134,7 +145,7 @@ def _on_the_clock(problem: Problem, best: PricedPlan, budget: Budget, bound: flo
         if proved(best.objective, game.bound) or game.bound >= upper:
             break  # no plan of this form is better, or than that of another one
     bound = max(bound, game.bound)
-    if watched and len(problem.menus) <= SMALL and bound < min(best.objective, upper) * (1 - PROVED):
+    if watched and len(problem.menus) <= small and bound < min(best.objective, upper) * (1 - PROVED):
         best, bound = _branched(problem, best, budget.part(CLOSE), (bound, upper), met, (uses, limits, game.price))
         budget.found(best.objective, bound)
     return replace(best, bound=min(bound, best.objective))
@@ -194,7 +205,9 @@ def in_rings(best: PricedPlan) -> PricedPlan | None:
     return replace(best, plan=plan, program=program, objective=simulate(plan, program, topo).total)
 
 
-def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = None, upper: float = np.inf) -> PricedPlan:
+def cheapest(
+    problems: Sequence[Problem], budget: Budget, start: Start | None = None, upper: float = np.inf, *, small: int = SMALL
+) -> PricedPlan:
     """The cheapest plan of the problems that several ways to share out the mesh axes make; its bound holds for all of them.
 
     Raises:
@@ -204,7 +217,7 @@ def cheapest(problems: Sequence[Problem], budget: Budget, start: Start | None = 
     failed: list[PlanError] = []
     for problem in problems:
         try:
-            plans.append(fitting(problem, budget, start, upper))
+            plans.append(fitting(problem, budget, start, upper, small=small))
         except PlanError as e:
             failed.append(e)
     if not plans:

@@ -17,6 +17,7 @@ from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule
 OPTIONAL = ("fuse_rows", "stream_softmax")
 """Rules that never cost a launch or a byte on one device, but tie operations to one cut on several."""
 _WITHOUT, _NONE = "without", frozenset[str]()
+SIMPLIFIED = "simplified"  # ``simplified@graph`` among moves: the graph was simplified in between
 
 
 def rules_of(phase: Phase) -> list[Rule]:
@@ -40,12 +41,12 @@ def simplify(graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE)
     return graph
 
 
-def apply_legal(graph: Graph, moves: Iterable[Move]) -> tuple[Graph, list[Move]]:
+def apply_legal(graph: Graph, moves: Iterable[Move], disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
     """The graph after all moves that are still legal after the ones before, and those moves."""
     done: list[Move] = []
     for move in moves:
         try:
-            graph = apply_moves(graph, [move])
+            graph = simplify(graph, disabled=disabled) if move.rule == SIMPLIFIED else apply_moves(graph, [move])
         except LawError:  # a user's rule is wrong
             raise
         except TapestryError:
@@ -63,9 +64,9 @@ def replay(graph: Graph, moves: Iterable[Move]) -> Graph:
     moves = list(moves)
     disabled, moves = disabled_by(moves), applied(moves)
     for m in moves:
-        if graph.find(m.at) < 0:  # the move is of a simplified graph
+        if m.rule == SIMPLIFIED or graph.find(m.at) < 0:  # the move is of a simplified graph
             graph = simplify(graph, disabled=disabled)
-        graph = apply_moves(graph, [m])
+        graph = graph if m.rule == SIMPLIFIED else apply_moves(graph, [m])
     return simplify(graph, disabled=disabled) if moves else graph
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, depth, distinct
 from tapestry.ir.graph import Block, Dim, Inner, Op, Read
-from tapestry.ir.index import Aff, dim, dims_of
+from tapestry.ir.index import Aff, dim, dims_of, span
 from tapestry.ir.monoid import number
 from tapestry.ir.types import DTYPES, Tensor
 from tapestry.rewrites.core.edit import (
@@ -127,14 +127,25 @@ class _Writer:
             formals = next(r.index for q in self.rule.before for r in q.reads if r.alias == alias)
             env = dict(e for f, n in zip(formals, index, strict=True) for e in self._argument(f, n))
             self.moved |= env
-            self.projections += [substitute_read(v, env, self.ranges) if env else v for v in self.m.views[alias]]
+            self.projections += [self._inside(substitute_read(v, env, self.ranges)) if env else v for v in self.m.views[alias]]
         else:
             cells = tuple(e for n in index for e in self._cells(n))
             self.projections.append(Read(tensor=self.names[tensor], index=cells))
         self.reads[alias] = tuple(range(first, len(self.projections)))
 
+    def _inside(self, r: Read) -> Read:
+        """A read without the guards that always hold, and without a fill where it never leaves its tensor."""
+        shape = self.tensors[r.tensor].shape
+        when = tuple(g for g in r.when if g.op != "ge" or span(g.aff, self.ranges)[0] < 0)
+        spans = [span(e, self.ranges) for e in r.index]
+        within = not when and all(lo >= 0 and hi < n for (lo, hi), n in zip(spans, shape, strict=True))
+        return replace(r, when=when, other=None if within else r.other)
+
     def _argument(self, formal: Node, given: Node) -> list[tuple[str, Aff]]:
         """What stands for the dimensions that an argument of a view named on the left-hand side."""
+        if formal != given and isinstance(formal, App) and formal.fn == "floordiv" and isinstance(formal.args[0], Var):
+            (old,) = self.m.dims[formal.args[0].name]
+            return [(old.name, self._cells(given)[0] * place(formal.args[1], self.m).const)]
         if formal == given or not isinstance(formal, Var) or formal.name not in self.m.dims:
             return []
         old = self.m.dims[formal.name]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import prod
 
 from tapestry.ir import space
-from tapestry.ir.expr import Arg, Call, Expr, Index, count, distinct
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, count, distinct
 from tapestry.ir.graph import Block, Dim, Op, Read
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS
@@ -178,6 +178,34 @@ def _computed(c: Conditions, *args: Var) -> Failure:
     return None if any(isinstance(c.exprs(f.name)[0], Call) for f in args) else ""
 
 
+def _increasing(c: Conditions, *args: Var) -> Failure:
+    """``increasing(F)``: an open body of one read never falls where that rises."""
+    ways = [_way(c.exprs(f.name)[0]) for f in args]
+    return None if all(w == RISES for w in ways) else "it is not of functions that are known to rise"
+
+
+RISES, STAYS, FALLS = 1, 0, -1
+_RISING = frozenset({"exp", "log", "tanh", "sqrt", "erf", "atan", "sinh", "floor", "ceil", "round", "sign"})
+_SAME = {"add": (1, 1), "max": (1, 1), "min": (1, 1), "sub": (1, -1)}
+
+
+def _way(e: Expr) -> int | None:
+    """Whether an expression rises, falls or stays where what it reads rises; ``None`` where that is not known."""
+    if not isinstance(e, Call):
+        return RISES if isinstance(e, Arg | Acc) else STAYS if isinstance(e, Const) else None
+    ways = [_way(a) for a in e.args]
+    if e.fn in _RISING or e.fn == "neg":
+        return None if ways[0] is None else ways[0] * (FALLS if e.fn == "neg" else RISES)
+    if e.fn in _SAME:
+        signs = {w * s for w, s in zip(ways, _SAME[e.fn], strict=True) if w is not None} - {STAYS}
+        return None if None in ways or len(signs) > 1 else max(signs, default=STAYS, key=abs)
+    factor = e.args[-1] if e.fn == "div" else next((a for a in e.args if isinstance(a, Const)), None)
+    if e.fn in ("mul", "div") and isinstance(factor, Const) and factor.value:
+        other = next(w for w, a in zip(ways, e.args, strict=True) if a is not factor)
+        return None if other is None else other * (RISES if factor.value > 0 else FALLS)
+    return None
+
+
 def _placeless(c: Conditions, *args: Var) -> Failure:
     """``placeless(F, n)``: an open body does not look at the index of the dimensions (of none, without any)."""
     names = {d.name for v in args[1:] for d in c.m.dims[v.name]}
@@ -215,6 +243,7 @@ def _moves_only(c: Conditions, *args: Var) -> Failure:
 MEASURES: Mapping[str, Callable[..., int]] = {"uses": _uses, "nodes": _nodes, "calls": _calls, "rank": _rank, "work": _work}
 PROPERTIES: Mapping[str, Callable[..., Failure]] = {
     "injective": _injective, "commutative": _commutative, "single": _single, "float": _float,
-    "computed": _computed, "placeless": _placeless, "plain": _plain, "deterministic": _deterministic, "computes": _moves_only,
+    "computed": _computed, "increasing": _increasing,
+    "placeless": _placeless, "plain": _plain, "deterministic": _deterministic, "computes": _moves_only,
     "adds": _adds,
 }  # fmt: skip

@@ -17,13 +17,14 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Block, Dim, Graph, Read, changes
-from tapestry.ir.index import Aff, dim
+from tapestry.ir.index import Aff, dim, floordiv
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import DTYPES, FLOATS, Tensor
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move, parse_move
+from tapestry.rewrites.equations import all_sizes
 from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.pattern import (
     App,
@@ -38,8 +39,10 @@ from tapestry.rewrites.equations.pattern import (
     names_in,
     show,
 )
+from tapestry.rewrites.equations.rounding import rounding
 from tapestry.verify.rewriting.proofs import prove_steps
 
+ALL_SIZES, ON_INSTANCES = "normal form for all sizes and ranks", "instances only"
 ENOUGH, TRIES = 8, 400  # instances that a rule is held to, and drawings of them at most
 STATES = ("sum", "max", "min", "prod", "logsumexp", "argmax")  # monoids that an open one is tried with
 
@@ -51,6 +54,7 @@ class Proof:
     instances: int
     moves: int
     shown: Mapping[str, int]
+    kind: str
 
 
 def prove(rule: Equation, rng: np.random.Generator, enough: int = ENOUGH) -> Proof:
@@ -79,7 +83,7 @@ def prove(rule: Equation, rng: np.random.Generator, enough: int = ENOUGH) -> Pro
             break
     if not done:
         raise TapestryError("no instance of its left-hand side meets its conditions", where=rule.name)
-    return Proof(done, moves, shown)
+    return Proof(done, moves, shown, proof_of(rule.rule))
 
 
 def _varied(rule: Equation, graph: Graph, found: list[Move]) -> list[Move]:
@@ -113,9 +117,15 @@ def describe(rule: Equation) -> str:
             body = textwrap.indent(text.text, "    ")
             return (
                 f"{text.summary or text.form}\n\nbefore:\n{sides[0]}\nmove: {move}\n\nafter:\n{sides[1]}\n"
-                f"legal when:\n    {legal}.\n\nThe equation:\n\n{body}\n"
+                f"legal when:\n    {legal}.\n\nrounding: {rounding(text)}.\n"
+                f"proof: {proof_of(text)}.\n\nThe equation:\n\n{body}\n"
             )
     raise TapestryError("no small instance of its left-hand side meets its conditions", where=text.name)
+
+
+def proof_of(rule: RuleText) -> str:
+    """The kind of proof that a rule has beside the one at every place where it is applied."""
+    return f"{ALL_SIZES}, and on instances" if all_sizes.proved(rule) else ON_INSTANCES
 
 
 def instance(rule: RuleText, rng: np.random.Generator, *, small: bool = False) -> Graph | None:
@@ -264,7 +274,8 @@ class _Drawing:
                 [r.tensor] if not r.many else [f"{r.tensor}{i}" for i in range(1 if self.small else self.rng.integers(1, 3))]
             )
             dims = self._of([v for n in r.index for v in names_in(n) if v.name in self.dims])
-            self.views[r.alias] = tuple(self._view(n, dims) for n in names)
+            coarse = {show(n.args[0]) for n in r.index if isinstance(n, App) and n.fn == "floordiv"}
+            self.views[r.alias] = tuple(self._view(n, dims, {d.name for c in coarse for d in self.dims[c]}) for n in names)
         return self.views[r.alias]
 
     def _cells(self, n: Node) -> tuple[Aff, ...]:
@@ -272,28 +283,35 @@ class _Drawing:
             return self.maps[n.fn][1]
         return tuple(dim(d.name) for v in names_in(n) for d in self.dims[v.name])
 
-    def _view(self, name: str, dims: list[Dim]) -> Read:
+    def _view(self, name: str, dims: list[Dim], halved: set[str]) -> Read:
         """A read of a new input: all dimensions as they are, or some of them in another order, shifted and filled in."""
         used = self._shuffled(dims)
         used = used[1:] if not self.small and self.rng.random() < 0.2 else used
         shift = int(not self.small and self.rng.random() < 0.25)
-        self.tensors[name] = Tensor(name=name, dtype=self.default, shape=tuple(d.size for d in used), kind="input")
+        shape = tuple((d.size + 1) // 2 if d.name in halved else d.size for d in used)
+        self.tensors[name] = Tensor(name=name, dtype=self.default, shape=shape, kind="input")
         self.inputs.append(name)
         fill = number(int(self.rng.integers(0, 3)), self.default).value if shift else None
-        return Read(tensor=name, index=tuple(dim(d.name) - shift for d in used), other=fill)
+        places = (floordiv(dim(d.name), 2) if d.name in halved else dim(d.name) for d in used)
+        return Read(tensor=name, index=tuple(e - shift for e in places), other=fill)
 
     def _terms(self, n: Node, want: list[str], args: Mapping[str, list[Expr]], space: tuple[Dim, ...]) -> list[Expr]:
         """The expressions of a term, one for every dtype that is wanted."""
         if isinstance(n, Num):
             return [number(n.value, want[0])]
         if isinstance(n, Var):
-            return args[n.name] if n.name in args else [number(self.sizes[n.name][0], "i64")]
+            if n.name in args:
+                return args[n.name]
+            return [number(self.sizes[n.name][0] if n.name in self.sizes else int(self.rng.integers(1, 4)), "i64")]
         if is_open(n):
+            if not n.args and self.rng.random() < 0.5:  # a number is a function of nothing, too
+                return [number(3, w) for w in want]
             given = [e for a in n.args if isinstance(a, Var) for e in args.get(a.name, [])]
             return [self._expression(given, w, space) for w in want]
         if n.fn == "index":
             return [Index(dim(show(n.args[0])))]
         kind = "i64" if any(isinstance(a, App) and a.fn == "index" for a in n.args) else want[0]
+        kind = self.default if kind == "bool" and n.fn in ("lt", "le", "gt", "ge", "eq", "ne") else kind
         kinds = ["bool", kind, kind] if n.fn == "where" else [kind] * len(n.args)
         return [call(n.fn, *(self._terms(a, [k], args, space)[0] for a, k in zip(n.args, kinds, strict=True)))]
 

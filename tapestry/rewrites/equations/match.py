@@ -13,12 +13,23 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, distinct
 from tapestry.ir.graph import Block, Dim, Inner, Read
-from tapestry.ir.index import Aff, const, dim, floordiv, modulo
+from tapestry.ir.index import Aff, Floor, const, dim, dims_of, floordiv, modulo, substitute
 from tapestry.ir.types import DTYPES
 from tapestry.rewrites.core.edit import MOST_ATOMS, read_dims, substitute_expr, substitute_read, too_long
 from tapestry.rewrites.core.matching import Draft
 from tapestry.rewrites.core.rule import Refusal, refuse
-from tapestry.rewrites.equations.pattern import App, DimPattern, Node, Num, OpPattern, RuleText, Var, is_open, names_in
+from tapestry.rewrites.equations.pattern import (
+    App,
+    DimPattern,
+    Node,
+    Num,
+    OpPattern,
+    ReadPattern,
+    RuleText,
+    Var,
+    is_open,
+    names_in,
+)
 
 COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
 
@@ -78,15 +89,20 @@ class Bindings:
 
 _Reads = dict[str, tuple[int, ...]]  # alias → positions
 _Found = tuple[_Reads, dict[str, Body]]
+_At = tuple[int, Block, Bindings, Mapping[str, Aff]]  # position in the pattern, operation, match so far, where it is read
 
 
 class Matcher:
     """Matches of one rule's left-hand side."""
 
     def __init__(self, rule: RuleText) -> None:
-        self.before, self.alone = rule.before, rule.alone
+        self.before, self.alone, self.constants = rule.before, rule.alone, rule.constants
         self.makers = {o.name: k for k, p in enumerate(rule.before) for o in p.outs}
         self.root_dims = {d.name for d in (*rule.before[-1].dims, *rule.before[-1].reduce)}
+
+    def fits(self, op: Block) -> bool:
+        """Whether an operation may be the last one of the left-hand side, by what is seen at once."""
+        return _similar(self.before[-1], op, Bindings())
 
     def at(self, draft: Draft, op: Block) -> Iterator[Bindings | Refusal]:
         """Every match whose last operation is ``op``, and near misses."""
@@ -114,7 +130,7 @@ class Matcher:
         for dims in self._dims(p, op, m, root):
             for tensors in chosen:
                 results: list[Bindings | Refusal] = []
-                for reads, bodies in self._expressions(k, op, dims, tensors):
+                for reads, bodies in self._expressions(k, op, dims, tensors, env):
                     results += self._reads(draft, k, op, dims, env, reads, bodies)
                 if root:
                     results = [r if isinstance(r, Refusal) else self._settled(r) for r in results]
@@ -149,7 +165,9 @@ class Matcher:
             if len(set(chosen)) == len(chosen):
                 yield {r.alias: t for r, t in zip(wanted, chosen, strict=True)}
 
-    def _expressions(self, k: int, op: Block, m: Bindings, chosen: Mapping[str, str]) -> Iterator[_Found]:
+    def _expressions(
+        self, k: int, op: Block, m: Bindings, chosen: Mapping[str, str], env: Mapping[str, Aff]
+    ) -> Iterator[_Found]:
         """Bind aliases to reads and open bodies to expressions, by the body and what follows the reduction."""
         p = self.before[k]
         reads: _Reads = {a: tuple(i for i, r in enumerate(op.reads) if r.tensor == t) for a, t in chosen.items()}
@@ -162,17 +180,20 @@ class Matcher:
                 found = [(a, b | {node.fn: Body(k, (exprs,), node.args, inner)}) for a, b in found]
             elif patterns:
                 for pattern, e in zip(patterns, exprs, strict=True):
-                    found = [f for s in found for f in self._unify(k, op, m, pattern, e, s)]
+                    found = [f for s in found for f in self._unify((k, op, m, env), pattern, e, s)]
         for aliases, bodies in found:
             done = self._others(k, op, m, aliases, bodies)
             if done is not None:
                 yield done, bodies
 
-    def _unify(self, k: int, op: Block, m: Bindings, p: Node, e: Expr, s: _Found) -> Iterator[_Found]:
-        reads, bodies = s
+    def _unify(self, at: _At, p: Node, e: Expr, s: _Found) -> Iterator[_Found]:
+        (k, op, m, env), (reads, bodies) = at, s
         if isinstance(p, Num):
             if isinstance(e, Const) and e.value == p.value and isinstance(p.value, bool) <= (e.dtype == "bool"):
                 yield s
+        elif isinstance(p, Var) and p.name in self.constants:
+            if isinstance(e, Const) and isinstance(e.value, int) and bodies.get(p.name, e_ := Body(k, ((e,),), ())) == e_:
+                yield reads, bodies | {p.name: e_}
         elif isinstance(p, Var):
             if isinstance(e, Acc) and p.name == f"acc{e.field}":
                 yield s
@@ -183,13 +204,13 @@ class Matcher:
         elif is_open(p):
             yield reads, bodies | {p.fn: Body(k, ((e,),), p.args)}
         elif p.fn == "index":
-            if isinstance(e, Index) and e.aff == place(p.args[0], m):
+            if isinstance(e, Index) and (substitute(e.aff, env, m.ranges) if env else e.aff) == place(p.args[0], m):
                 yield s
         elif isinstance(e, Call) and e.fn == p.fn and len(e.args) == len(p.args):
             for args in (p.args, p.args[::-1]) if p.fn in COMMUTATIVE else (p.args,):
                 found = [s]
                 for a, x in zip(args, e.args, strict=True):
-                    found = [f for one in found for f in self._unify(k, op, m, a, x, one)]
+                    found = [f for one in found for f in self._unify(at, a, x, one)]
                 yield from found
 
     def _others(self, k: int, op: Block, m: Bindings, reads: _Reads, bodies: Mapping[str, Body]) -> _Reads | None:
@@ -205,8 +226,11 @@ class Matcher:
                     return None
                 reads = {**reads, r.alias: tuple(mine)}
                 free = [i for i in free if i not in mine]
+        late = next((r for r in p.reads if r.many and r is not group and r.alias not in reads), None)
         if group is not None:
-            reads = {**reads, group.alias: tuple(free)}
+            early = arg_positions((*op.body, *(s.body for s in op.inner))) if late else frozenset(free)
+            reads = {**reads, group.alias: tuple(i for i in free if i in early)}
+            reads |= {late.alias: tuple(i for i in free if i not in early)} if late else {}
         elif free:
             return None
         for body in bodies.values():
@@ -228,6 +252,11 @@ class Matcher:
         ranges = m.ranges
         for name, body in bodies.items():
             variants, inner = body.variants, body.inner
+            if name in self.constants:
+                (literal,) = variants[0]
+                assert isinstance(literal, Const)
+                m.numbers[name] = int(literal.value)
+                continue
             if env:
                 variants = tuple(tuple(substitute_expr(e, env, ranges) for e in v) for v in variants)
                 inner = tuple(
@@ -324,12 +353,30 @@ class Matcher:
             for r in p.reads:
                 if r.tensor in self.makers:
                     continue
+                if not self._coarse(r, m):
+                    return refuse(f"'{r.alias}' is not read by a quotient of the index")
                 allowed = _allowed(r.index, m)
                 for v in m.views[r.alias] if allowed is not None else ():
                     loose = read_dims(v) - (allowed or set()) - inner
                     if loose:
                         return refuse(f"'{v.tensor}' varies along '{min(loose)}'")
         return m
+
+    def _coarse(self, r: ReadPattern, m: Bindings) -> bool:
+        """Bind the divisors of a view ``x[h // Q]``: it depends on h by floor(h/Q) alone, for one Q."""
+        for n in r.index:
+            if not (isinstance(n, App) and n.fn == "floordiv" and isinstance(n.args[0], Var) and isinstance(n.args[1], Var)):
+                continue
+            (d,) = m.dims[n.args[0].name]
+            found = {
+                k
+                for v in m.views[r.alias]
+                for e in (*v.index, *(g.aff for g in v.when))
+                for k in _divisors(e, d.name, m.ranges)
+            }
+            if len(found) != 1 or 0 in found or m.numbers.setdefault(n.args[1].name, min(found)) != min(found):
+                return False
+        return True
 
     def _share(self, m: Bindings, group: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Refusal | None:
         mentioned = {g.name: {r.alias for p in self.before for r in p.reads if _mentions(r.index, g.name)} for g in group}
@@ -347,6 +394,16 @@ class Matcher:
         return None
 
 
+def _divisors(e: Aff, name: str, ranges: Mapping[str, int]) -> Iterator[int]:
+    """By what a dimension is divided wherever it occurs in an index, beside unit dimensions; 0 for anything else."""
+    for atom, _ in e.terms:
+        if isinstance(atom, str):
+            yield from (0,) if atom == name else ()
+        elif name in dims_of(atom.arg):
+            rest = substitute(atom.arg, {n: const(0) for n in dims_of(atom.arg) if ranges.get(n) == 1}, ranges)
+            yield atom.div if isinstance(atom, Floor) and rest == dim(name) else 0
+
+
 def _renamed(dims: tuple[Dim, ...], env: Mapping[str, Aff]) -> tuple[Dim, ...]:
     return tuple(Dim(str(env[d.name]) if d.name in env else d.name, d.size) for d in dims)
 
@@ -357,7 +414,7 @@ def _mentions(index: tuple[Node, ...], name: str) -> bool:
 
 def _allowed(index: tuple[Node, ...], m: Bindings) -> set[str] | None:
     """Dimensions that a view may depend on; ``None`` for any (it names dimensions of an operation read through a map)."""
-    names = [v.name for n in index for v in names_in(n)]
+    names = [v.name for n in index for v in names_in(n) if v.name not in m.numbers]
     if any(n not in m.dims for n in names):
         return None
     return {d.name for n in names for d in m.dims[n]}

@@ -164,6 +164,18 @@ class RuleText:
     pays: tuple[Clause, ...]
     text: str
 
+    @property
+    def constants(self) -> frozenset[str]:
+        """Names that stand for an integer literal in a body of the left-hand side, or for the divisor of an index."""
+        divisors = (
+            n.args[1] for p in self.before for r in p.reads for n in r.index if isinstance(n, App) and n.fn == "floordiv"
+        )
+        return frozenset(n.name for n in divisors if isinstance(n, Var)) | frozenset(
+            v.name for p in self.before for e in (*p.body, *p.then) for v in _values(e)
+            if v.name not in {r.alias for r in p.reads} and v.name[:3] != "acc"
+            and v.name not in {w.name for q in self.before for d in (*q.dims, *q.reduce) for w in names_in(d.size)}
+        )  # fmt: skip
+
 
 def parse_rules(text: str, file: str, properties: Iterable[str]) -> tuple[RuleText, ...]:
     """The rules of a text.
@@ -363,7 +375,7 @@ class _Parser(Tokens):
         bodies = {n.fn for p in rule.before for e in (*p.body, *p.then) for n in _applications(e)}
         dims = {d.name for p in (*rule.before, *rule.after) for d in (*p.dims, *p.reduce)} | {p.name for p in rule.params}
         sizes = {v.name for p in rule.before for d in (*p.dims, *p.reduce) for v in names_in(d.size)}
-        sizes |= {o.dtype for p in rule.before for o in p.outs} | set(DTYPES)  # of a cast
+        sizes |= rule.constants | {o.dtype for p in rule.before for o in p.outs} | set(DTYPES)  # of a cast
         if {o.name for o in rule.before[-1].outs} - {o.name for p in rule.after for o in p.outs}:
             raise self.error("the right-hand side does not write what the last operation of the left writes", rule.after[0].at)
         for p in rule.after:
@@ -374,6 +386,14 @@ class _Parser(Tokens):
             if loose:
                 raise self.error(f"'{loose[0]}' stands on the right-hand side alone", p.at)
             tensors |= {o.name for o in p.outs}
+
+
+def _values(n: Node) -> Iterator[Var]:
+    """The names that stand for a value of their own: none of an open body's parameters, and no index."""
+    if isinstance(n, Var):
+        yield n
+    for a in n.args if isinstance(n, App) and n.fn != "index" and not is_open(n) else ():
+        yield from _values(a)
 
 
 def _applications(n: Node) -> Iterator[App]:

@@ -7,7 +7,7 @@ between two operations of the host is captured in a CUDA graph and replayed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -129,7 +129,9 @@ class GpuExecutor(Executor):
         """Bytes of the buffer in its arena."""
         return 0 if self.program.buffers[name].dtype == HOST else self.array(device, name).nbytes
 
-    def run(self, feeds: Source, progress: Progress = silent) -> tuple[dict[str, Array], Measured]:
+    def run(
+        self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
+    ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name, gathered to the host, and what the run used."""
         for f in self.feeds:
             value = feeds(f.tensor, f.box)
@@ -143,7 +145,7 @@ class GpuExecutor(Executor):
             part.run()
             progress(part.steps, len(self.program.steps))
         self.runs += 1
-        return self.outputs(), self.measured
+        return self.outputs(wanted), self.measured
 
     def replay(self) -> None:
         """The work of a run alone, on the inputs that are there: for measuring."""

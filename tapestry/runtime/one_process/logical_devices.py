@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Hashable
+from functools import partial
 from threading import Lock
 
 import torch
@@ -32,6 +34,7 @@ class LocalExecutor(Executor):
     Attributes:
         launches: by step and device, the kernel and the buffers that it reads (packed weights in place of some).
         weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
+        packed: packed weights of the model by tensor, box and key; several executors may share it.
         kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
     """
 
@@ -42,6 +45,7 @@ class LocalExecutor(Executor):
         super().__init__(graph, program, target, weights, streamed, route)
         self.launches: dict[tuple[int, int], tuple[Run, tuple[str, ...]]] = {}
         self.packing: list[Packing] = []
+        self.packed: dict[Hashable, Array] = {}
         self.kept: list[dict[str, tuple[Array, int]]] = []
         self.schedule: Schedule | None = None
         self.feeds: Source = weights
@@ -53,14 +57,16 @@ class LocalExecutor(Executor):
                 for d, box in self.mine(program.buffers[step.buffer].boxes):
                     self.weights_held[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
 
-    def run(self, feeds: Source, progress: Progress = silent) -> tuple[dict[str, Array], Measured]:
-        """Outputs by name, and what the run used."""
+    def run(
+        self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
+    ) -> tuple[dict[str, Array], Measured]:
+        """Outputs by name (those that are wanted, by default all), and what the run used."""
         self.bind()
         with self.busy:
             self.begin(feeds)
             try:
                 self._steps(feeds, progress)
-                return self.outputs(), self.measured
+                return self.outputs(wanted), self.measured
             finally:  # nothing of a run stays beyond it
                 self.held, self.feeds = Held.nothing(self.program.devices), self.weights
 
@@ -93,7 +99,9 @@ class LocalExecutor(Executor):
                 kernels[at, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))
         for d in range(self.program.devices):
             wanted = {at: k.packs for (at, e), k in kernels.items() if e == d and isinstance(k, PackableKernel)}
-            self.packing.append(pack(self.program, wanted, self.weights_held[d], self.weigh, self.room[d]))
+            self.packing.append(
+                pack(self.program, wanted, self.weights_held[d], self.weigh, self.room[d], partial(self._packed, d))
+            )
         for (at, d), run in kernels.items():
             step, names = self.program.steps[at], self.packing[d].names.get(at)
             assert isinstance(step, Launch)
@@ -106,6 +114,16 @@ class LocalExecutor(Executor):
             plain = {b: (a, arrays.nbytes(a)) for b, a in self.weights_held[d].items()}
             self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
         self.schedule = self.scheduled()
+
+    def _packed(self, device: int, buffer: str, key: Hashable, make: Callable[[], Array]) -> Array:
+        """A packed weight; one of the model's own is packed once for all executors that share them."""
+        tensor = self.program.buffers[buffer].tensor
+        if not self.graph.weights[tensor].file:  # derived for this build
+            return make()
+        there = (tensor, self.box(device, buffer), key)
+        if there not in self.packed:
+            self.packed[there] = make()
+        return self.packed[there]
 
     def scheduled(self) -> Schedule | None:
         """What a run need not do again, where one device runs alone on a target that can bind its kernels."""

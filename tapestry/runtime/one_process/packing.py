@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tapestry.ir.program import Launch, Program, reads
 from tapestry.runtime.target_protocol import Array, Pack
+
+Made = Callable[[str, Hashable, Callable[[], Array]], Array]
+"""A packed weight, from its buffer, the key of how it is packed, and what packs it where it is not there yet."""
 
 Packs = Mapping[int, Pack]
 """Reads of a launch, by position, that may be packed."""
@@ -34,13 +38,15 @@ class Packing:
 
 
 def pack(
-    program: Program, wanted: Mapping[int, Packs], resident: dict[str, Array], nbytes: Callable[[Array], int], room: int
-) -> Packing:
+    program: Program, wanted: Mapping[int, Packs], resident: dict[str, Array], nbytes: Callable[[Array], int], room: int,
+    made: Made | None = None,
+) -> Packing:  # fmt: skip
     """Pack one device's resident weights; those that nobody reads as they were are dropped from ``resident``.
 
     Args:
         wanted: for each launch (by step), the reads that it may take packed.
         room: bytes that packing may take beyond the plan.
+        made: keeps what is packed, for other executors that read the same weights.
     """
     out = Packing()
     uses, others = _readers(program, wanted, resident)
@@ -48,7 +54,8 @@ def pack(
         alone = len(by_key) == 1 and buffer not in others
         for n, readers in enumerate(by_key.values()):
             at, k = readers[0]
-            array = wanted[at][k].run(resident[buffer])
+            pack = partial(wanted[at][k].run, resident[buffer])
+            array = pack() if made is None else made(buffer, wanted[at][k].key, pack)
             more = nbytes(array) - (nbytes(resident[buffer]) if alone else 0)
             if out.extra + max(more, 0) > room:
                 continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,15 +25,6 @@ from tapestry.runtime.target_protocol import Array, Call, Recorder, RecordingTar
 COPIED = 1 << 18  # bytes: an output of no more is copied out of its position
 Positioned = Mapping[str, tuple[Array, int]]
 """Arrays by buffer, with what they count as."""
-
-
-@runtime_checkable
-class Lender(Protocol):
-    """A source of inputs that need not copy what is copied at once."""
-
-    def lend(self, tensor: str, box: Box, /) -> Array:
-        """An array that may be the caller's own: to be read now, and neither kept nor written."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +112,7 @@ class StagedInput:
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the step."""
-        lend = feeds.lend if isinstance(feeds, Lender) else feeds
-        self.array.copy_(lend(self.tensor, self.box))
+        self.array.copy_(feeds(self.tensor, self.box))
         held.arrays[0][self.name] = self.array
         held.count(0, self.name, self.size)
         held.reach(0)

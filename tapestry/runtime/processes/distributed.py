@@ -9,7 +9,7 @@ it overlaps with the steps between. Where that is follows from the program alone
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from tapestry.ir.collective_calls import Call
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import shape
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated, reads
+from tapestry.ir.types import HOST
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime import arrays
 from tapestry.runtime.executor import silent
@@ -61,6 +62,7 @@ class RankExecutor(LocalExecutor):
     Attributes:
         placed: where what comes is put, by device and buffer: the same place in every batch.
         actions: what each step does on this rank.
+        put: takes the blocks of outputs of this rank (output, box, array) where rank 0 is not to gather them.
         backend_calls: calls of torch.distributed in the last run, by name, without those that bring outputs to rank 0.
     """
 
@@ -76,6 +78,7 @@ class RankExecutor(LocalExecutor):
         self.moves: dict[int, Move] = {}
         self.actions: list[tuple[Callable[[], object], ...]] = []
         self.last: list[Move] = []
+        self.put: Callable[[str, Box, Array], None] | None = None
         self.backend_calls: dict[str, int] = {}
         self.groups: Groups | None = None
         self._left: dict[str, int] = {}  # by what kernels make, the last step that reads it
@@ -193,12 +196,14 @@ class RankExecutor(LocalExecutor):
 
     # a run
 
-    def run(self, feeds: Source, progress: Progress = silent) -> tuple[dict[str, Array], Measured]:
+    def run(
+        self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
+    ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name on rank 0, nothing on the others; and what this rank's devices used."""
         if not self.actions:
             self.connect()
         self.wire.calls.clear()
-        outputs, measured = super().run(feeds, progress)
+        outputs, measured = super().run(feeds, progress, wanted)
         self.wire.drain(0, len(self.program.steps))
         return outputs, measured
 
@@ -254,8 +259,8 @@ class RankExecutor(LocalExecutor):
 
     # outputs: counted as ``gathered``, apart from the program's bytes
 
-    def outputs(self) -> dict[str, Array]:
-        """Every output on rank 0, nothing on the others."""
+    def outputs(self, wanted: Collection[str] | None = None) -> dict[str, Array]:
+        """The outputs that are wanted on rank 0, nothing on the others; with a place for them they go there from every rank."""
         for move in self.last:
             self._finish(move)
         for at, move in self.moves.items():
@@ -263,9 +268,24 @@ class RankExecutor(LocalExecutor):
             assert isinstance(step, Transfer | Reduce)
             self.measured.sent(step.kind, move.sent)
         before, self.backend_calls = self.wire.payload, dict(self.wire.calls)
-        out = super().outputs()
+        out = super().outputs(wanted) if self.put is None else self._put(wanted, self.put)
         self.wire.payload, self.wire.gathered = before, self.wire.gathered + self.wire.payload - before
         return {} if self.wire.rank else out
+
+    def _put(self, wanted: Collection[str] | None, put: Callable[[str, Box, Array], None]) -> dict[str, Array]:
+        """Every rank's blocks go where they are to be; values of the host to rank 0, which returns them."""
+        hosted: dict[str, Array] = {}
+        for t, name in self.program.outputs.items():
+            if wanted is not None and t not in wanted:
+                continue
+            if self.program.buffers[name].dtype == HOST:
+                value = self.host_output(t, name, min(self.blocks[t].values()))
+                hosted |= {} if self.wire.rank else {t: value}
+                continue
+            for box, d in self.blocks[t].items():
+                if self.route.owner[d] == self.wire.rank:
+                    put(t, box, self.array(d, name))
+        return hosted
 
     def gather(self, blocks: Sequence[tuple[int, str]]) -> list[Array]:
         """Blocks on rank 0: its own as they are, the others' in new arrays."""

@@ -56,6 +56,7 @@ class Job:
         timeout: seconds after which silence is a failure.
         threads: of torch, for each rank.
         kernels: what the set of kernels on this host depends on, which all ranks must share.
+        serve: instead of batches, what each rank does with its session until it is told to end.
     """
 
     build: Build
@@ -67,6 +68,7 @@ class Job:
     trace: bool = False
     threads: int = 1
     kernels: Mapping[str, str] = field(default_factory=dict[str, str])
+    serve: Callable[[Rank, Session, Wire], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,8 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
         after_loading()
         _barrier(me, job, heartbeat)
         executor.connect([a.size for a in job.build.plan.mesh], timedelta(seconds=job.timeout + 2))
+        if job.serve is not None:
+            job.serve(me, session, wire)
         done = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
         document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
         document = document and {**document, "hosted": done[-1][1] if done else {}}

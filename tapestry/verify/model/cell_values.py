@@ -21,6 +21,7 @@ from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.verify import distinct_cells
 from tapestry.verify.interp import NUMPY, cast_array, opaque
 
 Array = np.ndarray[Any, Any]
@@ -69,11 +70,11 @@ class CellValues:
             return self._typed(tensor, source[tuple(np.broadcast_arrays(*index))] if index else source)
         shape = self.graph.tensors[tensor].shape
         places = np.ravel_multi_index(tuple(np.broadcast_arrays(*index)), shape)
-        distinct, back = np.unique(places, return_inverse=True)
+        cells, back = distinct_cells.distinct(places, math.prod(shape))
         op = self.graph.ops[self._makers[tensor]]
         assert isinstance(op, Block)
-        cells = self.block(op, np.stack(np.unravel_index(distinct, shape), axis=1))[op.outs.index(tensor)][0]
-        return cells[back.reshape(places.shape)]
+        values = self.block(op, np.stack(np.unravel_index(cells, shape), axis=1))[op.outs.index(tensor)][0]
+        return values[back]
 
     def whole(self, tensor: str) -> Any:
         """All cells of a tensor, or a value of the host."""

@@ -36,6 +36,7 @@ from tapestry.verify.model.model_values import ModelFile, ReferenceValues
 Array = np.ndarray[Any, Any]
 CELLS, WORK = 192, 1 << 21  # of the first of equal operations: cells, and index points for them
 AGAIN, AGAIN_WORK = 12, 1 << 17  # of every other one
+BEHIND = 8  # index points that a cell which is followed back may take before fewer cells are looked at
 ALL = 1 << 12  # cells of an operation that reads constants which the model does not have
 DRAWS = 4096  # cells of a random operation
 SECOND_OPINION = 1 << 18  # index points of an operation on awkward numbers for which the slow reference is asked
@@ -75,10 +76,17 @@ class _Check:
     lenient: bool = False  # of awkward values: where two references differ, nothing is asked
     claims: dict[str, Array] = field(default_factory=dict[str, Array])
     values: CellValues = field(init=False)
+    makers: dict[str, Op] = field(init=False)
 
     def __post_init__(self) -> None:
         units = [UNIT[d] for d in self.model.floats()] or [1.0]
         self.values = CellValues(self.graph, self.known, coarsest=max(units))
+        self.makers = {t: op for op in self.graph.ops for t in op.outs}
+
+    def behind(self, op: Block) -> int:
+        """Index points that a cell takes which an operation reads and the model does not have, the most of any."""
+        makers = [self.makers[t] for t in op.inputs if t in self.makers and t not in self.run.values and t not in self.claims]
+        return max([math.prod(d.size for d in (*m.reduce, *m.inner_dims)) for m in makers if isinstance(m, Block)], default=1)
 
     def known(self, name: str) -> Any:
         """The value of a tensor that has a counterpart."""
@@ -206,7 +214,7 @@ def _block(c: _Check, op: Block, first: bool, number: int, which: Collection[int
     rng = np.random.default_rng((c.seed, number))
     loose = any(t in c.graph.weights and not c.graph.weights[t].file and t not in c.model.makers for t in op.inputs)
     count, work = (CELLS, WORK) if first else (AGAIN, AGAIN_WORK)
-    points = cells(op, c.graph, rng, ALL if loose else count, work)
+    points = cells(op, c.graph, rng, ALL if loose else count, work // max(1, c.behind(op) // BEHIND))
     c.values.unit, c.values.random, c.values.whole_numbers = 0.0, False, False
     made = c.values.block(op, points)
     if c.values.random:

@@ -19,7 +19,7 @@ from tapestry.ir.index import evaluate
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import numpy_dtype
-from tapestry.verify import interp
+from tapestry.verify import distinct_cells, interp
 from tapestry.verify.rewriting.draws import Draw
 
 Array = np.ndarray[Any, Any]
@@ -30,6 +30,10 @@ class TooMuch(Exception):
     """The cells asked for depend on more points than may be computed."""
 
 
+Place = tuple[tuple[int, ...], Array, Array, Array]
+"""Of a read: the shape of its values, which are inside the tensor, the distinct cells, which of them each value inside is."""
+
+
 @dataclass
 class Cells:
     """The cells of one graph for one draw of its inputs.
@@ -38,6 +42,7 @@ class Cells:
         order: number of each input, by which it is drawn: the same in the graphs that are compared.
         wide: whether floats are computed in float64.
         most: points that may be computed.
+        places: where each read looks, in the order in which they are met: the same for every draw, so they are found once.
         asked: the cells of each input that were read.
     """
 
@@ -47,6 +52,8 @@ class Cells:
     wide: bool
     most: int
     points: int = 0
+    places: list[Place] = field(default_factory=list[Place])
+    met: int = 0
     asked: dict[str, list[Array]] = field(default_factory=dict[str, list[Array]])
 
     def __post_init__(self) -> None:
@@ -113,6 +120,17 @@ class Cells:
 
     def _read(self, op: Block, r: Read, env: Mapping[str, Array]) -> Array:
         t = self.graph.tensors[r.tensor]
+        if self.met == len(self.places):
+            self.places.append(self._place(op, r, env))
+        shape, valid, wanted, back = self.places[self.met]
+        self.met += 1
+        out = np.full(shape, 0 if r.other is None else r.other, numpy_dtype(t.dtype, self.wide))
+        if len(wanted):
+            out[valid] = self.at(r.tensor, wanted)[back]
+        return out
+
+    def _place(self, op: Block, r: Read, env: Mapping[str, Array]) -> Place:
+        t = self.graph.tensors[r.tensor]
         index = [np.asarray(evaluate(e, env)) for e in r.index]
         valid = np.ones((), bool)
         for i, n in zip(index, t.shape, strict=True):
@@ -130,12 +148,7 @@ class Cells:
         for i, n in zip(index, t.shape, strict=True):
             flat = flat * n + np.clip(i, 0, max(0, n - 1))
         valid = np.broadcast_to(valid, shape)
-        wanted, back = np.unique(flat[valid], return_inverse=True)
-        dtype = numpy_dtype(t.dtype, self.wide)
-        out = np.full(shape, 0 if r.other is None else r.other, dtype)
-        if len(wanted):
-            out[valid] = self.at(r.tensor, wanted)[back.reshape(-1)]
-        return out
+        return shape, valid, *distinct_cells.distinct(flat[valid], t.size)
 
 
 def _merged(monoid: str, dtypes: tuple[str, ...], fields: list[Array]) -> list[Array]:

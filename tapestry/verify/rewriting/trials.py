@@ -22,7 +22,7 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Call, distinct
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import FLOATS
-from tapestry.verify.rewriting.cells import Cells, TooMuch
+from tapestry.verify.rewriting.cells import Cells, Place, TooMuch
 from tapestry.verify.rewriting.draws import Draw
 from tapestry.verify.rewriting.footprints import Difference
 from tapestry.verify.rewriting.sampled_cells import chosen, expressions, numbers
@@ -48,6 +48,7 @@ class Trial:
         exact: whether the second claims the same bits.
         points: row-major positions of the cells that are compared.
         notes: what differs and may.
+        placed: the cells that `places` are of, which is where both graphs read for them.
     """
 
     before: Graph
@@ -55,6 +56,8 @@ class Trial:
     exact: bool
     points: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     notes: list[str] = field(default_factory=list[str])
+    placed: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    places: tuple[list[Place], list[Place]] = field(default_factory=lambda: ([], []))
 
     def __post_init__(self) -> None:
         inputs = dict.fromkeys((*self.before.inputs, *self.after.inputs))
@@ -117,8 +120,10 @@ class Trial:
     def _values(self, draw: Draw, wide: bool = True, points: Array | None = None) -> tuple[Array, Array, Asked]:
         at = self.points if points is None else points
         found, asked = list[Array](), dict[str, list[Array]]()
-        for graph in (self.before, self.after):
-            cells = Cells(graph, self.order, draw, wide, MOST if len(at) > FEW else MOST_FOR_FEW)
+        if not np.array_equal(at, self.placed):
+            self.placed, self.places = at, ([], [])
+        for graph, places in zip((self.before, self.after), self.places, strict=True):
+            cells = Cells(graph, self.order, draw, wide, MOST if len(at) > FEW else MOST_FOR_FEW, places=places)
             found.append(cells.at(graph.outputs[0], at))
             for t, parts in cells.asked.items():
                 asked.setdefault(t, []).extend(parts)

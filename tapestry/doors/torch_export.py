@@ -1,0 +1,143 @@
+"""torch modules to ONNX files: exported without being run, every parameter under its own name and written once.
+
+Modules on the meta device are exported as well: their weights have a place, and no data.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import onnx_ir as ir
+import torch
+from onnx_ir import convenience, external_data
+from onnx_ir.tensor_adapters import TorchTensor
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from tapestry.errors import ModelError, TapestryError
+
+INLINE = 1024  # bytes up to which a tensor stays in the ONNX file
+DATA, ABSENT = "weights.bin", "absent.bin"
+Stored = Callable[[str, ir.TensorProtocol], "ir.ExternalTensor | torch.Tensor | None"]
+"""Where a weight's data is: in a file beside the model, in another tensor, or nowhere but in the tensor itself."""
+
+
+def exported(module: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None) -> ExportedProgram:
+    """A module as a graph, in inference mode, on the device where its parameters are.
+
+    Args:
+        example_inputs: positional arguments in a tuple (one tensor may stand alone), or all arguments by name.
+
+    Raises:
+        TapestryError: no inputs are given; ModelError: torch cannot export the module.
+    """
+    if example_inputs is None:
+        hint = "tapestry.compile(module, example_inputs=(x,))"
+        raise TapestryError("a torch module needs example inputs", where=type(module).__name__, hint=hint)
+    named = dict(cast("Mapping[str, Any]", example_inputs)) if isinstance(example_inputs, Mapping) else dict[str, Any]()
+    alone = not isinstance(example_inputs, Mapping | tuple | list)
+    values: tuple[Any, ...] = () if named else (example_inputs,) if alone else tuple(cast("Sequence[Any]", example_inputs))
+    first = next(iter(module.parameters()), None)
+    if first is not None and first.is_meta:
+        values, named = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (values, named))
+    with _inference(module), _explained(module):
+        return torch.export.export(module, values, named, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+@contextmanager
+def _inference(module: torch.nn.Module) -> Generator[None]:
+    """A module without dropout; afterwards every part of it is in the mode that it was in."""
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+@contextmanager
+def _explained(what: object) -> Generator[None]:
+    """What torch says of a module that it cannot export, in one line; its warnings are about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except TapestryError:
+            raise
+        except Exception as e:  # (torch raises classes of its own, of no common base)
+            lines = [s for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
+            hint = "torch.onnx.export(module, inputs, dynamo=True) says more; data-dependent branches cannot be exported"
+            raise ModelError("torch cannot export the module", where=type(what).__name__, why=lines[0], hint=hint) from e
+
+
+def write(
+    program: ExportedProgram, path: Path, stored: Stored = lambda name, tensor: None, inline: int = INLINE
+) -> bool:  # fmt: skip
+    """Write an exported program as ONNX; weights of more than ``inline`` bytes go to one file beside it, each once.
+
+    Returns:
+        whether all its data is there.
+
+    Raises:
+        ModelError: torch has no ONNX form of an operator.
+    """
+    with _explained(program):
+        model: ir.Model = cast(Any, torch.onnx).export(program, dynamo=True, optimize=False, verbose=False).model
+    _tie(model)
+    own: list[ir.Value] = []
+    absent = 0
+    for value in model.graph.initializers.values():
+        tensor, name = value.const_value, value.name or ""
+        raw = getattr(tensor, "raw", None)
+        if tensor is None or not isinstance(raw, torch.Tensor):
+            continue
+        place = stored(name, tensor)
+        if isinstance(place, torch.Tensor):
+            value.const_value = TorchTensor(place, name=name)
+        elif place is not None:
+            value.const_value = place
+            continue
+        elif raw.is_meta:
+            value.const_value = placed(tensor, name, ABSENT, absent)
+            absent += raw.nbytes
+            continue
+        if raw.nbytes > inline:
+            own.append(value)
+    tensors = [v.const_value for v in own if v.const_value is not None]
+    written: list[ir.ExternalTensor] = cast(Any, external_data).convert_tensors_to_external(tensors, path.parent, DATA)
+    for value, kept in zip(own, written, strict=True):
+        value.const_value = kept
+    cast(Any, ir).save(model, path)
+    return not absent
+
+
+def placed(tensor: ir.TensorProtocol, name: str, file: str, offset: int) -> ir.ExternalTensor:
+    """A weight's place in a file beside the model."""
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.ExternalTensor(file, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=".")
+
+
+def _tie(model: ir.Model) -> None:
+    """Parameters that are the same memory are one weight, under one of their names."""
+    first: dict[tuple[Any, ...], ir.Value] = {}
+    for name, value in list(model.graph.initializers.items()):
+        raw = getattr(value.const_value, "raw", None)
+        if not isinstance(raw, torch.Tensor) or value.is_graph_output():
+            continue
+        key = (
+            raw.untyped_storage()._cdata,  # pyright: ignore[reportPrivateUsage]
+            raw.storage_offset(),
+            tuple(raw.shape),
+            raw.stride(),
+            raw.dtype,
+        )
+        same = first.setdefault(key, value)
+        if same is not value:
+            convenience.replace_all_uses_with(value, same)
+            del model.graph.initializers[name]

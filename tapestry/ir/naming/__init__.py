@@ -1,0 +1,1 @@
+"""What a model's author calls its operations, weights and dimensions."""

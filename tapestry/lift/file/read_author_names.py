@@ -1,0 +1,69 @@
+"""What a model file says of its author's names: the module that each node comes from, and the symbols of axes."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import msgspec
+from onnx import ModelProto, NodeProto
+
+from tapestry.ir.graph import Names
+from tapestry.lift.file.protos import source_of
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+COUNTED = re.compile(r"_\d+$")
+ANONYMOUS = re.compile(r"unk__\d+|s\d+")  # (what exporters call a size that has no name)
+TOKENS = ("batch", "sequence")
+KNOWN = {
+    **dict.fromkeys(("input_ids", "token_type_ids", "position_ids", "attention_mask", "inputs_embeds"), TOKENS),
+    "pixel_values": ("batch", "channels", "height", "width"),
+    "decoder_input_ids": ("batch", "target"),
+}
+LONGEST = 1 << 14  # characters of one node's metadata
+
+
+def read_names(model: ModelProto) -> Names:
+    """The author's names in a file, as it was written."""
+    scopes = {source_of(n): found for n in model.graph.node if (found := _scope(n))}
+    called, axes = _conventional(model), dict[str, tuple[str, ...]]()
+    for v in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        if v.type.HasField("tensor_type"):
+            names = [called.get(d.dim_param, d.dim_param) for d in v.type.tensor_type.shape.dim]
+            if any(names):
+                axes[v.name] = tuple(n if n.isidentifier() and not ANONYMOUS.fullmatch(n) else "" for n in names)
+    return Names(scopes=scopes, axes=axes)
+
+
+def _conventional(model: ModelProto) -> dict[str, str]:
+    """Symbols without a name that run along axes which have one in every model: those of tokens, masks and images."""
+    out: dict[str, str] = {}
+    for v in model.graph.input:
+        for d, name in zip(v.type.tensor_type.shape.dim, KNOWN.get(v.name, ()), strict=False):
+            if ANONYMOUS.fullmatch(d.dim_param):
+                out.setdefault(d.dim_param, name)
+    return out
+
+
+def _scope(node: NodeProto) -> tuple[str, str] | None:
+    """The part of the model that a node is of, and what it does there; None where neither is said.
+
+    The exporter of torch says it in the node's metadata; older ones in its name, ``/layers.0/fc1/MatMul``.
+    """
+    text = next((p.value for p in node.metadata_props if p.key == SCOPES), "")
+    if text and len(text) <= LONGEST:
+        try:
+            path = msgspec.convert(ast.literal_eval(text), list[str])
+        except (ValueError, SyntaxError, RecursionError, MemoryError, msgspec.ValidationError):
+            path = []
+        if path:
+            return next((p for p in reversed(path[:-1]) if p), ""), COUNTED.sub("", path[-1])
+    if "/" not in node.name.strip("/"):
+        return None
+    *outer, last = node.name.strip("/").split("/")
+    parts: list[str] = []
+    for part in outer:
+        if parts and part.startswith(f"{parts[-1]}."):  # a Sequential's child repeats its parent
+            parts.pop()
+        parts.append(part)
+    return ".".join(parts), COUNTED.sub("", last).lower()

@@ -1,0 +1,102 @@
+"""The builds of one session: one model at one or more sizes, of which the inputs' sizes choose one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tapestry import api
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.types import Tensor
+from tapestry.runtime.feeds import check_indices, index_bounds
+from tapestry.runtime.session import as_numpy, check_feeds
+
+Given = str | Path | api.Compiled
+"""A build directory, or what was compiled."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One build."""
+
+    compiled: api.Compiled
+
+    @property
+    def graph(self) -> Graph:
+        """What it computes."""
+        return self.compiled.build.plan.graph
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a caller gives."""
+        return {t: self.graph.tensors[t] for t in self.graph.inputs}
+
+    @cached_property
+    def outputs(self) -> dict[str, Tensor]:
+        """What a caller may ask for."""
+        return {t: self.graph.tensors[t] for t in self.compiled.build.program.outputs}
+
+    @cached_property
+    def bounds(self) -> Any:
+        """What its indices may be."""
+        return [b for b in index_bounds(self.graph) if b[0] in self.inputs]
+
+    def checked(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs, over the caller's memory where that can be.
+
+        Raises:
+            TapestryError: one is missing, unknown, or of another shape or dtype, or has an index outside its table.
+        """
+        checked = check_feeds(feeds, list(self.inputs.values()))
+        check_indices(checked, self.bounds)
+        return checked
+
+    def wanted(self, names: Sequence[str] | None) -> tuple[str, ...]:
+        """The outputs of those names, by default all.
+
+        Raises:
+            TapestryError: there is no such output.
+        """
+        unknown = next((n for n in names or () if n not in self.outputs), None)
+        if unknown is not None:
+            raise TapestryError(f"there is no output '{unknown}'", hint=f"the outputs are {', '.join(self.outputs)}")
+        return tuple(self.outputs) if names is None else tuple(names)
+
+
+def members(builds: Sequence[Given]) -> list[Member]:
+    """The builds of a session.
+
+    Raises:
+        TapestryError: they are not of one model.
+    """
+    out = [Member(b if isinstance(b, api.Compiled) else api.load(b)) for b in builds]
+    if not out:
+        raise TapestryError("a session of no build")
+    first = out[0].compiled.build
+    for m in out[1:]:
+        build = m.compiled.build
+        if build.model_sha256 != first.model_sha256 or build.program.devices != first.program.devices:
+            what = "the builds of a session are of one model, on as many devices"
+            raise TapestryError(what, where=build.model, why=f"another one is of {first.model}")
+    return out
+
+
+def chosen(of: Sequence[Member], feeds: Mapping[str, Any]) -> int:
+    """The member whose inputs have these sizes; of one alone, that one.
+
+    Raises:
+        TapestryError: none has; the sizes that there are, are said.
+    """
+    if len(of) == 1:
+        return 0
+    given = {n: tuple(as_numpy(v).shape) for n, v in feeds.items()}
+    for k, m in enumerate(of):
+        if all(given.get(n) == t.shape for n, t in m.inputs.items() if not t.on_host):
+            return k
+    sizes = "; ".join(", ".join(f"{n} {list(t.shape)}" for n, t in m.inputs.items()) for m in of)
+    said = ", ".join(f"{n} {list(s)}" for n, s in given.items())
+    raise TapestryError(f"no build of this session takes {said}", hint=f"the sizes are: {sizes}")

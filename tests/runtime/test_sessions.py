@@ -1,0 +1,392 @@
+"""Sessions: weights loaded once, callers in turns, ranks that stay, their failures, and the local socket."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tapestry
+from tapestry.errors import RunError, TapestryError
+from tapestry.serving import frames, local_socket
+from tapestry.serving.local_socket import Ask, Piece, Reply, Server
+from tapestry.serving.turns import Busy, Turns
+from tests.support.paths import ROOT
+from tests.support.small_models import N, T, f32, net, save
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def compiled(name: str = "mlp", devices: int = 2):
+    return tapestry.compile(save(name), devices=devices)
+
+
+def same(found, expected) -> bool:
+    return list(found) == list(expected) and all(np.array_equal(found[n], a) for n, a in expected.items())
+
+
+def engine(s) -> Any:
+    return s._engine
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def gone(pid: int) -> bool:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# --- in this process
+
+
+def test_a_session_gives_what_a_run_gives_and_only_what_is_asked_for(tmp_path):
+    plan = compiled("branches")
+    plan.save(tmp_path / "plan")
+    feeds = plan.random_feeds(1)
+    expected = plan.run(feeds)
+    with tapestry.Session(tmp_path / "plan") as s:
+        assert same(s.run(feeds), expected)
+        assert {n: shape for n, (_, shape) in s.inputs.items()} == {n: a.shape for n, a in feeds.items()}
+        first = list(expected)[:1]
+        assert same(s.run(feeds, first), {n: expected[n] for n in first})
+        assert s.run(feeds, []) == {}
+        with pytest.raises(TapestryError, match="no output 'nothing'"):
+            s.run(feeds, ["nothing"])
+    with pytest.raises(TapestryError, match="closed"):
+        s.run(feeds)
+    s.close()
+
+
+class Speaks:
+    """Something that speaks DLPack and nothing else."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **more):
+        return self.tensor.__dlpack__(**more)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+def test_inputs_are_read_where_they_lie(monkeypatch):
+    plan = compiled(devices=1)
+    feeds = plan.random_feeds(2)
+    expected = plan.run(feeds)
+    seen = []
+    executor = plan.session.executor
+    run = executor.run
+    monkeypatch.setattr(
+        executor,
+        "run",
+        lambda f, *rest: (seen.append({n: f(n, tuple((0, k) for k in a.shape)) for n, a in feeds.items()}), run(f, *rest))[1],
+    )
+    torches = {n: torch.from_numpy(a) for n, a in feeds.items()}
+    for given in (feeds, torches, {n: Speaks(t) for n, t in torches.items()}):
+        assert same(plan.run(given), expected)
+        assert all(t.data_ptr() == feeds[n].ctypes.data for n, t in seen[-1].items())
+    strided = {n: np.asfortranarray(a) for n, a in feeds.items()}
+    assert same(plan.run(strided), expected)
+    frozen = {n: a.copy() for n, a in feeds.items()}
+    for a in frozen.values():
+        a.flags.writeable = False
+    assert same(plan.run(frozen), expected)
+
+
+def test_an_input_that_is_an_output_is_handed_out_as_a_copy():
+    model = net([N("Identity", ["x"], ["y"])], {"x": (T.FLOAT, [3, 4])}, {"y": T.FLOAT})
+    path = save_as(model, "passes")
+    x = f32(3, 4)
+    with tapestry.Session(tapestry.compile(path, devices=1)) as s:
+        y = s.run({"x": x})["y"]
+        assert np.array_equal(x, y)
+        x[:] = 0
+        assert not np.array_equal(x, y)
+
+
+def save_as(model, name: str) -> Path:
+    from tests.support.small_models import FOLDER
+
+    path = FOLDER / f"{name}.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def test_sizes_choose_the_build_and_share_the_weights():
+    w = f32(64, 64)
+    model = net([N("MatMul", ["x", "w"], ["y"])], {"x": (T.FLOAT, ["n", 64])}, {"y": T.FLOAT}, {"w": w})
+    path = save_as(model, "two_sizes")
+    builds = [tapestry.compile(path, devices=2, shapes={"n": n}) for n in (4, 8)]
+    with tapestry.Session(builds) as s:
+        for n in (4, 8, 4):
+            x = f32(n, 64)
+            assert np.allclose(s.run({"x": x})["y"], x @ w, atol=1e-4)
+        with pytest.raises(TapestryError, match=r"no build .* takes x \[5, 64\]") as e:
+            s.run({"x": f32(5, 64)})
+        assert "[4, 64]" in str(e.value) and "[8, 64]" in str(e.value)
+        held = [x.executor for x in engine(s).sessions]
+        arrays = [[a for kept in e.kept for a, _ in kept.values()] for e in held]
+        boxes = {tuple(e.program.buffers[b].boxes) for e in held for kept in e.kept for b in kept}
+        if len(boxes) == 1:  # the plans cut the weight alike: then it is there once
+            places = [{a.data_ptr() if not a.is_mkldnn else id(a) for a in of} for of in arrays]
+            assert places[0] == places[1]
+    with pytest.raises(TapestryError, match="one model"):
+        tapestry.Session([builds[0], compiled()])
+
+
+# --- callers in turns
+
+
+def test_turns_are_taken_in_the_order_of_coming():
+    turns, order, ready = Turns(8), [], threading.Barrier(2)
+
+    def caller(k: int) -> None:
+        with turns.turn():
+            order.append(k)
+
+    with turns.turn():
+        threads = []
+        for k in range(5):
+            threads.append(threading.Thread(target=caller, args=(k,)))
+            threads[-1].start()
+            while len(turns._waiting) <= k:
+                time.sleep(0.001)
+    for t in threads:
+        t.join(10)
+    assert order == list(range(5)) and ready.n_waiting == 0
+
+
+def test_more_callers_than_may_wait_are_refused_and_time_runs_out():
+    turns = Turns(1)
+    with turns.turn():
+        with pytest.raises(Busy, match="no turn within"):
+            turns._take(0.02)
+        assert not turns._waiting
+        waiting = threading.Thread(target=lambda: turns.turn().__enter__())
+        waiting.start()
+        while not turns._waiting:
+            time.sleep(0.001)
+        with pytest.raises(Busy, match="1 callers wait already"):
+            turns._take(5)
+    waiting.join(10)
+
+
+def test_concurrent_callers_each_get_their_own_result():
+    plan = compiled()
+    cases = [plan.random_feeds(k) for k in range(12)]
+    expected = [plan.run(f) for f in cases]
+    with tapestry.Session(plan) as s:
+        found: list = [None] * len(cases)
+
+        def call(k: int) -> None:
+            for _ in range(5):
+                found[k] = s.run(cases[k])
+
+        threads = [threading.Thread(target=call, args=(k,)) for k in range(len(cases))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+    assert all(same(f, e) for f, e in zip(found, expected, strict=True))
+
+
+# --- ranks
+
+
+def test_ranks_stay_answer_and_leave_nothing():
+    plan = compiled("attention")
+    cases = [plan.random_feeds(k) for k in range(4)]
+    expected = [plan.run(f) for f in cases]
+    before = descriptors()
+    with tapestry.Session(plan, processes=2, threads=1) as s:
+        pids = [engine(s).process.pid, *engine(s).pids]
+        assert len(pids) == 3
+        held = descriptors()
+        for _ in range(10):
+            for f, e in zip(cases, expected, strict=True):
+                assert same(s.run(f), e)
+        assert s.run(cases[0], []) == {}
+        with pytest.raises(TapestryError, match="is missing"):
+            s.run({})
+        assert same(s.run(cases[0]), expected[0]), "a refused input ends nothing"
+        assert [engine(s).process.pid, *engine(s).pids] == pids
+        assert descriptors() == held
+    assert all(gone(p) for p in pids)
+    assert descriptors() == before
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_session_or_is_started_again():
+    plan = compiled()
+    feeds = plan.random_feeds(0)
+    expected = plan.run(feeds)
+    with tapestry.Session(plan, processes=2, threads=1, restart=True) as s:
+        before = engine(s).pids
+        os.kill(before[1], signal.SIGKILL)
+        assert same(s.run(feeds), expected), "the request is not lost"
+        assert s.restarts == 1 and all(gone(p) for p in before)
+        s._restart = False
+        pids = engine(s).pids
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(RunError, match="rank 0 was killed by SIGKILL") as e:
+            s.run(feeds)
+        assert "restart=True" in str(e.value)
+        with pytest.raises(RunError, match="the session has ended: rank 0 was killed"):
+            s.run(feeds)
+    assert all(gone(p) for p in pids)
+
+
+def test_ranks_that_cannot_start_say_why(tmp_path):
+    plan = compiled()
+    plan.save(tmp_path / "plan")
+    before = descriptors()
+    with pytest.raises(TapestryError, match="3"):
+        tapestry.Session(tmp_path / "plan", processes=3)
+    assert descriptors() == before
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_program_that_forgot_them(tmp_path):
+    compiled().save(tmp_path / "plan")
+    for end in ("", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"):
+        script = "import sys, tapestry\ns = tapestry.Session(sys.argv[1], processes=2, threads=1)\ne = s._engine\n"
+        script += f"print(e.process.pid, *e.pids, flush=True)\n{end}\n"
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", script, tmp_path / "plan"], capture_output=True, text=True, env=env, timeout=90
+        )
+        pids = [int(p) for p in done.stdout.split()]
+        assert len(pids) == 3 and all(gone(p) for p in pids), done.stderr
+
+
+# --- the local socket
+
+
+@pytest.fixture
+def served(tmp_path):
+    plan = compiled()
+    session = tapestry.Session(plan)
+    server = Server(session, tmp_path / "s")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    yield plan, server
+    server.close()
+    thread.join(20)
+    assert not thread.is_alive() and not server.path.exists()
+    session.close()
+
+
+def test_the_socket_answers_as_the_session_does(served):
+    plan, server = served
+    feeds = plan.random_feeds(5)
+    assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
+    with tapestry.connect(server.path) as c, tapestry.connect(server.path) as other:
+        assert c.inputs == server.session.inputs and c.outputs == server.session.outputs
+        for connection in (c, other):
+            assert same(connection.run(feeds), plan.run(feeds))
+        assert c.run({n: torch.from_numpy(a) for n, a in feeds.items()}, []) == {}
+        with pytest.raises(TapestryError, match="no output"):
+            c.run(feeds, ["nothing"])
+        assert same(c.run(feeds), plan.run(feeds))
+    with pytest.raises(TapestryError, match="somebody serves there"):
+        Server(server.session, server.path)
+
+
+@pytest.mark.parametrize("bad", ["name", "dtype", "shape", "missing", "twice", "strange", "huge"])
+def test_what_is_no_input_is_refused_before_it_is_read(served, bad):
+    _, server = served
+    name, (dtype, shape) = next(iter(server.session.inputs.items()))
+    pieces = {
+        "name": [Piece("other", dtype, list(shape))], "dtype": [Piece(name, "float64", list(shape))],
+        "shape": [Piece(name, dtype, [1 << 40, *shape[1:]])], "missing": [], "twice": [Piece(name, dtype, list(shape))] * 2,
+        "strange": [Piece(name, "object", list(shape))], "huge": [Piece(name, dtype, [1 << 62, 1 << 62])],
+    }[bad]  # fmt: skip
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
+        s.settimeout(20)
+        s.connect(str(server.path))
+        frames.send(s, Ask("run", pieces))
+        reply = frames.receive(s, Reply)
+        assert reply is not None and reply.error is not None and reply.error.kind == "Closed"
+        assert s.recv(1) == b"", "the connection is ended"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\xff\xff\xff\xff",
+        struct.pack("<I", 3) + b"{{{",
+        struct.pack("<I", 0),
+        struct.pack("<I", 13) + b'{"op":"evil"}',
+        b"\x02",
+    ],
+)
+def test_bytes_that_are_no_frame_end_the_connection_and_nothing_else(served, sent):
+    plan, server = served
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
+        s.settimeout(20)
+        s.connect(str(server.path))
+        s.sendall(sent)
+        s.shutdown(socket.SHUT_WR)
+        assert s.recv(1) == b""
+    with tapestry.connect(server.path) as c:
+        assert same(c.run(plan.random_feeds(0)), plan.run(plan.random_feeds(0)))
+
+
+def test_callers_beyond_the_limit_are_turned_away(served, monkeypatch):
+    _, server = served
+    monkeypatch.setattr(local_socket, "MAX_CALLERS", 1)
+    with tapestry.connect(server.path), pytest.raises(TapestryError, match="no more callers"):
+        tapestry.connect(server.path)
+
+
+def test_a_file_is_not_replaced_by_a_socket(tmp_path):
+    (tmp_path / "s").write_text("mine")
+    with tapestry.Session(compiled()) as session, pytest.raises(TapestryError, match="something else"):
+        Server(session, tmp_path / "s")
+    assert (tmp_path / "s").read_text() == "mine"
+
+
+def test_serve_ends_cleanly_by_a_signal_and_takes_a_dead_socket(tmp_path):
+    plan = compiled()
+    plan.save(tmp_path / "plan")
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tapestry", "serve", str(tmp_path / "plan"), "--socket", str(path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as p:
+        assert p.stderr is not None and "serving" in p.stderr.readline()
+        with tapestry.connect(path) as c:
+            assert same(c.run(plan.random_feeds(3)), plan.run(plan.random_feeds(3)))
+            p.send_signal(signal.SIGTERM)
+            out, err = p.communicate(timeout=30)
+    assert p.returncode == 0 and '"answered": 1' in out and "Traceback" not in err, err
+    assert not path.exists()
+    with pytest.raises(TapestryError, match="nobody serves"):
+        tapestry.connect(path)

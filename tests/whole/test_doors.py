@@ -1,0 +1,230 @@
+"""Every form in which a model can be given makes a plan that computes what the model computes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir
+import pytest
+import torch
+from torch import nn
+
+import tapestry
+from tapestry.doors.model_sources import opened
+from tapestry.errors import BuildError, ModelError, TapestryError
+from tests.support.command_line import document, run
+from tests.support.small_models import save
+
+
+class Block(nn.Module):
+    """A block of a transformer, with tied weights, a buffer and dropout."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.MultiheadAttention(width, 2, dropout=0.3, batch_first=True)
+        self.up, self.down = nn.Linear(width, 32), nn.Linear(32, width)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((width,), 1.5))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) * self.scale
+        y = self.norm(x)
+        x = x + self.mix(y, y, y, need_weights=False)[0]
+        return self.head(x + self.down(nn.functional.gelu(self.up(x))))
+
+
+NETS = {
+    "linear": (lambda: nn.Linear(5, 3), lambda: torch.randn(2, 5)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 4)), lambda: torch.randn(3, 6)),
+    "block": (Block, lambda: torch.randint(0, 11, (2, 5))),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 5)),
+        lambda: torch.randn(2, 3, 8, 8),
+    ),
+    "depthwise": (lambda: nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Hardswish(), nn.AdaptiveAvgPool2d(1)), lambda: torch.randn(1, 8, 6, 6)),
+    "group norm": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.GroupNorm(2, 6), nn.ELU()), lambda: torch.randn(2, 4, 9)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), lambda: torch.randn(1, 3, 4, 4)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1), lambda: torch.randn(2, 6, 8)),
+    "decoder-only": (lambda: nn.Sequential(nn.Embedding(9, 8), nn.RMSNorm(8), nn.Linear(8, 9)), lambda: torch.randint(0, 9, (2, 4))),
+    "lstm": (lambda: Last(nn.LSTM(4, 6, batch_first=True)), lambda: torch.randn(2, 3, 4)),
+    "bilinear": (lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Softmax(-1)), lambda: torch.randn(1, 2, 3, 3)),
+    "pooled": (lambda: nn.Sequential(nn.AvgPool2d(2), nn.Sigmoid(), nn.Flatten(), nn.LogSoftmax(-1)), lambda: torch.randn(2, 2, 4, 4)),
+}  # fmt: skip
+
+
+class Last(nn.Module):
+    """The output of a recurrent layer, without its state."""
+
+    def __init__(self, layer: nn.LSTM) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_module_becomes_a_plan_that_runs(name: str) -> None:
+    torch.manual_seed(0)
+    make, draw = NETS[name]
+    module, x = make(), draw()
+    build = tapestry.compile(module, example_inputs=(x,), devices=2, topology="cpu")
+    (out,) = build.run({build.build.plan.graph.inputs[0]: x}).values()
+    assert module.training, "the module stays in its own mode"
+    np.testing.assert_allclose(out, module.eval()(x).detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_keep_their_names_and_are_written_once() -> None:
+    module, x = Block(), torch.randint(0, 11, (2, 5))
+    given = opened(module, (x,))
+    stored = {t.name: t for t in onnx.load(given.path, load_external_data=False).graph.initializer}
+    tied = {"embed.weight", "head.weight"}
+    assert {n for n, _ in module.named_parameters()} - tied <= set(stored)
+    assert len(tied & set(stored)) == 1, "tied weights are one"
+    given = opened(nn.Linear(64, 64), (torch.randn(1, 64),))
+    assert (given.path.parent / "weights.bin").stat().st_size == 64 * 64 * 4
+
+
+def test_every_form_of_a_model_gives_the_same_plan() -> None:
+    path = save("mlp")
+    forms = [path, str(path), path.read_bytes(), onnx.load(path), onnx_ir.load(path)]
+    builds = [tapestry.compile(f, devices=2, topology="cpu") for f in forms]
+    feeds = builds[0].random_feeds()
+    first = builds[0].run(feeds)
+    for build in builds[1:]:
+        assert [s.dims for s in build.build.plan.strategies] == [s.dims for s in builds[0].build.plan.strategies]
+        for name, out in build.run(feeds).items():
+            np.testing.assert_array_equal(out, first[name])
+
+
+def test_an_exported_program_is_a_model() -> None:
+    module, x = nn.Linear(4, 3), torch.randn(2, 4)
+    program = torch.export.export(module, (x,))
+    (out,) = tapestry.compile(program, topology="cpu").run({"input": x}).values()
+    np.testing.assert_allclose(out, module(x).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_module_on_the_meta_device_is_planned_without_weights(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4096, 16384), nn.GELU(), nn.Linear(16384, 4096))
+    build = tapestry.compile(module, example_inputs=(torch.zeros(8, 4096),), devices=8, topology="h100")
+    build.save(tmp_path / "b")
+    assert sum(p.stat().st_size for p in (tmp_path / "b").rglob("*") if p.is_file()) < 1 << 20
+    assert "0.weight" in build.build.plan.graph.weights
+    assert run("verify", tmp_path / "b")[0] == 0
+    with pytest.raises(BuildError, match="without its weights"):
+        tapestry.load(tmp_path / "b").run(build.random_feeds())
+
+
+def test_a_saved_plan_of_a_module_needs_no_other_place(tmp_path: Path) -> None:
+    module, x = nn.Linear(64, 48), torch.randn(2, 64)
+    build = tapestry.compile(module, example_inputs=(x,), topology="cpu")
+    build.save(tmp_path / "b")
+    del build
+    gc.collect()
+    shutil.move(tmp_path / "b", tmp_path / "elsewhere")
+    (out,) = tapestry.load(tmp_path / "elsewhere").run({"input": x}).values()
+    np.testing.assert_allclose(out, module(x).detach().numpy(), rtol=1e-5, atol=1e-5)
+    assert document("verify", tmp_path / "elsewhere")["evidence"][0]["kind"] != "none"
+
+
+def test_a_bundle_with_a_changed_weight_is_refused(tmp_path: Path) -> None:
+    module, x = nn.Linear(64, 48), torch.randn(2, 64)
+    tapestry.compile(module, example_inputs=(x,), topology="cpu").save(tmp_path / "b")
+    data = tmp_path / "b" / "model" / "weights.bin"
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(BuildError, match="has changed"):
+        tapestry.load(tmp_path / "b").run({"input": x})
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (3, {}, "a int is no model"),
+        (nn.Linear(2, 2), {}, "needs example inputs"),
+        ("x.onnx", {"example_inputs": (1,)}, "are of a torch module"),
+        (nn.Linear(2, 2), {"example_inputs": (torch.ones(1, 3),)}, "cannot export"),
+    ],
+)
+def test_what_is_no_model_is_said(given: object, options: dict, message: str) -> None:
+    with pytest.raises(TapestryError, match=message):
+        tapestry.compile(given, **options)
+
+
+TEXT = """graph mlp
+input x: f32[8, 12]
+input w: f32[12, 6]
+h: f32[8, 6] = op [i: 8, n: 6 | m: 12 sum]
+  reads x[i, m], w[m, n]
+  body x * w
+y: f32[8, 6] = op [i: 8, n: 6]
+  reads h[i, n]
+  body max(h, 0.0)
+output y
+"""
+
+
+def test_ir_text_is_compiled_run_and_checked(tmp_path: Path) -> None:
+    (tmp_path / "net.tap").write_text(TEXT)
+    document("compile", tmp_path / "net.tap", "-o", tmp_path / "b", "--devices", "2", "--pin", "y:i=2@d0")
+    ran = document("run", tmp_path / "b", "--check")
+    assert ran["reference"] == "tapestry.verify.interp"
+    assert ran["passed"] and ran["outputs"]["y"]["rel_err"] < 1e-6
+    assert document("verify", tmp_path / "b")["passed"]
+    (tmp_path / "net.tap").write_text(TEXT.replace("max(h, 0.0)", "h"))
+    assert run("verify", tmp_path / "b")[0] == 1, "another text is another model"
+
+
+def test_text_that_is_no_graph_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "net.tap").write_text(TEXT.replace("w[m, n]", "w[m, q]"))
+    status, _, err = run("compile", tmp_path / "net.tap", "-o", tmp_path / "b")
+    assert status == 2 and "net.tap" in err
+
+
+def test_torch_compile_runs_plans() -> None:
+    from tapestry.torch_backend import backend
+
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    fast = torch.compile(module, backend=backend, options={"devices": 2}, dynamic=False)
+    with torch.no_grad():
+        for rows in (3, 5):
+            x = torch.randn(rows, 6)
+            torch.testing.assert_close(fast(x), module(x), rtol=1e-5, atol=1e-5)
+        module[0].weight.mul_(2)
+        torch.testing.assert_close(fast(x), module(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(TapestryError, match="inference"):
+        fast(x)
+
+
+def test_the_backend_is_registered_under_its_name() -> None:
+    import tomllib
+
+    entry = tomllib.loads(Path("pyproject.toml").read_text())["project"]["entry-points"]["torch_dynamo_backends"]["tapestry"]
+    module, _, name = entry.partition(":")
+    assert callable(getattr(__import__(module, fromlist=[name]), name))
+
+
+def test_a_checkpoint_is_read_where_it_lies(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes)).eval()
+    model.save_pretrained(tmp_path)
+    before = sum(p.stat().st_size for p in tmp_path.iterdir())
+    build = tapestry.from_pretrained(tmp_path, sequence=5, devices=2, topology="cpu")
+    ids = torch.randint(0, 50, (1, 5))
+    out = next(iter(build.run({"input_ids": ids}).values()))
+    np.testing.assert_allclose(out, model(ids).logits.detach().numpy(), rtol=1e-4, atol=1e-5)
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) < before + 400_000, "no weight is copied"
+    assert {w.file for w in build.build.plan.graph.weights.values() if w.name == "" and w.file} == {"model.safetensors"}
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads((tmp_path / "config.json").read_text()), "hidden_size": 32}))
+    with pytest.raises(ModelError, match="not what the module says"):
+        tapestry.from_pretrained(tmp_path, sequence=5)
