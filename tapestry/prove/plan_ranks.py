@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from tapestry.errors import ModelError, TapestryError, refusing
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
@@ -26,6 +27,7 @@ STYLES = {
     "rowwise_split_input": "in", "replicate": "", "replicated_with_grad_allreduce": "", "embedding_rowwise": "",
 }  # fmt: skip
 GATHERED, SPLIT = {"colwise_rep", "colwise_gather_output"}, {"rowwise_rep", "rowwise_split_input"}
+SMALL = 64  # cells of a constant that may say sizes
 END = 1 << 31  # an end of a Slice beyond this means all that is there
 
 
@@ -95,7 +97,7 @@ class _Rank:
         self.nodes: list[NodeProto] = []
         self.more: list[TensorProto] = []
         self.parts: dict[str, tuple[int, int]] = {}  # of a weight: the axis that is cut, and in how many sections
-        self.partial: set[str] = set()
+        self.values: dict[str, np.ndarray | None] = {}
 
     def made(self) -> ModelProto:
         """The program."""
@@ -106,6 +108,8 @@ class _Rank:
         del out.graph.node[:], out.graph.initializer[:], out.graph.value_info[:]
         out.graph.node.extend(self.nodes)
         out.graph.initializer.extend([self._cut(t) for t in self.model.graph.initializer] + self.more)
+        sent = {t: self.types[t] for n in self.nodes if n.op_type == "DistCollective" for t in (*n.input, *n.output)}
+        out.graph.value_info.extend(helper.make_value_info(t, kind) for t, kind in sent.items())
         for o in out.graph.output:
             o.type.CopyFrom(self.types[o.name])
         return out
@@ -226,11 +230,11 @@ class _Rank:
             aligned = [(1, 1)] * (len(out) - len(mine)) + list(zip(mine, all_of, strict=True))
             self._number(node, 1, [m if m != w else n for n, (m, w) in zip(out, aligned, strict=True)])
         elif node.op_type == "Split":
-            axis = _attribute(node, "axis", 0) % len(mine)
+            axis = int(_attribute(node, "axis", 0)) % len(mine)
             self._scaled(node, 1, [(mine[axis], all_of[axis])] * len(node.output))
         else:
             count = len(self._constant(node.input[1]))
-            axes = self._constant(node.input[3]) if len(node.input) > 3 and node.input[3] else list(range(count))
+            axes: list[int] = self._constant(node.input[3]) if len(node.input) > 3 and node.input[3] else list(range(count))
             for k in (1, 2):
                 self._scaled(node, k, [(mine[a], all_of[a]) for a in axes])
 
@@ -248,16 +252,37 @@ class _Rank:
         """The numbers of a constant.
 
         Raises:
-            ModelError: it is computed.
+            ModelError: it is computed of what is none.
         """
-        maker = self.makers.get(name)
+        value = self._value(name)
+        if value is None:
+            raise ModelError("a size on a part of a tensor is computed", where=f"'{name}'", hint="export with fixed shapes")
+        return [int(n) for n in value.reshape(-1)]
+
+    def _value(self, name: str) -> np.ndarray | None:
+        """A small constant, or what nodes make of small constants; None of any other value."""
+        if name not in self.values:
+            self.values[name] = self._evaluated(name)
+        return self.values[name]
+
+    def _evaluated(self, name: str) -> np.ndarray | None:
         if name in self.weights:
-            return [int(n) for n in numpy_helper.to_array(self.weights[name], str(self.folder)).reshape(-1)]
-        if maker is not None and maker.op_type == "Constant":
-            value: Any = _attribute(maker, "value", None) or _attribute(maker, "value_ints", [])
-            a = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.array(value)
-            return [int(n) for n in a.reshape(-1)]
-        raise ModelError("a size on a part of a tensor is computed", where=f"'{name}'", hint="export with fixed shapes")
+            t = self.weights[name]
+            small = prod(t.dims) < SMALL and t.data_location != TensorProto.EXTERNAL
+            return numpy_helper.to_array(t) if small and name not in self.styles else None
+        maker = self.makers.get(name)
+        if maker is None or any(a.type == AttributeProto.GRAPH for a in maker.attribute):
+            return None
+        names = [i for i in maker.input if i]
+        feeds = {i: a for i in names if (a := self._value(i)) is not None}
+        if len(feeds) < len(set(names)) or prod(self.whole.get(name, (SMALL,))) >= SMALL:
+            return None
+        infos = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()]
+        outs = [helper.make_empty_tensor_value_info(o) for o in maker.output]
+        graph = helper.make_graph([maker], "constant", infos, outs)
+        one = helper.make_model(graph, opset_imports=list(self.model.opset_import), ir_version=self.model.ir_version)
+        evaluator: Any = ReferenceEvaluator(one)  # onnx comes without complete types
+        return np.asarray(evaluator.run(None, feeds)[list(maker.output).index(name)])
 
     def _number(self, node: NodeProto, at: int, numbers: Sequence[int]) -> None:
         """Numbers in place of a node's input."""
@@ -332,11 +357,8 @@ class _Rank:
         """
         version = next(o.version for o in self.model.opset_import if o.domain in (node.domain, node.domain or "ai.onnx"))
         held = {i: self.types[i] for i in node.input if i in self.types}
-        data = {t.name: t for t in (*self.more, *self.model.graph.initializer) if t.name in node.input and prod(t.dims) < 64}
-        data |= {
-            i: _attribute(m, "value", None) for i in node.input
-            if (m := self.makers.get(i)) is not None and m.op_type == "Constant" and _attribute(m, "value", None)
-        }  # fmt: skip
+        data = {t.name: t for t in self.more if t.name in node.input}
+        data |= {i: numpy_helper.from_array(a) for i in node.input if i not in data and (a := self._value(i)) is not None}
         try:
             schema = onnx.defs.get_schema(node.op_type, version, node.domain)
             found = onnx.shape_inference.infer_node_outputs(
@@ -346,19 +368,23 @@ class _Rank:
             shapes = ", ".join(str(list(self._shape(i))) for i in held)
             where = f"node '{node.name or node.output[0]}' ({node.op_type})"
             raise ModelError("a rank cannot run it on its parts", where=where, why=f"{shapes}: {str(e)[:200]}") from None
+        cut = any(self._shape(i) != self.whole.get(i) for i in held)
         for name in node.output:
             if name:
-                self.types[name] = self._checked(name, found.get(name))
+                self.types[name] = self._checked(name, found.get(name), cut)
 
-    def _checked(self, name: str, found: Any) -> Any:
-        """A type with sizes: those of the whole model where no axis can be another on a rank."""
+    def _checked(self, name: str, found: Any, cut: bool) -> Any:
+        """A type with sizes: those of the whole model, where a node reads nothing that is cut.
+
+        Raises:
+            TapestryError: they are not known.
+        """
         dims = found.tensor_type.shape.dim if found is not None else ()
         if found is not None and found.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
             return found
-        if name not in self.whole:
+        if name not in self.whole or cut or found is None:
             raise TapestryError("the size of a value is not known", where=f"'{name}'", hint="give --shape")
-        elem = found.tensor_type.elem_type if found is not None else TensorProto.FLOAT
-        return helper.make_tensor_type_proto(elem, list(self.whole[name]))
+        return helper.make_tensor_type_proto(found.tensor_type.elem_type, list(self.whole[name]))
 
 
 def _attribute(node: NodeProto, name: str, otherwise: Any) -> Any:
