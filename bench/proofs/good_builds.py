@@ -246,15 +246,15 @@ def main() -> int:
 
 
 def repeat(total: Row, folder: Path | None) -> None:
-    """The refused cases once more; those that are accepted now are kept as mended."""
+    """The refused cases once more; those that are not refused now are kept as mended."""
     for old in list(total["refused"]):
         now = case(old["case"], folder)
         print(now, flush=True)
-        if now["verdict"] == "accepted":
+        if now["verdict"] != "refused":
             total["refused"].remove(old)
             total["mended"].append(old)
             total["verdicts"]["refused"] -= 1
-            total["verdicts"]["accepted"] = total["verdicts"].get("accepted", 0) + 1
+            total["verdicts"][now["verdict"]] = total["verdicts"].get(now["verdict"], 0) + 1
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from tapestry.errors import ModelError, TapestryError, refusing
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
@@ -23,14 +24,17 @@ from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 Shape = tuple[int, ...]
 STYLES = {
     "colwise": "out", "colwise_rep": "out", "colwise_gather_output": "out", "rowwise": "in", "rowwise_rep": "in",
-    "rowwise_split_input": "in", "replicate": "", "replicated_with_grad_allreduce": "",
+    "rowwise_split_input": "in", "replicate": "", "replicated_with_grad_allreduce": "", "embedding_rowwise": "",
 }  # fmt: skip
 GATHERED, SPLIT = {"colwise_rep", "colwise_gather_output"}, {"rowwise_rep", "rowwise_split_input"}
+SMALL = 64  # cells of a constant that may say sizes
 END = 1 << 31  # an end of a Slice beyond this means all that is there
 
 
-def rank_models(model: ModelProto, folder: Path, plan: Mapping[str, str], ranks: int) -> list[ModelProto]:
-    """The program of every rank.
+def rank_models(
+    model: ModelProto, folder: Path, plan: Mapping[str, str], ranks: int
+) -> tuple[list[ModelProto], list[str]]:  # fmt: skip
+    """The program of every rank, and the patterns that are of nothing in the model (they are passed over, as by transformers).
 
     Args:
         model: of static shapes, with the data of its weights in it or beside it.
@@ -46,28 +50,28 @@ def rank_models(model: ModelProto, folder: Path, plan: Mapping[str, str], ranks:
         shapes = _shapes(infer_shapes(model, data_prop=True))
     except InferenceError as e:
         raise ModelError("shapes contradict each other", where="shape inference", why=str(e)[:300]) from None
-    styles = _styles(model, plan)
+    styles, unused = _styles(model, plan)
     with refusing(ModelError, "the plan cannot be applied", "tp_plan", "a model of linear layers, exported without folding"):
-        return [_Rank(model, folder, shapes, styles, r, ranks).made() for r in range(ranks)]
+        return [_Rank(model, folder, shapes, styles, r, ranks).made() for r in range(ranks)], unused
 
 
-def _styles(model: ModelProto, plan: Mapping[str, str]) -> dict[str, str]:
-    """The style of each parameter by its name.
+def _styles(model: ModelProto, plan: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The style of each parameter by its name; patterns of no parameter.
 
     Raises:
-        ModelError: a pattern is of no parameter.
+        ModelError: none is of any.
     """
-    out: dict[str, str] = {}
+    out, unused = dict[str, str](), list[str]()
     for pattern, style in plan.items():
         text = re.escape(pattern).replace(r"\*", r"\d+")
         found = [t.name for t in model.graph.initializer if re.search(rf"(^|\.){text}(\.weight|\.bias)?$", t.name)]
-        if not found:
-            names = [t.name for t in model.graph.initializer if t.name.endswith(".weight")]
-            raise ModelError(
-                "the plan's module is not in the model", where=f"'{pattern}'", why=f"it has {names[:4] or 'no names'}"
-            )
         out |= dict.fromkeys(found, style)
-    return out
+        unused += [] if found else [pattern]
+    if not out:
+        names = [t.name for t in model.graph.initializer if t.name.endswith(".weight")]
+        why = f"it has {names[:4]}" if names else "its weights have lost their names"
+        raise ModelError("the plan's modules are not in the model", where=f"'{next(iter(plan), '')}'", why=why)
+    return out, unused
 
 
 def _shapes(model: ModelProto) -> dict[str, Shape]:
@@ -93,7 +97,7 @@ class _Rank:
         self.nodes: list[NodeProto] = []
         self.more: list[TensorProto] = []
         self.parts: dict[str, tuple[int, int]] = {}  # of a weight: the axis that is cut, and in how many sections
-        self.partial: set[str] = set()
+        self.values: dict[str, np.ndarray | None] = {}
 
     def made(self) -> ModelProto:
         """The program."""
@@ -104,6 +108,8 @@ class _Rank:
         del out.graph.node[:], out.graph.initializer[:], out.graph.value_info[:]
         out.graph.node.extend(self.nodes)
         out.graph.initializer.extend([self._cut(t) for t in self.model.graph.initializer] + self.more)
+        sent = {t: self.types[t] for n in self.nodes if n.op_type == "DistCollective" for t in (*n.input, *n.output)}
+        out.graph.value_info.extend(helper.make_value_info(t, kind) for t, kind in sent.items())
         for o in out.graph.output:
             o.type.CopyFrom(self.types[o.name])
         return out
@@ -114,6 +120,12 @@ class _Rank:
         linear = self._linear(node)
         if linear is not None:
             self._apply(node, *linear)
+        elif (
+            node.op_type == "Gather"
+            and self.styles.get(node.input[0]) == "embedding_rowwise"
+            and not _attribute(node, "axis", 0)
+        ):
+            self._embedding(node)
         elif node.op_type == "Add" and any(i in self.styles and len(self.whole[i]) == 1 for i in node.input):
             self._bias(node)
         else:
@@ -161,6 +173,27 @@ class _Rank:
         else:
             self._plain(node)
 
+    def _embedding(self, node: NodeProto) -> None:
+        """A lookup in a part of a table: rows of other ranks are 0, and all ranks' are added."""
+        table, ids = node.input
+        (out,) = node.output
+        self._cut_weight(table, 0)
+        rows, of_ids = self._shape(table)[0], self.types[ids].tensor_type.elem_type
+        zero, last = self._stored(f"{out}.zero", [0], of_ids), self._stored(f"{out}.rows", [rows], of_ids)
+        first = self._stored(f"{out}.first", [self.rank * rows], of_ids)
+        nothing = self._stored(f"{out}.nothing", [0], self.weights[table].data_type)
+        self._add(helper.make_node("Sub", [ids, first], [f"{out}.at"]))
+        self._add(helper.make_node("Less", [f"{out}.at", zero], [f"{out}.below"]))
+        self._add(helper.make_node("Less", [f"{out}.at", last], [f"{out}.under"]))
+        self._add(helper.make_node("Not", [f"{out}.below"], [f"{out}.from"]))
+        self._add(helper.make_node("And", [f"{out}.from", f"{out}.under"], [f"{out}.mine"]))
+        self._add(helper.make_node("Where", [f"{out}.mine", f"{out}.at", zero], [f"{out}.row"]))
+        self._add(helper.make_node("Gather", [table, f"{out}.row"], [f"{out}.any"]))
+        axis = self._stored(f"{out}.axis", [len(self._shape(ids))], TensorProto.INT64)
+        self._add(helper.make_node("Unsqueeze", [f"{out}.mine", axis], [f"{out}.wide"]))
+        self._add(helper.make_node("Where", [f"{out}.wide", f"{out}.any", nothing], [f"{out}.part"]))
+        self._collective("ALL_REDUCE", f"{out}.part", out)
+
     def _end(self, node: NodeProto, style: str, *, gemm: bool) -> None:
         """A node whose last axis is a rank's part; gathered where the style says so, after the bias if there is one."""
         result = node.output[0]
@@ -197,11 +230,11 @@ class _Rank:
             aligned = [(1, 1)] * (len(out) - len(mine)) + list(zip(mine, all_of, strict=True))
             self._number(node, 1, [m if m != w else n for n, (m, w) in zip(out, aligned, strict=True)])
         elif node.op_type == "Split":
-            axis = _attribute(node, "axis", 0) % len(mine)
+            axis = int(_attribute(node, "axis", 0)) % len(mine)
             self._scaled(node, 1, [(mine[axis], all_of[axis])] * len(node.output))
         else:
             count = len(self._constant(node.input[1]))
-            axes = self._constant(node.input[3]) if len(node.input) > 3 and node.input[3] else list(range(count))
+            axes: list[int] = self._constant(node.input[3]) if len(node.input) > 3 and node.input[3] else list(range(count))
             for k in (1, 2):
                 self._scaled(node, k, [(mine[a], all_of[a]) for a in axes])
 
@@ -219,23 +252,47 @@ class _Rank:
         """The numbers of a constant.
 
         Raises:
-            ModelError: it is computed.
+            ModelError: it is computed of what is none.
         """
-        maker = self.makers.get(name)
+        value = self._value(name)
+        if value is None:
+            raise ModelError("a size on a part of a tensor is computed", where=f"'{name}'", hint="export with fixed shapes")
+        return [int(n) for n in value.reshape(-1)]
+
+    def _value(self, name: str) -> np.ndarray | None:
+        """A small constant, or what nodes make of small constants; None of any other value."""
+        if name not in self.values:
+            self.values[name] = self._evaluated(name)
+        return self.values[name]
+
+    def _evaluated(self, name: str) -> np.ndarray | None:
         if name in self.weights:
-            return [int(n) for n in numpy_helper.to_array(self.weights[name], str(self.folder)).reshape(-1)]
-        if maker is not None and maker.op_type == "Constant":
-            value: Any = _attribute(maker, "value", None) or _attribute(maker, "value_ints", [])
-            a = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.array(value)
-            return [int(n) for n in a.reshape(-1)]
-        raise ModelError("a size on a part of a tensor is computed", where=f"'{name}'", hint="export with fixed shapes")
+            t = self.weights[name]
+            small = prod(t.dims) < SMALL and t.data_location != TensorProto.EXTERNAL
+            return numpy_helper.to_array(t) if small and name not in self.styles else None
+        maker = self.makers.get(name)
+        if maker is None or any(a.type == AttributeProto.GRAPH for a in maker.attribute):
+            return None
+        names = [i for i in maker.input if i]
+        feeds = {i: a for i in names if (a := self._value(i)) is not None}
+        if len(feeds) < len(set(names)) or prod(self.whole.get(name, (SMALL,))) >= SMALL:
+            return None
+        infos = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()]
+        outs = [helper.make_empty_tensor_value_info(o) for o in maker.output]
+        graph = helper.make_graph([maker], "constant", infos, outs)
+        one = helper.make_model(graph, opset_imports=list(self.model.opset_import), ir_version=self.model.ir_version)
+        evaluator: Any = ReferenceEvaluator(one)  # onnx comes without complete types
+        return np.asarray(evaluator.run(None, feeds)[list(maker.output).index(name)])
 
     def _number(self, node: NodeProto, at: int, numbers: Sequence[int]) -> None:
         """Numbers in place of a node's input."""
-        name = f"{node.output[0]}.sizes{at}"
-        self.more.append(numpy_helper.from_array(np.array(numbers, np.int64), name))
-        self.types[name] = helper.make_tensor_type_proto(TensorProto.INT64, [len(numbers)])
-        node.input[at] = name
+        node.input[at] = self._stored(f"{node.output[0]}.sizes{at}", numbers, TensorProto.INT64)
+
+    def _stored(self, name: str, numbers: Sequence[int], dtype: int) -> str:
+        """A constant of the rank's own."""
+        self.more.append(helper.make_tensor(name, dtype, [len(numbers)], list(numbers)))
+        self.types[name] = helper.make_tensor_type_proto(dtype, [len(numbers)])
+        return name
 
     def _shape(self, name: str) -> Shape:
         return tuple(d.dim_value for d in self.types[name].tensor_type.shape.dim)
@@ -271,10 +328,8 @@ class _Rank:
         shape = self._shape(name)
         at = f"{name}.piece"
         numbers = [self.rank * (shape[-1] // self.ranks), (self.rank + 1) * (shape[-1] // self.ranks), len(shape) - 1]
-        for k, n in enumerate(numbers):
-            self.more.append(numpy_helper.from_array(np.array([n], np.int64), f"{at}{k}"))
-            self.types[f"{at}{k}"] = helper.make_tensor_type_proto(TensorProto.INT64, [1])
-        self._add(helper.make_node("Slice", [name, *(f"{at}{k}" for k in range(3))], [at]))
+        given = [self._stored(f"{at}{k}", [n], TensorProto.INT64) for k, n in enumerate(numbers)]
+        self._add(helper.make_node("Slice", [name, *given], [at]))
         return at
 
     def _collective(self, kind: str, source: str, target: str) -> None:
@@ -302,11 +357,8 @@ class _Rank:
         """
         version = next(o.version for o in self.model.opset_import if o.domain in (node.domain, node.domain or "ai.onnx"))
         held = {i: self.types[i] for i in node.input if i in self.types}
-        data = {t.name: t for t in (*self.more, *self.model.graph.initializer) if t.name in node.input and prod(t.dims) < 64}
-        data |= {
-            i: _attribute(m, "value", None) for i in node.input
-            if (m := self.makers.get(i)) is not None and m.op_type == "Constant" and _attribute(m, "value", None)
-        }  # fmt: skip
+        data = {t.name: t for t in self.more if t.name in node.input}
+        data |= {i: numpy_helper.from_array(a) for i in node.input if i not in data and (a := self._value(i)) is not None}
         try:
             schema = onnx.defs.get_schema(node.op_type, version, node.domain)
             found = onnx.shape_inference.infer_node_outputs(
@@ -316,19 +368,23 @@ class _Rank:
             shapes = ", ".join(str(list(self._shape(i))) for i in held)
             where = f"node '{node.name or node.output[0]}' ({node.op_type})"
             raise ModelError("a rank cannot run it on its parts", where=where, why=f"{shapes}: {str(e)[:200]}") from None
+        cut = any(self._shape(i) != self.whole.get(i) for i in held)
         for name in node.output:
             if name:
-                self.types[name] = self._checked(name, found.get(name))
+                self.types[name] = self._checked(name, found.get(name), cut)
 
-    def _checked(self, name: str, found: Any) -> Any:
-        """A type with sizes: those of the whole model where no axis can be another on a rank."""
+    def _checked(self, name: str, found: Any, cut: bool) -> Any:
+        """A type with sizes: those of the whole model, where a node reads nothing that is cut.
+
+        Raises:
+            TapestryError: they are not known.
+        """
         dims = found.tensor_type.shape.dim if found is not None else ()
         if found is not None and found.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
             return found
-        if name not in self.whole:
+        if name not in self.whole or cut or found is None:
             raise TapestryError("the size of a value is not known", where=f"'{name}'", hint="give --shape")
-        elem = found.tensor_type.elem_type if found is not None else TensorProto.FLOAT
-        return helper.make_tensor_type_proto(elem, list(self.whole[name]))
+        return helper.make_tensor_type_proto(found.tensor_type.elem_type, list(self.whole[name]))
 
 
 def _attribute(node: NodeProto, name: str, otherwise: Any) -> Any:

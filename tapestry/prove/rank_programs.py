@@ -84,12 +84,14 @@ class Program:
         mesh: names of the axes along which ranks are counted, row-major, and their sizes.
         placement: for tensors of the model by name, the mesh axes that cut each of their axes.
         names: tensors of the ranks that the model calls otherwise.
+        unused: patterns of a plan that are of nothing in the model.
     """
 
     ranks: tuple[OneFile, ...]
     mesh: Mapping[str, int]
     placement: Mapping[str, Any] = field(default_factory=dict[str, Any])
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    unused: tuple[str, ...] = ()
 
 
 def read_file(path: Path, shapes: Given, rank: int = 0, world: int = 1, known: dict[str, Lifted] | None = None) -> OneFile:
@@ -162,10 +164,10 @@ def _planned(model: Path, document: Mapping[str, Any], shapes: Given) -> Program
         rewrite(proto, {k: int(cast("Any", v)) for k, v in shapes.items()})
     (world,) = mesh.values()
     known: dict[str, Lifted] = {}
-    made = rank_models(proto, model.parent, document["tp_plan"], world)
+    made, unused = rank_models(proto, model.parent, document["tp_plan"], world)
     ranks = tuple(_lifted(p, model, {}, r, world, known) for r, p in enumerate(made))
     whole = {v.name: [None] * len(v.type.tensor_type.shape.dim) for v in (*proto.graph.input, *proto.graph.output)}
-    return Program(ranks=ranks, mesh=mesh, placement={**whole, **document.get("placement", {})})
+    return Program(ranks=ranks, mesh=mesh, placement={**whole, **document.get("placement", {})}, unused=tuple(unused))
 
 
 def _found(paths: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:

@@ -110,6 +110,7 @@ def _document(model: Path, whole: OneFile, program: Program, found: Comparison) 
     ]  # fmt: skip
     assumed = sorted({f"'{p['of']}' is cut in the order of the ranks" for p in placed if p["known_by"] == "order of ranks"})
     assumed += [f"'{n}' holds the model's data (there is none to compare)" for n in sorted(found.leaves.unchecked)][:20]
+    assumed += [f"the plan's '{p}' is of nothing in the model" for p in program.unused]
     return {
         "model": str(model), "ranks": len(program.ranks), "mesh": dict(program.mesh),
         "operations": sum(len(f.graph.ops) for f in program.ranks),

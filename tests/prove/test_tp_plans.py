@@ -39,6 +39,11 @@ def test_a_right_plan_is_proved(ranks: int, tmp_path: Path) -> None:
     assert decided("encoder", biased, tmp_path, ranks).status == PROVED
 
 
+def test_a_pattern_of_nothing_is_named(tmp_path: Path) -> None:
+    verdict = decided("decoder", {**MEGATRON, "embed": "embedding_rowwise"}, tmp_path)
+    assert verdict.status == PROVED and "the plan's 'embed' is of nothing in the model" in verdict.document["assumed"]
+
+
 def test_styles_that_stand_alone(tmp_path: Path) -> None:
     """Columns that are gathered at once, bias and all, and rows of an input that every rank has whole."""
     plan = {"l*.a": "colwise_rep", "l*.a.b": "colwise_rep", "l*.b": "rowwise_rep", "l*.b.b": "rowwise_rep"}
@@ -81,7 +86,7 @@ def test_a_wrong_plan_is_refuted_with_a_cell(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({**MEGATRON, "l*.nowhere": "colwise"}, "not in the model"),
+        ({"l*.nowhere": "colwise"}, "not in the model"),
         ({**MEGATRON, "head": "sequence_parallel"}, "is not known"),
         ({k: v for k, v in MEGATRON.items() if "gate" not in k}, "cannot run it on its parts"),
         ({"head": "colwise", "l*.q": "rowwise_rep", "norm": "rowwise"}, ""),
