@@ -24,9 +24,9 @@ from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
 from tapestry.lift.building.nodes import SUSPECT, Prepared
 from tapestry.lift.building.nodes import lift_nodes as build_nodes
-from tapestry.lift.file.author_names import read_names
 from tapestry.lift.file.diagnosis import Contradiction, complete, name_symbols
 from tapestry.lift.file.external_data import dtype_name, parse_place
+from tapestry.lift.file.read_author_names import read_names
 from tapestry.lift.file.structure import check_attributes, check_structure, load
 from tapestry.lift.file.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.file.weight_data import read_weight
