@@ -111,7 +111,10 @@ def chosen(of: Sequence[Member], feeds: Mapping[str, Any]) -> int:
     """
     if len(of) == 1:
         return 0
-    given = {n: tuple(as_numpy(v).shape) for n, v in feeds.items()}
+    try:
+        given = {n: tuple(as_numpy(v).shape) for n, v in feeds.items()}
+    except (ValueError, TypeError, RuntimeError, BufferError) as e:
+        raise TapestryError(f"an input is no array: {e}") from None
     for k, m in enumerate(of):
         if all(given.get(n) == t.shape for n, t in m.inputs.items() if not t.on_host):
             return k

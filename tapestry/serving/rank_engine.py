@@ -112,7 +112,7 @@ class Ranks:
                 theirs.close()
         self.sockets = [ours for ours, _ in ends]
         self.process, self.failed = process, ""
-        self.close = weakref.finalize(self, _end, process, self.sockets, report)
+        self.close = weakref.finalize(self, _end, process, self.sockets, report, os.getpid())
         self._report, self._poll = report, select.poll()
         for fd in (report, *(s.fileno() for s in self.sockets)):
             self._poll.register(fd, select.POLLIN)
@@ -141,10 +141,17 @@ class Ranks:
             else:
                 np.copyto(self.places.inputs[member][name], value)
         request = Request(member=member, wanted=list(wanted), at=at, fresh=fresh, hosted=hosted)
-        for s in self.sockets:
-            with suppress(frames.Closed):  # the report says why
-                frames.send(s, request)
-        back, there = self._answers(), self.places.outputs[member]
+        try:
+            for s in self.sockets:
+                with suppress(frames.Closed):  # the report says why
+                    frames.send(s, request)
+            back = self._answers()
+        except BaseException:  # an interrupt: nobody knows whose answers would come next
+            if not self.failed:
+                self.failed = "it was interrupted in the middle of a step"
+                self.close()
+            raise
+        there = self.places.outputs[member]
         return {n: there[n].copy() if n in there else host_values.decode(back[n].encode()) for n in wanted}
 
     def _answers(self) -> dict[str, str]:
@@ -187,8 +194,10 @@ class Ranks:
         raise RunError(e.what, where=e.where, why=e.why, hint=e.hint)
 
 
-def _end(process: subprocess.Popen[bytes], sockets: Sequence[socket.socket], report: int) -> None:
-    """Tell the ranks to end, and see that they do."""
+def _end(process: subprocess.Popen[bytes], sockets: Sequence[socket.socket], report: int, owner: int) -> None:
+    """Tell the ranks to end, and see that they do; a process forked from the session's own leaves them alone."""
+    if os.getpid() != owner:
+        return
     for s in sockets:
         with suppress(TapestryError):
             frames.send(s, Request())

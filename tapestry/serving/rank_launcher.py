@@ -11,6 +11,7 @@ import select
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -54,7 +55,8 @@ def main() -> int:
         loader = Loader(of, HeldState(carry))
         supervise(replace(job, serve=partial(answer, order, of, loader)), order.processes, loader)
     except TapestryError as e:
-        os.write(order.report, msgspec.json.encode(Failure(what=e.what, where=e.where, why=e.why, hint=_hint(e))))
+        with suppress(BrokenPipeError):  # the session is gone
+            os.write(order.report, msgspec.json.encode(Failure(what=e.what, where=e.where, why=e.why, hint=_hint(e))))
         return 1
     return 0
 
@@ -74,7 +76,7 @@ def answer(order: Order, of: Sequence[Member], loader: Loader, me: Rank, first: 
     places = SharedPlaces([(m.inputs, m.outputs) for m in of], order.memory)
     sessions, state = [first], loader.state
     sessions += _others(of[1:], loader, wire, order.timeout)
-    with socket.socket(fileno=mine) as s:
+    with socket.socket(fileno=mine) as s, suppress(frames.Closed):  # without a word: the session is gone
         frames.send(s, Answer())
         while (request := _next(s, wire)) is not None and request.member is not None:
             if request.fresh:

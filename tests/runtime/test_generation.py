@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from functools import cache
@@ -12,6 +13,7 @@ import pytest
 
 import tapestry
 from tapestry import saved_build
+from tapestry.cli import main
 from tapestry.errors import RunError, TapestryError
 from tapestry.serving.generation import Seeded, greedy
 from tests.support.attention.cached_decoder import PLACES, VOCABULARY, decoder, sizes
@@ -189,6 +191,25 @@ def test_tokens_that_do_not_fit_are_refused(prompts, count, said):
             s.generate([[VOCABULARY]], 1)
         assert s.generate([[1] * 20], 5).shape == (1, 5), "the last token is not fed"
     assert PLACES > CAPACITY
+
+
+def test_the_command_generates_and_refuses_what_is_no_prompt(tmp_path, capsys):
+    for n in (1, 4):
+        build(n).save(tmp_path / f"plan{n}")
+    ids, mask = np.full((3, 8), 11), np.zeros((3, 8), np.int64)
+    for r, p in enumerate(PROMPTS):
+        ids[r, : len(p)], mask[r, : len(p)] = p, 1
+    np.save(tmp_path / "ids.npy", ids)
+    np.save(tmp_path / "mask.npy", mask)
+    np.save(tmp_path / "bad.npy", ids.astype(np.float32))
+    command = ["generate", str(tmp_path / "plan1"), "--also", str(tmp_path / "plan4"), "--max-new", "6", "--json"]
+    given = ["--tokens", str(tmp_path / "ids.npy"), "--mask", str(tmp_path / "mask.npy"), "--output", str(tmp_path / "new.npy")]
+    assert main([*command, *given]) == 0
+    expected = looped(PROMPTS, 6)
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected.tolist()
+    assert np.array_equal(np.load(tmp_path / "new.npy"), expected)
+    assert main([*command, "--tokens", str(tmp_path / "bad.npy")]) == 2
+    assert "not integers" in capsys.readouterr().err
 
 
 @pytest.mark.slow

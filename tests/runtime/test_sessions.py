@@ -252,6 +252,12 @@ def test_a_rank_that_dies_ends_the_session_or_is_started_again():
         assert same(s.run(feeds), expected), "the request is not lost"
         assert s.restarts == 1 and all(gone(p) for p in before)
         s._restart = False
+        child = os.fork()
+        if not child:  # whatever a forked process does with its copy, the ranks are not its own
+            engine(s).close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert same(s.run(feeds), expected)
         pids = engine(s).pids
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(RunError, match="rank 0 was killed by SIGKILL") as e:
@@ -259,6 +265,24 @@ def test_a_rank_that_dies_ends_the_session_or_is_started_again():
         assert "restart=True" in str(e.value)
         with pytest.raises(RunError, match="the session has ended: rank 0 was killed"):
             s.run(feeds)
+    assert all(gone(p) for p in pids)
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_the_middle_of_a_step_ends_the_session(monkeypatch):
+    plan = compiled()
+    with tapestry.Session(plan, processes=2, threads=1) as s:
+        pids, answers = engine(s).pids, engine(s)._answers
+
+        def interrupted():
+            answers()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine(s), "_answers", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            s.run(plan.random_feeds(0))
+        with pytest.raises(RunError, match="interrupted in the middle of a step"):
+            s.run(plan.random_feeds(0))
     assert all(gone(p) for p in pids)
 
 

@@ -99,6 +99,7 @@ class _Layout:
         self.maps = [d.name for d in op.dims]
         self.roles, self.extent = roles, {n: hi - lo for n, (lo, hi) in box.items()}
         self.batch = (roles.batch[:-1], roles.batch[-1:])
+        self.known: dict[object, tuple[list[int], ...]] = {}
 
     def matrix(self, x: Tensor, rows: tuple[str, ...], columns: tuple[str, ...]) -> Tensor:
         """A value as matrices, one for each batch point, with rows contiguous (torch's kernel takes it for granted)."""
@@ -112,17 +113,23 @@ class _Layout:
 
     def groups(self, x: Tensor, groups: tuple[tuple[str, ...], ...], *, whole: bool) -> Tensor:
         """Axes permuted and flattened group by group; the others have extent 1 and are dropped."""
+        known = (groups, whole, x.shape)
+        if known not in self.known:
+            self.known[known] = self._grouped(x.shape, groups, whole)
+        order, own, sizes, flat = self.known[known]
+        return x.permute(order).reshape(own).expand(sizes).reshape(flat)
+
+    def _grouped(self, shape: torch.Size, groups: tuple[tuple[str, ...], ...], whole: bool) -> tuple[list[int], ...]:
+        """What depends on shapes alone: the order of axes, their sizes without the others, expanded, and flattened."""
         order = [self.names.index(n) for g in groups for n in g]
-        x = x.permute(order + [i for i in range(len(self.names)) if i not in order])
-        sizes, flat, at = list[int](), list[int](), 0
+        permuted = order + [i for i in range(len(self.names)) if i not in order]
+        sizes, flat = list[int](), list[int]()
         for g in groups:
-            full = [self.extent[n] for n in g]
-            own = list(x.shape[at : at + len(g)])
-            at += len(g)
-            own = full if whole or any(o > 1 for o in own) else own
+            own = [shape[self.names.index(n)] for n in g]
+            own = [self.extent[n] for n in g] if whole or any(o > 1 for o in own) else own
             sizes += own
             flat.append(prod(own))
-        return x.reshape(x.shape[: len(order)]).expand(sizes).reshape(flat)
+        return permuted, [shape[i] for i in order], sizes, flat
 
     def rows(self, x: Tensor) -> Tensor:
         """One number for each row, over the map dimensions, once along columns."""
