@@ -99,5 +99,5 @@ def _card(n: _Node, middle: float) -> list[str]:
     return [
         *parts,
         words(x + 10, y + 16, short(n.name, 22), class_="name"),
-        words(x + 10, y + 30, short(n.note, 27), class_="note"),
+        words(x + 10, y + 30, short(n.note, 25), class_="note"),
     ]
