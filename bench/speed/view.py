@@ -19,7 +19,7 @@ import time
 from bench.planning.scale import SHAPES
 from bench.support import record
 from tapestry import api
-from tests.support import chromium
+from tests.support.viewer import chromium
 
 FOLDER = record.WORK / "view"
 GOALS = {"first_picture_s": 1.5, "file_mb": 3.0}

@@ -19,8 +19,8 @@ from examples import layer as layer_example
 from tapestry import draw
 from tapestry.ir.graph import Split
 from tapestry.ir.syntax.parser import parse
-from tests.support import chromium, viewed
 from tests.support.paths import ROOT
+from tests.support.viewer import chromium, viewed
 
 IMAGES = ROOT / "docs" / "images"
 PHOTOGRAPHS = {

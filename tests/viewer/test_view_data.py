@@ -23,8 +23,8 @@ from tapestry.plan.requests import parse_pins
 from tapestry.plan.topology import from_data
 from tapestry.viewer import html_page, layer_folds, program_tables
 from tapestry.viz import explain
-from tests.support import viewed
 from tests.support.small_models import f32, net
+from tests.support.viewer import viewed
 
 EVIL = "</script><img src=x onerror=alert(1)>\"'&"
 
