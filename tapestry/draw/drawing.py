@@ -95,6 +95,11 @@ def ranges(devices: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in out)
 
 
+def tail(text: str, most: int) -> str:
+    """The end of a name, which says more than its beginning."""
+    return text if len(text) <= most else "…" + text[1 - most :]
+
+
 def short(text: str, most: int) -> str:
     """At most so many letters."""
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tapestry.draw.drawing import Drawing, build_of, drawing, rect, short, tag, words
+from tapestry.draw.drawing import Drawing, build_of, drawing, rect, short, tag, tail, words
 from tapestry.draw.lanes_picture import split_colours
 from tapestry.ir.naming.author_names import operation_names
 from tapestry.viewer import layer_folds, program_tables
@@ -98,6 +98,6 @@ def _card(n: _Node, middle: float) -> list[str]:
     parts += [rect(x + 8 + k * step, y + TALL - 5, step, 3, fill=c) for k, c in enumerate(n.colours)]
     return [
         *parts,
-        words(x + 10, y + 16, short(n.name, 22), class_="name"),
-        words(x + 10, y + 30, short(n.note, 27), class_="note"),
+        words(x + 10, y + 16, tail(n.name, 20), class_="name"),
+        words(x + 10, y + 30, short(n.note, 25), class_="note"),
     ]

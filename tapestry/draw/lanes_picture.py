@@ -20,7 +20,7 @@ def split_colours(plan: Plan) -> list[str]:
     texts = [
         split_text(op, s, plan.stage(i).mesh) for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True))
     ]
-    order = sorted({*texts} - {"none"}, key=lambda t: -texts.count(t))
+    order = sorted(dict.fromkeys(t for t in texts if t != "none"), key=lambda t: -texts.count(t))
     known = dict(zip(order, PALETTE, strict=False))
     return [known.get(t, NONE) for t in texts]
 

@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any, cast
 
 PAGE = resources.files("tapestry.viewer") / "page"
-LIBRARY = "dagre.min.js"
+LIBRARY, LICENSE = "vendor/dagre.min.js", "vendor/dagre.LICENSE"
 MODULES = (
     "elements", "cursor", "model", "affine", "layout", "graph", "tree", "space", "tensors", "lanes", "choices", "rewrites",
     "kernels", "certificate", "main",
@@ -33,7 +33,7 @@ def assemble(data: dict[str, Any], title: str) -> str:
 
     The data is compressed JSON in base64, which has no letter that HTML knows.
     """
-    library, script, style = _library(), _script(), _text("viewer.css")
+    library, script, style = _text(LIBRARY), _script(), _text("viewer.css")
     allowed = f"script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data: blob:"
     policy = f"default-src 'none'; {allowed}"
     raw = json.dumps(_plain(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
@@ -43,7 +43,7 @@ def assemble(data: dict[str, Any], title: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">', f"<title>{html.escape(title)}</title>",
         f"<style>{style}</style>", '<body><div id="page"></div>',
-        f'<script type="application/octet-stream" id="data">{packed}</script>', f"<!-- {_text('dagre.LICENSE').strip()} -->",
+        f'<script type="application/octet-stream" id="data">{packed}</script>', f"<!-- {_text(LICENSE).strip()} -->",
         f"<script>{library}</script>", f"<script>{script}</script>", "</body></html>", "",
     ])  # fmt: skip
 
@@ -51,10 +51,6 @@ def assemble(data: dict[str, Any], title: str) -> str:
 @cache
 def _text(name: str) -> str:
     return (PAGE / name).read_text("utf-8")
-
-
-def _library() -> str:
-    return _text(LIBRARY).split("//# sourceMappingURL")[0]
 
 
 @cache

@@ -16,7 +16,7 @@ from tapestry.ir.kernel import size
 from tapestry.viewer import saved
 from tapestry.viz import explain
 from tapestry.viz.format import duration, human, signed
-from tests.support.page import chromium, viewed
+from tests.support.viewer import chromium, viewed
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,8 +14,8 @@ from tapestry.build import store
 from tapestry.errors import TapestryError
 from tapestry.ir.program import Launch
 from tapestry.viewer import build_data, saved
-from tests.support.page import chromium, viewed
 from tests.support.small_models import f32, net
+from tests.support.viewer import chromium, viewed
 
 needs_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium: apt-get install chromium")
 EVIL = "</script><script>window.harm=1</script><img src=x onerror=window.harm=2>'\""

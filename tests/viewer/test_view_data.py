@@ -23,8 +23,8 @@ from tapestry.plan.requests import parse_pins
 from tapestry.plan.topology import from_data
 from tapestry.viewer import html_page, layer_folds, program_tables
 from tapestry.viz import explain
-from tests.support.page import viewed
 from tests.support.small_models import f32, net
+from tests.support.viewer import viewed
 
 EVIL = "</script><img src=x onerror=alert(1)>\"'&"
 
@@ -92,15 +92,15 @@ def test_layers_fold_where_they_are_alike(made):
 
 
 def test_a_fold_reads_alike(tmp_path):
-    """Products in a row, of which the last but one reads from the beginning: no repetition of the others."""
-    nodes = [helper.make_node("MatMul", [f"x{k}", "w"], [f"x{k + 1}"], name=f"m{k}") for k in range(9)]
-    nodes[7].input[0] = "x1"
-    nodes += [helper.make_node("Add", ["x7", "x9"], ["y"], name="sum")]
-    onnx.save(net(nodes, {"x0": (T.FLOAT, (8, 8))}, {"y": T.FLOAT}, {"w": f32(8, 8)}), tmp_path / "m.onnx")
+    """Products of the last two results, but for one of the last and the first: it may begin a fold, and repeats nothing."""
+    nodes = [helper.make_node("Tanh", ["x0"], ["x1"], name="m0")]
+    nodes += [helper.make_node("MatMul", [f"x{k}", f"x{k - 1}"], [f"x{k + 1}"], name=f"m{k}") for k in range(1, 12)]
+    nodes[8].input[1] = "x1"
+    onnx.save(net(nodes, {"x0": (T.FLOAT, (8, 8))}, {"x12": T.FLOAT}), tmp_path / "m.onnx")
     plan = tapestry.compile(tmp_path / "m.onnx", devices=1, topology="cpu").build.plan
-    odd = next(i for i, op in enumerate(plan.graph.ops) if "m7" in op.source)
-    (fold,) = layer_folds.folds(plan)
-    assert fold.length * fold.times >= 6 and not fold.first <= odd < fold.first + fold.length * fold.times
+    odd = next(i for i, op in enumerate(plan.graph.ops) if "m8" in op.source)
+    found = layer_folds.folds(plan)
+    assert found and all(not f.first + f.length <= odd < f.first + f.length * f.times for f in found)
 
 
 def test_alternatives_are_priced_as_explain_prices_them(made, data):
@@ -123,12 +123,8 @@ def test_nothing_of_a_model_is_markup(tmp_path):
     page = tapestry.compile(next(tmp_path.glob("*.onnx")), devices=2, topology="cpu").view()
     assert "onerror" not in page.html and "default-src 'none'" in page.html and "'unsafe" not in page.html
     assert "<script" not in page._repr_html_() and 'sandbox="allow-scripts' in page._repr_html_()
-    assert (
-        "http"
-        not in re.sub(r"<!--.*?-->|https?://(www\.w3\.org|github\.com/dagrejs)\S*", "", page.html, flags=re.DOTALL).split(
-            'id="data">'
-        )[0]
-    )
+    named = set(re.findall(r"https?://([\w.]+)", page.html))
+    assert named <= {"www.w3.org", "github.com"}  # the namespace of SVG, and where the library comes from: nothing is loaded
 
 
 @pytest.mark.parametrize(

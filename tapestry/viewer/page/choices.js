@@ -29,7 +29,7 @@ const PLOT = { width: 420, height: 150, left: 64, bottom: 26 };
 
 function axes(svg, x, y, xs, ys, label) {
   for (const v of ys) svg.append(s("line", { x1: PLOT.left, x2: PLOT.width - 8, y1: y(v), y2: y(v), class: "tick" }), text(PLOT.left - 5, y(v) + 4, seconds(v), { class: "axis", "text-anchor": "end" }));
-  for (const [v, words] of xs) svg.append(text(x(v), PLOT.height - 8, words, { class: "axis", "text-anchor": "middle" }));
+  xs.forEach(([v, words], k) => svg.append(text(x(v), PLOT.height - 8, words, { class: "axis", "text-anchor": k ? "end" : "start" })));
   svg.append(text(PLOT.left, 10, label, { class: "axis" }));
 }
 
@@ -66,7 +66,7 @@ function front(build, say) {
   const x = (m) => PLOT.left + ((m - mLow) / (mHigh - mLow || 1)) * (PLOT.width - PLOT.left - 12);
   const y = (t) => 16 + ((tHigh - t) / (tHigh - tLow || 1)) * (PLOT.height - 16 - PLOT.bottom);
   const svg = picture("pareto", PLOT.width, PLOT.height);
-  axes(svg, x, y, [[mLow, bytes(mLow)], [mHigh - (mHigh - mLow) * 0.1, bytes(mHigh)]], [tLow, tHigh], "seconds against peak bytes");
+  axes(svg, x, y, [[mLow, bytes(mLow)], [mHigh, bytes(mHigh)]], [tLow, tHigh], "seconds against peak bytes");
   all.forEach((p, k) => svg.append(s("circle", { cx: x(p.peak_bytes), cy: y(p.objective_s), r: 5, class: p.name ? "incumbent-point" : "pareto-point", "data-point": k, onclick: () => say(`${seconds(p.objective_s)}, ${bytes(p.peak_bytes)}: ${p.moves.map(String).join(", ") || "no further moves"}`) },
     s("title", {}, `${p.name ?? "a point of the front"}: ${seconds(p.objective_s)}, ${bytes(p.peak_bytes)}`))));
   return h("div", {}, h("div", { class: "scroll" }, svg), others(build));

@@ -58,6 +58,9 @@ export const shapeText = (shape) => (shape.length ? shape.join("×") : "()");
 export const boxText = (box) => `[${box.map(([a, b]) => `${a}:${b}`).join(", ")}]`;
 export const short = (name, most) => (name.length <= most ? name : `${name.slice(0, Math.ceil(most * 0.4))}…${name.slice(1 - Math.floor(most * 0.6))}`);
 
+// The end of a name, which says more than its beginning: layers.3.self_attn.q_proj.
+export const tail = (name, most) => (name.length <= most ? name : `…${name.slice(1 - most)}`);
+
 // Colours of Okabe and Ito, which colour-blind people tell apart, and more of equal lightness behind them.
 export const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8566c9", "#7d8a2e"];
 export const NONE = "#8c959f";

@@ -1,5 +1,5 @@
 // Picture 1: the graph, folded by repeated structure, coloured by what is cut; the width of an edge is what travels on it.
-import { NONE, bytes, count, h, picture, s, short, text } from "./elements.js";
+import { NONE, bytes, count, h, picture, s, short, tail, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { NODE, place, seen } from "./layout.js";
 
@@ -67,7 +67,7 @@ function operation(build, i, at, { select, selected, marked }) {
   return s("g", { class: classes, "data-op": i, role: "button", onclick: () => select(i) }, s("title", {}, title),
     s("rect", { x, y, width: NODE.width, height: NODE.height, rx: 7, class: "card" }),
     s("path", { d: `M${x + 7},${y}h3v${NODE.height}h-3a7,7 0 0 1 -7,-7v-${NODE.height - 14}a7,7 0 0 1 7,-7z`, fill: build.colourOf(i) }),
-    text(x + 18, y + 18, short(build.called(i), 21), { class: "name" }), text(x + 18, y + 33, short(second, 28), { class: "note" }),
+    text(x + 18, y + 18, tail(build.called(i), 20), { class: "name" }), text(x + 18, y + 33, short(second, 25), { class: "note" }),
     merged.length > 0 && text(x + NODE.width - 8, y + 18, "⊕", { class: "merge", "text-anchor": "end" }, s("title", {}, merged.join(", "))));
 }
 

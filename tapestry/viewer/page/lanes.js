@@ -93,7 +93,7 @@ function bars(svg, build, rows, k, { top, x, from, to }) {
     const what = row.stream === 0 ? build.called(row.op ?? kind[1]) : `${kind[1]} for ${row.op === null ? "an output" : build.called(row.op)}`;
     svg.append(s("rect", { x: a, y: top + row.stream * (LANE.row + 1), width: Math.max(0.8, b - a), height: LANE.row, fill, class: chosen ? "bar selected" : "bar", "data-step": row.step, onclick: () => move({ op: row.op ?? cursor.op, step: row.step }) },
       s("title", {}, `step ${row.step}: ${what}\n${seconds(end - begin)} from ${seconds(begin)}${row.by ? `, ${row.by}` : ""}`)));
-    if (b - a > 46) svg.append(text(a + 4, top + 11 + row.stream * (LANE.row + 1), what.slice(0, Math.floor((b - a) / 7)), { class: "on-bar" }));
+    if (b - a > 46) svg.append(text(a + 4, top + 11 + row.stream * (LANE.row + 1), ((b - a) / 6.6 >= what.length ? what : what.split(" for ")[0].slice(0, Math.floor((b - a) / 6.6))), { class: "on-bar" }));
     last[row.stream] = { x: b, chosen };
   }
 }
