@@ -68,13 +68,18 @@ def test_triton(name: str) -> None:
 
 @pytest.mark.parametrize("weight", [PLAIN, GUARDED])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30, -np.inf])
-def test_extreme_scores(weight: str, bad: float) -> None:
-    """NaN and infinity in one query, minus infinity over a row of the bias: the rows they touch, and no others."""
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
+def test_extreme_scores(weight: str, bad: float, value: float) -> None:
+    """NaN and infinity in one query, minus infinity over a row of the bias: the rows they touch, and no others.
+
+    With a value that is not finite: 0 times it is NaN in rows whose weights a guard makes 0.
+    """
     text = attention("acc0 + c", reads=", c[i, n]", inputs="input c: f32[{s}, {n}]\n", weight=weight, d=8, e=8)
     before, after = parse(text), fused(text)
     feeds = feeds_of(before)
     feeds["c"][2] = bad
     feeds["c"][3, 1:] = -np.inf
+    feeds["v"][1, 0, 4, 2] = value
     want = interp.run(before, feeds, wide=True)["y"]
     np.testing.assert_array_equal(np.isnan(interp.run(after, feeds, wide=True)["y"]), np.isnan(want))
     close(run_cpu(after, feeds), want)

@@ -113,11 +113,17 @@ def _never_finite(test: Expr) -> bool:
     return test.fn == "isinf" and inner == m
 
 
-def centres(w: Weight, last: int = 1) -> Callable[[Expr], Expr] | None:
+def guarded(w: Weight) -> bool:
+    """Whether a guard makes weights 0 that are no numbers: what is left of values that are not finite is then 0 times them."""
+    return _row_value(w, math.nan) == 0
+
+
+def centres(w: Weight, last: int = 1, zeros: Expr | None = None) -> Callable[[Expr], Expr] | None:
     """What rows whose maximum is infinite or NaN give instead of a result; ``None`` when it is no constant.
 
     The weight is evaluated as it was written. A weight of zero makes the row 0 times its values, whose sum is field ``last``
-    of the state where that is above 1; a NaN makes it NaN.
+    of the state where that is above 1; a NaN makes it NaN. Where the state has no sum of the values (for it is NaN in rows
+    of NaN), ``zeros`` is 0 times them.
     """
     least, most, none = (_row_value(w, top) for top in (-math.inf, math.inf, math.nan))
     if least is None or most is None or none is None or not _same(most, none):
@@ -129,7 +135,7 @@ def centres(w: Weight, last: int = 1) -> Callable[[Expr], Expr] | None:
 
     def special(out: Expr) -> Expr:
         top = Acc(0, out.dtype)
-        out = call("where", call("isnan", call("sub", top, top)), value(none, out.dtype), out)
+        out = call("where", call("isnan", call("sub", top, top)), zeros or value(none, out.dtype), out)
         if _same(least, none):
             return out
         # weights of 0 times values: 0, but NaN where a value is not finite

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 
 from tapestry.ir.expr import Acc, Arg, Expr, arg_positions, call, rewrite
-from tapestry.ir.graph import Block
+from tapestry.ir.graph import Block, Read
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import number, primitive_of
 from tapestry.ir.recognise.contraction import dims_read
 from tapestry.ir.recognise.exponential import exponential
+from tapestry.ir.types import Tensor
 from tapestry.rewrites.contractions.nest import with_inner
 from tapestry.rewrites.core.edit import merge_reads, over, same_value
 from tapestry.rewrites.core.inline import inline
 from tapestry.rewrites.core.matching import Draft, Match, OpRule
 from tapestry.rewrites.core.rule import Refusal, refuse, register
-from tapestry.rewrites.reductions.softmax_pattern import WEIGHTS, Weight, as_weight, centres, product_of, weighted_sums
+from tapestry.rewrites.reductions.softmax_pattern import WEIGHTS, Weight, as_weight, centres, guarded, product_of, weighted_sums
 
 
 @register
@@ -87,12 +89,14 @@ class StreamSoftmax(OpRule):
         weight = as_weight(_stated(wide.body[0], wide, results))
         if weight is None:
             return refuse("the weights are not exponentials of scores less their maximum, over their sum")
-        one = _other_scores(wide, weight, rows, row) or _streamed(wide, weight, rows)
+        zeros = _zeros(draft, wide, weight) if guarded(weight) and weight.values else None
+        one = _other_scores(wide, weight, rows, row) or _streamed(wide, weight, rows, zeros)
         if isinstance(one, Refusal):
             return one
         one, scores = _with_scores(draft, one, {maps, soft})
-        gone = {maps, soft, *scores} - {at}
-        return Match({at: (one,)} | dict.fromkeys(gone, ()))
+        made, gone = (zeros,) if zeros else (), {maps, soft, *scores} - {at}
+        new = [Tensor(name=z.outs[0], dtype=z.body[0].dtype, shape=tuple(d.size for d in z.dims), kind="value") for z in made]
+        return Match({at: (*made, one)} | dict.fromkeys(gone, ()), tuple(new))
 
 
 def _stated(e: Expr, wide: Block, results: Mapping[str, Expr]) -> Expr:
@@ -146,9 +150,22 @@ def _other_scores(wide: Block, weight: Weight, rows: Block, row: tuple[Aff, ...]
     return None if one == number(1, one.dtype) else refuse("the sum of weights is weighted itself")
 
 
-def _streamed(wide: Block, w: Weight, rows: Block) -> Block | Refusal:
+def _zeros(draft: Draft, wide: Block, w: Weight) -> Block:
+    """0 times the sum of the values: 0, but NaN where one is not finite."""
+    dtype = w.score.dtype
+    values = product_of(w.values, w.divisors, dtype)
+    dims = tuple(d for d in wide.dims if d.name in dims_read(wide, values))
+    name = next(n for k in count() if (n := f"{wide.outs[0]}.zeros{k or ''}") not in draft.tensors)
+    body = (call("mul", values, number(0, dtype)),)
+    return merge_reads(replace(wide, outs=(name,), dims=dims, body=body, then=(Acc(0, dtype),)))
+
+
+def _streamed(wide: Block, w: Weight, rows: Block, zeros: Block | None) -> Block | Refusal:
     """The one operation: state (maximum, sum of weights, weighted sum), divided at the end."""
-    special = centres(w, 2)
+    if zeros:
+        read = Read(tensor=zeros.outs[0], index=tuple(dim(d.name) for d in zeros.dims))
+        wide = replace(wide, reads=(*wide.reads, read))
+    special = centres(w, 2, Arg(len(wide.reads) - 1, w.score.dtype) if zeros else None)
     if special is None:
         return refuse("rows without a finite maximum would get another value")
     dtype = w.score.dtype

@@ -18,7 +18,8 @@ TOLERANCE = 1e-5  # of float32 against float64, relative to the largest value
 
 def fused(text: str) -> Graph:
     graph = simplify(parse(text))
-    assert [op.monoid for op in graph.ops if isinstance(op, Block)] == ["softsum"], to_text(graph)
+    before = ["sum"] if any(t.endswith(".zeros") for t in graph.tensors) else []  # 0 times the values
+    assert [op.monoid for op in graph.ops if isinstance(op, Block)] == [*before, "softsum"], to_text(graph)
     return graph
 
 
@@ -36,8 +37,10 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
 
 
 def run_cpu(graph: Graph, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    op = graph.ops[0]
-    assert isinstance(op, Block)
-    block, ins = whole(tuple(d.size for d in op.space)), tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
-    kernel = Kernel(op=0, mode="full", block=block, ins=ins, outs=(whole(graph.tensors["y"].shape),))
-    return kernels.build(graph, kernel)([torch.from_numpy(np.array(feeds[r.tensor])) for r in op.reads], [])[0].numpy()
+    held = {n: torch.from_numpy(np.array(a)) for n, a in feeds.items()}
+    for k, op in enumerate(graph.ops):
+        assert isinstance(op, Block)
+        block, ins = whole(tuple(d.size for d in op.space)), tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+        kernel = Kernel(op=k, mode="full", block=block, ins=ins, outs=(whole(graph.tensors[op.outs[0]].shape),))
+        held[op.outs[0]] = kernels.build(graph, kernel)([held[r.tensor] for r in op.reads], [])[0]
+    return held["y"].numpy()
