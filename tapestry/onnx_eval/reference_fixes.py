@@ -17,6 +17,7 @@ def corrected() -> list[type]:
     from onnx.reference.ops.op_average_pool import AveragePool_19
     from onnx.reference.ops.op_loop import Loop as Theirs
     from onnx.reference.ops.op_lp_pool import LpPool as TheirLpPool
+    from onnx.reference.ops.op_one_hot import OneHot as TheirOneHot
 
     class SequenceInsert(OpRun):
         """Theirs takes places modulo the length, so that the end is the beginning, and divides by 0."""
@@ -58,7 +59,13 @@ def corrected() -> list[type]:
         def _run(self: Any, x: Any, auto_pad: str = "NOTSET", pads: Any = None, **more: Any) -> tuple[Any, ...]:
             return super()._run(x, auto_pad="NOTSET", pads=_pads(x.shape[2:], auto_pad, pads, **more), **more)
 
-    return [SequenceInsert, Loop, AveragePool, LpPool]
+    class OneHot(TheirOneHot):
+        """Theirs compares fractions with places; they are to be cast to int64 first."""
+
+        def _run(self: Any, indices: Any, *rest: Any, **more: Any) -> tuple[Any, ...]:
+            return super()._run(indices.astype(np.int64), *rest, **more)
+
+    return [SequenceInsert, Loop, AveragePool, LpPool, OneHot]
 
 
 def _pads(

@@ -308,16 +308,18 @@ def lift_trilu(n: Node) -> None:
 
 @lifts("OneHot")
 def lift_one_hot(n: Node) -> None:
-    """on where the position along the new axis is the index (a negative one counts from the back), off elsewhere."""
+    """on where the position along the new axis is the index (a negative one counts from the back), off elsewhere.
+
+    A fraction is cast to int64 first, as ONNX has it: -0.5 is place 0.
+    """
     dims = n.out_dims()
     axis = int(n.attr("axis", -1)) % len(dims)
     depth = dims[axis].size
     index = n.read(n.ins[0], [e for a, e in enumerate(here(dims)) if a != axis])
     values = [n.read(n.ins[2], [const(k)]) for k in (0, 1)]
-    whole = n.dtype(0) not in ("f16", "bf16", "f32", "f64")
 
     def body(i: Expr, off: Expr, on: Expr) -> Expr:
-        place = from_front(cast(i if whole else call("floor", i), "i64"), depth)
+        place = from_front(cast(i, "i64"), depth)
         return call("where", call("eq", place, Index(dim(f"x{axis}"))), on, off)
 
     n.block(n.out(), dims, [index, *values], body)

@@ -114,6 +114,18 @@ class _Cell:
         reads = [inside, self.cell(new), *([self.cell(old)] if old is not None else [])]
         return self.map("held" if old is not None else "shown", reads, body)
 
+    def ended(self, state: str) -> str:
+        """The last state; 0 for a sequence without a step, of which ONNX says nothing, as onnxruntime has it."""
+        n = self.n
+        lengths = n.const(4) if n.has(4) else None
+        if not _ragged(n) or (lengths is not None and bool((lengths > 0).all())):
+            return state
+
+        def body(end: Expr, x: Expr) -> Expr:
+            return call("where", call("lt", number(0, "i64"), cast(end, "i64")), x, literal(0, x.dtype))
+
+        return self.map("ended", [n.read(n.ins[4], [dim("b")]), self.cell(state)], body)
+
 
 def _contract(n: Node, out: str, dims: Sequence[Dim], over: Dim, a: Operand, b: Operand, more: Sequence[Operand]) -> str:
     """``sum a * b`` and then, in order, what is to be added."""
@@ -209,7 +221,7 @@ def _run(c: _Cell, reverse: bool) -> tuple[list[str], str, str | None]:
         shown[t] = c.lasts(t, new, None) if n.wants(0) else ""
         cell = None if inside is None or cell is None else c.lasts(t, inside, cell)
         h = c.lasts(t, new, h)
-    return shown, h, cell
+    return shown, c.ended(h) if n.wants(1) else h, c.ended(cell) if cell is not None and n.wants(2) else cell
 
 
 def _ragged(n: Node) -> bool:
