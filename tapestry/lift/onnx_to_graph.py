@@ -122,10 +122,11 @@ def read_model(model: Path, weights: bool) -> ModelSource:
 
 def read_proto(proto: ModelProto, path: Path, weights: bool) -> ModelSource:
     """What was read from a model file, likewise."""
-    nodes, names = len(proto.graph.node), read_names(proto)
+    nodes = len(proto.graph.node)
     with _reading(proto, path):
         contrib.define(proto)
         check_structure(proto, path.parent, weights=weights)
+        names = read_names(proto)
         stored = take_out_weights(proto)
         check_attributes(proto)
         align_functions(proto)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any, cast
 
-import msgspec
 from onnx import ModelProto, NodeProto
 
 from tapestry.ir.graph import Names
@@ -69,6 +69,8 @@ def _listed(node: NodeProto, key: str) -> list[str]:
     """A list of texts in a node's metadata; empty where there is none, or something else."""
     text = next((p.value for p in node.metadata_props if p.key == key), "")
     try:
-        return msgspec.convert(ast.literal_eval(text), list[str]) if 0 < len(text) <= LONGEST else []
-    except (ValueError, SyntaxError, RecursionError, MemoryError, msgspec.ValidationError):
+        found: Any = ast.literal_eval(text) if 0 < len(text) <= LONGEST else []
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return []
+    listed = cast("list[Any]", found) if isinstance(found, list) else []
+    return listed if all(isinstance(x, str) for x in listed) else []
