@@ -14,10 +14,7 @@ import numpy as np
 def corrected() -> list[type]:
     """Classes for ``ReferenceEvaluator(new_ops=…)``, under the operators' names."""
     from onnx.reference.op_run import OpRun
-    from onnx.reference.ops.op_average_pool import AveragePool_19
     from onnx.reference.ops.op_loop import Loop as Theirs
-    from onnx.reference.ops.op_lp_pool import LpPool as TheirLpPool
-    from onnx.reference.ops.op_one_hot import OneHot as TheirOneHot
 
     class SequenceInsert(OpRun):
         """Theirs takes places modulo the length, so that the end is the beginning, and divides by 0."""
@@ -47,6 +44,14 @@ def corrected() -> list[type]:
                     rows.append(a)
             return self._check_and_fix_outputs((*(values[n] for n in names[2:]), *map(np.stack, seen)))
 
+    return [SequenceInsert, Loop, *_of_tensors()]
+
+
+def _of_tensors() -> list[type]:
+    from onnx.reference.ops.op_average_pool import AveragePool_19
+    from onnx.reference.ops.op_lp_pool import LpPool as TheirLpPool
+    from onnx.reference.ops.op_one_hot import OneHot as TheirOneHot
+
     class AveragePool(AveragePool_19):
         """Theirs forgets the dilations where it pads by itself."""
 
@@ -65,7 +70,7 @@ def corrected() -> list[type]:
         def _run(self: Any, indices: Any, *rest: Any, **more: Any) -> tuple[Any, ...]:
             return super()._run(indices.astype(np.int64), *rest, **more)
 
-    return [SequenceInsert, Loop, AveragePool, LpPool, OneHot]
+    return [AveragePool, LpPool, OneHot]
 
 
 def _pads(

@@ -61,13 +61,14 @@ def attention(op: Block, kernel: Kernel) -> Recorded | None:
     """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
     lib = conv_c.available()
     roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
-    normal = _quotient(op.then[0]) if roles else 0
+    normal, given = _quotient(op.then[0]) if roles else (0, None)
     if lib is None or roles is None or not normal or any(hi <= lo for lo, hi in kernel.block):
         return None
     a, scale = roles.attention, roles.scale
     block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     plan = _plan(op, kernel, block, roles, (a.query, a.keys, a.value, roles.bias))
-    if plan is None:
+    other = _walk(op, kernel, block, given) if given else None
+    if plan is None or (given and not _once(other, (*plan.outer, *plan.inner, *roles.columns))):
         return None
     extent = {n: hi - lo for n, (lo, hi) in block.items()}
     outer, inner = points(plan.outer, extent), points(plan.inner, extent)
@@ -81,6 +82,7 @@ def attention(op: Block, kernel: Kernel) -> Recorded | None:
     def record(ins: Ins, memory: Tensor) -> Call:
         walks = [w for w in (plan.q, plan.k, plan.v, plan.mask) if w]
         given = [_adjacent(held(ins[w.pos])) for w in walks]
+        rest = [held(ins[other.pos])] if other else []
         along = (roles.rows, (roles.key,), (roles.key,))
         q, k, v = (
             _three(w.stride(x, plan.outer), w.stride(x, plan.inner), w.stride(x, n))
@@ -89,14 +91,18 @@ def attention(op: Block, kernel: Kernel) -> Recorded | None:
         mask = (0, 0, 0, 0)
         if plan.mask:
             mask = tuple(plan.mask.stride(given[3], n) for n in (plan.outer, plan.inner, roles.rows, (roles.key,)))
+        ends = (plan.outer, plan.inner, roles.columns)
+        elsewhere = _three(*(other.stride(rest[0], n) for n in ends) if other else (0, 0, 0))
         sizes = native.Attention(
             outer, inner, plan.group, rows, keys, depth, q, k, v,
-            (ctypes.c_int64 * 4)(*mask), _three(*out.values()), normal, scale,
+            (ctypes.c_int64 * 4)(*mask), _three(*out.values()),
+            elsewhere, normal, scale,
         )  # fmt: skip
         places = [w.address(x) for w, x in zip(walks, given, strict=True)]
-        buffers = native.Heads(*places[:3], places[3] if plan.mask else None, memory.data_ptr(), None, None)
+        instead = other.address(rest[0]) if other else None
+        buffers = native.Heads(*places[:3], places[3] if plan.mask else None, memory.data_ptr(), None, None, instead)
         fixed = all(shares(x, held(ins[w.pos])) for w, x in zip(walks, given, strict=True))
-        return Call(lib.tapestry_attention, sizes, buffers, (*given, memory), fixed)
+        return Call(lib.tapestry_attention, sizes, buffers, (*given, *rest, memory), fixed)
 
     return Recorded(lambda memory: memory.as_strided(shape, strides), record, size(kernel.block[: len(op.dims)]))
 
@@ -168,17 +174,27 @@ def _even(values: np.ndarray) -> tuple[int, int] | None:
     return (c, g) if bool((values == np.arange(len(values)) // g * c).all()) else None
 
 
-def _quotient(e: Expr) -> int:
-    """1 for weighted sum by sum of weights, 2 or 3 where that is 0 or NaN in rows whose maximum is not finite, 0 for none."""
+def _quotient(e: Expr) -> tuple[int, Arg | None]:
+    """1 for weighted sum by sum of weights, 2 or 3 where that is 0 or NaN in rows whose maximum is not finite, 0 for none.
+
+    With 2 a read may stand for the 0.
+    """
     match e:
         case Apply("div", (Acc(field=2), Acc(field=1))):
-            return 1
+            return 1, None
         case Apply("where", (Apply("isnan", (Apply("sub", (Acc(field=0), Acc(field=0))) as none,)), other, rest)):
-            if _quotient(rest) != 1:
-                return 0
-            return 2 if other == Const(0.0, "f32") else 3 if other == none else 0
+            if _quotient(rest)[0] != 1:
+                return 0, None
+            if isinstance(other, Arg):
+                return 2, other
+            return (2 if other == Const(0.0, "f32") else 3 if other == none else 0), None
         case _:
-            return 0
+            return 0, None
+
+
+def _once(w: _Walk | None, names: Sequence[str]) -> bool:
+    """Whether a read steps along some dimensions alone, a cell for each of their points."""
+    return w is not None and all(g == 1 and (n in names or not w.steps.get(n)) for n, g in w.shared.items())
 
 
 def _adjacent(x: Tensor) -> Tensor:

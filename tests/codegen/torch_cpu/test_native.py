@@ -25,6 +25,7 @@ from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.runtime.one_process.static_schedule import Segment
 from tapestry.verify import interp
 from tests.support.attention.attention_cases import GUARDED, PLAIN, attention
+from tests.support.attention.attention_runs import run_ops
 from tests.support.small_models import N, f32, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -179,13 +180,18 @@ def test_attention_on_buffers_as_they_are(
     feeds["q"][1, 2, 3, 4] = bad
     if "c" in feeds:
         feeds["c"][-1, ..., 3], feeds["c"][0, ...] = bad, -np.inf if bad == -np.inf else feeds["c"][0, ...]
-    op = graph.ops[0]
-    assert isinstance(op, Block)
-    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
-    kernel = Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, 51, 20)),))
+    if np.isnan(bad):
+        feeds["v"][1, 0, 4, 2] = bad
+    op = graph.ops[-1]
+    assert isinstance(op, Block) and len(graph.ops) == 1 + (weight == GUARDED)
+    ins, last = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads), len(graph.ops) - 1
+    kernel = Kernel(
+        op=last, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, 51, 20)),)
+    )
     run = attention_c.attention(op, kernel)
     assert run
-    turned = [torch.from_numpy(feeds[r.tensor]) for r in op.reads]
+    before = run_ops(graph, feeds, last)
+    turned = [before[r.tensor] for r in op.reads]
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in turned]  # heads side by side
     want = interp.run(graph, feeds, wide=True)["y"]
     for given in (turned, [x.contiguous() for x in turned], [x.mT.contiguous().mT if x.dim() == 4 else x for x in turned]):

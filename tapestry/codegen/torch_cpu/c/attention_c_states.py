@@ -29,7 +29,7 @@ def states(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     bias = (0, 0, 0, 0) if mask is None else tuple(0 if n == 1 else s for s, n in zip(mask.stride(), mask.shape, strict=True))
     sizes = native.Attention(
         outer, inner, 1, rows, k.shape[2], depth, *map(_strides, (q, k, v)), (ctypes.c_int64 * 4)(*bias), _strides(out),
-        0, scale,
+        (ctypes.c_int64 * 3)(), 0, scale,
     )  # fmt: skip
     at = (None if x is None else x.data_ptr() for x in (q, k, v, mask, out, top, total))
     lib.tapestry_attention(ctypes.byref(sizes), ctypes.byref(native.Heads(*at)))

@@ -48,7 +48,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = [
         *((name, _PLACE) for name in ("outer", "inner", "group", "rows", "keys", "depth")),
-        *((name, _PLACE * n) for name, n in (("q", 3), ("k", 3), ("v", 3), ("mask", 4), ("out", 3))),
+        *((name, _PLACE * n) for name, n in (("q", 3), ("k", 3), ("v", 3), ("mask", 4), ("out", 3), ("other", 3))),
         ("normal", _PLACE), ("scale", ctypes.c_float),
     ]  # fmt: skip
 
@@ -56,7 +56,7 @@ class Attention(ctypes.Structure):
 class Heads(ctypes.Structure):
     """``Heads`` of attention.c: addresses."""
 
-    _fields_ = [(name, _POINTER) for name in ("q", "k", "v", "mask", "out", "top", "sum")]
+    _fields_ = [(name, _POINTER) for name in ("q", "k", "v", "mask", "out", "top", "sum", "other")]
 
 
 class Rows(ctypes.Structure):

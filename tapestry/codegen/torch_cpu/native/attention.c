@@ -11,14 +11,15 @@ enum { ROWS = 48 }; /* queries at once */
 
 typedef struct {
     int64_t outer, inner, group, rows, keys, depth; /* heads are two dimensions; `group` inner ones share keys and values */
-    int64_t q[3], k[3], v[3], mask[4], out[3]; /* strides: outer, inner, row (and key) */
-    int64_t normal; /* 0: states; 1: the quotient; 2, 3: which is 0, or NaN, in rows whose maximum is not finite */
+    int64_t q[3], k[3], v[3], mask[4], out[3], other[3]; /* strides: outer, inner, row (and key); of `other`: outer, inner, depth */
+    int64_t normal; /* 0: states; 1: the quotient; 2, 3: which is 0 (or `other`), or NaN, in rows whose maximum is not finite */
     float scale;
 } Attention;
 
 typedef struct {
     const float *q, *k, *v, *mask;
     float *out, *top, *sum; /* top and sum: outer x inner x rows, unless the quotient is wanted */
+    const float *other;
 } Heads;
 
 /* exp for x <= 0: 2^n p(r) with the polynomial of Cephes' expf (Moshier 1992); 0 below the least normal number. */
@@ -98,6 +99,7 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
     int64_t padded = (a->keys + VL - 1) / VL * VL;
     const float *q = h->q + i * a->q[0] + j * a->q[1];
     float *out = h->out + i * a->out[0] + j * a->out[1];
+    const float *other = h->other ? h->other + i * a->other[0] + j * a->other[1] : 0;
     for (int64_t r = 0; r < a->rows; r += ROWS) {
         int64_t rows = a->rows - r < ROWS ? a->rows - r : ROWS;
         float top[ROWS], sum[ROWS];
@@ -112,7 +114,8 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
             if (a->normal) {
                 float none = top[k] - top[k], *row = out + (r + k) * a->out[2];
                 int plain = a->normal == 1 || none == 0;
-                for (int64_t d = 0; d < a->depth; d++) row[d] = plain ? row[d] / sum[k] : a->normal == 2 ? 0 : none;
+                if (a->normal == 2) none = 0;
+                for (int64_t d = 0; d < a->depth; d++) row[d] = plain ? row[d] / sum[k] : other ? other[d * a->other[2]] : none;
             }
             else h->top[(i * a->inner + j) * a->rows + r + k] = top[k], h->sum[(i * a->inner + j) * a->rows + r + k] = sum[k];
     }
