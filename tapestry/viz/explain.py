@@ -222,7 +222,8 @@ def trace_text(written: Mapping[str, Any]) -> str:
 def _head(build: Build, simulated: Document) -> Iterator[str]:
     r, plan = build.report, build.plan
     mesh = ", ".join(f"{a.name}={a.size}{shares_text(a)}" for a in plan.mesh) or "one device"
-    yield f"{build.model}: {r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
+    yield f"{build.model}"
+    yield f"{r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
     yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
     topo = from_data(build.topology)
     yield from (*_kinds_text(topo), *_joined_text(topo))
