@@ -187,7 +187,7 @@ def vanishes(e: Aff, ranges: Mapping[str, int]) -> dict[str, int] | None:
     """A point of a box where an index expression is not 0; ``None`` when it is 0 everywhere."""
     names = {n: f"p{i}" for i, n in enumerate(ranges)}
     rules = [f"0 <= {names[n]} < {size}" for n, size in ranges.items()]
-    text = f"{{ [{', '.join(names.values())}] : {' and '.join([*rules, f'{_text(e, names)} != 0'])} }}"
+    text = f"{{ [{', '.join(names.values())}] : {' and '.join([*rules, f'{aff_text(e, names)} != 0'])} }}"
     found = isl.Set(text)
     return None if found.is_empty() else dict(zip(ranges, _point(found.sample_point()), strict=True))
 
@@ -199,23 +199,24 @@ def _access(dims: tuple[Dim, ...], index: tuple[Aff, ...], when: tuple[Guard, ..
 def _access_text(dims: tuple[Dim, ...], index: tuple[Aff, ...], when: tuple[Guard, ...], shape: tuple[int, ...] | None) -> str:
     names = {d.name: f"p{i}" for i, d in enumerate(dims)}
     rules = [f"0 <= {names[d.name]} < {d.size}" for d in dims]
-    rules += [f"c{i} = {_text(e, names)}" for i, e in enumerate(index)]
-    rules += [f"{_text(g.aff, names)} {'>=' if g.op == 'ge' else '='} 0" for g in when]
+    rules += [f"c{i} = {aff_text(e, names)}" for i, e in enumerate(index)]
+    rules += [f"{aff_text(g.aff, names)} {'>=' if g.op == 'ge' else '='} 0" for g in when]
     if shape is not None:
         rules += [f"0 <= c{i} < {n}" for i, n in enumerate(shape)]
     source, target = ", ".join(names.values()), ", ".join(f"c{i}" for i in range(len(index)))
     return f"{{ [{source}] -> [{target}] : {' and '.join(rules) or 'true'} }}"
 
 
-def _text(e: Aff, names: dict[str, str]) -> str:
+def aff_text(e: Aff, names: dict[str, str]) -> str:
+    """An index expression as isl reads it; ``names``: of its dimensions there."""
     out = str(e.const)
     for atom, coef in e.terms:
         if isinstance(atom, str):
             text = names[atom]
         elif isinstance(atom, Floor):
-            text = f"floor(({_text(atom.arg, names)})/{atom.div})"
+            text = f"floor(({aff_text(atom.arg, names)})/{atom.div})"
         else:
-            text = f"(({_text(atom.arg, names)}) mod {atom.div})"
+            text = f"(({aff_text(atom.arg, names)}) mod {atom.div})"
         out += f" {'-' if coef < 0 else '+'} {abs(coef)} * {text}"
     return out
 

@@ -7,6 +7,7 @@ it, which a causal model does not look at (that is tried once, and refused where
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,7 @@ def generate(
     return out
 
 
-class Sequences:
+class Sequences(ABC):
     """What both ways have in common: the names of inputs, and the scores of each row's last token."""
 
     def __init__(self, members: Sequence[Member], step: Step) -> None:
@@ -151,17 +152,17 @@ class Sequences:
         checked = self.members[k].checked(self.feeds(k, ids, mask, positions))
         return self.step(k, checked, [self.scores], at)[self.scores]
 
+    @abstractmethod
     def check(self, longest: int, count: int) -> None:
         """Refuse what does not fit, before anything is computed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, rows: Sequence[Sequence[int]]) -> Array:
         """Scores behind the prompts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def go_on(self, rows: Sequence[Sequence[int]]) -> Array:
         """Scores behind rows that have got one token more."""
-        raise NotImplementedError
 
 
 class Cached(Sequences):

@@ -60,7 +60,8 @@ class StreamSoftmax(OpRule):
           then where(isnan((acc0 - acc0)), (acc0 - acc0), (acc2 / acc1))
         output y
     legal when: maximum, sum of weights and weights are read by this sum alone; all three range over the same scores (by
-    projection); rows without a finite maximum keep the value that they had.
+    projection); rows without a finite maximum keep the value that they had. Where a guard makes their weights 0, that is 0
+    times the values, which are summed beside: NaN if one is not finite.
     """
 
     name = "stream_softmax"

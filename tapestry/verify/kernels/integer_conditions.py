@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tapestry.ir import space
-from tapestry.ir.index import Aff, Floor, dims_of
+from tapestry.ir.index import Aff, dims_of
 from tapestry.verify.kernels.evaluation import Evaluation, OutOfReach, together
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
@@ -153,15 +153,6 @@ class Conditions:
                 return "true"
 
     def _aff(self, e: Aff, names: dict[str, str]) -> str:
-        out = str(e.const)
         for n in sorted(dims_of(e)):
             names.setdefault(n, f"x{len(names)}")
-        for atom, c in e.terms:
-            if isinstance(atom, str):
-                text = names[atom]
-            elif isinstance(atom, Floor):
-                text = f"floor(({self._aff(atom.arg, names)})/{atom.div})"
-            else:
-                text = f"(({self._aff(atom.arg, names)}) mod {atom.div})"
-            out += f" {'-' if c < 0 else '+'} {abs(c)} * {text}"
-        return out
+        return space.aff_text(e, names)
