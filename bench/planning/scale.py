@@ -120,7 +120,11 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [c for c in cases(options.quick, options.memory) if not options.only or " ".join(c).strip() in options.only]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    found = [r for c in chosen if (r := measured(*c))]
+    found: list[Row] = []
+    for c in chosen:
+        found += [r for r in [measured(*c)] if r]
+        if not options.quick:
+            record.write("scale", record.merged("scale", found, ["model", "mesh", "memory"]), topology="h100", shapes=SHAPES)
     shutil.rmtree(FOLDER)
     table = Table(title="tapestry compile --topology h100, seconds", title_justify="left")
     table.add_column("model")
@@ -135,9 +139,6 @@ def main() -> int:
             f"{r['verify_cpu_s']:.1f}", *sizes, goal,
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
-    if not options.quick:
-        kept = record.merged("scale", found, ["model", "mesh", "memory"])
-        record.write("scale", kept, topology="h100", shapes=SHAPES)
     return 1 if any(missed(r) for r in found) else 0
 
 

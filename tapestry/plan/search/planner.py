@@ -36,6 +36,7 @@ from tapestry.plan.topology import Topology
 CLOSE = 2.0 * SECOND  # for branches that close what the game leaves
 SMALL = 100  # operations of graphs for which that is tried
 TINY = 24  # operations of graphs for which it is tried in passing too
+MIXTURES = 3  # plans of a mixed answer, with more and more room for what lowering adds
 ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
 
 Usages = tuple[Sequence[Demand], Sequence[float], np.ndarray | None]
@@ -145,10 +146,29 @@ def _on_the_clock(
         if proved(best.objective, game.bound) or game.bound >= upper:
             break  # no plan of this form is better, or than that of another one
     bound = max(bound, game.bound)
+    if game.paths.repeats and not (proved(best.objective, bound) or bound >= upper):
+        best = _mixture(problem, best, game, budget)
+        budget.found(best.objective, bound)
     if watched and len(problem.menus) <= small and bound < min(best.objective, upper) * (1 - PROVED):
         best, bound = _branched(problem, best, budget.part(CLOSE), (bound, upper), met, (uses, limits, game.price))
         budget.found(best.objective, bound)
     return replace(best, bound=min(bound, best.objective))
+
+
+def _mixture(problem: Problem, best: PricedPlan, game: Game, budget: Budget) -> PricedPlan:
+    """A plan at least as good: layers that are alike take different choices, as the game's mixed answer does."""
+    limit, spare = problem.topo.device.memory, 0.0
+    for _ in range(MIXTURES):
+        choice = game.mixed(spare)
+        if choice is None or budget.over():
+            break
+        other = with_rings(priced_plan(problem, choice, -np.inf))
+        budget.spend(problem.lowering)
+        over = peak(other) - limit
+        if over <= 0:
+            return _faster(other, best)
+        spare += over / limit
+    return best
 
 
 def _branched(

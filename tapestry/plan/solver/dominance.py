@@ -15,6 +15,7 @@ import numpy as np
 
 Table = tuple[tuple[int, ...], np.ndarray]
 ROUNDS = 8
+FEW = 16  # labels that all others are compared with first: the cheapest ones beat most
 LARGEST = 1 << 28  # differences that one table may take
 
 
@@ -63,6 +64,8 @@ def undominated(
         uses: of a node, what each of its labels uses of something limited: only a label that uses no more may stand in.
     """
     state = _State(sizes, tables, uses)
+    if max(sizes, default=0) > 2 * FEW:
+        state.round(FEW)
     for _ in range(ROUNDS):
         if not state.round():
             break
@@ -81,7 +84,7 @@ class _State:
     near: list[list[tuple[np.ndarray, int, int]]] = field(init=False)
     stay: set[int] = field(default_factory=set[int])
     sets: dict[bytes, int] = field(default_factory=dict[bytes, int])
-    most: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict[tuple[int, int, int], np.ndarray])
+    most: dict[tuple[int | bytes, ...], np.ndarray] = field(default_factory=dict[tuple[int | bytes, ...], np.ndarray])
 
     def __post_init__(self) -> None:
         every = {n: np.arange(n) for n in set(self.sizes)}
@@ -100,8 +103,12 @@ class _State:
             else:
                 self.stay |= set(nodes)
 
-    def round(self) -> bool:
-        """Every node once, against what the others had before; whether any label went."""
+    def round(self, few: int = 0) -> bool:
+        """Every node once, against what the others had before; whether any label went.
+
+        Args:
+            few: labels of each node that the others are compared with, the cheapest ones; 0: all of them.
+        """
         kept = self.left.kept
         numbers = [self.sets.setdefault(k.tobytes(), len(self.sets)) for k in kept]
         classes: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
@@ -112,43 +119,57 @@ class _State:
             tables = sorted((id(t), side, numbers[j]) for t, side, j in near)
             key = (numbers[i], self.unary[i].tobytes(), *tables, *(u.tobytes() for u in self.used[i]))
             if key not in classes:
-                classes[key] = _dominated(self.differences(i, numbers), kept[i])
+                by = self.cheapest(i, few) if few else np.arange(len(kept[i]))
+                classes[key] = _dominated(self.differences(i, numbers, by), kept[i], by, self.sizes[i])
             after.kept[i] = classes[key][0]
             after.instead[i] = classes[key][1][self.left.instead[i]]
         changed = any(len(a) < len(b) for a, b in zip(after.kept, kept, strict=True))
         self.left = after
         return changed
 
-    def differences(self, i: int, numbers: list[int]) -> np.ndarray:
-        """[a, b]: by how much label a of a node may at most cost more than label b; infinite where it uses more of anything."""
+    def cheapest(self, i: int, few: int) -> np.ndarray:
+        """Some labels of a node, by their places among those that are left: the cheapest with the best labels of neighbours."""
+        kept = self.left.kept
+        least = self.unary[i][kept[i]]
+        for table, side, j in self.near[i]:
+            least = least + (table if side == 0 else table.T)[np.ix_(kept[i], kept[j])].min(axis=1)
+        return np.sort(np.argsort(least, kind="stable")[:few])
+
+    def differences(self, i: int, numbers: list[int], by: np.ndarray) -> np.ndarray:
+        """[a, b]: by how much label a of a node, one of some, may at most cost more than label b, of those that are left;
+        infinite where it uses more of anything."""
+        own = self.left.kept[i]
         with np.errstate(invalid="ignore"):  # infinity less infinity says nothing: never at most 0
-            out = self.unary[i][:, None] - self.unary[i][None, :]
+            out = self.unary[i][own[by], None] - self.unary[i][None, own]
             for table, side, j in self.near[i]:
-                key = (id(table), side, numbers[j])
+                key = (id(table), side, numbers[i], numbers[j], by.tobytes())
                 if key not in self.most:
-                    self.most[key] = _most(table if side == 0 else table.T, self.left.kept[j])
+                    whole = table if side == 0 else table.T
+                    self.most[key] = _most(whole[np.ix_(own, self.left.kept[j])], by)
                 out = out + self.most[key]
         for u in self.used[i]:
-            out = np.where(u[:, None] <= u[None, :], out, np.inf)
+            out = np.where(u[own[by], None] <= u[None, own], out, np.inf)
         return out
 
 
-def _most(table: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """[a, b]: the largest of ``table[a, r] - table[b, r]`` over some columns."""
-    rows = np.unique(table[:, columns], axis=1)
-    out = np.empty((len(rows), len(rows)))
-    for a, row in enumerate(rows):
+def _most(table: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """[a, b]: the largest of ``table[a, r] - table[b, r]`` over the columns, for some rows and all."""
+    rows = np.unique(table, axis=1)
+    out = np.empty((len(by), len(rows)))
+    for a, row in enumerate(rows[by]):
         (row - rows).max(axis=1, out=out[a])
     return out
 
 
-def _dominated(differences: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _dominated(differences: np.ndarray, kept: np.ndarray, by: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """(labels left, by label the one that stands in for it) of those that were ``kept``; of equals the first one stays."""
-    beats = differences[np.ix_(kept, kept)] <= 0
-    order = np.arange(len(kept))
-    beats &= ~beats.T | (order[:, None] < order[None, :])
+    beats = differences <= 0
+    order, mutual = np.arange(len(by)), beats[:, by]
+    beats[:, by] = mutual & (~mutual.T | (order[:, None] < order[None, :]))
     left = ~beats.any(axis=0)
-    instead = np.arange(len(differences))
+    instead = np.arange(size)
     for b in np.flatnonzero(~left):
-        instead[kept[b]] = kept[np.flatnonzero(beats[:, b] & left)[0]]
+        standing = np.flatnonzero(beats[:, b] & left[by])
+        left[b] = not len(standing)  # (by rounding alone)
+        instead[kept[b]] = kept[by[standing[0]]] if len(standing) else kept[b]
     return kept[left], instead
