@@ -81,14 +81,15 @@ class Runner:
         self.report(p.phase, p.name)
         takes, gives = p.takes.split(), p.gives.split()
         taken = [self.values[t] for t in takes]
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         result = p.function(*taken)
-        seconds = time.perf_counter() - start
+        seconds, worked = time.perf_counter() - start, time.process_time() - worked
         new: dict[str, Any] = dict(zip(gives, result if len(gives) > 1 else (result,) * len(gives), strict=True))
         changed = any(self.values.get(k) is not v for k, v in new.items())
         self.values |= new
         self.seconds[p.phase] = round(self.seconds.get(p.phase, 0.0) + seconds, 4)
         row: dict[str, Any] = {"name": p.name, "phase": p.phase, "takes": takes, "gives": gives, "seconds": round(seconds, 4)}
+        row |= {"processor_seconds": round(worked, 4)}
         self.rows.append(row | {"changed": changed, **sizes(new.values())})
         self._look(p, new)
 

@@ -23,7 +23,7 @@ from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.structural_search import WORTH, Improvement, Tried
+from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tried
 from tapestry.plan.task import STEPS, Task
 from tapestry.plan.whole_graph import Alternative, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
@@ -33,7 +33,6 @@ STRUCTURE = 3.0 * SECOND  # for the built-in structural rules
 FIRST = 0.7  # of the budget, for one form of the model
 UNFUSED, WHOLE = "unfused", "recurrences whole"
 NAMED = 4  # forms that a sentence names; more are counted
-SIMPLIFIED = 5e5  # units of work for simplifying an operation
 OTHERS, LEAST = 0.5, 0.5 * SECOND  # of the first form's work, or at least so much, for all others
 
 
@@ -200,7 +199,7 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
         if len(rules) > 1 and not differ.issuperset(rules):
             return
         other = simplify(task.lifted, disabled=task.disabled_rules | frozenset(rules))
-        task.meter.spent += SIMPLIFIED * len(task.lifted.ops)
+        task.meter.spent += SIMPLIFYING * len(task.lifted.ops)
         if other.ops not in seen:
             seen.append(other.ops)
             differ.update(rules)
@@ -213,7 +212,7 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
 def _whole(task: Task, lifted: Graph) -> Form:
     """Every recurrence as one operation, which one device runs as a library does, and several cut by batch; all fusions."""
     graph = simplify(lifted, disabled=task.disabled_rules)
-    task.meter.spent += SIMPLIFIED * len(lifted.ops)
+    task.meter.spent += SIMPLIFYING * len(lifted.ops)
     new, fusions = fused(graph, task.machine, task.disabled_rules) if task.machine else (graph, list[Move]())
     return Form(name=WHOLE, graph=new, moves=(without(STEPS), *fusions))
 

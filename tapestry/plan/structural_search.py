@@ -22,6 +22,7 @@ from tapestry.rewrites.core.driver import SIMPLIFIED, apply_legal, rules_of, sim
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, Sized
 
 WORTH = 1 - PROVED  # a rewrite must bring the objective under this share of what it was
+SIMPLIFYING = 5e5  # units of work for simplifying an operation
 MOST_NEW_OPS = 12  # a move that adds more operations than this to one is not worth planning
 _NONE = frozenset[str]()
 
@@ -105,7 +106,7 @@ class Improvement:
                 continue
             self.met = True
             self.tried.add(kind)
-            new, done = _rewritten(graph, moves, self.disabled)
+            new, done = self._made(graph, moves, ours)
             new, fusions = self.refuse(new)
             candidate = self._planned(new, ours, found) if done else found
             better = candidate.objective < found.objective * WORTH
@@ -124,18 +125,22 @@ class Improvement:
             if kind in self.tried or budget.over() or self.budget.left() < self.least:
                 continue
             self.tried.add(kind)
-            one, done = _rewritten(graph, moves[:1], self.disabled)
+            one, done = self._made(graph, moves[:1], budget)
             if not done or len(one.ops) > len(graph.ops) + MOST_NEW_OPS:
                 continue
             candidate = self._planned(one, budget, found)
             if candidate.objective >= found.objective * WORTH:
                 continue
-            new, done = _rewritten(graph, moves, self.disabled)
+            new, done = self._made(graph, moves, budget)
             candidate = candidate if new.ops == one.ops else self._planned(new, budget, found)
             if candidate.objective < found.objective * WORTH:
                 self.units = max(0.0, self.units - (begin - ours.left()))
                 return new, candidate, done
         return None
+
+    def _made(self, graph: Graph, moves: list[Move], budget: Budget) -> tuple[Graph, list[Move]]:
+        budget.spend(SIMPLIFYING * len(graph.ops))
+        return _rewritten(graph, moves, self.disabled)
 
     def _planned(self, graph: Graph, budget: Budget, best: PricedPlan) -> PricedPlan:
         other = self.plan(graph, budget, best.objective)

@@ -21,6 +21,7 @@ from tapestry.plan.solver.shared_prices import WORTH, Demand, SharedPrices
 FLAT = 400_000  # joint choices of all pairs: larger networks with limits are not laid out flat
 BRIEF = 20_000  # joint choices of all pairs up to which a quick search goes on where prices leave little of a gap
 ROUGH = 0.01  # of the cost: how near an answer that is one of many has to be there
+BEATEN = 200.0  # units for a cell of a table in which choices that others beat are sought, about
 MOST = 20_000_000  # the same without limits, where a solve is one of many
 
 
@@ -77,6 +78,8 @@ def solve(
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
     fewer, small = _without_beaten(net) if not plain or net.cells() > FLAT else (None, net)  # (large networks repeat)
+    if plain and fewer:
+        budget.spend(BEATEN * sum(t.size for t in {id(f.table): f.table for f in net.factors}.values()))
     start = fewer.shrink(start) if fewer is not None and start is not None else start
     exact = SharedPrices(small.sizes, [(f.nodes, f.table) for f in small.factors], small.demands, np.array(small.limits, float))
     exact.once, exact.near = plain and fewer is None, ROUGH if plain and small.cells() > BRIEF else WORTH
