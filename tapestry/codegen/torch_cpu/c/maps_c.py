@@ -34,11 +34,13 @@ class Mapped:
         plain: the operation on torch's operators.
         name: of the function in C.
         recorded: the calls of that function.
+        reads: which reads of the operation it is given, in order.
     """
 
     plain: Run
     name: str
     recorded: Recorded
+    reads: tuple[int, ...] = ()
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory, by torch."""
@@ -65,7 +67,7 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     name = generated_c.register(writer.function(found))
     extents = shape(out)
     record = functools.partial(_record, name, used)
-    return Mapped(plain, name, Recorded(lambda memory: memory.view(extents), record, size(out)))
+    return Mapped(plain, name, Recorded(lambda memory: memory.view(extents), record, size(out)), tuple(used))
 
 
 def _record(name: str, used: Sequence[int], ins: Ins, memory: Tensor) -> Call:

@@ -5,22 +5,9 @@
  */
 #include <stdlib.h>
 
-#include "conv.h"
+#include "attention.h"
 
 enum { ROWS = 48 }; /* queries at once */
-
-typedef struct {
-    int64_t outer, inner, group, rows, keys, depth; /* heads are two dimensions; `group` inner ones share keys and values */
-    int64_t q[3], k[3], v[3], mask[4], out[3], other[3]; /* strides: outer, inner, row (and key); of `other`: outer, inner, depth */
-    int64_t normal; /* 0: states; 1: the quotient; 2, 3: which is 0 (or `other`), or NaN, in rows whose maximum is not finite */
-    float scale;
-} Attention;
-
-typedef struct {
-    const float *q, *k, *v, *mask;
-    float *out, *top, *sum; /* top and sum: outer x inner x rows, unless the quotient is wanted */
-    const float *other;
-} Heads;
 
 /* exp for x <= 0: 2^n p(r) with the polynomial of Cephes' expf (Moshier 1992); 0 below the least normal number. */
 INLINE vec exponential(vec x) {
