@@ -19,7 +19,9 @@ from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.c import pooling, row_norms
-from tapestry.codegen.torch_cpu.c.maps_c import mapped
+from tapestry.codegen.torch_cpu.c.blocks_c import few_points
+from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
+from tapestry.codegen.torch_cpu.c.maps_c import Mapped, mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
@@ -36,15 +38,25 @@ def build(graph: Graph, kernel: Kernel) -> Run:
     op = graph.ops[kernel.op]
     if isinstance(op, Opaque):
         return _opaque(op, graph, kernel)
+    run = _built(op, graph, kernel)
+    return run if isinstance(run, Recorded | Together | Mapped | dense.Packable) else few_points(op, graph, kernel, run)
+
+
+def _built(op: Block, graph: Graph, kernel: Kernel) -> Run:
+    """The function that is fastest where there are many points."""
     if kernel.mode == "finish":
         return _finish(op, graph, kernel)
     if op.monoid is None:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])))
     if kernel.mode == "full":
+        ours = attention(op, graph, kernel)
+        if ours and not ours.names:
+            return ours.run
+        if ours:
+            return Mapped(_whole(op, graph, kernel), ours.names, ours.run, few=True)
         found = (
-            attention(op, kernel)
-            or norms.layer_norm(op, kernel)
+            norms.layer_norm(op, kernel)
             or row_norms.rms_norm(op, kernel)
             or row_norms.mean(op, kernel)
             or pooling.pooled(op, kernel)

@@ -13,7 +13,7 @@ from typing import Any
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c.print_c import PRELUDE
 
-FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv")
+FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd")
 MOST = 64  # functions that are compiled at once; the operations beyond run as they would without a compiler
 
 _texts: dict[str, str] = {}

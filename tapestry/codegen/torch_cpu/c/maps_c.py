@@ -13,7 +13,7 @@ import torch
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Written, shares
 from tapestry.codegen.torch_cpu.c.print_c import Chosen, Piece, Writer, written
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Read
@@ -22,7 +22,7 @@ from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.recognise.selection_sum import selection
 
 Tensor = torch.Tensor
-LEAST = 1 << 10  # points: fewer take no time in torch's operators either
+LEAST = 1 << 10  # points: fewer are worth a function in a program of many small operations alone
 MOST_PIECES = 8
 
 
@@ -32,30 +32,32 @@ class Mapped:
 
     Attributes:
         plain: the operation on torch's operators.
-        name: of the function in C.
+        names: of the functions in C.
         recorded: the calls of that function.
-        reads: which reads of the operation it is given, in order.
+        reads: which reads of the operation a function that is all of it is given, in order.
+        few: whether torch's operators take no longer but for their calls.
     """
 
     plain: Run
-    name: str
-    recorded: Recorded
+    names: tuple[str, ...]
+    recorded: Recorded | Written
     reads: tuple[int, ...] = ()
+    few: bool = False
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory, by torch."""
         return self.plain(ins, states)
 
-    def recorder(self) -> Recorded | None:
+    def recorder(self) -> Recorded | Written | None:
         """The operation as one that writes where it is told; ``None`` without a working compiler."""
-        return self.recorded if generated_c.function(self.name) else None
+        return self.recorded if all(generated_c.function(n) for n in self.names) else None
 
 
 def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     """The operation with its function in C, where it has one and torch is to use one thread."""
     found = _pieces(op, kernel) if conv_c.available() and kernel.mode == "full" and not op.inner else None
     out = kernel.block[: len(op.dims)]
-    if not found or size(out) < LEAST or any(hi <= lo for lo, hi in kernel.block) or kernel.outs[0] != out:
+    if not found or any(hi <= lo for lo, hi in kernel.block) or kernel.outs[0] != out:
         return plain
     used = sorted(arg_positions(tuple(e for p in found for e in _exprs(p))))
     boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}
@@ -67,7 +69,8 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     name = generated_c.register(writer.function(found))
     extents = shape(out)
     record = functools.partial(_record, name, used)
-    return Mapped(plain, name, Recorded(lambda memory: memory.view(extents), record, size(out)), tuple(used))
+    call = Recorded(lambda memory: memory.view(extents), record, size(out))
+    return Mapped(plain, (name,), call, tuple(used), few=size(out) < LEAST)
 
 
 def _record(name: str, used: Sequence[int], ins: Ins, memory: Tensor) -> Call:
