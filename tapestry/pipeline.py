@@ -18,6 +18,7 @@ from tapestry import build_report, passes
 from tapestry.build import store
 from tapestry.errors import TapestryError
 from tapestry.ir.canonical_parts import PARTS
+from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.pass_runner import Pass, Report, Runner, check_names
@@ -145,6 +146,18 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
         laws=runner.values["laws"], rewrites=runner.get("rewrites", passes.Rewrites).log,
         evidence=[runner.values["evidence"]], printed=runner.printed,
     )  # fmt: skip
+
+
+def graph_again(options: Options, build: store.Build) -> Graph:
+    """The graph of a build made again at other sizes: by the passes before the search, and by the moves that the build has.
+
+    Raises:
+        TapestryError: the model cannot be lifted at these sizes.
+    """
+    before = PASSES[: next(k for k, p in enumerate(PASSES) if p.function is passes.state_task)]
+    runner = Runner(values={**_values(options), "earlier": build}, report=lambda phase, name: None)
+    runner.run(before)
+    return runner.get("graph", Graph)
 
 
 # what the passes start from
