@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from tapestry import pipeline
+from tapestry.build.sized_builds import symbolic
 from tapestry.build.store import Build
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
@@ -41,6 +43,7 @@ class PlanAtSizes:
         options: of the compilation, whose ``shapes`` are those of the symbols that are fixed.
         symbols: those that have a range, in order.
         build: the plan, made at ``sizes``.
+        constants: derived constants of the plan.
         graphs: by sizes, without what a graph says of its weights.
     """
 
@@ -48,6 +51,7 @@ class PlanAtSizes:
     symbols: Sequence[str]
     build: Build
     sizes: Sizes
+    constants: Mapping[str, np.ndarray[Any, Any]]
     graphs: dict[Sizes, Graph] = field(default_factory=dict[Sizes, Graph])
 
     def graph(self, sizes: Sizes) -> Graph:
@@ -57,9 +61,7 @@ class PlanAtSizes:
             OtherPlan: the model or the moves make another one there.
         """
         if sizes not in self.graphs:
-            shapes = {**self.options.shapes, **dict(zip(self.symbols, sizes, strict=True))}
-            options = replace(self.options, shapes=shapes, weights=False)
-            found = pipeline.graph_again(options, self.build)
+            found = pipeline.graph_again(self.options_at(sizes), self.build)
             mine, new = _derived(self.build.plan.graph), _derived(found)
             if mine != new:
                 name = min(set(mine) ^ set(new) or set(mine))
@@ -67,12 +69,16 @@ class PlanAtSizes:
             self.graphs[sizes] = replace(found, weights={})
         return self.graphs[sizes]
 
+    def options_at(self, sizes: Sizes) -> pipeline.Options:
+        """What a plan is made of at some sizes; weights are not read again."""
+        return replace(self.options, shapes={**self.options.shapes, **dict(zip(self.symbols, sizes, strict=True))}, weights=False)
+
     @property
     def base(self) -> Graph:
         """The plan's graph without what it says of weights."""
         return replace(self.build.plan.graph, weights={})
 
-    def symbolic_graph(self, sizes: Sequence[Sizes]) -> dict[int, Formula]:
+    def graph_formulas(self, sizes: Sequence[Sizes]) -> dict[int, Formula]:
         """Formulas of the integers of the graph, by place, from the graphs at some sizes.
 
         Raises:
@@ -80,24 +86,24 @@ class PlanAtSizes:
         """
         return self._fit([flat(g) for g in [self.base, *map(self.graph, sizes)]], sizes, (1, 2))
 
-    def symbolic(self, sizes: Sequence[Sizes]) -> tuple[dict[int, Formula], SymbolicPlan]:
+    def with_sizes(self, sizes: Sequence[Sizes]) -> tuple[dict[int, Formula], SymbolicPlan]:
         """The plan with formulas, by place of its integers, from graphs at some sizes.
 
         Raises:
             OtherPlan: likewise, of graphs or of programs.
         """
-        of_graph = self.symbolic_graph(sizes)
-        symbolic = with_formulas(self.base, NOTHING, of_graph)
+        of_graph = self.graph_formulas(sizes)
+        graphs = with_formulas(self.base, NOTHING, of_graph)
         devices = self.build.program.devices
         others = _around(self.sizes, devices) if devices > 1 else list(sizes)
-        programs = [self.build.program, *(self.lowered(symbolic.at(n)[0], n) for n in others)]
+        programs = [self.build.program, *(self.lowered(graphs.at(n)[0], n) for n in others)]
         if flat(self.lowered(self.build.plan.graph, self.sizes)) != flat(self.build.program):
             raise OtherPlan("the plan's program is not that of its strategies", self.sizes)
         divisors = [d for d in range(1, devices + 1) if devices % d == 0]
         of_program = self._fit([flat(p) for p in programs], others, divisors)
         behind = len(flat(self.base).integers)
         places = {**of_graph, **{behind + at: f for at, f in of_program.items()}}
-        return places, whole_plan(self.build, places)
+        return places, symbolic(self.build, places)
 
     def lowered(self, graph: Graph, sizes: Sizes) -> Program:
         """The program of the plan's strategies for a graph, its steps in the plan's order.
@@ -126,13 +132,6 @@ class PlanAtSizes:
             why = f"it is {', '.join(str(n) for n in values[:, failed[0]].tolist())}"
             raise OtherPlan("a number of the plan follows from its sizes by no quotient of a sum", sizes[0], why)
         return found
-
-
-def whole_plan(build: Build, places: Mapping[int, Formula]) -> SymbolicPlan:
-    """A build's graph, with its weights, and its program with formulas in the places of some integers."""
-    graph = build.plan.graph
-    found = with_formulas(replace(graph, weights={}), build.program, places)
-    return SymbolicPlan(replace(found.graph, weights=graph.weights), found.program)
 
 
 def _key(step: Step) -> tuple[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ boxes of a fact are the same text are left out: what they hold they hold on both
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,11 @@ OPERATIONS = 20_000_000  # of isl's own, for one fact: some seconds
 
 
 class SizedLawError(LawError):
-    """A law that does not hold at some sizes of a region; ``sizes`` are such."""
+    """A law that does not hold at some sizes of a region; ``sizes`` are such, and ``blame`` the symbols that it is about."""
 
-    def __init__(self, law: str, what: str, *, where: str, why: str, sizes: Sizes | None) -> None:
+    def __init__(self, law: str, what: str, *, where: str, why: str, sizes: Sizes | None, blame: Sequence[int] = ()) -> None:
         super().__init__(law, what, where=where, why=why)
-        self.sizes = sizes
+        self.sizes, self.blame = sizes, blame
 
 
 @dataclass(slots=True)
@@ -68,7 +69,9 @@ class Proofs:
         sizes = tuple(found[n] for n in names)
         at = ", ".join(f"{s} = {n}" for s, n in zip(self.symbols, sizes, strict=True))
         cell = tuple(found[c] for c in cells)
-        raise SizedLawError(law, what, where=where, why=f"at {at}" + (f", cell {cell}" if cell else ""), sizes=sizes)
+        why, about = f"at {at}" + (f", cell {cell}" if cell else ""), frozenset(re.findall(r"\bn\d+", wrong))
+        blame = [k for k, n in enumerate(names) if n in about]
+        raise SizedLawError(law, what, where=where, why=why, sizes=sizes, blame=blame)
 
     def fails(self, law: str, what: str, where: str, why: str = "") -> SizedLawError:
         """What holds at no size, or is beyond what is proved."""

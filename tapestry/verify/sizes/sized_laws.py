@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Dim, Graph, Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.laws import where
@@ -19,7 +18,7 @@ from tapestry.ir.sizes.size_formula import Region
 from tapestry.ir.sizes.symbolic_plan import SymbolicPlan
 from tapestry.ir.state import varies
 from tapestry.verify.sizes.sized_memory import largest_peaks
-from tapestry.verify.sizes.size_proofs import Proofs, sized
+from tapestry.verify.sizes.size_proofs import Proofs, SizedLawError, sized
 
 Parts = dict[int, list[Box]]
 """By device, the boxes of the reduced dimensions that its states have merged."""
@@ -77,7 +76,8 @@ def check(
         walk.proofs.laws["memory"] += 1
         if limits is not None and peak > limits[d]:
             sizes = ", ".join(f"{s} = {n}" for s, n in zip(symbols, at[d], strict=True))
-            raise LawError("memory", f"device {d} needs {peak:,} bytes of {limits[d]:,}", why=f"at {sizes}")
+            what, blame = f"device {d} needs {peak:,} bytes of {limits[d]:,}", range(len(symbols))
+            raise SizedLawError("memory", what, where="", why=f"at {sizes}", sizes=at[d], blame=blame)
     return dict(walk.proofs.laws), peaks
 
 
