@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakValueDictionary
-
-import numpy as np
 
 from tapestry import api, flags
 from tapestry.build.store import Build
 from tapestry.errors import TapestryError
-from tapestry.ir.kernel import Box
-from tapestry.runtime.session import MakeExecutor, ModelFiles, Session, Slices
+from tapestry.runtime.session import MakeExecutor, ModelFiles, OnceRead, Session, Slices
 from tapestry.runtime.target_protocol import Array, Target
 from tapestry.serving.members import Member
 
@@ -35,21 +31,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Give everything back; called again it does nothing."""
         ...
-
-
-class OnceRead:
-    """Slices of weights that are read once for all members, for as long as one of them holds them."""
-
-    def __init__(self, source: Slices) -> None:
-        self.source = source
-        self._there: WeakValueDictionary[tuple[str, Box], np.ndarray[Any, Any]] = WeakValueDictionary()
-
-    def __call__(self, tensor: str, box: Box) -> np.ndarray[Any, Any]:
-        """A box of a weight, which nobody may write."""
-        found = self._there.get((tensor, box))
-        if found is None:
-            found = self._there[tensor, box] = self.source(tensor, box)
-        return found
 
 
 class Loader:
@@ -110,6 +91,11 @@ class InProcess:
             self.state.clear()
         self.state.at = at
         return self.sessions[member].compute(feeds, wanted=wanted).outputs
+
+    def take(self, member: Member) -> int:
+        """The number of one more member, whose session is there already."""
+        self.sessions.append(member.compiled.session)
+        return len(self.sessions) - 1
 
     def close(self) -> None:
         """Nothing is held but memory."""

@@ -19,7 +19,7 @@ from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.c import pooling, row_norms
-from tapestry.codegen.torch_cpu.c.maps_c import mapped
+from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
@@ -31,7 +31,7 @@ from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.onnx_eval import opaque_node
 
 
-def build(graph: Graph, kernel: Kernel) -> Run:
+def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     """The function that computes a block; nothing of its shape is worked out again when it runs."""
     op = graph.ops[kernel.op]
     if isinstance(op, Opaque):
@@ -40,7 +40,7 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         return _finish(op, graph, kernel)
     if op.monoid is None:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
-        return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])))
+        return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])), how)
     if kernel.mode == "full":
         found = (
             attention(op, kernel)
@@ -52,14 +52,14 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         if found:
             return found
         if cut := grouped_rows.regrouped(op, graph, kernel):
-            run, wanted = build(*cut), [shape(b) for b in kernel.outs]
+            run, wanted = build(*cut, how), [shape(b) for b in kernel.outs]
             return lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)]
     if kernel.mode == "partial":
         states = _states(op, graph, kernel)
         shapes = [shape(b) for b in kernel.outs]
         plain = _partial(op, lambda ins: [_once(s, wanted, ins) for s, wanted in zip(states(ins), shapes, strict=True)])
         return dense.partial(op, graph, kernel, plain)
-    plain = mapped(op, graph, kernel, _whole(op, graph, kernel))
+    plain = mapped(op, graph, kernel, _whole(op, graph, kernel), how)
     return conv_int8.packable(op, graph, kernel, plain) or sibling_sums.packable(op, graph, kernel, plain, _whole)
 
 

@@ -30,15 +30,24 @@ def register(body: str) -> str:
     return name
 
 
-def function(name: str) -> Any:
-    """A registered function, compiled with all others that wait; ``None`` where that fails."""
+def function(name: str, compiles: bool = True) -> Any:
+    """A registered function, compiled with all others that wait; ``None`` where that fails, or is not to be done."""
     with _lock:
+        if name not in _known and not compiles:
+            return None
         if name not in _known:
             now = dict(sorted(_waiting.items())[:MOST])
             _known.update(dict.fromkeys(_waiting))
             _waiting.clear()
             _known.update(_compile(now))
         return _known[name]
+
+
+def compile_waiting() -> None:
+    """Compile every function that waits."""
+    waiting = next(iter(_waiting), None)
+    if waiting is not None:
+        function(waiting)
 
 
 def _compile(bodies: dict[str, str]) -> dict[str, Any]:
