@@ -112,11 +112,18 @@ class Compiled:
         """
         return self if self.sized is None else self._at(self.sized.sizes_of(shapes_of(feeds)))
 
-    def _at(self, sizes: tuple[int, ...]) -> Compiled:
+    def prepare(self) -> None:
+        """Compile the kernels of all sizes, and load the weights, before the first run does."""
+        self._sessions().prepare()
+
+    def _sessions(self) -> SizedSessions:
         assert self.sized is not None
         if self._sizes is None:
             self._sizes = SizedSessions(self.sized, SizedOpener(self.sized))
-        session = self._sizes.at(sizes)
+        return self._sizes
+
+    def _at(self, sizes: tuple[int, ...]) -> Compiled:
+        session = self._sessions().at(sizes)
         out = Compiled(session.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence)
         out._session = session
         return out

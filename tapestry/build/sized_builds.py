@@ -96,8 +96,8 @@ class SizedBuild:
         """
         for k, (symbol, n) in enumerate(zip(self.symbols, sizes, strict=True)):
             if n not in self.asked.along(k):
-                there = Region((self.asked.low[k],), (self.asked.high[k],), {0: a for j, a in self.asked.among.items() if j == k})
-                what = f"{symbol} is {n}, and the build is for {there.shown([symbol])}"
+                there = self.asked.only(k).shown([symbol])
+                what = f"{symbol} is {n}, and the build is for {there}"
                 raise TapestryError(what, hint=f"compile with a --shape {symbol} that has {n} in it")
         return sizes
 
@@ -108,13 +108,15 @@ class SizedBuild:
             TapestryError: the sizes are none that were asked for.
         """
         self.held(sizes)
-        k = next(k for k, r in enumerate(self.regions) if sizes in r.region)
+        k = next((k for k, r in enumerate(self.regions) if sizes in r.region), None)
+        if k is None:
+            raise BuildError(f"no region of the build has the sizes {list(sizes)}", hint="tapestry verify")
         r = self.regions[k]
         graph, program = r.plan.at(sizes)
         said = {"symbols": dict(zip(self.symbols, sizes, strict=True)), "region": k}
         build = replace(
             r.build, plan=replace(r.build.plan, graph=graph), program=program, peak_bytes=tuple(peak_bytes(program)[0]),
-            model=self.regions[0].build.model, report={**r.build.report, "sizes": said},
+            model=self.regions[0].build.model, report={**r.build.report, "at_sizes": said},
         )  # fmt: skip
         return k, build
 

@@ -77,7 +77,8 @@ class Build:
 
 def write(
     folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int],
-    rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (), bundle: Sequence[str] = (), more: Mapping[str, bytes] = {},
+    rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (), bundle: Sequence[str] = (),
+    more: Mapping[str, bytes] = {},
 ) -> None:  # fmt: skip
     """Write a build directory in one step: it appears whole, or not at all.
 

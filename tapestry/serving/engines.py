@@ -92,11 +92,22 @@ class InProcess:
         self.state.at = at
         return self.sessions[member].compute(feeds, wanted=wanted).outputs
 
-    def take(self, member: Member) -> int:
-        """The number of one more member, whose session is there already."""
-        self.sessions.append(member.compiled.session)
-        return len(self.sessions) - 1
-
     def close(self) -> None:
         """Nothing is held but memory."""
         self.sessions.clear()
+
+
+class AnySize:
+    """A build for several sizes, in this process: the inputs of a step say which."""
+
+    def __init__(self, member: Member) -> None:
+        self.compiled = member.compiled
+        self.compiled.prepare()
+
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
+        """Outputs by name, from inputs that are checked here, where their sizes are known."""
+        one = Member(self.compiled.at_inputs(feeds))
+        return one.compiled.session.compute(one.checked(feeds), wanted=wanted).outputs
+
+    def close(self) -> None:
+        """Nothing is held but memory."""

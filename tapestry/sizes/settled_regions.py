@@ -88,7 +88,9 @@ def _model(seen: _Seen, region: Region, free: list[int]) -> None:
         Unfit: it does not.
     """
     made_at = seen.plans.sizes
-    ends = [(tuple(end(region.along(k)) if j == k else n for j, n in enumerate(made_at)), (k,)) for k in free for end in (min, max)]
+    ends = [
+        (tuple(end(region.along(k)) if j == k else n for j, n in enumerate(made_at)), (k,)) for k in free for end in (min, max)
+    ]
     ends += [(corner, tuple(free)) for corner in (_corner(region, min), _corner(region, max))] if len(free) > 1 else []
     for sizes, blame in ends:
         if sizes in seen.shown or sizes == made_at:
@@ -134,7 +136,9 @@ def _times(seen: _Seen, region: Region, free: list[int]) -> None:
     for sizes in (_corner(region, min), _corner(region, max)):
         if sizes not in seen.rows and sizes != plans.sizes:
             graph, program = seen.plan.at(sizes)
-            kept = simulate(replace(plans.build.plan, graph=graph), program, replace(topology, mesh=plans.build.plan.mesh)).total
+            kept = simulate(
+                replace(plans.build.plan, graph=graph), program, replace(topology, mesh=plans.build.plan.mesh)
+            ).total
             found = pipeline.search_again(plans.options_at(sizes), plans.build, graph)
             best, bound = min(kept, found.objective), min(kept, found.bound)
             seen.rows[sizes] = {
@@ -188,4 +192,3 @@ def without(whole: Region, part: Region) -> list[Region]:
         out += [_with(whole, k, whole.low[k], part.low[k] - 1), _with(whole, k, part.high[k] + 1, whole.high[k])]
         whole = _with(whole, k, part.low[k], part.high[k])
     return [r for r in out if all(r.along(k) for k in range(len(r.low)))]
-

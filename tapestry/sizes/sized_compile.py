@@ -1,7 +1,8 @@
 """Compiling for a range of sizes: plans made at some sizes, each for the region in which it is proved and not much worse.
 
-A region begins as all that is left of what was asked for. A plan is made in its middle; where the plan's laws, or the model, say
-otherwise at some sizes, or another plan is faster there by more than `WORSE`, the region shrinks, and what it leaves is another one.
+A region begins as all that is left of what was asked for. A plan is made in its middle; where the plan's laws, or the model,
+say otherwise at some sizes, or another plan is much faster there (`settled_regions.WORSE`), the region shrinks, and what it
+leaves is another one.
 """
 
 from __future__ import annotations
@@ -76,7 +77,13 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
 
 def describe(sized: SizedBuild) -> dict[str, Any]:
     """The map of regions, for the JSON of ``compile`` and ``explain``."""
-    regions = [{"sizes": r.region.shown(sized.symbols), **r.about} for r in sized.regions]
+    regions = [
+        {
+            "sizes": r.region.shown(sized.symbols), "low": dict(zip(sized.symbols, r.region.low, strict=True)),
+            "high": dict(zip(sized.symbols, r.region.high, strict=True)), **r.about,
+        }
+        for r in sized.regions
+    ]  # fmt: skip
     return {"symbols": list(sized.symbols), "asked": sized.asked.shown(sized.symbols), "regions": regions}
 
 
@@ -96,7 +103,6 @@ def _plan(work: _Compilation, whole: Region) -> None:
     """A plan in the middle of a region, for as much of it as it is good for; the rest is left."""
     options, symbols = work.options, work.asked.symbols
     made_at = middle(whole, math.prod(a.size for a in options.mesh) if options.mesh else 1)
-    work.report("sizes", whole.shown(symbols))
     compiled = pipeline.compile_model(_at(work, made_at), work.report)
     constants = model_evidence.arrays(compiled.build.plan.graph, compiled.constants)
     plans = PlanAtSizes(replace(options, shapes=work.asked.fixed), symbols, compiled.build, made_at, constants)

@@ -1,4 +1,4 @@
-"""One plan at several sizes: the graph lifted and rewritten again at each, the same strategies lowered, and its integers fitted.
+"""One plan at several sizes: its graph made again at each, the same strategies lowered, and its integers fitted.
 
 A graph at another size is made of the model by the passes that made the first one, and by the same moves; so is the program by
 the same strategies. What differs in more than integers, or in an integer that no formula gives, is no plan for both sizes.
@@ -71,7 +71,9 @@ class PlanAtSizes:
 
     def options_at(self, sizes: Sizes) -> pipeline.Options:
         """What a plan is made of at some sizes; weights are not read again."""
-        return replace(self.options, shapes={**self.options.shapes, **dict(zip(self.symbols, sizes, strict=True))}, weights=False)
+        return replace(
+            self.options, shapes={**self.options.shapes, **dict(zip(self.symbols, sizes, strict=True))}, weights=False
+        )
 
     @property
     def base(self) -> Graph:

@@ -114,10 +114,23 @@ class Region:
         some = self.among.get(k)
         return range(self.low[k], self.high[k] + 1) if some is None else [n for n in some if self.low[k] <= n <= self.high[k]]
 
+    def only(self, k: int) -> Region:
+        """The sizes of one symbol alone."""
+        some = {0: self.among[k]} if k in self.among else dict[int, Sizes]()
+        return Region((self.low[k],), (self.high[k],), some)
+
     def corners(self) -> Iterator[Sizes]:
         """The least and the largest sizes, each once."""
         ends = [dict.fromkeys((min(self.along(k)), max(self.along(k)))) for k in range(len(self.low))]
         return iter(product(*ends))
+
+    def near(self, sizes: Sizes) -> Sizes:
+        """Other sizes, next to some in the region, where there are other ones."""
+        out: list[int] = []
+        for k, n in enumerate(sizes):
+            some = self.along(k)
+            out.append(next((m for m in some if m > n), next((m for m in reversed(some) if m < n), n)))
+        return tuple(out)
 
     def shown(self, names: Sequence[str]) -> str:
         """For people: ``batch 1..4, sequence 128, 256``."""

@@ -17,8 +17,8 @@ from tapestry.ir.program import Launch, Program, Reduce, Transfer
 from tapestry.ir.sizes.size_formula import Region
 from tapestry.ir.sizes.symbolic_plan import SymbolicPlan
 from tapestry.ir.state import varies
-from tapestry.verify.sizes.sized_memory import largest_peaks
 from tapestry.verify.sizes.size_proofs import Proofs, SizedLawError, sized
+from tapestry.verify.sizes.sized_memory import largest_peaks
 
 Parts = dict[int, list[Box]]
 """By device, the boxes of the reduced dimensions that its states have merged."""
@@ -79,6 +79,18 @@ def check(
             what, blame = f"device {d} needs {peak:,} bytes of {limits[d]:,}", range(len(symbols))
             raise SizedLawError("memory", what, where="", why=f"at {sizes}", sizes=at[d], blame=blame)
     return dict(walk.proofs.laws), peaks
+
+
+def cover(regions: Sequence[Region], asked: Region, symbols: Sequence[str]) -> int:
+    """Every size that was asked for is in a region; how many facts that is.
+
+    Raises:
+        SizedLawError: one is not.
+    """
+    proofs = Proofs(asked, symbols)
+    missing = " and ".join(f"not ({r.text()})" for r in regions)
+    proofs.never("sizes", "a size is in no region", "sizes.json", (), missing)
+    return proofs.laws["sizes"]
 
 
 def _distinct(boxes: Sequence[Box | None]) -> list[Box]:

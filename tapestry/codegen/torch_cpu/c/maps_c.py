@@ -68,7 +68,12 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     found = _pieces(op, kernel) if conv_c.available() and kernel.mode == "full" and not op.inner else None
     out = kernel.block[: len(op.dims)]
     few = size(out) < LEAST
-    if not found or (few and not (how.any_size and how.compiles)) or any(hi <= lo for lo, hi in kernel.block) or kernel.outs[0] != out:
+    if (
+        not found
+        or (few and not (how.any_size and how.compiles))
+        or any(hi <= lo for lo, hi in kernel.block)
+        or kernel.outs[0] != out
+    ):
         return plain
     used = sorted(arg_positions(tuple(e for p in found for e in _exprs(p))))
     boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}

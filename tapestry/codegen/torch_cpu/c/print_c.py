@@ -158,7 +158,11 @@ class Writer:
         steps = strides(box)
         if self.given is None:
             return _sum(zip(steps, at, strict=True))
-        return "(" + (" + ".join([*(f"{self._size(n)} * {x}" for n, x in zip(steps[:-1], at, strict=False)), *at[-1:]]) or "0") + ")"
+        return (
+            "("
+            + (" + ".join([*(f"{self._size(n)} * {x}" for n, x in zip(steps[:-1], at, strict=False)), *at[-1:]]) or "0")
+            + ")"
+        )
 
     def cells(self, value: Expr, fields: int) -> str:
         """The body of a function of ``fields`` arrays of ``sizes[0]`` cells to one more: an expression over their cells."""
