@@ -24,6 +24,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_row("model", f"{report['nodes']} nodes → {report['ops']} operations → {report['signatures']} distinct signatures")
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     facts.add_row("plan", f"objective {ms(report['objective_s'])}, lower bound {ms(report['lower_bound_s'])}, {gap}")
+    for r in report.get("sizes", {}).get("regions", ()):
+        facts.add_row("sizes", f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them")
     for k, s in enumerate(report.get("stages", ())):
         each = " per micro-batch" if report["micro_batches"] > 1 else ""
         devices = f"{len(s['devices'])} device(s) from {s['devices'][0]}"
