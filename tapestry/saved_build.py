@@ -25,7 +25,7 @@ from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
 from tapestry.verify.sizes import sized_laws
 
 
-def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
+def verify_build(folder: Path, model: Path | None = None) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
     """Re-check a build directory from its files and its model: hashes, every law, memory, kernels, the graph, the report.
 
     Returns:
@@ -34,7 +34,7 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_
     Raises:
         BuildError: the files are not what their hashes say; LawError: the plan breaks a law.
     """
-    build, _ = store.read(folder)
+    build, _ = store.read(folder, model)
     plan = build.plan
     laws = certificate.check(
         plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
