@@ -237,6 +237,7 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     if isinstance(result, PricedPlan):
         return candidate
     if not task.rewritable:
+        result.hint += "; pins, annotations and --exact keep the graph as it is: without them weights may be streamed"
         raise result
     if task.request.explicit:
         return candidate
