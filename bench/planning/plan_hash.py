@@ -55,7 +55,9 @@ def _lstm(steps: int, batch: int, width: int) -> ModelProto:
     """Two layers of an LSTM and a linear one."""
     rng = np.random.default_rng(0)
     shapes = dict.fromkeys(("w0", "r0", "w1", "r1"), (1, 4 * width, width)) | {"v": (width, 8)}
-    weights = [numpy_helper.from_array(rng.normal(size=n).astype(np.float32), name) for name, n in shapes.items()]
+    weights = [
+        numpy_helper.from_array(rng.normal(scale=width**-0.5, size=n).astype(np.float32), name) for name, n in shapes.items()
+    ]
     axis = numpy_helper.from_array(np.array([1]), "axis")
     nodes = [
         helper.make_node("LSTM", ["x", "w0", "r0"], ["a"], "first", hidden_size=width),

@@ -37,8 +37,9 @@ from tapestry.plan.strategy import (
 )
 from tapestry.plan.topology import Device, Topology
 
-STRATEGY, CELL, OPERATION = 800_000, 100, 100_000  # units of work for building one
+STRATEGY, CELL, OPERATION = 800_000, 3, 100_000  # units of work for building one
 LOWERED = 400_000  # units of work for lowering an operation
+MANY = 64  # devices from which on one more takes less: arrays over devices are what there is then
 HOST_SECONDS_PER_BYTE = 1e-14  # breaks ties between plans of equal latency: load less from the host
 
 
@@ -106,7 +107,8 @@ class Problem:
     @property
     def lowering(self) -> float:
         """Units of work that lowering a plan of it takes, about."""
-        return LOWERED * len(self.graph.ops) * (1 + len(self.topo.memories()) / 8)
+        devices = len(self.topo.memories())
+        return LOWERED * len(self.graph.ops) * (1 + min(devices, MANY) / 8 + max(devices - MANY, 0) / 256)
 
     @property
     def network(self) -> Network:
