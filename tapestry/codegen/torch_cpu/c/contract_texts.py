@@ -84,7 +84,10 @@ class Bound:
         op, out = graph.ops[kernel.op], list[Tensor]()
         for k, (run, box) in enumerate(zip(runs, kernel.outs, strict=True)):
             out.append(torch.empty(run.size))
-            self.tensors[out_name(k)] = (run.array(out[k]), box, graph.tensors[op.outs[k]].dtype)
+            array = run.array(out[k])
+            if array.shape != shape(box):
+                raise Unsupported("a state that does not vary along all dimensions")
+            self.tensors[out_name(k)] = (array, box, graph.tensors[op.outs[k]].dtype)
         return out
 
     def buffers(self) -> dict[str, Buffer]:
