@@ -95,11 +95,13 @@ def _cpu_kernel(graph: Graph, kernel: Kernel, run: Run, name: str) -> CpuKernel:
     if isinstance(run, Recorded | Together):
         texts, ours = contract_texts_of(graph, kernel, run.parts if isinstance(run, Together) else [run], name, packs)
         return CpuKernel(", ".join(ours) + ", added by torch to what is given" * merged, texts, ours)
-    if isinstance(run, Mapped) and packs:
-        text = sums_text_of(graph, kernel, run.recorded, run.name, name, packs)
+    if isinstance(run, Mapped) and packs and not run.few and isinstance(run.recorded, Recorded):
+        text = sums_text_of(graph, kernel, run.recorded, run.names[0], name, packs)
         return CpuKernel("tapestry_several", (text,), ("tapestry_conv", "tapestry_several"))
-    if isinstance(run, Mapped):
+    if isinstance(run, Mapped) and run.reads:
         return CpuKernel("generated C", (generated_text_of(graph, kernel, run, name),))
+    if isinstance(run, Mapped):
+        return CpuKernel("generated C", why="several functions, which are not read together")
     return CpuKernel("torch operators", why="operators of torch are not read")
 
 
@@ -109,9 +111,10 @@ def generated_text_of(graph: Graph, kernel: Kernel, run: Mapped, name: str) -> K
     assert isinstance(op, Block)
     names = {p: f"buffer {k}" for k, p in enumerate(run.reads)}
     buffers = {n: _read(graph, op, kernel, p) for p, n in names.items()}
-    buffers["y"] = Buffer(graph.tensors[op.outs[0]].dtype, size(kernel.outs[0]))
+    outs = {"y" if len(op.outs) == 1 else f"y{k}": t for k, t in enumerate(op.outs)}
+    buffers |= {y: Buffer(graph.tensors[t].dtype, size(kernel.outs[0])) for y, t in outs.items()}
     given: dict[str, Argument] = {"sizes": (0,), "p": tuple(At(n) for n in buffers)}
     return KernelText(
-        name=name, source=generated_c.source(run.name), launches=(Launch(function=run.name, params=given),), buffers=buffers,
-        reads=names, outs=("y",), language="c",
+        name=name, source=generated_c.source(run.names[0]), launches=(Launch(function=run.names[0], params=given),),
+        buffers=buffers, reads=names, outs=tuple(outs), language="c",
     )  # fmt: skip

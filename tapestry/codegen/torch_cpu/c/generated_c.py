@@ -13,7 +13,7 @@ from typing import Any
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c.print_c import PRELUDE
 
-FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv")
+FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd")
 MOST = 64  # functions that are compiled at once; the operations beyond run as they would without a compiler
 
 _texts: dict[str, str] = {}
@@ -38,14 +38,23 @@ def _written(name: str, body: str) -> str:
     return f"void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
 
 
-def function(name: str) -> Any:
-    """A registered function, compiled with all others that wait; ``None`` where that fails."""
+def function(name: str, compiles: bool = True) -> Any:
+    """A registered function, compiled with all others that wait; ``None`` where that fails, or is not to be done."""
     with _lock:
+        if name not in _known and not compiles:
+            return None
         if name not in _known:
             waiting = sorted(_texts.keys() - _known.keys())
             _known.update(dict.fromkeys(waiting))
             _known.update(_compile({n: _texts[n] for n in waiting[:MOST]}))
         return _known[name]
+
+
+def compile_waiting() -> None:
+    """Compile every function that waits."""
+    waiting = next(iter(_texts.keys() - _known.keys()), None)
+    if waiting is not None:
+        function(waiting)
 
 
 def _compile(bodies: dict[str, str]) -> dict[str, Any]:

@@ -12,9 +12,16 @@ typedef struct {
 } Attention;
 
 typedef struct {
+    void (*kernel)(const void *sizes, const void *buffers);
+    const void *sizes, *buffers;
+} Asked;
+
+typedef struct {
     const float *q, *k, *v, *mask;
     float *out, *top, *sum; /* top and sum: outer x inner x rows, unless the quotient is wanted */
     const float *other;
+    const Asked *seldom; /* for `tapestry_attend`: makes `other`, where it is wanted; null: it is there */
+    const int64_t *filled; /* for `tapestry_attend`: of the keys count those before filled[0], and from filled[1] on; null: all */
 } Heads;
 
 #endif
