@@ -61,6 +61,7 @@ CONTRACTS = {
     "tapestry_mean": Contract("convolutions.c", "contract_mean", _WINDOWS),
     "tapestry_rms_norm": Contract("norms.c", "contract_rms_norm", ("r", "b")),
     "tapestry_attention": Contract("attentions.c", "contract_attention", ("a", "h")),
+    "tapestry_attend": Contract("attentions.c", "contract_attention", ("a", "h")),  # where all keys count
 }
 
 
@@ -164,7 +165,7 @@ def contract_texts_of(
     for order in ORDERS:
         given = bound(graph, kernel, packs, order)
         memory = given.outs(graph, kernel, runs)
-        calls = [run.record(given.ins, m) for run, m in zip(runs, memory, strict=True)]
+        calls = [one_call(run, given, m) for run, m in zip(runs, memory, strict=True)]
         if not all(c.fixed for c in calls):
             continue
         text = _contracts(runs, calls, given, name if order == ROWS else f"{name}, inputs laid {order}")
@@ -190,6 +191,18 @@ def _contracts(runs: Sequence[Recorded], calls: Sequence[Call], given: Bound, na
         name=name, source=source, launches=(Launch(function=function, params=params),), buffers=given.buffers(),
         reads=given.reads, outs=tuple(map(out_name, range(len(runs)))), language="c",
     )  # fmt: skip
+
+
+def one_call(run: Recorded, given: Bound, memory: Tensor) -> Call:
+    """The call of a kernel on tensors.
+
+    Raises:
+        Unsupported: it is several.
+    """
+    call = run.record(given.ins, memory)
+    if not isinstance(call, Call):
+        raise Unsupported("several calls one after another, which are not read together")
+    return call
 
 
 def contract(ours: str) -> Contract:
@@ -220,7 +233,7 @@ def sums_text_of(graph: Graph, kernel: Kernel, run: Recorded, then: str, name: s
         then: the name of that function (`generated_c`).
     """
     given = bound(graph, kernel, packs)
-    call = run.record(given.ins, given.outs(graph, kernel, [run])[0])
+    call = one_call(run, given, given.outs(graph, kernel, [run])[0])
     if not call.fixed:
         raise Unsupported("torch moves an input before the kernel reads it")
     buffers, launches = given.buffers(), list[Launch]()
