@@ -90,9 +90,11 @@ def cpu_kernel_of(graph: Graph, kernel: Kernel, name: str) -> CpuKernel:
 def _cpu_kernel(graph: Graph, kernel: Kernel, run: Run, name: str) -> CpuKernel:
     packs = run.packs if isinstance(run, dense.Packable) else dict[int, dense.Pack]()
     run = run.packed if isinstance(run, dense.Packable) else run
+    merged = isinstance(run, dense.Merged)
+    run = run.part if isinstance(run, dense.Merged) else run
     if isinstance(run, Recorded | Together):
         texts, ours = contract_texts_of(graph, kernel, run.parts if isinstance(run, Together) else [run], name, packs)
-        return CpuKernel(", ".join(ours), texts, ours)
+        return CpuKernel(", ".join(ours) + ", added by torch to what is given" * merged, texts, ours)
     if isinstance(run, Mapped) and packs and not run.few and isinstance(run.recorded, Recorded):
         text = sums_text_of(graph, kernel, run.recorded, run.names[0], name, packs)
         return CpuKernel("tapestry_several", (text,), ("tapestry_conv", "tapestry_several"))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+import tapestry
+from tapestry.cli import main
 from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c import contract_trials
@@ -16,6 +21,7 @@ from tapestry.ir.kernel import Kernel
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, TRIAL, prove
 from tests.support.faults.c_edits import C_EDITS
+from tests.support.small_models import save
 from tests.support.triton_cases import REDUCTIONS
 from tests.support.triton_kernels import kernel_of
 
@@ -104,6 +110,7 @@ CONTRACTED = {
 CASES = {**GENERATED, **CONTRACTED}
 
 
+@cache
 def made(name: str) -> tuple[Graph, Kernel, CpuKernel]:
     graph = parse(CASES[name])
     kernel = kernel_of(graph)
@@ -153,7 +160,7 @@ def test_a_call_is_that_of_the_input_as_it_lies():
     graph = parse(text.replace(", more=r[b, o, h, w]", "").replace("((acc0 + bias) + more)", "(acc0 + bias)"))
     kernel = kernel_of(graph)
     of = cpu_kernel_of(graph, kernel, "k.c")
-    assert of.ours == ("tapestry_conv", "tapestry_planes")
+    assert of.ours == ("tapestry_planes", "tapestry_conv")
     assert [prove(graph, kernel, t).value for t in of.texts] == [FORM, FORM]
 
 
@@ -171,3 +178,13 @@ def test_a_kernel_that_breaks_its_contract_is_named(monkeypatch: pytest.MonkeyPa
         contract_trials.checked("tapestry_conv")
     assert refused.value.law == "kernel_contract" and "channels" in (refused.value.why or "")
     contract_trials.checked.cache_clear()
+
+
+def test_verify_says_by_what_each_kernel_was_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tapestry.compile(save("conv_chain"), mesh="2", topology="cpu").save(tmp_path / "b")
+    assert main(["verify", str(tmp_path / "b"), "--kernels", "--json"]) == 0
+    rows = [r for r in json.loads(capsys.readouterr().out)["kernels"] if r["kernel"].startswith("cpu/")]
+    assert {r["form"] for r in rows} & {"tapestry_conv", "tapestry_planes", "tapestry_conv, tapestry_planes"}
+    for r in rows:
+        assert (r["value"] == COMPARED) == bool(r["why"])
+        assert r["value"] == COMPARED or not r["form"].startswith("tapestry_") or "instances" in r["value"]

@@ -51,13 +51,15 @@ class CellValues:
     """
 
     def __init__(
-        self, graph: Graph, known: Known, *, wide: bool = True, noise: np.random.Generator | None = None, coarsest: float = 1.0
-    ) -> None:
+        self, graph: Graph, known: Known, *, wide: bool = True, noise: np.random.Generator | None = None,
+        coarsest: float = 1.0, plain: bool = False,
+    ) -> None:  # fmt: skip
         """``known`` gives a tensor's array (or host value), and None of one that is to be followed back; ``coarsest`` is the
-        unit roundoff beyond which nothing is forgiven, whatever types the graph computes in."""
-        self.graph, self.known, self.wide, self.noise, self.coarsest = graph, known, wide, noise, coarsest
+        unit roundoff beyond which nothing is forgiven, whatever types the graph computes in; with ``plain`` states are merged
+        pairwise, and nothing is said of rounding."""
+        self.graph, self.known, self.wide, self.noise, self.coarsest, self.plain = graph, known, wide, noise, coarsest, plain
         self.unit, self.random, self.whole_numbers = 0.0, False, False
-        self._makers = graph.producers()
+        self.makers = graph.producers()
         self._whole: dict[str, tuple[Any, float, bool]] = {}  # value, coarsest unit and randomness of what it is made of
 
     # tensors
@@ -71,7 +73,7 @@ class CellValues:
         shape = self.graph.tensors[tensor].shape
         places = np.ravel_multi_index(tuple(np.broadcast_arrays(*index)), shape)
         cells, back = distinct_cells.distinct(places, math.prod(shape))
-        op = self.graph.ops[self._makers[tensor]]
+        op = self.graph.ops[self.makers[tensor]]
         assert isinstance(op, Block)
         values = self.block(op, np.stack(np.unravel_index(cells, shape), axis=1))[op.outs.index(tensor)][0]
         return values[back]
@@ -81,7 +83,7 @@ class CellValues:
         if (given := self._given(tensor)) is not None:
             return given
         for name in self._behind(tensor):
-            op = self.graph.ops[self._makers[name]]
+            op = self.graph.ops[self.makers[name]]
             if name in self._whole or (name != tensor and not self._cheap(op, name)):
                 continue
             if isinstance(op, Opaque):
@@ -116,9 +118,9 @@ class CellValues:
         return cells if cells.dtype == dtype else cells.astype(dtype)
 
     def _wants_whole(self, tensor: str, index: Sequence[Array]) -> bool:
-        if tensor not in self._makers:
+        if tensor not in self.makers:
             raise LawError("model", f"'{tensor}' comes from nowhere", where="the graph")
-        op = self.graph.ops[self._makers[tensor]]
+        op = self.graph.ops[self.makers[tensor]]
         size = self.graph.tensors[tensor].size
         asked = math.prod(np.broadcast_shapes(*(i.shape for i in index))) if index else 1
         return isinstance(op, Opaque) or size <= SMALL or 2 * asked >= size or len(self._behind(tensor)) > 8
@@ -128,11 +130,11 @@ class CellValues:
         found, stack = set[str](), [tensor]
         while stack:
             t = stack.pop()
-            if t in found or t in self._whole or t not in self._makers or self.known(t) is not None:
+            if t in found or t in self._whole or t not in self.makers or self.known(t) is not None:
                 continue
             found.add(t)
-            stack += self.graph.ops[self._makers[t]].inputs
-        return sorted(found, key=self._makers.__getitem__)
+            stack += self.graph.ops[self.makers[t]].inputs
+        return sorted(found, key=self.makers.__getitem__)
 
     def _cheap(self, op: Op, name: str) -> bool:
         return isinstance(op, Opaque) or math.prod(d.size for d in op.space) <= CHAIN or self.graph.tensors[name].size <= SMALL
@@ -152,6 +154,9 @@ class CellValues:
             made = self._expressions(op, op.body, env, [])
             return [(np.broadcast_to(v, len(points)).copy(), np.zeros(len(points))) for v in made]
         state, slack = self._reduced(op, points, n)
+        if self.plain:
+            made = self._expressions(op, op.then, env, state)
+            return [(np.broadcast_to(v, len(points)).copy(), np.zeros(len(points))) for v in made]
         moves = [np.zeros(()) if e is None else e for e in slack]
         low, middle, high = (
             self._expressions(
@@ -219,6 +224,8 @@ class CellValues:
     def _fold(self, monoid: str, kinds: tuple[str, ...], fields: list[Array]) -> tuple[list[Array], list[Array | None]]:
         """The state of each row; of sums of floats also one rounding of everything that is summed."""
         structure = MONOIDS[monoid].structure
+        if self.plain:
+            return self._tree(monoid, kinds, fields), [None] * len(fields)
         if isinstance(structure, Product):
             state, slack, at = list[Array](), list[Array | None](), 0
             for part in structure.parts:
@@ -267,6 +274,22 @@ class CellValues:
 
     def _read(self, op: Block, r: Read, env: Mapping[str, Array]) -> Array:
         shape = self.graph.tensors[r.tensor].shape
+        index, valid = self._looked_at(op, r, env)
+        if np.all(valid):
+            return self.at(r.tensor, index)
+        other = np.asarray(r.other, numpy_dtype(self.graph.tensors[r.tensor].dtype, self.wide))
+        if 0 in shape or not np.any(valid):
+            return np.broadcast_to(other, valid.shape)
+        inside = [np.clip(i, 0, n - 1) for i, n in zip(index, shape, strict=True)]
+        return np.where(valid, self.at(r.tensor, inside), other)
+
+    def _looked_at(self, op: Block, r: Read, env: Mapping[str, Array]) -> tuple[list[Array], Array]:
+        """Where a read looks, along each axis, and where that is inside the tensor and its guards hold.
+
+        Raises:
+            LawError: it is outside, and nothing stands for what is there.
+        """
+        shape = self.graph.tensors[r.tensor].shape
         index = [np.asarray(evaluate(e, env)) for e in r.index]
         valid = np.ones((), bool)
         for i, extent in zip(index, shape, strict=True):
@@ -274,15 +297,9 @@ class CellValues:
         for g in r.when:
             v = np.asarray(evaluate(g.aff, env))
             valid = valid & (v >= 0 if g.op == "ge" else v == 0)
-        if np.all(valid):
-            return self.at(r.tensor, index)
-        if r.other is None:
+        if r.other is None and not np.all(valid):
             raise LawError("reads_inside", f"reads '{r.tensor}' outside of it", where=where(op))
-        other = np.asarray(r.other, numpy_dtype(self.graph.tensors[r.tensor].dtype, self.wide))
-        if 0 in shape or not np.any(valid):
-            return np.broadcast_to(other, valid.shape)
-        inside = [np.clip(i, 0, n - 1) for i, n in zip(index, shape, strict=True)]
-        return np.where(valid, self.at(r.tensor, inside), other)
+        return index, valid
 
     def _value(
         self, e: Expr, args: list[Array], state: list[Array], env: Mapping[str, Array], known: dict[int, Array]

@@ -1,29 +1,24 @@
-"""Values of a graph at some cells of a tensor, computed on demand: no more of any tensor than those cells depend on.
+"""Values of a graph at some cells of a tensor for drawn inputs: no more of any tensor than those cells depend on.
 
-So a product of large matrices is compared at cells of its own size. Reductions merge their states pairwise, in order.
+So a product of large matrices is compared at cells of its own size. Reductions merge their states pairwise, in order, however
+many cells are asked for together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from tapestry.errors import LawError
-from tapestry.ir.expr import Arg, Expr, distinct
 from tapestry.ir.graph import Block, Graph, Read
-from tapestry.ir.index import evaluate
-from tapestry.ir.laws import where
-from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import numpy_dtype
-from tapestry.verify import distinct_cells, interp
+from tapestry.verify import distinct_cells
+from tapestry.verify.model.cell_values import CellValues
 from tapestry.verify.rewriting.draws import Draw
 
 Array = np.ndarray[Any, Any]
-CHUNK = 1 << 18  # points that are computed at a time
 
 
 class TooMuch(Exception):
@@ -34,89 +29,39 @@ Place = tuple[tuple[int, ...], Array, Array, Array]
 """Of a read: the shape of its values, which are inside the tensor, the distinct cells, which of them each value inside is."""
 
 
-@dataclass
-class Cells:
+class Cells(CellValues):
     """The cells of one graph for one draw of its inputs.
 
     Attributes:
-        order: number of each input, by which it is drawn: the same in the graphs that are compared.
-        wide: whether floats are computed in float64.
-        most: points that may be computed.
-        places: where each read looks, in the order in which they are met: the same for every draw, so they are found once.
         asked: the cells of each input that were read.
     """
 
-    graph: Graph
-    order: Mapping[str, int]
-    draw: Draw
-    wide: bool
-    most: int
-    points: int = 0
-    places: list[Place] = field(default_factory=list[Place])
-    met: int = 0
-    asked: dict[str, list[Array]] = field(default_factory=dict[str, list[Array]])
+    def __init__(self, graph: Graph, order: Mapping[str, int], draw: Draw, wide: bool, most: int, places: list[Place]) -> None:
+        """``order`` numbers the inputs, by which they are drawn: the same in the graphs that are compared. ``most`` points may
+        be computed. ``places`` says where each read looks, in the order in which they are met: the same for every draw, so they
+        are found once."""
+        super().__init__(graph, lambda tensor: None, wide=wide, plain=True)
+        self.order, self.draw, self.most, self.places = order, draw, most, places
+        self.points = self.met = 0
+        self.asked: dict[str, list[Array]] = {}
 
-    def __post_init__(self) -> None:
-        self.makers = {t: op for op in self.graph.ops for t in op.outs}
-
-    def at(self, tensor: str, flat: Array) -> Array:
+    def cells(self, tensor: str, flat: Array) -> Array:
         """Values of some cells of a tensor, given by their row-major positions.
 
         Raises:
             TooMuch: they depend on too many points; LawError: a read leaves its tensor.
         """
         t = self.graph.tensors[tensor]
-        op = self.makers.get(tensor)
-        if op is None:
+        dtype = numpy_dtype(t.dtype, self.wide)
+        if tensor not in self.makers:
             self.asked.setdefault(tensor, []).append(flat)
-            return self.draw.values(t, self.order[tensor], flat).astype(numpy_dtype(t.dtype, self.wide))
+            return self.draw.values(t, self.order[tensor], flat).astype(dtype)
+        op = self.graph.ops[self.makers[tensor]]
         if not isinstance(op, Block):
             raise TooMuch
-        each = prod(d.size for d in (*op.reduce, *op.inner_dims))
-        self.points += each * len(flat)
-        if self.points > self.most:
-            raise TooMuch
-        step = max(1, CHUNK // max(1, each))
-        coords = np.unravel_index(flat, t.shape) if t.shape else ()
-        parts = [
-            self._block(op, tensor, [c[k : k + step] for c in coords], min(step, len(flat) - k))
-            for k in range(0, len(flat), step)
-        ]
-        out = np.concatenate(parts) if parts else np.zeros(0)
-        return out.astype(numpy_dtype(t.dtype, self.wide))
-
-    def _block(self, op: Block, tensor: str, coords: Sequence[Array], n: int) -> Array:
-        k = op.outs.index(tensor)
-        env: dict[str, Array] = {d.name: c for d, c in zip(op.dims, coords, strict=True)}
-        if op.monoid is None:
-            return np.broadcast_to(self._value(op, op.body[k], env, [], (n,)), (n,))
-        rank = 1 + len(op.reduce) + len(op.inner_dims)
-        within = {name: c.reshape(-1, *(1,) * (rank - 1)) for name, c in env.items()}
-        for axis, d in enumerate((*op.reduce, *op.inner_dims), 1):
-            within[d.name] = np.arange(d.size).reshape([-1 if i == axis else 1 for i in range(rank)])
-        lets, first = list[Array](), 1 + len(op.reduce)
-        for s in op.inner:
-            axes, sizes = range(first, first + len(s.dims)), [d.size for d in s.dims]
-            first += len(s.dims)
-            body = self._value(op, s.body, within, [], (n,))
-            body = np.reshape(body, (1,) * (rank - body.ndim) + body.shape)
-            shape = [sizes[a - axes.start] if a in axes else w for a, w in enumerate(body.shape)]
-            flat = np.moveaxis(np.broadcast_to(body, shape), axes, range(-len(sizes), 0)).reshape(
-                *(w for a, w in enumerate(shape) if a not in axes), prod(sizes)
-            )
-            total = _merged(s.monoid, (s.body.dtype,), [flat])[0]
-            lets.append(np.expand_dims(total, tuple(axes)))
-        shape = (n, *(d.size for d in op.reduce), *(1 for _ in op.inner_dims))
-        many = prod(shape[1:])
-        fields = [np.broadcast_to(self._value(op, e, within, lets, (n,)), shape).reshape(n, many) for e in op.body]
-        state = _merged(op.monoid, tuple(e.dtype for e in op.body), fields)
-        return np.broadcast_to(self._value(op, op.then[k], env, state, (n,)), (n,))
-
-    def _value(self, op: Block, e: Expr, env: Mapping[str, Array], state: list[Array], lead: tuple[int, ...]) -> Array:
-        needed = {x.pos for x in distinct((e,)) if isinstance(x, Arg)}
-        args = [self._read(op, r, env) if k in needed else np.zeros(()) for k, r in enumerate(op.reads)]
-        with np.errstate(all="ignore"):
-            return np.asarray(interp.value(e, args, state, env, self.wide))
+        self._count(len(flat) * prod(d.size for d in (*op.reduce, *op.inner_dims)))
+        coords = np.stack(np.unravel_index(flat, t.shape), axis=1) if t.shape else np.zeros((len(flat), 0), int)
+        return self.block(op, coords)[op.outs.index(tensor)][0].astype(dtype)
 
     def _read(self, op: Block, r: Read, env: Mapping[str, Array]) -> Array:
         t = self.graph.tensors[r.tensor]
@@ -126,48 +71,21 @@ class Cells:
         self.met += 1
         out = np.full(shape, 0 if r.other is None else r.other, numpy_dtype(t.dtype, self.wide))
         if len(wanted):
-            out[valid] = self.at(r.tensor, wanted)[back]
+            out[valid] = self.cells(r.tensor, wanted)[back]
         return out
 
     def _place(self, op: Block, r: Read, env: Mapping[str, Array]) -> Place:
         t = self.graph.tensors[r.tensor]
-        index = [np.asarray(evaluate(e, env)) for e in r.index]
-        valid = np.ones((), bool)
-        for i, n in zip(index, t.shape, strict=True):
-            valid = valid & (i >= 0) & (i < n)
-        for g in r.when:
-            v = np.asarray(evaluate(g.aff, env))
-            valid = valid & (v >= 0 if g.op == "ge" else v == 0)
-        if r.other is None and not np.all(valid):
-            raise LawError("reads_inside", f"reads '{r.tensor}' outside its cells", where=where(op))
+        index, valid = self._looked_at(op, r, env)
         shape = np.broadcast_shapes(valid.shape, *(i.shape for i in index))
-        self.points += prod(shape)
-        if self.points > self.most:
-            raise TooMuch
+        self._count(prod(shape))
         flat = np.zeros(shape, np.int64)
         for i, n in zip(index, t.shape, strict=True):
             flat = flat * n + np.clip(i, 0, max(0, n - 1))
         valid = np.broadcast_to(valid, shape)
         return shape, valid, *distinct_cells.distinct(flat[valid], t.size)
 
-
-def _merged(monoid: str, dtypes: tuple[str, ...], fields: list[Array]) -> list[Array]:
-    """The states along the last axis merged into one, pairwise and in order."""
-    zero = [np.asarray(z.value, f.dtype) for z, f in zip(MONOIDS[monoid].zero(dtypes), fields, strict=True)]
-    n = fields[0].shape[-1]
-    if n == 0:
-        return [np.broadcast_to(z, f.shape[:-1]) for z, f in zip(zero, fields, strict=True)]
-    while n > 1:
-        if n % 2:
-            fields = [
-                np.concatenate([f, np.broadcast_to(z, (*f.shape[:-1], 1))], axis=-1) for f, z in zip(fields, zero, strict=True)
-            ]
-        fields = interp.merged(monoid, dtypes, [f[..., ::2] for f in fields], [f[..., 1::2] for f in fields])
-        n = fields[0].shape[-1]
-    merged = interp.merged(
-        monoid,
-        dtypes,
-        [np.broadcast_to(z, f.shape[:-1]) for f, z in zip(fields, zero, strict=True)],
-        [f[..., 0] for f in fields],
-    )
-    return merged
+    def _count(self, points: int) -> None:
+        self.points += points
+        if self.points > self.most:
+            raise TooMuch

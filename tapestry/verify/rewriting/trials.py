@@ -124,7 +124,7 @@ class Trial:
             self.placed, self.places = at, ([], [])
         for graph, places in zip((self.before, self.after), self.places, strict=True):
             cells = Cells(graph, self.order, draw, wide, MOST if len(at) > FEW else MOST_FOR_FEW, places=places)
-            found.append(cells.at(graph.outputs[0], at))
+            found.append(cells.cells(graph.outputs[0], at))
             for t, parts in cells.asked.items():
                 asked.setdefault(t, []).extend(parts)
         return found[0], found[1], asked

@@ -140,7 +140,7 @@ class Proofs:
         self, law: str, what: str, where: str, given: tuple[Sequence[Dim], Box, Read, Sequence[int]], held: Box,
         axes: Sequence[int],
     ) -> None:  # fmt: skip
-        """The same where a place is no affine function of dimensions and sizes: by its least and largest value, axis by axis."""
+        """The same where a place is no affine function of dimensions and sizes: by its least and largest value on each axis."""
         dims, block, read, shape = given
         ends = {d.name: e for d, e in zip(dims, block, strict=True)}
         for k in axes:

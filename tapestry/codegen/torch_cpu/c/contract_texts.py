@@ -47,6 +47,8 @@ class Contract:
         return (FOLDER / self.file).read_text()
 
 
+ROWS, PIXELS, HEADS = (0, 1, 2, 3), (0, 2, 3, 1), (0, 2, 1, 3)
+ORDERS = (ROWS, PIXELS, HEADS)  # in which inputs of four axes lie: row-major, channels of a pixel, heads of a row side by side
 STRUCTS = {"c": "Conv", "t": "Taps", "b": "Buffers"}
 TAPS = ("feature", "channel", "row", "column")
 _CONV, _WINDOWS = ("c", "t", "b"), ("c", "b")
@@ -59,6 +61,7 @@ CONTRACTS = {
     "tapestry_mean": Contract("convolutions.c", "contract_mean", _WINDOWS),
     "tapestry_rms_norm": Contract("norms.c", "contract_rms_norm", ("r", "b")),
     "tapestry_attention": Contract("attentions.c", "contract_attention", ("a", "h")),
+    "tapestry_attend": Contract("attentions.c", "contract_attention", ("a", "h")),  # where all keys count
 }
 
 
@@ -82,7 +85,10 @@ class Bound:
         op, out = graph.ops[kernel.op], list[Tensor]()
         for k, (run, box) in enumerate(zip(runs, kernel.outs, strict=True)):
             out.append(torch.empty(run.size))
-            self.tensors[out_name(k)] = (run.array(out[k]), box, graph.tensors[op.outs[k]].dtype)
+            array = run.array(out[k])
+            if array.shape != shape(box):
+                raise Unsupported("a state that does not vary along all dimensions")
+            self.tensors[out_name(k)] = (array, box, graph.tensors[op.outs[k]].dtype)
         return out
 
     def buffers(self) -> dict[str, Buffer]:
@@ -122,8 +128,8 @@ def out_name(k: int) -> str:
     return f"y{k or ''}"
 
 
-def bound(graph: Graph, kernel: Kernel, packs: Mapping[int, Any], last: bool) -> Bound:
-    """Inputs that lie row-major, or (``last``) with adjacent channels if they are images; weights as `dense` packs them."""
+def bound(graph: Graph, kernel: Kernel, packs: Mapping[int, Any], order: tuple[int, ...] = ROWS) -> Bound:
+    """Inputs whose four axes, if they have as many, lie in some order; weights as `dense` packs them."""
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
     out, same = Bound({}, {}, {}, {}, []), dict[tuple[str, Box], str]()
@@ -134,8 +140,9 @@ def bound(graph: Graph, kernel: Kernel, packs: Mapping[int, Any], last: bool) ->
         name = out.reads[p] = same.setdefault((r.tensor, box), f"buffer {p}")
         dtype = graph.tensors[r.tensor].dtype
         if name not in out.tensors:
-            order = torch.channels_last if last and len(box) == 4 and p not in packs else torch.contiguous_format
-            made = torch.empty(shape(box), dtype=TORCH_DTYPES.get(dtype, torch.float32), memory_format=order)
+            own = order if len(box) == len(order) and p not in packs else tuple(range(len(box)))
+            laid = torch.empty([shape(box)[k] for k in own], dtype=TORCH_DTYPES.get(dtype, torch.float32))
+            made = laid.permute([own.index(k) for k in range(len(box))])
             out.tensors[name] = (made, box, dtype)
         if p in packs:
             out.packed[name], out.weights[name] = torch.empty(1), weight_strides(box, packs[p])
@@ -155,14 +162,14 @@ def contract_texts_of(
         Unsupported: a kernel has no contract, or torch moves an input before.
     """
     texts, ours = list[KernelText](), list[str]()
-    for last in (True, False):
-        given = bound(graph, kernel, packs, last)
+    for order in ORDERS:
+        given = bound(graph, kernel, packs, order)
         memory = given.outs(graph, kernel, runs)
-        calls = [run.record(given.ins, m) for run, m in zip(runs, memory, strict=True)]
+        calls = [one_call(run, given, m) for run, m in zip(runs, memory, strict=True)]
         if not all(c.fixed for c in calls):
             continue
-        text = _contracts(runs, calls, given, f"{name}, images by pixels" if last else name)
-        if not texts or (text.launches, text.buffers) != (texts[0].launches, texts[0].buffers):
+        text = _contracts(runs, calls, given, name if order == ROWS else f"{name}, inputs laid {order}")
+        if all((text.launches, text.buffers) != (t.launches, t.buffers) for t in texts):
             texts.append(text)
             ours += [c.function.__name__ for c in calls]
     if not texts:
@@ -184,6 +191,18 @@ def _contracts(runs: Sequence[Recorded], calls: Sequence[Call], given: Bound, na
         name=name, source=source, launches=(Launch(function=function, params=params),), buffers=given.buffers(),
         reads=given.reads, outs=tuple(map(out_name, range(len(runs)))), language="c",
     )  # fmt: skip
+
+
+def one_call(run: Recorded, given: Bound, memory: Tensor) -> Call:
+    """The call of a kernel on tensors.
+
+    Raises:
+        Unsupported: it is several.
+    """
+    call = run.record(given.ins, memory)
+    if not isinstance(call, Call):
+        raise Unsupported("several calls one after another, which are not read together")
+    return call
 
 
 def contract(ours: str) -> Contract:
@@ -213,8 +232,8 @@ def sums_text_of(graph: Graph, kernel: Kernel, run: Recorded, then: str, name: s
     Args:
         then: the name of that function (`generated_c`).
     """
-    given = bound(graph, kernel, packs, False)
-    call = run.record(given.ins, given.outs(graph, kernel, [run])[0])
+    given = bound(graph, kernel, packs)
+    call = one_call(run, given, given.outs(graph, kernel, [run])[0])
     if not call.fixed:
         raise Unsupported("torch moves an input before the kernel reads it")
     buffers, launches = given.buffers(), list[Launch]()

@@ -327,5 +327,6 @@ _INSTANCES: dict[str, Any] = {
     **{n: functools.partial(_windows, n) for n in ("tapestry_max_pool", "tapestry_mean")},
     "tapestry_rms_norm": _rms_norms,
     "tapestry_attention": _attentions,
+    "tapestry_attend": _attentions,
     "tapestry_several": _products,
 }

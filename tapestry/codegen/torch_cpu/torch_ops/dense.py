@@ -55,6 +55,18 @@ class Packable:
 
 
 @dataclass(frozen=True, slots=True)
+class Merged:
+    """A sum behind those that are given, if any are."""
+
+    part: Run
+
+    def __call__(self, ins: Ins, before: Sequence[Tensor]) -> list[Tensor]:
+        """Compute into new memory."""
+        new = self.part(ins, [])
+        return state_merges.combine("sum", list(before), new, ("f32",)) if before else new
+
+
+@dataclass(frozen=True, slots=True)
 class _Dense:
     """``run`` is torch's operator; or ``record`` our kernel, on flat memory that ``array`` makes the result of."""
 
@@ -120,11 +132,7 @@ def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     if not isinstance(found, Packable):
         return plain
 
-    def packed(ins: Ins, before: Sequence[Tensor]) -> list[Tensor]:
-        new = found.packed(ins, [])
-        return state_merges.combine("sum", list(before), new, ("f32",)) if before else new
-
-    return replace(found, packed=packed)
+    return replace(found, packed=Merged(found.packed))
 
 
 def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] | None:

@@ -21,6 +21,7 @@ BINARY: dict[str, Callable[..., Any]] = {
     "==": np.equal, "!=": np.not_equal, "&": np.bitwise_and, "|": np.bitwise_or, "^": np.bitwise_xor, "<<": np.left_shift,
     ">>": np.right_shift, "&&": np.logical_and, "||": np.logical_or,
 }  # fmt: skip
+WHERE: Callable[..., Any] = np.where
 LIBRARY: dict[str, Callable[..., Any]] = {
     "sqrtf": np.sqrt, "fabsf": np.abs, "floorf": np.floor, "ceilf": np.ceil, "rintf": np.rint, "expf": np.exp,
 }  # fmt: skip
@@ -85,8 +86,7 @@ class _Run:
                 return -self.value(node.expr) if node.op == "-" else np.logical_not(self.value(node.expr))
             case "TernaryOp":
                 a, b = self.common(self.value(node.iftrue), self.value(node.iffalse))
-                chosen: Array = np.where(self.value(node.cond) != 0, a, b)
-                return chosen
+                return WHERE(self.value(node.cond) != 0, a, b)
             case "Cast" if type_name(node.to_type) in {(t, 0) for t in TYPES}:
                 return np.asarray(self.value(node.expr)).astype(TYPES[type_name(node.to_type)[0]])
             case "ExprList":

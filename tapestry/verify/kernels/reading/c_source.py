@@ -286,11 +286,19 @@ class _Reading(Reading):
         if isinstance(a, Pointer):
             return self.calls.operator(fn, a, b)
         x, y = self.calls.tile(a), self.calls.tile(b)
+        if fn in ("and", "or", "xor"):
+            x, y = self.alike(x, y), self.alike(y, x)
         if fn in ("lt", "le", "gt", "ge", "eq", "ne"):
             return self.calls.operator(fn, x, y)
         if fn == "truediv" and not self.floating(x) and not self.floating(y):
             fn = "floordiv"  # of integers towards zero, as `whole` has it
         return self.computed(self.calls.operator(fn, x, y), x, y)
+
+    def alike(self, x: Tile, other: Tile) -> Tile:
+        """A 0 or 1 beside a truth value as one."""
+        terms = self.terms
+        told = terms.kinds[other.term] == "bool" and terms.number(x.term) in (0.0, 1.0)
+        return Tile(self.truth(x)) if told else x
 
     def unary(self, node: Any, env: dict[str, Any]) -> Any:
         if node.op == "!":
