@@ -140,7 +140,7 @@ class Proofs:
         self, law: str, what: str, where: str, given: tuple[Sequence[Dim], Box, Read, Sequence[int]], held: Box,
         axes: Sequence[int],
     ) -> None:  # fmt: skip
-        """The same where a place is no affine function of dimensions and sizes: by its least and largest value, axis by axis."""
+        """The same where a place is no affine function of dimensions and sizes: by its least and largest value on each axis."""
         dims, block, read, shape = given
         ends = {d.name: e for d, e in zip(dims, block, strict=True)}
         for k in axes:
@@ -158,7 +158,8 @@ class Proofs:
         low, high = [str(e.const)], [str(e.const)]
         for atom, coef in e.terms:
             a, b = self._atom_ends(atom, block, where)
-            if isinstance(coef, Size) and (min(coef.formula.coefs) < 0 or not (a.lstrip("-").isdecimal() and b.isdecimal())):
+            plain = a.lstrip("-").isdecimal() and b.isdecimal()
+            if isinstance(coef, Size) and (min(*coef.formula.coefs, coef.formula.const) < 0 or not plain):
                 raise self.fails(
                     "access", "a place is a product of a size and a dimension that follows from one", where, str(e)
                 )
