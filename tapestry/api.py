@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from tapestry import flags, model_evidence, pipeline
+from tapestry import flags, model_evidence, pipeline, saved_build
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
@@ -26,10 +27,13 @@ from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, ModelFiles, OnceRead, Result, Session, Slices, largest_constant, shapes_of
 from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Progress, Target
+from tapestry.sharding import export_sharding
 from tapestry.sizes.asked_sizes import asked as asked_sizes
 from tapestry.sizes.sized_compile import compile_sizes
 from tapestry.verify import model_outputs
-from tapestry.viz.explain import explain
+from tapestry.viz import trace
+from tapestry.viz.explain import document, explain, placed, schedule
+from tapestry.viz.format import duration, human
 
 if TYPE_CHECKING:
     from tapestry.viewer.shown import Page
@@ -42,7 +46,7 @@ Values = Mapping[str, Any]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Compiled:
-    """A verified plan: run it, read it, save it.
+    """A verified plan: run it, read it, check it, save it.
 
     Attributes:
         printed: the IR after each pass that was named for it.
@@ -79,6 +83,50 @@ class Compiled:
         from tapestry.viewer import shown
 
         return shown.view([(c.build, c.laws, c.evidence, c.rewrites) for c in (self, other) if c is not None])
+
+    def __repr__(self) -> str:
+        r, mesh = self.report, ", ".join(f"{a.name}={a.size}" for a in self.build.plan.mesh)
+        peak, name = human(max(self.build.peak_bytes)), Path(self.build.model).name
+        found = f"objective {duration(r['objective_s'])}, gap {r['gap']:.2%}, at most {peak} on a device"
+        return f"<tapestry plan of {name}: {r['ops']} operations over {mesh or 'one device'}, {found}, for {self.build.target}>"
+
+    @property
+    def placements(self) -> dict[str, dict[str, int]]:
+        """For each tensor that is cut where it is first held, by the author's name: mesh axis to the axis of it that is cut."""
+        return placed(self.build.plan, self.build.program)
+
+    @property
+    def transfers(self) -> list[dict[str, Any]]:
+        """What devices send each other, in order: kind, tensor, bytes, when (simulated) and for how long."""
+        return document(self.build)["steps"]
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Peak bytes per device, when and where the fullest one has it, and what lies there then."""
+        return document(self.build)["memory"]
+
+    def check(self, feeds: Values | None = None) -> dict[str, Any]:
+        """Run (on random inputs if none are given) and compare with onnxruntime: what ``tapestry run --check --json`` says."""
+        return run_checked(self, self.random_feeds() if feeds is None else feeds, check=True)[1]
+
+    def verify(self) -> dict[str, int]:
+        """Every law checked once more, from the files that `save` writes: how often, by law.
+
+        Raises:
+            LawError: one is broken.
+        """
+        with tempfile.TemporaryDirectory(prefix="tapestry-verify-") as place:
+            self.save(Path(place) / "build", bundle=False)
+            return saved_build.verify_build(Path(place) / "build")[1]
+
+    def export(self, output: str | Path, *, copy_data: bool = False) -> dict[str, Any]:
+        """Write the model with the plan as multi-device annotations; says what was written."""
+        return export_sharding.export(self.build, Path(output), copy=copy_data)
+
+    def trace(self, file: str | Path) -> Path:
+        """Write the simulated schedule, for https://ui.perfetto.dev."""
+        trace.write(Path(file), self.build.plan, schedule(self.build))
+        return Path(file)
 
     def save(self, folder: str | Path, *, bundle: bool | None = None) -> None:
         """Write a build directory, in one step.
@@ -181,7 +229,8 @@ def compile(
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    _check_target(target, precision)
+    _check_kinds(mesh=mesh, topology=topology, shapes=shapes, memory=memory, target=target, precision=precision, seed=seed,
+                 pins=pins, layouts=layouts, rules=rules, without=without, time_limit=time_limit)  # fmt: skip
     source = opened(model, example_inputs, dynamic_shapes)
     options = pipeline.Options(
         model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=topology,
@@ -239,8 +288,33 @@ def _several(given: T | Sequence[T]) -> Sequence[T]:
     return [cast(T, given)] if isinstance(given, str | Path) else cast("Sequence[T]", given)
 
 
-def _check_target(target: str, precision: str) -> None:
-    """An unknown target or precision is refused before anything is done."""
+KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "mesh": ((str, Mapping, Sequence), '"2x4", (2, 4) or {"dp": 2, "tp": 4}'),
+    "topology": ((str, Path), '"h100", or a file'),
+    "shapes": ((Mapping,), '{"batch": 8}'),
+    "memory": ((int, str), '"16GiB", or bytes'),
+    "target": ((str,), '"torch-cpu" or "triton:sm90"'),
+    "precision": ((str,), f"one of {', '.join(PRECISIONS)}"),
+    "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
+    "layouts": ((str,), '"x:0=4@d0", or a list of layouts'),
+    "rules": ((str, Path), "a file of rules, or a list of files"),
+    "without": ((str,), "the name of a rule, or a list of names"),
+    "time_limit": ((int, float), "seconds"),
+    "seed": ((int,), "a whole number"),
+}
+"""What an argument of `compile` may be (where not left out), and an example."""
+
+
+def _check_kinds(*, target: str, precision: str, **given: Any) -> None:
+    """Arguments of another kind are refused with one that would do; so are an unknown target and precision, at once."""
+    given |= {"target": target, "precision": precision}
+    for name, value in given.items():
+        kinds, example = KINDS[name]
+        many = name in ("pins", "layouts", "rules", "without") and isinstance(value, list | tuple)
+        items: Sequence[Any] = cast("Sequence[Any]", value) if many else [value]
+        for x in items if value is not None or name == "target" else ():
+            if not isinstance(x, kinds) or isinstance(x, bool):
+                raise TapestryError(f"{x!r} is a {type(x).__name__}", where=f"tapestry.compile, {name}", hint=example)
     if target != "torch-cpu" and not target.startswith("triton"):
         raise TapestryError(f"there is no target '{target}'", hint="torch-cpu or triton:sm90")
     chip_of(target)
@@ -248,13 +322,13 @@ def _check_target(target: str, precision: str) -> None:
         raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
 
 
-def load(folder: str | Path) -> Compiled:
-    """A saved plan, after checking every file against its hash.
+def load(folder: str | Path, model: str | Path | None = None) -> Compiled:
+    """A saved plan, after checking every file against its hash; ``model`` is where its model is, if not where it was.
 
     Raises:
         BuildError: it is not a build directory, or not what its hashes say.
     """
-    build, laws = store.read(Path(folder))
+    build, laws = store.read(Path(folder), None if model is None else Path(model))
     data = (Path(folder) / "constants.bin").read_bytes()
     if largest_constant(build) != len(data):
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
@@ -278,7 +352,11 @@ class SizedOpener:
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
         flags.before_torch()
-        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), LocalExecutor, self.once)
+
+        class Executor(LocalExecutor):
+            reads_late = True
+
+        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), Executor, self.once)
         assert isinstance(session.executor, LocalExecutor)
         session.executor.packed = self.packed
         session.executor.bind()

@@ -275,8 +275,11 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     )  # fmt: skip
 
 
-def read(folder: Path) -> tuple[Build, dict[str, int]]:
+def read(folder: Path, model: Path | None = None) -> tuple[Build, dict[str, int]]:
     """A build directory, with the counts of its certificate, after checking every file against its hash.
+
+    Args:
+        model: where the model is, if not where it was; its weights are held to the plan's hashes wherever they are read.
 
     Raises:
         BuildError: a file is missing, extra, too large, of another kind, or not what its hash says.
@@ -300,17 +303,19 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
     _check_constants(build, (folder / "constants.bin").read_bytes() if "constants.bin" in files else b"", str(folder))
     weights = {t: replace(w, tiles=hashes[t]) for t, w in graph.weights.items()}
     plan = replace(build.plan, graph=replace(graph, weights=weights))
-    return replace(build, model=_model(build.model, folder), plan=plan), laws
+    return replace(build, model=_model(build.model, folder) if model is None else str(model.absolute()), plan=plan), laws
 
 
 def _model(path: str, folder: Path) -> str:
-    """Where a build's model is: a path that is not absolute is in the build itself.
+    """Where a build's model is: a path that is not absolute is in the build itself; a model that moved with its build is looked
+    for beside it.
 
     Raises:
         BuildError: it leads out of it.
     """
     if Path(path).is_absolute():
-        return path
+        beside = folder.absolute().parent / Path(path).name
+        return str(beside) if beside.is_file() and not Path(path).exists() else path
     if ".." in Path(path).parts:
         raise BuildError("the plan names a model outside the build", where=str(folder), why=path)
     return str(folder.absolute() / path)

@@ -70,6 +70,11 @@ def keep(member: Member, session: Session, state: HeldState) -> None:
     state.join(session.executor, member.caches)
 
 
+def longest(members: Sequence[Member]) -> int:
+    """How many cells a step of any member appends to caches at most."""
+    return max((m.state.new for m in members if m.state), default=0)
+
+
 class InProcess:
     """Everything in this process."""
 
@@ -78,7 +83,7 @@ class InProcess:
         from tapestry.runtime.one_process.held_state import HeldState
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        self.state = HeldState()
+        self.members, self.state = members, HeldState(longest(members))
         loader = Loader(members, self.state, libraries)
         self.sessions = [loader(m.compiled.build, b"".join(m.compiled.constants.values())) for m in members]
         for s in self.sessions:
@@ -89,7 +94,8 @@ class InProcess:
         """Outputs by name."""
         if fresh:
             self.state.clear()
-        self.state.at = at
+        if (kept := self.members[member].state) is not None:
+            self.state.expect(at, kept.caches[0], feeds[kept.mask])
         return self.sessions[member].compute(feeds, wanted=wanted).outputs
 
     def close(self) -> None:

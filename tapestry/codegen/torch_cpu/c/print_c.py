@@ -46,15 +46,46 @@ INLINE float t_exp(float x) {
     return p * a * b;
 }
 INLINE float t_sigmoid(float x) { return 1.0f / (1.0f + t_exp(-x)); }
+/* tanh: Cephes' tanhf (Moshier 1992). */
+INLINE float t_tanh(float x) {
+    float z = x * x, a = fabsf(x);
+    float p = -5.70498872745e-3f * z + 2.06390887954e-2f;
+    p = (p * z - 5.37397155531e-2f) * z + 1.33314422036e-1f, p = (p * z - 3.33332819422e-1f) * z * x + x;
+    float far = copysignf(1.0f - 2.0f / (t_exp(a + a) + 1.0f), x);
+    return a < 0.625f ? p : far;
+}
+INLINE float t_sign(float x) { return x != x ? x : (float)((x > 0) - (x < 0)); }
+INLINE float t_mod(float a, float b) {
+    float r = fmodf(a, b);
+    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+/* Of integers: over 0 all three are 0, and the lowest one over -1 is itself. */
+INLINE int64_t i_div(int64_t a, int64_t b) { return b == 0 ? 0 : b == -1 ? -a : a / b; }
+INLINE int64_t i_fmod(int64_t a, int64_t b) { return b == 0 || b == -1 ? 0 : a % b; }
+INLINE int64_t i_mod(int64_t a, int64_t b) {
+    int64_t r = i_fmod(a, b);
+    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
 """
 
 FLOAT: dict[str, str] = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "div": "({} / {})", "neg": "(-{})", "min": "t_min({}, {})",
     "max": "t_max({}, {})", "abs": "fabsf({})", "sqrt": "sqrtf({})", "exp": "t_exp({})", "sigmoid": "t_sigmoid({})",
     "sin": "sinf({})", "cos": "cosf({})", "floor": "floorf({})", "ceil": "ceilf({})",
-    "round": "rintf({})",
+    "round": "rintf({})", "sign": "t_sign({})", "tanh": "t_tanh({})",
 }  # fmt: skip
-WHOLE: dict[str, str] = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "neg": "(-{})"}
+LIBRARY: dict[str, str] = {  # calls, a cell at a time: torch is faster where there are many
+    "erf": "erff({})", "log": "logf({})", "tan": "tanf({})", "asin": "asinf({})", "acos": "acosf({})",
+    "atan": "atanf({})", "sinh": "sinhf({})", "cosh": "coshf({})", "asinh": "asinhf({})", "acosh": "acoshf({})",
+    "atanh": "atanhf({})", "log1p": "log1pf({})", "expm1": "expm1f({})", "pow": "powf({}, {})", "fmod": "fmodf({}, {})",
+    "mod": "t_mod({}, {})",
+}  # fmt: skip
+WHOLE: dict[str, str] = {
+    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "neg": "(-{})", "div": "i_div({}, {})",
+    "mod": "i_mod({}, {})", "fmod": "i_fmod({}, {})", "min": "({0} < {1} ? {0} : {1})",
+    "max": "({0} > {1} ? {0} : {1})", "abs": "({0} < 0 ? -{0} : {0})",
+    "sign": "(({0} > 0) - ({0} < 0))",
+}  # fmt: skip
 _SHORT = {fn: f"((int32_t){text})" for fn, text in WHOLE.items()}
 TRUTH: dict[str, str] = {"and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})", "not": "(!{})"}
 COMPARE: dict[str, str] = {
@@ -75,7 +106,7 @@ def row(e: Call) -> str | None:
         return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and fits else None
     if e.fn in COMPARE:
         return COMPARE[e.fn] if of in TYPES else None
-    return {"f32": FLOAT, "i64": WHOLE, "i32": _SHORT, "bool": TRUTH}.get(e.dtype, {}).get(e.fn)
+    return {"f32": FLOAT | LIBRARY, "i64": WHOLE, "i32": _SHORT, "bool": TRUTH}.get(e.dtype, {}).get(e.fn)
 
 
 def _whole(e: Expr) -> bool:
@@ -91,11 +122,16 @@ def _whole(e: Expr) -> bool:
     return bounded and isinstance(test, Call) and test.fn == "isnan" and test.args[0] == kept
 
 
-def written(exprs: tuple[Expr, ...]) -> bool:
-    """Whether all of some expressions can be written."""
+def written(exprs: tuple[Expr, ...], *, few: bool = False) -> bool:
+    """Whether all of some expressions can be written; ``few``: for cells so few that calls of a library do not matter."""
     nodes = [x for e in exprs for x in walk(e)]
     fine = all(x.dtype in TYPES and (not isinstance(x, Call) or row(x) is not None) for x in nodes)
-    return fine and not any(isinstance(x, Let) for x in nodes)
+    return fine and (few or not any(isinstance(x, Let) or (isinstance(x, Call) and is_slow(x)) for x in nodes))
+
+
+def is_slow(e: Call) -> bool:
+    """Whether a primitive is a call of the library."""
+    return e.dtype == "f32" and e.fn in LIBRARY
 
 
 @dataclass(frozen=True, slots=True)
