@@ -211,8 +211,7 @@ def compile(
         example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
         mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
         topology: a preset, a topology file, or ``auto``: this machine, measured once.
-        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
-            or a list (``"128,256"``), for one build that runs all of them.
+        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also ``"1..64"`` or ``"128,256"``: any of them.
         memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
@@ -241,6 +240,11 @@ def compile(
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
         micro_batches=str(micro_batches), without=_several(without),
     )  # fmt: skip
+    return _made(options, progress, source, state)
+
+
+def _made(options: pipeline.Options, progress: pipeline.Report, source: Opened, state: str | None) -> Compiled:
+    """What a compilation makes: a plan, or plans for all sizes where ranges are asked for."""
     asked = asked_sizes(source.path, options.shapes)
     if asked is None:
         return _compiled(pipeline.compile_model(options, progress), source, state)
@@ -348,7 +352,11 @@ class SizedOpener:
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
         flags.before_torch()
-        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), LocalExecutor, self.once)
+
+        class Executor(LocalExecutor):
+            reads_late = True
+
+        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), Executor, self.once)
         assert isinstance(session.executor, LocalExecutor)
         session.executor.packed = self.packed
         session.executor.bind()

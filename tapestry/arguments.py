@@ -56,7 +56,7 @@ def several(p: argparse.ArgumentParser, name: str, form: str, text: str) -> None
 
 def shape(p: argparse.ArgumentParser) -> None:
     """Sizes of symbols."""
-    several(p, "--shape", "SYMBOL=SIZE", "size of a symbol, or INPUT=8x3x224x224")
+    several(p, "--shape", "SYMBOL=SIZE", "size of a symbol, a range 1..64 or a list 128,256 (compile), or INPUT=8x3x224x224")
 
 
 def own_rules(p: argparse.ArgumentParser) -> None:

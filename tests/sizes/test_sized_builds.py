@@ -21,7 +21,7 @@ from tapestry.sizes.sized_plans import PlanAtSizes
 from tapestry.verify import certificate
 from tapestry.verify.sizes import sized_laws
 from tapestry.verify.sizes.sized_memory import peaks_at
-from tests.support.sized_models import PINS, compiled, path_of
+from tests.support.programs.sized_models import PINS, compiled, path_of
 
 CASES = [
     ("rows", 1, (), ("batch=1..40",)),

@@ -6,9 +6,9 @@ alone (`dataclasses.field(compare=False)`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 
 from tapestry.ir.graph import Graph
@@ -83,7 +83,7 @@ def _rebuilt(value: object, leaf: Callable[[int], int]) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SymbolicPlan:
     """A graph and its program whose sizes are symbols; the integers that follow from them are `Size`."""
 
@@ -94,35 +94,59 @@ class SymbolicPlan:
         """Both at some sizes. Equal parts are made once: nothing is searched, and nothing checked."""
         made: dict[int, object] = {}
         values: dict[Formula, int] = {}
+        follows = self._follows
 
         def of(value: object) -> object:
             if isinstance(value, Size):
                 f = value.formula
                 return values[f] if f in values else values.setdefault(f, f.at(sizes))
-            if isinstance(value, str | int | float | bytes) or value is None:
-                return value
             key = id(value)
+            if key not in follows:
+                return value
             if key not in made:
                 made[key] = _with(value, of)
             return made[key]
 
         return cast(Graph, of(self.graph)), cast(Program, of(self.program))
 
+    @cached_property
+    def _follows(self) -> frozenset[int]:
+        """Which objects have an integer in them that follows from sizes, by identity."""
+        known: dict[int, bool] = {}
+
+        def of(value: object) -> bool:
+            if isinstance(value, Size):
+                return True
+            key = id(value)
+            if key not in known:
+                found = [of(part) for part in _parts(value)]  # all of them, for what is known of each
+                known[key] = any(found)
+            return known[key]
+
+        of(self.graph), of(self.program)
+        return frozenset(key for key, follows in known.items() if follows)
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, tuple):
+        return cast("tuple[object, ...]", value)
+    if isinstance(value, Mapping):
+        return cast("Mapping[str, object]", value).values()
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, name) for name in _fields(type(value))]
+    return ()
+
 
 def _with(value: object, of: Callable[[object], object]) -> object:
+    """A tuple, table or dataclass with its parts replaced."""
     if isinstance(value, tuple):
         items = cast("tuple[object, ...]", value)
-        new = [of(v) for v in items]
-        return items if all(a is b for a, b in zip(items, new, strict=True)) else type(items)(new)
+        return type(items)(of(v) for v in items)
     if isinstance(value, Mapping):
-        table = cast("Mapping[str, object]", value)
-        done = {k: of(v) for k, v in table.items()}
-        return table if all(done[k] is v for k, v in table.items()) else done
-    if is_dataclass(value) and not isinstance(value, type):
-        found = {name: of(getattr(value, name)) for name in _fields(type(value))}
-        changed = {name: v for name, v in found.items() if v is not getattr(value, name)}
-        return replace(value, **changed) if changed else value
-    return value
+        return {k: of(v) for k, v in cast("Mapping[str, object]", value).items()}
+    assert is_dataclass(value) and not isinstance(value, type)
+    found = {name: of(getattr(value, name)) for name in _fields(type(value))}
+    return replace(value, **{name: v for name, v in found.items() if v is not getattr(value, name)})
 
 
 def with_formulas(graph: Graph, program: Program, places: Mapping[int, Formula]) -> SymbolicPlan:

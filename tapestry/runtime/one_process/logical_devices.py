@@ -14,6 +14,7 @@ from tapestry.ir.program import Free, Launch, Load, Program, allocated
 from tapestry.runtime import arrays
 from tapestry.runtime.executor import Executor, Held, kernel_of, silent
 from tapestry.runtime.one_process.grown_caches import Grown
+from tapestry.runtime.one_process.held_weights import HeldWeights
 from tapestry.runtime.one_process.packing import Packing, pack, renamed
 from tapestry.runtime.one_process.static_schedule import BoundProgram, Schedule, schedule
 from tapestry.runtime.step_messages import Route
@@ -41,8 +42,11 @@ class LocalExecutor(Executor):
         bound: what is done once kernels are bound.
         after: what is done at the end of a run, while its buffers are still there.
         counted: the peaks of an earlier run, which later ones have as well.
+        reads_late: weights that are there packed are not read again; by default all are read, and checked, at once.
         kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
     """
+
+    reads_late = False
 
     def __init__(
         self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
@@ -62,11 +66,14 @@ class LocalExecutor(Executor):
         self.feeds: Source = weights
         self.busy = Lock()  # positions of buffers are the executor's, not the run's
         self._computed = {b for step in program.steps if not isinstance(step, Load) for b in allocated(step)}
-        self.weights_held: list[dict[str, Array]] = [{} for _ in range(program.devices)]
+        self.weights_held = [HeldWeights() for _ in range(program.devices)]
         for step in program.steps:
             if isinstance(step, Load) and program.buffers[step.buffer].tensor in self.resident:
                 for d, box in self.mine(program.buffers[step.buffer].boxes):
-                    self.weights_held[d][step.buffer] = weights(program.buffers[step.buffer].tensor, box)
+                    tensor, held = program.buffers[step.buffer].tensor, self.weights_held[d]
+                    held.promise(step.buffer, partial(weights, tensor, box))
+                    if not self.reads_late:
+                        held[step.buffer]
 
     def run(
         self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
@@ -133,9 +140,8 @@ class LocalExecutor(Executor):
                 kernels[at, d] = self.target.kernel(self.graph, kernel if grown is None else grown.kernel(kernel))
         for d in range(self.program.devices):
             wanted = {at: k.packs for (at, e), k in kernels.items() if e == d and isinstance(k, PackableKernel)}
-            self.packing.append(
-                pack(self.program, wanted, self.weights_held[d], self.weigh, self.room[d], partial(self._packed, d))
-            )
+            weigh = self.weigh, partial(self._plain_bytes, d)
+            self.packing.append(pack(self.program, wanted, self.weights_held[d], weigh, self.room[d], partial(self._packed, d)))
         for (at, d), run in kernels.items():
             step, names = self.program.steps[at], self.packing[d].names.get(at)
             assert isinstance(step, Launch)
@@ -151,6 +157,9 @@ class LocalExecutor(Executor):
         self.schedule = self.scheduled()
         if self.bound is not None:
             self.bound()
+
+    def _plain_bytes(self, device: int, buffer: str) -> int:
+        return self.program.buffers[buffer].nbytes(device)
 
     def _packed(self, device: int, buffer: str, key: Hashable, make: Callable[[], Array]) -> Array:
         """A packed weight; one of the model's own is packed once for all executors that share them."""

@@ -6,7 +6,7 @@ memory has room for it beside everything that the plan holds; `Packing.extra` co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,13 +38,14 @@ class Packing:
 
 
 def pack(
-    program: Program, wanted: Mapping[int, Packs], resident: dict[str, Array], nbytes: Callable[[Array], int], room: int,
-    made: Made | None = None,
+    program: Program, wanted: Mapping[int, Packs], resident: MutableMapping[str, Array],
+    nbytes: tuple[Callable[[Array], int], Callable[[str], int]], room: int, made: Made | None = None,
 ) -> Packing:  # fmt: skip
     """Pack one device's resident weights; those that nobody reads as they were are dropped from ``resident``.
 
     Args:
         wanted: for each launch (by step), the reads that it may take packed.
+        nbytes: of an array that is packed, and of a buffer as the plan has it.
         room: bytes that packing may take beyond the plan.
         made: keeps what is packed, for other executors that read the same weights.
     """
@@ -54,9 +55,9 @@ def pack(
         alone = len(by_key) == 1 and buffer not in others
         for n, readers in enumerate(by_key.values()):
             at, k = readers[0]
-            pack = partial(wanted[at][k].run, resident[buffer])
+            pack = partial(_packed, wanted[at][k], resident, buffer)
             array = pack() if made is None else made(buffer, wanted[at][k].key, pack)
-            more = nbytes(array) - (nbytes(resident[buffer]) if alone else 0)
+            more = nbytes[0](array) - (nbytes[1](buffer) if alone else 0)
             if out.extra + max(more, 0) > room:
                 continue
             out.extra += max(more, 0)
@@ -69,6 +70,10 @@ def pack(
             for i, j in readers:
                 out.names.setdefault(i, {})[j] = name
     return out
+
+
+def _packed(how: Pack, resident: Mapping[str, Array], buffer: str) -> Array:
+    return how.run(resident[buffer])
 
 
 def _readers(

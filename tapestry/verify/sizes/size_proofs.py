@@ -158,7 +158,8 @@ class Proofs:
         low, high = [str(e.const)], [str(e.const)]
         for atom, coef in e.terms:
             a, b = self._atom_ends(atom, block, where)
-            if isinstance(coef, Size) and (min(coef.formula.coefs) < 0 or not (a.lstrip("-").isdecimal() and b.isdecimal())):
+            plain = a.lstrip("-").isdecimal() and b.isdecimal()
+            if isinstance(coef, Size) and (min(*coef.formula.coefs, coef.formula.const) < 0 or not plain):
                 raise self.fails(
                     "access", "a place is a product of a size and a dimension that follows from one", where, str(e)
                 )

@@ -32,6 +32,8 @@ from tapestry.ir.recognise.contraction import sides
 States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]
 """From the buffers (the weight packed), the bias and the residual to the result of the epilogue, over the map dimensions."""
 
+PACKED_FOR = 128  # rows for which oneDNN lays a linear layer's weight out: one layout for all, which builds of any size share
+
 
 @dataclass(frozen=True, slots=True)
 class Pack:
@@ -205,16 +207,16 @@ def _product(
         return fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
 
     lay = _Rows(w, at, rows_of, added, result)
-    pack = functools.partial(_pack_linear, [extent[d] for d in order], turn, 0 if ours else m)
+    pack = functools.partial(_pack_linear, [extent[d] for d in order], turn, 0 if ours else PACKED_FOR)
     if not ours:
-        return _Dense(w, Pack(("linear", m, n, k, *turn), pack), then, lay.by_one_dnn)
+        return _Dense(w, Pack(("linear", n, k, *turn), pack), then, lay.by_one_dnn)
     record = functools.partial(lay.record, ours)
     in_order = back == list(range(len(back)))
     return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result, in_order=in_order)
 
 
 def _pack_linear(shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:
-    """A weight for our kernel, or for oneDNN's on so many rows."""
+    """A weight for our kernel, or for oneDNN's on about so many rows."""
     plain = buffer.reshape(shape).permute(turn).flatten(1).contiguous()
     return torch.ops.mkldnn._reorder_linear_weight(plain, rows) if rows else conv_c.pack_panels(plain)
 
