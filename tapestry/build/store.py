@@ -35,6 +35,7 @@ from tapestry.ir.types import numpy_dtype
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
 REWRITES = "rewrites.tap.gz"
+SIZED = ("sizes.json", "regions")  # what a build for several sizes has beside it (`build.sized_builds`)
 MODEL = "model"  # the folder of a build that brings its model along
 MAX_PLAN_BYTES = 1 << 30
 MAX_CERTIFICATE_BYTES = 1 << 26  # a line per kernel
@@ -77,26 +78,37 @@ class Build:
 def write(
     folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int],
     rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (), bundle: Sequence[str] = (),
+    more: Mapping[str, bytes] = {},
 ) -> None:  # fmt: skip
     """Write a build directory in one step: it appears whole, or not at all.
 
     Args:
         bundle: files of the model, relative to its folder, to be copied into the build, which then needs no other place.
+        more: files beside those of the plan (`build.sized_builds`).
 
     Raises:
         BuildError: the place holds something that is not a build directory.
     """
     source = Path(build.model)
     build = replace(build, model=f"{MODEL}/{source.name}") if bundle else build
-    files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values())}
+    files = files_of(build, constants, kernels, laws, rewrites, evidence, more)
+    check_output(folder)
+    write_files(folder, files, "plan.json", {f"{MODEL}/{name}": source.parent / name for name in bundle})
+
+
+def files_of(
+    build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int], rewrites: bytes = b"",
+    evidence: Sequence[Mapping[str, Any]] = (), more: Mapping[str, bytes] = {},
+) -> dict[str, bytes]:  # fmt: skip
+    """The files of a build directory, its certificate among them."""
+    files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values()), **more}
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
     files |= {REWRITES: rewrites} if rewrites else {}
     files |= {TILES: tiles} if (tiles := weight_tiles.stored(build.plan.graph)) else {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "evidence": list(evidence), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
-    check_output(folder)
-    write_files(folder, files, "plan.json", {f"{MODEL}/{name}": source.parent / name for name in bundle})
+    return files
 
 
 def check_output(folder: Path) -> None:
@@ -106,7 +118,7 @@ def check_output(folder: Path) -> None:
         BuildError: it holds something that is no build, or more than a build.
     """
     check_place(folder, "plan.json")
-    own = {"plan.json", "constants.bin", "certificate.json", "kernels", TILES, REWRITES, MODEL}
+    own = {"plan.json", "constants.bin", "certificate.json", "kernels", TILES, REWRITES, MODEL, *SIZED}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
     if foreign:
         what = f"the output has something that no build has: '{foreign[0]}'"
@@ -132,7 +144,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], mark: str, copies: Map
     """
     with new_folder(folder, mark) as temporary:
         for name, data in files.items():
-            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(data)
         for name, source in copies.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)

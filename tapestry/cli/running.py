@@ -26,7 +26,9 @@ def run(args: argparse.Namespace) -> Outcome:
 
     compiled = api.load(args.build, args.model)
     compiled.libraries = args.library
-    feeds = compiled.random_feeds(args.seed) | _inputs(args.input)
+    given = _inputs(args.input)
+    compiled = compiled.at_inputs(given) if given else compiled
+    feeds = compiled.random_feeds(args.seed) | given
     with bar(args, "run") as report:
         result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
     if args.output:

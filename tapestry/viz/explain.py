@@ -33,6 +33,7 @@ from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
+from tapestry.viz import size_map
 from tapestry.viz.folded import folded
 from tapestry.viz.format import area, duration, human, kind_text, shape_text, split_text, split_words, step_text, wrapped
 from tapestry.viz.layer_folds import counterparts, moves_text
@@ -220,9 +221,10 @@ def _critical(build: Build, timed: Schedule) -> list[Document]:
 def text(build: Build, facts: Document, *, critical: bool = False, every: bool = False) -> str:
     """A `document` as a person reads it; ``every`` step on its own, or alike ones once."""
     head, notes = _head(build, facts["simulated"]), _notes(build, facts["simulated"])
+    sizes = [*size_map.lines(build.report["sizes"]), "", "the plan of region a:"] if "sizes" in build.report else []
     steps = _steps(build, facts) if every else folded(build, facts)  # (one line each, for grep)
     lines = [
-        build.model, *_folded_out(head), "", *steps, "", *_folded_out(_memory_text(facts["memory"])), "",
+        *sizes, build.model, *_folded_out(head), "", *steps, "", *_folded_out(_memory_text(facts["memory"])), "",
         *_folded_out((*notes, *_whole_text(facts["nodes_run_whole"]))),
     ]  # fmt: skip
     if critical:

@@ -26,6 +26,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")
+    for r in report.get("sizes", {}).get("regions", ()):
+        facts.add_row("sizes", f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them")
     for k, s in enumerate(report.get("stages", ())):
         each = " per micro-batch" if report["micro_batches"] > 1 else ""
         devices = f"{len(s['devices'])} device(s) from {s['devices'][0]}"
