@@ -37,8 +37,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     alone = next((a["objective_s"] for a in report.get("alternatives", ()) if a["name"].startswith("one device")), None)
     if alone and report["objective_s"] and report["devices"] > 1:
         facts.add_row("speed", f"{alone / report['objective_s']:.2g} times that of one device, {duration(alone)}")
-    peaks, alone = report["peak_bytes"], report["unsharded_peak_bytes"]
-    share = f"{max(peaks) / alone:.0%} of {human(alone)} unsharded" if alone else ""
+    peaks, whole = report["peak_bytes"], report["unsharded_peak_bytes"]
+    share = f"{max(peaks) / whole:.0%} of {human(whole)} unsharded" if whole else ""
     facts.add_row("memory", f"peak {human(max(peaks))} per device, {share}")
     streamed = report.get("fit", {}).get("streamed", ())
     if streamed:
