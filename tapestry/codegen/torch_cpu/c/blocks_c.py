@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, shares
@@ -39,10 +40,11 @@ def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     lib = conv_c.available()
     if lib is None or kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
         return plain
-    out = kernel.block[: len(op.dims)]
-    combined = _combined(op)
+    if op.monoid is None and not op.inner and len(cut := cut_pieces(op.body, op, kernel.block)) == 1:
+        op = replace(op, body=cut[0][1])  # one side of a concatenation: the other is not read
+    out, combined = kernel.block[: len(op.dims)], _combined(op)
     exprs = (*op.point, *op.then, *combined)
-    inside = [b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op)]
+    inside = tuple(b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op))
     work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
     if work > MOST_WORK[op.monoid is not None] or any(b != out for b in kernel.outs):
         return plain
@@ -112,7 +114,11 @@ def _reads(op: Block, graph: Graph, kernel: Kernel) -> Reads | None:
 def _combined(op: Block) -> tuple[Expr, ...]:
     """What merges two states, as expressions; of all reductions, inner ones too."""
     inner = tuple(e for s in op.inner for e in MONOIDS[s.monoid].combiner((s.body.dtype,)))
-    return inner if op.monoid is None else (*inner, *MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body)))
+    return (
+        inner
+        if op.monoid is None or _plain_moments(op)
+        else (*inner, *MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body)))
+    )
 
 
 @dataclass(slots=True)
@@ -153,7 +159,7 @@ class BlockWriter(Writer):
         """The reduced state's fields."""
         assert op.monoid
         names = [d.name for d in op.reduce]
-        if isinstance(MONOIDS[op.monoid].structure, Moments) and _plain_moments(op.body) and not op.inner:
+        if _plain_moments(op):
             return self._moments(op.body[1], names, lines)
         lines += self._fold("a", op.monoid, op.body, names, op)
         return [self._field("a", op.monoid, k, e.dtype) for k, e in enumerate(op.body)]
@@ -211,7 +217,9 @@ class BlockWriter(Writer):
         return f"((float){name}{k})" if self._double(monoid, dtype) else f"{name}{k}"
 
 
-def _plain_moments(body: Sequence[Expr]) -> bool:
-    """Whether each value is lifted as (1, x, 0)."""
-    n, x, spread = body
+def _plain_moments(op: Block) -> bool:
+    """Whether each value is lifted as (1, x, 0), of which are count, mean and deviations."""
+    if not op.monoid or not isinstance(MONOIDS[op.monoid].structure, Moments) or op.inner:
+        return False
+    n, x, spread = op.body
     return x.dtype == "f32" and n == Const(1.0, "f32") and spread == Const(0.0, "f32")
