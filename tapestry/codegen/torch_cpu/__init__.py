@@ -61,8 +61,9 @@ class TorchCpu:
 
     def follows(self, before: object, after: object) -> int | None:
         """The input that ``after`` may read while ``before`` makes it, where that pays."""
-        ours = isinstance(before, Recorded) and isinstance(after, Recorded)
-        return conv_chain.follows(before, after) if ours else None
+        if not isinstance(before, Recorded) or not isinstance(after, Recorded):
+            return None
+        return conv_chain.follows(before, after)
 
     def chain(self, calls: Sequence[object]) -> Call | None:
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
