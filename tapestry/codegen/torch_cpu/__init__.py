@@ -12,9 +12,12 @@ from tapestry.codegen.torch_cpu import kernels
 from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.codegen.torch_cpu.c import conv_chain
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Recorded, Together, Written, ask, batch, called, limit, move
-from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.c.generated_c import compile_waiting
+from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
+
+__all__ = ["How", "TorchCpu", "compile_waiting"]
 
 FEWEST = 4  # small operations in a program that are worth a compiler's start
 Recorder = Recorded | Together | Written
@@ -25,14 +28,15 @@ class TorchCpu:
 
     Args:
         exact: compute in canonical blocks, so that results do not depend on the number of devices (`ir.canonical_parts`).
+        how: our kernels in C are made.
     """
 
-    def __init__(self, exact: bool = False) -> None:
-        self.exact, self.device = exact, torch.device("cpu")
+    def __init__(self, exact: bool = False, how: How = PLAIN) -> None:
+        self.exact, self.how, self.device = exact, how, torch.device("cpu")
 
     def kernel(self, graph: Graph, kernel: Kernel) -> kernels.Run:
         """A function that computes one block."""
-        return exact.build(graph, kernel) if self.exact else kernels.build(graph, kernel)
+        return exact.build(graph, kernel) if self.exact else kernels.build(graph, kernel, self.how)
 
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""

@@ -54,7 +54,8 @@ def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     name = generated_c.register(BlockWriter(tuple(d.name for d in op.space), reads, out).block(op, kernel))
     extents = shape(out)
     arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(op.outs)
-    return Mapped(plain, (name,), Written(tuple(arrays), functools.partial(_record, name, sorted(reads))), few=True)
+    used = tuple(sorted(reads))
+    return Mapped(plain, (name,), Written(tuple(arrays), functools.partial(_record, name, used)), used, few=True)
 
 
 def _outer(op: Block) -> frozenset[str]:

@@ -27,6 +27,18 @@ MOST_PIECES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class How:
+    """How functions in C are made: with sizes as arguments, so that one serves all sizes of a plan; and compiled where they are
+    not there yet, or not used."""
+
+    any_size: bool = False
+    compiles: bool = True
+
+
+PLAIN = How()
+
+
+@dataclass(frozen=True, slots=True)
 class Mapped:
     """An operation with a function in C of the same meaning, which is compiled when a machine first asks for it.
 
@@ -34,13 +46,17 @@ class Mapped:
         plain: the operation on torch's operators.
         names: of the functions in C.
         recorded: the calls of that function.
+        reads: which reads of the operation a function that is all of it is given, in order.
         few: whether torch's operators take no longer but for their calls.
+        compiles: whether it is compiled where it is not there yet.
     """
 
     plain: Run
     names: tuple[str, ...]
     recorded: Recorded | Written
+    reads: tuple[int, ...] = ()
     few: bool = False
+    compiles: bool = True
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory, by torch."""
@@ -48,10 +64,10 @@ class Mapped:
 
     def recorder(self) -> Recorded | Written | None:
         """The operation as one that writes where it is told; ``None`` without a working compiler."""
-        return self.recorded if all(generated_c.function(n) for n in self.names) else None
+        return self.recorded if all(generated_c.function(n, self.compiles) for n in self.names) else None
 
 
-def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
+def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> Run:
     """The operation with its function in C, where it has one and torch is to use one thread."""
     found = _pieces(op, kernel) if conv_c.available() and kernel.mode == "full" and not op.inner else None
     out = kernel.block[: len(op.dims)]
@@ -63,19 +79,21 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
         return plain
     names = tuple(d.name for d in op.dims)
     tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
-    writer = Writer(names, {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}, out)
+    reads = {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
+    writer = Writer(names, reads, out, given=[] if how.any_size else None)
     name = generated_c.register(writer.function(found))
-    extents = shape(out)
-    record = functools.partial(_record, name, used)
-    return Mapped(plain, (name,), Recorded(lambda memory: memory.view(extents), record, size(out)), size(out) < LEAST)
+    extents, sizes = shape(out), (ctypes.c_int64 * max(1, len(writer.given or ())))(*(writer.given or ()))
+    record = functools.partial(_record, name, used, sizes)
+    call = Recorded(lambda memory: memory.view(extents), record, size(out))
+    return Mapped(plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles)
 
 
-def _record(name: str, used: Sequence[int], ins: Ins, memory: Tensor) -> Call:
+def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Tensor) -> Call:
     function: Any = generated_c.function(name)
     given = [held(ins[k]).contiguous() for k in used]
     buffers = (ctypes.c_void_p * (len(given) + 1))(*(x.data_ptr() for x in given), memory.data_ptr())
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return Call(function, ctypes.c_int64(0), buffers, (*given, memory), fixed)
+    return Call(function, sizes, buffers, (*given, memory), fixed)
 
 
 def _exprs(p: Piece) -> tuple[Expr, ...]:

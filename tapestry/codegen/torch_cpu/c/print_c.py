@@ -161,11 +161,14 @@ class Writer:
         names: dimensions of the output, in order.
         reads: by position, the read, its buffer's box, the tensor's shape and dtype.
         out: the box of the output.
+        given: sizes that a function takes as arguments, in order, where it takes them: functions of one operation at several
+            sizes then have one text. Strides of 1 stay numbers, and so does what starts at 0.
     """
 
     names: tuple[str, ...]
     reads: Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
     out: Box
+    given: list[int] | None = None
     slots: dict[int, int] = field(default_factory=dict[int, int])
     once: dict[Expr, str] = field(default_factory=dict[Expr, str])
 
@@ -175,9 +178,27 @@ class Writer:
         lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()] + [
             f"float *restrict y = p[{len(self.slots)}];"
         ]
-        for piece in pieces:
-            lines += self._loops(piece)
-        return "\n".join(lines)
+        loops = [line for piece in pieces for line in self._loops(piece)]
+        lines += [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.given or ()))]
+        return "\n".join([*lines, *loops])
+
+    def _size(self, n: int) -> str:
+        """A number that follows from sizes: as it is, or as an argument."""
+        if self.given is None or n == 0:
+            return str(n)
+        self.given.append(n)
+        return f"s{len(self.given) - 1}"
+
+    def _place(self, box: Box, at: Sequence[str]) -> str:
+        """The place of a cell in a row-major buffer, by its coordinates from the box's corner."""
+        steps = strides(box)
+        if self.given is None:
+            return _sum(zip(steps, at, strict=True))
+        return (
+            "("
+            + (" + ".join([*(f"{self._size(n)} * {x}" for n, x in zip(steps[:-1], at, strict=False)), *at[-1:]]) or "0")
+            + ")"
+        )
 
     def cells(self, value: Expr, fields: int) -> str:
         """The body of a function of ``fields`` arrays of ``sizes[0]`` cells to one more: an expression over their cells."""
@@ -209,16 +230,18 @@ class Writer:
 
     def _loops(self, piece: Piece) -> list[str]:
         inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, piece.box, strict=True)}
-        lines = [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, (lo, hi) in enumerate(piece.box)]
+        ends = [(self._size(lo), self._size(hi)) for lo, hi in piece.box]
+        lines = [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, (lo, hi) in enumerate(ends)]
         acc: list[str] = []
         if piece.chosen:
             c = piece.chosen
             lines.append(f"int64_t v = {self._expr(c.wanted, inner, [])};")
             within = {**inner, c.name: (c.box[0], c.box[1] - 1)}
             picked = self._expr(c.picked, within, [])
-            lines.append(f"float acc = v >= {c.box[0]} && v < {c.box[1]} ? {picked} : 0.0f;")
+            low, high = map(self._size, c.box)
+            lines.append(f"float acc = v >= {low} && v < {high} ? {picked} : 0.0f;")
             acc = ["acc"]
-        place = _sum(zip(strides(self.out), (f"(d{i} - {lo})" for i, (lo, _) in enumerate(self.out)), strict=True))
+        place = self._place(self.out, [f"(d{i} - {self._size(lo)})" for i, (lo, _) in enumerate(self.out)])
         lines.append(f"y[{place}] = {self._expr(piece.value, inner, acc)};")
         return [*lines, "}" * len(piece.box)]
 
@@ -252,15 +275,14 @@ class Writer:
     def _read(self, k: int, inner: Mapping[str, tuple[int, int]]) -> str:
         r, box, extents, dtype = self.reads[k]
         tests = [_test(g, self._aff(g.aff, inner)) for g in r.when if not always(g, inner)]
-        terms: list[tuple[int, str]] = []
-        for e, step, (lo, hi), n in zip(r.index, strides(box), box, extents, strict=True):
+        at: list[str] = []
+        for e, (lo, hi), n in zip(r.index, box, extents, strict=True):
             text = self._aff(e, inner)
-            terms.append((step, f"({text} - {lo})"))
+            at.append(f"({text} - {self._size(lo)})")
             low, high = bounds(e, inner)
-            tests += [f"({text}) >= {max(lo, 0)}"] * bool(low < max(lo, 0)) + [f"({text}) < {min(hi, n)}"] * bool(
-                high >= min(hi, n)
-            )
-        value = f"p{self.slots[k]}[{_sum(terms)}]"
+            tests += [f"({text}) >= {self._size(max(lo, 0))}"] * bool(low < max(lo, 0))
+            tests += [f"({text}) < {self._size(min(hi, n))}"] * bool(high >= min(hi, n))
+        value = f"p{self.slots[k]}[{self._place(box, at)}]"
         other = literal(Const(0 if r.other is None else r.other, dtype))
         return f"({' && '.join(tests)} ? {value} : {other})" if tests else value
 
