@@ -30,8 +30,10 @@ from tapestry.ir.state import varies
 
 Tensor = torch.Tensor
 Reads = Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
-MOST_WORK = {False: 1 << 17, True: 1 << 14}  # primitives, without and with a reduction: more take longer than torch's calls
-SLOW = 16  # primitives that a call of the library takes as long as
+MOST_WORK = 1 << 18  # primitives: more take longer than torch's calls
+MOST_SUMS = 1 << 16  # in sums, which torch's matrix products are better at
+MOST_MERGES = 1 << 14  # in other reductions, which are a cell at a time
+SLOW = 32  # primitives that a call of the library takes as long as
 MOST_TEXT = 2000  # primitives of an operation
 
 
@@ -46,7 +48,7 @@ def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     exprs = (*op.point, *op.then, *combined)
     inside = tuple(b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op))
     work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
-    if work > MOST_WORK[op.monoid is not None] or any(b != out for b in kernel.outs):
+    if work > _most(op) or any(b != out for b in kernel.outs):
         return plain
     reads = _reads(op, graph, kernel)
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
@@ -58,6 +60,13 @@ def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     return Mapped(plain, (name,), Written(tuple(arrays), functools.partial(_record, name, used)), used, few=True)
 
 
+def _most(op: Block) -> int:
+    """Primitives that an operation may have."""
+    if op.monoid is None or _plain_moments(op):
+        return MOST_WORK
+    return MOST_SUMS if only_sums(op.monoid) else MOST_MERGES
+
+
 def _outer(op: Block) -> frozenset[str]:
     """Map dimensions that a reduced state varies along; without a reduction all of them."""
     return frozenset(d.name for k, d in enumerate(op.dims) if op.monoid is None or any(field[k] for field in varies(op)))
@@ -67,7 +76,7 @@ def _weight(exprs: Sequence[Expr]) -> int:
     """How many primitives expressions are, those of the library for several; too many for those that are too long."""
     nodes = list(itertools.islice((x for e in exprs for x in walk(e)), MOST_TEXT))
     if len(nodes) == MOST_TEXT:
-        return MOST_WORK[False] + 1
+        return MOST_WORK + 1
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
 
 
@@ -96,7 +105,8 @@ def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], valu
     found = _reads(alone, graph, kernel)
     if conv_c.available() is None or found is None or value.dtype != "f32" or not written((value,), few=True):
         return None
-    if size(box) * _weight((value,)) > MOST_WORK[False] or any(isinstance(x, Let) for x in walk(value)):
+    slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(value))
+    if (slow and size(box) * _weight((value,)) > MOST_WORK) or any(isinstance(x, Let) for x in walk(value)):
         return None
     name = generated_c.register(BlockWriter(tuple(names), found, box).block(alone, replace(kernel, block=box)))
     return Cells(name, box, lambda ins, memory: _record(name, sorted(found), ins, [memory]))
