@@ -4,7 +4,8 @@
 
 The models are exports of the shared folder, given caches (`bench/support/cached_exports`). Tokens are compared with
 onnxruntime's greedy loop over the same cached export, its caches bound as its own values (IO binding); both take prompts of 16
-random tokens. Cost is processor time for each token, one thread, both in this process and in turns. Steady runs two ranks.
+random tokens. Cost is processor time for each token, one thread, both in this process and in turns, while the last of a cache
+of so many cells fills. Steady runs two ranks.
 Writes bench/results/session.json, a row per case; exits 1 where tokens differ.
 """
 
@@ -25,7 +26,9 @@ from bench.support.record import ROOT, WORK, Row
 
 MODELS = ("llama_tiny", "qwen3_tiny", "gpt2")
 PROMPT, CHUNK = 16, 16
+NEW = 64  # tokens that are measured
 VOCABULARY = 1000  # of prompts: every model has so many tokens
+LONGEST = {"gpt2": 1024}  # places that a model has
 TOKENS = {"llama_tiny": 512, "qwen3_tiny": 512, "gpt2": 64}
 
 
@@ -41,12 +44,12 @@ def export(name: str) -> Path:
     return path
 
 
-def builds(name: str, devices: int, batch: int, capacity: int) -> list[Path]:
+def builds(name: str, devices: int, batch: int, capacity: int, parts: Sequence[int] = (CHUNK, 1)) -> list[Path]:
     """Builds for parts of a prompt and for one token, compiled once; written beside the export."""
     import tapestry
 
     out: list[Path] = []
-    for new in (CHUNK, 1):
+    for new in parts:
         folder = WORK / "session" / f"{name}-d{devices}-b{batch}-c{capacity}-s{new}"
         if not folder.is_dir():
             sizes = {"batch": batch, "sequence": new, "past_sequence": capacity, "total_sequence": capacity + new}
@@ -77,6 +80,7 @@ class Theirs:
 
         past = {n: self.ort.OrtValue.ortvalue_from_numpy(np.zeros(s, np.float32)) for n, s in self.empty.items()}
         out, at, new = np.zeros((self.batch, count), np.int64), 0, ids
+        self.stamps: list[float] = []
         for k in range(count):
             binding, size = self.session.io_binding(), new.shape[1]
             binding.bind_cpu_input("input_ids", new)
@@ -90,16 +94,17 @@ class Theirs:
             found = dict(zip(self.names, binding.get_outputs(), strict=True))
             past = {n: found[n.replace("past_key_values", "present")] for n in past}
             scores = found[self.names[0]].numpy()
+            self.stamps.append(time.process_time())
             out[:, k] = scores[:, -1].argmax(axis=1)
             at, new = at + size, np.ascontiguousarray(out[:, k : k + 1])
         return out
 
 
-def prompts(batch: int) -> Any:
+def prompts(batch: int, length: int = PROMPT) -> Any:
     """Random tokens."""
     import numpy as np
 
-    return np.random.default_rng(7).integers(0, VOCABULARY, (batch, PROMPT))
+    return np.random.default_rng(7).integers(0, VOCABULARY, (batch, length))
 
 
 def tokens(name: str, processes: int) -> Row:
@@ -124,30 +129,34 @@ def tokens(name: str, processes: int) -> Row:
 
 
 def cost(name: str, batch: int, capacity: int) -> Row:
-    """Processor time for a token, ours and theirs in turns: the difference of two loops of unlike length."""
+    """Processor time for a token, ours and theirs in turns: the median of the last ones that the cache has a place for."""
+    import numpy as np
     import torch
 
     import tapestry
+    from tapestry.serving.generation import Seeded, greedy
 
     torch.set_num_threads(1)
-    few, many = 2, min(capacity - PROMPT, 66)
-    theirs, ids = Theirs(export(name), batch), prompts(batch)
-    with tapestry.Session(builds(name, 1, batch, capacity)) as s:
-        pairs = [(_spent(s.generate, ids, few, many), _spent(theirs.generate, ids, few, many)) for _ in range(5)]
+    theirs, ids = Theirs(export(name), batch), prompts(batch, capacity - NEW)
+    stamps: list[float] = []
+
+    class Noted(Seeded):
+        """Greedy, and the processor's clock at each token."""
+
+        def sampler(self) -> Callable[[Any], Any]:
+            stamps.clear()
+            return lambda scores: (stamps.append(time.process_time()), greedy(scores))[1]
+
+    pairs: list[tuple[float, float]] = []
+    with tapestry.Session(builds(name, 1, batch, capacity, (1,))) as s:
+        for _ in range(3):
+            found, expected = s.generate(ids, NEW, sampler=Noted()), theirs.generate(ids, NEW)
+            pairs.append((float(np.median(np.diff(stamps))), float(np.median(np.diff(theirs.stamps)))))
     ours, other = (sorted(p[k] for p in pairs)[len(pairs) // 2] for k in (0, 1))
     ratios = sorted(a / b for a, b in pairs)
-    return {"case": "cost", "model": name, "batch": batch, "capacity": capacity, "tokens": many - few, "ours_cpu_s": ours,
-            "onnxruntime_cpu_s": other, "ratio": ours / other, "ratio_spread": [ratios[0], ratios[-1]]}  # fmt: skip
-
-
-def _spent(loop: Callable[[Any, int], Any], ids: Any, few: int, many: int) -> float:
-    """Processor seconds for one more token."""
-    spent: list[float] = []
-    for count in (few, many):
-        began = time.process_time()
-        loop(ids, count)
-        spent.append(time.process_time() - began)
-    return (spent[1] - spent[0]) / (many - few)
+    return {"case": "cost", "model": name, "batch": batch, "capacity": capacity, "tokens": NEW, "ours_cpu_s": ours,
+            "onnxruntime_cpu_s": other, "ratio": ours / other, "ratio_spread": [ratios[0], ratios[-1]],
+            "equal": bool((found == expected).all())}  # fmt: skip
 
 
 def steady(steps: int = 10_000) -> Row:
@@ -203,7 +212,8 @@ def cases(args: argparse.Namespace) -> list[tuple[str, ...]]:
     out: list[tuple[str, ...]] = []
     for m in args.models:
         out += [("tokens", m, str(p)) for p in args.processes]
-        out += [("cost", m, str(b), str(c)) for b in args.batch for c in args.capacity]
+        fits = [c for c in args.capacity if c <= LONGEST.get(m, c)]
+        out += [("cost", m, str(b), str(c)) for b in args.batch for c in fits]
     out += [("steady",)]
     return [c for c in out if args.only in (None, c[0])]
 
@@ -223,7 +233,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--capacity", nargs="+", type=int, default=[96, 512])
+    parser.add_argument("--capacity", nargs="+", type=int, default=[80, 512, 1024, 2048])
     parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:

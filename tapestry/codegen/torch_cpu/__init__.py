@@ -56,13 +56,18 @@ class TorchCpu:
     def recorders(self, runs: Mapping[int, object]) -> dict[int, Recorder]:
         """The kernels (by step) that write where they are told: those of ours."""
         few = sum(isinstance(r, Mapped) and r.few for r in runs.values()) >= FEWEST
-        found = {at: r.recorder() if isinstance(r, Mapped) and (few or not r.few) else r for at, r in runs.items()}
-        return {at: r for at, r in found.items() if isinstance(r, Recorder)}
+        out: dict[int, Recorder] = {}
+        for at, run in runs.items():
+            found = run.recorder() if isinstance(run, Mapped) and (few or not run.few) else run
+            if isinstance(found, Recorded | Together | Written):
+                out[at] = found
+        return out
 
     def follows(self, before: object, after: object) -> int | None:
         """The input that ``after`` may read while ``before`` makes it, where that pays."""
-        ours = isinstance(before, Recorded) and isinstance(after, Recorded)
-        return conv_chain.follows(before, after) if ours else None
+        if not isinstance(before, Recorded) or not isinstance(after, Recorded):
+            return None
+        return conv_chain.follows(before, after)
 
     def chain(self, calls: Sequence[object]) -> Call | None:
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""

@@ -107,7 +107,7 @@ class _Kernel:
         lib: Any = native.library()
         function = lib.tapestry_attend if self.counts[3] <= FEW else lib.tapestry_attention
         call = Call(function, sizes, buffers, (*given, *rest, memory), fixed)
-        return Calls((*before, call)) if before else call
+        return Calls.of(*before, call) if before else call
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_unary import added_first
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Together
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Together, last
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
@@ -81,7 +81,7 @@ def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Ru
     name = generated_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
 
     def record(ins: Ins, memory: Tensor) -> Call:
-        calls = [r.record(ins, memory) for r in ours]
+        calls = [last(r.record(ins, memory)) for r in ours]
         first, then_at = calls[0], ctypes.cast(generated_c.function(name), ctypes.c_void_p).value
         sizes = native.Several(first.sizes, len(calls), then_at)
         pointers = ctypes.c_void_p * native.MOST_SUMS

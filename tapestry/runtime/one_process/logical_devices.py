@@ -225,6 +225,17 @@ class LocalExecutor(Executor):
             return grown.tail.nbytes
         return super().nbytes(device, name) if kept is None else kept[1]
 
+    def outputs(self, wanted: Collection[str] | None = None) -> dict[str, Array]:
+        """The outputs that are wanted (by default all); those with a position of their own are copied out of it."""
+        if self.schedule is None:
+            return super().outputs(wanted)
+        fixed = self.schedule.fixed
+        names = [t for t in self.program.outputs if wanted is None or t in wanted]
+        rest = [t for t in names if self.program.outputs[t] not in fixed]
+        other = super().outputs(rest) if rest else {}
+        as_is = torch.contiguous_format
+        return {t: other[t] if t in other else fixed[self.program.outputs[t]].clone(memory_format=as_is) for t in names}
+
     def new_at_every_run(self, name: str) -> bool:
         """What is computed, but for what has a position of its own."""
         if self.schedule is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +18,7 @@ from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.c import attention_c_states as heads
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c import c_calls, conv_c
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -170,11 +172,12 @@ ROWS = "input c: f32[{b}, {n}]\n", ", c[b, n]"
 @pytest.mark.parametrize("weight", [PLAIN, GUARDED])
 @pytest.mark.parametrize("bias", [BIAS, ROWS])
 @pytest.mark.parametrize("bad", [0.5, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rows", [51, 5])
 def test_attention_on_buffers_as_they_are(
-    heads: int, shared: int, then: str, weight: str, bias: tuple[str, str], bad: float
+    heads: int, shared: int, then: str, weight: str, bias: tuple[str, str], bad: float, rows: int
 ) -> None:
     inputs, reads = bias if "c" in then.replace("acc", "") else ("", "")
-    text = attention(then, reads=reads, inputs=inputs, weight=weight, h=heads, kv=shared, s=51, n=35, d=20, e=20)
+    text = attention(then, reads=reads, inputs=inputs, weight=weight, h=heads, kv=shared, s=rows, n=35, d=20, e=20)
     graph = simplify(parse(text))
     feeds = random_feeds(graph, np.random.default_rng(heads))
     feeds["q"][1, 2, 3, 4] = bad
@@ -186,7 +189,7 @@ def test_attention_on_buffers_as_they_are(
     assert isinstance(op, Block) and len(graph.ops) == 1 + (weight == GUARDED)
     ins, last = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads), len(graph.ops) - 1
     kernel = Kernel(
-        op=last, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, 51, 20)),)
+        op=last, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, rows, 20)),)
     )
     found = attention_c.attention(op, graph, kernel)
     assert found and not found.names
@@ -199,6 +202,64 @@ def test_attention_on_buffers_as_they_are(
         got = run(given, [])[0].numpy()
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+Feeds = dict[str, np.ndarray]
+
+
+def few_rows(keys: int, feeds: Feeds | None = None) -> tuple[Any, list[torch.Tensor], np.ndarray, Feeds]:
+    """(kernel, inputs, result, all inputs) of an attention of five rows, of which one sees nothing."""
+    text = attention("(acc0 * 0.25) + c", reads=ROWS[1], inputs=ROWS[0], weight=GUARDED, h=4, kv=2, s=5, n=keys, d=20, e=20)
+    graph = simplify(parse(text))
+    if feeds is None:
+        feeds = random_feeds(graph, np.random.default_rng(0))
+        feeds["c"][0] = -np.inf
+    last = len(graph.ops) - 1
+    op, before = graph.ops[last], run_ops(graph, feeds, last)
+    assert isinstance(op, Block)
+    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+    block = whole(tuple(d.size for d in op.space))
+    kernel = Kernel(op=last, mode="full", block=block, ins=ins, outs=(whole((2, 4, 5, 20)),))
+    found = attention_c.attention(op, graph, kernel)
+    assert found
+    given = [before[r.tensor].contiguous() for r in op.reads]
+    return found.run, given, interp.run(graph, feeds, wide=True)["y"], feeds
+
+
+@needed
+def test_keys_that_are_left_out_are_not_read() -> None:
+    run, given, _, feeds = few_rows(35)
+    axes = {"k": 2, "v": 2, "c": 1}
+    kept = [*range(11), *range(24, 35)]
+    wanted = few_rows(len(kept), {n: np.take(a, kept, axes[n]) if n in axes else a for n, a in feeds.items()})[2]
+    for k, axis in run.cells:
+        given[k].narrow(axis, 11, 13).fill_(np.nan)
+    memory, numbers = torch.empty(run.size), (ctypes.c_int64 * 2)(11, 24)
+    call = run.record(given, memory)
+    c_calls.limit(call, ctypes.addressof(numbers))
+    call.run()
+    np.testing.assert_allclose(run.array(memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@needed
+@pytest.mark.parametrize("blind", [False, True])
+def test_what_is_seldom_wanted_is_made_when_it_is(blind: bool) -> None:
+    run, given, wanted, _ = few_rows(35)
+    there = given[run.seldom].clone()
+    given[run.seldom].fill_(7)
+    if not blind:
+        given = [x.nan_to_num(neginf=0.0) for x in given]
+        wanted = run(given, [])[0].numpy()
+    memory, asked = torch.empty(run.size), list[int]()
+    made = c_calls.called(lambda ins, _: (asked.append(1), [there])[1], tuple(there.shape)).bind(
+        [], [given[run.seldom].view(-1)]
+    )
+    call = run.record(given, memory)
+    c_calls.ask(call, made)
+    for _ in range(2):
+        call.run()
+        np.testing.assert_allclose(run.array(memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
+    assert len(asked) == 2 * blind
 
 
 @needed

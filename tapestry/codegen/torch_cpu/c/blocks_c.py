@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, shares
@@ -29,8 +30,10 @@ from tapestry.ir.state import varies
 
 Tensor = torch.Tensor
 Reads = Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
-MOST_WORK = {False: 1 << 17, True: 1 << 14}  # primitives, without and with a reduction: more take longer than torch's calls
-SLOW = 16  # primitives that a call of the library takes as long as
+MOST_WORK = 1 << 18  # primitives: more take longer than torch's calls
+MOST_SUMS = 1 << 16  # in sums, which torch's matrix products are better at
+MOST_MERGES = 1 << 14  # in other reductions, which are a cell at a time
+SLOW = 32  # primitives that a call of the library takes as long as
 MOST_TEXT = 2000  # primitives of an operation
 
 
@@ -39,12 +42,13 @@ def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     lib = conv_c.available()
     if lib is None or kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
         return plain
-    out = kernel.block[: len(op.dims)]
-    combined = _combined(op)
+    if op.monoid is None and not op.inner and len(cut := cut_pieces(op.body, op, kernel.block)) == 1:
+        op = replace(op, body=cut[0][1])  # one side of a concatenation: the other is not read
+    out, combined = kernel.block[: len(op.dims)], _combined(op)
     exprs = (*op.point, *op.then, *combined)
-    inside = [b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op)]
+    inside = tuple(b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op))
     work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
-    if work > MOST_WORK[op.monoid is not None] or any(b != out for b in kernel.outs):
+    if work > _most(op) or any(b != out for b in kernel.outs):
         return plain
     reads = _reads(op, graph, kernel)
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
@@ -56,6 +60,13 @@ def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     return Mapped(plain, (name,), Written(tuple(arrays), functools.partial(_record, name, used)), used, few=True)
 
 
+def _most(op: Block) -> int:
+    """Primitives that an operation may have."""
+    if op.monoid is None or _plain_moments(op):
+        return MOST_WORK
+    return MOST_SUMS if only_sums(op.monoid) else MOST_MERGES
+
+
 def _outer(op: Block) -> frozenset[str]:
     """Map dimensions that a reduced state varies along; without a reduction all of them."""
     return frozenset(d.name for k, d in enumerate(op.dims) if op.monoid is None or any(field[k] for field in varies(op)))
@@ -65,7 +76,7 @@ def _weight(exprs: Sequence[Expr]) -> int:
     """How many primitives expressions are, those of the library for several; too many for those that are too long."""
     nodes = list(itertools.islice((x for e in exprs for x in walk(e)), MOST_TEXT))
     if len(nodes) == MOST_TEXT:
-        return MOST_WORK[False] + 1
+        return MOST_WORK + 1
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
 
 
@@ -94,7 +105,8 @@ def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], valu
     found = _reads(alone, graph, kernel)
     if conv_c.available() is None or found is None or value.dtype != "f32" or not written((value,), few=True):
         return None
-    if size(box) * _weight((value,)) > MOST_WORK[False] or any(isinstance(x, Let) for x in walk(value)):
+    slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(value))
+    if (slow and size(box) * _weight((value,)) > MOST_WORK) or any(isinstance(x, Let) for x in walk(value)):
         return None
     name = generated_c.register(BlockWriter(tuple(names), found, box).block(alone, replace(kernel, block=box)))
     return Cells(name, box, lambda ins, memory: _record(name, sorted(found), ins, [memory]))
@@ -113,7 +125,11 @@ def _reads(op: Block, graph: Graph, kernel: Kernel) -> Reads | None:
 def _combined(op: Block) -> tuple[Expr, ...]:
     """What merges two states, as expressions; of all reductions, inner ones too."""
     inner = tuple(e for s in op.inner for e in MONOIDS[s.monoid].combiner((s.body.dtype,)))
-    return inner if op.monoid is None else (*inner, *MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body)))
+    return (
+        inner
+        if op.monoid is None or _plain_moments(op)
+        else (*inner, *MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body)))
+    )
 
 
 @dataclass(slots=True)
@@ -154,7 +170,7 @@ class BlockWriter(Writer):
         """The reduced state's fields."""
         assert op.monoid
         names = [d.name for d in op.reduce]
-        if isinstance(MONOIDS[op.monoid].structure, Moments) and _plain_moments(op.body) and not op.inner:
+        if _plain_moments(op):
             return self._moments(op.body[1], names, lines)
         lines += self._fold("a", op.monoid, op.body, names, op)
         return [self._field("a", op.monoid, k, e.dtype) for k, e in enumerate(op.body)]
@@ -212,7 +228,9 @@ class BlockWriter(Writer):
         return f"((float){name}{k})" if self._double(monoid, dtype) else f"{name}{k}"
 
 
-def _plain_moments(body: Sequence[Expr]) -> bool:
-    """Whether each value is lifted as (1, x, 0)."""
-    n, x, spread = body
+def _plain_moments(op: Block) -> bool:
+    """Whether each value is lifted as (1, x, 0), of which are count, mean and deviations."""
+    if not op.monoid or not isinstance(MONOIDS[op.monoid].structure, Moments) or op.inner:
+        return False
+    n, x, spread = op.body
     return x.dtype == "f32" and n == Const(1.0, "f32") and spread == Const(0.0, "f32")

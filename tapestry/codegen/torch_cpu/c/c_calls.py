@@ -37,9 +37,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls one after another."""
+    """Calls one after another; the last one writes the result, unless there are several."""
 
     parts: tuple[Call, ...]
+
+    @classmethod
+    def of(cls, *calls: Call | Calls) -> Calls:
+        """All of them."""
+        return cls(tuple(c for call in calls for c in (call.parts if isinstance(call, Calls) else (call,))))
 
     @property
     def fixed(self) -> bool:
@@ -129,7 +134,7 @@ class Together:
 
     def bind(self, ins: Ins, memory: Sequence[Tensor]) -> Calls:
         """The calls for memory of each output."""
-        return Calls(tuple(p.record(ins, m) for p, m in zip(self.parts, memory, strict=True)))
+        return Calls.of(*(p.record(ins, m) for p, m in zip(self.parts, memory, strict=True)))
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory."""
@@ -185,7 +190,7 @@ def shares(a: Tensor, b: Tensor) -> bool:
 
 def batch(given: Sequence[Call | Calls]) -> Callable[[], None]:
     """All calls, one after another, as one."""
-    calls = [c for call in given for c in (call.parts if isinstance(call, Calls) else (call,))]
+    calls = Calls.of(*given).parts
     if len(calls) == 1:
         return calls[0].run
     lib = native.library()

@@ -20,7 +20,7 @@ Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
 MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
 MOST_REREAD = 1 << 14  # cells of a weight that may be read again for every few rows of an image
-FEW = 4  # rows: what they take is reading the weight
+FEW = 8  # rows: what they take is reading the weight
 MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
 
 

@@ -54,6 +54,8 @@ INLINE float t_tanh(float x) {
     float far = copysignf(1.0f - 2.0f / (t_exp(a + a) + 1.0f), x);
     return a < 0.625f ? p : far;
 }
+INLINE float t_square(float x) { return x * x; }
+INLINE float t_cube(float x) { return x * x * x; }
 INLINE float t_sign(float x) { return x != x ? x : (float)((x > 0) - (x < 0)); }
 INLINE float t_mod(float a, float b) {
     float r = fmodf(a, b);
@@ -88,6 +90,7 @@ WHOLE: dict[str, str] = {
 }  # fmt: skip
 _SHORT = {fn: f"((int32_t){text})" for fn, text in WHOLE.items()}
 TRUTH: dict[str, str] = {"and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})", "not": "(!{})"}
+POWERS = {2.0: "t_square({0})", 3.0: "t_cube({0})"}  # as torch has them
 COMPARE: dict[str, str] = {
     "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
     "isnan": "({0} != {0})",
@@ -106,6 +109,8 @@ def row(e: Call) -> str | None:
         return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and fits else None
     if e.fn in COMPARE:
         return COMPARE[e.fn] if of in TYPES else None
+    if e.fn == "pow" and e.dtype == "f32" and isinstance(e.args[1], Const) and e.args[1].value in POWERS:
+        return POWERS[e.args[1].value]
     return {"f32": FLOAT | LIBRARY, "i64": WHOLE, "i32": _SHORT, "bool": TRUTH}.get(e.dtype, {}).get(e.fn)
 
 
@@ -131,7 +136,7 @@ def written(exprs: tuple[Expr, ...], *, few: bool = False) -> bool:
 
 def is_slow(e: Call) -> bool:
     """Whether a primitive is a call of the library."""
-    return e.dtype == "f32" and e.fn in LIBRARY
+    return e.dtype == "f32" and e.fn in LIBRARY and row(e) == LIBRARY[e.fn]
 
 
 @dataclass(frozen=True, slots=True)

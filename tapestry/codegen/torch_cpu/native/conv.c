@@ -136,12 +136,12 @@ static const Tile TILES[WIDEST + 1][MOST_ROWS + 1] = {SHAPES(ENTRY)};
 #define PLAIN(ROWS, NV) [NV][ROWS] = plain_##ROWS##_##NV,
 static const Plain PLAINS[WIDEST + 1][MOST_ROWS + 1] = {SHAPES(PLAIN)};
 
-/* Rows [m0, m1) of one panel over some pieces; meanwhile the weights of the next are fetched. */
+/* Rows [m0, m1) of one panel over some pieces; meanwhile the weights of the next are fetched, but for few rows (`multiply`). */
 static void strip(const Conv *c, const Buffers *b, const Piece *piece, const Span *s, int matrix, int64_t m0, int64_t m1,
                   int64_t f0, int nv, const float *w, int first, int last, const float *ahead, int64_t length) {
     int64_t pixels = c->out_h * c->out_w;
     Place place = {m0 / pixels, m0 % pixels / c->out_w, m0 % c->out_w};
-    int64_t lines = length / 16, done = 0, m = m0;
+    int64_t lines = m1 - m0 <= MOST_ROWS ? 0 : length / 16, done = 0, m = m0;
     while (m < m1) {
         int64_t left = m1 - m, tiles = (left + TALLEST[nv] - 1) / TALLEST[nv];
         int rows = (int)((left + tiles - 1) / tiles);

@@ -28,7 +28,7 @@ enum { VL = 4, WIDEST = 2 };
 static const int TALLEST[3] = {0, 8, 6};
 #endif
 
-enum { MOST_ROWS = 8, DEPTH = 512 }; /* rows of the tallest tile; steps of a block of the reduced dimension */
+enum { MOST_ROWS = 8, DEPTH = 512, AHEAD = 24 }; /* rows of the tallest tile; steps of a block of the reduced dimension, and of fetching */
 
 typedef float vec __attribute__((vector_size(VL * sizeof(float))));
 typedef int32_t mask __attribute__((vector_size(VL * sizeof(float))));
@@ -86,10 +86,11 @@ INLINE vec fma_of(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (
 INLINE vec fma_of(vec a, vec b, vec c) { return a * b + c; }
 #endif
 
-/* acc += rows of x times packed weights, n steps deep. */
+/* acc += rows of x times packed weights, n steps deep; few rows wait for the weights, which are fetched ahead. */
 INLINE void multiply(const int rows, const int nv, const float *const *x, const float *w, int64_t n, vec acc[][WIDEST]) {
     for (int64_t k = 0; k < n; k++, w += nv * VL) {
         vec b[WIDEST];
+        if (rows <= 4) UNROLL for (int v = 0; v < nv; v++) __builtin_prefetch(w + (v + AHEAD * nv) * VL, 0, 3);
         UNROLL for (int v = 0; v < nv; v++) b[v] = load(w + v * VL);
         UNROLL for (int r = 0; r < rows; r++) {
             vec a = all(x[r][k]);

@@ -112,7 +112,7 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
         out = found(ins, bias(ins) if bias else None, residual(ins) if residual else None, size)
         return tail(ins, [out]) if tail else [out]
 
-    def record(ins: Ins, memory: Tensor) -> Call:
+    def record(ins: Ins, memory: Tensor) -> Call | Calls:
         assert found.record
         return found.record(ins, bias(ins) if bias else None, residual(ins) if residual else None, memory)
 
@@ -123,7 +123,7 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     after = cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0]) if rest else None
     if after is None:
         return Packable(plain, packs, packed)
-    both = Recorded(found.array, lambda ins, memory: Calls((record(ins, memory), after.record(ins, memory))), size)
+    both = Recorded(found.array, lambda ins, memory: Calls.of(record(ins, memory), after.record(ins, memory)), size)
     return Packable(plain, packs, Mapped(packed, (after.name,), both, few=True))
 
 
