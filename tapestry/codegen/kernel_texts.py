@@ -95,7 +95,7 @@ def _cpu_kernel(graph: Graph, kernel: Kernel, run: Run, name: str) -> CpuKernel:
     if isinstance(run, Recorded | Together):
         texts, ours = contract_texts_of(graph, kernel, run.parts if isinstance(run, Together) else [run], name, packs)
         return CpuKernel(", ".join(ours) + ", added by torch to what is given" * merged, texts, ours)
-    if isinstance(run, Mapped) and packs and not run.few and isinstance(run.recorded, Recorded):
+    if isinstance(run, Mapped) and len(packs) > 1 and isinstance(run.recorded, Recorded):
         text = sums_text_of(graph, kernel, run.recorded, run.names[0], name, packs)
         return CpuKernel("tapestry_several", (text,), ("tapestry_conv", "tapestry_several"))
     if isinstance(run, Mapped) and run.reads:

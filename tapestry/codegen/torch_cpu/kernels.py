@@ -19,10 +19,11 @@ from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.c import pooling, row_norms
-from tapestry.codegen.torch_cpu.c.blocks_c import few_points
+from tapestry.codegen.torch_cpu.c.blocks_c import as_loops
 from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
 from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped, mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
+from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.monoid import parts_of
@@ -41,14 +42,24 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     run = _built(op, graph, kernel, how)
     if how.any_size:
         return _of_any_size(run)
-    return run if isinstance(run, Recorded | Together | Mapped | dense.Packable) else few_points(op, graph, kernel, run)
+    made = isinstance(run, Recorded | Together | Mapped | dense.Packable)
+    return run if made else as_loops(op, graph, kernel, run, _is_dear(op, graph, kernel))
+
+
+def _is_dear(op: Block, graph: Graph, kernel: Kernel) -> bool:
+    """Whether torch has no operator for an operation: it would write out the points of a reduction, or gather cell by cell."""
+    if op.monoid is None:
+        terms = (a for k in arg_positions(op.body) for e in op.reads[k].index for a, _ in e.terms)
+        return any(not isinstance(a, str) for a in terms)
+    plain = len(op.body) == 1 and not op.inner and not layered(op) and len(parts_of(op.monoid)) == 1
+    return plain and kernel.mode == "full" and _special(op, graph, kernel, Frame(op.space, kernel.block)) is None
 
 
 def _of_any_size(run: Run) -> Run:
     """A function without those in C whose text has the sizes of one block in it."""
     if isinstance(run, dense.Packable):
         return replace(run, packed=_of_any_size(run.packed))
-    return run.plain if isinstance(run, Mapped) and run.few and not run.reads else run
+    return run.plain if isinstance(run, Mapped) and run.sized else run
 
 
 def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
@@ -63,7 +74,7 @@ def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
         if ours and not ours.names:
             return ours.run
         if ours:
-            return Mapped(_whole(op, graph, kernel), ours.names, ours.run, few=True)
+            return Mapped(_whole(op, graph, kernel), ours.names, ours.run, few=True, sized=True)
         found = (
             norms.layer_norm(op, kernel)
             or row_norms.rms_norm(op, kernel)
@@ -129,7 +140,12 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     if len(parts := parts_of(op.monoid or "")) > 1:  # each in its own way
         runs = [_states(replace(op, monoid=name, body=op.body[a:b], then=()), graph, kernel) for name, a, b in parts]
         return lambda ins: [x for run in runs for x in run(ins)]
-    special = (
+    return _special(op, graph, kernel, frame) or tiled_sums.states(op, graph, kernel)
+
+
+def _special(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
+    """The states of a reduction that torch has an operator for."""
+    return (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)
         or pooling.transposed(op, graph, kernel)
@@ -139,7 +155,6 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         or tiled_sums.product(op, graph, kernel, frame)
         or gather(op, graph, kernel, frame)
     )
-    return special or tiled_sums.states(op, graph, kernel)
 
 
 def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:

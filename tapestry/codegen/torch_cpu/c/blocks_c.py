@@ -1,6 +1,7 @@
-"""Small operations of any kind as fixed calls: loops over the index space in C, the monoid's own expressions in the innermost.
+"""Operations of any kind as fixed calls: loops over the index space in C, the monoid's own expressions in the innermost.
 
-What a step of a small model takes is not its arithmetic but the calls of operators. Here an operation is one function, which
+What a step of a small model takes is not its arithmetic but the calls of operators; and where torch has no operator for an
+operation, points are written out before they are merged, or cells gathered one by one. Here an operation is one function, which
 `tapestry_run` calls among others. Sums are in double precision; all else is in the order and the dtypes of the operation.
 """
 
@@ -16,11 +17,12 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
+from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, shares
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, literal, written
-from tapestry.ir.expr import Arg, Const, Expr, Let, arg_positions, walk
+from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.kernel import Box, Kernel, shape, size, strides
@@ -37,8 +39,8 @@ SLOW = 32  # primitives that a call of the library takes as long as
 MOST_TEXT = 2000  # primitives of an operation
 
 
-def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
-    """The operation with its function in C, where it is small and all of it can be written; else as it is."""
+def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, dear: bool) -> Run:
+    """The operation with its function in C, where all of it can be written, and it is small or torch's way is ``dear``."""
     lib = conv_c.available()
     if lib is None or kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
         return plain
@@ -48,7 +50,8 @@ def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     exprs = (*op.point, *op.then, *combined)
     inside = tuple(b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op))
     work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
-    if work > _most(op) or any(b != out for b in kernel.outs):
+    few = work <= _most(op)
+    if not (few or dear) or any(b != out for b in kernel.outs):
         return plain
     reads = _reads(op, graph, kernel)
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
@@ -57,7 +60,9 @@ def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     extents = shape(out)
     arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(op.outs)
     used = tuple(sorted(reads))
-    return Mapped(plain, (name,), Written(tuple(arrays), functools.partial(_record, name, used)), used, few=True)
+    memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
+    call = Written(tuple(arrays), functools.partial(_record, name, used), memory)
+    return Mapped(plain, (name,), call, used, few=not dear)
 
 
 def _most(op: Block) -> int:
@@ -90,20 +95,39 @@ def _record(name: str, used: Sequence[int], ins: Ins, memory: Sequence[Tensor]) 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """An expression at every point of some dimensions: a function in C, and its calls on row-major memory of a box."""
+    """An expression at every point of some dimensions: a function in C, and its calls on memory.
+
+    Attributes:
+        box: of the memory, which is row-major; without one, memory in any order.
+    """
 
     name: str
     box: Box
     record: Callable[[Ins, Tensor], Call]
 
 
+def each_cell(value: Expr) -> Cells | None:
+    """An expression of what is in a cell alone, its `Acc`; ``None`` where it is more, or a call of the library for each."""
+    if arg_positions((value,)) or any(isinstance(x, Index) for x in walk(value)) or value.dtype != "f32":
+        return None
+    if conv_c.available() is None or not written((value,)):
+        return None
+    name = generated_c.register(Writer((), {}, ()).each_cell(value))
+
+    def record(_: Ins, memory: Tensor) -> Call:
+        pointer = (ctypes.c_void_p * 1)(memory.data_ptr())
+        return Call(generated_c.function(name), ctypes.c_int64(memory.numel()), pointer, (memory,), True)
+
+    return Cells(name, (), record)
+
+
 def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], value: Expr) -> Cells | None:
-    """An expression of an operation over some of its dimensions, its `Acc` what is there before; ``None`` for too much."""
+    """An expression of an operation over some of its dimensions, its `Acc` what is there before; else ``None``."""
     at = {d.name: (d, b) for d, b in zip(op.space, kernel.block, strict=True)}
     box = tuple(at[n][1] for n in names)
     alone = Block(outs=op.outs[:1], dims=tuple(at[n][0] for n in names), reads=op.reads, body=(value,))
     found = _reads(alone, graph, kernel)
-    if conv_c.available() is None or found is None or value.dtype != "f32" or not written((value,), few=True):
+    if conv_c.available() is None or found is None or value.dtype != "f32":
         return None
     slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(value))
     if (slow and size(box) * _weight((value,)) > MOST_WORK) or any(isinstance(x, Let) for x in walk(value)):

@@ -114,10 +114,18 @@ class Written:
     Attributes:
         arrays: each output over flat memory of as many elements.
         bind: the call for some inputs and memory for each output.
+        memory: of each output, how many elements and their dtype.
     """
 
     arrays: tuple[Callable[[Tensor], Tensor], ...]
     bind: Callable[[Ins, Sequence[Tensor]], Call]
+    memory: tuple[tuple[int, torch.dtype], ...]
+
+    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
+        """Compute into new memory."""
+        memory = [torch.empty(size, dtype=dtype) for size, dtype in self.memory]
+        self.bind(ins, memory).run()
+        return [array(m) for array, m in zip(self.arrays, memory, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ def called(run: Callable[[Ins, Sequence[Tensor]], list[Tensor]], extents: tuple[
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(compute)
         return Call(function, ctypes.c_int64(0), ctypes.c_int64(0), (*ins, *memory))
 
-    return Written((lambda memory: memory.view(extents),), bind)
+    return Written((lambda memory: memory.view(extents),), bind, ((prod(extents), torch.float32),))
 
 
 def move(values: Tensor, there: Tensor, axis: int, at: int) -> Call:

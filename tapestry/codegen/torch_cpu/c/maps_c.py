@@ -49,6 +49,7 @@ class Mapped:
         reads: which reads of the operation a function that is all of it is given, in order.
         few: whether torch's operators take no longer but for their calls.
         compiles: whether it is compiled where it is not there yet.
+        sized: whether its text has the sizes of one block, where functions of any size are asked for.
     """
 
     plain: Run
@@ -57,10 +58,12 @@ class Mapped:
     reads: tuple[int, ...] = ()
     few: bool = False
     compiles: bool = True
+    sized: bool = False
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
-        """Compute into new memory, by torch."""
-        return self.plain(ins, states)
+        """Compute into new memory: by torch, where there are few points."""
+        found = None if self.few else self.recorder()
+        return self.plain(ins, states) if found is None else found(ins, states)
 
     def recorder(self) -> Recorded | Written | None:
         """The operation as one that writes where it is told; ``None`` without a working compiler."""

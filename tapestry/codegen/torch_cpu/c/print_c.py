@@ -212,6 +212,10 @@ class Writer:
         lines.append(f"float *restrict y = p[{fields}];")
         return "\n".join([*lines, f"for (int64_t i = 0; i < sizes[0]; i++) y[i] = {self._expr(value, {}, acc)};"])
 
+    def each_cell(self, value: Expr) -> str:
+        """The body of a function of ``sizes[0]`` cells, each of which becomes an expression of itself."""
+        return f"float *y = p[0];\nfor (int64_t i = 0; i < sizes[0]; i++) y[i] = {self._expr(value, {}, ['y[i]'])};"
+
     def columns(self, value: Expr, dtype: str) -> str:
         """The body of a function of the buffers read, sums in i32, what is added to each column's, then the output.
 

@@ -19,9 +19,9 @@ from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
 from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.codegen.torch_cpu.c.blocks_c import cells_of
+from tapestry.codegen.torch_cpu.c.blocks_c import cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, shares
-from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.c.maps_c import LEAST, Mapped
 from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
@@ -119,12 +119,14 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     packs = {found.weight: found.pack}
     if found.record and (tail is None or then.rest == (Acc(0, "f32"),)):
         return Packable(plain, packs, Recorded(found.array, record, size, found.link))
-    rest = then.rest if found.record and found.in_order and tail and kernel.outs == (base.box,) else ()
-    after = cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0]) if rest else None
+    rest = then.rest if found.record and tail and kernel.outs == (base.box,) else ()
+    anyhow = each_cell(rest[0]) if rest else None
+    ordered = rest and not anyhow and found.in_order
+    after = cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0]) if ordered else anyhow
     if after is None:
         return Packable(plain, packs, packed)
     both = Recorded(found.array, lambda ins, memory: Calls.of(record(ins, memory), after.record(ins, memory)), size)
-    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=True))
+    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, sized=anyhow is None))
 
 
 def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:

@@ -1,0 +1,78 @@
+"""Operations that torch has no operator for, at sizes where that matters: loops in C, and what the interpreter gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import tapestry
+from tapestry.codegen.torch_cpu import TorchCpu
+from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
+from tapestry.rewrites.core.rule_check import random_feeds
+from tapestry.verify import interp
+
+CASES = {
+    "sums over windows of what is worked out": """input x: f32[1, 7, 61, 59]
+input w: f32[7]
+y: f32[1, 7, 30, 29] = op [b: 1, c: 7, h: 30, w_: 29 | r: 3 sum, s: 3 sum]
+  reads x[b, c, 2*h + r - 1, 2*w_ + s - 1] when 2*h + r - 1 >= 0 when 2*w_ + s - 1 >= 0 else 0.0, w[c]
+  body max(x * w, 0.0)""",
+    "maxima over windows of what is worked out": """input x: f32[1, 5, 63, 65]
+y: f32[1, 5, 61, 33] = op [b: 1, c: 5, h: 61, w: 33 | r: 3 max, s: 2 max]
+  reads x[b, c, h + r, w + s + 31]
+  body abs(x) - x""",
+    "pixels written several times": """input x: f32[1, 9, 31, 29]
+y: f32[1, 9, 124, 87] = op [b: 1, c: 9, h: 124, w: 87]
+  reads x[b, c, floor((h + 1)/4), floor((w)/3)] else 0.5
+  body where(eq(index(((w) mod 3)), 0), x, x * 0.5)""",
+    "channels of two halves in turns": """input x: f32[1, 58, 28, 27]
+y: f32[1, 58, 28, 27] = op [b: 1, c: 58, h: 28, w: 27]
+  reads x[b, 29*((c) mod 2) + floor((c)/2), h, w]
+  body x""",
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", CASES)
+def test_torch_has_no_operator_for_it(name: str) -> None:
+    if conv_c.available() is None:
+        pytest.skip("no compiler")
+    graph = parse(f"graph g\n{CASES[name]}\noutput y")
+    feeds = random_feeds(graph, np.random.default_rng(3))
+    for special in (np.nan, np.inf, -np.inf, -0.0):
+        feeds["x"].flat[np.random.default_rng(4).integers(feeds["x"].size)] = special
+    op, ins = graph.ops[0], tuple(whole(graph.tensors[t].shape) for t in feeds)
+    out = whole(graph.tensors["y"].shape)
+    kernel = TorchCpu().kernel(
+        graph, Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(out,))
+    )
+    assert isinstance(kernel, Mapped) and not kernel.few
+    given = [torch.from_numpy(a) for a in feeds.values()]
+    (first,) = kernel(given, [])
+    kept = first.clone()
+    with np.errstate(invalid="ignore"):
+        want = interp.run(replace(graph, outputs=op.outs), feeds, wide=True)["y"]
+    np.testing.assert_allclose(first.numpy(), want, rtol=1e-5, atol=1e-6)
+    (second,) = kernel([x * 0 for x in given], [])
+    assert second.data_ptr() != first.data_ptr() and torch.equal(torch.nan_to_num(first), torch.nan_to_num(kept))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_follows_a_convolution_is_done_where_its_result_lies() -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 17, 3, stride=2), torch.nn.Hardswish(), torch.nn.Conv2d(17, 17, 5, padding=2, groups=17),
+        torch.nn.SiLU(), torch.nn.Conv2d(17, 9, 1), torch.nn.Hardsigmoid(),
+    ).eval()  # fmt: skip
+    x = torch.randn(1, 3, 45, 51)
+    plan = tapestry.compile(net, example_inputs=(x,), devices=1)
+    (name,) = plan.build.plan.graph.inputs
+    results = [plan.run({name: given.numpy()}) for given in (x, x * -3.0)]
+    for got, given in zip(results, (x, x * -3.0), strict=True):
+        (value,) = got.values()
+        np.testing.assert_allclose(value, net(given).detach().numpy(), rtol=1e-4, atol=1e-5)
