@@ -166,7 +166,7 @@ def _dominated(differences: np.ndarray, kept: np.ndarray, by: np.ndarray, size: 
     beats = differences <= 0
     order, mutual = np.arange(len(by)), beats[:, by]
     beats[:, by] = mutual & (~mutual.T | (order[:, None] < order[None, :]))
-    left = ~beats.any(axis=0)
+    left: np.ndarray = ~np.any(beats, axis=0)
     instead = np.arange(size)
     for b in np.flatnonzero(~left):
         standing = np.flatnonzero(beats[:, b] & left[by])

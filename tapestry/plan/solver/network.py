@@ -77,9 +77,7 @@ def solve(
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
         return Solution(list(start), cost, min(bound, cost))
-    fewer, small = _without_beaten(net) if not plain or net.cells() > FLAT else (None, net)  # (large networks repeat)
-    if plain and fewer:
-        budget.spend(BEATEN * sum(t.size for t in {id(f.table): f.table for f in net.factors}.values()))
+    fewer, small = _without_beaten(net, budget, plain) if not plain or net.cells() > FLAT else (None, net)  # (those repeat)
     start = fewer.shrink(start) if fewer is not None and start is not None else start
     exact = SharedPrices(small.sizes, [(f.nodes, f.table) for f in small.factors], small.demands, np.array(small.limits, float))
     exact.once, exact.near = plain and fewer is None, ROUGH if plain and small.cells() > BRIEF else WORTH
@@ -100,8 +98,9 @@ def solve(
     return _given(net, fewer, result, given, bound)
 
 
-def _without_beaten(net: Network) -> tuple[Undominated | None, Network]:
-    """The network of the choices that no other one beats."""
+def _without_beaten(net: Network, budget: Budget, counted: bool) -> tuple[Undominated | None, Network]:
+    """The network of the choices that no other one beats; ``counted``: as work, where it is one of many."""
+    budget.spend(BEATEN * sum(t.size for t in {id(f.table): f.table for f in net.factors}.values()) if counted else 0.0)
     tables = [(f.nodes, f.table) for f in net.factors]
     fewer = undominated(net.sizes, tables, [(d.node, d.amounts) for d in net.demands])
     if fewer is None:
