@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Hashable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -25,12 +25,13 @@ from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
-from tapestry.runtime.session import MakeExecutor, ModelFiles, OnceRead, Result, Session, Slices, largest_constant, shapes_of
+from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant, shapes_of
 from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Progress, Target
 from tapestry.sharding import export_sharding
 from tapestry.sizes.asked_sizes import asked as asked_sizes
 from tapestry.sizes.sized_compile import compile_sizes
+from tapestry.sizes.sized_opener import SizedOpener
 from tapestry.verify import model_outputs
 from tapestry.viz import trace
 from tapestry.viz.explain import document, explain, placed, schedule
@@ -313,32 +314,6 @@ def load(folder: str | Path, model: str | Path | None = None) -> Compiled:
     rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
     evidence = build.report.get("certificate", {}).get("evidence", ())
     return Compiled(build, constants, kernels, laws, rewrites, evidence, sized=sized_builds.read(Path(folder), build))
-
-
-class SizedOpener:
-    """Opens sessions of one build at several sizes, all on one copy of its weights, packed ones included."""
-
-    def __init__(self, sized: SizedBuild) -> None:
-        self.once = OnceRead(ModelFiles(sized.regions[0].build))
-        self.packed: dict[Hashable, Any] = {}
-
-    def __call__(self, build: store.Build, constants: bytes, compiles: bool) -> Session:
-        """A session with its kernels bound; they are compiled now, or are there."""
-        from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting
-        from tapestry.runtime.one_process.logical_devices import LocalExecutor
-
-        flags.before_torch()
-
-        class Executor(LocalExecutor):
-            reads_late = True
-
-        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), Executor, self.once)
-        assert isinstance(session.executor, LocalExecutor)
-        session.executor.packed = self.packed
-        session.executor.bind()
-        if compiles:
-            compile_waiting()
-        return session
 
 
 def open_session(

@@ -123,7 +123,8 @@ class SymbolicPlan:
                 known[key] = any(found)
             return known[key]
 
-        of(self.graph), of(self.program)
+        of(self.graph)
+        of(self.program)
         return frozenset(key for key, follows in known.items() if follows)
 
 

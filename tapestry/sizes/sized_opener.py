@@ -1,0 +1,36 @@
+"""Opening sessions of one build at several sizes, on one copy of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from tapestry import flags
+from tapestry.build import store
+from tapestry.build.sized_builds import SizedBuild
+from tapestry.runtime.session import ModelFiles, OnceRead, Session
+
+
+class SizedOpener:
+    """Opens sessions of one build at several sizes, all on one copy of its weights, packed ones included."""
+
+    def __init__(self, sized: SizedBuild) -> None:
+        self.once = OnceRead(ModelFiles(sized.regions[0].build))
+        self.packed: dict[Hashable, Any] = {}
+
+    def __call__(self, build: store.Build, constants: bytes, compiles: bool) -> Session:
+        """A session with its kernels bound; they are compiled now, or are there."""
+        flags.before_torch()
+        from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting
+        from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+        class Executor(LocalExecutor):
+            reads_late = True
+
+        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), Executor, self.once)
+        assert isinstance(session.executor, LocalExecutor)
+        session.executor.packed = self.packed
+        session.executor.bind()
+        if compiles:
+            compile_waiting()
+        return session
