@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from tapestry import flags, model_evidence, pipeline, saved_build
+from tapestry.arguments import check_kinds
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
@@ -213,11 +214,9 @@ def compile(
         topology: a preset, a topology file, or ``auto``: this machine, measured once.
         shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
             or a list (``"128,256"``), for one build that runs all of them.
-        memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
-        precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
+        memory: per device, as ``"16GiB"`` or bytes; ``precision``: of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
-        pareto: also report the front of latency against memory, in ``report["pareto"]``.
-        exact: the same bits on any number of devices that divides 24, at a cost (see docs/exact.md).
+        pareto: also the front of latency against memory; ``exact``: the same bits on any number of devices (docs/exact.md).
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
@@ -230,8 +229,9 @@ def compile(
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    _check_kinds(mesh=mesh, topology=topology, shapes=shapes, memory=memory, target=target, precision=precision, seed=seed,
-                 pins=pins, layouts=layouts, rules=rules, without=without, time_limit=time_limit)  # fmt: skip
+    check_kinds(mesh=mesh, topology=topology, shapes=shapes, memory=memory, target=target, precision=precision, seed=seed,
+                pins=pins, layouts=layouts, rules=rules, without=without, time_limit=time_limit)  # fmt: skip
+    _check_target(target, precision)
     source = opened(model, example_inputs, dynamic_shapes)
     options = pipeline.Options(
         model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=topology,
@@ -241,6 +241,11 @@ def compile(
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
         micro_batches=str(micro_batches), without=_several(without),
     )  # fmt: skip
+    return _planned(options, source, state, progress)
+
+
+def _planned(options: pipeline.Options, source: Opened, state: str | None, progress: pipeline.Report) -> Compiled:
+    """A plan of one size, or of several in one build."""
     asked = asked_sizes(source.path, options.shapes)
     if asked is None:
         return _compiled(pipeline.compile_model(options, progress), source, state)
@@ -284,33 +289,8 @@ def _several(given: T | Sequence[T]) -> Sequence[T]:
     return [cast(T, given)] if isinstance(given, str | Path) else cast("Sequence[T]", given)
 
 
-KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "mesh": ((str, Mapping, Sequence), '"2x4", (2, 4) or {"dp": 2, "tp": 4}'),
-    "topology": ((str, Path), '"h100", or a file'),
-    "shapes": ((Mapping,), '{"batch": 8}'),
-    "memory": ((int, str), '"16GiB", or bytes'),
-    "target": ((str,), '"torch-cpu" or "triton:sm90"'),
-    "precision": ((str,), f"one of {', '.join(PRECISIONS)}"),
-    "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
-    "layouts": ((str,), '"x:0=4@d0", or a list of layouts'),
-    "rules": ((str, Path), "a file of rules, or a list of files"),
-    "without": ((str,), "the name of a rule, or a list of names"),
-    "time_limit": ((int, float), "seconds"),
-    "seed": ((int,), "a whole number"),
-}
-"""What an argument of `compile` may be (where not left out), and an example."""
-
-
-def _check_kinds(*, target: str, precision: str, **given: Any) -> None:
-    """Arguments of another kind are refused with one that would do; so are an unknown target and precision, at once."""
-    given |= {"target": target, "precision": precision}
-    for name, value in given.items():
-        kinds, example = KINDS[name]
-        many = name in ("pins", "layouts", "rules", "without") and isinstance(value, list | tuple)
-        items: Sequence[Any] = cast("Sequence[Any]", value) if many else [value]
-        for x in items if value is not None or name == "target" else ():
-            if not isinstance(x, kinds) or isinstance(x, bool):
-                raise TapestryError(f"{x!r} is a {type(x).__name__}", where=f"tapestry.compile, {name}", hint=example)
+def _check_target(target: str, precision: str) -> None:
+    """An unknown target or precision is refused before anything is done."""
     if target != "torch-cpu" and not target.startswith("triton"):
         raise TapestryError(f"there is no target '{target}'", hint="torch-cpu or triton:sm90")
     chip_of(target)

@@ -1,59 +1,67 @@
 """What operations are called: exports of twelve transformers architectures and six torchvision models.
 
-For each: the share of operations with a name of the author's, the lines of ``explain``, and how far the plan's outputs are from
-torch's own. ``python -m bench names [NAME ...]``; needs transformers and torchvision. JSON goes to bench/results/names.json.
+    python -m bench names [--python PATH] [NAME ...]
+
+For each: the share of operations with a name of the author's, the lines of ``explain`` and the longest of them, and how far the
+outputs of the plan for two devices are from torch's own. Needs transformers and torchvision, or a Python that has them. Writes
+bench/results/names.json; exits 1 where fewer than 95 % have a name, or ``explain`` has more than 120 lines or 80 columns.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import tapestry
+from bench.support import other_python, record
 from bench.support.author_nets import nets
 from tapestry.ir.naming.author_names import parts
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "names.json"
+NAMED, LINES, COLUMNS, ERROR = 0.95, 120, 80, 1e-4
+SEARCH = 5.0  # seconds; what operations are called does not hang on how good the plan is
 
 
-def measured(name: str) -> dict[str, Any]:
+def measured(name: str) -> record.Row:
     """One model, planned for two devices and run."""
     torch.manual_seed(0)
     module, inputs = nets()[name]()
-    build = tapestry.compile(module, example_inputs=inputs, devices=2, topology="cpu")
-    graph = build.build.plan.graph
-    feeds = {k: v for k, v in inputs.items() if k in graph.inputs}
+    build = tapestry.compile(module, example_inputs=inputs, devices=2, topology="cpu", time_limit=SEARCH)
+    feeds: dict[str, Any] = {k: v for k, v in inputs.items() if k in build.build.plan.graph.inputs}
+    out = next(iter(build.run(feeds).values()))
     with torch.no_grad():
         expected = module(**inputs)
-    first = expected if isinstance(expected, torch.Tensor) else expected[0]
-    out = next(iter(build.run(feeds).values()))
-    error = float(np.linalg.norm(out - first.numpy()) / np.linalg.norm(first.numpy()))
-    named = [bool(p) for p in parts(graph)]
-    return {"operations": len(named), "named": sum(named) / len(named), "lines": build.explain().count("\n"), "rel_err": error}
+    first = (expected if isinstance(expected, torch.Tensor) else expected[0]).numpy()
+    error = float(np.linalg.norm(out - first) / np.linalg.norm(first))
+    named = [bool(p) for p in parts(build.build.plan.graph)]
+    lines = [x for x in build.explain().splitlines() if x != build.build.model]
+    share, longest = sum(named) / len(named), max(map(len, lines))
+    passed = share >= NAMED and len(lines) < LINES and longest <= COLUMNS and error <= ERROR
+    sizes = {"operations": len(named), "named": share, "lines": len(lines) + 1, "columns": longest}
+    return {"model": name, **sizes, "rel_err": error, "passed": passed}
 
 
-def main() -> None:
+def main() -> int:
     """Print a row per model, and write them all."""
-    rows: dict[str, Any] = {}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    other_python.add_python(parser)
+    parser.add_argument("models", nargs="*")
+    args = parser.parse_args()
+    other_python.moved(args, "names")
+    rows: list[record.Row] = []
     print(f"{'model':16} {'operations':>10} {'named':>7} {'explain':>8} {'rel_err':>9}")
-    for name in sys.argv[1:] or nets():
-        try:
-            row = measured(name)
-            print(
-                f"{name:16} {row['operations']:>10} {row['named']:>7.1%} {row['lines']:>8} {row['rel_err']:>9.1e}", flush=True
-            )
-        except Exception as e:  # a model that does not export is a row too
-            row = {"error": f"{type(e).__name__}: {e}"[:200]}
-            print(f"{name:16} {row['error']}", flush=True)
-        rows[name] = row
-    if not sys.argv[1:]:
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    for name in args.models or nets():
+        r = measured(name)
+        said = "" if r["passed"] else "  missed"
+        print(f"{name:16} {r['operations']:>10} {r['named']:>7.1%} {r['lines']:>8} {r['rel_err']:>9.1e}{said}", flush=True)
+        rows.append(r)
+        old = {r["model"]: r for r in record.read("names")}
+        record.write("names", list((old | {r["model"]: r for r in rows}).values()))
+    return 0 if all(r["passed"] for r in rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

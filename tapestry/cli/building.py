@@ -49,7 +49,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             tables.show(tables.passes(build.report["passes"]), stderr=bool(args.print_after))
         if not args.print_after and not args.print_passes:
             tables.show(tables.compiled(build.report))
-            print(f"build {args.output}; next: tapestry explain {args.output}, or tapestry run {args.output} --check")
+            print(f"build {args.output}\nnext: tapestry explain {args.output}; tapestry run {args.output} --check")
 
     printed = {"printed": dict(build.printed)} if args.print_after else {}
     return Outcome({**build.report, **printed}, text, insist=bool(args.print_after or args.print_passes))

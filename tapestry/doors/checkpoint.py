@@ -22,10 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from tapestry.doors import torch_export
 from tapestry.doors.model_sources import Opened
-from tapestry.errors import ModelError, TapestryError
+from tapestry.errors import ModelError, TapestryError, refusing
 
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
 DTYPES = {"F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I64": "INT64", "I32": "INT32", "BOOL": "BOOL"}
+Places = dict[str, tuple[Path, Mapping[str, Any], int]]
+"""For tensors of safetensors files by name: the file, what its header says, and where the data begins."""
 
 
 class _Unfilled(TorchFunctionMode):
@@ -48,7 +50,7 @@ def opened(folder: Path, example_inputs: Any = None, batch: int = 1, sequence: i
         TapestryError: transformers is missing, or inputs that cannot be guessed; ModelError: a file is missing or damaged.
     """
     module = architecture(folder)
-    places = _places(folder)
+    places = _renamed(module, _places(folder))
     real = {n: b.clone() for n, b in module.named_buffers() if not b.is_meta}
     tied = dict(module.named_parameters(remove_duplicate=False))
     known = {id(tied[n]): n for n in places if n in tied}
@@ -84,7 +86,8 @@ def architecture(folder: Path) -> torch.nn.Module:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelError("not a checkpoint folder: no config.json", where=str(folder))
-    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with refusing(ModelError, "transformers cannot read the configuration", str(config_file), "save_pretrained writes one"):
+        config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     names = [n for n in config.architectures or () if isinstance(getattr(transformers, n, None), type)]
     if not names:
         why = f"config.json names {config.architectures or 'none'}"
@@ -103,9 +106,23 @@ def _check_complete(folder: Path, parameters: Mapping[str, torch.nn.Parameter], 
         raise ModelError("the checkpoint has other names than the module", where=str(folder), why=why, hint=hint)
 
 
-def _places(folder: Path) -> dict[str, tuple[Path, Mapping[str, Any], int]]:
+def _renamed(module: torch.nn.Module, places: Places) -> Places:
+    """Places by the module's names, where transformers loads the tensors of its checkpoints under other ones; tensors that it
+    would also change are left out."""
+    try:
+        mapping, loading = (import_module(f"transformers.{m}") for m in ("conversion_mapping", "core_model_loading"))
+    except ImportError:  # transformers 4 renames nothing
+        return places
+    found: list[Any] = mapping.get_model_conversion_mapping(module)
+    sides = [[m for m in found if isinstance(m, loading.WeightRenaming) == renames] for renames in (True, False)]
+    prefix, names = getattr(module, "base_model_prefix", ""), dict(module.named_parameters(remove_duplicate=False))
+    renamed = {n: loading.rename_source_key(n, *sides, prefix, names) for n in places}
+    return {new: places[n] for n, (new, changed) in renamed.items() if changed is None}
+
+
+def _places(folder: Path) -> Places:
     """For each tensor of the safetensors files: the file, what its header says, and where the data begins."""
-    out: dict[str, tuple[Path, Mapping[str, Any], int]] = {}
+    out: Places = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.is_symlink():
             hint = "a folder of plain files: hf download MODEL --local-dir FOLDER"

@@ -5,6 +5,7 @@ Modules on the meta device are exported as well: their weights have a place, and
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from tapestry.errors import ModelError, TapestryError
 
 INLINE = 1024  # bytes up to which a tensor stays in the ONNX file
 DATA, ABSENT = "weights.bin", "absent.bin"
+LONG = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")  # what the exporter says of a node that nobody reads here
 Stored = Callable[[str, ir.TensorProtocol], "ir.ExternalTensor | torch.Tensor | None"]
 """Where a weight's data is: in a file beside the model, in another tensor, or nowhere but in the tensor itself."""
 
@@ -63,7 +65,13 @@ def _inference(module: torch.nn.Module) -> Generator[None]:
 
 @contextmanager
 def _explained(what: object) -> Generator[None]:
-    """What torch says of a module that it cannot export, in one line; its warnings are about itself."""
+    """What torch says of a module that it cannot export, in one line; its warnings are about itself.
+
+    Objects in cycles are not looked for meanwhile: an export makes millions of objects that stay, and looking through all of
+    them again and again takes a third of its time.
+    """
+    collects = gc.isenabled()
+    gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -74,6 +82,9 @@ def _explained(what: object) -> Generator[None]:
             lines = [s for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
             hint = "torch.onnx.export(module, inputs, dynamo=True) says more; data-dependent branches cannot be exported"
             raise ModelError("torch cannot export the module", where=type(what).__name__, why=lines[0], hint=hint) from e
+        finally:
+            if collects:
+                gc.enable()
 
 
 def write(
@@ -90,6 +101,9 @@ def write(
     """
     with _explained(program):
         model: ir.Model = cast(Any, torch.onnx).export(program, dynamo=True, optimize=False, verbose=False).model
+    for node in model.graph:
+        for key in LONG:  # nine tenths of the file
+            node.metadata_props.pop(key, None)
     _name_symbols(model, dynamic_shapes)
     _tie(model)
     own: list[ir.Value] = []

@@ -222,7 +222,7 @@ def text(build: Build, facts: Document, *, critical: bool = False, every: bool =
     """A `document` as a person reads it; ``every`` step on its own, or alike ones once."""
     head, notes = _head(build, facts["simulated"]), _notes(build, facts["simulated"])
     sizes = [*size_map.lines(build.report["sizes"]), "", "the plan of region a:"] if "sizes" in build.report else []
-    steps = _folded_out(_steps(build, facts)) if every else folded(build, facts)
+    steps = _steps(build, facts) if every else folded(build, facts)  # (one line each, for grep)
     lines = [
         *sizes, build.model, *_folded_out(head), "", *steps, "", *_folded_out(_memory_text(facts["memory"])), "",
         *_folded_out((*notes, *_whole_text(facts["nodes_run_whole"]))),
@@ -271,9 +271,10 @@ def _notes(build: Build, simulated: Document) -> Iterator[str]:
     if "bound_of" in r:
         yield f"  the bound is of {r['bound_of']}"
     yield f"  assumed: {simulated['assumption']}"
-    for other in r.get("alternatives", ()):
-        unfit = {False: "; does not fit", None: "; whether it fits was not worked out"}.get(other["fits"], "")
-        yield f"  {other['name']}: {duration(other['objective_s'])}{unfit}"
+    unfit = {False: " (does not fit)", None: " (whether it fits was not worked out)", True: ""}
+    others = [f"{o['name']} {duration(o['objective_s'])}{unfit[o['fits']]}" for o in r.get("alternatives", ())]
+    if others:
+        yield f"  other plans: {', '.join(others)}"
     for tried in r.get("equations", ()):
         yield f"  {_equations_text(tried)}"
     for m in moves_text(build.moves):
@@ -427,8 +428,8 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
     for label, line in zip(labels, lines, strict=True):
         yield f"  {label:>11} │{line}".rstrip()
     yield f"  peak {human(peak[worst])} of {human(memory['allowed_bytes'])} at step {memory['peak_step']}, {memory['peak_at']}"
-    for b in memory["largest"]:
-        yield f"  on device {worst} at the peak: '{b['buffer']}' {human(b['bytes'])}"
+    largest = ", ".join(f"'{b['buffer']}' {human(b['bytes'])}" for b in memory["largest"])
+    yield f"  on device {worst} at the peak: {largest}"
 
 
 def _critical_text(facts: Document) -> Iterator[str]:

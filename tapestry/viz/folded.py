@@ -11,7 +11,7 @@ from typing import Any
 
 from tapestry.build.store import Build
 from tapestry.ir.program import Launch
-from tapestry.viz.format import WIDTH, duration, human, wrapped
+from tapestry.viz.format import duration, human, wrapped
 from tapestry.viz.layer_folds import template, together
 
 Row = Mapping[str, Any]
@@ -55,12 +55,8 @@ def _operation_text(head: str, rows: Sequence[Row]) -> Iterator[str]:
     one = rows[0]
     split = "" if one["split"] == "none" else f"  split {one['split']}"
     dims = f"[{_dims_text(rows)}] {one['kind']}{_stage(one)}"
-    if len(head) + len(one["alike"]) + len(split) + len(dims) + 1 <= WIDTH:
-        yield f"{head}{one['alike']}{split} {dims}"
-    else:
-        yield from wrapped(f"{head}{one['alike']}{split}", INDENT)
-        yield from wrapped(f"{INDENT}{dims}", INDENT)
-    if not one["part"] and len(rows) == 1 and one["nodes"]:
+    yield from wrapped(f"{head}{one['alike']}{split} {dims}", INDENT)
+    if not one["part"] and len(rows) == 1 and one["nodes"] not in ([], [one["name"]]):
         yield from wrapped(f"{INDENT}from {', '.join(one['nodes'])}", INDENT)
     if "opaque_because" in one:
         yield from wrapped(f"{INDENT}opaque: {one['opaque_because']}", INDENT)

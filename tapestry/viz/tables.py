@@ -26,9 +26,6 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")
-    alone = next((a["objective_s"] for a in report.get("alternatives", ()) if a["name"].startswith("one device")), None)
-    if alone and report["objective_s"]:
-        facts.add_row("speed", f"{alone / report['objective_s']:.2g} times that of one device, {duration(alone)}")
     for r in report.get("sizes", {}).get("regions", ()):
         facts.add_row("sizes", f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them")
     for k, s in enumerate(report.get("stages", ())):
@@ -37,8 +34,11 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
         facts.add_row(f"stage {k}", f"{devices}, {s['ops']} operations, {duration(s['seconds'])}{each}")
     for move in moves_text(report["moves"]):
         facts.add_row("rewrite", move)
-    peaks, alone = report["peak_bytes"], report["unsharded_peak_bytes"]
-    share = f"{max(peaks) / alone:.0%} of {human(alone)} unsharded" if alone else ""
+    alone = next((a["objective_s"] for a in report.get("alternatives", ()) if a["name"].startswith("one device")), None)
+    if alone and report["objective_s"] and report["devices"] > 1:
+        facts.add_row("speed", f"{alone / report['objective_s']:.2g} times that of one device, {duration(alone)}")
+    peaks, whole = report["peak_bytes"], report["unsharded_peak_bytes"]
+    share = f"{max(peaks) / whole:.0%} of {human(whole)} unsharded" if whole else ""
     facts.add_row("memory", f"peak {human(max(peaks))} per device, {share}")
     streamed = report.get("fit", {}).get("streamed", ())
     if streamed:

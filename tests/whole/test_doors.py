@@ -212,19 +212,36 @@ def test_the_backend_is_registered_under_its_name() -> None:
     assert callable(getattr(__import__(module, fromlist=[name]), name))
 
 
-def test_a_checkpoint_is_read_where_it_lies(tmp_path: Path) -> None:
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+CHECKPOINTS = {
+    "LlamaForCausalLM": {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Qwen3ForCausalLM": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "MistralForCausalLM": {**SMALL, "num_key_value_heads": 2},
+    "GPT2LMHeadModel": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 50},
+    "GPTNeoXForCausalLM": SMALL,
+    "BertModel": SMALL,
+    "ViTModel": {**{k: v for k, v in SMALL.items() if k != "vocab_size"}, "image_size": 32, "patch_size": 8},
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_is_read_where_it_lies(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    kind = getattr(transformers, name)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes)).eval()
-    model.save_pretrained(tmp_path)
+    model = kind(kind.config_class(**CHECKPOINTS[name])).eval()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
     before = sum(p.stat().st_size for p in tmp_path.iterdir())
     build = tapestry.from_pretrained(tmp_path, sequence=5, devices=2, topology="cpu")
-    ids = torch.randint(0, 50, (1, 5))
-    out = next(iter(build.run({"input_ids": ids}).values()))
-    np.testing.assert_allclose(out, model(ids).logits.detach().numpy(), rtol=1e-4, atol=1e-5)
+    main = model.main_input_name
+    x = torch.randn(1, 3, 32, 32) if main == "pixel_values" else torch.randint(0, 50, (1, 5))
+    out = next(iter(build.run({main: x}).values()))
+    np.testing.assert_allclose(out, model(**{main: x})[0].detach().numpy(), rtol=1e-4, atol=1e-5)
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) < before + 400_000, "no weight is copied"
-    assert {w.file for w in build.build.plan.graph.weights.values() if w.name == "" and w.file} == {"model.safetensors"}
-    (tmp_path / "config.json").write_text(json.dumps({**json.loads((tmp_path / "config.json").read_text()), "hidden_size": 32}))
+    files = {w.file for w in build.build.plan.graph.weights.values()}
+    assert {p.name for p in tmp_path.glob("*.safetensors")} <= files and "weights.bin" not in files
+    config = json.loads((tmp_path / "config.json").read_text())
+    width = next(k for k in ("hidden_size", "n_embd") if k in config)
+    (tmp_path / "config.json").write_text(json.dumps({**config, width: 32, "head_dim": 16}))
     with pytest.raises(ModelError, match="not what the module says"):
         tapestry.from_pretrained(tmp_path, sequence=5)
