@@ -23,7 +23,7 @@ import tapestry
 from bench.support import record
 from bench.support.transformers_tp_rank import TOKENS, model_of
 from tapestry.exports import tp_plan
-from tapestry.exports.onnx_blocks.nodes import NotExpressible
+from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 
 NAMES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "olmo", "olmo2", "granite", "cohere", "stablelm",

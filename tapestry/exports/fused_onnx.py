@@ -8,7 +8,7 @@ from typing import Any
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.exports.onnx_blocks.blocks import launch, opset_of
-from tapestry.exports.onnx_blocks.nodes import Nodes, NotExpressible, Value
+from tapestry.exports.onnx_blocks.onnx_nodes import Nodes, NotExpressible, Value
 from tapestry.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Kernel, whole

@@ -17,7 +17,7 @@ from typing import Any
 
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
-from tapestry.exports.onnx_blocks.nodes import NotExpressible
+from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.interop.placement import held, layout_of_boxes
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, inside, size

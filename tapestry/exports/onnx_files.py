@@ -14,7 +14,7 @@ from onnx import checker as onnx_checker
 
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
-from tapestry.exports.onnx_blocks.nodes import ONNX_TYPES, Nodes, NotExpressible, Value, live, stored_array
+from tapestry.exports.onnx_blocks.onnx_nodes import ONNX_TYPES, Nodes, NotExpressible, Value, live, stored_array
 from tapestry.ir.graph import Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.types import numpy_dtype

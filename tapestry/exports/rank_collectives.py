@@ -15,8 +15,8 @@ from typing import Any
 
 from onnx import helper
 
-from tapestry.exports.onnx_blocks.nodes import COLLECTIVE, Nodes, NotExpressible, Value
-from tapestry.exports.onnx_blocks.reductions import Merging
+from tapestry.exports.onnx_blocks.merge_nodes import Merging
+from tapestry.exports.onnx_blocks.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value
 from tapestry.ir.collective_calls import ALL_GATHER, transfer_call
 from tapestry.ir.kernel import Box, intersect, shape, size
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, highest

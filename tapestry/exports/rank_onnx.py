@@ -18,7 +18,7 @@ from onnx import ModelProto
 from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.store import Build
 from tapestry.exports.onnx_blocks.blocks import launch, opset_of
-from tapestry.exports.onnx_blocks.nodes import COLLECTIVE, Nodes, NotExpressible, Value
+from tapestry.exports.onnx_blocks.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value
 from tapestry.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
 from tapestry.exports.rank_collectives import Exchange, Places, assembled, broadcast, moved, reduced
 from tapestry.interop.placement import layout_of_boxes

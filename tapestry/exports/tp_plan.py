@@ -20,7 +20,7 @@ import numpy as np
 
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
-from tapestry.exports.onnx_blocks.nodes import NotExpressible
+from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.naming.author_names import PARAMETER, operation_names
 from tapestry.ir.plan import Mesh, MeshAxis

@@ -17,7 +17,7 @@ import torch
 import tapestry
 from tapestry import arguments, cli
 from tapestry.exports import formats, layouts
-from tapestry.exports.onnx_blocks.nodes import NotExpressible
+from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.interop.placement import held
 from tests.support.small_models import save
 

@@ -15,7 +15,7 @@ import pytest
 import tapestry
 from tapestry import cli
 from tapestry.exports import fused_onnx, rank_onnx
-from tapestry.exports.onnx_blocks.nodes import NotExpressible
+from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
 from tests.support import rank_runner

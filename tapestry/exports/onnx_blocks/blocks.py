@@ -8,11 +8,11 @@ import numpy as np
 from onnx import NodeProto, defs
 
 from tapestry.exports.onnx_blocks.contractions import contract, convolve
-from tapestry.exports.onnx_blocks.nodes import OPSET, Nodes, NotExpressible, Value
+from tapestry.exports.onnx_blocks.merge_nodes import Merging
+from tapestry.exports.onnx_blocks.onnx_nodes import OPSET, Nodes, NotExpressible, Value
 from tapestry.exports.onnx_blocks.pools import pooled
-from tapestry.exports.onnx_blocks.reads import Frame, read_value
-from tapestry.exports.onnx_blocks.reductions import Merging
-from tapestry.exports.onnx_blocks.scalars import Expressions
+from tapestry.exports.onnx_blocks.read_nodes import Frame, read_value
+from tapestry.exports.onnx_blocks.scalar_nodes import Expressions
 from tapestry.exports.onnx_blocks.softmaxes import SoftmaxSum, softmax_sum
 from tapestry.ir.expr import Arg, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph, Inner, Opaque

@@ -9,8 +9,8 @@ from math import prod
 
 import numpy as np
 
-from tapestry.exports.onnx_blocks.nodes import Nodes, Value
-from tapestry.exports.onnx_blocks.reads import Frame
+from tapestry.exports.onnx_blocks.onnx_nodes import Nodes, Value
+from tapestry.exports.onnx_blocks.read_nodes import Frame
 from tapestry.ir.graph import Block
 from tapestry.ir.index import evaluate
 from tapestry.ir.kernel import Box

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import prod
 
 from tapestry.exports.onnx_blocks.contractions import image_of
-from tapestry.exports.onnx_blocks.nodes import Nodes, Value
-from tapestry.exports.onnx_blocks.reads import Frame
+from tapestry.exports.onnx_blocks.onnx_nodes import Nodes, Value
+from tapestry.exports.onnx_blocks.read_nodes import Frame
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block
 from tapestry.ir.index import dims_of

@@ -14,7 +14,7 @@ from math import gcd, prod
 
 import numpy as np
 
-from tapestry.exports.onnx_blocks.nodes import MOST_CELLS, Nodes, NotExpressible, Value
+from tapestry.exports.onnx_blocks.onnx_nodes import MOST_CELLS, Nodes, NotExpressible, Value
 from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import Aff, Atom, Floor, const, dim, dims_of, evaluate, span, substitute
 from tapestry.ir.kernel import Box

@@ -7,8 +7,8 @@ from math import prod
 
 import numpy as np
 
-from tapestry.exports.onnx_blocks.nodes import Nodes, Value
-from tapestry.exports.onnx_blocks.scalars import primitive
+from tapestry.exports.onnx_blocks.onnx_nodes import Nodes, Value
+from tapestry.exports.onnx_blocks.scalar_nodes import primitive
 from tapestry.ir.expr import Arg, Call, Const, Expr
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, Rebased, highest
 from tapestry.ir.types import FLOATS

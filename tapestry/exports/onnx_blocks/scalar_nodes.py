@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tapestry import flags
-from tapestry.exports.onnx_blocks.nodes import Nodes, NotExpressible, Value
-from tapestry.exports.onnx_blocks.reads import Frame, index_value
+from tapestry.exports.onnx_blocks.onnx_nodes import Nodes, NotExpressible, Value
+from tapestry.exports.onnx_blocks.read_nodes import Frame, index_value
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, distinct
 from tapestry.ir.types import FLOATS
 
