@@ -24,22 +24,24 @@ def export(build: Build, constants: bytes, target: Path) -> dict[str, Any]:
     graph = build.plan.graph
     nodes, values = graph_nodes(graph)
     data = target.with_name(f"{target.name}.data")
-    with new_file(target) as path, new_file(data) as beside, open(beside, "wb") as file:
-        store = DataFile(data.name, file, weights_of(build, constants))
-        used = {t for op in graph.ops for t in op.inputs} | set(graph.outputs)
-        weights = [
-            stored(store, t, t, whole(graph.tensors[t].shape), graph.tensors[t].dtype) for t in graph.weights if t in used
-        ]
+    used = {t for op in graph.ops for t in op.inputs} | set(graph.outputs)
+    read = weights_of(build, constants)
+    with new_file(target) as path:
+        with new_file(data) as beside, open(beside, "wb") as file:
+            store = DataFile(data.name, file, read)
+            weights = [
+                stored(store, t, t, whole(graph.tensors[t].shape), graph.tensors[t].dtype) for t in graph.weights if t in used
+            ]
         outputs = [values[t] for t in graph.outputs]
         model = model_of(nodes, graph.name, [values[t] for t in graph.inputs], outputs, weights, opset_of(graph))
         path.write_bytes(model.SerializeToString())
-    checked(target)
+        checked(path)
     return {"model": str(target), "data": str(data), "nodes": len(model.graph.node), "operations": len(graph.ops)}
 
 
 def graph_nodes(graph: Graph) -> tuple[Nodes, dict[str, Value]]:
     """The nodes of a graph, and its tensors."""
-    nodes = Nodes(taken=set(graph.tensors))
+    nodes = Nodes.of(graph)
     values = {t: Value(t, x.shape, x.dtype) for t, x in graph.tensors.items()}
     for k, (op, name) in enumerate(zip(graph.ops, operation_names(graph), strict=True)):
         nodes.begin(name)

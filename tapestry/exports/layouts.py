@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ class Nearest:
     extra: int
 
 
-def nearest(held_boxes: list[Boxes], shape: tuple[int, ...], mesh: Mesh, width: int) -> Nearest:
+@lru_cache(maxsize=1 << 12)
+def nearest(held_boxes: tuple[Boxes, ...], shape: tuple[int, ...], mesh: Mesh, width: int) -> Nearest:
     """The layout of fewest cells of which each device's part has all that the device holds; all of it on each, at the worst."""
     best: tuple[int, Layout] | None = None
     for layout in itertools.product((None, *range(len(shape))), repeat=len(mesh)):
@@ -102,7 +104,7 @@ def export_json(build: Build, target: Path) -> dict[str, Any]:
         "stages": stages, "tensors": tensors, "operations": operations, "moved": moved,
     }  # fmt: skip
     _write(target, document)
-    total = sum(m["bytes"] for m in moved)
+    total = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
     return {"file": str(target), "tensors": len(tensors), "operations": len(operations), "plan_bytes": total}
 
 
@@ -193,7 +195,7 @@ def _place(
     Raises:
         NotExpressible: it has none; says what is held.
     """
-    at = nearest(held_boxes, shape, mesh, width)
+    at = nearest(tuple(held_boxes), shape, mesh, width)
     alone = len(held_boxes) == 1 and layout_of(held_boxes[0], shape, mesh) is not None
     if not nearest_will_do and (at.extra or not alone):
         first = next(b for b in held_boxes[0] if b is not None)

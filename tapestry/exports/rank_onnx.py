@@ -75,7 +75,7 @@ class RankFile:
     build: Build
     rank: int
     nearest: bool
-    nodes: Nodes = field(default_factory=Nodes)
+    nodes: Nodes = field(init=False)
     values: dict[str, Value] = field(default_factory=dict[str, Value])
     weights: dict[str, tuple[str, Box]] = field(default_factory=dict[str, tuple[str, Box]])
     inputs: dict[str, Value] = field(default_factory=dict[str, Value])
@@ -86,7 +86,7 @@ class RankFile:
 
     def __post_init__(self) -> None:
         program = self.build.program
-        self.nodes.taken |= {*program.buffers, *self.graph.tensors}
+        self.nodes = Nodes.of(self.graph, program.buffers)
         own = {t for t, b in program.outputs.items() if t == b and output_spec(self.build, t) is not None}
         self.named |= (set(program.outputs) | set(self.graph.inputs)) - own  # names that are for what comes last, or first
         self.exchange = Exchange(self.nodes, program, self.rank, self.nearest)

@@ -18,7 +18,7 @@ from tapestry.exports import fused_onnx, rank_onnx
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
-from tests.support import rank_runner
+from tests.support.programs import rank_files
 from tests.support.small_models import MODELS, N, T, assert_same, f32, i64, mesh_of, net, random_plan, save
 
 # onnxruntime has no kernels of bfloat16 on a processor, and ONNX no Philox
@@ -58,7 +58,7 @@ def test_rank_files_of_any_plan(name, seed, tmp_path):
     program = lower(plan)
     done = rank_onnx.export(replace(c.build, plan=plan, program=program), constants(c), tmp_path / "ranks", nearest=True)
     feeds = c.random_feeds(seed)
-    assert_same(rank_runner.run(tmp_path / "ranks", feeds), c.run(feeds), plan.graph, (plan.mesh, plan.strategies))
+    assert_same(rank_files.run(tmp_path / "ranks", feeds), c.run(feeds), plan.graph, (plan.mesh, plan.strategies))
     planned = sum(transfer_bytes(s, program) for s in program.steps if isinstance(s, Transfer | Reduce))
     assert done["plan_bytes"] == planned and done["bytes"] <= planned + done["extra_bytes"] + 1
     assert done["extra_bytes"] == sum(done["extra"].values())

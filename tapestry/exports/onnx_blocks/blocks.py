@@ -16,7 +16,7 @@ from tapestry.exports.onnx_blocks.scalar_nodes import Expressions
 from tapestry.exports.onnx_blocks.softmaxes import SoftmaxSum, softmax_sum
 from tapestry.ir.expr import Arg, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph, Inner, Opaque
-from tapestry.ir.kernel import Kernel, shape
+from tapestry.ir.kernel import Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import part, products
 from tapestry.ir.recognise.exponential import exponential
@@ -237,7 +237,7 @@ def _opaque(nodes: Nodes, graph: Graph, op: Opaque, kernel: Kernel, ins: Sequenc
         raise NotExpressible(f"{op.kind} of opset {version} is another one than that of opset {file}")
     for k, v in enumerate(ins):
         if k < len(node.input) and v is not None:
-            node.input[k] = v.name
+            node.input[k] = nodes.slice(v, _taken(graph, op, kernel, k)).name
     dtypes = [graph.tensors[t].dtype for t in op.outs]
     outs = [Value(nodes.fresh(f"{nodes.part}/{op.kind}"), shape(b), d) for b, d in zip(kernel.outs, dtypes, strict=True)]
     for k, v in enumerate(outs):
@@ -246,6 +246,16 @@ def _opaque(nodes: Nodes, graph: Graph, op: Opaque, kernel: Kernel, ins: Sequenc
     node.name = nodes.fresh(nodes.part or op.kind)
     nodes.keep(node)
     return outs
+
+
+def _taken(graph: Graph, op: Opaque, kernel: Kernel, k: int) -> list[tuple[int, int]]:
+    """The part of an input's buffer that a block reads: its own along the dimensions that the node commutes with, else all."""
+    wanted, held = list(whole(graph.tensors[op.ins[k]].shape)), kernel.ins[k]
+    assert held is not None
+    for i, axis in enumerate(op.in_axes[k] if op.in_axes else ()):
+        if axis is not None:
+            wanted[axis] = kernel.block[i]
+    return [(lo - first, hi - first) for (lo, hi), (first, _) in zip(wanted, held, strict=True)]
 
 
 def since(kind: str, version: int) -> int:

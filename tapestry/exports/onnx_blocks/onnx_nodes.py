@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -11,11 +11,12 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
 from tapestry.ir.types import DTYPES, numpy_dtype
 
 OPSET = 20
 COLLECTIVE = "DistCollective"
-MOST_CELLS = 1 << 27  # of a value that is written out over an index space, or of a table of places
+MOST_CELLS = 1 << 27  # of a table of places, or of a value that is written out over an index space and is no tensor's size
 
 ONNX_TYPES: dict[str, int] = {
     "f64": TensorProto.DOUBLE, "f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16,
@@ -51,11 +52,13 @@ class Nodes:
 
     Attributes:
         part: what the nodes that are added next are a part of; their names begin with it.
+        most: cells that a value may have.
     """
 
     nodes: list[NodeProto] = field(default_factory=list[NodeProto])
     constants: dict[str, TensorProto] = field(default_factory=dict[str, TensorProto])
     part: str = ""
+    most: int = MOST_CELLS
     taken: set[str] = field(default_factory=set[str])
     _known: dict[tuple[Any, ...], Value] = field(default_factory=dict[tuple[Any, ...], Value])
     _made: dict[str, int] = field(default_factory=dict[str, int])
@@ -63,6 +66,12 @@ class Nodes:
     _reshaped: dict[str, Value] = field(default_factory=dict[str, Value])
     _turned: dict[str, tuple[Value, tuple[int, ...]]] = field(default_factory=dict[str, tuple[Value, tuple[int, ...]]])
     _renamed: dict[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def of(cls, graph: Graph, more: Iterable[str] = ()) -> Nodes:
+        """No nodes yet, of a graph: names of its tensors are taken, and values may be as large as they are."""
+        sizes = (t.size for t in graph.tensors.values())
+        return cls(most=max((MOST_CELLS, *sizes)), taken={*graph.tensors, *more})
 
     def begin(self, part: str) -> None:
         """What comes next is another part: nothing of those before is shared with it."""
@@ -81,7 +90,7 @@ class Nodes:
     def add(self, kind: str, ins: Sequence[Value | None], shape: Sequence[int], dtype: str, **attributes: Any) -> Value:
         """A node of one result."""
         out = Value(self.fresh(f"{self.part}/{kind}" if self.part else kind), tuple(shape), dtype)
-        if out.size > MOST_CELLS:
+        if out.size > self.most:
             raise NotExpressible("a value would be written out over a whole index space", why=f"{list(shape)} cells")
         names = [v.name if v is not None else "" for v in ins]
         key = (kind, *names, *sorted((k, repr(v)) for k, v in attributes.items()))

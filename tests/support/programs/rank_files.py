@@ -97,7 +97,8 @@ def _meet(ranks, at) -> bool:
 
 def _done(a, values):
     kind, n = a["collective_operation"], len(values)
-    assert a["nb_rank"] == a["group_size"] == n and len({v.shape for v in values}) == len({v.dtype for v in values}) == 1
+    alike = len({v.shape for v in values}) == len({v.dtype for v in values}) == 1
+    assert a["nb_rank"] == a["group_size"] == n and alike, (a, [(v.shape, v.dtype) for v in values])
     if kind == "BROADCAST":
         return [values[a["groups"].index(a["root"])]] * n
     if kind == "ALL_GATHER":
