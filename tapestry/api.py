@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from tapestry import flags, model_evidence, pipeline
-from tapestry.build import store
+from tapestry import flags, model_evidence, pipeline, saved_build
+from tapestry.build import sized_builds, store
+from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
 from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
@@ -22,10 +24,16 @@ from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
-from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant
+from tapestry.runtime.session import MakeExecutor, ModelFiles, OnceRead, Result, Session, Slices, largest_constant, shapes_of
+from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Progress, Target
+from tapestry.sharding import export_sharding
+from tapestry.sizes.asked_sizes import asked as asked_sizes
+from tapestry.sizes.sized_compile import compile_sizes
 from tapestry.verify import model_outputs
-from tapestry.viz.explain import explain
+from tapestry.viz import trace
+from tapestry.viz.explain import document, explain, placed, schedule
+from tapestry.viz.format import duration, human
 
 if TYPE_CHECKING:
     from tapestry.viewer.shown import Page
@@ -38,12 +46,14 @@ Values = Mapping[str, Any]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Compiled:
-    """A verified plan: run it, read it, save it.
+    """A verified plan: run it, read it, check it, save it.
 
     Attributes:
         printed: the IR after each pass that was named for it.
         libraries: on a GPU, whether products may run in the vendor's library; to be set before the first run.
         source: the model as it was given, which keeps its files where they are of our making.
+        sized: the plans for all sizes, where there is more than one; ``build`` is the first region's, at the sizes at which it
+            was made.
     """
 
     build: store.Build
@@ -55,7 +65,9 @@ class Compiled:
     printed: Mapping[str, str] = field(default_factory=dict[str, str])
     libraries: bool = False
     source: Opened | None = None
+    sized: SizedBuild | None = None
     _session: Session | None = field(default=None, init=False)
+    _sizes: SizedSessions | None = field(default=None, init=False)
 
     @property
     def report(self) -> Mapping[str, Any]:
@@ -72,6 +84,50 @@ class Compiled:
 
         return shown.view([(c.build, c.laws, c.evidence, c.rewrites) for c in (self, other) if c is not None])
 
+    def __repr__(self) -> str:
+        r, mesh = self.report, ", ".join(f"{a.name}={a.size}" for a in self.build.plan.mesh)
+        peak, name = human(max(self.build.peak_bytes)), Path(self.build.model).name
+        found = f"objective {duration(r['objective_s'])}, gap {r['gap']:.2%}, at most {peak} on a device"
+        return f"<tapestry plan of {name}: {r['ops']} operations over {mesh or 'one device'}, {found}, for {self.build.target}>"
+
+    @property
+    def placements(self) -> dict[str, dict[str, int]]:
+        """For each tensor that is cut where it is first held, by the author's name: mesh axis to the axis of it that is cut."""
+        return placed(self.build.plan, self.build.program)
+
+    @property
+    def transfers(self) -> list[dict[str, Any]]:
+        """What devices send each other, in order: kind, tensor, bytes, when (simulated) and for how long."""
+        return document(self.build)["steps"]
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Peak bytes per device, when and where the fullest one has it, and what lies there then."""
+        return document(self.build)["memory"]
+
+    def check(self, feeds: Values | None = None) -> dict[str, Any]:
+        """Run (on random inputs if none are given) and compare with onnxruntime: what ``tapestry run --check --json`` says."""
+        return run_checked(self, self.random_feeds() if feeds is None else feeds, check=True)[1]
+
+    def verify(self) -> dict[str, int]:
+        """Every law checked once more, from the files that `save` writes: how often, by law.
+
+        Raises:
+            LawError: one is broken.
+        """
+        with tempfile.TemporaryDirectory(prefix="tapestry-verify-") as place:
+            self.save(Path(place) / "build", bundle=False)
+            return saved_build.verify_build(Path(place) / "build")[1]
+
+    def export(self, output: str | Path, *, copy_data: bool = False) -> dict[str, Any]:
+        """Write the model with the plan as multi-device annotations; says what was written."""
+        return export_sharding.export(self.build, Path(output), copy=copy_data)
+
+    def trace(self, file: str | Path) -> Path:
+        """Write the simulated schedule, for https://ui.perfetto.dev."""
+        trace.write(Path(file), self.build.plan, schedule(self.build))
+        return Path(file)
+
     def save(self, folder: str | Path, *, bundle: bool | None = None) -> None:
         """Write a build directory, in one step.
 
@@ -80,7 +136,45 @@ class Compiled:
         """
         bundle = self.source is not None and self.source.owned if bundle is None else bundle
         files = files_of(Path(self.build.model)) if bundle else ()
-        store.write(Path(folder), self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence, files)
+        parts = (self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence, files)
+        store.write(Path(folder), *parts, more=sized_builds.files_of(self.sized) if self.sized else {})
+
+    def at(self, sizes: Mapping[str, int]) -> Compiled:
+        """The plan at one size of each symbol that has several: formulas are evaluated, and kernels bound when it first runs.
+
+        Raises:
+            TapestryError: it is not for these sizes.
+        """
+        if self.sized is None:
+            raise TapestryError("the build is for one size", where=self.build.model, hint="compile with --shape SYMBOL=1..64")
+        unknown = next((s for s in (*sizes, *self.sized.symbols) if s not in sizes or s not in self.sized.symbols), None)
+        if unknown is not None:
+            raise TapestryError(f"'{unknown}' is not said, or is no symbol", hint=f"give {', '.join(self.sized.symbols)}")
+        return self._at(self.sized.held(tuple(sizes[s] for s in self.sized.symbols)))
+
+    def at_inputs(self, feeds: Values) -> Compiled:
+        """The plan at the sizes of some inputs; of a build for one size the build itself.
+
+        Raises:
+            TapestryError: it is not for these sizes, or the inputs contradict each other.
+        """
+        return self if self.sized is None else self._at(self.sized.sizes_of(shapes_of(feeds)))
+
+    def prepare(self) -> None:
+        """Compile the kernels of all sizes, and load the weights, before the first run does."""
+        self._sessions().prepare()
+
+    def _sessions(self) -> SizedSessions:
+        assert self.sized is not None
+        if self._sizes is None:
+            self._sizes = SizedSessions(self.sized, SizedOpener(self.sized))
+        return self._sizes
+
+    def _at(self, sizes: tuple[int, ...]) -> Compiled:
+        session = self._sessions().at(sizes)
+        out = Compiled(session.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence)
+        out._session = session
+        return out
 
     @property
     def session(self) -> Session:
@@ -91,7 +185,7 @@ class Compiled:
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Outputs by name, like an onnxruntime session: arrays, and lists for sequences."""
-        return self.session.run(feeds).outputs
+        return self.at_inputs(feeds).session.run(feeds).outputs
 
     def random_feeds(self, seed: int = 0) -> dict[str, Any]:
         """Random inputs that the model accepts."""
@@ -117,7 +211,8 @@ def compile(
         example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
         mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
         topology: a preset, a topology file, or ``auto``: this machine, measured once.
-        shapes: sizes of symbolic dimensions, by symbol or by input.
+        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
+            or a list (``"128,256"``), for one build that runs all of them.
         memory: per device, as ``"16GiB"`` or in bytes; the plan keeps to it.
         precision: of products of f32 in generated kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
@@ -135,7 +230,8 @@ def compile(
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    _check_target(target, precision)
+    _check_kinds(mesh=mesh, topology=topology, shapes=shapes, memory=memory, target=target, precision=precision, seed=seed,
+                 pins=pins, layouts=layouts, rules=rules, without=without, time_limit=time_limit)  # fmt: skip
     source = opened(model, example_inputs, dynamic_shapes)
     options = pipeline.Options(
         model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=topology,
@@ -145,7 +241,13 @@ def compile(
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
         micro_batches=str(micro_batches), without=_several(without),
     )  # fmt: skip
-    return _compiled(pipeline.compile_model(options, progress), source, state)
+    asked = asked_sizes(source.path, options.shapes)
+    if asked is None:
+        return _compiled(pipeline.compile_model(options, progress), source, state)
+    if state is not None:
+        raise TapestryError("a build that keeps caches is of one size", where="--state", hint="one size of each symbol")
+    done = compile_sizes(options, asked, progress)
+    return replace(_compiled(done.first, source, None), sized=done.sized)
 
 
 def _compiled(done: pipeline.Compiled, source: Opened, state: str | None) -> Compiled:
@@ -182,8 +284,33 @@ def _several(given: T | Sequence[T]) -> Sequence[T]:
     return [cast(T, given)] if isinstance(given, str | Path) else cast("Sequence[T]", given)
 
 
-def _check_target(target: str, precision: str) -> None:
-    """An unknown target or precision is refused before anything is done."""
+KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "mesh": ((str, Mapping, Sequence), '"2x4", (2, 4) or {"dp": 2, "tp": 4}'),
+    "topology": ((str, Path), '"h100", or a file'),
+    "shapes": ((Mapping,), '{"batch": 8}'),
+    "memory": ((int, str), '"16GiB", or bytes'),
+    "target": ((str,), '"torch-cpu" or "triton:sm90"'),
+    "precision": ((str,), f"one of {', '.join(PRECISIONS)}"),
+    "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
+    "layouts": ((str,), '"x:0=4@d0", or a list of layouts'),
+    "rules": ((str, Path), "a file of rules, or a list of files"),
+    "without": ((str,), "the name of a rule, or a list of names"),
+    "time_limit": ((int, float), "seconds"),
+    "seed": ((int,), "a whole number"),
+}
+"""What an argument of `compile` may be (where not left out), and an example."""
+
+
+def _check_kinds(*, target: str, precision: str, **given: Any) -> None:
+    """Arguments of another kind are refused with one that would do; so are an unknown target and precision, at once."""
+    given |= {"target": target, "precision": precision}
+    for name, value in given.items():
+        kinds, example = KINDS[name]
+        many = name in ("pins", "layouts", "rules", "without") and isinstance(value, list | tuple)
+        items: Sequence[Any] = cast("Sequence[Any]", value) if many else [value]
+        for x in items if value is not None or name == "target" else ():
+            if not isinstance(x, kinds) or isinstance(x, bool):
+                raise TapestryError(f"{x!r} is a {type(x).__name__}", where=f"tapestry.compile, {name}", hint=example)
     if target != "torch-cpu" and not target.startswith("triton"):
         raise TapestryError(f"there is no target '{target}'", hint="torch-cpu or triton:sm90")
     chip_of(target)
@@ -191,13 +318,13 @@ def _check_target(target: str, precision: str) -> None:
         raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
 
 
-def load(folder: str | Path) -> Compiled:
-    """A saved plan, after checking every file against its hash.
+def load(folder: str | Path, model: str | Path | None = None) -> Compiled:
+    """A saved plan, after checking every file against its hash; ``model`` is where its model is, if not where it was.
 
     Raises:
         BuildError: it is not a build directory, or not what its hashes say.
     """
-    build, laws = store.read(Path(folder))
+    build, laws = store.read(Path(folder), None if model is None else Path(model))
     data = (Path(folder) / "constants.bin").read_bytes()
     if largest_constant(build) != len(data):
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
@@ -205,7 +332,29 @@ def load(folder: str | Path) -> Compiled:
     kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
     rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
     evidence = build.report.get("certificate", {}).get("evidence", ())
-    return Compiled(build, constants, kernels, laws, rewrites, evidence)
+    return Compiled(build, constants, kernels, laws, rewrites, evidence, sized=sized_builds.read(Path(folder), build))
+
+
+class SizedOpener:
+    """Opens sessions of one build at several sizes, all on one copy of its weights, packed ones included."""
+
+    def __init__(self, sized: SizedBuild) -> None:
+        self.once = OnceRead(ModelFiles(sized.regions[0].build))
+        self.packed: dict[Hashable, Any] = {}
+
+    def __call__(self, build: store.Build, constants: bytes, compiles: bool) -> Session:
+        """A session with its kernels bound; they are compiled now, or are there."""
+        from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting
+        from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+        flags.before_torch()
+        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), LocalExecutor, self.once)
+        assert isinstance(session.executor, LocalExecutor)
+        session.executor.packed = self.packed
+        session.executor.bind()
+        if compiles:
+            compile_waiting()
+        return session
 
 
 def open_session(

@@ -35,6 +35,11 @@ def build(p: argparse.ArgumentParser) -> None:
     p.add_argument("build", type=Path, help="a folder that tapestry compile wrote")
 
 
+def moved(p: argparse.ArgumentParser) -> None:
+    """Where a build's model is."""
+    p.add_argument("--model", type=Path, metavar="FILE", help="the model, if it is not where it was (or beside the build)")
+
+
 def output_folder(p: argparse.ArgumentParser) -> None:
     """A folder for what is written."""
     p.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
@@ -67,7 +72,8 @@ def kernels(p: argparse.ArgumentParser) -> None:
 
 
 def verify(p: argparse.ArgumentParser) -> None:
-    """What is proved besides."""
+    """Where the model is, and what is proved besides."""
+    moved(p)
     p.add_argument("--kernels", action="store_true", help="prove the kernels' sources against their operations, too")
 
 
@@ -104,6 +110,7 @@ def opt(p: argparse.ArgumentParser) -> None:
 def run(p: argparse.ArgumentParser) -> None:
     """What is run, on what, and how long silence is borne."""
     build(p)
+    moved(p)
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help="many batches; a rerun goes on")
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")

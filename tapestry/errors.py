@@ -6,8 +6,9 @@ directory can cause is a `TapestryError`, which the command line prints without 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 class TapestryError(Exception):
@@ -31,6 +32,13 @@ class TapestryError(Exception):
         if self.hint:
             lines.append(f"  try: {self.hint}")
         return "\n".join(lines)
+
+
+def similar(word: str, known: Iterable[str], most: int = 12) -> str:
+    """What to try in place of a word that is not known: the one that it resembles, else those that there are, if few."""
+    there = list(known)
+    close = get_close_matches(word, there, 1)
+    return f"'{close[0]}' is similar" if close else f"one of {', '.join(there)}" if len(there) <= most else ""
 
 
 class ModelError(TapestryError):
@@ -65,6 +73,18 @@ class RunError(TapestryError):
     """A run on several processes failed: which rank, at what step, why; the command line ends with exit status 1."""
 
 
+def absent(e: ModuleNotFoundError) -> TapestryError:
+    """What to say where a package is not installed that a command needs, as a GPU's compiler or the reference.
+
+    Raises:
+        ModuleNotFoundError: the module is one of ours.
+    """
+    package = (e.name or "").partition(".")[0]
+    if package in ("", "tapestry"):
+        raise e
+    return TapestryError(f"the Python package '{package}' is not installed here", hint=f"pip install {package}")
+
+
 @contextmanager
 def refusing(kind: type[TapestryError], what: str, where: str, hint: str) -> Generator[None]:
     """The last net under what reads files: whatever they make a library or an assertion say becomes an error of the user's,
@@ -77,6 +97,8 @@ def refusing(kind: type[TapestryError], what: str, where: str, hint: str) -> Gen
         yield
     except (TapestryError, MemoryError, OSError):
         raise
+    except ModuleNotFoundError as e:
+        raise absent(e) from None
     except Exception as e:
         if "allocate memory" in str(e) or type(e).__name__ == "OutOfMemoryError":  # torch has no one type for it
             raise MemoryError from e

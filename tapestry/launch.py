@@ -36,6 +36,7 @@ class Request:
     """What ``tapestry run --processes`` and torchrun have in common."""
 
     folder: Path
+    model: Path | None = None
     inputs: Sequence[str] = ()
     stream: Sequence[Path] = ()
     output: Path | None = None
@@ -53,8 +54,8 @@ def request(args: argparse.Namespace) -> Request:
     if args.inputs and args.input:
         raise TapestryError("--input is one batch, --inputs are many", where="--inputs")
     return Request(
-        folder=args.build, inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed, weights=args.weights,
-        timeout=args.timeout, trace=args.trace, threads=args.threads,
+        folder=args.build, model=args.model, inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed,
+        weights=args.weights, timeout=args.timeout, trace=args.trace, threads=args.threads,
     )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def run(r: Request, how: Launch) -> Document:
     Raises:
         RunError: a rank failed. TapestryError: the input is at fault.
     """
-    compiled = api.load(r.folder)
+    compiled = api.load(r.folder, r.model)
     with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
         place = r.output or Path(scratch) / "outputs"
         if r.stream:
@@ -239,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ranked(r: Request, check: bool) -> Document:
     """This process's share of the work; the document on rank 0, which alone writes and compares results."""
     place = flags.world()
-    compiled = api.load(r.folder)
+    compiled = api.load(r.folder, r.model)
     with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
         results = r.output or (Path(scratch) / "outputs" if check else None)
         mine = results if place.rank == 0 else None

@@ -11,11 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from tapestry import flags
-from tapestry.errors import TapestryError
+from tapestry.errors import TapestryError, similar
 from tapestry.ir import laws
 from tapestry.viz.ir_dump import dump, graph_of, sizes
 from tapestry.viz.tables import sizes_text
@@ -116,8 +115,5 @@ def check_names(names: Collection[str], passes: Sequence[Pass]) -> None:
     there = [p.name for p in passes]
     for name in names:
         if name not in there:
-            close = get_close_matches(name, there, 1)
-            tip = f"'{close[0]}' is similar; " if close else ""
-            raise TapestryError(
-                f"there is no pass '{name}'", where="--print-after", hint=f"{tip}the passes are {', '.join(there)}"
-            )
+            hint = similar(name, there) or "--print-passes shows them"
+            raise TapestryError(f"there is no pass '{name}'", where="--print-after", hint=hint)

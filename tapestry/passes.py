@@ -156,13 +156,22 @@ def resume(
         return graph, constraints, start
     try:
         moves = [parse_move(m) for m in earlier.moves]
-        disabled = driver.disabled_by(moves)
-        begin = whole.graph if whole and STEPS in disabled else lifted.graph
-        again = driver.replay(driver.simplify(begin, disabled=disabled) if disabled else graph, moves)
+        again = replayed(lifted, whole, graph, moves)
     except TapestryError as e:
         log.warning("--resume: the build's rewrites do not apply, the search begins without them: %s", e)
         return graph, constraints, start
     return again, replace(constraints, moves=(*constraints.moves, *moves)), start
+
+
+def replayed(lifted: Lifted, whole: Lifted | None, graph: Graph, moves: Sequence[Move]) -> Graph:
+    """The simplified graph after the moves of an earlier search.
+
+    Raises:
+        TapestryError: one of them does not apply.
+    """
+    disabled = driver.disabled_by(moves)
+    begin = whole.graph if whole and STEPS in disabled else lifted.graph
+    return driver.replay(driver.simplify(begin, disabled=disabled) if disabled else graph, moves)
 
 
 def search_of(build: store.Build) -> Mapping[str, Any]:

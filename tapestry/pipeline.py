@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,19 @@ from tapestry import build_report, passes
 from tapestry.build import store
 from tapestry.errors import TapestryError
 from tapestry.ir.canonical_parts import PARTS
+from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
-from tapestry.plan.search.priced_plan import TooBig
+from tapestry.plan.search.priced_plan import PricedPlan, TooBig
+from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, topology
 from tapestry.rewrites import load_rules
 from tapestry.rewrites.core.driver import rule_names
+from tapestry.rewrites.core.rule import parse_move
 from tapestry.runtime.calibration.automatic import AUTO, automatic
 from tapestry.sharding import annotations
 from tapestry.sharding.annotations import Annotations
@@ -145,6 +148,38 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
         laws=runner.values["laws"], rewrites=runner.get("rewrites", passes.Rewrites).log,
         evidence=[runner.values["evidence"]], printed=runner.printed,
     )  # fmt: skip
+
+
+def graph_again(options: Options, build: store.Build) -> Graph:
+    """The graph of a build made again at other sizes: by the passes before the search, and by the moves that the build has.
+
+    Raises:
+        TapestryError: the model cannot be lifted at these sizes, or the moves do not apply.
+    """
+    runner = Runner(values=_values(options), report=lambda phase, name: None)
+    runner.run(_between(None, passes.resume))
+    values, moves = runner.values, [parse_move(m) for m in build.moves]
+    own = len(runner.get("constraints", passes.Constraints).moves)  # those of the model's annotations are behind the graph
+    return passes.replayed(runner.get("lifted", lift.Lifted), values["whole"], runner.get("graph", Graph), moves[own:])
+
+
+def search_again(options: Options, build: store.Build, graph: Graph) -> PricedPlan:
+    """The best plan of a build's graph at other sizes, beginning with the build's own strategies; it is not verified."""
+    lifted = lift.Lifted(graph=graph, model=Path(build.model), constants={}, nodes=len(graph.ops))
+    values = {**_values(options), "earlier": build, "lifted": lifted, "whole": None, "graph": graph}
+    runner = Runner(values=values, report=lambda phase, name: None)
+    runner.run(_between(passes.constrain, passes.resume))
+    constraints = runner.get("constraints", passes.Constraints)
+    moves = (*constraints.moves, *map(parse_move, build.moves))
+    runner.values |= {"constraints": replace(constraints, moves=moves), "start": start_of(build.plan)}
+    runner.run(_between(passes.state_task, passes.verify))
+    return runner.get("plan", PricedPlan)
+
+
+def _between(first: Callable[..., Any] | None, end: Callable[..., Any]) -> Sequence[Pass]:
+    """The passes from one (by default the first) to another one, which is not among them."""
+    at = [p.function for p in PASSES]
+    return PASSES[0 if first is None else at.index(first) : at.index(end)]
 
 
 # what the passes start from

@@ -10,19 +10,22 @@ from typing import Any
 import numpy as np
 
 from tapestry import build_report, model_evidence
-from tapestry.build import store
+from tapestry.build import sized_builds, store
+from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen import kernel_sources
-from tapestry.codegen.kernel_texts import kernel_text_of
+from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of, kernel_text_of
+from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
-from tapestry.verify.kernels.kernel_proofs import prove
+from tapestry.verify.kernels.kernel_proofs import COMPARED, Evidence, prove, weakest
 from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
+from tapestry.verify.sizes import sized_laws
 
 
-def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
+def verify_build(folder: Path, model: Path | None = None) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
     """Re-check a build directory from its files and its model: hashes, every law, memory, kernels, the graph, the report.
 
     Returns:
@@ -31,7 +34,7 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_
     Raises:
         BuildError: the files are not what their hashes say; LawError: the plan breaks a law.
     """
-    build, _ = store.read(folder)
+    build, _ = store.read(folder, model)
     plan = build.plan
     laws = certificate.check(
         plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
@@ -48,7 +51,37 @@ def verify_build(folder: Path) -> tuple[store.Build, dict[str, int], list[model_
                 "kernels", f"'{name}' is not what the plan generates", where=str(folder), why=_differs(written, name, source)
             )
     laws |= {"kernels": len(emitted), "report": build_report.check(build), **_state(build)}
-    return build, laws, [evidence]
+    sized = sized_builds.read(folder, build)
+    return build, laws, [evidence, *([] if sized is None else _sizes(folder, sized, laws))]
+
+
+def _sizes(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> list[model_evidence.Evidence]:
+    """Every region of a build for several sizes: its own plan, its laws for all its sizes, and its graph held to the model at
+    two more; counts are added to ``laws``.
+
+    Raises:
+        LawError: a region breaks a law, with a size, or the regions do not cover what was asked for.
+    """
+    laws["sizes"] = sized_laws.cover([r.region for r in sized.regions], sized.asked, sized.symbols)
+    found: list[model_evidence.Evidence] = []
+    for k, r in enumerate(sized.regions):
+        where = f"region {k}: {r.region.shown(sized.symbols)}"
+        if k:
+            found += verify_build(folder / sized_builds.REGIONS / str(k))[2]
+        done, peaks = sized_laws.check(r.plan, r.region, sized.symbols, memory_limits(r.build))
+        if r.about.get("largest_peak_bytes") != peaks:
+            why = f"it says {r.about.get('largest_peak_bytes')}, they are {peaks}"
+            raise LawError("report", "the largest peaks are not the plan's", where=where, why=why)
+        laws["sizes"] += sum(done.values())
+        for sizes in dict.fromkeys((next(iter(r.region.corners())), r.region.near(r.made_at))):
+            if sizes != r.made_at:
+                graph, data = r.plan.at(sizes)[0], {t: r.constants[at : at + n] for t, (at, n) in r.build.constants.items()}
+                constants = model_evidence.arrays(graph, data)
+                model = Path(sized.regions[0].build.model)
+                counts, evidence = model_evidence.compare(graph, model, r.build.model_sha256, constants, special=False)
+                laws["sizes"] += sum(counts.values())
+                found.append({**evidence, "sizes": dict(zip(sized.symbols, sizes, strict=True))})
+    return found
 
 
 def _state(build: store.Build) -> dict[str, int]:
@@ -69,7 +102,7 @@ def prove_kernels(folder: Path, report: Callable[[int, int], None] = lambda done
         BuildError: the build does not read; LawError: a kernel is not its operation.
     """
     build, _ = store.read(folder)
-    graph, rows = build.plan.graph, list[dict[str, str]]()
+    graph, rows = build.plan.graph, _prove_cpu(build, report) if build.target == "torch-cpu" else list[dict[str, str]]()
     made = kernel_sources.named_kernels(graph, build.program, build.target, build.precision, build.knobs)
     for done, (name, (kernel, one)) in enumerate(made.items()):
         report(done, len(made))
@@ -78,6 +111,22 @@ def prove_kernels(folder: Path, report: Callable[[int, int], None] = lambda done
             raise LawError("kernels", f"there is no '{name}'", where=str(folder))
         shown = prove(graph, kernel, kernel_text_of(graph, kernel, one, name, file.read_text()))
         rows.append({"kernel": name, "form": one.kind, "addresses": shown.addresses, "value": shown.value, "why": shown.why})
+    return rows
+
+
+def _prove_cpu(build: store.Build, report: Callable[[int, int], None]) -> list[dict[str, str]]:
+    """What the CPU target runs for each kernel of a build, and by what that was shown to be its operation."""
+    graph, rows = build.plan.graph, list[dict[str, str]]()
+    found, _ = kernel_sources.kernels_of_steps(graph, build.program, every=True)
+    for done, kernel in enumerate(found.values()):
+        report(done, len(found))
+        name = f"cpu/{graph.ops[kernel.op].outs[0]}.{done}"
+        made = CpuKernel("torch operators", why="in canonical blocks") if build.exact else cpu_kernel_of(graph, kernel, name)
+        shown = weakest([prove(graph, kernel, t) for t in made.texts]) or Evidence(COMPARED, COMPARED, made.why)
+        value = shown.value
+        if made.ours and value != COMPARED:
+            value = f"contract by {value}, kept on {sum(map(contract_trials.checked, made.ours))} instances"
+        rows.append({"kernel": name, "form": made.form, "addresses": shown.addresses, "value": value, "why": shown.why})
     return rows
 
 

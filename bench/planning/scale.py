@@ -1,13 +1,14 @@
 """The compiler on large meshes and deep models, planned for the links of the preset h100, on a machine without any of them.
 
-    .venv/bin/python -m bench scale [--quick]
+    .venv/bin/python -m bench scale [--quick] [--memory] [--only NAME …]
 
 `llama_7b` and `llama_70b` (graphs of shared/models without weights) at batch 8 and sequence 4096 on 8, 64 (8x8) and 1024
-(8x16x8) devices; decoders of Llama-8B's sizes with 1 to 80 layers on 2x4; with `--memory 80GiB` Llama-70B on 8 and 8x8, and a
-decoder of Llama-405B's sizes on 8x16x8. Every row is one `tapestry compile --no-weights` in a
+(8x16x8) devices; decoders of Llama-8B's sizes with 1 to 80 layers on 2x4; within limited memory Llama-70B on 8 and 8x8, and a
+decoder of Llama-405B's sizes on 8x16x8 (``--memory``: these alone). Every row is one `tapestry compile --no-weights` in a
 process of its own: "total" is the compiler's own clock from the file to the verified plan, "CPU" the seconds of all cores with
 starting Python and writing the build, "verify" a `tapestry verify` of what was written. Writes bench/results/scale.json;
-exits 1 where a target is missed. ``--quick`` leaves out the 1024 devices and more than 16 layers.
+exits 1 where a target is missed. ``--quick`` leaves out the 1024 devices and more than 16 layers; ``--only`` all rows but
+those named, as in ``"llama_70b 8x8 40GiB"``. Rows of an earlier run that are not measured anew stay.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ FOLDER = record.WORK / "scale"
 SHAPES = {"s72": "8", "s53": "4096"}
 MESHES = ("8", "8x8", "8x16x8")
 LAYERS = (1, 2, 4, 8, 16, 32, 80)
-LIMITED = (("llama_70b", "8"), ("llama_70b", "8x8"), ("llama_405b", "8x16x8"))  # with `MEMORY` a device
-MEMORY = "80GiB"
+LIMITED = (
+    ("llama_70b", "8", "80GiB"),
+    ("llama_70b", "8x8", "80GiB"),
+    ("llama_70b", "8x8", "40GiB"),
+    ("llama_405b", "8x16x8", "80GiB"),
+)
 LARGEST = llama_layers.Size(batch=8, sequence=4096, width=16384, heads=128, groups=8, inner=53248)  # Llama-3.1-405B: 126 layers
 STAGES = ("lift", "simplify", "search", "verify", "codegen", "total")
 GOALS: dict[tuple[str, ...], dict[str, float]] = {  # seconds, megabytes of resident memory, gap
@@ -42,7 +47,7 @@ GOALS: dict[tuple[str, ...], dict[str, float]] = {  # seconds, megabytes of resi
     ("llama_7b", "8x8"): {"gap": 0.01},
     ("llama_7b", "8x16x8"): {"gap": 0.05},
     ("layers 1", "2x4"): {"total_s": 5.0},
-    **{(name, mesh, MEMORY): {"cpu_s": 60.0, "verify_cpu_s": 60.0, "gap": 0.01} for name, mesh in LIMITED},
+    **{row: {"cpu_s": 60.0, "verify_cpu_s": 60.0, "gap": 0.01} for row in LIMITED},
 }
 
 
@@ -83,33 +88,40 @@ def missed(row: Row) -> list[str]:
     return [k for k, goal in row["goals"].items() if found[k] > goal]
 
 
-def rows(quick: bool) -> list[Row]:
-    """All cases."""
-    out: list[Row] = []
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in ("llama_7b", "llama_70b"):
-        packed, path = record.SHARED / f"{name}.onnx.gz", FOLDER / f"{name}.onnx"
-        if not packed.is_file():
-            print(f"{name}: skipped, the folder of exported models is not beside the checkout")
-            continue
-        path.write_bytes(gzip.decompress(packed.read_bytes()))
-        out += [measure(name, path, mesh, SHAPES) for mesh in MESHES if not (quick and mesh == MESHES[-1])]
-        out += [measure(name, path, mesh, SHAPES, MEMORY) for n, mesh in LIMITED if n == name]
-    for layers in LAYERS[:5] if quick else LAYERS:
-        out.append(measure(f"layers {layers}", llama_layers.write(layers, FOLDER), "2x4", {}))
-    if not quick:
-        path = llama_layers.write(126, FOLDER, LARGEST)
-        out += [measure(name, path, mesh, {}, MEMORY) for name, mesh in LIMITED if name == "llama_405b"]
-    shutil.rmtree(FOLDER)
-    return out
+def cases(quick: bool, limited: bool) -> list[tuple[str, str, str]]:
+    """Model, mesh and memory of every row; ``limited``: of those with limited memory alone."""
+    meshes = MESHES[:-1] if quick else MESHES
+    free = [(name, mesh, "") for name in ("llama_7b", "llama_70b") for mesh in meshes]
+    deep = [(f"layers {n}", "2x4", "") for n in (LAYERS[:5] if quick else LAYERS)]
+    within = [row for row in LIMITED if not (quick and row[1] == MESHES[-1])]
+    return within if limited else [*free, *deep, *within]
+
+
+def measured(name: str, mesh: str, memory: str) -> Row | None:
+    """A row; none where the model is not there."""
+    if name.startswith("layers "):
+        return measure(name, llama_layers.write(int(name.split()[1]), FOLDER), mesh, {}, memory)
+    if name == "llama_405b":
+        return measure(name, llama_layers.write(126, FOLDER, LARGEST), mesh, {}, memory)
+    packed, path = record.SHARED / f"{name}.onnx.gz", FOLDER / f"{name}.onnx"
+    if not packed.is_file():
+        print(f"{name}: skipped, the folder of exported models is not beside the checkout")
+        return None
+    path.write_bytes(gzip.decompress(packed.read_bytes()))
+    return measure(name, path, mesh, SHAPES, memory)
 
 
 def main() -> int:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="neither 1024 devices nor more than 16 layers")
-    quick = parser.parse_args().quick
-    found = rows(quick)
+    parser.add_argument("--memory", action="store_true", help="only what is planned within limited memory")
+    parser.add_argument("--only", nargs="+", default=[], help="rows to measure: model, mesh, memory")
+    options = parser.parse_args()
+    chosen = [c for c in cases(options.quick, options.memory) if not options.only or " ".join(c).strip() in options.only]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    found = [r for c in chosen if (r := measured(*c))]
+    shutil.rmtree(FOLDER)
     table = Table(title="tapestry compile --topology h100, seconds", title_justify="left")
     table.add_column("model")
     for c in ("mesh", "ops", *STAGES, "CPU", "verify", "MB", "plan MB", "gap", "goal"):
@@ -123,8 +135,9 @@ def main() -> int:
             f"{r['verify_cpu_s']:.1f}", *sizes, goal,
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
-    if not quick:
-        record.write("scale", found, topology="h100", shapes=SHAPES)
+    if not options.quick:
+        kept = record.merged("scale", found, ["model", "mesh", "memory"])
+        record.write("scale", kept, topology="h100", shapes=SHAPES)
     return 1 if any(missed(r) for r in found) else 0
 
 

@@ -1,13 +1,16 @@
 """Whether the plan that is chosen is the one that is fastest: plans of one model, each timed on the world that it was made for.
 
-    .venv/bin/python -m bench clock [--only MODEL …] [--world WORLD …] [--rounds R] [--batches B] [--again]
+    .venv/bin/python -m bench clock [--only MODEL …] [--world WORLD …] [--rounds R] [--again]
 
 A world is a number of processes of one thread each: on this machine, or one on each of two hosts (network namespaces) with a
 link of some rate between them. It is calibrated first (`tapestry calibrate`), and the planner is given that and nothing else.
 Seven plans compete: the chosen one; one device (another compilation, run by one process); pure batch; pure tensor; the best
-plans for two random other machines; and a random strategy for every operation. They run in turns, so that all see the same
-machine. A row says for each plan what was predicted and what was measured (median seconds of a batch), and for the chosen one
-how far each step was off. All of them count: those that lose as well. Writes bench/results/clock.json.
+plans for two random other machines; and a random strategy for every operation. On one machine all of them stay loaded, each
+in ranks of its own, and take turns batch by batch in a new order every round, so that what else the machine does meets all of
+them alike; outputs stay on the ranks. Between two hosts each plan runs `BATCHES` batches at a time. A row says for each plan
+what was predicted and what was measured (median seconds of a batch), for the chosen one how far each step was off, and which
+share of the processors' time the machine's own host took away meanwhile. All of them count: those that lose as well. Writes
+bench/results/clock.json.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +37,12 @@ from bench.correctness.models import materialize
 from bench.support import record, two_hosts
 from bench.support.plan_variants import saved, variants
 from bench.support.record import ROOT, WORK, Row
-from tapestry import api
+from tapestry import Session, api
 from tapestry.plan.topology import parse_mesh, topology
 
 FOLDER = WORK / "clock"
 CLOSE, BAD = 1.05, 1.15  # times the fastest: as good as it; too slow
+BATCHES, WARM = 5, 2  # different inputs; rounds that do not count
 MODELS: dict[str, dict[str, str]] = {
     "bert_base": dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), "4x64"),
     "gpt2": dict.fromkeys(("input_ids", "attention_mask"), "1x64"),
@@ -113,19 +118,43 @@ def builds(model: Path, shapes: dict[str, str], world: World, path: Path, folder
     return out
 
 
-def measured(world: World, names: Sequence[str], folder: Path, rounds: int, batches: int) -> dict[str, list[float]]:
-    """Seconds of each batch by plan, in turns; the first batch of a run warms up."""
-    feeds = folder / "in"
-    feeds.mkdir(exist_ok=True)
-    one = api.load(folder / "one device")
-    for k in range(batches + 1):
-        np.savez(feeds / f"b{k}.npz", **one.random_feeds(k))
+def feeds_of(folder: Path) -> list[dict[str, np.ndarray]]:
+    """Inputs of some batches, which are files too."""
+    place, one = folder / "in", api.load(folder / "one device")
+    place.mkdir(exist_ok=True)
+    made = [one.random_feeds(k) for k in range(BATCHES + 1)]
+    for k, feeds in enumerate(made):
+        np.savez(place / f"b{k}.npz", **feeds)
+    return made
+
+
+def measured(world: World, names: Sequence[str], folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each batch by plan, in turns."""
+    feeds, order = feeds_of(folder), np.random.default_rng(0)
     out: dict[str, list[float]] = {n: [] for n in names}
-    for r in range(rounds):
-        for n in list(names)[r % len(names) :] + list(names)[: r % len(names)]:
-            ran = world.tapestry("run", folder / n, "--inputs", feeds, processes=1 if n == "one device" else None)
-            out[n] += ran["batch_seconds"][1:]
-    return out
+    if world.megabits:  # the first batch of a run warms up
+        for _ in range(-(-rounds // BATCHES)):
+            for n in order.permutation(names):
+                ran = world.tapestry("run", folder / n, "--inputs", folder / "in", processes=1 if n == "one device" else None)
+                out[n] += ran["batch_seconds"][1:]
+        return out
+    with ExitStack() as loaded:
+        sessions = {
+            n: loaded.enter_context(Session(folder / n, processes=1 if n == "one device" else world.processes, threads=1))
+            for n in names
+        }
+        for r in range(rounds + WARM):
+            for n in order.permutation(names):
+                begun = time.perf_counter()
+                sessions[n].run(feeds[r % len(feeds)], outputs=())
+                out[n].append(time.perf_counter() - begun)
+    return {n: samples[WARM:] for n, samples in out.items()}
+
+
+def stolen() -> tuple[int, int]:
+    """Ticks of all processors so far, and those that the machine's host took away (/proc/stat)."""
+    ticks = [int(t) for t in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], ticks[7]
 
 
 def step_error(world: World, folder: Path) -> float:
@@ -153,7 +182,9 @@ def row(name: str, world_name: str, args: argparse.Namespace) -> Row:
     folder.mkdir(parents=True)
     with world.joined():
         predicted = builds(model, MODELS[name], world, calibrated(world_name, world, False), folder)
-        samples = measured(world, list(predicted), folder, args.rounds, args.batches)
+        before = stolen()
+        samples = measured(world, list(predicted), folder, args.rounds)
+        after = stolen()
         off = step_error(world, folder)
     median = {n: statistics.median(s) for n, s in samples.items()}
     fastest = min(median, key=lambda n: median[n])
@@ -163,6 +194,7 @@ def row(name: str, world_name: str, args: argparse.Namespace) -> Row:
         **out, "plans": plans, "fastest": fastest, "ratio": median["chosen"] / median[fastest],
         "rank_correlation": float(order), "predicted_over_measured": predicted["chosen"] / median["chosen"],
         "median_step_factor": off, "load": os.getloadavg()[0],
+        "rounds": min(map(len, samples.values())), "stolen": (after[1] - before[1]) / max(after[0] - before[0], 1),
     }  # fmt: skip
 
 
@@ -220,8 +252,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--world", nargs="+", choices=list(WORLDS), metavar="WORLD")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=30, help="batches of each plan")
     parser.add_argument("--again", action="store_true", help="calibrate the worlds again")
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)

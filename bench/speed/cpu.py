@@ -1,11 +1,14 @@
-"""The torch-cpu target beside onnxruntime's CPU provider: one thread, batch 1, one process per model, runs in turns.
+"""The torch-cpu target beside onnxruntime's CPU provider: batch 1, one process per model, runs in turns.
 
-    .venv/bin/python -m bench cpu [--only NAME …] [--runs N]
+    .venv/bin/python -m bench cpu [--only NAME …] [--runs N] [--threads N]
+    .venv/bin/python -m bench cpu --folder FOLDER [--unopened] [--runs N] [--threads N]
 
-The models are in the folder of exports beside the checkout. A run of ours and one of onnxruntime (all its graph
-optimisations, one thread) follow each other, so that both see the same machine; what counts is processor time, and wall time
-is recorded beside it. The ratio is that of the medians, its spread the quartiles of the ratios of neighbouring runs.
-Writes bench/results/cpu.json; exits 1 if a result is further than 1e-5 from onnxruntime's or a peak is not the plan's.
+The models are in the folder of exports beside the checkout; or all that are in FOLDER, as `bench/support/corpus_exports.py`
+writes them: of these a third, by a hash of the name, is left alone without --unopened, and is reported apart. A run of ours and
+one of onnxruntime (all its graph optimisations, as many threads) follow each other, so that both see the same machine; what
+counts is processor time, and wall time is recorded beside it. The ratio is that of the medians, its spread the quartiles of the
+ratios of neighbouring runs. Writes bench/results/cpu.json, or cpu_corpus.json of a folder; exits 1 if a result is further than
+1e-5 from onnxruntime's or a peak is not the plan's.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.correctness.models import materialize
 from bench.support import record
+from bench.support.corpus_exports import kept_unopened
 from bench.support.record import WORK, Row
 
 TOKENS = "1x128"
@@ -40,7 +47,23 @@ TOLERANCE = 1e-5
 TIMEOUT = 900  # seconds for one model
 
 
-def worker(name: str, path: Path, runs: int) -> Row:
+@dataclass(frozen=True)
+class Case:
+    """One model's file, its sizes, and how it is run."""
+
+    name: str
+    path: str
+    shapes: dict[str, str]
+    runs: int
+    threads: int
+
+    @property
+    def part(self) -> str:
+        """Of a corpus: what may be looked at while something is improved, and what may not."""
+        return "unopened" if kept_unopened(self.name) else "opened"
+
+
+def worker(case: Case) -> Row:
     """One model, in this process."""
     import numpy as np
     import onnxruntime
@@ -48,17 +71,17 @@ def worker(name: str, path: Path, runs: int) -> Row:
 
     import tapestry
 
-    torch.set_num_threads(1)
-    ours = tapestry.compile(path, shapes=MODELS[name], mesh="1")
+    torch.set_num_threads(case.threads)
+    ours = tapestry.compile(case.path, shapes=case.shapes, mesh="1")
     feeds = ours.random_feeds(0)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    theirs = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    options.intra_op_num_threads, options.inter_op_num_threads = case.threads, 1
+    theirs = onnxruntime.InferenceSession(case.path, options, providers=["CPUExecutionProvider"])
     names = [o.name for o in theirs.get_outputs()]
     outs, expected = ours.run(feeds), {t: np.asarray(a) for t, a in zip(names, theirs.run(None, feeds), strict=True)}
-    error = max(float(np.abs(outs[t] - expected[t]).max() / np.abs(expected[t]).max()) for t in names)
+    error = max(difference(outs[t], expected[t]) for t in names)
     mine, other = list[tuple[float, float]](), list[tuple[float, float]]()
-    for _ in range(runs):
+    for _ in range(case.runs):
         mine.append(timed(lambda: ours.run(feeds)))
         other.append(timed(lambda: theirs.run(None, feeds)))
     cpu, wall = ([statistics.median(x[k] for x in side) for side in (mine, other)] for k in (0, 1))
@@ -72,6 +95,19 @@ def worker(name: str, path: Path, runs: int) -> Row:
     }  # fmt: skip
 
 
+def difference(mine: Any, other: Any) -> float:
+    """The largest difference of two arrays over the largest value; NaN or infinity on one side only is infinite."""
+    import numpy as np
+
+    a, b = np.asarray(mine, np.float64), np.asarray(other, np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if same.all():
+        return 0.0
+    if not (np.isfinite(a) | same).all() or not (np.isfinite(b) | same).all():
+        return float("inf")
+    return float(np.abs(a - b)[~same].max() / np.abs(b[np.isfinite(b)]).max(initial=0.0))
+
+
 def timed(run: object) -> tuple[float, float]:
     """(processor seconds, wall seconds) of a call."""
     assert callable(run)
@@ -80,14 +116,11 @@ def timed(run: object) -> tuple[float, float]:
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
-def measure(name: str, runs: int) -> Row:
-    """One model, in a process of its own with one OpenMP thread."""
-    row: Row = {"model": name}
-    path = materialize(name, WORK / name)
-    if path is None:
-        return {**row, "skipped": "the folder of exported models is not beside the checkout"}
-    command = [sys.executable, "-m", "bench", "cpu", "--worker", json.dumps([name, str(path), runs])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+def measure(case: Case) -> Row:
+    """One model, in a process of its own with so many OpenMP threads."""
+    row: Row = {"model": case.name, "threads": case.threads}
+    command = [sys.executable, "-m", "bench", "cpu", "--worker", json.dumps(asdict(case))]
+    env = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=env)
     except subprocess.TimeoutExpired:
@@ -97,14 +130,37 @@ def measure(name: str, runs: int) -> Row:
     return {**row, **json.loads(done.stdout.splitlines()[-1])}
 
 
+def listed(args: argparse.Namespace) -> list[Case]:
+    """What is to be measured."""
+    if args.folder:
+        paths = sorted(args.folder.glob("*.onnx"))
+        found = [Case(p.stem, str(p), {}, args.runs, args.threads) for p in paths if not args.only or p.stem in args.only]
+        return [c for c in found if args.unopened or c.part == "opened"]
+    exports = {n: materialize(n, WORK / n) for n in args.only or MODELS}
+    return [Case(n, str(p), MODELS[n], args.runs, args.threads) for n, p in exports.items() if p is not None]
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """Per part and number of threads: how many models, how many ran, geometric mean and worst of the ratios."""
+    out: Row = {}
+    for key in sorted({(r.get("part", "models"), r["threads"]) for r in rows}):
+        of = [r for r in rows if (r.get("part", "models"), r["threads"]) == key]
+        ratios = [r["ratio"] for r in of if "ratio" in r]
+        out[f"{key[0]}, threads {key[1]}"] = {
+            "models": len(of), "ran": len(ratios), "passed": sum(r["passed"] for r in of),
+            "geometric_mean": statistics.geometric_mean(ratios) if ratios else None, "worst": max(ratios, default=None),
+        }  # fmt: skip
+    return out
+
+
 def table(rows: list[Row]) -> Table:
     """All rows for a person."""
-    out = Table(title="torch-cpu beside onnxruntime, one thread", title_justify="left")
+    out = Table(title="torch-cpu beside onnxruntime", title_justify="left")
     for c in ("model", "ms", "onnxruntime", "ratio", "quartiles", "wall ratio", "rel err", "packed beyond the plan", ""):
         out.add_column(c, justify="left" if c in ("model", "") else "right")
     for r in rows:
         if "ratio" not in r:
-            out.add_row(r["model"], *[""] * 7, r.get("skipped") or r["error"].splitlines()[-1])
+            out.add_row(r["model"], *[""] * 7, r["error"].splitlines()[-1][:60])
             continue
         times = f"{r['cpu_ms']:.1f}", f"{r['ort_cpu_ms']:.1f}", f"{r['ratio']:.2f}", "{:.2f}–{:.2f}".format(*r["spread"])
         more = f"{r['wall_ratio']:.2f}", f"{r['rel_err']:.0e}", f"{max(r['packed_bytes']) / 2**20:.0f} MiB"
@@ -115,24 +171,29 @@ def table(rows: list[Row]) -> Table:
 def main() -> int:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--folder", type=Path, help="any models instead of the listed ones")
+    parser.add_argument("--unopened", action="store_true", help="the third that is kept unopened as well")
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        name, path, runs = json.loads(args.worker)
-        print(json.dumps(worker(name, Path(path), runs)))
+        print(json.dumps(worker(Case(**json.loads(args.worker)))))
         return 0
 
-    found = {r["model"]: r for r in record.read("cpu")} if args.only else {}
+    file = "cpu_corpus" if args.folder else "cpu"
+    found = {(r["model"], r["threads"]): r for r in ({"threads": 1} | r for r in record.read(file))}
     new: list[Row] = []
-    for name in args.only or MODELS:
-        row = measure(name, args.runs)
+    for case in listed(args):
+        row = measure(case) | ({"part": case.part} if args.folder else {})
         new.append(row)
-        found[name] = row
-        record.write("cpu", [found[m] for m in MODELS if m in found], clock="processor time of the process (time.process_time)")
+        found[case.name, case.threads] = row
+        rows = [found[k] for k in sorted(found)]
+        record.write(file, rows, clock="processor time of the process (time.process_time)", summary=summary(rows))
     Console(width=None if sys.stdout.isatty() else 160).print(table(new))
-    return 1 if any(not r.get("passed", "skipped" in r) for r in new) else 0
+    print(json.dumps(summary(new), indent=1))
+    return 1 if any(not r["passed"] for r in new) else 0
 
 
 if __name__ == "__main__":

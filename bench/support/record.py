@@ -36,6 +36,16 @@ def read_more(name: str, key: str, otherwise: Any) -> Any:
     return json.loads(path.read_text()).get(key, otherwise) if path.is_file() else otherwise
 
 
+def merged(name: str, rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """The rows of an earlier run with those of this one in their places; ``keys`` tell rows apart, new ones come last."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(k, "") for k in keys)
+
+    new = {key(r): r for r in rows}
+    return [new.pop(key(r), r) for r in read(name)] + list(new.values())
+
+
 def write(name: str, rows: Sequence[Row], **more: Any) -> Path:
     """Write ``bench/results/NAME.json``."""
     RESULTS.mkdir(parents=True, exist_ok=True)

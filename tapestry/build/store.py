@@ -35,6 +35,7 @@ from tapestry.ir.types import numpy_dtype
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
 REWRITES = "rewrites.tap.gz"
+SIZED = ("sizes.json", "regions")  # what a build for several sizes has beside it (`build.sized_builds`)
 MODEL = "model"  # the folder of a build that brings its model along
 MAX_PLAN_BYTES = 1 << 30
 MAX_CERTIFICATE_BYTES = 1 << 26  # a line per kernel
@@ -77,26 +78,37 @@ class Build:
 def write(
     folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int],
     rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (), bundle: Sequence[str] = (),
+    more: Mapping[str, bytes] = {},
 ) -> None:  # fmt: skip
     """Write a build directory in one step: it appears whole, or not at all.
 
     Args:
         bundle: files of the model, relative to its folder, to be copied into the build, which then needs no other place.
+        more: files beside those of the plan (`build.sized_builds`).
 
     Raises:
         BuildError: the place holds something that is not a build directory.
     """
     source = Path(build.model)
     build = replace(build, model=f"{MODEL}/{source.name}") if bundle else build
-    files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values())}
+    files = files_of(build, constants, kernels, laws, rewrites, evidence, more)
+    check_output(folder)
+    write_files(folder, files, "plan.json", {f"{MODEL}/{name}": source.parent / name for name in bundle})
+
+
+def files_of(
+    build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int], rewrites: bytes = b"",
+    evidence: Sequence[Mapping[str, Any]] = (), more: Mapping[str, bytes] = {},
+) -> dict[str, bytes]:  # fmt: skip
+    """The files of a build directory, its certificate among them."""
+    files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values()), **more}
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
     files |= {REWRITES: rewrites} if rewrites else {}
     files |= {TILES: tiles} if (tiles := weight_tiles.stored(build.plan.graph)) else {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "evidence": list(evidence), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
-    check_output(folder)
-    write_files(folder, files, "plan.json", {f"{MODEL}/{name}": source.parent / name for name in bundle})
+    return files
 
 
 def check_output(folder: Path) -> None:
@@ -106,7 +118,7 @@ def check_output(folder: Path) -> None:
         BuildError: it holds something that is no build, or more than a build.
     """
     check_place(folder, "plan.json")
-    own = {"plan.json", "constants.bin", "certificate.json", "kernels", TILES, REWRITES, MODEL}
+    own = {"plan.json", "constants.bin", "certificate.json", "kernels", TILES, REWRITES, MODEL, *SIZED}
     foreign = sorted({p.name for p in folder.iterdir()} - own) if (folder / "plan.json").is_file() else []
     if foreign:
         what = f"the output has something that no build has: '{foreign[0]}'"
@@ -132,7 +144,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], mark: str, copies: Map
     """
     with new_folder(folder, mark) as temporary:
         for name, data in files.items():
-            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(data)
         for name, source in copies.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
@@ -263,8 +275,11 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     )  # fmt: skip
 
 
-def read(folder: Path) -> tuple[Build, dict[str, int]]:
+def read(folder: Path, model: Path | None = None) -> tuple[Build, dict[str, int]]:
     """A build directory, with the counts of its certificate, after checking every file against its hash.
+
+    Args:
+        model: where the model is, if not where it was; its weights are held to the plan's hashes wherever they are read.
 
     Raises:
         BuildError: a file is missing, extra, too large, of another kind, or not what its hash says.
@@ -288,17 +303,19 @@ def read(folder: Path) -> tuple[Build, dict[str, int]]:
     _check_constants(build, (folder / "constants.bin").read_bytes() if "constants.bin" in files else b"", str(folder))
     weights = {t: replace(w, tiles=hashes[t]) for t, w in graph.weights.items()}
     plan = replace(build.plan, graph=replace(graph, weights=weights))
-    return replace(build, model=_model(build.model, folder), plan=plan), laws
+    return replace(build, model=_model(build.model, folder) if model is None else str(model.absolute()), plan=plan), laws
 
 
 def _model(path: str, folder: Path) -> str:
-    """Where a build's model is: a path that is not absolute is in the build itself.
+    """Where a build's model is: a path that is not absolute is in the build itself; a model that moved with its build is looked
+    for beside it.
 
     Raises:
         BuildError: it leads out of it.
     """
     if Path(path).is_absolute():
-        return path
+        beside = folder.absolute().parent / Path(path).name
+        return str(beside) if beside.is_file() and not Path(path).exists() else path
     if ".." in Path(path).parts:
         raise BuildError("the plan names a model outside the build", where=str(folder), why=path)
     return str(folder.absolute() / path)

@@ -49,7 +49,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             tables.show(tables.passes(build.report["passes"]), stderr=bool(args.print_after))
         if not args.print_after and not args.print_passes:
             tables.show(tables.compiled(build.report))
-            print(f"build {args.output}, kernels in {args.output / 'kernels'}")
+            print(f"build {args.output}; next: tapestry explain {args.output}, or tapestry run {args.output} --check")
 
     printed = {"printed": dict(build.printed)} if args.print_after else {}
     return Outcome({**build.report, **printed}, text, insist=bool(args.print_after or args.print_passes))
@@ -92,7 +92,7 @@ def verify(args: argparse.Namespace) -> Outcome:
     from tapestry.viz.format import evidence_text, kernels_text
     from tapestry.viz.tables import rewrites_text
 
-    build, laws, evidence = verify_build(args.build)
+    build, laws, evidence = verify_build(args.build, args.model)
     replayed = replay_rewrites(args.build, build.plan.graph)
     rewrites = None if replayed is None else {"steps": replayed.steps, "shown": dict(replayed.shown)}
     with bar(args, "verify") as report:
@@ -121,7 +121,7 @@ def kernels(args: argparse.Namespace) -> Outcome:
 
     with bar(args, "kernels") as report:
         document = emit_kernels(args.build, args.output, args.target, report)
-    return Outcome(document, lambda: tables.show_wide(tables.kernels(document)))
+    return Outcome(document, lambda: print(tables.kernels(document)))
 
 
 def export(args: argparse.Namespace) -> Outcome:

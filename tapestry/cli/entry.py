@@ -9,17 +9,18 @@ import argparse
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from difflib import get_close_matches
 from typing import Any
 
 from tapestry import arguments
 from tapestry.cli import building, proving, rewriting, running, serving, viewing
 from tapestry.cli.outcome import Outcome, print_json
-from tapestry.errors import BuildError, LawError, RunError, TapestryError, refusing
+from tapestry.errors import BuildError, LawError, RunError, TapestryError, absent, refusing, similar
 
+FLAG = re.compile(r"--[a-z-]+")
 Arguments = Callable[[argparse.ArgumentParser], None]
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Arguments], str]] = {
     "compile": (building.compile_model, [arguments.compile], "find, verify and write a plan"),
@@ -78,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     except TapestryError as e:
         status = _failed(args, e, 1 if isinstance(e, LawError | RunError) else 2)
         return _leave(status) if isinstance(e, RunError) and argv is None else status
+    except ModuleNotFoundError as e:
+        return _failed(args, absent(e), 2)
     except MemoryError:
         return _failed(args, TapestryError("out of memory", hint="a smaller --shape, or more memory"), 2)
     except BrokenPipeError:  # the reader of our output went away
@@ -91,13 +94,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments; a command that there is not ends the process with status 2 and the name of the closest one."""
+    """The arguments; a command or a flag that there is not ends the process with status 2 and the name of a similar one."""
     words, parser = sys.argv[1:] if argv is None else argv, command_parser()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        close = get_close_matches(words[0], COMMANDS, 1)
-        tip = f"a similar command exists: {close[0]}" if close else "tapestry --help lists the commands"
-        parser.error(f"there is no command '{words[0]}'\n  tip: {tip}")
-    return parser.parse_args(words)
+        tip = similar(words[0], COMMANDS) or "tapestry --help lists the commands"
+        parser.error(f"there is no command '{words[0]}'\n  try: {tip}")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        of_command = argparse.ArgumentParser()
+        for add in COMMANDS[args.name][1]:
+            add(of_command)
+        flags = FLAG.findall(of_command.format_help())
+        tip = similar(unknown[0].partition("=")[0], flags, 0) or f"tapestry {args.name} --help"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}\n  try: {tip}")
+    return args
 
 
 def command_parser() -> argparse.ArgumentParser:

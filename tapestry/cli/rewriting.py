@@ -6,13 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from tapestry.cli import rule_lab
 from tapestry.cli.outcome import Outcome, shapes
-from tapestry.errors import TapestryError
+from tapestry.errors import TapestryError, similar
 
 
 def opt(args: argparse.Namespace) -> Outcome:
@@ -69,17 +68,19 @@ def rules(args: argparse.Namespace) -> Outcome:
     if args.ablate:
         return rule_lab.ablated(args.ablate, shapes(args.shape))
     if args.rule is not None and args.rule not in RULES:
-        close = get_close_matches(str(args.rule), RULES, 1)
-        tip = f"'{close[0]}' is similar; " if close else ""
-        raise TapestryError(f"there is no rule '{args.rule}'", hint=f"{tip}one of {', '.join(sorted(RULES))}")
+        hint = similar(args.rule, sorted(RULES)) or "`tapestry rules` lists them"
+        raise TapestryError(f"there is no rule '{args.rule}'", hint=hint)
     chosen = [RULES[args.rule]] if args.rule else list(RULES.values())
     if args.refused:
+        from tapestry.ir.naming.author_names import tensor_names
         from tapestry.lift import lift
         from tapestry.rewrites.core.driver import simplify
+        from tapestry.viz import layer_folds
 
         graph = simplify(lift(args.refused, shapes(args.shape), weights=False).graph)
-        refused = [str(m) for r in chosen for m in r.find(graph) if isinstance(m, Refusal)]
-        return Outcome({"refused": refused}, lambda: print("\n".join(refused or ["no rule was refused"])), insist=True)
+        refused = [m for r in chosen for m in r.find(graph) if isinstance(m, Refusal)]
+        document = {"refused": [str(m) for m in refused]}
+        return Outcome(document, lambda: print(layer_folds.refusals_text(refused, tensor_names(graph))), insist=True)
     rows = [{"name": r.name, "kind": r.kind, "phase": r.phase, "doc": r.doc} for r in chosen]
 
     def text() -> None:

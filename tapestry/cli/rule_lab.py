@@ -76,9 +76,11 @@ def ablated(models: Sequence[Path], shapes: Mapping[str, Any]) -> Outcome:
             rows.append({"model": str(model), "equations": name, **times, "moves": moves})
 
     def text() -> None:
+        from tapestry.viz.format import duration
+
         for r in rows:
-            times = f"{r['objective_s'] * 1e3:10.4g} ms planned {r['cpu_s'] * 1e3:10.4g} ms CPU"
-            print(f"{Path(r['model']).name}  {r['equations']:<40} {times}")
+            times = f"{duration(r['objective_s']):>8} planned {duration(r['cpu_s']):>8} CPU"
+            print(f"{Path(r['model']).name}  {r['equations']:<30} {times}")
 
     return Outcome({"ablations": rows}, text, insist=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from typing import Any
 
 from tapestry import arguments
@@ -23,9 +24,11 @@ def run(args: argparse.Namespace) -> Outcome:
     from tapestry import api
     from tapestry.viz import tables
 
-    compiled = api.load(args.build)
+    compiled = api.load(args.build, args.model)
     compiled.libraries = args.library
-    feeds = compiled.random_feeds(args.seed) | _inputs(args.input)
+    given = _inputs(args.input)
+    compiled = compiled.at_inputs(given) if given else compiled
+    feeds = compiled.random_feeds(args.seed) | given
     with bar(args, "run") as report:
         result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
     if args.output:
@@ -120,6 +123,7 @@ def fuzz(args: argparse.Namespace) -> Outcome:
     from tapestry import flags
 
     flags.before_torch()
+    import_module("onnxruntime")  # without it there is one reference, and nobody to judge
     from tapestry.fuzz import campaign, series
 
     in_series = args.jobs is not None or args.log is not None

@@ -32,15 +32,19 @@ def distinct_kernels(graph: Graph, program: Program) -> dict[str, tuple[Kernel, 
     return {key: (kernel, counts[key]) for key, kernel in found.items()}
 
 
-def kernels_of_steps(graph: Graph, program: Program) -> tuple[dict[str, Kernel], dict[int, str]]:
-    """(distinct kernels by `kernel_key`, in order of first use; for each step that launches one, its first device's key)."""
+def kernels_of_steps(graph: Graph, program: Program, every: bool = False) -> tuple[dict[str, Kernel], dict[int, str]]:
+    """(distinct kernels by `kernel_key`, in order of first use; for each step that launches one, its first device's key).
+
+    Args:
+        every: those of operations, too, that Triton has no kernel for.
+    """
     kinds = [signature(op, graph) for op in graph.ops]
     alike: dict[tuple[object, ...], str] = {}  # to the key of its first device's kernel
     keys: dict[tuple[object, ...], str] = {}
     found: dict[str, Kernel] = {}
     of_step: dict[int, str] = {}
     for at, step in enumerate(program.steps):
-        if not isinstance(step, Launch) or unavailable(graph, step.op):
+        if not isinstance(step, Launch) or (not every and unavailable(graph, step.op)):
             continue
         ins = [program.buffers[b].boxes if b else None for b in step.ins]
         outs = [program.buffers[b].boxes for b in step.outs]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from tapestry.draw.drawing import Drawing, build_of, drawing, rect, short, tag, tail, words
 from tapestry.draw.lanes_picture import split_colours
 from tapestry.ir.naming.author_names import operation_names
-from tapestry.viewer import layer_folds, program_tables
+from tapestry.viewer import program_tables
+from tapestry.viz import layer_folds
 from tapestry.viz.format import human, kind_text, split_text
 
 WIDE, TALL, GAP, LEVEL = 170.0, 40.0, 22.0, 86.0
@@ -49,16 +50,16 @@ def graph(build: object) -> Drawing:
 
 
 def _nodes(b: object) -> list[_Node]:
-    """Operations and folds in program order, with what they read from which."""
+    """Operations and runs of them in program order, with what they read from which."""
     build = build_of(b)
     plan, colours = build.plan, split_colours(build.plan)
     node_of = list(range(len(plan.graph.ops)))
-    folds = {f.first: f for f in layer_folds.folds(plan)}
+    runs = {f.first: f for f in layer_folds.runs(plan)}
     names = operation_names(plan.graph)
     nodes: list[_Node] = []
     i = 0
     while i < len(plan.graph.ops):
-        f = folds.get(i)
+        f = runs.get(i)
         count = f.length * f.times if f else 1
         node_of[i : i + count] = [len(nodes)] * count
         op = plan.graph.ops[i]

@@ -18,9 +18,10 @@ from tapestry.plan.fusion import fused
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose, one_stage
-from tapestry.plan.search.planner import cheapest
+from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
+from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import WORTH, Improvement, Tried
 from tapestry.plan.task import STEPS, Task
@@ -237,6 +238,7 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     if isinstance(result, PricedPlan):
         return candidate
     if not task.rewritable:
+        result.hint += "; pins, annotations and --exact keep the graph as it is: without them weights may be streamed"
         raise result
     if task.request.explicit:
         return candidate
@@ -279,12 +281,24 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
     )
     unfused = graph if form.moves and not disabled_by(form.moves) else None
     new, found, moves, anew = search.run(form.graph, result, unfused)
+    if moves:
+        found = _closed(new, found, task, budget)
+        search.bounds.append(found.bound)
     scope = replace(
-        scope, bound=min(scope.bound, search.bound), rewritten=search.planned, unfinished=search.unfinished, moves=search.met,
-        equations=tuple(search.derived),
+        scope, bound=min([scope.bound, *search.bounds]), rewritten=len(search.bounds), unfinished=search.unfinished,
+        moves=search.met, equations=tuple(search.derived),
     )  # fmt: skip
     form = replace(form, graph=new, moves=(*(() if anew else form.moves), *moves)) if moves else form
     return replace(candidate, form=form, result=found, scope=scope)
+
+
+def _closed(graph: Graph, found: PricedPlan, task: Task, budget: Budget) -> PricedPlan:
+    """The plan of a graph that moves made, or a better one, and a better bound: in passing there was no work for branches."""
+    if found.proved or budget.over() or not TINY < len(graph.ops) <= SMALL:
+        return found
+    again = cheapest(task.problems(graph), budget, start_of(found.plan))
+    best = again if again.objective < found.objective else found
+    return replace(best, bound=min(max(found.bound, again.bound), best.objective))
 
 
 def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Planned, PricedPlan]:

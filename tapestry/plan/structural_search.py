@@ -57,7 +57,7 @@ class Improvement:
         least: units of the budget with which a rewrite is still tried: about as long as a graph takes.
         disabled: simplifications that are left out.
         tried: kinds of moves that were looked at.
-        bound: the least of the bounds of all graphs that were planned, ``planned`` of them.
+        bounds: of all graphs that were planned, but for the one that is the best.
         unfinished: others, whose plans may be better: there was no work left to find out.
         met: whether there was any move.
         book_units: of the budget, for planning what the book derives.
@@ -71,8 +71,7 @@ class Improvement:
     least: float = 0.0
     disabled: frozenset[str] = _NONE
     tried: set[str] = field(default_factory=set[str])
-    bound: float = math.inf
-    planned: int = 0
+    bounds: list[float] = field(default_factory=list[float])
     unfinished: int = 0
     met: bool = False
     book_units: float = 0.0
@@ -90,6 +89,8 @@ class Improvement:
         while (step := self._derived(graph, found) or self._better(graph, found)) is not None:
             graph, found, moves = step
             accepted += moves
+        if accepted:
+            self.bounds.remove(found.bound)
         return graph, found, accepted, first is not None
 
     def _derived(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
@@ -139,7 +140,7 @@ class Improvement:
     def _planned(self, graph: Graph, budget: Budget, best: PricedPlan) -> PricedPlan:
         other = self.plan(graph, budget, best.objective)
         if other.objective < best.objective or proved(best.objective, other.bound):
-            self.bound, self.planned = min(self.bound, other.bound), self.planned + 1
+            self.bounds.append(other.bound)
         else:
             self.unfinished += 1
         return other

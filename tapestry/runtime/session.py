@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -58,6 +59,21 @@ class ModelFiles:
         """
         graph = self.build.plan.graph
         return read_checked(Path(self.build.model), graph.weights[tensor], graph.tensors[tensor], box, self._honest)
+
+
+class OnceRead:
+    """Slices of weights that are read once for all members, for as long as one of them holds them."""
+
+    def __init__(self, source: Slices) -> None:
+        self.source = source
+        self._there: WeakValueDictionary[tuple[str, Box], Array] = WeakValueDictionary()
+
+    def __call__(self, tensor: str, box: Box) -> Array:
+        """A box of a weight, which nobody may write."""
+        found = self._there.get((tensor, box))
+        if found is None:
+            found = self._there[tensor, box] = self.source(tensor, box)
+        return found
 
 
 class Session:
@@ -181,6 +197,18 @@ def as_numpy(value: Any) -> Array:
             return tensor.view(torch.int16).numpy().view(numpy_dtype("bf16"))
         return tensor.numpy()
     return cast(Array, np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value))
+
+
+def shapes_of(feeds: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of inputs by name; values that are no arrays have none.
+
+    Raises:
+        TapestryError: an array cannot be read.
+    """
+    try:
+        return {n: tuple(v.shape) if hasattr(v, "shape") else as_numpy(v).shape for n, v in feeds.items()}
+    except (ValueError, TypeError, RuntimeError, BufferError) as e:
+        raise TapestryError(f"an input is no array: {e}") from None
 
 
 def host_value(value: Any, t: Tensor) -> Any:

@@ -128,7 +128,7 @@ class Call(Protocol):
 
 
 class Recorder(Protocol):
-    """A kernel that can write into given memory: flat tensors of f32, as many elements as the output has."""
+    """A kernel that can write into given memory: flat tensors, as many elements as the output has."""
 
     @property
     def arrays(self) -> Sequence[Callable[[Array], Array]]:
@@ -147,8 +147,8 @@ class RecordingTarget(Protocol):
     Recorders and calls that are handed in are the target's own, which it has made before.
     """
 
-    def recorder(self, run: Run) -> Recorder | None:
-        """A kernel as one that writes where it is told, if it can."""
+    def recorders(self, runs: Mapping[int, Run]) -> Mapping[int, Recorder]:
+        """A program's kernels (by step) as such that write where they are told: those that can, where that pays."""
         ...
 
     def follows(self, before: Recorder, after: Recorder) -> int | None:
@@ -157,6 +157,34 @@ class RecordingTarget(Protocol):
 
     def chain(self, calls: Sequence[Call]) -> Call | None:
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
+        ...
+
+    def cells(self, recorder: Recorder) -> Sequence[tuple[int, int]]:
+        """Reads (position, axis) of whose cells a kernel may be told to leave some out, all alike."""
+        ...
+
+    def limit(self, call: Call, filled: int) -> None:
+        """Let a call leave out cells: those before the first number (i64) at an address count, and those from the second on."""
+        ...
+
+    def seldom(self, recorder: Recorder) -> int | None:
+        """A read (by position) that a kernel hardly ever wants, and may ask for then; ``None`` where there is none."""
+        ...
+
+    def ask(self, call: Call, made: Call) -> None:
+        """Let a call run another one where it wants what that makes, which is then not made before."""
+        ...
+
+    def called(self, run: Run, extents: tuple[int, ...]) -> Recorder:
+        """Any kernel of one output of floats, of this shape, as one that writes where it is told."""
+        ...
+
+    def move(self, values: Array, there: Array, axis: int, at: int = 0) -> Call:
+        """Copy an array to places of another one, both dense from an axis on.
+
+        Args:
+            at: the address of a number (i64) of cells along the axis by which the places are moved; 0 where there is none.
+        """
         ...
 
     def batch(self, calls: Sequence[Call]) -> Callable[[], None]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakValueDictionary
-
-import numpy as np
 
 from tapestry import api, flags
 from tapestry.build.store import Build
 from tapestry.errors import TapestryError
-from tapestry.ir.kernel import Box
-from tapestry.runtime.session import MakeExecutor, ModelFiles, Session, Slices
+from tapestry.runtime.session import MakeExecutor, ModelFiles, OnceRead, Session, Slices
 from tapestry.runtime.target_protocol import Array, Target
 from tapestry.serving.members import Member
 
@@ -35,21 +31,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Give everything back; called again it does nothing."""
         ...
-
-
-class OnceRead:
-    """Slices of weights that are read once for all members, for as long as one of them holds them."""
-
-    def __init__(self, source: Slices) -> None:
-        self.source = source
-        self._there: WeakValueDictionary[tuple[str, Box], np.ndarray[Any, Any]] = WeakValueDictionary()
-
-    def __call__(self, tensor: str, box: Box) -> np.ndarray[Any, Any]:
-        """A box of a weight, which nobody may write."""
-        found = self._there.get((tensor, box))
-        if found is None:
-            found = self._there[tensor, box] = self.source(tensor, box)
-        return found
 
 
 class Loader:
@@ -89,6 +70,11 @@ def keep(member: Member, session: Session, state: HeldState) -> None:
     state.join(session.executor, member.caches)
 
 
+def longest(members: Sequence[Member]) -> int:
+    """How many cells a step of any member appends to caches at most."""
+    return max((m.state.new for m in members if m.state), default=0)
+
+
 class InProcess:
     """Everything in this process."""
 
@@ -97,7 +83,7 @@ class InProcess:
         from tapestry.runtime.one_process.held_state import HeldState
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        self.state = HeldState()
+        self.members, self.state = members, HeldState(longest(members))
         loader = Loader(members, self.state, libraries)
         self.sessions = [loader(m.compiled.build, b"".join(m.compiled.constants.values())) for m in members]
         for s in self.sessions:
@@ -108,9 +94,26 @@ class InProcess:
         """Outputs by name."""
         if fresh:
             self.state.clear()
-        self.state.at = at
+        if (kept := self.members[member].state) is not None:
+            self.state.expect(at, kept.caches[0], feeds[kept.mask])
         return self.sessions[member].compute(feeds, wanted=wanted).outputs
 
     def close(self) -> None:
         """Nothing is held but memory."""
         self.sessions.clear()
+
+
+class AnySize:
+    """A build for several sizes, in this process: the inputs of a step say which."""
+
+    def __init__(self, member: Member) -> None:
+        self.compiled = member.compiled
+        self.compiled.prepare()
+
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
+        """Outputs by name, from inputs that are checked here, where their sizes are known."""
+        one = Member(self.compiled.at_inputs(feeds))
+        return one.compiled.session.compute(one.checked(feeds), wanted=wanted).outputs
+
+    def close(self) -> None:
+        """Nothing is held but memory."""

@@ -147,10 +147,9 @@ class Sequences(ABC):
         given = {IDS: ids, MASK: mask, POSITIONS: positions}
         return {n: given[n].astype(numpy_dtype(t.dtype)) for n, t in self.members[k].inputs.items()}
 
-    def run(self, k: int, ids: Array, mask: Array, positions: Array, at: int = 0) -> Array:
+    def run(self, k: int, feeds: Mapping[str, Array], at: int = 0) -> Array:
         """The scores of a step."""
-        checked = self.members[k].checked(self.feeds(k, ids, mask, positions))
-        return self.step(k, checked, [self.scores], at)[self.scores]
+        return self.step(k, self.members[k].checked(feeds), [self.scores], at)[self.scores]
 
     @abstractmethod
     def check(self, longest: int, count: int) -> None:
@@ -174,6 +173,7 @@ class Cached(Sequences):
         assert state is not None
         self.capacity, self.fill = state.capacity, 0
         self.there = np.zeros((self.batch, self.capacity), np.int64)  # cells that count, by row
+        self.single: dict[int, dict[str, Array]] = {}  # inputs of a step of one token, by member, which go on from step to step
         if MASK not in members[0].inputs or POSITIONS not in members[0].inputs:
             raise TapestryError(f"rows of different lengths need {MASK} and {POSITIONS}", where="generate")
 
@@ -187,6 +187,7 @@ class Cached(Sequences):
         """The prompts, in parts of the sizes that there are."""
         self.fill, longest = 0, max(map(len, rows))
         self.there[:] = 0
+        self.single.clear()
         last: list[Array | None] = [None] * len(rows)
         while self.fill < longest:
             k = self._member(longest - self.fill)
@@ -197,7 +198,7 @@ class Cached(Sequences):
                 ids[r, : len(part)], new[r, : len(part)] = part, 1
             lengths = np.array([len(row) for row in self._all(rows)])
             positions = np.minimum(lo + np.arange(size), lengths[:, None] - 1)
-            scores = self.run(k, ids, np.concatenate((self.there, new), 1), positions, lo)
+            scores = self.run(k, self.feeds(k, ids, np.concatenate((self.there, new), 1), positions), lo)
             self.there[:, lo : lo + size] = new
             self.fill = min(lo + size, longest)
             for r, row in enumerate(rows):
@@ -208,11 +209,17 @@ class Cached(Sequences):
     def go_on(self, rows: Sequence[Sequence[int]]) -> Array:
         """One token of every row."""
         k = self._member(1)
-        ids, new = np.zeros((2, self.batch, self.sizes[k]), np.int64)
-        ids[:, 0], new[:, 0] = [row[-1] for row in self._all(rows)], 1
-        positions = np.repeat([[len(row) - 1] for row in self._all(rows)], self.sizes[k], 1)
-        scores = self.run(k, ids, np.concatenate((self.there, new), 1), positions, self.fill)
+        if k not in self.single:
+            ids, new = np.zeros((2, self.batch, self.sizes[k]), np.int64)
+            new[:, 0] = 1
+            self.single[k] = self.feeds(k, ids, np.concatenate((self.there, new), 1), ids)
+        feeds, every = self.single[k], self._all(rows)
+        feeds[IDS][:, 0] = [row[-1] for row in every]
+        feeds[POSITIONS].T[:] = [len(row) - 1 for row in every]
+        scores = self.run(k, feeds, self.fill)
         self.there[:, self.fill] = 1
+        for other in self.single.values():
+            other[MASK][:, self.fill] = 1
         self.fill += 1
         return scores[: len(rows), 0]
 
@@ -262,5 +269,5 @@ class Whole(Sequences):
             row = rows[r if r < len(rows) else 0]
             ids[r, : len(row)], mask[r, : len(row)] = row, 1
         positions = np.broadcast_to(np.arange(self.sizes[k]), ids.shape)
-        scores = self.run(k, ids, mask, positions)
+        scores = self.run(k, self.feeds(k, ids, mask, positions))
         return np.stack([scores[r, len(row) - 1] for r, row in enumerate(rows)])

@@ -28,7 +28,7 @@ from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.session import Session
 from tapestry.runtime.target_protocol import Array
 from tapestry.serving import frames
-from tapestry.serving.engines import Loader
+from tapestry.serving.engines import Loader, longest
 from tapestry.serving.members import Member, members
 from tapestry.serving.rank_engine import Answer, Failure, Order, Request
 from tapestry.serving.shared_places import SharedPlaces
@@ -52,7 +52,7 @@ def main() -> int:
         from tapestry.runtime.one_process.held_state import HeldState
         from tapestry.runtime.processes.supervisor import supervise
 
-        loader = Loader(of, HeldState(carry))
+        loader = Loader(of, HeldState(longest(of), carry))
         supervise(replace(job, serve=partial(answer, order, of, loader)), order.processes, loader)
     except TapestryError as e:
         with suppress(BrokenPipeError):  # the session is gone

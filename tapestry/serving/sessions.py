@@ -11,7 +11,7 @@ from typing import Any
 from tapestry.api import Compiled
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import DTYPES, Tensor
-from tapestry.serving.engines import Engine, InProcess
+from tapestry.serving.engines import AnySize, Engine, InProcess
 from tapestry.serving.generation import Array, CachesLost, Seeded, generate, sampler_of
 from tapestry.serving.members import Given, Member, chosen, members
 from tapestry.serving.turns import Turns
@@ -24,8 +24,8 @@ class Session:
     """Runs builds of one model as often as it is asked to; it is a context manager, and ends with the process.
 
     Args:
-        build: a build directory or what `tapestry.compile` returned; several are one model at several sizes, of which those of
-            the inputs choose one.
+        build: a build directory or what `tapestry.compile` returned, which may be for a range of sizes; several are one model
+            at several sizes, of which those of the inputs choose one.
         processes: ranks on this host, which are started now and stay; by default everything is in this process.
         threads: of each rank; in this process torch's own setting counts.
         queue: how many callers may wait for their turn; one more gets `Busy` at once.
@@ -163,6 +163,11 @@ class Session:
         return out
 
     def _start(self) -> Engine:
+        if any(m.compiled.sized for m in self._members):
+            if self._processes is not None or len(self._members) > 1:
+                what = "a build for several sizes runs alone, in one process"
+                raise TapestryError(what, where="processes", hint="builds of one size for ranks")
+            return AnySize(self._members[0])
         if self._processes is None:
             return InProcess(self._members)
         from tapestry.runtime.step_messages import owners

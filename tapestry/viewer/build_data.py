@@ -20,8 +20,8 @@ from tapestry.plan.requests import parse_pins
 from tapestry.plan.topology import from_data
 from tapestry.verify import certificate
 from tapestry.verify.rewriting.rewrite_log import read
-from tapestry.viewer import layer_folds, op_shapes, program_tables, rewrite_steps
-from tapestry.viz import explain
+from tapestry.viewer import op_shapes, program_tables, rewrite_steps
+from tapestry.viz import explain, layer_folds
 from tapestry.viz.format import split_text
 
 Row = dict[str, Any]
@@ -67,7 +67,7 @@ def document(source: Source, say: Say = lambda what: None) -> Row:
         "ops": _operations(build, of_op, launched), "tensors": _tensors(plan.graph),
         "program": program_tables.tables(program), "edges": program_tables.edges(program), "kernels": kernels,
         "lanes": program_tables.lanes(timed), "memory": program_tables.memory(program, dict(enumerate(build.peak_bytes))),
-        "folds": [[f.first, f.length, f.times, f.label] for f in layer_folds.folds(plan, alike)],
+        "folds": [[f.first, f.length, f.times, f.label] for f in layer_folds.runs(plan, alike)],
         "certificate": {"laws": dict(source.laws), "evidence": list(source.evidence), "refused": refusal(build)},
     }  # fmt: skip
     say("rewrites")

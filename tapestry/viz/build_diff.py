@@ -8,9 +8,10 @@ from typing import Any
 from tapestry.build.store import Build
 from tapestry.ir.graph import Op
 from tapestry.viz.explain import Document, document
-from tapestry.viz.format import duration, human, shape_text, signed
+from tapestry.viz.format import duration, human, shape_text, signed, wrapped
+from tapestry.viz.layer_folds import listed, moves_text, together
 
-SHOWN = 40  # operations in the text; JSON has all
+SHOWN = 24  # kinds of operations in the text; JSON has all operations
 KEYS: tuple[Callable[[Op], Sequence[object]], ...] = (
     lambda op: op.outs,
     lambda op: (op.source,) if op.source else (),
@@ -71,7 +72,7 @@ def _row(a: Document, b: Document) -> Document | None:
     if all(a[k] == b[k] for k in keys):
         return None
     nodes = list(dict.fromkeys((*a["nodes"], *b["nodes"])))
-    return {"name": a["outs"][0], "nodes": nodes, **{k: [a[k], b[k]] for k in keys}}
+    return {"name": a["outs"][0], "alike": a["alike"], "part": a["part"], "nodes": nodes, **{k: [a[k], b[k]] for k in keys}}
 
 
 def _total(row: Document, which: int) -> float:
@@ -104,47 +105,45 @@ def _lines(d: Document) -> Iterator[str]:
         return
     yield f"{'':<14} first → second"
     for key, name, unit in (
-        ("objective_s", "objective", _precise), ("simulated_s", "simulated", _precise),
+        ("objective_s", "objective", duration), ("simulated_s", "simulated", duration),
         ("peak_bytes", "peak memory", human), ("host_load_bytes", "host loads", human),
     ):  # fmt: skip
         x, y = d[key]
         yield f"{name:<14} {unit(x)} → {unit(y)}{f' ({y / x - 1:+.2%})' if x and x != y else ''}"
     if d["mesh"][0] != d["mesh"][1]:
-        yield f"{'mesh':<14} {d['mesh'][0]} → {d['mesh'][1]}"
-    for key in ("moves", "requests"):
-        if d[key][0] != d[key][1]:
-            yield f"{key:<14} {_listed(d[key][0])} → {_listed(d[key][1])}"
+        yield from _row_text("mesh", *d["mesh"])
+    if d["moves"][0] != d["moves"][1]:
+        yield from _row_text("moves", *("; ".join(moves_text(m)) or "none" for m in d["moves"]))
+    if d["requests"][0] != d["requests"][1]:
+        yield from _row_text("requests", *(", ".join(str(i) for v in r.values() for i in v) or "none" for r in d["requests"]))
     for r in d["transfers"]:
         (m, n), (x, y) = r["count"], r["bytes"]
         yield f"{r['kind']:<14} {m} times, {human(x)} → {n} times, {human(y)}"
+    groups = list(together(d["operations"], lambda r: (r["alike"], str(r["split"]), str(r["block"]))).values())
+    groups.sort(key=lambda rows: -abs(sum(_total(r, 1) - _total(r, 0) for r in rows)))
     yield f"operations: {d['matched']} in both, {len(d['operations'])} of them differ"
-    for r in d["operations"][:SHOWN]:
-        yield from _operation(r)
-    if len(d["operations"]) > SHOWN:
-        yield f"  … and {len(d['operations']) - SHOWN} more (--json has all)"
+    for rows in groups[:SHOWN]:
+        yield from _operations(rows)
+    if len(groups) > SHOWN:
+        yield f"  … and {sum(map(len, groups[SHOWN:]))} more (--json has all)"
     for which in ("first", "second"):
         names = d[f"only_in_{which}"]
         if names:
-            yield f"only in the {which}: {', '.join(names)}"
+            yield from wrapped(f"only in the {which}: {listed(names)}")
 
 
-def _precise(seconds: float) -> str:
-    return f"{seconds * 1e3:.5g} ms"
+def _row_text(name: str, first: str, second: str) -> list[str]:
+    return wrapped(f"{name:<14} {first} → {second}", " " * 15)
 
 
-def _listed(x: list[str] | dict[str, list[str]]) -> str:
-    items = x if isinstance(x, list) else [i for values in x.values() for i in values]
-    return ", ".join(map(str, items)) or "none"
-
-
-def _operation(r: Document) -> Iterator[str]:
-    (s, t), (b, c) = r["split"], r["block"]
-    more = _total(r, 1) - _total(r, 0)
-    nodes = f" (from {', '.join(r['nodes'])})" if r["nodes"] else ""
-    yield f"  {r['name']}{nodes}: {signed(more)}"
+def _operations(rows: Sequence[Document]) -> Iterator[str]:
+    """Counterparts that differ in the same way, once; seconds are of all of them."""
+    one, times = rows[0], f" ×{len(rows)}" if len(rows) > 1 else ""
+    (s, t), (b, c) = one["split"], one["block"]
+    own, fetched = ([sum(r[k][n] for r in rows) for n in (0, 1)] for k in ("seconds", "transfer_seconds"))
+    nodes = f" (from {', '.join(one['nodes'])})" if one["nodes"] and not times and not one["part"] else ""
+    yield from wrapped(f"  {one['alike']}{times}{nodes}: {signed(own[1] + fetched[1] - own[0] - fetched[0])}")
     if s != t or b != c:
-        yield f"    split {s} block {shape_text(tuple(b))} → {t} block {shape_text(tuple(c))}"
-    yield (
-        f"    kernels {duration(r['seconds'][0])} → {duration(r['seconds'][1])}, "
-        f"fetching {duration(r['transfer_seconds'][0])} → {duration(r['transfer_seconds'][1])}"
-    )
+        yield from wrapped(f"    split {s} block {shape_text(tuple(b))} → {t} block {shape_text(tuple(c))}", " " * 6)
+    kernels, fetching = (" → ".join(map(duration, x)) for x in (own, fetched))
+    yield f"    kernels {kernels}, fetching {fetching}"

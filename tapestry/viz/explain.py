@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tapestry.build.store import Build
+from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.graph import Opaque
 from tapestry.ir.kernel import shape, size
 from tapestry.ir.naming.author_names import dim_names, operation_names, parts, tensor_names
-from tapestry.ir.plan import MeshAxis
+from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import (
+    Buffer,
     Free,
     Launch,
     Load,
@@ -31,9 +33,11 @@ from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
+from tapestry.viz import size_map
 from tapestry.viz.folded import folded
-from tapestry.viz.format import area, duration, human, kind_text, moves_text, shape_text, split_text, split_words, step_text
-from tapestry.viz.summary import plan_lines, speed, wrapped
+from tapestry.viz.format import area, duration, human, kind_text, shape_text, split_text, split_words, step_text, wrapped
+from tapestry.viz.layer_folds import counterparts, moves_text
+from tapestry.viz.summary import plan_lines, speed
 from tapestry.viz.tables import proof
 
 Document = dict[str, Any]
@@ -95,11 +99,11 @@ def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
     if why:
         others = best_alternatives(plan, from_data(build.topology), parse_pins(requests, plan.graph, plan.mesh))
     out: list[Document] = []
-    names, of_model = operation_names(plan.graph), parts(plan.graph)
+    names, of_model, alike = operation_names(plan.graph), parts(plan.graph), counterparts(plan)
     for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
         block = max((b for b in blocks[i] if b is not None), key=size)
         row: Document = {
-            "name": names[i], "part": of_model[i], "dim_names": dim_names(op, plan.graph),
+            "name": names[i], "alike": alike[i], "part": of_model[i], "dim_names": dim_names(op, plan.graph),
             "outs": list(op.outs), "nodes": list(op.source), "kind": kind_text(op), "dims": {d.name: d.size for d in op.space},
             "split": split_text(op, s, plan.stage(i).mesh), "block": list(shape(block)), "seconds": own[i],
             "transfer_seconds": fetched[i], "pins": [t for t, ops in pinned.items() if i in ops],
@@ -141,6 +145,25 @@ def _transfers(build: Build, timed: Schedule) -> list[Document]:
             "payload_bytes": payload_bytes(step, program), "group": groups, "start_s": start, "seconds": t.seconds,
             "algorithm": t.by or None,
         })  # fmt: skip
+    return out
+
+
+def placed(plan: Plan, program: Program) -> dict[str, dict[str, int]]:
+    """For each tensor that is cut where it is first held, by the author's name: mesh axis to the axis of it that is cut.
+
+    Tensors held in parts that no such cut gives (halos, pipeline stages) are left out.
+    """
+    names, first = tensor_names(plan.graph), dict[str, Buffer]()
+    for step in program.steps:
+        for b in (program.buffers[name] for name in allocated(step)):
+            if b.field is None:
+                first.setdefault(b.tensor, b)
+    out: dict[str, dict[str, int]] = {}
+    for t, b in first.items():
+        boxes = tuple(box for box in b.boxes if box is not None)
+        layout = layout_of_boxes(boxes, plan.graph.tensors[t].shape, plan.mesh)
+        if layout is not None and any(k is not None for k in layout):
+            out[names[t]] = {a.name: k for a, k in zip(plan.mesh, layout, strict=True) if k is not None}
     return out
 
 
@@ -198,18 +221,21 @@ def _critical(build: Build, timed: Schedule) -> list[Document]:
 def text(build: Build, facts: Document, *, critical: bool = False, every: bool = False) -> str:
     """A `document` as a person reads it; ``every`` step on its own, or alike ones once."""
     head, notes = _head(build, facts["simulated"]), _notes(build, facts["simulated"])
+    sizes = [*size_map.lines(build.report["sizes"]), "", "the plan of region a:"] if "sizes" in build.report else []
+    steps = _folded_out(_steps(build, facts)) if every else folded(build, facts)
     lines = [
-        *(row for line in head for row in wrapped(line)),
-        "",
-        *(_steps(build, facts) if every else folded(build, facts)),
-        "",
-        *_memory_text(facts["memory"]),
-        "",
-        *(row for line in (*notes, *_whole_text(facts["nodes_run_whole"])) for row in wrapped(line)),
-    ]
+        *sizes, build.model, *_folded_out(head), "", *steps, "", *_folded_out(_memory_text(facts["memory"])), "",
+        *_folded_out((*notes, *_whole_text(facts["nodes_run_whole"]))),
+    ]  # fmt: skip
     if critical:
-        lines += ["", *_critical_text(facts)]
+        lines += ["", *_folded_out(_critical_text(facts))]
     return "\n".join(lines) + "\n"
+
+
+def _folded_out(lines: Iterable[str]) -> Iterator[str]:
+    """Lines of any length as lines of at most 80 columns."""
+    for line in lines:
+        yield from wrapped(line, " " * (4 + len(line) - len(line.lstrip())))
 
 
 def trace_text(written: Mapping[str, Any]) -> str:
@@ -222,12 +248,11 @@ def trace_text(written: Mapping[str, Any]) -> str:
 def _head(build: Build, simulated: Document) -> Iterator[str]:
     r, plan = build.report, build.plan
     mesh = ", ".join(f"{a.name}={a.size}{shares_text(a)}" for a in plan.mesh) or "one device"
-    yield f"{build.model}"
     yield f"{r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
     yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
     topo = from_data(build.topology)
     yield from (*_kinds_text(topo), *_joined_text(topo))
-    costs = [f"{r[k] * 1e3:.4g} ms" for k in ("objective_s", "lower_bound_s")]
+    costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
     yield (

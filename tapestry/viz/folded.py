@@ -1,102 +1,79 @@
 """The steps of a plan with equal ones of different layers on one line: ``layers.*.self_attn.q_proj ×32``, then exceptions.
 
-Two operations are alike where their names differ in numbers of layers alone, and they are cut in the same way. Sizes may differ
-then, and are shown as ranges. Where a model has no names, operations are alike if their sizes are equal, too.
+Two operations are alike where they are counterparts (`folds`) and cut in the same way. Sizes may differ where names say so, and
+are shown as ranges.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tapestry.build.store import Build
 from tapestry.ir.program import Launch
-from tapestry.viz.format import duration, human
-from tapestry.viz.summary import WIDTH, wrapped
+from tapestry.viz.format import WIDTH, duration, human, wrapped
+from tapestry.viz.layer_folds import template, together
 
 Row = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Alike:
-    """Operations (or transfers) that one line stands for."""
-
-    name: str
-    rows: list[Row] = field(default_factory=list[Row])
-
-    @property
-    def seconds(self) -> float:
-        """All of them together."""
-        return sum(r["seconds"] for r in self.rows)
-
-
-def template(name: str) -> str:
-    """A name with ``*`` for the numbers of layers, which are those of all its parts but the last."""
-    *outer, last = name.split(".")
-    outer = ["*" if p.isdecimal() else re.sub(r"\d+$", "*", p) for p in outer]
-    return ".".join([*outer, "*" if last.isdecimal() else re.sub(r"_\d+$", "", last)])
+INDENT = " " * 23
 
 
 def folded(build: Build, facts: Mapping[str, Any]) -> list[str]:
     """All steps that compute or communicate, alike ones once, in the order in which they come first."""
-    groups: dict[tuple[Any, ...], Alike] = {}
     moved = {t["step"]: t for t in facts["steps"]}
+    rows: list[Row] = []
     for i, step in enumerate(build.program.steps):
         if i in moved:
-            row = moved[i]
-            name = template(row["name"])
-            key = ("moved", name, row["kind"], row["group"], row["algorithm"])
+            rows.append(moved[i])
         elif isinstance(step, Launch) and step.mode != "finish":
-            row = facts["operations"][step.op]
-            name, key = _operation_key(row)
-        else:
-            continue
-        groups.setdefault(key, Alike(name)).rows.append(row)
+            rows.append(facts["operations"][step.op])
+    groups = together(rows, _key)
     total = facts["simulated"]["seconds"] or 1.0
-    lines = [f"{'×':>5} {'share':>6} {'time':>8}  {len(groups)} kinds of steps of {sum(len(g.rows) for g in groups.values())}"]
-    for key, group in groups.items():
-        lines += _group_text(group, total, moved=key[0] == "moved")
+    lines = [f"{'×':>5} {'share':>6} {'time':>8}  {len(groups)} kinds of steps of {len(rows)}"]
+    for same in groups.values():
+        seconds = sum(r["seconds"] for r in same)
+        head = f"{len(same):>5} {seconds / total:>6.1%} {duration(seconds):>8}  "
+        lines += _moved_text(head, same) if "step" in same[0] else _operation_text(head, same)
     return lines
 
 
-def _operation_key(row: Row) -> tuple[str, tuple[Any, ...]]:
-    """The name that stands for an operation, and what those which it stands for have in common."""
-    name = template(row["name"]) if row["part"] else re.sub(r"\d+$", "*", row["name"])
-    same = tuple(row["dims"].items()) if not row["part"] else tuple(row["dims"])
-    return name, ("op", name, row["kind"], same, row["split"], row.get("stage"))
+def _key(row: Row) -> tuple[Any, ...]:
+    """What those steps have in common that one line stands for."""
+    if "step" in row:
+        return "moved", template(row["name"]), row["kind"], row["group"], row["algorithm"]
+    same = tuple(row["dims"]) if row["part"] else tuple(row["dims"].items())
+    return "op", row["alike"], row["kind"], same, row["split"], row.get("stage")
 
 
-def _group_text(group: Alike, total: float, *, moved: bool) -> Iterator[str]:
-    head = f"{len(group.rows):>5} {group.seconds / total:>6.1%} {duration(group.seconds):>8}  "
-    one, indent = group.rows[0], " " * 23
-    if moved:
-        sent = sum(r["bytes"] for r in group.rows)
-        how = "" if one["group"] is None else f" in groups of {one['group']} by {one['algorithm']}"
-        yield from wrapped(f"{head}{one['kind']} of {group.name}{how}, {human(sent)} in all", indent)
-        return
+def _moved_text(head: str, rows: Sequence[Row]) -> list[str]:
+    one, sent = rows[0], sum(r["bytes"] for r in rows)
+    how = "" if one["group"] is None else f" in groups of {one['group']} by {one['algorithm']}"
+    return wrapped(f"{head}{one['kind']} of {template(one['name'])}{how}, {human(sent)} in all", INDENT)
+
+
+def _operation_text(head: str, rows: Sequence[Row]) -> Iterator[str]:
+    one = rows[0]
     split = "" if one["split"] == "none" else f"  split {one['split']}"
-    dims = f"[{_dims_text(group.rows)}] {one['kind']}{_stage(one)}"
-    if len(head) + len(group.name) + len(split) + len(dims) + 1 <= WIDTH:
-        yield f"{head}{group.name}{split} {dims}"
+    dims = f"[{_dims_text(rows)}] {one['kind']}{_stage(one)}"
+    if len(head) + len(one["alike"]) + len(split) + len(dims) + 1 <= WIDTH:
+        yield f"{head}{one['alike']}{split} {dims}"
     else:
-        yield from wrapped(f"{head}{group.name}{split}", indent)
-        yield from wrapped(f"{indent}{dims}", indent)
-    if not one["part"] and len(group.rows) == 1 and one["nodes"]:
-        yield from wrapped(f"{indent}from {', '.join(one['nodes'])}", indent)
+        yield from wrapped(f"{head}{one['alike']}{split}", INDENT)
+        yield from wrapped(f"{INDENT}{dims}", INDENT)
+    if not one["part"] and len(rows) == 1 and one["nodes"]:
+        yield from wrapped(f"{INDENT}from {', '.join(one['nodes'])}", INDENT)
     if "opaque_because" in one:
-        yield from wrapped(f"{indent}opaque: {one['opaque_because']}", indent)
-    pins = dict.fromkeys(pin for row in group.rows for pin in row["pins"])
+        yield from wrapped(f"{INDENT}opaque: {one['opaque_because']}", INDENT)
+    pins = dict.fromkeys(pin for row in rows for pin in row["pins"])
     if pins:
-        yield from wrapped(f"{indent}pinned by {', '.join(pins)}", indent)
+        yield from wrapped(f"{INDENT}pinned by {', '.join(pins)}", INDENT)
 
 
 def _stage(row: Row) -> str:
     return f" in stage {row['stage']}" if "stage" in row else ""
 
 
-def _dims_text(rows: list[Row]) -> str:
+def _dims_text(rows: Sequence[Row]) -> str:
     """``i: 128 sequence, n: 256..512 out``: sizes, as ranges where they differ, and better names."""
     better = rows[0]["dim_names"]
     out: list[str] = []

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.plan import Mesh, Strategy
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer
 
+WIDTH = 80
 
-def moves_text(moves: Sequence[str], most: int = 3) -> Iterator[str]:
-    """Rewrites in order; of more than ``most`` by one rule in a row, those and how many follow."""
-    for rule, group in itertools.groupby(moves, lambda m: m.partition("@")[0]):
-        several = list(group)
-        yield from several[: most if len(several) > most + 1 else None]
-        if len(several) > most + 1:
-            yield f"{rule}@… {len(several) - most} more"
+
+def wrapped(line: str, indent: str = "    ") -> list[str]:
+    """A line as lines of at most 80 columns; words longer than a line are cut."""
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, replace_whitespace=False) or [""]
 
 
 def evidence_text(row: Mapping[str, Any]) -> str:
@@ -51,6 +49,14 @@ def duration(seconds: float) -> str:
             value = seconds / scale
             return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
     return "0 s"
+
+
+def count(n: float) -> str:
+    """A number of FLOPs with a prefix behind it: ``1.07 G``."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.3g} {unit}"
+    return f"{n:.0f} "
 
 
 def signed(seconds: float) -> str:

@@ -19,7 +19,8 @@ import numpy as np
 from tapestry.build.store import Build
 from tapestry.ir.program import Launch, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.viz import explain
-from tapestry.viz.format import step_text
+from tapestry.viz.format import duration, step_text, wrapped
+from tapestry.viz.layer_folds import template, together
 from tapestry.viz.step_work import step_work
 from tapestry.viz.trace import named, write_events
 
@@ -132,32 +133,38 @@ def analysis(build: Build, slices: Slices, seconds: Sequence[float]) -> Row:
 
 
 def text(facts: Row) -> str:
-    """The analysis as a person reads it."""
+    """The analysis as a person reads it, counterparts in different layers once."""
     out = [f"measured on {facts['processes']} processes of {facts['threads']} threads, beside what the plan estimates", ""]
-    out.append(f"{'step':>6}  {'estimated':>11}  {'measured':>11}  {'ratio':>7}  {'waited':>11}  what")
-    for r in facts["steps"]:
-        out.append(f"{r['step']:>6}  {_times(r)}  {r['what']}")
-    out += ["", f"{'kind':16}  {'steps':>5}  {'estimated':>11}  {'measured':>11}  {'ratio':>7}  {'waited':>11}"]
-    for kind, k in facts["kinds"].items():
-        out.append(f"{kind:16}  {k['steps']:5}  {_times(k)}")
+    out.append(f"{'×':>5} {'estimated':>9} {'measured':>9} {'ratio':>7} {'waited':>9}  what")
+    for what, same in together(facts["steps"], lambda r: template(r["what"].replace("'", ""))).items():
+        out += wrapped(f"{len(same):>5} {_times(_summed(same))}  {what}", " " * 46)
+    out += ["", f"{'×':>5} {'estimated':>9} {'measured':>9} {'ratio':>7} {'waited':>9}  kind"]
+    out += [f"{k['steps']:>5} {_times(k)}  {kind}" for kind, k in facts["kinds"].items()]
     way = facts["overlap"]
     if way["on_the_way_s"]:
         share = way["hidden_s"] / way["on_the_way_s"]
         out += [
             "",
-            f"messages were on their way for {_ms(way['on_the_way_s']).strip()} (all ranks), {share:.0%} of it beside kernels",
+            f"messages were on their way for {duration(way['on_the_way_s'])} (all ranks), {share:.0%} of it beside kernels",
         ]
-    both = f"{_ms(facts['measured_s']).strip()} measured, {_ms(facts['simulated_s']).strip()} simulated"
+    both = f"{duration(facts['measured_s'])} measured, {duration(facts['simulated_s'])} simulated"
     step = f"a step is off by a factor of {facts['step_error']:.2f} on (geometric) average"
-    out += ["", f"in all {both}: error of the cost model {facts['error']:+.0%}; {step}"]
+    out += ["", *wrapped(f"in all {both}: error of the cost model {facts['error']:+.0%}{_mend(facts['error'])}; {step}")]
     return "\n".join(out) + "\n"
+
+
+def _mend(error: float) -> str:
+    """What makes estimates better, where they are far off."""
+    hint = " (tapestry calibrate -o FILE.json measures this machine, compile --topology FILE.json uses it)"
+    return hint if abs(error) > 0.5 else ""
+
+
+def _summed(rows: Sequence[Row]) -> Row:
+    return {k: sum(r[k] for r in rows) for k in ("estimated_s", "measured_s", "waited_s")}
 
 
 def _times(row: Row) -> str:
     """Estimated, measured, their ratio, waited."""
     ratio = row["measured_s"] / row["estimated_s"] if row["estimated_s"] else math.inf
-    return f"{_ms(row['estimated_s'])}  {_ms(row['measured_s'])}  {ratio:7.2f}  {_ms(row['waited_s'])}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:8.3f} ms"
+    estimated, measured, waited = (duration(row[f"{k}_s"]) for k in ("estimated", "measured", "waited"))
+    return f"{estimated:>9} {measured:>9} {ratio:>7.2f} {waited:>9}"

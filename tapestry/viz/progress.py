@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from tapestry.viz.format import duration
+
 EVERY = 5.0  # seconds between lines where there is no terminal
 
 
@@ -54,10 +56,10 @@ class Watch:
         """The best plan so far, its bound and the gap; empty outside the search and before there is one."""
         if not self.searching or not math.isfinite(self.seconds):
             return ""
-        text = f"plan {self.seconds * 1e3:.5g} ms"
+        text = f"plan {duration(self.seconds)}"
         if not 0 < self.bound <= self.seconds:
             return f"{text}, no bound yet"
-        return f"{text}, bound {self.bound * 1e3:.5g} ms, gap {1 - self.bound / self.seconds:.2%}"
+        return f"{text}, bound {duration(self.bound)}, gap {1 - self.bound / self.seconds:.2%}"
 
     def line(self) -> str:
         """For a log; empty outside the search."""

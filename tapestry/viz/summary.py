@@ -7,7 +7,6 @@ one layer, and nothing else, is what Megatron-LM does.
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,15 +21,7 @@ from tapestry.ir.recognise.contraction import only_sums
 from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.topology import Topology, from_data
 from tapestry.viz.format import duration, human
-
-WIDTH = 80
-
-
-def wrapped(line: str, indent: str = "    ") -> list[str]:
-    """A line as lines of at most 80 columns; words longer than that stay whole."""
-    return textwrap.wrap(
-        line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
-    ) or [""]
+from tapestry.viz.layer_folds import layer_of
 
 
 def likeness(plan: Plan) -> list[str]:
@@ -58,13 +49,6 @@ def _layers(plan: Plan, a: int) -> dict[str, list[str]]:
         if layer or not inside:
             out.setdefault(layer, []).append(way)
     return out
-
-
-def layer_of(name: str) -> str:
-    """The layer that an operation is in: its name up to the first number that stands for itself; "" outside of layers."""
-    parts = name.split(".")
-    at = next((k for k, p in enumerate(parts[:-1]) if p.isdecimal()), None)
-    return ".".join(parts[: at + 1]) if at is not None else ""
 
 
 def _way(op: Op, plan: Plan, cut: str | None) -> str:
@@ -105,10 +89,10 @@ def speed(build: Build, simulated: Mapping[str, Any]) -> Iterator[str]:
     seconds, topo = simulated["seconds"], from_data(build.topology)
     if build.plan.devices > 1 and seconds:
         alone = least_seconds(build.plan.graph, _one_device(topo))
-        share = max(simulated["exposed_s"]) / seconds
+        share = 1 - max(simulated["compute_s"]) / seconds
         yield (
             f"{alone / seconds:.2g} times as fast as one device could be ({duration(alone)} at the least); "
-            f"communication without a kernel is {share:.1%} of the time"
+            f"the busiest one is without a kernel for {share:.1%} of the time, by communication"
         )
     peak = max(build.peak_bytes)
     yield f"memory: at most {human(peak)} on a device, {peak / build.memory:.1%} of {human(build.memory)}"

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import UNPROVED
-from tapestry.viz.format import human, moves_text
+from tapestry.viz.format import count, duration, human, wrapped
+from tapestry.viz.layer_folds import listed, moves_text, together
 
 
 def compiled(report: Mapping[str, Any]) -> RenderableType:
@@ -23,16 +24,25 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_column()
     facts.add_row("model", f"{report['nodes']} nodes → {report['ops']} operations → {report['signatures']} distinct signatures")
     gap = f"gap {report['gap']:.2%}{proof(report)}"
-    facts.add_row("plan", f"objective {ms(report['objective_s'])}, lower bound {ms(report['lower_bound_s'])}, {gap}")
+    costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
+    facts.add_row("plan", f"{costs}, {gap}")
+    alone = next((a["objective_s"] for a in report.get("alternatives", ()) if a["name"].startswith("one device")), None)
+    if alone and report["objective_s"]:
+        facts.add_row("speed", f"{alone / report['objective_s']:.2g} times that of one device, {duration(alone)}")
+    for r in report.get("sizes", {}).get("regions", ()):
+        facts.add_row("sizes", f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them")
     for k, s in enumerate(report.get("stages", ())):
         each = " per micro-batch" if report["micro_batches"] > 1 else ""
         devices = f"{len(s['devices'])} device(s) from {s['devices'][0]}"
-        facts.add_row(f"stage {k}", f"{devices}, {s['ops']} operations, {ms(s['seconds'])}{each}")
+        facts.add_row(f"stage {k}", f"{devices}, {s['ops']} operations, {duration(s['seconds'])}{each}")
     for move in moves_text(report["moves"]):
         facts.add_row("rewrite", move)
     peaks, alone = report["peak_bytes"], report["unsharded_peak_bytes"]
     share = f"{max(peaks) / alone:.0%} of {human(alone)} unsharded" if alone else ""
     facts.add_row("memory", f"peak {human(max(peaks))} per device, {share}")
+    streamed = report.get("fit", {}).get("streamed", ())
+    if streamed:
+        facts.add_row("streamed", f"{len(streamed)} weights, loaded for every use: {listed(streamed)}")
     facts.add_row("host", f"{human(report['host_load_bytes'])} loaded by {report['devices']} device(s)")
     if report.get("host_values"):
         facts.add_row("on the host", f"{len(report['host_values'])} value(s) of a size known only at run time, in no peak")
@@ -42,7 +52,11 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_row("kernels", f"{report['kernels']} distinct")
     seconds = ", ".join(f"{k} {v:.2f}" for k, v in report["seconds"].items())
     facts.add_row("seconds", seconds)
-    parts: list[RenderableType] = [facts, transfers(report["transfers"]), memory(peaks)]
+    parts: list[RenderableType] = [facts]
+    if report["transfers"]:
+        parts.append(transfers(report["transfers"]))
+    if min(peaks) < max(peaks):
+        parts.append(memory(peaks))
     if "pareto" in report:
         parts.append(pareto(report["pareto"]))
     return Group(*parts)
@@ -68,9 +82,9 @@ def titled(title: str, columns: Sequence[str], *, left: Collection[str]) -> Tabl
 
 def pareto(points: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Latency against memory, fastest first."""
-    table = titled("Latency against memory", ("objective", "peak per device, bytes"), left=())
+    table = titled("Latency against memory", ("objective", "peak per device"), left=())
     for p in points:
-        table.add_row(ms(p["objective_s"]), f"{p['peak_bytes']:,}")
+        table.add_row(duration(p["objective_s"]), human(p["peak_bytes"]))
     return table
 
 
@@ -84,19 +98,20 @@ def rewrites_text(rewrites: Mapping[str, Any] | None) -> str:
 
 def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Transfers by kind."""
-    table = titled("Transfers between devices", ("kind", "count", "bytes, all senders"), left=("kind",))
+    table = titled("Transfers between devices", ("kind", "count", "all senders"), left=("kind",))
     for r in rows:
-        table.add_row(r["kind"], str(r["count"]), f"{r['bytes']:,}")
-    table.add_row("all", str(sum(r["count"] for r in rows)), f"{sum(r['bytes'] for r in rows):,}", style="bold")
+        table.add_row(r["kind"], str(r["count"]), human(r["bytes"]))
+    table.add_row("all", str(sum(r["count"] for r in rows)), human(sum(r["bytes"] for r in rows)), style="bold")
     return table
 
 
 def memory(peaks: Sequence[int]) -> RenderableType:
-    """Peak bytes per device, as bars."""
-    table = titled("Peak memory per device", ("device", "bytes", ""), left=("",))
-    top = max([*peaks, 1])
-    for d, p in enumerate(peaks):
-        table.add_row(str(d), f"{p:,}", "█" * max(1, round(24 * p / top)))
+    """Peak memory, as bars; devices that hold equally much share one."""
+    table = titled("Peak memory per device", ("devices", "peak", ""), left=("devices", ""))
+    for same in together(range(len(peaks)), lambda d: peaks[d]).values():
+        peak = peaks[same[0]]
+        which = ", ".join(map(str, same[:6])) + (f" and {len(same) - 6} more" if len(same) > 6 else "")
+        table.add_row(which, human(peak), "█" * max(1, round(24 * peak / max(*peaks, 1))))
     return table
 
 
@@ -133,7 +148,7 @@ def tuned(document: Mapping[str, Any]) -> RenderableType:
         if "skipped" in row:
             table.add_row(row["kernel"], str(row["launches"]), "", "", "", "", row["skipped"])
             continue
-        times = ("" if row[k] is None else ms(row[k]) for k in ("default_seconds", "seconds", "library_seconds"))
+        times = ("" if row[k] is None else duration(row[k]) for k in ("default_seconds", "seconds", "library_seconds"))
         table.add_row(row["kernel"], str(row["launches"]), *times, str(row["tried"]), str(len(row["refused"])))
     return table
 
@@ -151,11 +166,6 @@ def calibrated(document: Mapping[str, Any], path: Path) -> RenderableType:
     return table
 
 
-def ms(seconds: float) -> str:
-    """Milliseconds with four digits."""
-    return f"{seconds * 1e3:.4g} ms"
-
-
 def show(thing: RenderableType, *, stderr: bool = False) -> None:
     """Print to the terminal (or as plain text into a file)."""
     Console(stderr=stderr, highlight=False, soft_wrap=False).print(thing)
@@ -163,12 +173,12 @@ def show(thing: RenderableType, *, stderr: bool = False) -> None:
 
 def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
     """What ``tapestry run --processes`` did, per rank."""
-    columns = ("rank", "devices", "weights, bytes", "peak of buffers", "resident", "sent, bytes", "messages")
+    columns = ("rank", "devices", "weights", "buffers", "resident", "sent", "messages")
     table = titled("Processes", columns, left=())
     for r in document["ranks"]:
         peak = sum(document["peak_bytes"][d] for d in r["devices"])
-        numbers = (r["weight_bytes"], peak, r["resident_bytes"]["running"], r["payload_bytes"], r["messages"])
-        table.add_row(str(r["rank"]), ", ".join(map(str, r["devices"])), *(f"{n:,}" for n in numbers))
+        numbers = (r["weight_bytes"], peak, r["resident_bytes"]["running"], r["payload_bytes"])
+        table.add_row(str(r["rank"]), ", ".join(map(str, r["devices"])), *map(human, numbers), str(r["messages"]))
     again = f", started again {document['restarts']} times" if document["restarts"] else ""
     skipped = f", {document['skipped']} done before" if document["skipped"] else ""
     line = f"{document['batches']} batches{skipped}{again}; the last took {document['seconds']:.3f} s"
@@ -187,40 +197,36 @@ def of_batches(checked: Mapping[str, Any]) -> RenderableType:
 
 # kernels
 
-_KERNEL_COLUMNS = (
-    "kernel", "kind", "launches", "grid", "warps", "regs", "spills", "shared", "of limit", "occupancy", "matrix", "16-byte",
-    "FLOPs", "bytes", "roofline",
-)  # fmt: skip
-_KERNEL_WIDTH = 200
+
+def kernels(document: Mapping[str, Any]) -> str:
+    """What ``tapestry kernels`` made: alike kernels once, with what each takes of the chip, and the model over one run."""
+    lines = [f"Kernels for {document['target']}", f"{'×':>5} {'roofline':>9}  kernel"]
+    for same in together(document["kernels"], _resources).values():
+        launches, one = sum(r["launches"] for r in same), same[0]
+        seconds = [r["launches"] * r["roofline_s"] for r in same if "bytes" in r]
+        lines += wrapped(
+            f"{launches:>5} {duration(sum(seconds)) if seconds else '':>9}  {listed([r['kernel'] for r in same])}", " " * 17
+        )
+        lines += wrapped(f"{'':17}{one['kind']}: {_resources(one)}", " " * 19)
+    return "\n".join([*lines, *_model(document["model"], document["precision"])])
 
 
-def kernels(document: Mapping[str, Any]) -> RenderableType:
-    """What ``tapestry kernels`` made: a row for each launch of a kernel, and the model over one run."""
-    table = titled(f"Kernels for {document['target']}", _KERNEL_COLUMNS, left=("kernel", "kind", "matrix"))
-    table.columns[0].no_wrap = True
-    for r in document["kernels"]:
-        work = (f"{r['flops']:,}", f"{r['bytes']:,}", ms(r["roofline_s"])) if "bytes" in r else ("", "", "")
-        table.add_row(
-            r["kernel"], r["kind"], str(r["launches"]), "×".join(map(str, r["grid"])), str(r["num_warps"]), str(r["registers"]),
-            str(r["spills"]), f"{r['shared']:,}", f"{r['shared'] / r['shared_limit']:.0%}", f"{r['occupancy']:.0%}",
-            r["matrix"], f"{r['wide_share']:.0%}", *work,
-        )  # fmt: skip
-    return Group(table, _model(document["model"], document["precision"]))
+def _resources(r: Mapping[str, Any]) -> str:
+    """What one launch is, and takes."""
+    shared = f"{human(r['shared'])} shared ({r['shared'] / r['shared_limit']:.0%})"
+    grid = f"grid {'×'.join(map(str, r['grid']))}, {r['num_warps']} warps, {r['registers']} registers, {r['spills']} spills"
+    text = f"{grid}, {shared}, occupancy {r['occupancy']:.0%}, {r['wide_share']:.0%} in 16 bytes"
+    text += f", {r['matrix']}" if r["matrix"] else ""
+    return text + (f"; {count(r['flops'])}FLOP, {human(r['bytes'])}" if "bytes" in r else "")
 
 
-def _model(m: Mapping[str, Any], precision: str) -> str:
+def _model(m: Mapping[str, Any], precision: str) -> list[str]:
     """The model in two lines."""
-    text = f"One run: {m['launches']} launches, {m['bytes'] / 1e6:.1f} MB, roofline {ms(m['roofline_s'])}"
+    text = f"One run: {m['launches']} launches, {human(m['bytes'])}, roofline {duration(m['roofline_s'])}"
     if "unfused_kernels" in m:
-        text += f"; a kernel for each ONNX node: {m['unfused_kernels']} launches, {m['unfused_bytes'] / 1e6:.1f} MB"
+        text += f"; a kernel for each ONNX node: {m['unfused_kernels']} launches, {human(m['unfused_bytes'])}"
     text += f". Products of float32: {precision}."
-    return text + (f"\nWithout a kernel: {', '.join(m['opaque'])}" if m["opaque"] else "")
-
-
-def show_wide(thing: RenderableType) -> None:
-    """Print a table whole, into a file or a narrow terminal as well."""
-    console = Console(highlight=False)
-    Console(highlight=False, width=max(console.width, _KERNEL_WIDTH)).print(thing, crop=False)
+    return wrapped(text) + (wrapped(f"Without a kernel: {', '.join(m['opaque'])}") if m["opaque"] else [])
 
 
 # auto-shard
@@ -270,9 +276,9 @@ def _sums(d: Mapping[str, Any]) -> RenderableType:
     table = _narrow("Estimated pipeline", ("", *TITLES.values()))
     table.columns[0].justify, table.columns[0].no_wrap = "left", False
     rows: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "interval (slowest stage)": lambda f: ms(f["interval_s"]),
+        "interval (slowest stage)": lambda f: duration(f["interval_s"]),
         "throughput, runs/s": lambda f: "" if f["throughput_per_s"] is None else f"{f['throughput_per_s']:.4g}",
-        "latency of one run": lambda f: ms(f["latency_s"]),
+        "latency of one run": lambda f: duration(f["latency_s"]),
         "mean stage / slowest stage": lambda f: f"{f['balance']:.1%}",
         "fullest stage": lambda f: human(f["peak_bytes"]),
         "schemes or cuts looked at": lambda f: str(f["schemes"]),

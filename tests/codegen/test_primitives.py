@@ -27,7 +27,7 @@ def test_wide_unsigned_integers_have_what_integers_have() -> None:
 
 
 def test_c_spells_nothing_else_and_takes_as_many_arguments() -> None:
-    tables = (print_c.FLOAT, print_c.WHOLE, print_c.TRUTH, print_c.COMPARE)
+    tables = (print_c.FLOAT, print_c.LIBRARY, print_c.WHOLE, print_c.TRUTH, print_c.COMPARE)
     rows: Iterable[tuple[str, str]] = (row for table in tables for row in table.items())
     for fn, text in rows:
         assert text.format(*(f"<{k}>" for k in range(PRIMITIVES[fn].arity))).count("<") >= PRIMITIVES[fn].arity, fn

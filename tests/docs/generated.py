@@ -203,14 +203,17 @@ def _scale() -> str:
             r["model"],
             r["mesh"],
             r["devices"],
+            r.get("memory") or "–",
             f"{r['seconds']['total']:.1f}",
             f"{r['cpu_s']:.1f}",
+            f"{r['verify_cpu_s']:.1f}",
             f"{r['peak_mb']:,.0f}",
             percent(r["gap"]),
         ]
         for r in rows("scale")
     ]
-    return table("model | mesh | devices: | seconds: | processor seconds: | compiler's memory, MB: | gap:", lines)
+    head = "model | mesh | devices: | limit: | seconds: | processor seconds: | verified in, processor seconds: | compiler's memory, MB: | gap:"
+    return table(head, lines)
 
 
 @makes("iopddl.table")

@@ -69,7 +69,7 @@ MEGATRON = [
 
 
 def made(tmp_path, mesh, nearest=True, uneven=False, **options):
-    onnx.save(decoder(uneven), tmp_path / "m.onnx")
+    onnx.save(onnx.shape_inference.infer_shapes(decoder(uneven)), tmp_path / "m.onnx")
     c = tapestry.compile(tmp_path / "m.onnx", mesh=mesh, **options)
     return tp_plan.export(c.build, tmp_path / "plan.json", nearest=nearest)
 

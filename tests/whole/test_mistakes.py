@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 import tapestry
 from tapestry.cli.entry import main
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis
+from tapestry.viz import measured
 from tests.support.small_models import save
 
 
@@ -51,16 +56,87 @@ def test_a_name_that_is_nearly_right(tmp_path: Path, capsys: pytest.CaptureFixtu
     model = tapestry.compile(save("mlp"), devices=1).build.model
     said_so = said(capsys, "compile", model, "-o", tmp_path / "b", "--shape", "xx=4x4")
     assert "unknown name in --shape" in said_so and "--shape x=4x4" in said_so
-    assert "unrecognized arguments: --device" in said(capsys, "compile", model, "-o", tmp_path / "b", "--device", "2")
-    assert "a similar command exists: compile" in said(capsys, "complie", model)
+    for words, right in (
+        (("complie", model), "'compile'"),
+        (("compile", model, "-o", tmp_path / "b", "--device", "2"), "'--devices'"),
+        (("compile", model, "-o", tmp_path / "b", "--topology", "h10"), "'h100'"),
+        (("compile", model, "-o", tmp_path / "b", "--without-rule", "fuse_map"), "'fuse_maps'"),
+        (("compile", model, "-o", tmp_path / "b", "--print-after", "solv"), "'solve'"),
+        (("compile", model, "-o", tmp_path / "b", "--pin", "dwn:m=2@d0", "--devices", "2"), "down"),
+        (("rules", "fuse_map"), "'fuse_maps'"),
+    ):
+        assert right in said(capsys, *words).split("  try: ")[1], words
+    assert not (tmp_path / "b").exists()
 
 
-def test_a_model_that_was_moved(build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "m.onnx"
+def test_a_model_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "at").mkdir()
+    model = tmp_path / "at" / "m.onnx"
     model.write_bytes(save("mlp").read_bytes())
-    tapestry.compile(model, devices=1).save(tmp_path / "b")
-    model.rename(tmp_path / "elsewhere.onnx")
-    assert "put it back, or compile it again" in said(capsys, "run", tmp_path / "b")
+    tapestry.compile(model, devices=1).save(tmp_path / "at" / "b")
+    now = model.rename(tmp_path / "elsewhere.onnx")
+    assert "tapestry run BUILD --model FILE" in said(capsys, "run", tmp_path / "at" / "b")
+    assert main(["run", str(tmp_path / "at" / "b"), "--model", str(now), "--check"]) == 0
+    assert main(["verify", str(tmp_path / "at" / "b"), "--model", str(now), "-q"]) == 0
+    now.write_bytes(save("conv_chain").read_bytes())
+    assert "weight" in said(capsys, "run", tmp_path / "at" / "b", "--model", now), "another model is none of its"
+    model.write_bytes(save("mlp").read_bytes())
+    (tmp_path / "at").rename(tmp_path / "moved")
+    assert main(["run", str(tmp_path / "moved" / "b")]) == 0, "a model that moved with its build is found beside it"
+
+
+def test_data_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(onnx.load(save("mlp")), tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    tapestry.compile(tmp_path / "m.onnx", devices=1).save(tmp_path / "b")
+    (tmp_path / "w.bin").unlink()
+    assert "run takes a moved model by --model" in said(capsys, "run", tmp_path / "b")
+    assert "compile goes without it by --no-weights" in said(capsys, "compile", tmp_path / "m.onnx", "-o", tmp_path / "c")
+
+
+def test_memory_that_cannot_be_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start, model = time.process_time(), save("mlp")
+    text = said(capsys, "compile", model, "-o", tmp_path / "b", "--devices", "2", "--memory", "24")
+    assert "24 is bytes; write 24MiB" in text and time.process_time() - start < 2
+    assert "not an amount of memory" in said(capsys, "compile", model, "-o", tmp_path / "b", "--memory", "much")
+    text = said(capsys, "compile", model, "-o", tmp_path / "b", "--devices", "2", "--memory", "600", "--pin", "up:m=2@d0")
+    assert "284 too many" in text and "pins, annotations and --exact keep the graph as it is" in text
+
+
+def test_a_package_that_is_not_installed(
+    build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tapestry.compile(save("mlp"), target="triton:sm90").save(tmp_path / "t")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "triton" or n.startswith("tapestry.codegen.triton.run")]:
+        monkeypatch.delitem(sys.modules, name)
+    for package, words in (
+        ("triton", ("run", tmp_path / "t")),
+        ("triton", ("kernels", build, "-o", tmp_path / "k")),
+        ("onnxruntime", ("fuzz", "--count", 2)),
+    ):
+        with monkeypatch.context() as m:
+            m.setitem(sys.modules, package, None)
+            text = said(capsys, *words)
+        assert f"'{package}' is not installed" in text and f"pip install {package}" in text and "bug" not in text
+
+
+def test_estimates_that_are_far_off_say_what_mends_them() -> None:
+    step = {"what": "'y'", "kind": "compute", "estimated_s": 1e-6, "measured_s": 1.7e-5, "waited_s": 0.0}
+    facts = {
+        "processes": 1, "threads": 1, "steps": [step, step], "kinds": {"compute": {"steps": 2, **step}}, "error": 16.3,
+        "overlap": {"on_the_way_s": 0.0, "hidden_s": 0.0}, "measured_s": 3.4e-5, "simulated_s": 2e-6, "step_error": 17.0,
+    }  # fmt: skip
+    far, near = (" ".join(measured.text({**facts, "error": e}).split()) for e in (16.3, 0.2))
+    assert "tapestry calibrate -o" in far and "compile --topology" in far and "calibrate" not in near
+
+
+def test_a_value_between_two_equal_cells_is_that_value(tmp_path: Path) -> None:
+    resize = helper.make_node("Resize", ["x", "", "s"], ["r"], mode="linear")
+    scales = numpy_helper.from_array(np.array([1, 1, 3, 3], np.float32), "s")
+    nodes = [resize, helper.make_node("Floor", ["r"], ["y"])]
+    ends = [helper.make_tensor_value_info(n, 1, s) for n, s in (("x", [1, 1, 5, 5]), ("y", [1, 1, 15, 15]))]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:], [scales])), tmp_path / "m.onnx")
+    x = np.full((1, 1, 5, 5), 6, np.float32)
+    assert (tapestry.compile(tmp_path / "m.onnx", devices=2).run({"x": x})["y"] == 6).all()
 
 
 def test_a_terminal_without_our_letters(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +166,27 @@ def test_arguments_from_python() -> None:
     pinned = tapestry.compile(model, mesh={"tp": 2}).build.plan.graph.ops[0]
     one = tapestry.compile(model, mesh={"tp": 2}, pins=f"{pinned.source[-1]}:{pinned.dims[0].name}=2@tp")
     assert any(s.dims[0] == pinned.dims[0].name for s in one.build.plan.strategies)
-    for wrong in ("4", 2.0, True, 0):
-        with pytest.raises(TapestryError, match="devices"):
-            tapestry.compile(model, devices=wrong)  # type: ignore[arg-type]
+    for name, values in {
+        "devices": ("4", 2.0, True, 0), "mesh": (2.5, (2, "a")), "memory": (1.5, -3, "16GiBB"), "pins": (3, ["up:m=2@d0", 4]),
+        "layouts": ({"x": 0},), "rules": (5,), "target": (None, "tritn"), "time_limit": ("x",), "topology": (5, "h10"),
+        "shapes": (["x=3"],), "without": (object(),), "seed": (None, "1")[1:], "precision": ("tf33",),
+    }.items():  # fmt: skip
+        for wrong in values:
+            with pytest.raises(TapestryError) as e:
+                tapestry.compile(model, **{"devices": None, name: wrong})
+            assert e.value.hint, (name, wrong)
+
+
+def test_a_plan_says_what_it_is(tmp_path: Path) -> None:
+    made = tapestry.compile(save("mlp"), mesh={"tp": 2}, topology="h100", pins="up:m=2@tp", stages=1)
+    text = repr(made)
+    assert "mlp.onnx" in text and "tp=2" in text and "gap" in text and "torch-cpu" in text
+    (up,) = (i for i, op in enumerate(made.build.plan.graph.ops) if "up" in op.source)
+    assert made.build.plan.strategies[up].dims == ("m",)
+    assert {"tp"} == {a for cut in made.placements.values() for a in cut}
+    assert sum(t["bytes"] for t in made.transfers) == sum(t["bytes"] for t in made.report["transfers"]) > 0
+    assert max(made.memory["peak_bytes"]) == max(made.report["peak_bytes"])
+    assert made.check()["passed"] and made.check()["reference"]
+    assert set(made.laws) <= set(made.verify())
+    assert json.loads(made.trace(tmp_path / "t.json").read_text())["traceEvents"]
+    assert made.export(tmp_path / "m.onnx")["specs"] > 0 and (tmp_path / "m.onnx").is_file()

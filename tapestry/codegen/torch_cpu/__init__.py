@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,16 @@ from tapestry.codegen.torch_cpu import exact_kernels as exact
 from tapestry.codegen.torch_cpu import kernels
 from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.codegen.torch_cpu.c import conv_chain
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Recorded, Together, batch
-from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Recorded, Together, Written, ask, batch, called, limit, move
+from tapestry.codegen.torch_cpu.c.generated_c import compile_waiting
+from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
+
+__all__ = ["How", "TorchCpu", "compile_waiting"]
+
+FEWEST = 4  # small operations in a program that are worth a compiler's start
+Recorder = Recorded | Together | Written
 
 
 class TorchCpu:
@@ -22,14 +28,15 @@ class TorchCpu:
 
     Args:
         exact: compute in canonical blocks, so that results do not depend on the number of devices (`ir.canonical_parts`).
+        how: our kernels in C are made.
     """
 
-    def __init__(self, exact: bool = False) -> None:
-        self.exact, self.device = exact, torch.device("cpu")
+    def __init__(self, exact: bool = False, how: How = PLAIN) -> None:
+        self.exact, self.how, self.device = exact, how, torch.device("cpu")
 
     def kernel(self, graph: Graph, kernel: Kernel) -> kernels.Run:
         """A function that computes one block."""
-        return exact.build(graph, kernel) if self.exact else kernels.build(graph, kernel)
+        return exact.build(graph, kernel) if self.exact else kernels.build(graph, kernel, self.how)
 
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""
@@ -46,21 +53,47 @@ class TorchCpu:
 
     # calls on fixed addresses
 
-    def recorder(self, run: object) -> Recorded | Together | None:
-        """The kernel as one that writes where it is told, if it is one of ours."""
-        if isinstance(run, Mapped):
-            return run.recorder()
-        return run if isinstance(run, Recorded | Together) else None
+    def recorders(self, runs: Mapping[int, object]) -> dict[int, Recorder]:
+        """The kernels (by step) that write where they are told: those of ours."""
+        few = sum(isinstance(r, Mapped) and r.few for r in runs.values()) >= FEWEST
+        found = {at: r.recorder() if isinstance(r, Mapped) and (few or not r.few) else r for at, r in runs.items()}
+        return {at: r for at, r in found.items() if isinstance(r, Recorder)}
 
     def follows(self, before: object, after: object) -> int | None:
         """The input that ``after`` may read while ``before`` makes it, where that pays."""
-        assert isinstance(before, Recorded | Together) and isinstance(after, Recorded | Together)
-        return conv_chain.follows(before, after)
+        ours = isinstance(before, Recorded) and isinstance(after, Recorded)
+        return conv_chain.follows(before, after) if ours else None
 
     def chain(self, calls: Sequence[object]) -> Call | None:
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
         ours = [c for c in calls if isinstance(c, Call)]
         return conv_chain.chain(ours) if len(ours) == len(calls) else None
+
+    def cells(self, recorder: object) -> Sequence[tuple[int, int]]:
+        """Reads (position, axis) of whose cells a kernel may be told to leave some out."""
+        return recorder.cells if isinstance(recorder, Recorded) else ()
+
+    def limit(self, call: object, filled: int) -> None:
+        """Let a call leave out cells: those before the first number at an address count, and those from the second on."""
+        assert isinstance(call, Call | Calls)
+        limit(call, filled)
+
+    def seldom(self, recorder: object) -> int | None:
+        """A read (by position) that a kernel hardly ever wants, and may ask for then."""
+        return recorder.seldom if isinstance(recorder, Recorded) else None
+
+    def ask(self, call: object, made: object) -> None:
+        """Let a call run another one where it wants what that makes."""
+        assert isinstance(call, Call | Calls) and isinstance(made, Call)
+        ask(call, made)
+
+    def called(self, run: kernels.Run, extents: tuple[int, ...]) -> Recorder:
+        """Any kernel of one output of floats as one that writes where it is told."""
+        return called(run, extents)
+
+    def move(self, values: torch.Tensor, there: torch.Tensor, axis: int, at: int = 0) -> Call:
+        """Copy to places that are dense from an axis on; to the cell that the number at an address says, unless it is 0."""
+        return move(values, there, axis, at)
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +14,18 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
+from tapestry.codegen.torch_cpu.c.blocks_c import Cells, cells_of
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Recorded, shares
 from tapestry.codegen.torch_cpu.torch_ops.attention_torch import Match, match
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
-from tapestry.ir.graph import Block, Read
+from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of, evaluate
-from tapestry.ir.kernel import Box, Kernel, size
+from tapestry.ir.kernel import Box, Kernel, shape, size
+from tapestry.ir.recognise.contraction import dims_read
 
 Tensor = torch.Tensor
+FEW = 16  # rows: panels of keys and values cost more than they save
 Intervals = dict[str, tuple[int, int]]
 
 
@@ -51,37 +55,37 @@ class _Plan:
     k: _Walk
     v: _Walk
     mask: _Walk | None
+    made: tuple[Made, ...]
     outer: tuple[str, ...]
     inner: tuple[str, ...]
     roles: Match
     group: int
 
 
-def attention(op: Block, kernel: Kernel) -> Recorded | None:
-    """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
-    lib = conv_c.available()
-    roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
-    normal, given = _quotient(op.then[0]) if roles else (0, None)
-    if lib is None or roles is None or not normal or any(hi <= lo for lo, hi in kernel.block):
-        return None
-    a, scale = roles.attention, roles.scale
-    block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
-    plan = _plan(op, kernel, block, roles, (a.query, a.keys, a.value, roles.bias))
-    other = _walk(op, kernel, block, given) if given else None
-    if plan is None or (given and not _once(other, (*plan.outer, *plan.inner, *roles.columns))):
-        return None
-    extent = {n: hi - lo for n, (lo, hi) in block.items()}
-    outer, inner = points(plan.outer, extent), points(plan.inner, extent)
-    rows, keys, depth = points(roles.rows, extent), extent[roles.key], points(roles.depth, extent)
-    if max(keys, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
-        return None
-    out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
-    strides = [_out_stride(d.name, plan, out) for d in op.dims]
-    shape = [extent[d.name] for d in op.dims]
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """The kernel with its sizes, but for strides.
 
-    def record(ins: Ins, memory: Tensor) -> Call:
+    Attributes:
+        other: what stands where a row has no maximum.
+        counts: outer and inner heads, how many of these share keys, rows, keys, depth.
+        out: elements between outer and inner heads, and rows, of the result.
+    """
+
+    plan: _Plan
+    other: _Walk | None
+    counts: tuple[int, int, int, int, int, int]
+    out: tuple[int, int, int]
+    normal: int
+    scale: float
+
+    def record(self, ins: Ins, memory: Tensor) -> Call | Calls:
+        """The call for some inputs and memory."""
+        plan, other, roles = self.plan, self.other, self.plan.roles
         walks = [w for w in (plan.q, plan.k, plan.v, plan.mask) if w]
-        given = [_adjacent(held(ins[w.pos])) for w in walks]
+        scratch = [torch.empty(m.shape) for m in plan.made]
+        before = [m.cells.record(ins, x) for m, x in zip(plan.made, scratch, strict=True)]
+        given = [scratch[-1 - w.pos] if w.pos < 0 else _adjacent(held(ins[w.pos])) for w in walks]
         rest = [held(ins[other.pos])] if other else []
         along = (roles.rows, (roles.key,), (roles.key,))
         q, k, v = (
@@ -94,27 +98,98 @@ def attention(op: Block, kernel: Kernel) -> Recorded | None:
         ends = (plan.outer, plan.inner, roles.columns)
         elsewhere = _three(*(other.stride(rest[0], n) for n in ends) if other else (0, 0, 0))
         sizes = native.Attention(
-            outer, inner, plan.group, rows, keys, depth, q, k, v,
-            (ctypes.c_int64 * 4)(*mask), _three(*out.values()),
-            elsewhere, normal, scale,
-        )  # fmt: skip
+            *self.counts, q, k, v, (ctypes.c_int64 * 4)(*mask), _three(*self.out), elsewhere, self.normal, self.scale
+        )
         places = [w.address(x) for w, x in zip(walks, given, strict=True)]
         instead = other.address(rest[0]) if other else None
         buffers = native.Heads(*places[:3], places[3] if plan.mask else None, memory.data_ptr(), None, None, instead)
-        fixed = all(shares(x, held(ins[w.pos])) for w, x in zip(walks, given, strict=True))
-        return Call(lib.tapestry_attention, sizes, buffers, (*given, *rest, memory), fixed)
+        fixed = all(w.pos < 0 or shares(x, held(ins[w.pos])) for w, x in zip(walks, given, strict=True))
+        lib: Any = native.library()
+        function = lib.tapestry_attend if self.counts[3] <= FEW else lib.tapestry_attention
+        call = Call(function, sizes, buffers, (*given, *rest, memory), fixed)
+        return Calls((*before, call)) if before else call
 
-    return Recorded(lambda memory: memory.as_strided(shape, strides), record, size(kernel.block[: len(op.dims)]))
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An attention by our kernel, and the functions in C that it calls."""
+
+    run: Recorded
+    names: tuple[str, ...]
+
+
+def attention(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
+    """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
+    lib = conv_c.available()
+    roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
+    normal, given = _quotient(op.then[0]) if roles else (0, None)
+    if lib is None or roles is None or not normal or any(hi <= lo for lo, hi in kernel.block):
+        return None
+    a, scale = roles.attention, roles.scale
+    block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
+    keys, factor = _factored(a.keys)
+    plan, scale = _plan(op, graph, kernel, block, roles, (a.query, keys, a.value, roles.bias)), scale * factor
+    other = _walk(op, kernel, block, given) if given else None
+    if plan is None or (given and not _once(other, (*plan.outer, *plan.inner, *roles.columns))):
+        return None
+    extent = {n: hi - lo for n, (lo, hi) in block.items()}
+    outer, inner = points(plan.outer, extent), points(plan.inner, extent)
+    rows, count, depth = points(roles.rows, extent), extent[roles.key], points(roles.depth, extent)
+    few = rows <= FEW
+    if (plan.made and not few) or max(count, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
+        return None
+    out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
+    strides = [_out_stride(d.name, plan, out) for d in op.dims]
+    extents = [extent[d.name] for d in op.dims]
+
+    counts = (outer, inner, plan.group, rows, count, depth)
+    one = _Kernel(plan, other, counts, (out["outer"], out["inner"], out["rows"]), normal, scale)
+    axes = [(w.pos, _all_of_axis(w, roles.key, count, kernel)) for w in (plan.k, plan.v)]
+    cells = tuple((k, axis) for k, axis in axes if axis is not None) if few else ()
+    run = Recorded(
+        lambda memory: memory.as_strided(extents, strides), one.record, size(kernel.block[: len(op.dims)]),
+        cells=cells if len(cells) == len(axes) else (), seldom=other.pos if few and other else None,
+    )  # fmt: skip
+    return Found(run, tuple(m.cells.name for m in plan.made))
+
+
+def _factored(keys: Expr) -> tuple[Expr, float]:
+    """Keys without a number that all are multiplied by, and that."""
+    match keys:
+        case Apply("mul", (Arg() as read, Const() as c)) | Apply("mul", (Const() as c, Arg() as read)):
+            return read, float(c.value)
+        case _:
+            return keys, 1.0
+
+
+def _all_of_axis(w: _Walk, key: str, keys: int, kernel: Kernel) -> int | None:
+    """The axis of the read's buffer whose cells are the keys, from the first to the last; ``None`` where they are not."""
+    steps, box = w.steps.get(key, ()), kernel.ins[w.pos]
+    if len(steps) != 1 or steps[0][1] != 1 or box is None:
+        return None
+    axis = steps[0][0]
+    return axis if w.first[axis] == 0 and box[axis] == (0, keys) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Queries or biases that are computed before the kernel runs, in memory of this shape."""
+
+    cells: Cells
+    shape: tuple[int, ...]
 
 
 def _plan(
-    op: Block, kernel: Kernel, block: Intervals, roles: Match, parts: tuple[Expr, Expr, Expr, Expr | None]
+    op: Block, graph: Graph, kernel: Kernel, block: Intervals, roles: Match, parts: tuple[Expr, Expr, Expr, Expr | None]
 ) -> _Plan | None:
     batch = [n for n in roles.batch if block[n][1] - block[n][0] > 1]
     singles = [[n for n in names if block[n][1] - block[n][0] > 1] for names in (roles.rows, roles.columns, roles.depth)]
     if len(batch) > 2 or any(len(names) > 1 for names in singles):
         return None
-    walks = [_walk(op, kernel, block, e) for e in parts if e is not None]
+    walks, made = [_walk(op, kernel, block, e) for e in parts if e is not None], list[Made]()
+    for n, last in ((0, roles.depth), (3, (roles.key,))):  # queries and biases may be any expression
+        if n < len(walks) and walks[n] is None:
+            walks[n] = _made(op, graph, kernel, parts[n], (*roles.batch, *roles.rows, *last), made)
     if not all(walks):
         return None
     q, k, v, *rest = (w for w in walks if w)
@@ -125,7 +200,19 @@ def _plan(
     if rare or len(groups) > 1 or not all(_ends(w, names, w in rest, block) for w, names in ends):
         return None
     heads = block[inner[0]][1] - block[inner[0]][0] if inner else 1
-    return _Plan(q, k, v, rest[0] if rest else None, outer, inner, roles, groups.pop() if groups else heads)
+    return _Plan(q, k, v, rest[0] if rest else None, tuple(made), outer, inner, roles, groups.pop() if groups else heads)
+
+
+def _made(op: Block, graph: Graph, kernel: Kernel, e: Expr | None, names: Sequence[str], made: list[Made]) -> _Walk | None:
+    """A walk of what is computed along those of the dimensions that it depends on; it is added to ``made``."""
+    if e is None:
+        return None
+    own = [n for n in names if n in dims_read(op, e)]
+    found = cells_of(op, graph, kernel, own, e)
+    if found is None:
+        return None
+    made.append(Made(found, shape(found.box)))
+    return _Walk(-len(made), (0,) * len(own), {n: ((k, 1),) for k, n in enumerate(own)}, dict.fromkeys(own, 1))
 
 
 def _ends(w: _Walk, names: Sequence[str], absent: bool, block: Intervals) -> bool:

@@ -19,7 +19,9 @@ from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.c import pooling, row_norms
-from tapestry.codegen.torch_cpu.c.maps_c import mapped
+from tapestry.codegen.torch_cpu.c.blocks_c import few_points
+from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
+from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped, mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape
@@ -31,20 +33,39 @@ from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.onnx_eval import opaque_node
 
 
-def build(graph: Graph, kernel: Kernel) -> Run:
+def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     """The function that computes a block; nothing of its shape is worked out again when it runs."""
     op = graph.ops[kernel.op]
     if isinstance(op, Opaque):
         return _opaque(op, graph, kernel)
+    run = _built(op, graph, kernel, how)
+    if how.any_size:
+        return _of_any_size(run)
+    return run if isinstance(run, Recorded | Together | Mapped | dense.Packable) else few_points(op, graph, kernel, run)
+
+
+def _of_any_size(run: Run) -> Run:
+    """A function without those in C whose text has the sizes of one block in it."""
+    if isinstance(run, dense.Packable):
+        return replace(run, packed=_of_any_size(run.packed))
+    return run.plain if isinstance(run, Mapped) and run.few and not run.reads else run
+
+
+def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
+    """The function that is fastest where there are many points."""
     if kernel.mode == "finish":
         return _finish(op, graph, kernel)
     if op.monoid is None:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
-        return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])))
+        return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])), how)
     if kernel.mode == "full":
+        ours = attention(op, graph, kernel)
+        if ours and not ours.names:
+            return ours.run
+        if ours:
+            return Mapped(_whole(op, graph, kernel), ours.names, ours.run, few=True)
         found = (
-            attention(op, kernel)
-            or norms.layer_norm(op, kernel)
+            norms.layer_norm(op, kernel)
             or row_norms.rms_norm(op, kernel)
             or row_norms.mean(op, kernel)
             or pooling.pooled(op, kernel)
@@ -52,14 +73,14 @@ def build(graph: Graph, kernel: Kernel) -> Run:
         if found:
             return found
         if cut := grouped_rows.regrouped(op, graph, kernel):
-            run, wanted = build(*cut), [shape(b) for b in kernel.outs]
+            run, wanted = build(*cut, how), [shape(b) for b in kernel.outs]
             return lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)]
     if kernel.mode == "partial":
         states = _states(op, graph, kernel)
         shapes = [shape(b) for b in kernel.outs]
         plain = _partial(op, lambda ins: [_once(s, wanted, ins) for s, wanted in zip(states(ins), shapes, strict=True)])
         return dense.partial(op, graph, kernel, plain)
-    plain = mapped(op, graph, kernel, _whole(op, graph, kernel))
+    plain = mapped(op, graph, kernel, _whole(op, graph, kernel), how)
     return conv_int8.packable(op, graph, kernel, plain) or sibling_sums.packable(op, graph, kernel, plain, _whole)
 
 

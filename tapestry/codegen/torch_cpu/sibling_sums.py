@@ -94,7 +94,7 @@ def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Ru
         kept = tuple(x for c in calls for x in c.kept)
         return Call(lib.tapestry_several, sizes, buffers, kept, all(c.fixed for c in calls))
 
-    return Mapped(packed, name, Recorded(ours[0].array, record, ours[0].size))
+    return Mapped(packed, (name,), Recorded(ours[0].array, record, ours[0].size))
 
 
 def _is_packed(run: dense.Packable, ins: Sequence[Tensor | None]) -> bool:

@@ -115,7 +115,11 @@ def open_inside(folder: Path, location: str, tensor: str) -> int:
         ModelError: missing, a link, not a regular file.
     """
     parts = _safe_location(tensor, location).split("/")
-    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    hint = "the data file beside the model; compile goes without it by --no-weights, run takes a moved model by --model FILE"
+    try:
+        here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _refuse(tensor, f"'{location}' does not exist in {folder}", hint) from None
     try:
         for part in parts[:-1]:
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
@@ -123,9 +127,7 @@ def open_inside(folder: Path, location: str, tensor: str) -> int:
             here = inner
         fd = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here)
     except FileNotFoundError:
-        raise _refuse(
-            tensor, f"'{location}' does not exist in {folder}", "put the data file beside the model, or use --no-weights"
-        ) from None
+        raise _refuse(tensor, f"'{location}' does not exist in {folder}", hint) from None
     except OSError as e:
         raise _refuse(tensor, f"'{location}' cannot be opened without following links ({e.strerror})") from None
     finally:

@@ -127,7 +127,7 @@ def _inline(model: Path, name: str, tensor: Tensor) -> np.ndarray:
         with refusing(ModelError, "the model cannot be read", str(model), "compile the model again"):
             found = stored_ranges(str(model), status.st_mtime_ns, status.st_size).get(name) if plain else None
     except OSError as e:
-        hint = "a build needs its model where it was when it was compiled: put it back, or compile it again"
+        hint = "put the model back where it was compiled, or say where it is now: tapestry run BUILD --model FILE"
         raise ModelError("cannot read the model", where=str(model), why=e.strerror or "", hint=hint) from None
     if found is None:
         return _once_sparse(model, name)

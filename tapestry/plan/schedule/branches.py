@@ -164,7 +164,7 @@ class Branching:
 
     def play(self, game: _Round) -> bool:
         """The game among some choices, fewer and fewer; whether elimination could answer."""
-        now, part, stall = game.master.weights(), 1.0, 0
+        now, part, stall = game.master.weights()[0], 1.0, 0
         game.weights = now
         for _ in range(ROUNDS):
             self.budget.spend(TURN * len(game.kept))
@@ -189,7 +189,7 @@ class Branching:
                 self.budget.spend(BEGIN * len(game.kept))
             if game.few or stall == STALL or self.budget.over():
                 break
-            now = game.weights + part * (game.master.weights() - game.weights)
+            now = game.weights + part * (game.master.weights()[0] - game.weights)
         return True
 
     def answer(self, game: _Round, weights: np.ndarray) -> Marginals | None:

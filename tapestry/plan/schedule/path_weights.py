@@ -1,7 +1,7 @@
 """The best average of sums against choices that are known: a linear program over flows through the arcs.
 
-``max v`` such that every known choice costs at least v by the average. Its columns are the arcs' flows on each lane, how much
-each lane's streams count, and which flow of a tensor counts there.
+``max v`` such that every known choice costs at least v by the average, with what it uses of limited memory at prices. Its
+columns are the arcs' flows on each lane, how much each lane's streams count, which flow of a tensor counts there, and prices.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 GRAIN = 2.0**-40  # weights of large problems are multiples of it
+DEAREST = 100.0  # a price of all memory, in times of the first choice: so that the program is bounded
 
 
 @dataclass(slots=True)
@@ -29,11 +30,13 @@ class Master:
         arcs: number of arcs of a lane; none where streams are shared, for then the sum of all counts most.
         width: number of columns of a lane: arcs, the streams' sum, one for each flow.
         even: whether layers that repeat get equal weights: fewer variables, and solves that take less.
-        variable: of each column, lane after lane.
+        rows: number of prices of memory.
+        variable: of each column, lane after lane, and last the prices.
     """
 
     paths: Paths
     even: bool = False
+    rows: int = 0
     arcs: int = field(init=False)
     width: int = field(init=False)
     column: np.ndarray = field(init=False)
@@ -50,7 +53,8 @@ class Master:
         self.width = self.arcs + 1 + len(self.paths.problem.flows)
         pairs = np.array(list(self._parts(overlap)), np.int64).reshape(-1, 2)
         self.column, self.part = pairs[:, 0], pairs[:, 1]
-        self.variable = self._alike() if self.even else np.arange(self.paths.lanes * self.width)
+        own = self._alike() if self.even else np.arange(self.paths.lanes * self.width)
+        self.variable = np.append(own, np.arange(self.rows) + own.max(initial=-1) + 1)
         self.solver = self._program()
 
     def _parts(self, overlap: bool) -> Any:
@@ -104,11 +108,16 @@ class Master:
                 out[arc.tail][1].append(a)
         return out
 
-    def against(self, choice: Sequence[int]) -> None:
-        """Add a choice."""
+    def against(self, choice: Sequence[int], excess: np.ndarray | None = None) -> None:
+        """Add a choice; ``excess``: by price what it uses above the limit, as a part of the limit."""
         costs = self.paths.costs(choice)
-        self.scale = self.scale or max(float(costs.max(initial=0.0)), 1e-300)
+        if not self.scale:
+            self.scale = max(float(costs.max(initial=0.0)), 1e-300)
+            most, total = DEAREST * self.paths.largest(choice) / self.scale, int(self.variable.max(initial=-1)) + 1
+            for k in range(total - self.rows, total):
+                self.solver.changeColBounds(k, 0.0, most)
         rows = np.stack([np.bincount(self.column, lane[self.part], self.width) for lane in costs]).ravel() / self.scale
+        rows = np.append(rows, np.zeros(self.rows) if excess is None else excess)
         used = np.flatnonzero(rows)
         self.count += 1
         self._row(self.solver, 0.0, np.inf, [*used.tolist(), rows.size], np.append(rows[used], -1.0))
@@ -118,13 +127,16 @@ class Master:
         found, at = np.unique(np.append(self.variable, self.variable.max(initial=-1) + 1)[columns], return_inverse=True)
         solver.addRow(low, high, len(found), found.astype(np.int32), np.bincount(at, values, len(found)).astype(float))
 
-    def weights(self) -> np.ndarray:
-        """The best average against all choices that were added, by [lane, part]: one of the sums, to the last bit."""
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """The best average against all choices that were added, by [lane, part]: one of the sums, to the last bit; and the
+        prices, in seconds for all that there is."""
         self.solver.run()
         self.value = -self.solver.getInfo().objective_function_value * self.scale
-        found = np.array(self.solver.getSolution().col_value)[self.variable].reshape(self.paths.lanes, self.width)
+        every = np.maximum(np.array(self.solver.getSolution().col_value)[self.variable], 0.0)
+        found = every[: len(every) - self.rows].reshape(self.paths.lanes, self.width)
         parts = 2 * self.paths.count + len(self.paths.problem.flows)
-        return np.stack([np.bincount(self.part, lane[self.column], parts) for lane in self._exact(np.maximum(found, 0.0))])
+        average = np.stack([np.bincount(self.part, lane[self.column], parts) for lane in self._exact(found)])
+        return average, every[len(every) - self.rows :] * self.scale
 
     def mixture(self) -> np.ndarray:
         """How much each choice counts in the best answer to all averages: the shares of a mixed strategy."""

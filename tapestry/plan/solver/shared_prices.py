@@ -55,14 +55,83 @@ class Ticks:
 
 
 @dataclass(slots=True)
+class Limits:
+    """What the choices of nodes use over time, the most that they may, and prices of it that equal times share.
+
+    Attributes:
+        row: of every time, the number of the times that share its price.
+        of: what each node uses, equal amounts being one array.
+    """
+
+    nodes: int
+    uses: Sequence[Demand]
+    most: np.ndarray
+    row: np.ndarray = field(init=False)
+    of: list[list[tuple[np.ndarray, int, int]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        known: dict[bytes, np.ndarray] = {}
+        self.of = [[] for _ in range(self.nodes)]
+        code = np.zeros(len(self.most) + 1, np.int64)
+        for d in self.uses:
+            amounts = known.setdefault(d.amounts.tobytes(), d.amounts)
+            self.of[d.node].append((amounts, d.lo, d.hi))
+            mark = zlib.crc32(
+                amounts.tobytes()
+            )  # (where different uses add up to the same, times share a price: no bound minds)
+            code[d.lo] += mark
+            code[d.hi] -= mark
+        alike: dict[tuple[int, float], int] = {}
+        self.row = np.array(
+            [alike.setdefault(k, len(alike)) for k in zip(np.cumsum(code)[:-1].tolist(), self.most.tolist())], int
+        )
+
+    @property
+    def rows(self) -> int:
+        """Prices that may differ."""
+        return int(self.row.max(initial=-1)) + 1
+
+    def excess(self, choice: Sequence[int]) -> np.ndarray:
+        """Over time, usage above the limit as a part of the limit."""
+        change = np.zeros(len(self.most) + 1)
+        for d in self.uses:
+            change[d.lo] += d.amounts[choice[d.node]]
+            change[d.hi] -= d.amounts[choice[d.node]]
+        return (np.cumsum(change)[:-1] - self.most) / np.maximum(self.most, 1.0)
+
+    def mean(self, over: np.ndarray) -> np.ndarray:
+        """By row, the mean of what is given over time."""
+        return np.bincount(self.row, over) / np.bincount(self.row)
+
+    def over_time(self, price: np.ndarray) -> np.ndarray:
+        """The price of every time, from those of rows per limit."""
+        return (price / np.bincount(self.row, minlength=len(price)))[self.row] / np.maximum(self.most, 1.0)
+
+    def by_row(self, price: np.ndarray | None) -> np.ndarray:
+        """Prices of rows per limit, from those of every time; none where there are none."""
+        out = np.zeros(self.rows)
+        if price is not None and len(price) == len(self.row):
+            np.add.at(out, self.row, price * np.maximum(self.most, 1.0))
+        return out
+
+    def parts(self, node: int, at: Ticks) -> list[tuple[np.ndarray, float]]:
+        """What a node uses, and the price of it."""
+        return [(a, k * at.tick) for a, lo, hi in self.of[node] if (k := int(at.total[hi] - at.total[lo]))]
+
+    def worth(self, at: Ticks) -> float:
+        """Of the limits at prices."""
+        return float((np.diff(at.total) * at.tick * self.most).sum())
+
+
+@dataclass(slots=True)
 class SharedPrices:
     """A network of nodes and tables, what its choices use, and the limits over time.
 
     Attributes:
-        row: of every time, the number of the times that share its price.
+        shared: the same limits, with prices that equal times share.
         cost, choice, bound: the best so far.
         price: the best one over time.
-        unary, pairs, of: costs of single nodes, costs of groups, and what each node uses, equal ones being one array.
+        unary, pairs: costs of single nodes, equal ones being one array, and of groups.
         reduce: whether choices that others beat go before each elimination: without that tables are too large.
         once: whether it is given up where tables are too large.
         near: part of the cost up to which a choice within the limits is near enough.
@@ -73,14 +142,13 @@ class SharedPrices:
     tables: Sequence[Table]
     uses: Sequence[Demand]
     limits: np.ndarray
-    row: np.ndarray = field(init=False)
+    shared: Limits = field(init=False)
     cost: float = np.inf
     choice: list[int] = field(default_factory=list[int])
     bound: float = -np.inf
     price: np.ndarray = field(default_factory=lambda: np.zeros(0))
     unary: list[np.ndarray] = field(init=False)
     pairs: list[Table] = field(init=False)
-    of: list[list[tuple[np.ndarray, int, int]]] = field(init=False)
     reduce: bool = False
     once: bool = False
     near: float = WORTH
@@ -93,28 +161,7 @@ class SharedPrices:
         for (n,), table in (t for t in self.tables if len(t[0]) == 1):
             self.unary[n] = self.unary[n] + table
         self.unary = [known.setdefault(u.tobytes(), u) for u in self.unary]
-        self.of = [[] for _ in self.sizes]
-        code = np.zeros(len(self.limits) + 1, np.int64)
-        for d in self.uses:
-            amounts = known.setdefault(d.amounts.tobytes(), d.amounts)
-            self.of[d.node].append((amounts, d.lo, d.hi))
-            mark = zlib.crc32(
-                amounts.tobytes()
-            )  # (where different uses add up to the same, times share a price: no bound minds)
-            code[d.lo] += mark
-            code[d.hi] -= mark
-        alike: dict[tuple[int, float], int] = {}
-        self.row = np.array(
-            [alike.setdefault(k, len(alike)) for k in zip(np.cumsum(code)[:-1].tolist(), self.limits.tolist())], int
-        )
-
-    def excess(self, choice: Sequence[int]) -> np.ndarray:
-        """Over time, usage above the limit as a part of the limit."""
-        change = np.zeros(len(self.limits) + 1)
-        for d in self.uses:
-            change[d.lo] += d.amounts[choice[d.node]]
-            change[d.hi] -= d.amounts[choice[d.node]]
-        return (np.cumsum(change)[:-1] - self.limits) / np.maximum(self.limits, 1.0)
+        self.shared = Limits(len(self.sizes), self.uses, self.limits)
 
     def least(self, prices: Sequence[np.ndarray], change: int = 0) -> tuple[float, list[int]] | None:
         """The cheapest choice at prices over time, of the first ones before node ``change`` and of the last ones from there on.
@@ -125,12 +172,11 @@ class SharedPrices:
         made: dict[tuple[object, ...], np.ndarray] = {}
         ticks = [Ticks.of(p) for p in prices]
         tables = list(self.pairs)
-        for n, uses in enumerate(self.of):
-            at = ticks[0 if n < change else -1]
-            parts = [(a, k) for a, lo, hi in uses if (k := int(at.total[hi] - at.total[lo]))]
-            key = (id(self.unary[n]), at.tick, *((id(a), k) for a, k in parts))
+        for n in range(len(self.sizes)):
+            parts = self.shared.parts(n, ticks[0 if n < change else -1])
+            key = (id(self.unary[n]), *((id(a), price) for a, price in parts))
             if key not in made:
-                made[key] = self.unary[n] + sum(a * (k * at.tick) for a, k in parts)
+                made[key] = self.unary[n] + sum(a * price for a, price in parts)
             tables.append(((n,), made[key]))
         self.spent += 30_000.0 * len(tables)
         found = None if self.reduce else minimise(self.sizes, tables, LARGEST)
@@ -155,13 +201,11 @@ class SharedPrices:
         Args:
             price: over time, to begin with.
         """
-        begin = np.zeros(int(self.row.max(initial=-1)) + 1)
-        if price is not None and len(price) == len(self.row):
-            np.add.at(begin, self.row, price * np.maximum(self.limits, 1.0))
+        begin = self.shared.by_row(price)
         state = self.climb(begin, gap, budget)
         if state is None:
             return None
-        self.price = self.over_time(state.best_price)
+        self.price = self.shared.over_time(state.best_price)
         if self.bound < np.inf and not proved(self.cost, self.bound, max(gap, self.near)) and len(begin):
             self.keep(state, gap, budget)
         return Solution(self.choice, self.cost, min(self.bound, self.cost), self.price)
@@ -172,22 +216,18 @@ class SharedPrices:
 
     def offer(self, choice: list[int]) -> tuple[float, np.ndarray]:
         """Keep a choice within the limits if it is the best one; its cost and its excess over time."""
-        cost, over = self.evaluate(choice), self.excess(choice)
+        cost, over = self.evaluate(choice), self.shared.excess(choice)
         if over.max(initial=0.0) <= 0 and cost < self.cost:
             self.cost, self.choice = cost, choice
         return cost, over
 
-    def over_time(self, price: np.ndarray) -> np.ndarray:
-        """The price of every time, from those of rows per limit."""
-        return (price / np.bincount(self.row, minlength=len(price)))[self.row] / np.maximum(self.limits, 1.0)
-
     def climb(self, price: np.ndarray, gap: float, budget: Budget) -> Prices | None:
         """Better prices until none is much better, a choice is near enough, or the budget is over; None: it takes too long."""
-        state, count = Prices(price), np.bincount(self.row)
+        state, shared = Prices(price), self.shared
         state.best_price = price
         warm = bool(price.any())
         for _ in range(ROUNDS):
-            now = self.over_time(state.price)
+            now = shared.over_time(state.price)
             found = self.least([now])
             budget.spend(self.spent)
             self.spent = 0.0
@@ -196,17 +236,16 @@ class SharedPrices:
             if found[0] == np.inf:
                 self.bound = np.inf  # no choice is allowed at all
                 break
-            used = Ticks.of(now)
-            worth = float((np.diff(used.total) * used.tick * self.limits).sum())
+            worth = shared.worth(Ticks.of(now))
             bound = found[0] - worth - (ROUNDING * (abs(found[0]) + worth) if self.uses else 0.0)
             cost, over = self.offer(found[1])
             state.judge(bound, cost)
             state.box = min(state.box, WARM * abs(bound)) if warm else state.box
             warm = False
             self.bound = max(self.bound, bound)
-            mean = np.bincount(self.row, over) / count
+            mean = shared.mean(over)
             state.cut(cost, mean)
-            state.watch(np.maximum(mean, _most(over, self.row, len(count))))
+            state.watch(np.maximum(mean, _most(over, shared.row, len(mean))))
             if budget.over() or proved(self.cost, self.bound, gap) or not state.active:
                 break
             state.step(mean, self.cost)
@@ -224,15 +263,16 @@ class SharedPrices:
         for spread in SPREADS:
             high, step = state.best_price * (1 + spread), STEP * max(abs(state.best), 1e-300)
             for _ in range(ROUNDS):
-                found = self.least([self.over_time(high)])
+                found = self.least([self.shared.over_time(high)])
                 over = self.offer(found[1])[1] if found else np.zeros(0)
                 if found is None or over.max(initial=0.0) <= 0:
                     break
                 if budget.over():
                     return
-                high = np.where(_most(over, self.row, len(high)) > 0, high * GROWTH + step, high)
+                high = np.where(_most(over, self.shared.row, len(high)) > 0, high * GROWTH + step, high)
                 step *= GROWTH
-            self._between(self.over_time(state.best_price * (1 - spread)), self.over_time(high), max(gap, self.near), budget)
+            low = self.shared.over_time(state.best_price * (1 - spread))
+            self._between(low, self.shared.over_time(high), max(gap, self.near), budget)
             if proved(self.cost, self.bound, max(gap, self.near)):
                 return
 

@@ -10,7 +10,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any, cast
 
-from tapestry.errors import TapestryError
+from tapestry.errors import TapestryError, similar
 from tapestry.interop import instance_map
 from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Link, Topology, weakest
@@ -81,9 +81,8 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as e:
-        raise TapestryError(
-            f"not a topology: {e}", where=str(path), hint=f"a JSON file, or one of {', '.join(PRESETS)}"
-        ) from None
+        hint = f"{similar(str(path), ('auto', *PRESETS))}, or a JSON file"
+        raise TapestryError(f"not a topology: {e}", where=str(path), hint=hint) from None
     if not isinstance(found, dict):
         raise TapestryError("not a topology: not a JSON object", where=str(path))
     return cast(dict[str, Any], found)

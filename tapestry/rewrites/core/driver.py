@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tapestry.errors import LawError, TapestryError
+from tapestry.errors import LawError, TapestryError, similar
 from tapestry.ir.graph import Graph
 from tapestry.rewrites.core.applied import apply_moves, swept
 from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule
@@ -51,7 +51,8 @@ def rule_names(given: Iterable[str]) -> frozenset[str]:
     for name in given:
         found = {r.name for r in RULES.values() if name in (r.name, r.phase)}
         if not found:
-            raise TapestryError(f"no rule or phase named '{name}'", hint="`tapestry rules` lists them")
+            hint = similar(name, sorted({*RULES, *(r.phase for r in RULES.values())})) or "`tapestry rules` lists them"
+            raise TapestryError(f"no rule or phase named '{name}'", where="--without-rule", hint=hint)
         out |= found
     return frozenset(out)
 

@@ -1,20 +1,25 @@
 """Caches on the devices of one process, updated in place: a step appends its own cells to what is there, and copies no other.
 
-Programs of several sizes share them. Where two programs have a cache in different parts, it is there in both ways.
+Programs of several sizes share them. Where two programs have a cache in different parts, it is there in both ways. A cache that
+a device has along its whole length has places behind it for a step's own cells, and the program's present is that memory
+(`grown_caches`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tapestry.build.cache import Cache
+from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Box, intersect, shape
-from tapestry.ir.program import Load
+from tapestry.ir.program import Launch, Load, reads
 from tapestry.runtime import arrays
-from tapestry.runtime.target_protocol import Array
+from tapestry.runtime.one_process.grown_caches import Filled, Grown
+from tapestry.runtime.target_protocol import Array, RecordingTarget
 
 if TYPE_CHECKING:
     from tapestry.runtime.one_process.logical_devices import LocalExecutor
@@ -30,14 +35,18 @@ class HeldState:
 
     Attributes:
         places: parts of caches on all devices, of which this process has the arrays of its own.
+        longest: how many cells a step of any size appends at most.
         at: where the next step appends.
+        filled: the same, and which cells count, for kernels in C.
         written: bytes that steps have appended.
     """
 
-    def __init__(self, carry: Carry | None = None) -> None:
+    def __init__(self, longest: int, carry: Carry | None = None) -> None:
+        self.longest = longest
         self.places: dict[Place, Cache] = {}
         self.arrays: dict[Place, Array] = {}
-        self.carry, self.at, self.written = carry, 0, 0
+        self.memory: dict[Place, Array] = {}
+        self.carry, self.at, self.filled, self.written = carry, 0, Filled.nothing(), 0
 
     def join(self, executor: LocalExecutor, caches: Sequence[Cache]) -> None:
         """Let an executor read its caches here, and append to them after every run; before it is bound."""
@@ -53,9 +62,55 @@ class HeldState:
                 self.places[place] = cache
                 if d in executor.devices:
                     if place not in self.arrays:
-                        self.arrays[place] = torch.zeros(shape(box), dtype=arrays.torch_dtype(buffer.dtype))
+                        self._allocate(place, cache, arrays.torch_dtype(buffer.dtype))
                     executor.stays[d, step.buffer] = self.arrays[place]
+                    self._grow(executor, place, cache)
         executor.after = lambda: self._append(executor, by_input)
+        executor.bound = lambda: self._bound(executor, by_input)
+
+    def _allocate(self, place: Place, cache: Cache, dtype: torch.dtype) -> None:
+        """Zeros, with places behind the last cell where the cache's whole length is there."""
+        box, (lo, hi) = place[2], place[2][cache.axis]
+        more = self.longest if (lo, hi) == (0, cache.capacity) else 0
+        self.memory[place] = torch.zeros(shape(_along(box, cache.axis, lo, hi + more)), dtype=dtype)
+        self.arrays[place] = self.memory[place].narrow(cache.axis, 0, hi - lo)
+
+    def _grow(self, executor: LocalExecutor, place: Place, cache: Cache) -> None:
+        """Let the device's present be the cache's own memory, where one launch makes it and it is as long."""
+        _, device, box = place
+        name, wanted = executor.program.outputs[cache.present], _along(box, cache.axis, 0, cache.capacity + cache.new)
+        if box[cache.axis] != (0, cache.capacity) or executor.program.buffers[name].boxes[device] != wanted:
+            return
+        if any(
+            not isinstance(s, Launch) and name in reads(s) for s in executor.program.steps
+        ):  # messages want rows as they are
+            return
+        for step in executor.program.steps:
+            if isinstance(step, Launch) and step.outs == (name,) and step.mode == "full" and step.blocks[device] == wanted:
+                op = executor.graph.ops[step.op]
+                if isinstance(op, Block) and op.monoid is None:
+                    executor.grown[device, name] = Grown(cache, self.memory[place], self.filled)
+
+    def expect(self, at: int, cache: Cache, mask: np.ndarray[Any, Any]) -> None:
+        """Before a step: where it appends, and which cells its mask [batch, capacity + new] has for any row."""
+        self.at = at
+        there = np.flatnonzero(mask[:, : cache.capacity].any(axis=0))
+        self.filled.numbers[:] = (int(there[-1]) + 1 if len(there) else 0, cache.capacity, at)
+
+    def _bound(self, executor: LocalExecutor, caches: dict[str, Cache]) -> None:
+        """Once kernels are bound: what is appended is one call, where all of it is in the caches' own memory."""
+        target, grown = executor.target, list(executor.grown.values())
+        mine = [p for p in self.places if p[0] in caches]
+        if not isinstance(target, RecordingTarget) or executor.schedule is None or len(grown) < len(mine):
+            return
+        moves = target.batch([target.move(g.tail, g.past, g.cache.axis, self.filled.address + 16) for g in grown])
+        size = sum(g.tail.nbytes for g in grown)
+
+        def append() -> None:
+            moves()
+            self.written += size
+
+        executor.after = append
 
     @property
     def nbytes(self) -> int:

@@ -10,9 +10,10 @@ import torch
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
-from tapestry.ir.program import Launch, Load, Program, allocated
+from tapestry.ir.program import Free, Launch, Load, Program, allocated
 from tapestry.runtime import arrays
 from tapestry.runtime.executor import Executor, Held, kernel_of, silent
+from tapestry.runtime.one_process.grown_caches import Grown
 from tapestry.runtime.one_process.packing import Packing, pack, renamed
 from tapestry.runtime.one_process.static_schedule import BoundProgram, Schedule, schedule
 from tapestry.runtime.step_messages import Route
@@ -36,7 +37,10 @@ class LocalExecutor(Executor):
         weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
         packed: packed weights of the model by tensor, box and key; several executors may share it.
         stays: inputs that are not given but there, by device and buffer; to be set before the first run.
+        grown: caches whose present is their own memory, by device and the present's buffer; to be set before the first run.
+        bound: what is done once kernels are bound.
         after: what is done at the end of a run, while its buffers are still there.
+        counted: the peaks of an earlier run, which later ones have as well.
         kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
     """
 
@@ -49,7 +53,10 @@ class LocalExecutor(Executor):
         self.packing: list[Packing] = []
         self.packed: dict[Hashable, Array] = {}
         self.stays: dict[tuple[int, str], Array] = {}
+        self.grown: dict[tuple[int, str], Grown] = {}
+        self.bound: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
+        self.counted: list[int] | None = None
         self.kept: list[dict[str, tuple[Array, int]]] = []
         self.schedule: Schedule | None = None
         self.feeds: Source = weights
@@ -79,13 +86,32 @@ class LocalExecutor(Executor):
 
     def _steps(self, feeds: Source, progress: Progress) -> None:
         total = len(self.program.steps)
-        actions = range(total) if self.schedule is None else self.schedule.actions
-        for action in actions:
+        if self.schedule is None:
+            for at in range(total):
+                self.step(at)
+                progress(at + 1, total)
+            return
+        again = self.counted is not None
+        if again and self.schedule.loose:
+            self.held.arrays[0].update(self.schedule.fixed)
+        for action in self.schedule.actions:
             if isinstance(action, int):
-                self.step(action)
+                (self._again if again else self.step)(action)
             else:
-                action(self.held, feeds)
+                (action.again if again else action)(self.held, feeds)
             progress((action if isinstance(action, int) else action.last) + 1, total)
+        self.counted = self.held.peak[:] = self.counted or list(self.held.peak)
+
+    def _again(self, at: int) -> None:
+        """One step of a program of one device, where everything has been counted."""
+        step = self.program.steps[at]
+        if isinstance(step, Launch):
+            self.launch(at, step, 0)
+        elif isinstance(step, Free):
+            for name in step.buffers:
+                self.held.arrays[0].pop(name, None)
+        else:
+            self.step(at)
 
     def begin(self, feeds: Source) -> None:
         """Before the first step nothing is held but copies of weights, which count as packed."""
@@ -103,7 +129,8 @@ class LocalExecutor(Executor):
         for at, step in enumerate(self.program.steps):
             for d, _ in self.mine(step.blocks) if isinstance(step, Launch) else ():
                 assert isinstance(step, Launch)
-                kernels[at, d] = self.target.kernel(self.graph, kernel_of(step, d, self.program))
+                kernel, grown = kernel_of(step, d, self.program), self.grown.get((d, step.outs[0]))
+                kernels[at, d] = self.target.kernel(self.graph, kernel if grown is None else grown.kernel(kernel))
         for d in range(self.program.devices):
             wanted = {at: k.packs for (at, e), k in kernels.items() if e == d and isinstance(k, PackableKernel)}
             self.packing.append(
@@ -122,6 +149,8 @@ class LocalExecutor(Executor):
             stays = {b: (a, self.program.buffers[b].nbytes(d)) for (e, b), a in self.stays.items() if e == d}
             self.kept.append(plain | stays | {b: (p.arrays[b], size) for b, size in sizes.items()})
         self.schedule = self.scheduled()
+        if self.bound is not None:
+            self.bound()
 
     def _packed(self, device: int, buffer: str, key: Hashable, make: Callable[[], Array]) -> Array:
         """A packed weight; one of the model's own is packed once for all executors that share them."""
@@ -141,7 +170,8 @@ class LocalExecutor(Executor):
         room = self.room[0] - self.packing[0].extra
         kept = {n: (a, 0) for n, a in self.packing[0].arrays.items()} | self.kept[0]
         lasting = self.resident | {self.program.buffers[b].tensor for _, b in self.stays}
-        return schedule(BoundProgram(self.graph, self.program, self.target, launches, lasting, kept, room))
+        grown = {name: g for (_, name), g in self.grown.items()}
+        return schedule(BoundProgram(self.graph, self.program, self.target, launches, lasting, kept, room, grown))
 
     def weigh(self, array: Array) -> int:
         """Bytes of a weight that is being packed."""
@@ -162,6 +192,10 @@ class LocalExecutor(Executor):
         """Call the kernel on what the device holds."""
         (run, ins), held = self.launches[at, device], self.held.arrays[device]
         outs = run([held[n] if n else None for n in ins], [held[s] for s in step.states])
+        grown = self.grown.get((device, step.outs[0]))
+        if grown is not None:
+            grown.tail.copy_(outs[0])
+            outs = [grown.present]
         held.update(zip(step.outs, outs, strict=True))
 
     def allocate(self, device: int, name: str) -> Array:
@@ -172,13 +206,18 @@ class LocalExecutor(Executor):
 
     def array(self, device: int, name: str) -> Array:
         """What the device holds."""
-        return self.held.arrays[device][name]
+        found = self.held.arrays[device].get(name)
+        return self.schedule.fixed[name] if found is None and self.schedule is not None else found
 
     def nbytes(self, device: int, name: str) -> int:
         """Bytes of the array that is there; of a packed weight, those that the plan has for it."""
-        kept = self.kept[device].get(name)
+        kept, grown = self.kept[device].get(name), self.grown.get((device, name))
+        if grown is not None:
+            return grown.tail.nbytes
         return super().nbytes(device, name) if kept is None else kept[1]
 
     def new_at_every_run(self, name: str) -> bool:
         """What is computed, but for what has a position of its own."""
-        return name in self._computed and (self.schedule is None or name not in self.schedule.placed)
+        if self.schedule is not None:
+            return name in self._computed and name not in self.schedule.fixed
+        return name in self._computed and all(name != present for _, present in self.grown)

@@ -1,28 +1,33 @@
 """What a run need not do: buffers at fixed positions in one piece of memory, and segments of kernels bound to them.
 
 A kernel that can write where it is told has its output in an arena (`arena`), which outlives the run. A kernel whose inputs
-are all there, or are resident weights, is the same call at every run; neighbours among those calls are one segment. What is
-alive and how many bytes that is follows from the program, as it does step by step.
+are all there, or are resident weights, is the same call at every run; neighbours among those calls are one segment, and where
+all kernels are such calls a run is little more than one segment. What is alive and how many bytes that is follows from the
+program, as it does step by step: the first run counts it, and later ones hold the same.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
-import numpy as np
 import torch
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
-from tapestry.ir.program import Free, Launch, Load, Program, allocated
+from tapestry.ir.program import Free, Launch, Load, Program, allocated, reads
+from tapestry.ir.types import HOST
+from tapestry.runtime import arrays
 from tapestry.runtime.executor import Held
-from tapestry.runtime.one_process.arena import allocate, most_alive, slots
+from tapestry.runtime.one_process.arena import Slot, allocate, most_alive, slots
+from tapestry.runtime.one_process.grown_caches import Grown
 from tapestry.runtime.one_process.launch_chains import chains, together
 from tapestry.runtime.target_protocol import Array, Call, Recorder, RecordingTarget, Run, Source
 
 COPIED = 1 << 18  # bytes: an output of no more is copied out of its position
+EARLY = 1 << 16  # bytes: an input of no more is copied to its position before the first step
 Positioned = Mapping[str, tuple[Array, int]]
 """Arrays by buffer, with what they count as."""
 
@@ -36,6 +41,7 @@ class BoundProgram:
         resident: weights that stay loaded, and inputs that are there.
         kept: their arrays by buffer, with what they count as.
         room: bytes that may be taken beyond the plan.
+        grown: caches with a step's own cells behind them, by buffer.
     """
 
     graph: Graph
@@ -45,6 +51,7 @@ class BoundProgram:
     resident: frozenset[str]
     kept: Positioned
     room: int
+    grown: Mapping[str, Grown]
 
     def launch(self, at: int) -> Launch:
         """A step that is a launch."""
@@ -78,6 +85,10 @@ class Segment:
             held.arrays[0][name] = array
             held.count(0, name, size)
 
+    def again(self, held: Held, feeds: Source) -> None:
+        """Do the steps where everything has been counted and is there."""
+        self.run()
+
 
 @dataclass(slots=True)
 class BoundLaunch:
@@ -88,20 +99,27 @@ class BoundLaunch:
     ins: tuple[str, ...]
     outs: tuple[tuple[str, Array, int], ...]
     memory: tuple[Array, ...]
+    then: Call | None = None
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the step."""
-        arrays = held.arrays[0]
-        self.recorder.bind([arrays[n] if n else None for n in self.ins], self.memory).run()
+        self.again(held, feeds)
         for name, array, size in self.outs:
-            arrays[name] = array
+            held.arrays[0][name] = array
             held.count(0, name, size)
         held.reach(0)
+
+    def again(self, held: Held, feeds: Source) -> None:
+        """Do the step where everything has been counted and is there."""
+        there = held.arrays[0]
+        self.recorder.bind([there[n] if n else None for n in self.ins], self.memory).run()
+        if self.then is not None:
+            self.then.run()
 
 
 @dataclass(slots=True)
 class StagedInput:
-    """An input that is copied to its position."""
+    """An input that is copied to its position; ``early``: before the first step, and counted where the program loads it."""
 
     last: int
     name: str
@@ -109,60 +127,107 @@ class StagedInput:
     box: Box
     array: Array
     size: int
+    early: bool = False
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the step."""
+        self.again(held, feeds)
+        if not self.early:
+            held.arrays[0][self.name] = self.array
+            held.count(0, self.name, self.size)
+            held.reach(0)
+
+    def again(self, held: Held, feeds: Source) -> None:
+        """Do the step where everything has been counted and is there."""
         self.array.copy_(feeds(self.tensor, self.box))
-        held.arrays[0][self.name] = self.array
-        held.count(0, self.name, self.size)
-        held.reach(0)
 
 
 Action = Segment | BoundLaunch | StagedInput | int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """A program's steps: segments, launches and inputs with a position, and (as numbers) steps as they are.
 
     Attributes:
-        placed: buffers that have a position, where the next run writes again.
+        fixed: arrays that are the same at every run: weights, and buffers with a position, where the next run writes again.
         extra: bytes beyond the plan's peak.
     """
 
     actions: tuple[Action, ...]
-    placed: frozenset[str]
+    fixed: Mapping[str, Array]
     extra: int
+
+    @cached_property
+    def loose(self) -> bool:
+        """Whether some steps take what they read from where a run holds it."""
+        return any(isinstance(a, int | BoundLaunch) for a in self.actions)
 
 
 def schedule(bound: BoundProgram) -> Schedule | None:
     """How to run a program of one device; ``None`` where nothing is gained, or memory has no room for it."""
-    program, recorders = bound.program, dict[int, Recorder]()
-    for at, (run, _) in bound.launches.items():
-        recorder, outs = bound.target.recorder(run), bound.launch(at).outs
-        if recorder and all(n not in program.outputs.values() or program.buffers[n].nbytes(0) <= COPIED for n in outs):
-            recorders[at] = recorder
+    program = bound.program
+    able = {at: run for at, (run, _) in bound.launches.items() if _may_be_copied(bound, at)}
+    recorders = dict(bound.target.recorders(able))
     if not recorders:
         return None
+    asked = _asked(bound, recorders)
+    for at in asked.values():
+        if at not in recorders:
+            (name,) = bound.launch(at).outs
+            box = program.buffers[name].boxes[0]
+            assert box is not None
+            recorders[at] = bound.target.called(bound.launches[at][0], shape(box))
     views = _inputs(bound, recorders)
+    early = frozenset(n for n in views if program.buffers[n].nbytes(0) <= EARLY)
     for at, recorder in recorders.items():
         views.update(zip(bound.launch(at).outs, recorder.arrays, strict=True))
-    wanted = slots(program, 0, bound.resident)
+    wanted = [_in_place(s, bound.grown) for s in slots(program, 0, bound.resident)]
+    placed = [replace(s, first=0) if s.name in early else s for s in wanted]
     together_at = chains(program, recorders, lambda i, j: bound.target.follows(recorders[i], recorders[j]))
     for joined in (together_at, []) if together_at else ([],):  # apart, they take less where there is little room
-        arena = allocate([s for s in together(wanted, program, joined) if s.name in views])
+        arena = allocate([s for s in together(placed, program, joined) if s.name in views])
         extra = max(0, arena.size + most_alive([s for s in wanted if s.name not in views]) - most_alive(wanted))
         if extra <= bound.room:
             break
     else:
         return None
-    memory = _memory({n: (arena.offsets[n], program.buffers[n].nbytes(0)) for n in views}, arena.size)
-    arrays = {n: (view(memory[n]), program.buffers[n].nbytes(0)) for n, view in views.items()}
-    return Schedule(tuple(_Steps(bound, recorders, memory, arrays, joined).actions()), frozenset(views), extra)
+    sizes = {s.name: s.nbytes for s in wanted if s.name in views}
+    memory = _memory(program, {n: (arena.offsets[n], size) for n, size in sizes.items()}, arena.size)
+    there = {n: (bound.grown[n].present if n in bound.grown else view(memory[n]), sizes[n]) for n, view in views.items()}
+    actions = tuple(_Steps(bound, recorders, memory, there, joined, early, asked).actions())
+    return Schedule(actions, {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}, extra)
+
+
+def _asked(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[int, int]:
+    """Launches that hardly ever want something, with the launch that makes it for them alone, of what they read themselves."""
+    program, out = bound.program, dict[int, int]()
+    readers = Counter(b for step in program.steps for b in reads(step))
+    readers.update(program.outputs.values())
+    makers = {s.outs[0]: at for at, s in enumerate(program.steps) if isinstance(s, Launch) and len(s.outs) == 1}
+    for at, recorder in recorders.items():
+        k, ins = bound.target.seldom(recorder), bound.launches[at][1]
+        if k is None or readers[ins[k]] != 1 or (by := makers.get(ins[k])) is None or by not in bound.launches:
+            continue
+        there = {*ins, *bound.kept, ""}
+        if program.buffers[ins[k]].dtype == "f32" and there.issuperset(bound.launches[by][1]):
+            out[at] = by
+    return out
+
+
+def _may_be_copied(bound: BoundProgram, at: int) -> bool:
+    """Whether no output of a launch is a large one of the model, which had better be where it can be handed out."""
+    large = (n for n in bound.launch(at).outs if bound.program.buffers[n].nbytes(0) > COPIED and n not in bound.grown)
+    return not any(n in bound.program.outputs.values() for n in large)
+
+
+def _in_place(s: Slot, grown: Mapping[str, Grown]) -> Slot:
+    """Of a cache with new cells behind it, the new ones alone take memory."""
+    return replace(s, nbytes=grown[s.name].tail.nbytes) if s.name in grown else s
 
 
 def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
-    """Inputs of f32 that are copied to a position: those that a kernel reads which can be bound to it."""
+    """Inputs that are copied to a position: those that a kernel reads which can be bound to it."""
     program, out = bound.program, dict[str, Callable[[Array], Array]]()
     reads = {n for at in recorders for n in bound.launch(at).ins}
     for step in program.steps:
@@ -171,7 +236,7 @@ def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str,
         buffer = program.buffers[step.buffer]
         box = buffer.boxes[0]
         given = buffer.tensor in bound.graph.inputs and buffer.tensor not in bound.resident
-        if box is not None and given and buffer.dtype == "f32":
+        if box is not None and given and buffer.dtype != HOST:
             out[step.buffer] = partial(_viewed, extents=shape(box))
     return out
 
@@ -180,10 +245,11 @@ def _viewed(memory: torch.Tensor, extents: tuple[int, ...]) -> torch.Tensor:
     return memory.view(extents)
 
 
-def _memory(parts: Mapping[str, tuple[int, int]], nbytes: int) -> dict[str, torch.Tensor]:
-    """New memory, cut into parts (offset, bytes): flat tensors of f32, each with a storage of its own."""
-    whole = torch.empty(nbytes, dtype=torch.uint8).numpy()
-    return {n: torch.as_tensor(whole[offset : offset + size].view(np.float32)) for n, (offset, size) in parts.items()}
+def _memory(program: Program, parts: Mapping[str, tuple[int, int]], nbytes: int) -> dict[str, torch.Tensor]:
+    """New memory, cut into parts (offset, bytes) of buffers: flat tensors, each with a storage of its own."""
+    whole, dtypes = torch.empty(nbytes, dtype=torch.uint8).numpy(), {n: program.buffers[n].dtype for n in parts}
+    flat = {n: torch.as_tensor(whole[offset : offset + size]) for n, (offset, size) in parts.items()}
+    return {n: x.view(arrays.torch_dtype(dtypes[n])) for n, x in flat.items()}
 
 
 @dataclass(slots=True)
@@ -195,15 +261,19 @@ class _Steps:
     memory: Mapping[str, Array]
     arrays: Positioned
     chains: Sequence[tuple[int, ...]]
+    early: frozenset[str]
+    asked: Mapping[int, int]
     out: list[Action] = field(default_factory=list[Action])
     now: list[tuple[int, Call | None]] = field(default_factory=list[tuple[int, Call | None]])
 
     def actions(self) -> list[Action]:
         """All of them."""
         fixed = {**self.bound.kept, **self.arrays}
+        first = [s for s in self.bound.program.steps if isinstance(s, Load) and s.buffer in self.early]
+        self.out += [replace(self._staged(-1, s), early=True) for s in first]
         for at, step in enumerate(self.bound.program.steps):
             quiet = isinstance(step, Free) and all(b in fixed for b in step.buffers)
-            if quiet or (isinstance(step, Load) and step.buffer in self.bound.kept):
+            if quiet or (isinstance(step, Load) and (step.buffer in self.bound.kept or step.buffer in self.early)):
                 self.now.append((at, None))
             elif at in self.recorders:
                 self._launch(at, fixed)
@@ -215,14 +285,33 @@ class _Steps:
 
     def _launch(self, at: int, fixed: Positioned) -> None:
         outs, ins = self.bound.launch(at).outs, self.bound.launches[at][1]
-        memory = tuple(self.memory[n] for n in outs)
+        memory, recorder = tuple(self.memory[n] for n in outs), self.recorders[at]
+        grown = self.bound.grown.get(outs[0])
+        made = recorder.arrays[0](memory[0])
+        behind = None if grown is None else self.bound.target.move(made, grown.tail, grown.cache.axis)
         if all(n in fixed for n in ins if n):
-            call = self.recorders[at].bind([fixed[n][0] if n else None for n in ins], memory)
+            call = recorder.bind([fixed[n][0] if n else None for n in ins], memory)
             if call.fixed:
-                self.now.append((at, call))
+                self._limit(recorder, call, ins)
+                self._ask(at, call)
+                self.now += [(at, call)] if behind is None else [(at, call), (at, behind)]
                 return
         self._close()
-        self.out.append(BoundLaunch(at, self.recorders[at], ins, tuple((n, *self.arrays[n]) for n in outs), memory))
+        self.out.append(BoundLaunch(at, recorder, ins, tuple((n, *self.arrays[n]) for n in outs), memory, behind))
+
+    def _ask(self, at: int, call: Call) -> None:
+        """Let a call ask for what it hardly ever wants, where that would have been made in the same segment."""
+        made = next(((k, c) for k, (i, c) in enumerate(self.now) if i == self.asked.get(at)), None)
+        if made is not None and made[1] is not None:
+            self.now[made[0]] = (self.asked[at], None)
+            self.bound.target.ask(call, made[1])
+
+    def _limit(self, recorder: Recorder, call: Call, ins: tuple[str, ...]) -> None:
+        """Let a call that runs over the cells of caches leave out those that are not filled."""
+        grown = [(self.bound.grown.get(ins[k]), axis) for k, axis in self.bound.target.cells(recorder)]
+        if grown and all(g is not None and g.cache.axis == axis for g, axis in grown):
+            assert grown[0][0] is not None
+            self.bound.target.limit(call, grown[0][0].filled.address)
 
     def _staged(self, at: int, step: Load) -> StagedInput:
         buffer = self.bound.program.buffers[step.buffer]
@@ -238,20 +327,22 @@ class _Steps:
 
     def _calls(self) -> list[Call]:
         """The calls of the segment, those of a chain as one."""
-        calls = {at: c for at, c in self.now if c is not None}
+        calls = dict[int, list[Call]]()
+        for at, c in self.now:
+            calls.setdefault(at, []).extend([] if c is None else [c])
         for chain in self.chains:
-            if all(at in calls for at in chain):
-                one = self.bound.target.chain([calls[at] for at in chain])
+            if all(len(calls.get(at, ())) == 1 for at in chain):
+                one = self.bound.target.chain([calls[at][0] for at in chain])
                 if one is not None:
-                    calls = {at: one if at == chain[0] else c for at, c in calls.items() if at == chain[0] or at not in chain}
-        return list(calls.values())
+                    calls |= {at: [one] if at == chain[0] else [] for at in chain}
+        return [c for found in calls.values() for c in found]
 
     def _segment(self) -> Segment:
         """Steps as one; sizes change as they would one by one."""
         alive, high, fixed = 0, 0, {**self.bound.kept, **self.arrays}
         born: dict[str, tuple[Array, int]] = {}
         gone: list[str] = []
-        for at, _ in self.now:
+        for at in dict.fromkeys(at for at, _ in self.now):
             step = self.bound.program.steps[at]
             if isinstance(step, Free):
                 for name in step.buffers:

@@ -14,7 +14,7 @@ from tapestry.verify.kernels.evaluation import Evaluation, OutOfReach, together
 from tapestry.verify.kernels.integer_conditions import Conditions, Undecided
 from tapestry.verify.kernels.kernel_text import Buffer
 from tapestry.verify.kernels.reading.lane_tiles import lanes
-from tapestry.verify.kernels.reading.triton_source import Access, Program, Store
+from tapestry.verify.kernels.reading.program_reading import Access, Program, Store
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
@@ -126,9 +126,9 @@ def reads_of_scratch(terms: Terms, program: Program, buffers: Mapping[str, Buffe
                 raise LawError("kernel_reads", f"a cell of '{a.buffer}' is read that nobody wrote", where=f"line {a.line}")
 
 
-def cells_of(block: Box, box: Box, along: Sequence[bool]) -> Array:
+def cells_of(block: Box, box: Box, along: Sequence[bool], buffer: Buffer) -> Array:
     """Which cells of a buffer belong to a block, as 0 and 1; ``along`` says on which axes the buffer has the block's cells."""
     out = np.zeros(shape(box), np.int32)
     parts = (slice(lo - at, hi - at) if own else slice(None) for (lo, hi), (at, _), own in zip(block, box, along, strict=True))
     out[tuple(parts)] = 1
-    return out.reshape(-1)
+    return out.transpose(sorted(range(len(box)), key=lambda k: (-buffer.steps(box)[k], k))).reshape(-1)

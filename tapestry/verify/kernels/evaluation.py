@@ -117,9 +117,13 @@ class Evaluation:
                 return names, np.exp(a)
             case (fn, args):
                 names, arrays = together([self.of(x) for x in args])
-                return names, _applied(fn, arrays)
+                return names, self._own(fn, arrays) if fn in self.terms.own else _applied(fn, arrays)
             case _:
                 raise Unsupported(f"{key[0]}")
+
+    def _own(self, fn: str, arrays: list[Array]) -> Array:
+        given = np.broadcast_arrays(*arrays)
+        return np.asarray(self.terms.own[fn](list(given)), np.float64)
 
     def _load(self, buffer: str, at: Aff, mask: int, other: int) -> Named:
         names, (place, inside, rest) = together([self.aff(at), self.of(mask), self.of(other)])

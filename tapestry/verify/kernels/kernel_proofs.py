@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, const
-from tapestry.ir.kernel import Kernel, shape, strides
+from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.state import varies
 from tapestry.verify.kernels import addresses, scratch_passes, source_trials
 from tapestry.verify.kernels.integer_conditions import Conditions
 from tapestry.verify.kernels.kernel_text import KernelText
 from tapestry.verify.kernels.operation_terms import Operation, orders
-from tapestry.verify.kernels.reading.triton_source import Program, Store, read
+from tapestry.verify.kernels.reading import c_source, triton_source
+from tapestry.verify.kernels.reading.program_reading import Program, Store
 from tapestry.verify.kernels.term_matching import Matching, flattened
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
@@ -34,6 +36,12 @@ class Evidence:
     addresses: str
     value: str
     why: str = ""
+
+
+def weakest(shown: Sequence[Evidence]) -> Evidence | None:
+    """What several texts of one kernel were all shown by at least; ``None`` of none."""
+    order = (COMPARED, TRIAL, FORM)
+    return min(shown, key=lambda e: order.index(e.value), default=None)
 
 
 def prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
@@ -88,7 +96,7 @@ def _mismatch(
 
 def _programs(text: KernelText) -> tuple[list[Program], str]:
     """What the launches do, and why their loops had to be read step by step (``""`` where they need not)."""
-    why = ""
+    why, read = "", c_source.read if text.language == "c" else triton_source.read
     for unrolled in (False, True):
         terms = Terms()
         try:
@@ -114,8 +122,9 @@ def _check_addresses(ask: Conditions, programs: list[Program], kernel: Kernel, t
             raise LawError("kernel_writes", f"'{min(odd)}' is written, which is no output", where="its stores")
         for name in sorted({s.to.buffer for s in program.stores} | (own if last else set())):
             at = text.outs.index(name) if last else 0
-            wanted = addresses.cells_of(kernel.block[:rank], kernel.outs[at], along[at]) if last else None
-            filled[name] = addresses.writes(terms, program.stores, program.grid, name, text.buffers[name].size, wanted)
+            buffer = text.buffers[name]
+            wanted = addresses.cells_of(kernel.block[:rank], kernel.outs[at], along[at], buffer) if last else None
+            filled[name] = addresses.writes(terms, program.stores, program.grid, name, buffer.size, wanted)
         addresses.reads(terms, ask, program.loads, text.buffers)
         addresses.reads_of_scratch(terms, program, text.buffers, filled)
     return "isl" if ask.asked else "intervals"
@@ -170,12 +179,12 @@ def _narrowed(terms: Terms, store: Store) -> Store:
 def cell(terms: Terms, store: Store, kernel: Kernel, text: KernelText) -> list[Aff]:
     """The cell of the tensor that a store writes, in coordinates of the whole tensor, from its address."""
     box = kernel.outs[text.outs.index(store.to.buffer)]
-    out = list[Aff]()
-    for k, ((lo, hi), s) in enumerate(zip(box, strides(box), strict=True)):
+    out, size = list[Aff](), prod(shape(box))
+    for k, ((lo, hi), s) in enumerate(zip(box, text.buffers[store.to.buffer].steps(box), strict=True)):
         part = terms.divided(store.to.at, s)
         if hi - lo == 1:  # of a state that does not vary there, any cell of the block
             lo, part = kernel.block[k][0], const(0)
-        elif prod(shape(box)[:k]) > 1:
+        elif s * (hi - lo) < size:
             part = terms.remainder(part, hi - lo)
         out.append(part + lo)
     return out

@@ -10,7 +10,7 @@ from typing import Any
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, const, dim
-from tapestry.ir.kernel import Kernel, strides
+from tapestry.ir.kernel import Kernel
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, Rebased
 from tapestry.ir.state import state_box, varies
 from tapestry.ir.types import FLOATS
@@ -83,8 +83,9 @@ class Operation:
 
     def _state(self, k: int, at: Sequence[Aff]) -> int:
         box, name = state_box(self.op, k, self.kernel.outs[0]), self.text.states[k]
-        flat = _flat([e if own else const(0) for e, own in zip(at, varies(self.op)[k], strict=True)], box)
-        kind = kind_of(self.text.buffers[name].dtype).kind
+        buffer = self.text.buffers[name]
+        flat = _flat([e if own else const(0) for e, own in zip(at, varies(self.op)[k], strict=True)], box, buffer.steps(box))
+        kind = kind_of(buffer.dtype).kind
         return self.terms.load(name, kind, flat, self.terms.true, self.terms.unknown)
 
     def _expr(self, e: Expr, env: Mapping[str, Aff], states: Sequence[int], known: dict[int, int] | None = None) -> int:
@@ -121,7 +122,9 @@ class Operation:
             aff = terms.placed(g.aff, env)
             inside.append(terms.at_least(aff) if g.op == "ge" else terms.is_zero(aff))
         other = terms.unknown if r.other is None else constant(terms, r.other, t.dtype)
-        return terms.load(self.text.reads[pos], kind_of(t.dtype).kind, _flat(index, box), terms.all(inside), other)
+        name = self.text.reads[pos]
+        at = _flat(index, box, self.text.buffers[name].steps(box))
+        return terms.load(name, kind_of(t.dtype).kind, at, terms.all(inside), other)
 
 
 def orders(kernel: Kernel, op: Block) -> Iterator[tuple[int, ...]]:
@@ -135,9 +138,9 @@ def orders(kernel: Kernel, op: Block) -> Iterator[tuple[int, ...]]:
         yield tuple(range(len(box)))
 
 
-def _flat(index: Sequence[Aff], box: Sequence[tuple[int, int]]) -> Aff:
+def _flat(index: Sequence[Aff], box: Sequence[tuple[int, int]], steps: Sequence[int]) -> Aff:
     out = const(0)
-    for e, (lo, _), s in zip(index, box, strides(tuple(box)), strict=True):
+    for e, (lo, _), s in zip(index, box, steps, strict=True):
         out = out + (e - lo) * s
     return out
 

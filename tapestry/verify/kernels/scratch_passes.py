@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from tapestry.ir.index import Aff, Mod, const, dims_of
-from tapestry.verify.kernels.reading.triton_source import Store
+from tapestry.verify.kernels.reading.program_reading import Store
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Made = Mapping[str, Sequence[Store]]

@@ -5,7 +5,8 @@ Every cell that the chosen programs write is compared. Buffers of two passes are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from tapestry.verify.kernels import addresses
 from tapestry.verify.kernels.evaluation import Evaluation, OutOfReach, together
 from tapestry.verify.kernels.kernel_text import KernelText
 from tapestry.verify.kernels.operation_terms import Operation
-from tapestry.verify.kernels.reading.triton_source import Program, Store
+from tapestry.verify.kernels.reading.program_reading import Program, Store
 from tapestry.verify.kernels.term_arithmetic import kind_of
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
 PROGRAMS = 10  # that are compared
+EDGES: tuple[Callable[[int], int], ...] = (lambda n: 0, lambda n: 1, lambda n: n // 2, lambda n: n - 2, lambda n: n - 1)
+CELLS = 1 << 12  # of a function without a grid, at one value of its outer loops
 CLOSE = 1e-6  # of a value and the largest one: sources have constants of f32, and approximations
 GREAT = 100.0  # beyond it a value says nothing of others' cancellation
 NARROW = frozenset({"i8", "i16", "u8", "u16"})
@@ -85,8 +88,8 @@ def _filled(program: Program, text: KernelText, data: dict[str, Array]) -> None:
         if text.buffers[store.to.buffer].size > SCRATCH:
             raise Unsupported("scratch is too large to interpret")
         names = addresses.variables(program.terms, store, program.grid)
-        first = next(iter(program.grid))
-        for k in range(names.get(first, 1)):
+        first, count = next(iter(names.items()), ("", 1))
+        for k in range(count):
             run = Evaluation(program.terms, {first: np.arange(k, k + 1)}, data)
             _, (place, inside, value) = together([run.aff(store.to.at), run.of(store.to.mask), run.of(store.value)])
             place, inside, value = np.broadcast_arrays(place, inside, value)
@@ -99,11 +102,8 @@ def _compare(
     terms: Terms = program.terms
     cell: list[Aff] = at(terms, store, kernel, text)
     right = Operation(terms, graph, kernel, text).values(cell)[text.outs.index(store.to.buffer)]
-    first, count = next(iter(program.grid.items()))
-    chosen = sorted({0, 1, count // 2, count - 2, count - 1} & set(range(count)))
-    chosen += [int(k) for k in np.random.default_rng(1).integers(0, count, PROGRAMS - len(chosen))]
-    for k in sorted(set(chosen)):
-        run = Evaluation(terms, {first: np.arange(k, k + 1)}, data)
+    for chosen in _chosen(program, store):
+        run = Evaluation(terms, {n: np.arange(k, k + 1) for n, k in chosen.items()}, data)
         parts = [run.aff(store.to.at), run.of(store.to.mask), run.of(store.value), run.of(right)]
         _, (place, inside, made, wanted) = together(parts)
         place, inside, made, wanted = np.broadcast_arrays(place, inside, made, wanted)
@@ -117,5 +117,23 @@ def _compare(
             w = int(wrong[0])
             raise LawError(
                 "kernel_value", f"'{store.to.buffer}' at {int(place[inside][w])} is not the operation's value",
-                where=f"line {store.to.line}", why=f"{a[w]:.6g}, not {b[w]:.6g} (program {k})",
+                where=f"line {store.to.line}", why=f"{a[w]:.6g}, not {b[w]:.6g} (at {_said(chosen)})",
             )  # fmt: skip
+
+
+def _said(chosen: Mapping[str, int]) -> str:
+    return ", ".join(f"{'program' if n[0] == 'p' else 'step'} {k}" for n, k in chosen.items())
+
+
+def _chosen(program: Program, store: Store) -> list[dict[str, int]]:
+    """Programs that are compared; of a function without a grid, values of outer loops, the cells within which are few."""
+    names = dict(list(program.grid.items())[:1])
+    if not names:
+        loops = addresses.variables(program.terms, store, {})
+        while loops and (not names or math.prod(loops.values()) > CELLS):
+            outer = next(iter(loops))
+            names[outer] = loops.pop(outer)
+    rng = np.random.default_rng(1)
+    out = {tuple(max(0, min(at(n), n - 1)) for n in names.values()) for at in EDGES}
+    out |= {tuple(int(rng.integers(0, n)) for n in names.values()) for _ in range(PROGRAMS - len(out))}
+    return [dict(zip(names, at, strict=True)) for at in sorted(out)]

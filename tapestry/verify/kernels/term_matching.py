@@ -73,6 +73,8 @@ class Matching:
             return True
         if p[0] == "add" and q[0] == "reduce":
             return self._in_stretches(p, b, given)
+        if {p[0], q[0]} == {"load", "where"}:
+            p, q = (self._choice(t) for t in (a, b))
         if p[0] != q[0]:
             return False
         match p[0]:
@@ -101,6 +103,13 @@ class Matching:
                 return False
             case fn:
                 return self._arguments(fn, p[1], q[1], given)
+
+    def _choice(self, t: int) -> tuple[Any, ...]:
+        """A cell under a mask as a choice."""
+        terms, key = self.terms, self.terms.keys[t]
+        if key[0] != "load":
+            return key
+        return ("where", key[3], terms.load(key[1], terms.kinds[t], key[2], terms.true, terms.unknown), key[4])
 
     def _alike(self, a: int, b: int, given: int) -> int:
         """``b`` with the loaded integers of ``a`` in the place of equal ones of its own."""

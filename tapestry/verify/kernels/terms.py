@@ -8,7 +8,7 @@ so terms that are equal as real numbers mostly are the same term. Roundings, NaN
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tapestry.ir.index import Aff, Atom, Floor, const, dim, dims_of, floordiv, modulo, substitute
@@ -32,6 +32,7 @@ class Terms:
         kinds: ``int``, ``real`` or ``bool`` of each term.
         free: iteration variables that each term depends on.
         sizes: how many values a variable has, from 0.
+        own: functions of a source that nothing but their values is known of, by name.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class Terms:
         self.free: list[frozenset[str]] = []
         self.height: list[int] = []
         self.sizes: dict[str, int] = {}
+        self.own: dict[str, Callable[[list[Any]], Any]] = {}
         self.named = 0
         self.true, self.false = self._make(("true",), "bool"), self._make(("false",), "bool")
         self.unknown = self._make(("unknown",), "real")

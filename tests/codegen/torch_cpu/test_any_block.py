@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.torch_cpu import TorchCpu
+from tapestry.codegen.torch_cpu import FEWEST, TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.syntax.parser import parse
+from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import read_box
 from tapestry.rewrites.core.rule_check import random_feeds
+from tapestry.runtime.arrays import torch_dtype
 from tapestry.verify import interp
 
 CASES = {
@@ -177,8 +181,12 @@ def blocks(op: Block) -> list[Box]:
     return out
 
 
-def run(graph: Graph, feeds: dict[str, np.ndarray], block: Box, *, packed: bool, wide: bool) -> list[np.ndarray] | None:
-    """One block; ``packed`` weights (``None`` where there are none), buffers of no more than is read, or ``wide``: of all."""
+Prepared = tuple[Any, Sequence[Any], Box]
+
+
+def prepare(graph: Graph, feeds: dict[str, np.ndarray], block: Box, *, packed: bool, wide: bool) -> Prepared | None:
+    """One block's kernel and what it is given: ``packed`` weights (``None`` where there are none), buffers of no more than is
+    read, or ``wide``: of all."""
     op, target = graph.ops[0], TorchCpu()
     assert isinstance(op, Block)
     sizes = [graph.tensors[r.tensor].shape for r in op.reads]
@@ -191,11 +199,19 @@ def run(graph: Graph, feeds: dict[str, np.ndarray], block: Box, *, packed: bool,
             return None
         given = [kernel.packs[k].run(x) if k in kernel.packs else x for k, x in enumerate(given)]
         kernel = kernel.packed
-    if recorder := target.recorder(kernel):
-        memory = [torch.full((int(np.prod([hi - lo for lo, hi in out])),), float("nan")) for _ in op.outs]
+    return kernel, given, out
+
+
+def run(graph: Graph, prepared: Prepared) -> list[np.ndarray]:
+    """The block, in C where there is a function, as in a program of many small operations."""
+    kernel, given, out = prepared
+    dtypes = [graph.tensors[t].dtype for t in graph.ops[0].outs]
+    if recorder := TorchCpu().recorders(dict.fromkeys(range(FEWEST), kernel)).get(0):
+        count = int(np.prod([hi - lo for lo, hi in out]))
+        memory = [torch.full((count * itemsize(d),), 255, dtype=torch.uint8).view(torch_dtype(d)) for d in dtypes]
         recorder.bind(given, memory).run()
-        return [to_numpy(a(m), "f32") for a, m in zip(recorder.arrays, memory, strict=True)]
-    return [to_numpy(x, graph.tensors[t].dtype) for t, x in zip(op.outs, kernel(given, []), strict=True)]
+        return [to_numpy(a(m), d) for a, m, d in zip(recorder.arrays, memory, dtypes, strict=True)]
+    return [to_numpy(x, d) for x, d in zip(kernel(given, []), dtypes, strict=True)]
 
 
 @pytest.mark.usefixtures("threads")
@@ -207,8 +223,10 @@ def test_any_block(name: str) -> None:
     op = graph.ops[0]
     assert isinstance(op, Block)
     want = interp.run(replace(graph, outputs=op.outs), feeds, wide=True)
-    for block, packed, wide in itertools.product(blocks(op), (False, True), (False, True)):
-        got = run(graph, feeds, block, packed=packed, wide=wide)
+    ways = list(itertools.product(blocks(op), (False, True), (False, True)))
+    kernels = [prepare(graph, feeds, block, packed=packed, wide=wide) for block, packed, wide in ways]  # all before one runs
+    for (block, packed, wide), kernel in zip(ways, kernels, strict=True):
+        got = kernel and run(graph, kernel)
         place = tuple(slice(*b) for b in block[: len(op.dims)])
         for t, a in zip(op.outs, got or (), strict=bool(got)):
             a, b = (v if v.dtype.kind == "c" else v.astype(np.float64) for v in (a, want[t][place]))
@@ -247,8 +265,9 @@ def test_means_of_large_images_are_near() -> None:
     space = "[b: 1, c: 2 | h: 2000 sum, w: 2000 sum]"
     graph = parse(f"graph g\ninput x: f32[1, 2, 2000, 2000]\ny: f32[1, 2] = op {space}\n  {body}\noutput y")
     x = np.random.default_rng(0).uniform(0.1, 0.2, (1, 2, 2000, 2000)).astype(np.float32)
-    got = run(graph, {"x": x}, whole(x.shape), packed=False, wide=True)
-    assert got
+    kernel = prepare(graph, {"x": x}, whole(x.shape), packed=False, wide=True)
+    assert kernel
+    got = run(graph, kernel)
     np.testing.assert_allclose(got[0], x.mean((2, 3), dtype=np.float64), rtol=5e-6)
 
 

@@ -188,8 +188,9 @@ def test_attention_on_buffers_as_they_are(
     kernel = Kernel(
         op=last, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, 51, 20)),)
     )
-    run = attention_c.attention(op, kernel)
-    assert run
+    found = attention_c.attention(op, graph, kernel)
+    assert found and not found.names
+    run = found.run
     before = run_ops(graph, feeds, last)
     turned = [before[r.tensor] for r in op.reads]
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in turned]  # heads side by side
@@ -234,7 +235,7 @@ def runs(folder: Path) -> tuple[api.Compiled, dict[str, np.ndarray]]:
 def test_stretches_give_what_steps_give_and_hold_what_the_plan_says(tmp_path: Path) -> None:
     c, outs = runs(tmp_path)
     schedule = c.session.executor.schedule
-    assert schedule and any(isinstance(a, Segment) and len(a.born) for a in schedule.actions) and schedule.placed
+    assert schedule and any(isinstance(a, Segment) and len(a.born) for a in schedule.actions) and schedule.fixed
     kept = {t: a.copy() for t, a in outs.items()}
     used = c.session.run(c.random_feeds(1)).measured
     assert used.peak == list(c.build.peak_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -72,21 +73,25 @@ class Recorded:
 
     Attributes:
         array: the output over flat memory of as many elements.
-        record: the call for some inputs and flat memory.
+        record: the call (or calls) for some inputs and flat memory.
         link: what it is to a chain, if it may be part of one.
+        cells: reads (position, axis) of whose cells it may be told to leave some out (`limit`).
+        seldom: a read (by position) that it hardly ever wants, and may ask for then (`ask`).
     """
 
     array: Callable[[Tensor], Tensor]
-    record: Callable[[Ins, Tensor], Call]
+    record: Callable[[Ins, Tensor], Call | Calls]
     size: int
     link: Link | None = None
+    cells: tuple[tuple[int, int], ...] = ()
+    seldom: int | None = None
 
     @property
     def arrays(self) -> tuple[Callable[[Tensor], Tensor]]:
         """The output, as `several` have theirs."""
         return (self.array,)
 
-    def bind(self, ins: Ins, memory: Sequence[Tensor]) -> Call:
+    def bind(self, ins: Ins, memory: Sequence[Tensor]) -> Call | Calls:
         """The call for memory of the output."""
         return self.record(ins, memory[0])
 
@@ -95,6 +100,19 @@ class Recorded:
         memory = torch.empty(self.size)
         self.record(ins, memory).run()
         return [self.array(memory)]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A kernel of any number of outputs that writes into memory that it is given.
+
+    Attributes:
+        arrays: each output over flat memory of as many elements.
+        bind: the call for some inputs and memory for each output.
+    """
+
+    arrays: tuple[Callable[[Tensor], Tensor], ...]
+    bind: Callable[[Ins, Sequence[Tensor]], Call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +134,48 @@ class Together:
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory."""
         return self.plain(ins, states)
+
+
+def limit(call: Call | Calls, filled: int) -> None:
+    """Let a call leave out cells: those before the first number at an address count, and those from the second on."""
+    last(call).buffers.filled = filled
+
+
+def ask(call: Call | Calls, made: Call) -> None:
+    """Let a call run another one where it wants what that makes."""
+    step, who = _step(made), last(call)
+    who.buffers.seldom, who.kept = ctypes.addressof(step), (*who.kept, step, made)
+
+
+def last(call: Call | Calls) -> Call:
+    """The call that writes the result."""
+    return call.parts[-1] if isinstance(call, Calls) else call
+
+
+def called(run: Callable[[Ins, Sequence[Tensor]], list[Tensor]], extents: tuple[int, ...]) -> Written:
+    """A kernel of one output that is no function in C, as one that is."""
+
+    def bind(ins: Ins, memory: Sequence[Tensor]) -> Call:
+        def compute(_: Any, __: Any) -> None:
+            try:
+                memory[0].view(extents).copy_(run(ins, [])[0])
+            except BaseException:  # nobody up there would see it: a result that is none says it
+                memory[0].fill_(float("nan"))
+                raise
+
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(compute)
+        return Call(function, ctypes.c_int64(0), ctypes.c_int64(0), (*ins, *memory))
+
+    return Written((lambda memory: memory.view(extents),), bind)
+
+
+def move(values: Tensor, there: Tensor, axis: int, at: int) -> Call:
+    """Copy what is dense from an axis on; to so many cells further as the number at an address says, unless that is 0."""
+    item, outer = values.element_size(), prod(values.shape[:axis])
+    steps = (x.stride(axis - 1) * item if axis else 0 for x in (values, there))
+    sizes = native.Move(outer, values.nbytes // max(outer, 1), *steps, there.stride(axis) * item)
+    lib: Any = native.library()
+    return Call(lib.tapestry_move, sizes, native.Ends(values.data_ptr(), there.data_ptr(), at or None), (values, there))
 
 
 def shares(a: Tensor, b: Tensor) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tapestry.codegen.torch_cpu import native
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Recorded, Together
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Recorded
 
 LEAST = 1 << 19  # bytes of an image that is not worth writing and reading again; less stays in the cache as it is
 CACHE = 3 << 16  # bytes that all kept rows may take, of a cache of half a megabyte
@@ -16,9 +16,9 @@ MOST_ROWS = 8  # of the last output at once
 KINDS = ("tapestry_conv", "tapestry_planes", "tapestry_depthwise")  # as chain.c numbers them
 
 
-def follows(before: Recorded | Together, after: Recorded | Together) -> int | None:
+def follows(before: Recorded, after: Recorded) -> int | None:
     """The input of ``after`` that it may read while ``before`` makes it, where that pays."""
-    if not isinstance(before, Recorded) or not isinstance(after, Recorded) or not before.link or not after.link:
+    if not before.link or not after.link:
         return None
     return after.link.image if after.link.behind and before.link.nbytes >= LEAST else None
 

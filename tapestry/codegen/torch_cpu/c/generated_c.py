@@ -13,10 +13,10 @@ from typing import Any
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c.print_c import PRELUDE
 
-FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv")
+FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd")
 MOST = 64  # functions that are compiled at once; the operations beyond run as they would without a compiler
 
-_waiting: dict[str, str] = {}
+_texts: dict[str, str] = {}
 _known: dict[str, Any] = {}
 _lock = Lock()
 
@@ -25,24 +25,40 @@ def register(body: str) -> str:
     """The name of the function with a body; equal bodies are one function."""
     name = f"map_{hashlib.sha256(body.encode()).hexdigest()[:24]}"
     with _lock:
-        if name not in _known:
-            _waiting[name] = body
+        _texts[name] = body
     return name
 
 
-def function(name: str) -> Any:
-    """A registered function, compiled with all others that wait; ``None`` where that fails."""
+def source(name: str) -> str:
+    """A file in C with a registered function alone."""
+    return PRELUDE + _written(name, _texts[name])
+
+
+def _written(name: str, body: str) -> str:
+    return f"void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
+
+
+def function(name: str, compiles: bool = True) -> Any:
+    """A registered function, compiled with all others that wait; ``None`` where that fails, or is not to be done."""
     with _lock:
+        if name not in _known and not compiles:
+            return None
         if name not in _known:
-            now = dict(sorted(_waiting.items())[:MOST])
-            _known.update(dict.fromkeys(_waiting))
-            _waiting.clear()
-            _known.update(_compile(now))
+            waiting = sorted(_texts.keys() - _known.keys())
+            _known.update(dict.fromkeys(waiting))
+            _known.update(_compile({n: _texts[n] for n in waiting[:MOST]}))
         return _known[name]
 
 
+def compile_waiting() -> None:
+    """Compile every function that waits."""
+    waiting = next(iter(_texts.keys() - _known.keys()), None)
+    if waiting is not None:
+        function(waiting)
+
+
 def _compile(bodies: dict[str, str]) -> dict[str, Any]:
-    text = PRELUDE + "".join(f"void {n}(const int64_t *sizes, void *const *p) {{\n{b}\n}}\n" for n, b in bodies.items())
+    text = PRELUDE + "".join(map(_written, bodies, bodies.values()))
     try:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "maps.c"

@@ -13,7 +13,7 @@ import torch
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Written, shares
 from tapestry.codegen.torch_cpu.c.print_c import Chosen, Piece, Writer, written
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Read
@@ -22,8 +22,20 @@ from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.recognise.selection_sum import selection
 
 Tensor = torch.Tensor
-LEAST = 1 << 10  # points: fewer take no time in torch's operators either
+LEAST = 1 << 10  # points: fewer are worth a function in a program of many small operations alone
 MOST_PIECES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How functions in C are made: with sizes as arguments, so that one serves all sizes of a plan; and compiled where they are
+    not there yet, or not used."""
+
+    any_size: bool = False
+    compiles: bool = True
+
+
+PLAIN = How()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +44,34 @@ class Mapped:
 
     Attributes:
         plain: the operation on torch's operators.
-        name: of the function in C.
+        names: of the functions in C.
         recorded: the calls of that function.
+        reads: which reads of the operation a function that is all of it is given, in order.
+        few: whether torch's operators take no longer but for their calls.
+        compiles: whether it is compiled where it is not there yet.
     """
 
     plain: Run
-    name: str
-    recorded: Recorded
+    names: tuple[str, ...]
+    recorded: Recorded | Written
+    reads: tuple[int, ...] = ()
+    few: bool = False
+    compiles: bool = True
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory, by torch."""
         return self.plain(ins, states)
 
-    def recorder(self) -> Recorded | None:
+    def recorder(self) -> Recorded | Written | None:
         """The operation as one that writes where it is told; ``None`` without a working compiler."""
-        return self.recorded if generated_c.function(self.name) else None
+        return self.recorded if all(generated_c.function(n, self.compiles) for n in self.names) else None
 
 
-def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
+def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> Run:
     """The operation with its function in C, where it has one and torch is to use one thread."""
     found = _pieces(op, kernel) if conv_c.available() and kernel.mode == "full" and not op.inner else None
     out = kernel.block[: len(op.dims)]
-    if not found or size(out) < LEAST or any(hi <= lo for lo, hi in kernel.block) or kernel.outs[0] != out:
+    if not found or any(hi <= lo for lo, hi in kernel.block) or kernel.outs[0] != out:
         return plain
     used = sorted(arg_positions(tuple(e for p in found for e in _exprs(p))))
     boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}
@@ -61,19 +79,21 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
         return plain
     names = tuple(d.name for d in op.dims)
     tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
-    writer = Writer(names, {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}, out)
+    reads = {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
+    writer = Writer(names, reads, out, given=[] if how.any_size else None)
     name = generated_c.register(writer.function(found))
-    extents = shape(out)
-    record = functools.partial(_record, name, used)
-    return Mapped(plain, name, Recorded(lambda memory: memory.view(extents), record, size(out)))
+    extents, sizes = shape(out), (ctypes.c_int64 * max(1, len(writer.given or ())))(*(writer.given or ()))
+    record = functools.partial(_record, name, used, sizes)
+    call = Recorded(lambda memory: memory.view(extents), record, size(out))
+    return Mapped(plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles)
 
 
-def _record(name: str, used: Sequence[int], ins: Ins, memory: Tensor) -> Call:
+def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Tensor) -> Call:
     function: Any = generated_c.function(name)
     given = [held(ins[k]).contiguous() for k in used]
     buffers = (ctypes.c_void_p * (len(given) + 1))(*(x.data_ptr() for x in given), memory.data_ptr())
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return Call(function, ctypes.c_int64(0), buffers, (*given, memory), fixed)
+    return Call(function, sizes, buffers, (*given, memory), fixed)
 
 
 def _exprs(p: Piece) -> tuple[Expr, ...]:

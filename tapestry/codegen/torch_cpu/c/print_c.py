@@ -46,15 +46,46 @@ INLINE float t_exp(float x) {
     return p * a * b;
 }
 INLINE float t_sigmoid(float x) { return 1.0f / (1.0f + t_exp(-x)); }
+/* tanh: Cephes' tanhf (Moshier 1992). */
+INLINE float t_tanh(float x) {
+    float z = x * x, a = fabsf(x);
+    float p = -5.70498872745e-3f * z + 2.06390887954e-2f;
+    p = (p * z - 5.37397155531e-2f) * z + 1.33314422036e-1f, p = (p * z - 3.33332819422e-1f) * z * x + x;
+    float far = copysignf(1.0f - 2.0f / (t_exp(a + a) + 1.0f), x);
+    return a < 0.625f ? p : far;
+}
+INLINE float t_sign(float x) { return x != x ? x : (float)((x > 0) - (x < 0)); }
+INLINE float t_mod(float a, float b) {
+    float r = fmodf(a, b);
+    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+/* Of integers: over 0 all three are 0, and the lowest one over -1 is itself. */
+INLINE int64_t i_div(int64_t a, int64_t b) { return b == 0 ? 0 : b == -1 ? -a : a / b; }
+INLINE int64_t i_fmod(int64_t a, int64_t b) { return b == 0 || b == -1 ? 0 : a % b; }
+INLINE int64_t i_mod(int64_t a, int64_t b) {
+    int64_t r = i_fmod(a, b);
+    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
 """
 
 FLOAT: dict[str, str] = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "div": "({} / {})", "neg": "(-{})", "min": "t_min({}, {})",
     "max": "t_max({}, {})", "abs": "fabsf({})", "sqrt": "sqrtf({})", "exp": "t_exp({})", "sigmoid": "t_sigmoid({})",
     "sin": "sinf({})", "cos": "cosf({})", "floor": "floorf({})", "ceil": "ceilf({})",
-    "round": "rintf({})",
+    "round": "rintf({})", "sign": "t_sign({})", "tanh": "t_tanh({})",
 }  # fmt: skip
-WHOLE: dict[str, str] = {"add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "neg": "(-{})"}
+LIBRARY: dict[str, str] = {  # calls, a cell at a time: torch is faster where there are many
+    "erf": "erff({})", "log": "logf({})", "tan": "tanf({})", "asin": "asinf({})", "acos": "acosf({})",
+    "atan": "atanf({})", "sinh": "sinhf({})", "cosh": "coshf({})", "asinh": "asinhf({})", "acosh": "acoshf({})",
+    "atanh": "atanhf({})", "log1p": "log1pf({})", "expm1": "expm1f({})", "pow": "powf({}, {})", "fmod": "fmodf({}, {})",
+    "mod": "t_mod({}, {})",
+}  # fmt: skip
+WHOLE: dict[str, str] = {
+    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "neg": "(-{})", "div": "i_div({}, {})",
+    "mod": "i_mod({}, {})", "fmod": "i_fmod({}, {})", "min": "({0} < {1} ? {0} : {1})",
+    "max": "({0} > {1} ? {0} : {1})", "abs": "({0} < 0 ? -{0} : {0})",
+    "sign": "(({0} > 0) - ({0} < 0))",
+}  # fmt: skip
 _SHORT = {fn: f"((int32_t){text})" for fn, text in WHOLE.items()}
 TRUTH: dict[str, str] = {"and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})", "not": "(!{})"}
 COMPARE: dict[str, str] = {
@@ -75,7 +106,7 @@ def row(e: Call) -> str | None:
         return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and fits else None
     if e.fn in COMPARE:
         return COMPARE[e.fn] if of in TYPES else None
-    return {"f32": FLOAT, "i64": WHOLE, "i32": _SHORT, "bool": TRUTH}.get(e.dtype, {}).get(e.fn)
+    return {"f32": FLOAT | LIBRARY, "i64": WHOLE, "i32": _SHORT, "bool": TRUTH}.get(e.dtype, {}).get(e.fn)
 
 
 def _whole(e: Expr) -> bool:
@@ -91,11 +122,16 @@ def _whole(e: Expr) -> bool:
     return bounded and isinstance(test, Call) and test.fn == "isnan" and test.args[0] == kept
 
 
-def written(exprs: tuple[Expr, ...]) -> bool:
-    """Whether all of some expressions can be written."""
+def written(exprs: tuple[Expr, ...], *, few: bool = False) -> bool:
+    """Whether all of some expressions can be written; ``few``: for cells so few that calls of a library do not matter."""
     nodes = [x for e in exprs for x in walk(e)]
     fine = all(x.dtype in TYPES and (not isinstance(x, Call) or row(x) is not None) for x in nodes)
-    return fine and not any(isinstance(x, Let) for x in nodes)
+    return fine and (few or not any(isinstance(x, Let) or (isinstance(x, Call) and is_slow(x)) for x in nodes))
+
+
+def is_slow(e: Call) -> bool:
+    """Whether a primitive is a call of the library."""
+    return e.dtype == "f32" and e.fn in LIBRARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +161,14 @@ class Writer:
         names: dimensions of the output, in order.
         reads: by position, the read, its buffer's box, the tensor's shape and dtype.
         out: the box of the output.
+        given: sizes that a function takes as arguments, in order, where it takes them: functions of one operation at several
+            sizes then have one text. Strides of 1 stay numbers, and so does what starts at 0.
     """
 
     names: tuple[str, ...]
     reads: Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
     out: Box
+    given: list[int] | None = None
     slots: dict[int, int] = field(default_factory=dict[int, int])
     once: dict[Expr, str] = field(default_factory=dict[Expr, str])
 
@@ -139,9 +178,27 @@ class Writer:
         lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()] + [
             f"float *restrict y = p[{len(self.slots)}];"
         ]
-        for piece in pieces:
-            lines += self._loops(piece)
-        return "\n".join(lines)
+        loops = [line for piece in pieces for line in self._loops(piece)]
+        lines += [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.given or ()))]
+        return "\n".join([*lines, *loops])
+
+    def _size(self, n: int) -> str:
+        """A number that follows from sizes: as it is, or as an argument."""
+        if self.given is None or n == 0:
+            return str(n)
+        self.given.append(n)
+        return f"s{len(self.given) - 1}"
+
+    def _place(self, box: Box, at: Sequence[str]) -> str:
+        """The place of a cell in a row-major buffer, by its coordinates from the box's corner."""
+        steps = strides(box)
+        if self.given is None:
+            return _sum(zip(steps, at, strict=True))
+        return (
+            "("
+            + (" + ".join([*(f"{self._size(n)} * {x}" for n, x in zip(steps[:-1], at, strict=False)), *at[-1:]]) or "0")
+            + ")"
+        )
 
     def cells(self, value: Expr, fields: int) -> str:
         """The body of a function of ``fields`` arrays of ``sizes[0]`` cells to one more: an expression over their cells."""
@@ -173,16 +230,18 @@ class Writer:
 
     def _loops(self, piece: Piece) -> list[str]:
         inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, piece.box, strict=True)}
-        lines = [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, (lo, hi) in enumerate(piece.box)]
+        ends = [(self._size(lo), self._size(hi)) for lo, hi in piece.box]
+        lines = [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, (lo, hi) in enumerate(ends)]
         acc: list[str] = []
         if piece.chosen:
             c = piece.chosen
             lines.append(f"int64_t v = {self._expr(c.wanted, inner, [])};")
             within = {**inner, c.name: (c.box[0], c.box[1] - 1)}
             picked = self._expr(c.picked, within, [])
-            lines.append(f"float acc = v >= {c.box[0]} && v < {c.box[1]} ? {picked} : 0.0f;")
+            low, high = map(self._size, c.box)
+            lines.append(f"float acc = v >= {low} && v < {high} ? {picked} : 0.0f;")
             acc = ["acc"]
-        place = _sum(zip(strides(self.out), (f"(d{i} - {lo})" for i, (lo, _) in enumerate(self.out)), strict=True))
+        place = self._place(self.out, [f"(d{i} - {self._size(lo)})" for i, (lo, _) in enumerate(self.out)])
         lines.append(f"y[{place}] = {self._expr(piece.value, inner, acc)};")
         return [*lines, "}" * len(piece.box)]
 
@@ -216,15 +275,14 @@ class Writer:
     def _read(self, k: int, inner: Mapping[str, tuple[int, int]]) -> str:
         r, box, extents, dtype = self.reads[k]
         tests = [_test(g, self._aff(g.aff, inner)) for g in r.when if not always(g, inner)]
-        terms: list[tuple[int, str]] = []
-        for e, step, (lo, hi), n in zip(r.index, strides(box), box, extents, strict=True):
+        at: list[str] = []
+        for e, (lo, hi), n in zip(r.index, box, extents, strict=True):
             text = self._aff(e, inner)
-            terms.append((step, f"({text} - {lo})"))
+            at.append(f"({text} - {self._size(lo)})")
             low, high = bounds(e, inner)
-            tests += [f"({text}) >= {max(lo, 0)}"] * bool(low < max(lo, 0)) + [f"({text}) < {min(hi, n)}"] * bool(
-                high >= min(hi, n)
-            )
-        value = f"p{self.slots[k]}[{_sum(terms)}]"
+            tests += [f"({text}) >= {self._size(max(lo, 0))}"] * bool(low < max(lo, 0))
+            tests += [f"({text}) < {self._size(min(hi, n))}"] * bool(high >= min(hi, n))
+        value = f"p{self.slots[k]}[{self._place(box, at)}]"
         other = literal(Const(0 if r.other is None else r.other, dtype))
         return f"({' && '.join(tests)} ? {value} : {other})" if tests else value
 

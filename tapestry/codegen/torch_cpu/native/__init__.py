@@ -56,7 +56,7 @@ class Attention(ctypes.Structure):
 class Heads(ctypes.Structure):
     """``Heads`` of attention.c: addresses."""
 
-    _fields_ = [(name, _POINTER) for name in ("q", "k", "v", "mask", "out", "top", "sum", "other")]
+    _fields_ = [(name, _POINTER) for name in ("q", "k", "v", "mask", "out", "top", "sum", "other", "seldom", "filled")]
 
 
 class Rows(ctypes.Structure):
@@ -109,6 +109,18 @@ class Step(ctypes.Structure):
     _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER)]
 
 
+class Move(ctypes.Structure):
+    """``Move`` of run.c, in bytes."""
+
+    _fields_ = [(name, _PLACE) for name in ("outer", "bytes", "from_", "to", "cell")]
+
+
+class Ends(ctypes.Structure):
+    """``Ends`` of run.c: addresses."""
+
+    _fields_ = [(name, _POINTER) for name in ("from_", "to", "at")]
+
+
 MOST_LINKS = 8
 
 
@@ -131,6 +143,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_packed_size": (_PLACE, (_PLACE, _PLACE)),
     "tapestry_pack": (None, (_POINTER, _POINTER, _PLACE, _PLACE)),
     "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
+    "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
+    "tapestry_move": (None, (ctypes.POINTER(Move), ctypes.POINTER(Ends))),
     "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers))),
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),

@@ -5,22 +5,9 @@
  */
 #include <stdlib.h>
 
-#include "conv.h"
+#include "attention.h"
 
 enum { ROWS = 48 }; /* queries at once */
-
-typedef struct {
-    int64_t outer, inner, group, rows, keys, depth; /* heads are two dimensions; `group` inner ones share keys and values */
-    int64_t q[3], k[3], v[3], mask[4], out[3], other[3]; /* strides: outer, inner, row (and key); of `other`: outer, inner, depth */
-    int64_t normal; /* 0: states; 1: the quotient; 2, 3: which is 0 (or `other`), or NaN, in rows whose maximum is not finite */
-    float scale;
-} Attention;
-
-typedef struct {
-    const float *q, *k, *v, *mask;
-    float *out, *top, *sum; /* top and sum: outer x inner x rows, unless the quotient is wanted */
-    const float *other;
-} Heads;
 
 /* exp for x <= 0: 2^n p(r) with the polynomial of Cephes' expf (Moshier 1992); 0 below the least normal number. */
 INLINE vec exponential(vec x) {
@@ -136,4 +123,68 @@ void tapestry_attention(const Attention *a, const Heads *h) {
             head(a, h, i, j, keys, values, score);
         }
     free(keys);
+}
+
+INLINE float dot(const float *a, const float *b, int64_t n) {
+    vec sums = {};
+    for (int64_t k = 0; k < n; k += VL) {
+        lanes some = first_lanes(n - k);
+        sums = fma_of(load_some(a + k, some), load_some(b + k, some), sums);
+    }
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)sums);
+#else
+    return sum_of(sums);
+#endif
+}
+
+/* out = the sum of rows of v, each times its weight; of the rows, `gap` are left out behind the first `before`. */
+static void weighted(const float *w, const float *v, int64_t stride, int64_t rows, int64_t before, int64_t gap, int64_t depth, float *out) {
+    enum { WIDE = 4 };
+    for (int64_t d = 0; d < depth; d += WIDE * VL) {
+        vec sums[WIDE] = {};
+        lanes some[WIDE];
+        UNROLL for (int i = 0; i < WIDE; i++) some[i] = first_lanes(depth - d - i * VL < 0 ? 0 : depth - d - i * VL);
+        for (int64_t n = 0; n < rows; n++) {
+            const float *row = v + (n < before ? n : n + gap) * stride + d;
+            UNROLL for (int i = 0; i < WIDE; i++) sums[i] = fma_of(all(w[n]), load_some(row + i * VL, some[i]), sums[i]);
+        }
+        UNROLL for (int i = 0; i < WIDE; i++) store_some(out + d + i * VL, sums[i], some[i]);
+    }
+}
+
+/* The quotient for few rows: keys and values are read where they lie, and those that are not filled are not read. */
+void tapestry_attend(const Attention *whole, const Heads *h) {
+    int64_t before = h->filled ? h->filled[0] : 0, gap = h->filled ? h->filled[1] - before : 0;
+    Attention part = *whole, *a = &part;
+    a->keys -= gap;
+    int64_t padded = (a->keys + VL - 1) / VL * VL, alike = a->group * a->rows;
+    const Asked *asked = h->seldom;
+    float *score = tapestry_scratch((alike + 1) * padded), *bias = score + alike * padded;
+    for (int64_t i = 0; i < a->outer; i++)
+        for (int64_t j = 0; j < a->inner; j += a->group) {
+            const float *k = h->k + i * a->k[0] + j / a->group * a->k[1], *v = h->v + i * a->v[0] + j / a->group * a->v[1];
+            const float *q = h->q + i * a->q[0] + j * a->q[1];
+            for (int64_t n = 0; n < a->keys; n++)
+                for (int64_t r = 0; r < alike; r++)
+                    score[r * padded + n] = dot(q + r / a->rows * a->q[1] + r % a->rows * a->q[2],
+                                                k + (n < before ? n : n + gap) * a->k[2], a->depth);
+            for (int64_t r = 0; r < alike; r++) {
+                int64_t one = j + r / a->rows, row = r % a->rows;
+                const float *m = h->mask ? h->mask + i * a->mask[0] + one * a->mask[1] + row * a->mask[2] : 0;
+                if (m && a->mask[3] && gap) {
+                    for (int64_t n = 0; n < a->keys; n++) bias[n] = m[n < before ? n : n + gap];
+                    m = bias;
+                }
+                float top, sum, *s = score + r * padded, *out = h->out + i * a->out[0] + one * a->out[1] + row * a->out[2];
+                weigh(a, s, m, padded, &top, &sum);
+                weighted(s, v, a->v[2], a->keys, before, gap, a->depth, out);
+                const float *other = h->other ? h->other + i * a->other[0] + one * a->other[1] : 0;
+                float none = top - top;
+                int plain = a->normal == 1 || none == 0;
+                if (a->normal == 2) none = 0;
+                if (!plain && asked) asked->kernel(asked->sizes, asked->buffers), asked = 0;
+                for (int64_t d = 0; d < a->depth; d++) out[d] = plain ? out[d] / sum : other ? other[d * a->other[2]] : none;
+            }
+        }
 }

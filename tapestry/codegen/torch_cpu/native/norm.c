@@ -1,17 +1,7 @@
 /* Rows divided by the root of the mean of their squares. */
 #include <math.h>
 
-#include "conv.h"
-
-typedef struct {
-    int64_t rows, width;
-    float count, epsilon;
-} Rows;
-
-typedef struct {
-    const float *x, *scale;
-    float *y;
-} RowBuffers;
+#include "norm.h"
 
 /* y = scale * (x * (1 / sqrt(sum(x * x) / count + epsilon))) */
 void tapestry_rms_norm(const Rows *r, const RowBuffers *b) {

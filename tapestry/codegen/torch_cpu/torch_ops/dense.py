@@ -19,7 +19,9 @@ from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
 from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Link, Recorded, shares
+from tapestry.codegen.torch_cpu.c.blocks_c import cells_of
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, shares
+from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
@@ -63,6 +65,7 @@ class _Dense:
     record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], Call] | None = None
     array: Callable[[Tensor], Tensor] = lambda memory: memory
     link: Link | None = None
+    in_order: bool = False  # whether the memory of `record` is row-major
 
     def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
         """The result, in new memory."""
@@ -99,8 +102,15 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
         assert found.record
         return found.record(ins, bias(ins) if bias else None, residual(ins) if residual else None, memory)
 
-    whole = found.record and (tail is None or then.rest == (Acc(0, "f32"),))
-    return Packable(plain, {found.weight: found.pack}, Recorded(found.array, record, size, found.link) if whole else packed)
+    packs = {found.weight: found.pack}
+    if found.record and (tail is None or then.rest == (Acc(0, "f32"),)):
+        return Packable(plain, packs, Recorded(found.array, record, size, found.link))
+    rest = then.rest if found.record and found.in_order and tail and kernel.outs == (base.box,) else ()
+    after = cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0]) if rest else None
+    if after is None:
+        return Packable(plain, packs, packed)
+    both = Recorded(found.array, lambda ins, memory: Calls((record(ins, memory), after.record(ins, memory))), size)
+    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=True))
 
 
 def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
@@ -191,7 +201,8 @@ def _product(
     if not ours:
         return _Dense(w, Pack(("linear", m, n, k, *turn), pack), then, lay.by_one_dnn)
     record = functools.partial(lay.record, ours)
-    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result)
+    in_order = back == list(range(len(back)))
+    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result, in_order=in_order)
 
 
 def _pack_linear(shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:

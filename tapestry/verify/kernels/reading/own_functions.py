@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -17,38 +16,50 @@ from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
 Said = Callable[[Terms, list[Tile]], Any]
+Values = Callable[[list[Array]], Array]
 CLOSE = 1e-6  # relative: formulas of helpers are approximations
-_known: dict[tuple[str, tuple[str, ...]], str | None] = {}
+_known: dict[tuple[object, tuple[str, ...]], str | None] = {}
 
 
-def primitive_of(function: ast.FunctionDef, kinds: tuple[str, ...], said: Said) -> str | None:
+def primitive_of(text: object, name: str, kinds: tuple[str, ...], values: Values) -> str | None:
     """The primitive that a function agrees with at every point of a sample; ``None`` when with none.
 
     Args:
-        kinds: of its arguments; ``said`` gives the term that it returns for terms of arguments.
+        text: what the function says, by which answers are kept; ``kinds`` of its arguments.
+        values: the function's values at arrays of arguments.
     """
-    key = ast.dump(function), kinds
+    key = text, kinds
     if key not in _known:
-        _known[key] = _found(function.name, kinds, said)
+        _known[key] = _found(name, kinds, values)
     return _known[key]
 
 
-def _found(name: str, kinds: tuple[str, ...], said: Said) -> str | None:
+def _found(name: str, kinds: tuple[str, ...], values_at: Values) -> str | None:
     kind = next(iter(kinds), "bool")
     if set(kinds) != {kind} or kind == "bool" or len(kinds) > 2:
         return None
     points = _points(kind, len(kinds))
-    terms = Terms()
-    at = terms.variable("x", len(points[0]))
-    ins = [Tile(terms.load(f"x{k}", kind, at, terms.true, terms.unknown)) for k in range(len(kinds))]
     try:
-        made = said(terms, ins)
-        names, values = Evaluation(terms, {}, {f"x{k}": p for k, p in enumerate(points)}).of(made.term)
+        values = values_at(points)
     except (Unsupported, AttributeError):
         return None
-    values = np.broadcast_to(values, len(points[0])) if not names else values
     fits = [fn for fn, p in PRIMITIVES.items() if p.arity == len(kinds) and p.result in ("same", "float") and fn in NUMPY]
-    return next((fn for fn in sorted(fits, key=lambda fn: not name.startswith(fn)) if _agrees(fn, points, values)), None)
+    named = sorted(fits, key=lambda fn: not name.removeprefix("t_").startswith(fn))
+    return next((fn for fn in named if _agrees(fn, points, values)), None)
+
+
+def of_terms(kinds: tuple[str, ...], said: Said) -> Values:
+    """The values of a function that ``said`` gives as a term of terms of its arguments."""
+
+    def values(points: list[Array]) -> Array:
+        terms = Terms()
+        at = terms.variable("x", len(points[0]))
+        ins = [Tile(terms.load(f"x{k}", kind, at, terms.true, terms.unknown)) for k, kind in enumerate(kinds)]
+        made = said(terms, ins)
+        names, found = Evaluation(terms, {}, {f"x{k}": p for k, p in enumerate(points)}).of(made.term)
+        return np.broadcast_to(found, len(points[0])) if not names else found
+
+    return values
 
 
 def _agrees(fn: str, points: list[Array], values: Array) -> bool:

@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from tapestry.ir.index import Aff, const
+from tapestry.ir.index import const
 from tapestry.verify.kernels.kernel_text import Box, Buffer, Launch
 from tapestry.verify.kernels.reading import own_functions
 from tapestry.verify.kernels.reading.lane_tiles import (
     Pointer,
-    Shape,
     Tile,
     each,
     folded,
     indexed,
     lane,
-    lanes,
     scalar,
-    together,
 )
-from tapestry.verify.kernels.reading.recurrences import closed
-from tapestry.verify.kernels.reading.triton_calls import KINDS, Calls
-from tapestry.verify.kernels.term_arithmetic import Kind, applied, kind_of, negative
+from tapestry.verify.kernels.reading.program_reading import Program, Reading, Return, Steps
+from tapestry.verify.kernels.reading.triton_calls import KINDS
+from tapestry.verify.kernels.term_arithmetic import Kind, applied, negative
 from tapestry.verify.kernels.terms import REDUCING, Terms, Unsupported
 
 OPERATORS: dict[type[ast.AST], str] = {
@@ -37,37 +33,6 @@ OPERATORS: dict[type[ast.AST], str] = {
     ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
     ast.LShift: "shl", ast.RShift: "shr", ast.Eq: "eq", ast.NotEq: "ne",
 }  # fmt: skip
-MOST_STEPS = 64  # of an unrolled loop
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Cells that a statement touches: the offset at every lane of a shape, where the mask holds."""
-
-    buffer: str
-    at: Aff
-    mask: int
-    shape: Shape
-    line: int
-    loops: tuple[str, ...] = ()  # variables of the loops that the statement stands in
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """An access that writes, and the value."""
-
-    to: Access
-    value: int
-
-
-@dataclass
-class Program:
-    """What one launch does."""
-
-    terms: Terms
-    grid: dict[str, int]  # variables of the programs, and how many there are
-    loads: list[Access] = field(default_factory=list[Access])
-    stores: list[Store] = field(default_factory=list[Store])
 
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:
@@ -102,28 +67,18 @@ def read(terms: Terms, text: str, launch: Launch, buffers: Mapping[str, Buffer],
         raise Unsupported(f"parameters {given}, not {list(launch.params)}")
     env: dict[str, Any] = {}
     for name, of in launch.params.items():
-        env[name] = of if isinstance(of, Box) else Pointer(of, scalar(terms, 0))
+        env[name] = Pointer(of, scalar(terms, 0)) if isinstance(of, str) else of
     found.body(known[launch.function].body, env)
     return found.program
 
 
-class _Return(Exception):
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class _Reading:
+class _Reading(Reading):
     def __init__(
         self, terms: Terms, known: dict[str, ast.FunctionDef], launch: Launch, buffers: Mapping[str, Buffer]
     ) -> None:  # fmt: skip
-        self.terms, self.known, self.buffers, self.launch = terms, known, buffers, launch
-        self.calls = Calls(terms)
+        super().__init__(terms, launch, buffers)
+        self.known = known
         self.table = self.calls.table()
-        pass_ = terms.fresh()[1:]
-        self.program = Program(terms, {f"p{k}.{pass_}": n for k, n in enumerate(launch.grid)})
-        self.around = tuple[str, ...]()  # variables of the loops that a statement stands in
-        self.inside = terms.true  # under which conditions of loops a statement runs
-        self.unrolled = False
 
     # statements
     def body(self, lines: list[ast.stmt], env: dict[str, Any]) -> None:
@@ -148,9 +103,9 @@ class _Reading:
             case ast.Expr(value):
                 self.value(value, env)
             case ast.For(target=ast.Name(name), iter=ast.Call() as steps, body=body, orelse=[]):
-                self.loop(name, steps, body, env)
+                self.loop_over(name, steps, body, env)
             case ast.Return(value=ast.expr() as value):
-                raise _Return(self.value(value, env))
+                raise Return(self.value(value, env))
             case _:
                 raise Unsupported(f"a {type(line).__name__}")
 
@@ -174,62 +129,14 @@ class _Reading:
             raise Unsupported(f"'{name}' has no value")
         return env[name]
 
-    # loops
-    def loop(self, name: str, steps: ast.Call, body: list[ast.stmt], env: dict[str, Any]) -> None:
+    def loop_over(self, name: str, steps: ast.Call, body: list[ast.stmt], env: dict[str, Any]) -> None:
         how = ast.unparse(steps.func)
         bounds = [self.value(a, env) for a in steps.args]
         first, end, step = ([0, *bounds, 1] if len(bounds) == 1 else [*bounds, 1] if len(bounds) == 2 else bounds)[:3]
         if not isinstance(step, int) or step <= 0 or how not in ("range", "tl.range", "tl.static_range"):
             raise Unsupported(f"a loop over {ast.unparse(steps)}")
-        if (self.unrolled or how == "tl.static_range") and isinstance(first, int) and isinstance(end, int):
-            if len(range(first, end, step)) > MOST_STEPS:
-                raise Unsupported("a long unrolled loop")
-            for k in range(first, end, step):
-                env[name] = scalar(self.terms, k)
-                self.body(body, env)
-            return
-        terms = self.terms
-        a, b = (terms.aff(self.calls.tile(x).term) for x in (first, end))
-        most = max(0, -(-terms.reach(b - a)[1] // step))
-        if not most:
-            return
-        variable = f"k{terms.fresh()[1:]}"
-        number = len(terms.keys)
-        at = terms.variable(variable, most)
-        env[name] = Tile(terms.int(a + at * step))
-        runs = terms.at_least(b - a - at * step - 1)
-        before: dict[str, Any] = dict(env)
-        outside = self.inside
-        carried = sorted(_assigned(body) & {n for n, v in before.items() if isinstance(v, Tile)} - {name})
-        for n in carried:
-            first_value: Tile = before[n]
-            kind = terms.kinds[first_value.term] if terms.kinds[first_value.term] != "int" else "real"
-            env[n] = Tile(terms.carried(number, n, lanes(terms, first_value.shape), kind), first_value.shape)
-        starts = {n: env[n] for n in carried}
-        self.inside, self.around = terms.all([outside, runs]), (*self.around, variable)
-        self.body(body, env)
-        self.inside, self.around = outside, self.around[:-1]
-        self._after(number, (variable, most), runs, before, starts, env, _assigned(body) | {name})
-
-    def _after(
-        self, number: int, step: tuple[str, int], runs: int, before: dict[str, Any], starts: dict[str, Tile],
-        env: dict[str, Any], assigned: set[str],
-    ) -> None:  # fmt: skip
-        """What variables hold when a loop is over."""
-        updates = {n: env[n] for n in starts}
-        free = f"loop {number}"
-        for n in assigned:  # of what a step makes anew, the last one is not known
-            env[n] = None
-        changed = {n: u for n, u in updates.items() if u != starts[n]}
-        found = closed(self.terms, free, step, runs, {n: before[n] for n in changed}, {n: starts[n] for n in changed}, changed)
-        for n in starts:
-            if n not in changed:
-                env[n] = before[n]
-            elif n in found:
-                env[n] = found[n]
-        for n, value in list(env.items()):
-            if isinstance(value, Tile) and (free in self.terms.free[value.term] or step[0] in self.terms.free[value.term]):
-                env[n] = None
+        along = Steps(name, first, end, step, always_unrolled=how == "tl.static_range")
+        self.loop(along, lambda: self.body(body, env), _assigned(body), env)
 
     # expressions
     def value(self, e: ast.expr, env: dict[str, Any]) -> Any:
@@ -329,7 +236,8 @@ class _Reading:
         return self.said(name, args)
 
     def primitive(self, function: ast.FunctionDef, kinds: tuple[str, ...]) -> str | None:
-        return own_functions.primitive_of(function, kinds, lambda t, ins: self.within(t).said(function.name, ins))
+        values = own_functions.of_terms(kinds, lambda t, ins: self.within(t).said(function.name, ins))
+        return own_functions.primitive_of(ast.dump(function), function.name, kinds, values)
 
     def within(self, terms: Terms) -> _Reading:
         """The same file read over other terms."""
@@ -341,7 +249,7 @@ class _Reading:
         env = dict(zip([a.arg for a in function.args.args], args, strict=True))
         try:
             self.body(function.body, env)
-        except _Return as done:
+        except Return as done:
             return done.value
         raise Unsupported(f"'{name}' returns nothing")
 
@@ -380,38 +288,6 @@ class _Reading:
             at = at + along * stride
             masks += [terms.at_least(along), terms.at_least(along * -1 + (n - 1))]
         return terms.int(at), terms.all(masks)
-
-    def load(self, pointer: Any, mask: Any, other: Any, line: int) -> Tile:
-        access, tiles = self.access(pointer, mask, line)
-        self.program.loads.append(access)
-        kind = kind_of(self.buffers[access.buffer].dtype).kind
-        terms = self.terms
-        if other is None:
-            rest = terms.unknown
-        elif kind == "bool":
-            rest = terms.compared("ne", self.calls.tile(other).term, terms.int(const(0)))
-        else:
-            rest = self.calls.cast(self.calls.tile(other), Kind(kind, 64)).term
-        return Tile(terms.load(access.buffer, kind, access.at, tiles[1].term, rest), access.shape)
-
-    def access(self, pointer: Any, mask: Any, line: int) -> tuple[Access, list[Tile]]:
-        if not isinstance(pointer, Pointer):
-            raise Unsupported("an address that is no pointer")
-        terms = self.terms
-        tiles, shape = together(terms, [pointer.at, self.calls.tile(True if mask is None else mask)])
-        if any(x.startswith("loop ") for t in tiles for x in terms.free[t.term]):
-            raise Unsupported("an address from what a loop carries")
-        inside = terms.all([self.inside, tiles[1].term])
-        loops = tuple(v for v in self.around if terms.sizes.get(v, 1) > 1)
-        return Access(pointer.buffer, terms.aff(tiles[0].term), inside, shape, line, loops), tiles
-
-    def store(self, pointer: Any, value: Tile, mask: Any, line: int) -> None:
-        terms = self.terms
-        access, tiles = self.access(pointer, mask, line)
-        (value, *_), shape = together(terms, [value, *tiles])
-        if shape != access.shape:
-            raise Unsupported("a value that is wider than where it is stored")
-        self.program.stores.append(Store(access, value.term))
 
 
 def _primitive(terms: Terms, fn: str, kind: Kind, *args: int) -> int:

@@ -1,0 +1,218 @@
+"""Small operations of any kind as fixed calls: loops over the index space in C, the monoid's own expressions in the innermost.
+
+What a step of a small model takes is not its arithmetic but the calls of operators. Here an operation is one function, which
+`tapestry_run` calls among others. Sums are in double precision; all else is in the order and the dtypes of the operation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tapestry.codegen.torch_cpu.base.point_values import Run, held
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, shares
+from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, literal, written
+from tapestry.ir.expr import Arg, Const, Expr, Let, arg_positions, walk
+from tapestry.ir.expr import Call as Apply
+from tapestry.ir.graph import Block, Graph, Read
+from tapestry.ir.kernel import Box, Kernel, shape, size, strides
+from tapestry.ir.monoid import MONOIDS, Moments
+from tapestry.ir.recognise.contraction import only_sums
+from tapestry.ir.state import varies
+
+Tensor = torch.Tensor
+Reads = Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
+MOST_WORK = {False: 1 << 17, True: 1 << 14}  # primitives, without and with a reduction: more take longer than torch's calls
+SLOW = 16  # primitives that a call of the library takes as long as
+MOST_TEXT = 2000  # primitives of an operation
+
+
+def few_points(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
+    """The operation with its function in C, where it is small and all of it can be written; else as it is."""
+    lib = conv_c.available()
+    if lib is None or kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
+        return plain
+    out = kernel.block[: len(op.dims)]
+    combined = _combined(op)
+    exprs = (*op.point, *op.then, *combined)
+    inside = [b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op)]
+    work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
+    if work > MOST_WORK[op.monoid is not None] or any(b != out for b in kernel.outs):
+        return plain
+    reads = _reads(op, graph, kernel)
+    if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
+        return plain
+    name = generated_c.register(BlockWriter(tuple(d.name for d in op.space), reads, out).block(op, kernel))
+    extents = shape(out)
+    arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(op.outs)
+    used = tuple(sorted(reads))
+    return Mapped(plain, (name,), Written(tuple(arrays), functools.partial(_record, name, used)), used, few=True)
+
+
+def _outer(op: Block) -> frozenset[str]:
+    """Map dimensions that a reduced state varies along; without a reduction all of them."""
+    return frozenset(d.name for k, d in enumerate(op.dims) if op.monoid is None or any(field[k] for field in varies(op)))
+
+
+def _weight(exprs: Sequence[Expr]) -> int:
+    """How many primitives expressions are, those of the library for several; too many for those that are too long."""
+    nodes = list(itertools.islice((x for e in exprs for x in walk(e)), MOST_TEXT))
+    if len(nodes) == MOST_TEXT:
+        return MOST_WORK[False] + 1
+    return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
+
+
+def _record(name: str, used: Sequence[int], ins: Ins, memory: Sequence[Tensor]) -> Call:
+    function = generated_c.function(name)
+    given = [held(ins[k]).contiguous() for k in used]
+    buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
+    fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
+    return Call(function, ctypes.c_int64(0), buffers, (*given, *memory), fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """An expression at every point of some dimensions: a function in C, and its calls on row-major memory of a box."""
+
+    name: str
+    box: Box
+    record: Callable[[Ins, Tensor], Call]
+
+
+def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], value: Expr) -> Cells | None:
+    """An expression of an operation over some of its dimensions, its `Acc` what is there before; ``None`` for too much."""
+    at = {d.name: (d, b) for d, b in zip(op.space, kernel.block, strict=True)}
+    box = tuple(at[n][1] for n in names)
+    alone = Block(outs=op.outs[:1], dims=tuple(at[n][0] for n in names), reads=op.reads, body=(value,))
+    found = _reads(alone, graph, kernel)
+    if conv_c.available() is None or found is None or value.dtype != "f32" or not written((value,), few=True):
+        return None
+    if size(box) * _weight((value,)) > MOST_WORK[False] or any(isinstance(x, Let) for x in walk(value)):
+        return None
+    name = generated_c.register(BlockWriter(tuple(names), found, box).block(alone, replace(kernel, block=box)))
+    return Cells(name, box, lambda ins, memory: _record(name, sorted(found), ins, [memory]))
+
+
+def _reads(op: Block, graph: Graph, kernel: Kernel) -> Reads | None:
+    """The reads that an operation uses, as a `Writer` has them; ``None`` where one has no type in C."""
+    used = sorted(arg_positions((*op.point, *op.then)))
+    tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
+    boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}
+    if len(boxes) < len(used) or any(t.dtype not in TYPES for t in tensors.values()):
+        return None
+    return {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
+
+
+def _combined(op: Block) -> tuple[Expr, ...]:
+    """What merges two states, as expressions; of all reductions, inner ones too."""
+    inner = tuple(e for s in op.inner for e in MONOIDS[s.monoid].combiner((s.body.dtype,)))
+    return inner if op.monoid is None else (*inner, *MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body)))
+
+
+@dataclass(slots=True)
+class BlockWriter(Writer):
+    """Writes an operation as loops over its whole index space; ``names`` are all its dimensions, ``out`` the output's box."""
+
+    inner: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def block(self, op: Block, kernel: Kernel) -> str:
+        """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the outputs."""
+        self.slots = {k: i for i, k in enumerate(sorted(self.reads))}
+        self.inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, kernel.block, strict=True)}
+        n, results = len(self.slots), op.then if op.monoid else op.body
+        lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()]
+        lines += [f"{TYPES[e.dtype]} *restrict y{j} = p[{n + j}];" for j, e in enumerate(results)]
+        outer = _outer(op)
+        lines += self._loop([d.name for d in op.dims if d.name in outer])
+        steps = zip(strides(self.out), self.out, strict=True)
+        place = " + ".join(f"{s} * (d{i} - {lo})" for i, (s, (lo, _)) in enumerate(steps)) or "0"
+        acc = self._reduced(op, lines) if op.monoid else self._let(op, lines, place)
+        lines += self._loop([d.name for d in op.dims if d.name not in outer])
+        lines += [f"y{j}[{place}] = {self._expr(e, self.inner, acc)};" for j, e in enumerate(results)]
+        return "\n".join([*lines, "}" * len(op.dims)])
+
+    def _loop(self, names: Sequence[str]) -> list[str]:
+        """The beginnings of loops."""
+        at = [(self.names.index(n), self.inner[n]) for n in names]
+        return [f"for (int64_t d{i} = {lo}; d{i} <= {hi}; d{i}++) {{" for i, (lo, hi) in at]
+
+    def _let(self, op: Block, lines: list[str], place: str = "") -> list[str]:
+        """The values of inner reductions, in loops of their own; what is at the result's place may be read."""
+        for k, s in enumerate(op.inner):
+            lines += self._fold(f"l{k}_", s.monoid, (s.body,), [d.name for d in s.dims])
+            self.once[Let(k, s.body.dtype)] = self._field(f"l{k}_", s.monoid, 0, s.body.dtype)
+        return [f"y0[{place}]"]
+
+    def _reduced(self, op: Block, lines: list[str]) -> list[str]:
+        """The reduced state's fields."""
+        assert op.monoid
+        names = [d.name for d in op.reduce]
+        if isinstance(MONOIDS[op.monoid].structure, Moments) and _plain_moments(op.body) and not op.inner:
+            return self._moments(op.body[1], names, lines)
+        lines += self._fold("a", op.monoid, op.body, names, op)
+        return [self._field("a", op.monoid, k, e.dtype) for k, e in enumerate(op.body)]
+
+    def _fold(self, name: str, monoid: str, body: Sequence[Expr], names: Sequence[str], op: Block | None = None) -> list[str]:
+        """Loops that merge what is lifted at each point, in order, into variables of a name."""
+        dtypes, count = tuple(e.dtype for e in body), len(body)
+        wide = [self._double(monoid, d) for d in dtypes]
+        zero = MONOIDS[monoid].zero(dtypes)
+        types = ["double" if w else TYPES[d] for w, d in zip(wide, dtypes, strict=True)]
+        lines = [f"{t} {name}{k} = {literal(z)};" for k, (t, z) in enumerate(zip(types, zero, strict=True))]
+        loops = self._loop(names)
+        if all(wide) and loops and not (op and op.inner):
+            loops[-1] = f"#pragma omp simd reduction(+:{','.join(f'{name}{k}' for k in range(count))})\n{loops[-1]}"
+        lines += loops
+        if op:
+            self._let(op, lines)
+        lines += [f"const {TYPES[e.dtype]} {name}b{k} = {self._expr(e, self.inner, [])};" for k, e in enumerate(body)]
+        if all(wide):
+            lines += [f"{name}{k} += {name}b{k};" for k in range(count)]
+        else:
+            lines += self._merged(name, monoid, dtypes)
+        return [*lines, "}" * len(names)]
+
+    def _merged(self, name: str, monoid: str, dtypes: tuple[str, ...]) -> list[str]:
+        """``combine`` of the state and what was lifted."""
+        before, count = self.once, len(dtypes)
+        states = {Arg(k, d): f"{name}{k}" for k, d in enumerate(dtypes)}
+        self.once = {**states, **{Arg(count + k, d): f"{name}b{k}" for k, d in enumerate(dtypes)}}
+        combined = MONOIDS[monoid].combiner(dtypes)
+        lines = [
+            f"const {TYPES[d]} {name}c{k} = {self._expr(e, {}, [])};"
+            for k, (e, d) in enumerate(zip(combined, dtypes, strict=True))
+        ]
+        self.once = before
+        return [*lines, *(f"{name}{k} = {name}c{k};" for k in range(count))]
+
+    def _moments(self, x: Expr, names: Sequence[str], lines: list[str]) -> list[str]:
+        """(n, mean, M2) of a row: the mean first, then the deviations from it."""
+        count = 1
+        for n in names:
+            count *= self.inner[n][1] - self.inner[n][0] + 1
+        loops, value = self._loop(names), self._expr(x, self.inner, [])
+        for total, term in (("mean", value), ("spread", f"({value} - mean) * ({value} - mean)")):
+            pragma = f"#pragma omp simd reduction(+:{total})\n{loops[-1]}"
+            lines += [f"double {total} = 0;", *loops[:-1], pragma, f"{total} += {term};", "}" * len(names)]
+            lines += [f"mean /= {count};"] * (total == "mean")
+        return [literal(Const(float(count), x.dtype)), "((float)mean)", "((float)spread)"]
+
+    @staticmethod
+    def _double(monoid: str, dtype: str) -> bool:
+        return only_sums(monoid) and dtype == "f32"
+
+    def _field(self, name: str, monoid: str, k: int, dtype: str) -> str:
+        return f"((float){name}{k})" if self._double(monoid, dtype) else f"{name}{k}"
+
+
+def _plain_moments(body: Sequence[Expr]) -> bool:
+    """Whether each value is lifted as (1, x, 0)."""
+    n, x, spread = body
+    return x.dtype == "f32" and n == Const(1.0, "f32") and spread == Const(0.0, "f32")

@@ -1,0 +1,331 @@
+"""Our kernels in C against their contracts, both compiled: on small instances whose numbers are exact, for every edge.
+
+All values are small integers (or what a sum of them cannot round), so that results are the same to the bit. Around each output
+are cells that nobody may write.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
+from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c.contract_texts import CONTRACTS, FOLDER
+from tapestry.errors import LawError, TapestryError
+
+Array = np.ndarray[Any, Any]
+GUARD = 64  # floats before and behind an output
+CANARY = np.float32(12345678.0)
+ZEROS = np.zeros(1 << 14, np.float32)
+
+
+class Taps(ctypes.Structure):
+    """``Taps`` of contracts/convolutions.c."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("feature", "channel", "row", "column")]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One call: structs of sizes and of addresses (the output's apart), and how many floats the output has.
+
+    Attributes:
+        taps: strides of the weight that the contract is given, whose address is ``plain``.
+        wanted: of what has no contract of its own, what it computes by those of others (the library of contracts).
+        kept: arrays that addresses point to.
+    """
+
+    sizes: Any
+    buffers: Any
+    out: str
+    cells: int
+    taps: Taps | None = None
+    plain: int = 0
+    kept: tuple[Any, ...] = field(default=())
+    wanted: Callable[[Any], Array] | None = None
+
+
+@functools.cache
+def checked(kernel: str) -> int:
+    """On how many instances a kernel is what its contract says.
+
+    Raises:
+        LawError: it is not; TapestryError: there is no compiler.
+    """
+    lib, contracts = native.library(), _contracts()
+    if lib is None or contracts is None:
+        raise TapestryError("kernels in C cannot be compiled", where=kernel, hint="install a C compiler")
+    count = 0
+    for one in _INSTANCES[kernel](np.random.default_rng(0)):
+        count += 1
+        _compare(kernel, count, one, getattr(lib, kernel), contracts)
+    return count
+
+
+def _contracts() -> Any:
+    files = sorted(FOLDER.glob("*.c")) + sorted(FOLDER.parent.glob("*.h"))
+    try:
+        return ctypes.CDLL(str(native.compiled(files, (*native.FLAGS, "-ffp-contract=off", "-lm"))))
+    except OSError:
+        return None
+
+
+def _compare(kernel: str, number: int, one: Instance, run: Any, contracts: Any) -> None:
+    results = [np.full(one.cells + 2 * GUARD, CANARY, np.float32) for _ in range(2)]
+    setattr(one.buffers, one.out, results[0].ctypes.data + 4 * GUARD)
+    run(ctypes.byref(one.sizes), ctypes.byref(one.buffers))
+    if one.wanted:
+        results[1][GUARD:-GUARD] = one.wanted(contracts)
+    else:
+        setattr(one.buffers, one.out, results[1].ctypes.data + 4 * GUARD)
+        _by_contract(kernel, one, contracts)
+    same = (results[0] == results[1]) | (np.isnan(results[0]) & np.isnan(results[1]))
+    if not same.all():
+        at = int(np.flatnonzero(~same)[0])
+        says = {n: getattr(one.sizes, n) for n, *_ in one.sizes._fields_}
+        sizes = ", ".join(f"{n} {v}" for n, v in says.items() if isinstance(v, int | float))
+        raise LawError(
+            "kernel_contract", f"cell {at - GUARD} is not what the contract says", where=f"{kernel}, instance {number}",
+            why=f"{results[0][at]:.6g}, not {results[1][at]:.6g}; {sizes}",
+        )  # fmt: skip
+
+
+def _by_contract(kernel: str, one: Instance, contracts: Any) -> None:
+    contract = getattr(contracts, CONTRACTS[kernel].function)
+    if one.taps is not None:
+        one.buffers.w = one.plain
+        contract(ctypes.byref(one.sizes), ctypes.byref(one.taps), ctypes.byref(one.buffers))
+    else:
+        contract(ctypes.byref(one.sizes), ctypes.byref(one.buffers))
+
+
+def _numbers(rng: np.random.Generator, n: int, scale: int = 1) -> Array:
+    return (rng.integers(-3, 4, n) * scale).astype(np.float32)
+
+
+def _one_of(rng: np.random.Generator, *values: float) -> float:
+    return values[int(rng.integers(0, len(values)))]
+
+
+def _lanes() -> int:
+    lib: Any = native.library()
+    return lib.tapestry_lanes()
+
+
+# convolutions
+def _convolutions(kernel: str, rng: np.random.Generator) -> Iterator[Instance]:
+    lanes = _lanes()
+    if kernel == "tapestry_winograd":
+        for f in (1, 2, 3, 5):
+            for c in (1, 2, 4):
+                for _ in range(6):
+                    yield _convolution(kernel, rng, c * lanes, f * lanes, 3, (1, 1), (1, 1))
+        return
+    several = kernel != "tapestry_depthwise"
+    for features in (*range(1, 2 * lanes + 2), 3 * lanes, 4 * lanes - 1, 4 * lanes + 1, 5 * lanes + 3):
+        for _ in range(3):
+            channels = int(rng.integers(1, lanes + 3)) if several else features
+            if kernel == "tapestry_planes":
+                channels = int(rng.integers(2, conv_c.MOST_PLANES + 1))
+            stride, dilation = (tuple(int(v) for v in rng.integers(1, 4, 2)) for _ in range(2))
+            yield _convolution(kernel, rng, channels, features, 0, stride, dilation)
+    if kernel == "tapestry_conv":
+        for channels, features, size in (
+            (513, 7, (3, 5)),
+            (1025, 19, (2, 3)),
+            (600, 5, (16, 15)),
+            (64, 9, (13, 17)),
+            (3, 4, (90, 93)),
+        ):
+            yield _convolution(kernel, rng, channels, features, 1, (1, 1), (1, 1), size)
+    if kernel == "tapestry_planes":
+        yield _convolution(kernel, rng, 3, 8, 3, (2, 2), (1, 1), (70, 75))
+
+
+def _convolution(
+    kernel: str, rng: np.random.Generator, channels: int, features: int, window: int, stride: tuple[int, ...],
+    dilation: tuple[int, ...], out: tuple[int, int] | None = None,
+) -> Instance:  # fmt: skip
+    """A convolution of drawn sizes, with or without each part of an epilogue; rows and images may have gaps between them."""
+    depthwise, planes = kernel == "tapestry_depthwise", kernel == "tapestry_planes"
+    tall, wide = (window, window) if window else (int(v) for v in rng.integers(1, 4, 2))
+    images = int(rng.integers(1, 3))
+    out_h, out_w = out or tuple(int(v) for v in rng.integers(1, 12, 2))
+    axes = list(zip((out_h, out_w), stride, (tall, wide), dilation, strict=True))
+    pads = [int(rng.integers(0, (k - 1) * d + 2)) for _, _, k, d in axes]
+    ends = [int(rng.integers(0, (k - 1) * d + 1)) for _, _, k, d in axes]
+    reach = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in axes]
+    in_h, in_w = (max(1, n - p - e) for n, p, e in zip(reach, pads, ends, strict=True))
+    image, row, pixel = _strides(rng, planes, channels, in_h, in_w)
+    x = _numbers(rng, images * image)
+    weight = _numbers(rng, features * (1 if depthwise else channels) * tall * wide, 4 if kernel == "tapestry_winograd" else 1)
+    shaped = tensor_of(weight).reshape(features, 1 if depthwise else channels, tall, wide)
+    pack = {"tapestry_winograd": conv_c.pack_winograd, "tapestry_depthwise": conv_c.pack_depthwise}
+    packed = pack.get(kernel, conv_c.pack_convolution)(shaped)
+    bias = _numbers(rng, features) if rng.integers(0, 2) else None
+    y = (out_h * out_w * features, out_w * features, features)
+    residual = _numbers(rng, images * y[0]) if rng.integers(0, 2) else None
+    clamp = (1, -4.0, _one_of(rng, 6.0, np.inf)) if rng.integers(0, 2) else (0, 0.0, 0.0)
+    sizes = native.Conv(
+        images,
+        channels,
+        features,
+        in_h,
+        in_w,
+        out_h,
+        out_w,
+        tall,
+        wide,
+        *stride,
+        *pads,
+        *dilation,
+        image,
+        row,
+        pixel,
+        *y,
+        *y,
+        *clamp,
+    )
+    kept = (x, weight, packed, bias, residual)
+    places = [None if a is None else a.ctypes.data for a in (bias, residual)]
+    buffers = native.Buffers(x.ctypes.data, packed.data_ptr(), *places, ZEROS.ctypes.data, None)
+    depth = shaped.shape[1] * tall * wide
+    return Instance(sizes, buffers, "y", images * y[0], Taps(depth, tall * wide, wide, 1), weight.ctypes.data, kept)
+
+
+def _strides(rng: np.random.Generator, planes: bool, channels: int, in_h: int, in_w: int) -> tuple[int, int, int]:
+    """Of an image, a row and a pixel (of ``planes`` a plane), with gaps between them or without."""
+    gap = int(rng.integers(0, 3)) * int(rng.integers(0, 2))
+    if planes:
+        return channels * (in_h * in_w + gap), in_w, in_h * in_w + gap
+    row = in_w * (channels + gap) + gap
+    return in_h * row + gap, row, channels + gap
+
+
+def _windows(kernel: str, rng: np.random.Generator) -> Iterator[Instance]:
+    """Maxima over windows, and means of images."""
+    lanes = _lanes()
+    for channels in (*range(1, 2 * lanes + 2), 5 * lanes + 3):
+        for _ in range(3):
+            stride, dilation = (tuple(int(v) for v in rng.integers(1, 4, 2)) for _ in range(2))
+            one = _convolution("tapestry_depthwise", rng, channels, channels, 0, stride, dilation)
+            sizes, buffers = one.sizes, one.buffers
+            buffers.bias = buffers.residual = None
+            if kernel == "tapestry_max_pool":
+                sizes.clamped = 0
+                yield Instance(sizes, buffers, "y", one.cells, kept=one.kept)
+            else:
+                sizes.high = _one_of(rng, 1.0, 3.0, sizes.in_h * sizes.in_w)
+                yield Instance(sizes, buffers, "y", sizes.images * channels, kept=one.kept)
+
+
+# products
+_THEN = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.POINTER(ctypes.c_float)))
+
+
+@_THEN
+def _then(cells: Any, arrays: Any) -> None:
+    """The last of three arrays is the first less twice the second."""
+    a, b, y = (np.ctypeslib.as_array(arrays[k], (cells[0],)) for k in range(3))
+    y[:] = a - 2 * b
+
+
+def _products(rng: np.random.Generator) -> Iterator[Instance]:
+    lanes = _lanes()
+    sizes = [(int(rng.integers(1, 20)), n) for n in (*range(1, 2 * lanes + 2), 5 * lanes + 3)]
+    for rows, features in (*sizes, (2100, 70), (4099, 33)):
+        yield _product(rng, rows, int(rng.integers(1, 12)), features)
+
+
+def _product(rng: np.random.Generator, rows: int, depth: int, features: int) -> Instance:
+    """Two products of the same rows, the first with a bias, and what `_then` makes of them."""
+    x, bias = _numbers(rng, rows * depth), _numbers(rng, features)
+    weights = [_numbers(rng, features * depth) for _ in range(2)]
+    packed = [conv_c.pack_panels(tensor_of(w).reshape(features, depth)) for w in weights]
+    ones, each = (1, 1), rows * features
+    sum_ = native.Conv(
+        1, depth, features, 1, rows, 1, rows, *ones, *ones, 0, 0, *ones, rows * depth, rows * depth, depth,
+        each, each, features, each, each, features, 0, 0.0, 0.0,
+    )  # fmt: skip
+    pointers = ctypes.c_void_p * native.MOST_SUMS
+    addresses = pointers(*(w.data_ptr() for w in packed)), pointers(bias.ctypes.data)
+    sizes = native.Several(sum_, 2, ctypes.cast(_then, ctypes.c_void_p))
+
+    def wanted(contracts: Any) -> Array:
+        sums = [np.zeros(each, np.float32) for _ in range(2)]
+        for w, b, y in zip(weights, (bias.ctypes.data, None), sums, strict=True):
+            buffers = native.Buffers(x.ctypes.data, w.ctypes.data, b, None, None, y.ctypes.data)
+            contracts.contract_conv(ctypes.byref(sum_), ctypes.byref(Taps(depth, 1, 0, 0)), ctypes.byref(buffers))
+        return sums[0] - 2 * sums[1]
+
+    return Instance(sizes, native.Products(x.ctypes.data, *addresses, None), "y", each, kept=(x, bias, packed), wanted=wanted)
+
+
+# rows
+def _rms_norms(rng: np.random.Generator) -> Iterator[Instance]:
+    lanes = _lanes()
+    for width in (*range(1, 3 * lanes + 2), 8 * lanes + 1, 1000):
+        rows = int(rng.integers(1, 5))
+        x, scale = _numbers(rng, rows * width), _numbers(rng, width)
+        buffers = native.RowBuffers(x.ctypes.data, scale.ctypes.data, None)
+        yield Instance(native.Rows(rows, width, float(width), 0.5), buffers, "y", rows * width, kept=(x, scale))
+
+
+# attention
+def _attentions(rng: np.random.Generator) -> Iterator[Instance]:
+    """Scores are multiples of 128: of those that are not the greatest, exp is 0 to all digits."""
+    lanes = _lanes()
+    for keys in (*range(1, 2 * lanes + 2), 5 * lanes + 3):
+        for depth in (1, int(rng.integers(2, lanes)), lanes, int(rng.integers(lanes + 1, 2 * lanes + 2))):
+            yield _attention(rng, keys, depth, int(_one_of(rng, 1, 3, 47, 48, 49)))
+
+
+def _attention(rng: np.random.Generator, keys: int, depth: int, rows: int) -> Instance:
+    outer, group = int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    inner = group * int(rng.integers(1, 3))
+    gap = int(rng.integers(0, 3))
+
+    def heads(n: int, of: int) -> tuple[Array, tuple[int, int, int]]:
+        step = depth + gap
+        return rng.integers(-1, 2, outer * of * n * step + gap).astype(np.float32), (of * n * step, n * step, step)
+
+    (q, q_at), (k, k_at), (v, v_at) = heads(rows, inner), heads(keys, inner // group), heads(keys, inner // group)
+    own = tuple(int(b) for b in rng.integers(0, 2, 4))  # along which axes the bias varies
+    extents = [n if b else 1 for n, b in zip((outer, inner, rows, keys), own, strict=True)]
+    mask = (rng.integers(-2, 3, extents) * 128).astype(np.float32)
+    normal = int(rng.integers(1, 4))
+    if normal > 1:
+        mask[rng.random(mask.shape) < 0.3] = -np.inf
+        mask[:, :, 0] = -np.inf
+    steps = tuple(s // 4 if b else 0 for s, b in zip(mask.strides, own, strict=True))
+    masked = bool(rng.integers(0, 3)) or normal > 1
+    other = _numbers(rng, depth) if normal == 2 and rng.integers(0, 2) else None
+    out = (rows * inner * depth, depth, inner * depth)
+    three = ctypes.c_int64 * 3
+    sizes = native.Attention(
+        outer, inner, group, rows, keys, depth, three(*q_at), three(*k_at), three(*v_at),
+        (ctypes.c_int64 * 4)(*(steps if masked else (0, 0, 0, 0))), three(*out), three(0, 0, 1), normal, 128.0,
+    )  # fmt: skip
+    places = (q.ctypes.data, k.ctypes.data, v.ctypes.data, mask.ctypes.data if masked else None)
+    buffers = native.Heads(*places, None, None, None, None if other is None else other.ctypes.data)
+    return Instance(sizes, buffers, "out", outer * out[0], kept=(q, k, v, mask, other))
+
+
+_INSTANCES: dict[str, Any] = {
+    **{
+        n: functools.partial(_convolutions, n)
+        for n in CONTRACTS
+        if n.removeprefix("tapestry_") in ("conv", "winograd", "planes", "depthwise")
+    },
+    **{n: functools.partial(_windows, n) for n in ("tapestry_max_pool", "tapestry_mean")},
+    "tapestry_rms_norm": _rms_norms,
+    "tapestry_attention": _attentions,
+    "tapestry_several": _products,
+}

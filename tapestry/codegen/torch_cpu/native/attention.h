@@ -1,0 +1,27 @@
+/* What attention works on. */
+#ifndef TAPESTRY_ATTENTION_H
+#define TAPESTRY_ATTENTION_H
+
+#include "conv.h"
+
+typedef struct {
+    int64_t outer, inner, group, rows, keys, depth; /* heads are two dimensions; `group` inner ones share keys and values */
+    int64_t q[3], k[3], v[3], mask[4], out[3], other[3]; /* strides: outer, inner, row (and key); of `other`: outer, inner, depth */
+    int64_t normal; /* 0: states; 1: the quotient; 2, 3: which is 0 (or `other`), or NaN, in rows whose maximum is not finite */
+    float scale;
+} Attention;
+
+typedef struct {
+    void (*kernel)(const void *sizes, const void *buffers);
+    const void *sizes, *buffers;
+} Asked;
+
+typedef struct {
+    const float *q, *k, *v, *mask;
+    float *out, *top, *sum; /* top and sum: outer x inner x rows, unless the quotient is wanted */
+    const float *other;
+    const Asked *seldom; /* for `tapestry_attend`: makes `other`, where it is wanted; null: it is there */
+    const int64_t *filled; /* for `tapestry_attend`: of the keys count those before filled[0], and from filled[1] on; null: all */
+} Heads;
+
+#endif

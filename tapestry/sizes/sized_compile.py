@@ -1,0 +1,151 @@
+"""Compiling for a range of sizes: plans made at some sizes, each for the region in which it is proved and not much worse.
+
+A region begins as all that is left of what was asked for. A plan is made in its middle; where the plan's laws, or the model,
+say otherwise at some sizes, or another plan is much faster there (`settled_regions.WORSE`), the region shrinks, and what it
+leaves is another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tapestry import model_evidence, pipeline
+from tapestry.build import store
+from tapestry.build.sized_builds import SizedBuild, SizedRegion
+from tapestry.errors import ModelError, TapestryError
+from tapestry.ir.sizes.size_formula import Formula, Region, Sizes
+from tapestry.ir.sizes.symbolic_plan import SymbolicPlan
+from tapestry.lift import onnx_to_graph as lift
+from tapestry.pass_runner import Report
+from tapestry.sizes.asked_sizes import Asked, middle
+from tapestry.sizes.settled_regions import fixed, settled, without
+from tapestry.sizes.sized_plans import OtherPlan, PlanAtSizes
+
+MOST_REGIONS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledSizes:
+    """A plan for each region; ``first`` is what the build directory itself has."""
+
+    first: pipeline.Compiled
+    sized: SizedBuild
+
+
+@dataclass(slots=True)
+class _Compilation:
+    """Regions so far, and what is left to plan."""
+
+    options: pipeline.Options
+    asked: Asked
+    report: Report
+    left: list[Region]
+    compiled: list[pipeline.Compiled] = field(default_factory=list[pipeline.Compiled])
+    regions: list[SizedRegion] = field(default_factory=list[SizedRegion])
+
+
+def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> CompiledSizes:
+    """Plans that cover all sizes that are asked for, each verified for its whole region.
+
+    Raises:
+        TapestryError: what a compilation refuses, or sizes that no few plans cover.
+    """
+    options = replace(options, stages="1", micro_batches="1") if options.stages == "auto" else options
+    if options.stages != "1" or options.micro_batches not in ("1", "auto") or options.exact or options.pareto or options.resume:
+        what = "a range of sizes goes with one stage, and without --exact, --pareto and --resume"
+        raise TapestryError(what, where="--shape", hint="one size, or none of these")
+    if options.target != "torch-cpu":
+        raise TapestryError("a range of sizes is for torch-cpu", where="--target", hint="a build for each size")
+    work = _Compilation(options, asked, report, [asked.region])
+    while work.left:
+        if len(work.regions) == MOST_REGIONS:
+            rest = work.left[-1].shown(asked.symbols)
+            why = "; ".join(dict.fromkeys(e for r in work.regions for e in r.about["ends"]))[:600]
+            raise TapestryError(f"{MOST_REGIONS} plans do not cover the sizes", where="--shape", why=f"left: {rest}; {why}")
+        _plan(work, work.left.pop())
+    inputs = _inputs(options, asked, work.regions[0].build)
+    sized = SizedBuild(symbols=asked.symbols, asked=asked.region, inputs=inputs, regions=tuple(work.regions))
+    first = work.compiled[0]
+    document = {**first.build.report, "sizes": describe(sized)}
+    first = replace(first, build=replace(first.build, report=document))
+    regions = (replace(sized.regions[0], build=first.build), *sized.regions[1:])
+    return CompiledSizes(first=first, sized=replace(sized, regions=regions))
+
+
+def describe(sized: SizedBuild) -> dict[str, Any]:
+    """The map of regions, for the JSON of ``compile`` and ``explain``."""
+    regions = [
+        {
+            "sizes": r.region.shown(sized.symbols), "low": dict(zip(sized.symbols, r.region.low, strict=True)),
+            "high": dict(zip(sized.symbols, r.region.high, strict=True)), **r.about,
+        }
+        for r in sized.regions
+    ]  # fmt: skip
+    return {"symbols": list(sized.symbols), "asked": sized.asked.shown(sized.symbols), "regions": regions}
+
+
+def _inputs(options: pipeline.Options, asked: Asked, build: store.Build) -> dict[str, tuple[str | int, ...]]:
+    """For each axis of an input a symbol of those asked for, or its size."""
+    dims = lift.input_dims(lift.read_model(options.model, False).model, set())
+    unified: Mapping[str, str] = build.report.get("unified", {})
+    shapes = {t: build.plan.graph.tensors[t].shape for t in build.plan.graph.inputs}
+    out: dict[str, tuple[str | int, ...]] = {}
+    for name, shape in shapes.items():
+        named = [unified.get(str(d), d) for d in dims.get(name, shape)]
+        out[name] = tuple(d if d in asked.symbols else n for d, n in zip(named, shape, strict=True))
+    return out
+
+
+def _plan(work: _Compilation, whole: Region) -> None:
+    """A plan in the middle of a region, for as much of it as it is good for; the rest is left."""
+    options, symbols = work.options, work.asked.symbols
+    made_at = middle(whole, math.prod(a.size for a in options.mesh) if options.mesh else 1)
+    compiled = pipeline.compile_model(_at(work, made_at), work.report)
+    constants = model_evidence.arrays(compiled.build.plan.graph, compiled.constants)
+    plans = PlanAtSizes(replace(options, shapes=work.asked.fixed), symbols, compiled.build, made_at, constants)
+    region, places, plan, why = _fitted(plans, whole)
+    region, facts, reasons = settled(plans, plan, region)
+    work.left += without(whole, region)
+    about = {
+        "made_at": dict(zip(symbols, made_at, strict=True)),
+        **{k: compiled.build.report[k] for k in ("objective_s", "lower_bound_s", "gap")},
+        **facts, "numbers": len(places), "formulas": len(set(places.values())), "ends": [*why, *reasons],
+    }  # fmt: skip
+    row = SizedRegion(
+        region=region, build=compiled.build, made_at=made_at, places=places, plan=plan, about=about,
+        constants=b"".join(compiled.constants.values()), files=_files(compiled) if work.regions else {},
+    )  # fmt: skip
+    work.compiled.append(compiled)
+    work.regions.append(row)
+
+
+def _fitted(plans: PlanAtSizes, region: Region) -> tuple[Region, dict[int, Formula], SymbolicPlan, list[str]]:
+    """The plan with formulas; where none are found, with fewer symbols that vary."""
+    why: list[str] = []
+    while True:
+        free = [k for k in range(len(plans.symbols)) if len(region.along(k)) > 1]
+        try:
+            return region, *plans.with_sizes(_near(free, plans.sizes)), why
+        except (OtherPlan, ModelError) as e:
+            if not free:
+                raise
+            least = min(free, key=lambda k: len(region.along(k)))
+            why.append(f"one {plans.symbols[least]}: {e.what}{f' ({e.why})' if e.why else ''}")
+            region = fixed(region, least, plans.sizes[least])
+
+
+def _files(c: pipeline.Compiled) -> dict[str, bytes]:
+    return store.files_of(c.build, c.constants, c.kernels, c.laws, c.rewrites, c.evidence)
+
+
+def _at(work: _Compilation, sizes: Sizes) -> pipeline.Options:
+    return replace(work.options, shapes={**work.asked.fixed, **dict(zip(work.asked.symbols, sizes, strict=True))})
+
+
+def _near(free: Sequence[int], made_at: Sizes) -> list[Sizes]:
+    """Sizes from which formulas are guessed: one more of each symbol that varies, and more of all."""
+    out = [tuple(n + (j == k) for j, n in enumerate(made_at)) for k in free]
+    return [*out, tuple(n + 2 * (k in free) for k, n in enumerate(made_at))] if free else []

@@ -1,0 +1,139 @@
+"""One build for every size of a range: what it computes at sizes that were never seen, and what that costs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import tapestry
+from tapestry import api, pipeline
+from tapestry.build.sized_builds import SizedBuild
+from tapestry.codegen.torch_cpu import native
+from tapestry.errors import TapestryError
+from tapestry.pass_runner import Runner
+from tapestry.saved_build import verify_build
+from tapestry.sizes.sized_plans import PlanAtSizes
+from tapestry.verify import certificate
+from tapestry.verify.sizes import sized_laws
+from tapestry.verify.sizes.sized_memory import peaks_at
+from tests.support.sized_models import PINS, compiled, path_of
+
+CASES = [
+    ("rows", 1, (), ("batch=1..40",)),
+    ("rows", 2, PINS["rows"], ("batch=2..40",)),
+    ("waves", 2, PINS["waves"], ("length=6..90",)),
+    ("tokens", 1, (), ("batch=1..4", "sequence=1..70")),
+    ("tokens", 2, (), ("batch=2..6", "sequence=7,20,64")),
+]
+
+
+def sized(c: tapestry.Compiled) -> SizedBuild:
+    assert c.sized is not None
+    return c.sized
+
+
+def some_sizes(s: SizedBuild, count: int, seed: int) -> list[dict[str, int]]:
+    """Sizes at random, and the corners."""
+    draw = random.Random(seed)
+    found = [tuple(draw.choice(list(s.asked.along(k))) for k in range(len(s.symbols))) for _ in range(count)]
+    return [dict(zip(s.symbols, n, strict=True)) for n in dict.fromkeys([*s.asked.corners(), *found])]
+
+
+def made_for(c: tapestry.Compiled, sizes: dict[str, int]) -> api.Session:
+    """A session of a build that is made for some sizes alone: lifted there, with the strategies of the region."""
+    s, n = sized(c), tuple(sizes.values())
+    k, at = s.at(n)
+    r = s.regions[k]
+    options = pipeline.Options(
+        model=Path(c.build.model), topology="cpu", stages="1",
+        mesh=c.build.plan.mesh, pins=c.report["requests"]["pins"], micro_batches="1",
+    )  # fmt: skip
+    plans = PlanAtSizes(options, s.symbols, r.build, r.made_at, {})
+    graph = replace(plans.graph(n), weights=r.build.plan.graph.weights)
+    build = replace(at, plan=replace(at.plan, graph=graph), program=plans.lowered(graph, n))
+    return api.open_session(build, r.constants)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_any_size_is_right(case):
+    c = compiled(*case[:3], *case[3])
+    peer = onnxruntime.InferenceSession(path_of(case[0]))
+    for k, sizes in enumerate(some_sizes(sized(c), 6, 3)):
+        feeds = c.at(sizes).random_feeds(k)
+        out = c.run(feeds)
+        for name, want in zip(out, peer.run(list(out), feeds), strict=True):
+            np.testing.assert_allclose(out[name], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_bits_are_those_of_a_build_for_the_size(case):
+    c = compiled(*case[:3], *case[3])
+    for k, sizes in enumerate(some_sizes(sized(c), 3, 5)):
+        if min(sizes.values()) == 1:  # the model lifted at size 1 has fewer dimensions
+            continue
+        feeds = c.at(sizes).random_feeds(k)
+        ours, fixed = c.run(feeds), made_for(c, sizes).run(feeds).outputs
+        assert all(ours[t].tobytes() == fixed[t].tobytes() for t in fixed), sizes
+
+
+def test_a_new_size_costs_no_search_no_proof_and_no_compiling(tmp_path, monkeypatch):
+    compiled("tokens", 1, (), "batch=1..4", "sequence=1..70").save(tmp_path / "b")
+    c = tapestry.load(tmp_path / "b")
+    c.prepare()
+
+    def never(*_, **__):
+        raise AssertionError("this is not done for a size")
+
+    for place, name in ((Runner, "run"), (certificate, "check"), (sized_laws, "check"), (native, "compiled")):
+        monkeypatch.setattr(place, name, never)
+    monkeypatch.setattr("subprocess.run", never)
+    for sizes in some_sizes(sized(c), 5, 11):
+        out = c.run(c.at(sizes).random_feeds(0))
+        assert out["y"].shape[:2] == (sizes["batch"], sizes["sequence"])
+    with tapestry.Session(c) as s:
+        x = np.zeros((3, 17, 32), np.float32)
+        assert s.run({"x": x})["y"].shape == x.shape
+
+
+def test_a_size_outside_is_refused_with_its_range():
+    c = compiled("tokens", 2, (), "batch=2..6", "sequence=7,20,64")
+    with pytest.raises(TapestryError, match=r"batch is 7, and the build is for batch 2\.\.6"):
+        c.run({"x": np.zeros((7, 20, 32), np.float32)})
+    with pytest.raises(TapestryError, match="sequence is 21, and the build is for sequence 7, 20, 64"):
+        c.at({"batch": 2, "sequence": 21})
+    with pytest.raises(TapestryError, match="'x' has 2 axes"):
+        c.run({"x": np.zeros((7, 20), np.float32)})
+    with pytest.raises(TapestryError, match="is no range of sizes"):
+        compiled("rows", 1, (), "batch=9..3")
+    with pytest.raises(TapestryError, match="'rows' is no symbol"):
+        compiled("rows", 1, (), "rows=1..3")
+
+
+def test_the_largest_peak_is_met_and_the_formula_is_what_runs_use():
+    c = compiled("waves", 2, PINS["waves"], "length=6..90")
+    s, seen = sized(c), [0, 0]
+    for n in range(6, 91):
+        peaks = peaks_at(s.regions[0].plan, (n,))
+        assert peaks == list(s.at((n,))[1].peak_bytes)
+        seen = [max(a, b) for a, b in zip(seen, peaks, strict=True)]
+        if n % 4 == 0:
+            session = c.at({"length": n}).session
+            assert session.run(c.at({"length": n}).random_feeds(0)).measured.peak == peaks
+    assert seen == s.regions[0].about["largest_peak_bytes"]
+
+
+def test_a_product_of_sizes_gets_a_plan_for_each_of_one(tmp_path):
+    c = compiled("joined", 1, (), "batch=2..4", "sequence=2..50")
+    assert [r.region.low[0] for r in sized(c).regions] == [r.region.high[0] for r in sized(c).regions]
+    assert len(sized(c).regions) == 3
+    x = np.random.default_rng(0).standard_normal((3, 29, 8)).astype(np.float32)
+    want = onnxruntime.InferenceSession(path_of("joined")).run(["y"], {"x": x})[0]
+    np.testing.assert_allclose(c.run({"x": x})["y"], want, rtol=1e-4, atol=1e-5)
+    c.save(tmp_path / "b")
+    assert verify_build(tmp_path / "b")[1]["sizes"] > 0
+    assert "batch 2" in c.explain() and "one build for" in c.explain()

@@ -1,0 +1,81 @@
+"""Small models with symbols for sizes, and builds of them for ranges."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto as T
+from onnx import helper
+
+import tapestry
+from tests.support.small_models import FOLDER, f32, i64, net
+
+N = helper.make_node
+
+
+def rows() -> onnx.ModelProto:
+    """Two linear layers and a norm over rows."""
+    nodes = [
+        N("Gemm", ["x", "w1", "b1"], ["h"], name="up"),
+        N("Relu", ["h"], ["r"], name="relu"),
+        N("Gemm", ["r", "w2"], ["g"], name="down"),
+        N("LayerNormalization", ["g", "scale"], ["y"], name="norm"),
+    ]
+    weights = {"w1": f32(24, 48), "b1": f32(48), "w2": f32(48, 24), "scale": f32(24)}
+    return net(nodes, {"x": (T.FLOAT, ["batch", 24])}, {"y": T.FLOAT}, weights)
+
+
+def waves() -> onnx.ModelProto:
+    """Two convolutions along a length, with halos of one and two cells."""
+    nodes = [
+        N("Conv", ["x", "w1"], ["a"], name="first", pads=[1, 1]),
+        N("Relu", ["a"], ["r"], name="relu"),
+        N("Conv", ["r", "w2"], ["y"], name="second", pads=[2, 2]),
+    ]
+    return net(nodes, {"x": (T.FLOAT, [2, 4, "length"])}, {"y": T.FLOAT}, {"w1": f32(8, 4, 3), "w2": f32(8, 8, 5)})
+
+
+def tokens() -> onnx.ModelProto:
+    """Attention over a sequence of rows of several prompts, with elementwise operations before and behind it."""
+    nodes = [
+        N("MatMul", ["x", "wq"], ["q"], name="q"),
+        N("MatMul", ["x", "wk"], ["k"], name="k"),
+        N("Transpose", ["k"], ["kt"], name="turn", perm=[0, 2, 1]),
+        N("MatMul", ["q", "kt"], ["s"], name="scores"),
+        N("Mul", ["s", "scale"], ["scaled"], name="scale"),
+        N("Softmax", ["scaled"], ["p"], name="softmax", axis=-1),
+        N("MatMul", ["p", "x"], ["o"], name="mix"),
+        N("Sigmoid", ["o"], ["gate"], name="gate"),
+        N("Mul", ["o", "gate"], ["m"], name="silu"),
+        N("Add", ["m", "x"], ["y"], name="residual"),
+    ]
+    weights = {"wq": f32(32, 32), "wk": f32(32, 32), "scale": np.float32(0.2)}
+    return net(nodes, {"x": (T.FLOAT, ["batch", "sequence", 32])}, {"y": T.FLOAT}, weights)
+
+
+def joined() -> onnx.ModelProto:
+    """Rows of both symbols put together, so that a size is a product."""
+    nodes = [N("Reshape", ["x", "flat"], ["f"], name="flat"), N("Gemm", ["f", "w"], ["y"], name="up")]
+    return net(nodes, {"x": (T.FLOAT, ["batch", "sequence", 8])}, {"y": T.FLOAT}, {"flat": i64(-1, 8), "w": f32(8, 8)})
+
+
+MODELS = {f.__name__: f for f in (rows, waves, tokens, joined)}
+PINS = {"waves": ("first:w=2@d0", "second:w=2@d0"), "rows": ("up:i=2@d0", "down:i=2@d0")}
+
+
+@cache
+def path_of(name: str) -> Path:
+    """The file of a model."""
+    path = FOLDER / f"sized-{name}.onnx"
+    onnx.save(MODELS[name](), path)
+    return path
+
+
+@cache
+def compiled(name: str, devices: int, pins: tuple[str, ...], *shapes: str) -> tapestry.Compiled:
+    """A build for ranges of sizes, given as on the command line."""
+    given = dict(s.split("=") for s in shapes)
+    return tapestry.compile(path_of(name), devices=devices, topology="cpu", pins=list(pins), shapes=given)

@@ -1,0 +1,173 @@
+"""Kernels in C proved from their text, or by a contract that they keep; what is wrong in a text or a call is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of
+from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.c import contract_trials
+from tapestry.codegen.torch_cpu.c.contract_texts import CONTRACTS
+from tapestry.errors import LawError
+from tapestry.ir.graph import Graph
+from tapestry.ir.kernel import Kernel
+from tapestry.ir.syntax.parser import parse
+from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, TRIAL, prove
+from tests.support.faults.c_edits import C_EDITS
+from tests.support.triton_cases import REDUCTIONS
+from tests.support.triton_kernels import kernel_of
+
+pytest.importorskip("pycparser")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+
+GENERATED = {
+    "gated": """graph g
+        input x: f32[50, 200]
+        input y: f32[50, 200]
+        z: f32[50, 200] = op [i: 50, n: 200] reads x[i, n], y[i, n] body (x - y) * sigmoid(y)
+        output z""",
+    "padded": """graph g
+        input x: f32[50, 200]
+        z: f32[54, 203] = op [i: 54, n: 203] reads x[i - 2, n - 1] else 0.0 body max(x, 0.5) + exp(x)
+        output z""",
+    "rows of a table": """graph g
+        input t: f32[100, 64]
+        input i: i64[7, 9]
+        z: f32[7, 9, 64] = op [a: 7, b: 9, c: 64 | v: 100 sum] reads t[v, c], i[a, b]
+          body where(eq(index(v), i), t, 0.0) then acc0
+        output z""",
+    "integers": """graph g
+        input x: i32[50, 200]
+        input y: i32[50, 200]
+        z: f32[50, 200] = op [i: 50, n: 200] reads x[i, n], y[i, n] body cast(x, f32) / cast(y, f32)
+        output z""",
+}
+CONTRACTED = {
+    "convolution": """graph g
+        input x: f32[2, 5, 13, 9]
+        input k: f32[7, 5, 3, 3]
+        input b: f32[7]
+        input r: f32[2, 7, 7, 4]
+        y: f32[2, 7, 7, 4] = op [b: 2, o: 7, h: 7, w: 4 | c: 5 sum, r: 3 sum, s: 3 sum]
+          reads x[b, c, 2*h + r - 1, 2*w + s - 1] else 0.0, k[o, c, r, s], bias=b[o], more=r[b, o, h, w]
+          body x * k then min(max(((acc0 + bias) + more), f32(-1.0)), 6.0)
+        output y""",
+    "depthwise": """graph g
+        input x: f32[1, 6, 17, 15]
+        input k: f32[6, 1, 3, 3]
+        y: f32[1, 6, 17, 15] = op [b: 1, o: 6, h: 17, w: 15 | c: 1 sum, r: 3 sum, s: 3 sum]
+          reads x[b, o + c, h + r - 1, w + s - 1] else 0.0, k[o, c, r, s] body x * k then max(acc0, 0.0)
+        output y""",
+    "linear": """graph g
+        input x: f32[2, 33, 37]
+        input w: f32[37, 21]
+        input b: f32[21]
+        y: f32[2, 33, 21] = op [k: 2, i: 33, n: 21 | m: 37 sum] reads x[k, i, m], w[m, n], b[n]
+          body x * w then max((acc0 + b), 0.0)
+        output y""",
+    "attention": """graph g
+        input q: f32[2, 70, 32]
+        input k: f32[2, 70, 32]
+        input v: f32[2, 70, 32]
+        y: f32[2, 70, 32] = op [b: 2, i: 70, e: 32 | n: 70 softsum] reads q[b, i, d], k[b, n, d], v[b, n, e]
+          let [d: 32 sum] q * k
+          body let0 * 0.176776695, 1.0, v then acc2 / acc1
+        output y""",
+    "mean": """graph g
+        input x: f32[2, 7, 5, 6]
+        y: f32[2, 7] = op [b: 2, c: 7 | h: 5 sum, w: 6 sum] reads x[b, c, h, w] body x then acc0 / 30.0
+        output y""",
+    "root mean square": """graph g
+        input x: f32[20, 48]
+        input s: f32[48]
+        y: f32[20, 48] = op [i: 20, c: 48 | n: 48 sum] reads x[i, n], own=x[i, c], s[c]
+          body x * x then s * (own * (1.0 / sqrt((acc0 / 48.0) + 0.5)))
+        output y""",
+    "max pool": REDUCTIONS["max pool"],
+    "two sums, one function": """graph g
+        input x: f32[33, 37]
+        input w: f32[37, 21]
+        input v: f32[37, 21]
+        y: f32[33, 21] = op [i: 33, n: 21 | m: 37 sums2] reads x[i, m], w[m, n], v[m, n]
+          body x * w, x * v then (acc0 * sigmoid(acc0)) * acc1
+        output y""",
+    "two sums, two outputs": """graph g
+        input x: f32[33, 37]
+        input w: f32[37, 21]
+        input v: f32[37, 21]
+        y: f32[33, 21], z: f32[33, 21] = op [i: 33, n: 21 | m: 37 sums2] reads x[i, m], w[m, n], v[m, n]
+          body x * w, x * v then acc0, acc1
+        output y, z""",
+}
+CASES = {**GENERATED, **CONTRACTED}
+
+
+def made(name: str) -> tuple[Graph, Kernel, CpuKernel]:
+    graph = parse(CASES[name])
+    kernel = kernel_of(graph)
+    return graph, kernel, cpu_kernel_of(graph, kernel, "k.c")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_runs_is_proved(name: str):
+    graph, kernel, of = made(name)
+    assert of.texts, of.why
+    assert bool(of.ours) == (name in CONTRACTED)
+    for text in of.texts:
+        assert prove(graph, kernel, text).value == FORM
+
+
+@pytest.mark.parametrize("kind", C_EDITS)
+def test_a_fault_is_refused(kind: str):
+    """Or the text is shown to be the operation all the same: a stride of 1 may be forgotten."""
+    refused = 0
+    for name in CASES:
+        graph, kernel, of = made(name)
+        for text in of.texts:
+            wrong = C_EDITS[kind](text)
+            if wrong is None:
+                continue
+            try:
+                shown = prove(graph, kernel, wrong)
+                assert shown.value in (FORM, TRIAL), (name, shown)
+            except LawError as e:
+                refused += 1
+                assert e.law in ("kernel_writes", "kernel_reads", "kernel_value") and "k.c" in (e.where or "")
+    assert refused
+
+
+@pytest.mark.parametrize(
+    "text", ["int x;", "#define d0 d1", "void f(void) { while (1); }", "void f(", "typedef float int64_t;"]
+)
+def test_what_does_not_read_is_not_proved(text: str):
+    graph, kernel, of = made("gated")
+    assert prove(graph, kernel, replace(of.texts[0], source=text)).value == COMPARED
+
+
+def test_a_call_is_that_of_the_input_as_it_lies():
+    """An image of few planes is read by another kernel than one whose channels are adjacent; both are proved."""
+    text = CONTRACTED["convolution"].replace("5, 13, 9", "3, 13, 9").replace("7, 5, 3", "7, 3, 3").replace("c: 5", "c: 3")
+    text = text.replace("2, 7, 7, 4", "2, 7, 7, 5").replace("w: 4", "w: 5")
+    graph = parse(text.replace(", more=r[b, o, h, w]", "").replace("((acc0 + bias) + more)", "(acc0 + bias)"))
+    kernel = kernel_of(graph)
+    of = cpu_kernel_of(graph, kernel, "k.c")
+    assert of.ours == ("tapestry_conv", "tapestry_planes")
+    assert [prove(graph, kernel, t).value for t in of.texts] == [FORM, FORM]
+
+
+@pytest.mark.parametrize("kernel", [*CONTRACTS, "tapestry_several"])
+def test_kernels_keep_their_contracts(kernel: str):
+    assert contract_trials.checked(kernel) >= 30
+
+
+def test_a_kernel_that_breaks_its_contract_is_named(monkeypatch: pytest.MonkeyPatch):
+    """The contract of another kernel stands for a kernel that is wrong."""
+    other = replace(CONTRACTS["tapestry_conv"], function="contract_planes")
+    monkeypatch.setitem(CONTRACTS, "tapestry_conv", other)
+    contract_trials.checked.cache_clear()
+    with pytest.raises(LawError, match="is not what the contract says") as refused:
+        contract_trials.checked("tapestry_conv")
+    assert refused.value.law == "kernel_contract" and "channels" in (refused.value.why or "")
+    contract_trials.checked.cache_clear()
