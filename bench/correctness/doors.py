@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -58,66 +57,51 @@ def planned(name: str, folder: Path) -> dict[str, Any]:
         Logits(model_of(name)), example_inputs=(ids,), mesh={"tp": RANKS}, topology=str(folder / "fast.json")
     )
     try:
-        done = tp_plan.export(build.build, folder / "plan.json", nearest=False)
+        done = tp_plan.export(build.build, folder / f"{name}.plan.json", nearest=False)
     except NotExpressible:
-        done = tp_plan.export(build.build, folder / "plan.json", nearest=True)
+        done = tp_plan.export(build.build, folder / f"{name}.plan.json", nearest=True)
     return {
         "styles": done["styles"], "different": len(done["different"]), "operations": len(build.build.plan.graph.ops),
         "bytes": done["bytes"], "plan_bytes": done["plan_bytes"],
     }  # fmt: skip
 
 
-def run(name: str, folder: Path) -> dict[str, Any]:
-    """The plan on two ranks."""
+def run(folder: Path) -> dict[str, Any]:
+    """All plans of a folder on two ranks."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    more = {
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join([str(record.ROOT), *sys.path]),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "bench.support.transformers_tp_rank",
-        name,
-        str(folder / "plan.json"),
-        str(folder / "out.json"),
-    ]
+    path = os.pathsep.join([str(record.ROOT), *sys.path])
+    more = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
+    command = [sys.executable, "-m", "bench.support.transformers_tp_rank", str(folder)]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **more, "RANK": str(r)}, stderr=subprocess.PIPE, text=True)
         for r in range(RANKS)
     ]
-    said = [r.communicate(timeout=200)[1] for r in ranks]
+    said = [r.communicate(timeout=600)[1] for r in ranks]
     if any(r.returncode for r in ranks):
         raise RuntimeError(next(t for t in said if t.strip()).strip().splitlines()[-1][:200])
     return json.loads((folder / "out.json").read_text())
 
 
 def main() -> None:
-    """Print a row per architecture, and write them all."""
-    rows: list[dict[str, Any]] = []
-    for name in sys.argv[1:] or NAMES:
-        start = time.process_time()
-        row: dict[str, Any] = {"name": name}
-        with tempfile.TemporaryDirectory() as folder:
+    """Print a row per architecture, and write them, among those of earlier runs."""
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sys.argv[1:] or NAMES:
             try:
-                row |= planned(name, Path(folder))
-                row |= run(name, Path(folder))
-                row["equal"] = row["rel_err"] <= CLOSE and row["cut_parameters"] > 0
-            except Exception as e:  # a model that is not exported, or a plan that does not run, is a row too
-                row["error"] = f"{type(e).__name__}: {e}".replace("\n", " ")[:300]
-        rows.append(row)
+                rows[name] = {"name": name, **planned(name, Path(folder))}
+            except Exception as e:  # a model that is not exported or has no plan is a row too
+                rows[name] = {"name": name, "error": f"{type(e).__name__}: {e}".replace("\n", " ")[:300]}
+        for name, found in run(Path(folder)).items():
+            rows[name] |= found
+    for name, row in rows.items():
+        row["equal"] = "error" not in row and row["rel_err"] <= CLOSE and row["cut_parameters"] > 0
         text = row.get("error") or f"{row['rel_err']:.1e}, {len(row['styles'])} styles, {row['cut_parameters']} parameters cut"
-        print(
-            f"{name:18} {'equal' if row.get('equal') else 'not equal':10} {text} ({time.process_time() - start:.0f} s)",
-            flush=True,
-        )
-    print(f"{sum(bool(r.get('equal')) for r in rows)} of {len(rows)} equal to {CLOSE:g}")
-    if not sys.argv[1:]:
-        record.write("doors", rows)
+        print(f"{name:18} {'equal' if row['equal'] else 'not equal':10} {text}", flush=True)
+    print(f"{sum(r['equal'] for r in rows.values())} of {len(rows)} equal to {CLOSE:g}")
+    earlier = {r["name"]: r for r in record.read("doors")}
+    record.write("doors", list((earlier | rows).values()))
 
 
 if __name__ == "__main__":

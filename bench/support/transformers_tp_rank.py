@@ -1,12 +1,13 @@
-"""One rank of a tiny model of transformers under a tensor-parallel plan, by transformers' own classes, on gloo.
+"""One rank of tiny models of transformers under tensor-parallel plans, by transformers' own classes, on gloo.
 
-``RANK=0 WORLD_SIZE=2 … python -m bench.support.transformers_tp_rank NAME PLAN.json OUT.json``; rank 0 writes how far the
-logits are from those of the whole model. The plan takes the place of the one that the architecture ships.
+``RANK=0 WORLD_SIZE=2 … python -m bench.support.transformers_tp_rank FOLDER`` takes the plans ``NAME.plan.json`` of a folder;
+rank 0 writes to ``out.json`` how far logits are from those of the whole models. A plan takes the place of the shipped one.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -43,26 +44,36 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-def main() -> None:
-    """Run whole, cut, run again."""
+def compared(name: str, plan: dict[str, str], mesh: Any) -> dict[str, Any]:
+    """One architecture, whole and cut: how far logits are apart, and how many parameters are in parts."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    name, plan = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
-    dist.init_process_group("gloo")
     model = model_of(name)
     whole = logits(model)
     cut = copy.deepcopy(model)
     type(cut)._tp_plan = cut._tp_plan = {}
-    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    concrete, _, _ = cut._resolve_parallel_plans(config)
+    concrete, _, _ = cut._resolve_parallel_plans(DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan))
     apply_tensor_parallelism(cut, mesh, concrete)
     found = logits(cut)
     parts = sum(hasattr(p, "to_local") for p in cut.parameters())
+    return {"rel_err": float((found - whole).abs().max() / whole.abs().max()), "cut_parameters": parts}
+
+
+def main() -> None:
+    """Every plan of a folder, in the order of names; rank 0 writes what came of them."""
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    rows: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.plan.json")):
+        name = path.name.removesuffix(".plan.json")
+        try:
+            rows[name] = compared(name, json.loads(path.read_text()), mesh)
+        except Exception as e:  # on all ranks alike: a plan that does not run is a row
+            rows[name] = {"error": f"{type(e).__name__}: {e}".replace("\n", " ")[:300]}
     if dist.get_rank() == 0:
-        error = float((found - whole).abs().max() / whole.abs().max())
-        Path(sys.argv[3]).write_text(json.dumps({"rel_err": error, "cut_parameters": parts}))
+        (folder / "out.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
