@@ -93,7 +93,8 @@ def test_dtensor_runs_with_the_placements(tmp_path):
 
 
 @pytest.mark.slow
-def test_jax_takes_the_specs(tmp_path):
+def test_jax_takes_the_specs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # (read when jax begins)
     jax = pytest.importorskip("jax")
     if jax.device_count() < 2:
         pytest.skip("one device; set XLA_FLAGS=--xla_force_host_platform_device_count=2")
