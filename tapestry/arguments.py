@@ -10,6 +10,8 @@ from typing import Any, cast
 
 from tapestry.errors import TapestryError
 
+FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json")  # of `exports.formats`
+
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
     """A type of argument: integers from ``low`` to ``high``."""
@@ -79,9 +81,13 @@ def verify(p: argparse.ArgumentParser) -> None:
 
 
 def export(p: argparse.ArgumentParser) -> None:
-    """Where to, and with which data."""
-    p.add_argument("-o", "--output", type=Path, required=True, metavar="SHARDED.onnx")
-    p.add_argument("--copy-data", action="store_true", help="copy external data that would be out of reach")
+    """In which format, and where to."""
+    text = "onnx (the default): the model with the plan as annotations; docs/howto/export.md describes each"
+    p.add_argument("--format", choices=FORMATS, default="onnx", help=text)
+    text = "where the format cannot say the plan, write the nearest one that it can, and how many bytes more that is"
+    p.add_argument("--nearest", action="store_true", help=text)
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="PATH", help="a file, or for onnx-ranks a folder")
+    p.add_argument("--copy-data", action="store_true", help="onnx: copy external data that would be out of reach")
 
 
 def check_sharding(p: argparse.ArgumentParser) -> None:

@@ -125,18 +125,11 @@ def kernels(args: argparse.Namespace) -> Outcome:
 
 
 def export(args: argparse.Namespace) -> Outcome:
-    """``tapestry export``: the plan as multi-device annotations of the ONNX model."""
-    from tapestry.build import store
-    from tapestry.sharding.export_sharding import export
+    """``tapestry export``: the plan in the words of another tool."""
+    from tapestry.exports import formats
 
-    done = export(store.read(args.build)[0], args.output, copy=args.copy_data)
-
-    def text() -> None:
-        print(f"{args.output}: {done['specs']} sharding specs over {done['devices']} devices, IR version {done['ir_version']}")
-        print(f"  results of the plan that have an ONNX name: {done['outputs']} of {done['tensors']}")
-        print(f"  cut reductions, completed as the nodes' 'tapestry.partial' says: {done['partial']}")
-
-    return Outcome(done, text)
+    done = formats.export(args.build, args.format, args.output, nearest=args.nearest, copy=args.copy_data)
+    return Outcome(done, lambda: print(*formats.text(done), sep="\n"))
 
 
 def check_sharding(args: argparse.Namespace) -> Outcome:

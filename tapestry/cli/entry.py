@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
         "readable Triton source, compiled objects, a resource table",
     ),
     "tune": (running.tune, [arguments.tune], "measure the kernels' knobs on this machine's GPU, for every later run"),
-    "export": (building.export, [arguments.build, arguments.export], "the plan as multi-device annotations of the ONNX model"),
+    "export": (building.export, [arguments.build, arguments.export], "the plan in the words of another tool"),
     "check-sharding": (
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "whether a model's multi-device annotations are right",

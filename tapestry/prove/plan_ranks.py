@@ -327,6 +327,8 @@ class _Rank:
         """A rank's part of the last axis of a value that every rank has whole."""
         shape = self._shape(name)
         at = f"{name}.piece"
+        if at in self.types:  # another module has split it
+            return at
         numbers = [self.rank * (shape[-1] // self.ranks), (self.rank + 1) * (shape[-1] // self.ranks), len(shape) - 1]
         given = [self._stored(f"{at}{k}", [n], TensorProto.INT64) for k, n in enumerate(numbers)]
         self._add(helper.make_node("Slice", [name, *given], [at]))

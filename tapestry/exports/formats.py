@@ -1,0 +1,135 @@
+"""What `tapestry export` writes: a table of formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapestry.build import store
+from tapestry.build.store import Build
+from tapestry.errors import BuildError, TapestryError
+from tapestry.exports import fused_onnx, layouts, rank_onnx, tp_plan
+from tapestry.sharding import export_sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A build, and what is asked of its export.
+
+    Attributes:
+        constants: data of derived constants.
+        nearest: whether the nearest plan that the format can say will do.
+        copy: whether external data that would be out of reach is copied.
+    """
+
+    build: Build
+    constants: bytes
+    target: Path
+    nearest: bool = False
+    copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: what it is, what writes it, and a line or more of what was written, of the document that writing gives."""
+
+    about: str
+    write: Callable[[Asked], dict[str, Any]]
+    text: Callable[[dict[str, Any]], list[str]]
+
+
+def export(folder: Path, form: str, target: Path, *, nearest: bool = False, copy: bool = False) -> dict[str, Any]:
+    """Write a build in a format.
+
+    Raises:
+        TapestryError: it cannot be written there; NotExpressible: the format cannot say the plan.
+    """
+    build, _ = store.read(folder)
+    if nearest and form not in NEAREST:
+        what = "the format says a plan as it is, or not at all"
+        raise TapestryError(what, where=f"--nearest, --format {form}", hint=f"formats with it: {', '.join(sorted(NEAREST))}")
+    if target.is_dir() and form not in FOLDERS:
+        raise TapestryError("cannot write there", where=str(target), why="it is a folder", hint="another -o")
+    if target.resolve() == Path(build.model).resolve():
+        raise TapestryError("cannot write there", where=str(target), why="it is the build's model", hint="another -o")
+    constants = (folder / "constants.bin").read_bytes() if (folder / "constants.bin").is_file() else b""
+    if len(constants) != max((o + n for o, n in build.constants.values()), default=0):
+        raise BuildError("constants.bin has another size than the plan says", where=str(folder))
+    asked = Asked(build=build, constants=constants, target=target, nearest=nearest, copy=copy)
+    return {"format": form, **FORMATS[form].write(asked)}
+
+
+def text(document: dict[str, Any]) -> list[str]:
+    """What was written, in lines."""
+    return FORMATS[document["format"]].text(document)
+
+
+def _annotated(d: dict[str, Any]) -> list[str]:
+    return [
+        f"{d['model']}: {d['specs']} sharding specs over {d['devices']} devices, IR version {d['ir_version']}",
+        f"  results of the plan that have an ONNX name: {d['outputs']} of {d['tensors']}",
+        f"  cut reductions, completed as the nodes' 'tapestry.partial' says: {d['partial']}",
+    ]
+
+
+def _ranks(d: dict[str, Any]) -> list[str]:
+    kinds = ", ".join(f"{n} {kind}" for kind, n in d["by_kind"].items()) or "none"
+    return [
+        f"{d['folder']}: {d['ranks']} files, {max(d['nodes'])} nodes; collectives of rank 0: {kinds}",
+        f"  bytes moved: {d['bytes']:,}, by the plan {d['plan_bytes']:,}",
+        *(f"  {n:,} bytes more: {why}" for why, n in d["extra"].items()),
+        *([f"  every rank is given all of {', '.join(d['whole_inputs'])}"] if d["whole_inputs"] else []),
+    ]
+
+
+def _styles(d: dict[str, Any]) -> list[str]:
+    left = f"; {', '.join(d['left_out'])}: not said" if d["left_out"] else ""
+    return [
+        f"{d['file']}: {len(d['styles'])} styles for {d['ranks']} ranks along {d['axis']}{left}",
+        *(f"  {p}: {style}" for p, style in d["styles"].items()),
+        f"  bytes moved: {d['bytes']:,}, by the plan {d['plan_bytes']:,}",
+        *([f"  run otherwise than in the plan: {len(d['different'])} operations"] if d["different"] else []),
+    ]
+
+
+def _places(d: dict[str, Any]) -> list[str]:
+    counts = ", ".join(f"{d[k]} {k}" for k in ("parameters", "inputs", "outputs", "activations"))
+    return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
+
+
+FORMATS: dict[str, Format] = {
+    "onnx": Format(
+        "the model with the plan as multi-device annotations",
+        lambda a: export_sharding.export(a.build, a.target, copy=a.copy), _annotated,
+    ),
+    "onnx-ranks": Format(
+        "a folder with an ONNX file for each rank, collectives as nodes",
+        lambda a: rank_onnx.export(a.build, a.constants, a.target, nearest=a.nearest), _ranks,
+    ),
+    "onnx-fused": Format(
+        "the graph after every rewrite as plain ONNX for one device",
+        lambda a: fused_onnx.export(a.build, a.constants, a.target),
+        lambda d: [f"{d['model']}: {d['nodes']} nodes for {d['operations']} operations, weights in {d['data']}"],
+    ),
+    "tp-plan": Format(
+        "transformers' base_model_tp_plan: a style for each linear layer and table",
+        lambda a: tp_plan.export(a.build, a.target, nearest=a.nearest), _styles,
+    ),
+    "dtensor": Format(
+        "placements of torch.distributed.tensor for every parameter, input, output and activation",
+        lambda a: layouts.export_places(a.build, a.target, "dtensor", nearest_will_do=a.nearest), _places,
+    ),
+    "jax": Format(
+        "a PartitionSpec for every parameter, input, output and activation",
+        lambda a: layouts.export_places(a.build, a.target, "jax", nearest_will_do=a.nearest), _places,
+    ),
+    "json": Format(
+        "the layout of every tensor, and what every operation cuts",
+        lambda a: layouts.export_json(a.build, a.target),
+        lambda d: [f"{d['file']}: {d['tensors']} tensors, {d['operations']} operations, {d['plan_bytes']:,} bytes moved"],
+    ),
+}  # fmt: skip
+NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax"})
+FOLDERS = frozenset({"onnx-ranks"})

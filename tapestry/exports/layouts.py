@@ -1,0 +1,230 @@
+"""Where tensors are under a plan, for formats that give each a place on a mesh: ``json``, ``dtensor`` and ``jax``.
+
+A layout gives, for each mesh axis, the tensor axis that it cuts. DTensor and JAX know layouts alone, and cut into equal parts;
+where a device holds something else (a halo, an uneven part, two parts at once) the nearest layout holds that and more, and the
+bytes that devices hold beyond the plan's are what it costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tapestry.build.atomic import new_file
+from tapestry.build.store import Build
+from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
+from tapestry.interop.placement import held, layout_of_boxes
+from tapestry.ir.graph import Block, Op
+from tapestry.ir.kernel import Box, inside, size
+from tapestry.ir.monoid import primitive_of
+from tapestry.ir.naming.author_names import dim_names, operation_names, tensor_names
+from tapestry.ir.plan import Layout, Mesh, Strategy
+from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+from tapestry.ir.types import itemsize
+
+SCHEMA = "tapestry-layouts/1"
+Boxes = tuple[Box | None, ...]
+
+
+def buffers_of(build: Build) -> dict[str, list[Boxes]]:
+    """For each tensor the boxes in which devices hold it, as it is written or loaded first; each list once."""
+    out: dict[str, list[Boxes]] = {}
+    for b in build.program.buffers.values():
+        if b.field is None and b.boxes not in out.setdefault(b.tensor, []):
+            out[b.tensor].append(b.boxes)
+    return out
+
+
+def layout_of(boxes: Boxes, shape: tuple[int, ...], mesh: Mesh) -> Layout | None:
+    """The layout that boxes are; None where they are none."""
+    present = tuple(b for b in boxes if b is not None)
+    return layout_of_boxes(present, shape, mesh) if len(present) == len(boxes) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """A layout of equal parts that holds what devices hold, and how many bytes more that is, on all devices."""
+
+    layout: Layout
+    extra: int
+
+
+@lru_cache(maxsize=1 << 12)
+def nearest(held_boxes: tuple[Boxes, ...], shape: tuple[int, ...], mesh: Mesh, width: int) -> Nearest:
+    """The layout of fewest cells of which each device's part has all that the device holds; all of it on each, at the worst."""
+    best: tuple[int, Layout] | None = None
+    for layout in itertools.product((None, *range(len(shape))), repeat=len(mesh)):
+        parts = [prod(a.size for a, k in zip(mesh, layout, strict=True) if k == axis) for axis in range(len(shape))]
+        if any(n % p for n, p in zip(shape, parts, strict=True)):
+            continue
+        mine = held(layout, shape, mesh)
+        if all(b is None or inside(b, m) for boxes in held_boxes for b, m in zip(boxes, mine, strict=True)):
+            cells = sum(map(size, mine))
+            if best is None or cells < best[0]:
+                best = cells, layout
+    assert best is not None
+    planned = sum(size(b) for boxes in held_boxes for b in boxes if b is not None)
+    return Nearest(best[1], max(0, best[0] - planned) * width)
+
+
+def export_json(build: Build, target: Path) -> dict[str, Any]:
+    """``json``: the layout of every tensor, and what every operation cuts; nothing is lost."""
+    graph, mesh, names = build.plan.graph, build.plan.mesh, tensor_names(build.plan.graph)
+    found = buffers_of(build)
+    kinds = dict.fromkeys(graph.inputs, "input") | dict.fromkeys(graph.weights, "weight")
+    tensors = [
+        {
+            "name": t, "called": names[t], "kind": kinds.get(t, "value"), "dtype": x.dtype, "shape": x.shape,
+            "output": t in graph.outputs, "held": [_held(boxes, x.shape, mesh) for boxes in found.get(t, [])],
+        }
+        for t, x in graph.tensors.items()
+    ]  # fmt: skip
+    called = operation_names(graph)
+    operations = [
+        _operation(build, op, s, name) for op, s, name in zip(graph.ops, build.plan.strategies, called, strict=True)
+    ]  # fmt: skip
+    if build.plan.stages:
+        for row, k in zip(operations, build.plan.stage_of, strict=True):
+            row["stage"] = k
+    moved = [
+        {"kind": s.kind, "tensor": build.program.buffers[s.dst if isinstance(s, Transfer) else s.dsts[0]].tensor,
+         "bytes": transfer_bytes(s, build.program)}
+        for s in build.program.steps if isinstance(s, Transfer | Reduce)
+    ]  # fmt: skip
+    stages = [{"first": s.first, "mesh": [[a.name, a.size] for a in s.mesh]} for s in build.plan.stages]
+    document = {
+        "schema": SCHEMA, "model": build.model, "model_sha256": build.model_sha256,
+        "mesh": [{"name": a.name, "size": a.size, **({"shares": a.weights} if a.weights else {})} for a in mesh],
+        "stages": stages, "tensors": tensors, "operations": operations, "moved": moved,
+    }  # fmt: skip
+    _write(target, document)
+    total = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
+    return {"file": str(target), "tensors": len(tensors), "operations": len(operations), "plan_bytes": total}
+
+
+def _held(boxes: Boxes, shape: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
+    """A buffer of a tensor: its layout, or each device's box where there is none."""
+    layout = layout_of(boxes, shape, mesh)
+    return {"layout": layout} if layout is not None else {"layout": None, "boxes": boxes}
+
+
+def _operation(build: Build, op: Op, s: Strategy, name: str) -> dict[str, Any]:
+    better = dim_names(op, build.plan.graph)
+    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+    return {
+        "name": name, "writes": op.outs, "reads": op.inputs, "nodes": op.source,
+        "dims": {better.get(d.name, d.name): d.size for d in op.space}, "cut": [d and better.get(d, d) for d in s.dims],
+        "out": s.out, "ring": s.ring, "merges": [d is not None and d in reduced for d in s.dims],
+        "monoid": op.monoid if isinstance(op, Block) else None,
+    }  # fmt: skip
+
+
+# a place for each tensor, in others' words
+
+Say = Callable[[Layout, int, Mesh], list[Any]]
+"""A layout of a tensor of so many axes, as the format says it."""
+
+
+def as_placements(layout: Layout, rank: int, mesh: Mesh) -> list[Any]:
+    """For each mesh axis ``Shard(d)`` or ``Replicate()``, as `torch.distributed.tensor` writes them."""
+    del rank, mesh
+    return ["Replicate()" if k is None else f"Shard({k})" for k in layout]
+
+
+def as_partition_spec(layout: Layout, rank: int, mesh: Mesh) -> list[Any]:
+    """For each tensor axis null, a mesh axis, or several, the major one first: the arguments of ``PartitionSpec``."""
+    cut = [[a.name for a, k in zip(mesh, layout, strict=True) if k == axis] for axis in range(rank)]
+    return [None if not names else names[0] if len(names) == 1 else names for names in cut]
+
+
+def export_places(build: Build, target: Path, form: str, *, nearest_will_do: bool) -> dict[str, Any]:
+    """``dtensor`` or ``jax``: a place for each parameter, input, output and activation, by its name in the model.
+
+    Raises:
+        NotExpressible: some tensor has none, and the nearest is not asked for; or the plan has pipeline stages.
+    """
+    mesh, say = build.plan.mesh, as_placements if form == "dtensor" else as_partition_spec
+    if build.plan.stages:
+        what = "a format of one mesh cannot say pipeline stages"
+        raise NotExpressible(what, where=f"--format {form}", hint="onnx-ranks or json; or compile with --stages 1")
+    places, extra = _places(build, say, nearest_will_do=nearest_will_do, form=form)
+    sizes = [a.size for a in mesh]
+    names = [a.name for a in mesh]
+    axes = {"dim_names": names, "shape": sizes} if form == "dtensor" else {"axis_names": names, "axis_sizes": sizes}
+    document = {"schema": f"tapestry-{form}/1", "mesh": axes, **places, "extra_bytes": sum(extra.values()), "extra": extra}
+    if form == "dtensor":
+        document["written"] = _partial(build)
+    _write(target, document)
+    counts = {k: len(v) for k, v in places.items()}
+    return {"file": str(target), **counts, "extra_bytes": sum(extra.values()), "extra": extra}
+
+
+def _places(build: Build, say: Say, *, nearest_will_do: bool, form: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    graph, mesh = build.plan.graph, build.plan.mesh
+    found, names, extra = buffers_of(build), tensor_names(graph), dict[str, int]()
+    out: dict[str, dict[str, Any]] = {"parameters": {}, "inputs": {}, "outputs": {}, "activations": {}}
+    last = {t: build.program.buffers[b].boxes for t, b in build.program.outputs.items()}
+    for t, x in graph.tensors.items():
+        if x.on_host:
+            raise NotExpressible("a value of the host has no place on devices", where=f"'{t}'", hint="onnx")
+        given = t in graph.weights or t in graph.inputs
+        held_boxes = found.get(t, [])[: None if given else 1]
+        if held_boxes:
+            at = _place(held_boxes, x.shape, mesh, itemsize(x.dtype), nearest_will_do, names[t], form)
+            kind = "parameters" if t in graph.weights else "inputs" if t in graph.inputs else "activations"
+            out[kind][names[t] if kind == "activations" else t] = say(at.layout, len(x.shape), mesh)
+            extra |= {t: at.extra} if at.extra else {}
+        if t in last:
+            at = _place([last[t]], x.shape, mesh, itemsize(x.dtype), nearest_will_do, t, form)
+            out["outputs"][t] = say(at.layout, len(x.shape), mesh)
+            extra |= {t: max(at.extra, extra.get(t, 0))} if at.extra else {}
+    return out, extra
+
+
+def _place(
+    held_boxes: list[Boxes], shape: tuple[int, ...], mesh: Mesh, width: int, nearest_will_do: bool, name: str, form: str
+) -> Nearest:
+    """One tensor's place.
+
+    Raises:
+        NotExpressible: it has none; says what is held.
+    """
+    at = nearest(tuple(held_boxes), shape, mesh, width)
+    alone = len(held_boxes) == 1 and layout_of(held_boxes[0], shape, mesh) is not None
+    if not nearest_will_do and (at.extra or not alone):
+        first = next(b for b in held_boxes[0] if b is not None)
+        why = f"device 0 holds {', '.join(f'{lo}:{hi}' for lo, hi in first)} of {list(shape)}"
+        why = f"{len(held_boxes)} different parts of it are held" if len(held_boxes) > 1 else why
+        hint = f"--nearest: {at.extra:,} bytes more are held"
+        raise NotExpressible(f"{form} has no place for a tensor as the plan holds it", where=f"'{name}'", why=why, hint=hint)
+    return at
+
+
+def _partial(build: Build) -> dict[str, list[str]]:
+    """Results that are partial before their merge: their placements as they are written, ``Partial(sum)`` among them."""
+    graph, mesh, names, out = build.plan.graph, build.plan.mesh, tensor_names(build.plan.graph), dict[str, list[str]]()
+    words: Mapping[str, str] = {"add": "sum", "max": "max", "min": "min", "mul": "product"}
+    for op, s in zip(graph.ops, build.plan.strategies, strict=True):
+        if not isinstance(op, Block) or op.lowers or primitive_of(op.monoid) not in words:
+            continue
+        reduced, axes = {d.name for d in op.reduce}, {d.name: k for k, d in enumerate(op.dims)}
+        if reduced.isdisjoint(d for d in s.dims if d):
+            continue
+        word = f"Partial({words[primitive_of(op.monoid)]})"
+        placed = [
+            "Replicate()" if d is None else word if d in reduced else f"Shard({axes[d]})"
+            for d, _ in zip(s.dims, mesh, strict=True)
+        ]  # fmt: skip
+        out |= {names[t]: placed for t in op.outs}
+    return out
+
+
+def _write(target: Path, document: Mapping[str, Any]) -> None:
+    with new_file(target) as path:
+        path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""One block of an operation as nodes of plain ONNX."""

@@ -1,0 +1,266 @@
+"""A launch of an operation as ONNX nodes: whole results, states of a part of a reduction, or what becomes of merged states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from onnx import NodeProto, defs
+
+from tapestry.exports.onnx_blocks.contractions import contract, convolve
+from tapestry.exports.onnx_blocks.merge_nodes import Merging
+from tapestry.exports.onnx_blocks.onnx_nodes import OPSET, Nodes, NotExpressible, Value
+from tapestry.exports.onnx_blocks.pools import pooled
+from tapestry.exports.onnx_blocks.read_nodes import Frame, read_value
+from tapestry.exports.onnx_blocks.scalar_nodes import Expressions
+from tapestry.exports.onnx_blocks.softmaxes import SoftmaxSum, softmax_sum
+from tapestry.ir.expr import Arg, Let, arg_positions, walk
+from tapestry.ir.graph import Block, Graph, Inner, Opaque
+from tapestry.ir.kernel import Kernel, shape, whole
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.recognise.contraction import part, products
+from tapestry.ir.recognise.exponential import exponential
+from tapestry.ir.recognise.selection_sum import selection
+
+
+def launch(
+    nodes: Nodes, graph: Graph, kernel: Kernel, ins: Sequence[Value | None], states: Sequence[Value] = ()
+) -> list[Value]:  # fmt: skip
+    """The results of a kernel, one for each of its buffers.
+
+    Args:
+        ins: the buffers of its reads; ``states``: those of ``finish``, or the states that a ``partial`` one's are merged with.
+
+    Raises:
+        NotExpressible: plain ONNX has no way to say it.
+    """
+    op = graph.ops[kernel.op]
+    if isinstance(op, Opaque):
+        return _opaque(nodes, graph, op, kernel, ins)
+    return _Launch(nodes, graph, op, kernel, ins, states).results()
+
+
+class _Launch:
+    """A block operation on one block."""
+
+    def __init__(
+        self, nodes: Nodes, graph: Graph, op: Block, kernel: Kernel, ins: Sequence[Value | None], states: Sequence[Value]
+    ) -> None:
+        self.nodes, self.graph, self.op, self.kernel, self.ins, self.given = nodes, graph, op, kernel, ins, states
+        maps, reduced = len(op.dims), len(op.dims) + len(op.reduce)
+        names = tuple(d.name for d in op.space)
+        self.base = Frame(names[:maps], kernel.block[:maps])
+        self.frame = Frame(names[:reduced], kernel.block[:reduced])
+        self.space = Frame(names, (*kernel.block[:reduced], *((0, d.size) for d in op.inner_dims)))
+        self.known: dict[tuple[int, Frame], Value] = {}
+        self.softmax: SoftmaxSum | None = None
+
+    def results(self) -> list[Value]:
+        """What the mode asks for."""
+        op, mode = self.op, self.kernel.mode
+        if mode == "finish":
+            return self.finished(list(self.given))
+        if op.monoid is None:
+            values = Expressions(self.nodes, self.frame, self.reader(self.frame), lets=self.lets())
+            return [self.whole(values(e), k) for k, e in enumerate(op.body)]
+        if mode == "full":
+            self.softmax = softmax_sum(op)
+        merged = self.states()
+        if mode == "full":
+            return self.finished(merged)
+        if self.given:
+            merging = Merging(self.nodes, self.frame.extents, len(op.dims))
+            exprs = MONOIDS[op.monoid].combiner(tuple(v.dtype for v in merged))
+            merged = [merging.of_args(e, [*self.given, *merged]) for e in exprs]
+        return [self.whole(v, k) for k, v in enumerate(merged)]
+
+    def finished(self, states: Sequence[Value]) -> list[Value]:
+        """Results of merged states."""
+        then = self.op.then if self.softmax is None else self.softmax.then
+        values = Expressions(self.nodes, self.base, self.reader(self.base), states)
+        return [self.whole(values(e), k) for k, e in enumerate(then)]
+
+    def whole(self, v: Value, k: int) -> Value:
+        """A value over all of its buffer."""
+        box = shape(self.kernel.outs[k])
+        if v.size == 0 or 0 in box:
+            return self.nodes.filled(box, 0, v.dtype)
+        v = self.nodes.reshape(v, (1,) * len(box)) if not v.shape else v
+        return self.nodes.expand(v, box)
+
+    def reader(self, frame: Frame) -> Callable[[int], Value]:
+        """Values of reads over a frame, each once."""
+
+        def read(k: int) -> Value:
+            if (k, frame) not in self.known:
+                r, buffer, box = self.op.reads[k], self.ins[k], self.kernel.ins[k]
+                assert buffer is not None and box is not None, "a read that the kernel uses has no buffer"
+                extents = self.graph.tensors[r.tensor].shape
+                self.known[k, frame] = read_value(self.nodes, r, frame, box, extents, buffer)
+            return self.known[k, frame]
+
+        return read
+
+    # states
+
+    def states(self) -> list[Value]:
+        """States merged over the block's part of what is reduced, over the map dimensions."""
+        op, kept = self.op, len(self.op.dims)
+        assert op.monoid is not None
+        single = self.selected() or self.convolved() or pooled(self.nodes, op, self.frame, self.kernel.ins, self.ins)
+        if single is not None:
+            return [single]
+        both = products(op)
+        if both is not None and not op.inner and 0 not in self.frame.extents:
+            values = Expressions(self.nodes, self.frame, self.reader(self.frame))
+            out: list[Value] = []
+            for (a, b), e in zip(both, op.body, strict=True):
+                x, y = (self.nodes.cast(values(f), e.dtype) for f in (a, b))
+                out.append(contract(self.nodes, x, y, self.frame, kept))
+            return out
+        return self.merged()
+
+    def merged(self) -> list[Value]:
+        """States by the monoid's structure."""
+        op, kept = self.op, len(self.op.dims)
+        assert op.monoid is not None
+        merging = Merging(self.nodes, self.frame.extents, kept)
+        values = Expressions(self.nodes, self.frame, self.reader(self.frame), lets=self.lets())
+        if self.softmax is not None:
+            return self.softened(values)
+        if exponential(op.monoid) is not None and 0 not in self.frame.extents:
+            fields = [values(e) for e in op.body]
+
+            def add(k: int, weight: Value) -> Value:
+                return self.nodes.reshape(
+                    contract(self.nodes, weight, fields[k], self.frame, kept),
+                    self.small(np.broadcast_shapes(weight.shape, fields[k].shape)),
+                )
+
+            done = merging.merged(MONOIDS[op.monoid], fields, add if len(op.body) > 2 else None)
+        else:
+            done = merging.merged(MONOIDS[op.monoid], [values(e) for e in op.body])
+        return [self.nodes.reshape(v, v.shape[:kept]) for v in done]
+
+    def small(self, extents: Sequence[int]) -> tuple[int, ...]:
+        """A shape with one cell along what is reduced."""
+        return (*extents[: len(self.op.dims)], *(1 for _ in self.op.reduce))
+
+    def softened(self, values: Expressions) -> list[Value]:
+        """The sum of values under a softmax of scores, in the place of the state that is divided."""
+        op, kept = self.op, len(self.op.dims)
+        score, value = values(op.body[0]), values(op.body[2])
+        rank = len(self.frame.extents)
+        score = self.nodes.reshape(score, (1,) * rank) if not score.shape else score
+        wide = self.nodes.expand(score, (*score.shape[:kept], *self.frame.extents[kept:]))
+        weights = self.nodes.add("Softmax", [wide], wide.shape, wide.dtype, axis=rank - 1)
+        return [contract(self.nodes, weights, value, self.frame, kept)]
+
+    def selected(self) -> Value | None:
+        """A sum that picks one element: rows of a table, zero where the place is in no part that this block has."""
+        found = selection(self.op)
+        if found is None or found.shift or 0 in self.frame.extents:
+            return None
+        table = found.picked
+        if not isinstance(table, Arg) or arg_positions((found.wanted,)) & {table.pos}:
+            return None
+        nodes, (lo, hi) = self.nodes, self.frame.box[-1]
+        place = Expressions(nodes, self.base, self.reader(self.base))(found.wanted)
+        rows = self.reader(self.frame)(table.pos)
+        wide_p = [k for k, n in enumerate(place.shape) if n > 1]
+        wide_r = [k for k, n in enumerate(rows.shape[:-1]) if n > 1]
+        if set(wide_p) & set(wide_r) or not place.shape or rows.shape[-1] != hi - lo:
+            return None
+        at = place if lo == 0 else nodes.apply("Sub", [place, nodes.scalar(lo, place.dtype)])
+        inside: Value | None = None
+        if (lo, hi) != (0, self.op.reduce[0].size):
+            low = nodes.apply("GreaterOrEqual", [at, nodes.scalar(0, at.dtype)], "bool")
+            inside = nodes.apply("And", [low, nodes.apply("Less", [at, nodes.scalar(hi - lo, at.dtype)], "bool")])
+            at = nodes.apply("Where", [inside, at, nodes.scalar(0, at.dtype)])
+        out = self._taken(rows, nodes.cast(at, "i64"), wide_p, wide_r)
+        return out if inside is None else nodes.apply("Where", [inside, out, nodes.scalar(0, out.dtype)])
+
+    def _taken(self, rows: Value, at: Value, wide_p: list[int], wide_r: list[int]) -> Value:
+        """Rows of a table at places that vary along other dimensions than what is in a row."""
+        nodes, rank = self.nodes, len(rows.shape) - 1
+        table = nodes.transpose(rows, [rank, *range(rank)])
+        table = nodes.reshape(table, [rows.shape[-1], *(rows.shape[k] for k in wide_r)])
+        flat = nodes.reshape(at, [at.shape[k] for k in wide_p])
+        out = nodes.add("Gather", [table, flat], (*flat.shape, *table.shape[1:]), table.dtype, axis=0)
+        order = [*wide_p, *wide_r]
+        out = nodes.transpose(out, [order.index(k) for k in sorted(order)])
+        both = {**{k: at.shape[k] for k in wide_p}, **{k: rows.shape[k] for k in wide_r}}
+        return nodes.reshape(out, [both.get(k, 1) for k in range(rank)])
+
+    def convolved(self) -> Value | None:
+        """A convolution."""
+        if self.op.inner or len(self.op.body) != 1:
+            return None
+        return convolve(self.nodes, part(self.op, 0), self.frame, self.kernel.ins, self.ins)
+
+    def lets(self) -> list[Value]:
+        """The reductions inside every point, over the map and the reduced dimensions."""
+        out: list[Value] = []
+        for k, inner in enumerate(self.op.inner):
+            out.append(self._let(k, inner, out))
+        return out
+
+    def _let(self, number: int, inner: Inner, before: Sequence[Value]) -> Value:
+        own = {d.name for d in inner.dims}
+        keep = [k for k, n in enumerate(self.space.names) if n in own or k < len(self.frame.names)]
+        frame = Frame(tuple(self.space.names[k] for k in keep), tuple(self.space.box[k] for k in keep))
+        if any(isinstance(e, Let) for e in walk(inner.body)):
+            raise NotExpressible("one inner reduction reads another", why=f"number {number} of {len(before)} before it")
+        values = Expressions(self.nodes, frame, self.reader(frame))
+        kept = len(self.frame.names)
+        single = Block(outs=("",), dims=(), reduce=inner.dims, monoid=inner.monoid, body=(inner.body,))
+        both = products(single)
+        if both is not None and 0 not in frame.extents:
+            x, y = (self.nodes.cast(values(f), inner.body.dtype) for f in both[0])
+            return contract(self.nodes, x, y, frame, kept)
+        (out,) = Merging(self.nodes, frame.extents, kept).merged(MONOIDS[inner.monoid], [values(inner.body)])
+        return self.nodes.reshape(out, out.shape[:kept])
+
+
+def opset_of(graph: Graph) -> int:
+    """The opset of a file that has a graph's nodes: that of the nodes that are kept as they are, if it is later than ours."""
+    return max([OPSET, *(dict(op.opsets).get("", 0) for op in graph.ops if isinstance(op, Opaque))])
+
+
+def _opaque(nodes: Nodes, graph: Graph, op: Opaque, kernel: Kernel, ins: Sequence[Value | None]) -> list[Value]:
+    """The model's own node on its parts."""
+    version, file = dict(op.opsets).get("", OPSET), opset_of(graph)
+    node = NodeProto.FromString(op.node)
+    if any(graph.tensors[t].on_host for t in (*op.inputs, *op.outs)):
+        raise NotExpressible("a value of the host is no tensor of the file's")
+    if node.domain in ("", "ai.onnx") and since(op.kind, version) != since(op.kind, file):
+        raise NotExpressible(f"{op.kind} of opset {version} is another one than that of opset {file}")
+    for k, v in enumerate(ins):
+        if k < len(node.input) and v is not None:
+            node.input[k] = nodes.slice(v, _taken(graph, op, kernel, k)).name
+    dtypes = [graph.tensors[t].dtype for t in op.outs]
+    outs = [Value(nodes.fresh(f"{nodes.part}/{op.kind}"), shape(b), d) for b, d in zip(kernel.outs, dtypes, strict=True)]
+    for k, v in enumerate(outs):
+        if k < len(node.output):
+            node.output[k] = v.name
+    node.name = nodes.fresh(nodes.part or op.kind)
+    nodes.keep(node)
+    return outs
+
+
+def _taken(graph: Graph, op: Opaque, kernel: Kernel, k: int) -> list[tuple[int, int]]:
+    """The part of an input's buffer that a block reads: its own along the dimensions that the node commutes with, else all."""
+    wanted, held = list(whole(graph.tensors[op.ins[k]].shape)), kernel.ins[k]
+    assert held is not None
+    for i, axis in enumerate(op.in_axes[k] if op.in_axes else ()):
+        if axis is not None:
+            wanted[axis] = kernel.block[i]
+    return [(lo - first, hi - first) for (lo, hi), (first, _) in zip(wanted, held, strict=True)]
+
+
+def since(kind: str, version: int) -> int:
+    """The opset in which an operator became what it is in a later one; 0 where it is not known there."""
+    try:
+        return int(defs.get_schema(kind, version, "").since_version)
+    except defs.SchemaError:
+        return 0
