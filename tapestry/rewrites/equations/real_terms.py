@@ -289,7 +289,7 @@ def _under(fn: str, bounds: tuple[Term, ...], value: Term) -> list[tuple[tuple[T
         other = _parts(OPPOSITE[fn], x)
         names = {n for n, _ in bounds}
         fixed = [o for o in other if not any(mentions(o[1], n) for n in names)]
-        if len(other) > 1 and fixed:
+        if 0 < len(fixed) < len(other):
             rest = _extreme(OPPOSITE[fn], [o for o in other if o not in fixed])
             out.append(((), _extreme(OPPOSITE[fn], [*_parts(OPPOSITE[fn], reduced(fn, bounds, rest, _NOTHING)), *fixed])))
         else:
