@@ -11,8 +11,9 @@ from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES
 from tapestry.rewrites.equations import all_sizes
+from tapestry.rewrites.equations.instances import prove
 from tapestry.rewrites.equations.pattern import parse_rules
-from tapestry.rewrites.equations.rule_texts import WORDS
+from tapestry.rewrites.equations.rule_texts import WORDS, equation
 from tapestry.rewrites.equations.small_terms import FAMILIES, Draw, Enumeration, Undefined, ordered, rewritten, work
 from tapestry.rewrites.equations.term_rules import rule_text
 from tests.support.command_line import run
@@ -93,3 +94,16 @@ def test_discovery_on_the_command_line() -> None:
     for row in document["discovered"]:
         (rule,) = parse_rules(row["text"], "found", WORDS)
         assert all_sizes.proved(rule) and row["shown"]
+
+
+def test_a_body_behind_a_reduction_does_not_look_along_it() -> None:
+    """Σ(F(c) + x) = Σx + M·F(c) holds where F does not look at the place along the sum; where it does, the move is refused."""
+    text = rule_text(
+        REDUCTION, ("SUM", "m", ("add", C, X)), ("add", ("SUM", "m", X), ("mul", C, ("size", "m"))), "behind", {"c": "F"}
+    )
+    (rule,) = parse_rules(text, "behind", WORDS)
+    RULES["behind"] = found = equation(rule)()
+    try:
+        assert prove(found, np.random.default_rng(0), enough=6).moves >= 6
+    finally:
+        del RULES["behind"]
