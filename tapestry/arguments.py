@@ -212,6 +212,11 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dot", action="store_true", help="with --derive: as a graph for Graphviz")
     text = "plans and runs with the book of equations, without it, without each equation that was used, with each alone"
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
+    text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"
+    p.add_argument("--discover", nargs="*", type=Path, metavar="MODEL", help=text)
+    p.add_argument(
+        "--terms", type=whole(1), default=12_000, metavar="N", help="with --discover: terms of a family that are tried"
+    )
     shape(p)
     own_rules(p)
 

@@ -67,6 +67,8 @@ def rules(args: argparse.Namespace) -> Outcome:
         return rule_lab.derived(args.derive, dot=args.dot)
     if args.ablate:
         return rule_lab.ablated(args.ablate, shapes(args.shape))
+    if args.discover is not None:
+        return rule_lab.discovered(args.discover, shapes(args.shape), args.terms)
     if args.rule is not None and args.rule not in RULES:
         hint = similar(args.rule, sorted(RULES)) or "`tapestry rules` lists them"
         raise TapestryError(f"there is no rule '{args.rule}'", hint=hint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def derived(path: Path, *, dot: bool) -> Outcome:
     """``tapestry rules --derive``: every form of a graph that was looked at, by which equation of which, with its price."""
     from tapestry.ir.syntax.parser import parse
     from tapestry.ir.syntax.printer import to_text
-    from tapestry.plan.algebra import Book
+    from tapestry.plan.book.algebra import Book
     from tapestry.plan.solver.budget import Meter
     from tapestry.plan.topology import parse_mesh, topology
     from tapestry.rewrites.core.driver import SIMPLIFIED, simplify
@@ -83,6 +84,31 @@ def ablated(models: Sequence[Path], shapes: Mapping[str, Any]) -> Outcome:
             print(f"{Path(r['model']).name}  {r['equations']:<30} {times}")
 
     return Outcome({"ablations": rows}, text, insist=True)
+
+
+def discovered(models: Sequence[Path], shapes: Mapping[str, Any], terms: int) -> Outcome:
+    """``tapestry rules --discover``: proved equations that the book does not derive, as texts for it, most saved first."""
+    from tapestry.lift import lift
+    from tapestry.plan.book.discovery import Discovery
+    from tapestry.plan.topology import parse_mesh, topology
+    from tapestry.rewrites.core.driver import simplify
+
+    corpus = {str(m): simplify(lift(m, shapes, weights=False).graph) for m in models}
+    search = Discovery(corpus=corpus, topology=topology(parse_mesh("1"), "cpu"), terms=terms)
+    rows: list[Row] = [
+        {"equation": f.title, "family": f.family, "proof": f.proof, "rounding": f.rounding, "shown": dict(f.shown),
+         "saves": [asdict(s) for s in f.savings], "text": f.rule.text}
+        for f in search.found()
+    ]  # fmt: skip
+
+    def text() -> None:
+        for r in rows:
+            best = next(iter(r["saves"]), None)
+            where = f"saves most on {best['model']}: {best['before'] * 1e6:.4g} to {best['after'] * 1e6:.4g} µs" if best else ""
+            print(f"# {r['proof']}; {r['rounding']}" + (f"; {where}" if best else "") + f"\n{r['text']}\n")
+        print(f"# {len(rows)} equations; " + ", ".join(f"{n} {what}" for what, n in sorted(search.counts.items())))
+
+    return Outcome({"discovered": rows, "counts": dict(search.counts)}, text, insist=True)
 
 
 def _timed(done: Any) -> float:

@@ -7,7 +7,7 @@ coalesced text is not canonical, and counting points of a 7-d box takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -242,3 +242,11 @@ def solution(ranges: Mapping[str, int], rules: str) -> dict[str, int] | None:
     bounds = [f"0 <= {n} < {size}" for n, size in ranges.items() if size]
     found = isl.Set(f"{{ [{', '.join(ranges)}] : {' and '.join([*bounds, f'({rules})'])} }}")
     return None if found.is_empty() else dict(zip(ranges, _point(found.sample_point()), strict=True))
+
+
+def possible(rules: Iterable[Mapping[str, int]]) -> bool:
+    """Whether there are integers, unbounded ones, for which every linear form is at least zero; ``""`` has its constant."""
+    forms = list(rules)
+    names = {n: f"v{k}" for k, n in enumerate(dict.fromkeys(n for f in forms for n in f if n))}
+    terms = (" + ".join(f"{c}*{names[n]}" if n else str(c) for n, c in f.items()) or "0" for f in forms)
+    return not isl.Set(f"{{ [{', '.join(names.values())}] : {' and '.join(f'{t} >= 0' for t in terms) or 'true'} }}").is_empty()

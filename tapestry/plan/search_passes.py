@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.graph import Graph
-from tapestry.plan.algebra import Book
+from tapestry.plan.book.algebra import Book
 from tapestry.plan.fusion import fused
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted

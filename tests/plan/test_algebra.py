@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from bench.planning.rule_graphs import SEEN
+from bench.book.rule_graphs import SEEN
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.pipeline import Options, compile_model
-from tapestry.plan.algebra import Book
+from tapestry.plan.book.algebra import Book
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import apply_legal, replay, simplify

@@ -6,6 +6,7 @@ Sums distribute, flatten and commute by construction; what is left are lemmas ab
 
 - Σ over [0, M) of what is chosen below A is Σ over [0, A); Σ over [0, M − A) of f(A + j) is Σ over [0, M) less Σ over [0, A);
 - (k, j) ↦ L·k + j is a bijection of [0, K) × [0, L) with [0, K·L), in order (mixed radix);
+- Σ over [0, 1) of f is f(0), over [0, 0) nothing;
 - Σ_v [P = v] f(v) is f(P) where P is in range, else zero.
 
 Maxima and minima are sets of terms with bound variables: what is added goes inside, increasing functions go inside, a term
@@ -15,6 +16,7 @@ unequal ones say nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -126,6 +128,8 @@ class _Side:
     def expr(self, n: Node, p: OpPattern, env: dict[str, Term], state: Term) -> Term:
         """The value of a term of an operation."""
         if isinstance(n, Num):
+            if not math.isfinite(n.value):
+                raise Unprovable
             return number(Fraction(n.value))
         if isinstance(n, Var):
             if n.name[:3] == "acc":
@@ -167,7 +171,7 @@ class _Side:
         if isinstance(n, Var):
             return env.get(n.name, ("at", (), ((n.name, 1),)))
         if isinstance(n, Num):
-            return ("at", (), (("1", int(n.value)),))
+            return ("at", (), (("1", int(n.value)),) if n.value else ())
         if n.fn in ("add", "sub"):
             a, b = (self.place(x, env) for x in n.args)
             if n.fn == "sub":

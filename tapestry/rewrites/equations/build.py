@@ -225,11 +225,12 @@ class _Writer:
         for r in op.reads:
             if read_dims(r) - names:
                 return refuse(f"'{r.tensor}' varies along '{min(read_dims(r) - names)}'")
-        for e in (*op.point, *op.then):
-            for x in distinct((e,)):
-                if isinstance(x, Index) and dims_of(x.aff) - names:
-                    return refuse(f"the body looks at the index of '{min(dims_of(x.aff) - names)}'")
-        reduced = names - {d.name for d in op.dims}
+        kept = {d.name for d in op.dims}
+        for exprs, there in ((op.point, names), (op.then, kept)):
+            for x in distinct(exprs):
+                if isinstance(x, Index) and dims_of(x.aff) - there:
+                    return refuse(f"the body looks at the index of '{min(dims_of(x.aff) - there)}'")
+        reduced = names - kept
         late = next((op.reads[i] for i in op.then_reads() if read_dims(op.reads[i]) & reduced), None)
         if late is not None:
             return refuse(f"'{late.tensor}' varies along a reduced dimension, and is needed after the reduction")

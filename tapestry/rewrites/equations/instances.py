@@ -24,7 +24,7 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import DTYPES, FLOATS, Tensor
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move, parse_move
-from tapestry.rewrites.equations import all_sizes
+from tapestry.rewrites.equations import all_sizes, by_cases
 from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.pattern import (
     App,
@@ -42,7 +42,7 @@ from tapestry.rewrites.equations.pattern import (
 from tapestry.rewrites.equations.rounding import rounding
 from tapestry.verify.rewriting.proofs import prove_steps
 
-ALL_SIZES, ON_INSTANCES = "normal form for all sizes and ranks", "instances only"
+ALL_SIZES, BY_CASES, ON_INSTANCES = "normal form for all sizes and ranks", "cases for all sizes and ranks", "instances only"
 ENOUGH, TRIES = 8, 400  # instances that a rule is held to, and drawings of them at most
 STATES = ("sum", "max", "min", "prod", "logsumexp", "argmax")  # monoids that an open one is tried with
 
@@ -125,7 +125,8 @@ def describe(rule: Equation) -> str:
 
 def proof_of(rule: RuleText) -> str:
     """The kind of proof that a rule has beside the one at every place where it is applied."""
-    return f"{ALL_SIZES}, and on instances" if all_sizes.proved(rule) else ON_INSTANCES
+    kind = ALL_SIZES if all_sizes.proved(rule) else BY_CASES if by_cases.proved(rule) else ""
+    return f"{kind}, and on instances" if kind else ON_INSTANCES
 
 
 def instance(rule: RuleText, rng: np.random.Generator, *, small: bool = False) -> Graph | None:

@@ -177,22 +177,24 @@ class RuleText:
         )  # fmt: skip
 
 
-def parse_rules(text: str, file: str, properties: Iterable[str]) -> tuple[RuleText, ...]:
+def parse_rules(text: str, file: str, properties: Iterable[str], *, laws: bool = False) -> tuple[RuleText, ...]:
     """The rules of a text.
 
     Args:
         properties: the functions that conditions may call.
+        laws: they are proved and never applied; names that nothing binds are any integers.
 
     Raises:
         TextError: naming the file, line and column, and what was expected.
     """
     parser = _Parser(text, file, groups=True)
-    parser.properties = frozenset(properties)
+    parser.properties, parser.laws = frozenset(properties), laws
     return tuple(parser.rules())
 
 
 class _Parser(Tokens):
     properties: frozenset[str] = frozenset()
+    laws = False
 
     def rules(self) -> Iterator[RuleText]:
         while self.next.kind != "end":
@@ -220,7 +222,8 @@ class _Parser(Tokens):
             alone=frozenset(v.name for c in lone for v in names_in(c.test)), when=tuple(c for c in clauses if c not in lone),
             pays=pays, text=self.text[start : self.last.at + len(self.last.text)],
         )  # fmt: skip
-        self.closed(out)
+        if not self.laws:
+            self.closed(out)
         return out
 
     def params(self) -> tuple[Param, ...]:

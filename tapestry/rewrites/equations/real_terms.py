@@ -186,6 +186,9 @@ def _summed(c: Fraction, bounds: tuple[Term, ...], factors: tuple[Term, ...], fa
     """A monomial with more sums in front, by the lemmas about ranges."""
     for n, size in bounds:
         here = ("at", ((("v", n), "1"),), ())
+        if size in ("0", "1"):  # no point, or the first
+            rest = tuple(b for b in bounds if b[0] != n)
+            return _summed(c, rest, replaced(factors, here, ("at", (), ())), facts) if size == "1" else []
         below = next(
             (f for f in factors if f[0] == "if" and f[1][:2] == ("call", "lt") and f[1][2][0] == atom(("index", here))), None
         )
@@ -289,7 +292,7 @@ def _under(fn: str, bounds: tuple[Term, ...], value: Term) -> list[tuple[tuple[T
         other = _parts(OPPOSITE[fn], x)
         names = {n for n, _ in bounds}
         fixed = [o for o in other if not any(mentions(o[1], n) for n in names)]
-        if len(other) > 1 and fixed:
+        if 0 < len(fixed) < len(other):
             rest = _extreme(OPPOSITE[fn], [o for o in other if o not in fixed])
             out.append(((), _extreme(OPPOSITE[fn], [*_parts(OPPOSITE[fn], reduced(fn, bounds, rest, _NOTHING)), *fixed])))
         else:

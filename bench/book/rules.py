@@ -2,7 +2,7 @@
 
     .venv/bin/python -m bench rules [--graph NAME]
 
-Every row is one graph of `bench.planning.rule_graphs`: FLOPs, bytes that operations read and write, kernels and the plan's
+Every row is one graph of `bench.book.rule_graphs`: FLOPs, bytes that operations read and write, kernels and the plan's
 objective on one device, bytes on the wire on eight, and processor time of a run (the median of rounds of both builds in turn,
 on one thread). Both results are held to the reference evaluator, and to each other. Writes bench/results/rules.json; exits 1
 if a result is wrong, or if a graph became slower by more than a tenth.
@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.planning.rule_graphs import SEEN, UNOPENED
+from bench.book.rule_graphs import SEEN, UNOPENED
 from bench.support import record
 from bench.support.record import Row
 from tapestry import api

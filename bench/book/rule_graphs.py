@@ -57,8 +57,8 @@ class Net:
     def scalar(self, value: float) -> str:
         return self.const(np.array(value, np.float32))
 
-    def model(self, *outputs: str) -> onnx.ModelProto:
-        outs = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs]
+    def model(self, *outputs: str, dtype: int = TensorProto.FLOAT) -> onnx.ModelProto:
+        outs = [helper.make_tensor_value_info(o, dtype, None) for o in outputs]
         graph = helper.make_graph(self.nodes, self.name, self.inputs, outs, self.weights)
         out = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
         return onnx.shape_inference.infer_shapes(out, strict_mode=True, data_prop=True)
@@ -233,6 +233,59 @@ def einsum_chain() -> onnx.ModelProto:
     return n.model(n.ein("ik,kr->ir", n.ein("ij,jk->ik", a, b), c))
 
 
+def qk_norm() -> onnx.ModelProto:
+    """Attention whose queries and keys are RMS-normalised before their product."""
+    n = Net("qk_norm")
+    q, k, v = (n.input(c, 4, 256, 64) for c in "qkv")
+
+    def norm(x: str) -> str:
+        mean = n.op("ReduceMean", n.op("Mul", x, x), n.ints(-1), keepdims=1)
+        return n.op("Mul", x, n.op("Reciprocal", n.op("Sqrt", n.op("Add", mean, n.scalar(1e-6)))))
+
+    scores = n.mm(norm(q), n.op("Transpose", norm(k), perm=[0, 2, 1]))
+    return n.model(n.mm(n.op("Softmax", scores, axis=-1), v))
+
+
+def gated_mlp() -> onnx.ModelProto:
+    """silu(x W) · (x V), projected."""
+    n = Net("gated_mlp")
+    x = n.input("x", 128, 256)
+    g = n.mm(x, n.weight(256, 1024))
+    h = n.op("Mul", n.op("Mul", g, n.op("Sigmoid", g)), n.mm(x, n.weight(256, 1024)))
+    return n.model(n.mm(h, n.weight(1024, 256)))
+
+
+def grouped_attention() -> onnx.ModelProto:
+    """Grouped-query attention: eight heads of queries share two of keys and values, which are repeated first."""
+    n = Net("grouped_attention")
+    q, k, v = n.input("q", 8, 128, 64), n.input("k", 2, 128, 64), n.input("v", 2, 128, 64)
+
+    def repeated(x: str) -> str:
+        wide = n.op("Expand", n.op("Unsqueeze", x, n.ints(1)), n.ints(2, 4, 128, 64))
+        return n.op("Reshape", wide, n.ints(8, 128, 64))
+
+    scores = n.mm(n.op("Mul", q, n.scalar(0.125)), n.op("Transpose", repeated(k), perm=[0, 2, 1]))
+    return n.model(n.mm(n.op("Softmax", scores, axis=-1), repeated(v)))
+
+
+def selective_scan() -> onnx.ModelProto:
+    """Mamba's scan: h = a·h + b at every step, and what each step's state gives by its own row of c."""
+    n = Net("selective_scan")
+    a, b, c = (n.input(name, 64, 32, 16) for name in "abc")
+    given, made = ([helper.make_tensor_value_info(t, TensorProto.FLOAT, [32, 16]) for t in ts]
+                   for ts in (("h", "a_t", "b_t"), ("new", "seen")))  # fmt: skip
+    nodes = [
+        helper.make_node("Mul", ["a_t", "h"], ["kept"]), helper.make_node("Add", ["kept", "b_t"], ["new"]),
+        helper.make_node("Identity", ["new"], ["seen"]),
+    ]  # fmt: skip
+    body = helper.make_graph(nodes, "step", given, made)
+    first = n.const(np.zeros((32, 16), np.float32))
+    n.nodes.append(helper.make_node("Scan", [first, a, b], ["last", "states"], body=body, num_scan_inputs=2))
+    return n.model(n.op("ReduceSum", n.op("Mul", "states", c), n.ints(-1), keepdims=0))
+
+
 UNOPENED: Mapping[str, Callable[[], onnx.ModelProto]] = {
-    f.__name__: f for f in (class_token, pooled_attention, wide_bottleneck, max_pool, average_pool, experts, einsum_chain)
-}
+    f.__name__: f
+    for f in (class_token, pooled_attention, wide_bottleneck, max_pool, average_pool, experts, einsum_chain, qk_norm, gated_mlp,
+              grouped_attention, selective_scan)
+}  # fmt: skip

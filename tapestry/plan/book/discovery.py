@@ -1,0 +1,307 @@
+"""New equations for the book: small terms of equal values, proved, that the book does not derive, by what they save.
+
+A candidate is a pair of terms with the same values in exact arithmetic (`rewrites.equations.small_terms`) of which one is less
+work. It counts when it does not follow from those before it by replacing parts, when the prover for all sizes and ranks proves
+it, when no three equations of the book in a row (nor of those found before it) lead from one side to the other, and when it
+makes a region of some model cheaper on one device. It is then made as general as the prover and instances allow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.syntax.printer import to_text
+from tapestry.plan.book.algebra import Book
+from tapestry.plan.solver.budget import Meter
+from tapestry.plan.topology import Topology
+from tapestry.rewrites.core.driver import rules_of, simplify
+from tapestry.rewrites.core.rule import RULES, Move, register
+from tapestry.rewrites.equations import all_sizes
+from tapestry.rewrites.equations.equation import Equation
+from tapestry.rewrites.equations.instances import instance, proof_of, prove
+from tapestry.rewrites.equations.pattern import RuleText, parse_rules
+from tapestry.rewrites.equations.rounding import rounding
+from tapestry.rewrites.equations.rule_texts import WORDS, equation
+from tapestry.rewrites.equations.small_terms import (
+    FAMILIES,
+    Enumeration,
+    Family,
+    Term,
+    alike,
+    joins,
+    leaves_of,
+    ordered,
+    reduces,
+    rewritten,
+    work,
+)
+from tapestry.rewrites.equations.term_rules import is_reduction, passes, rule_text
+from tapestry.verify.rewriting import normal_form
+
+OPERATIONS = 3  # of a term at most
+TERMS = 12_000  # of a family, whose values are taken: about a second
+LESS = 1.4  # by this factor one side of a candidate is less work than the other
+STEPS, MOST_FORMS = 3, 400  # of the book in a row, and forms that they may lead to; where there are more, the candidate goes
+UNITS = 4e9  # of work for the regions of one model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What one equation alone saves on a model, by price on one device: seconds of the regions where it holds."""
+
+    model: str
+    before: float
+    after: float
+    places: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A new equation, most saved first.
+
+    Attributes:
+        plain: its text as it was found; ``rule`` may be more general.
+        shown: on instances, how many results by what evidence.
+    """
+
+    rule: RuleText
+    family: str
+    plain: str
+    shown: Mapping[str, int]
+    savings: tuple[Saving, ...]
+
+    @property
+    def title(self) -> str:
+        """The equation as mathematics."""
+        return self.rule.summary.removesuffix(".")
+
+    @property
+    def proof(self) -> str:
+        """The kind of proof that it has beside the one at every place where it is applied."""
+        return proof_of(self.rule)
+
+    @property
+    def rounding(self) -> str:
+        """By how much its sides may differ."""
+        return rounding(self.rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    """An equation that the book does not derive, and both sides of an instance of it."""
+
+    family: Family
+    before: Term
+    after: Term
+    plain: RuleText
+    sides: tuple[Graph, Graph]
+
+
+@dataclass(slots=True)
+class Discovery:
+    """The search for new equations.
+
+    Attributes:
+        corpus: models by name, simplified.
+        topology: its first device prices.
+        terms: of a family at most.
+        without: rules of the book that are not there for it.
+        counts: what became of all candidates.
+    """
+
+    corpus: Mapping[str, Graph]
+    topology: Topology
+    terms: int
+    families: tuple[Family, ...] = FAMILIES
+    without: frozenset[str] = frozenset()
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    def found(self) -> list[Found]:
+        """All of them; those that save something on a model first, by how much."""
+        new = dict[str, _New]()
+        count = itertools.count(1)
+        table = dict(RULES)
+        try:
+            for name in self.without:
+                RULES.pop(name)
+            for family in self.families:
+                for before, after in self._candidates(family):
+                    (plain,) = parse_rules(rule_text(family, before, after, f"found_{next(count)}"), family.name, WORDS)
+                    sides = self._new(plain)
+                    if sides is not None:
+                        new[plain.name] = _New(family, before, after, plain, sides)
+            out = [self._made(new[name]) for name in self._independent(new)]
+        finally:
+            RULES.clear()
+            RULES.update(table)
+        return sorted(out, key=lambda f: -max((s.before - s.after for s in f.savings), default=0.0))
+
+    def _independent(self, new: dict[str, _New]) -> list[str]:
+        """Those that the book and the others do not derive."""
+        for name in list(new):
+            rule = RULES.pop(name)
+            if _derived(new[name].sides):
+                del new[name]
+                self.counts["derived by others"] += 1
+            else:
+                RULES[name] = rule
+        self.counts["new"] = len(new)
+        return list(new)
+
+    def _made(self, new: _New) -> Found:
+        general, shown = self._general(new.family, new.before, new.after, new.plain)
+        return Found(rule=general, family=new.family.name, plain=new.plain.text, shown=shown, savings=self._savings(general))
+
+    def _candidates(self, family: Family) -> Iterator[tuple[Term, Term]]:
+        """Pairs that are proved, the side of more work first, none an instance of those before."""
+        known = list[tuple[Term, Term]]()
+        seen = set[str]()
+        enumeration = Enumeration(family, self.terms)
+        for pair in enumeration.equations(OPERATIONS):
+            before, after = sorted(pair, key=lambda t: -work(family, t))
+            self.counts["equal values"] += 1
+            if not _useful(family, before, after) or (key := alike(family, (before, after))) in seen:
+                continue
+            seen.add(key)
+            self.counts["candidates"] += 1
+            if ordered(rewritten(family, before, known)) == ordered(rewritten(family, after, known)):
+                self.counts["instances of others"] += 1
+                continue
+            (rule,) = parse_rules(rule_text(family, before, after, "found"), "found", WORDS)
+            if not all_sizes.proved(rule):
+                self.counts["not proved"] += 1
+                continue
+            known.append((before, after))
+            yield before, after
+        self.counts["terms"] += enumeration.tried
+
+    def _new(self, text: RuleText) -> tuple[Graph, Graph] | None:
+        """Both sides of an instance, where an equation holds and the book does not lead from one of them to the other.
+
+        The equation is in the table of rules afterwards if so.
+        """
+        rule = equation(text)()
+        for seed in range(20):
+            graph = instance(text, np.random.default_rng(seed), small=True)
+            move = None if graph is None else next((m for m in rule.find(graph) if isinstance(m, Move)), None)
+            if graph is None or move is None:
+                continue
+            before, after = (replace(simplify(g), log=None) for g in (graph, rule.apply(graph, move)))
+            if _derived((before, after)):
+                self.counts["derived by the book"] += 1
+                return None
+            try:
+                return (before, after) if _shown(text) else None
+            except TapestryError:  # what one side reads, the other does not: NaN would be lost
+                RULES.pop(text.name, None)
+                self.counts["refuted on instances"] += 1
+                return None
+        self.counts["not met"] += 1
+        return None
+
+    def _general(self, family: Family, before: Term, after: Term, plain: RuleText) -> tuple[RuleText, Mapping[str, int]]:
+        """The most general rule of those tried that is still proved, for all sizes and on instances."""
+        shown = _shown(plain)
+        opened: dict[str, str] = {}
+        best = plain
+        single = [
+            n
+            for n in sorted(leaves_of(family, before), key=lambda n: (-len(family.leaves[n]), n))
+            if _count(before, n) == 1 and _count(after, n) <= 1
+        ]
+        for opened_now, rest in ((o, r) for r in (is_reduction(before), False) for o in ({}, *({n: "F"} for n in single))):
+            if rest and best is not plain and not opened_now:
+                continue
+            try:
+                (text,) = parse_rules(rule_text(family, before, after, plain.name, opened_now, rest=rest), "found", WORDS)
+                if all_sizes.proved(text) and (found := _shown(text)):
+                    best, shown, opened = text, found, opened_now
+                    if opened:
+                        break
+            except TapestryError:
+                continue
+        _put(best)
+        return best, shown
+
+    def _savings(self, text: RuleText) -> tuple[Saving, ...]:
+        others = frozenset(r.name for r in rules_of("algebra") if r.name != text.name)
+        out = list[Saving]()
+        for model, graph in self.corpus.items():
+            book = Book(topology=self.topology, meter=Meter(), units=UNITS, disabled=others)
+            made = book.derivations(graph)
+            if made:
+                sides = (sum(d.before * d.places for d in made), sum(d.after * d.places for d in made))
+                out.append(Saving(model=model, before=sides[0], after=sides[1], places=sum(d.places for d in made)))
+        return tuple(sorted(out, key=lambda s: s.after - s.before))
+
+
+def _useful(family: Family, before: Term, after: Term) -> bool:
+    """Whether a pair can be a rule that makes less work of a reduction."""
+    less = work(family, before) >= LESS * work(family, after) or passes(family, before) > passes(family, after)
+    same = family.dims_of(before) == family.dims_of(after) and ordered(before) != ordered(after)
+    bound = leaves_of(family, after) and leaves_of(family, after) <= leaves_of(family, before)
+    placed = not (joins(before) or joins(after)) or "join" in repr(
+        before
+    )  # where a concat changes is a number of the left-hand side
+    return bool(less and same and bound and placed and (not family.reductions or reduces(before)))
+
+
+def _count(t: Term, leaf: str) -> int:
+    return (t[0] == leaf) + sum(_count(a, leaf) for a in t[1:] if not isinstance(a, str))
+
+
+def _put(text: RuleText) -> Equation:
+    """A rule in the table, in the place of one of the same name."""
+    RULES.pop(text.name, None)
+    register(equation(text))
+    rule = RULES[text.name]
+    assert isinstance(rule, Equation)
+    return rule
+
+
+def _shown(text: RuleText) -> Mapping[str, int]:
+    """The evidence of a rule on instances; it stays in the table of rules.
+
+    Raises:
+        TapestryError: none meets its conditions, or it is refuted.
+    """
+    return dict(prove(_put(text), np.random.default_rng(0), enough=6).shown)
+
+
+def _derived(sides: tuple[Graph, Graph]) -> bool:
+    return derives(*sides) or derives(*sides[::-1])
+
+
+def derives(begin: Graph, end: Graph) -> bool:
+    """Whether `STEPS` equations of the book in a row lead from one graph to another, up to views and the order of operands."""
+    forms, seen = [begin], {to_text(begin)}
+    rules = [r for r in RULES.values() if isinstance(r, Equation) and r.phase in ("algebra", "request")]
+    for step in range(STEPS + 1):
+        later = list[Graph]()
+        for graph in forms:
+            if normal_form.equal(graph, end, real=False):
+                return True
+            for rule in rules if step < STEPS else ():
+                for move in rule.find(graph):
+                    new = _after(rule, graph, move) if isinstance(move, Move) else None
+                    if new is not None and (text := to_text(new)) not in seen:
+                        seen.add(text)
+                        later.append(new)
+            if len(seen) > MOST_FORMS:
+                return True
+        forms = later
+    return False
+
+
+def _after(rule: Equation, graph: Graph, move: Move) -> Graph | None:
+    try:
+        return replace(simplify(rule.apply(graph, move)), log=None)
+    except TapestryError:
+        return None
