@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import tapestry
+from bench.exporters.author_nets import nets
 from bench.support import other_python, record
-from bench.support.author_nets import nets
 from tapestry.ir.naming.author_names import parts
 
 NAMED, LINES, COLUMNS, ERROR = 0.95, 120, 80, 1e-4

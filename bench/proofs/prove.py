@@ -3,7 +3,7 @@
 Four parts: ``faults`` (every kind of `tests.support.program_faults` on five networks), ``programs`` (data, tensor, sequence,
 context, pipeline and expert parallelism at many sizes), ``llama`` (80 layers of Llama-70B's sizes on 8 ranks, without
 weights), ``plans`` (transformers' own tensor-parallel plans, from programs that
-`bench/support/transformers_ranks.py` has exported). Writes bench/results/prove.json; exits 1 where an answer is wrong.
+`bench/exporters/transformers_ranks.py` has exported). Writes bench/results/prove.json; exits 1 where an answer is wrong.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     .venv/bin/python -m bench cpu [--only NAME …] [--runs N] [--threads N]
     .venv/bin/python -m bench cpu --folder FOLDER [--unopened] [--runs N] [--threads N]
 
-The models are in the folder of exports beside the checkout; or all that are in FOLDER, as `bench/support/corpus_exports.py`
+The models are in the folder of exports beside the checkout; or all that are in FOLDER, as `bench/exporters/corpus_exports.py`
 writes them: of these a third, by a hash of the name, is left alone without --unopened, and is reported apart. A run of ours and
 one of onnxruntime (all its graph optimisations, as many threads) follow each other, so that both see the same machine; what
 counts is processor time, and wall time is recorded beside it. The ratio is that of the medians, its spread the quartiles of the
@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.correctness.models import materialize
+from bench.exporters.corpus_exports import kept_unopened
 from bench.support import record
-from bench.support.corpus_exports import kept_unopened
 from bench.support.record import WORK, Row
 
 TOKENS = "1x128"

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m bench session [--only tokens|cost|steady] [--models NAME …] [--processes N …]
 
-The models are exports of the shared folder, given caches (`bench/support/cached_exports`). Tokens are compared with
+The models are exports of the shared folder, given caches (`bench/exporters/cached_exports`). Tokens are compared with
 onnxruntime's greedy loop over the same cached export, its caches bound as its own values (IO binding); both take prompts of 16
 random tokens. Cost is processor time for each token, one thread, both in this process and in turns, while the last of a cache
 of so many cells fills. Steady runs two ranks.
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.correctness.models import materialize
-from bench.support import cached_exports, record
+from bench.exporters import cached_exports
+from bench.support import record
 from bench.support.record import ROOT, WORK, Row
 
 MODELS = ("llama_tiny", "qwen3_tiny", "gpt2")

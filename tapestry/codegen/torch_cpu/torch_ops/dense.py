@@ -119,10 +119,12 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     packs = {found.weight: found.pack}
     if found.record and (tail is None or then.rest == (Acc(0, "f32"),)):
         return Packable(plain, packs, Recorded(found.array, record, size, found.link))
-    rest = then.rest if found.record and tail and kernel.outs == (base.box,) else ()
+    rest = then.rest if found.record and kernel.outs == (base.box,) else None
     anyhow = each_cell(rest[0]) if rest else None
-    ordered = rest and not anyhow and found.in_order
-    after = cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0]) if ordered else anyhow
+    ordered = (
+        cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0]) if rest and found.in_order and not anyhow else None
+    )
+    after = anyhow or ordered
     if after is None:
         return Packable(plain, packs, packed)
     both = Recorded(found.array, lambda ins, memory: Calls.of(record(ins, memory), after.record(ins, memory)), size)

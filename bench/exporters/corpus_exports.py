@@ -1,6 +1,6 @@
 """Architectures of torchvision, timm and transformers, exported as their users would: a corpus that nobody tuned for.
 
-    PYTHON bench/support/corpus_exports.py FOLDER [NAME …]
+    PYTHON bench/exporters/corpus_exports.py FOLDER [NAME …]
 
 Run it with an interpreter that has these packages (it imports nothing of ours). Each model is a file NAME.onnx in FOLDER, with
 random weights, fixed sizes and the configuration that its publishers give, but for fewer layers or narrower ones where weights

@@ -1,7 +1,7 @@
 """Tiny models of transformers, whole and as each rank of their shipped tensor-parallel plan, for `bench prove plans`.
 
 Runs in an environment of its own that has torch, onnxscript and transformers (5.18 was used), not in the project's:
-``python bench/support/transformers_ranks.py FOLDER [NAME …]``. The plan is applied by transformers' own classes
+``python bench/exporters/transformers_ranks.py FOLDER [NAME …]``. The plan is applied by transformers' own classes
 (`transformers.distributed.tensor_parallel`); in place of a process group there are stand-ins that record each collective
 as a `DistCollective` node and take this rank's part where a tensor is distributed. Embeddings are an input, so that their
 rules are left out.
