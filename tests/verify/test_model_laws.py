@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx import helper, numpy_helper
@@ -26,7 +27,9 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.feeds import random_feeds
 from tapestry.saved_build import verify_build
 from tapestry.verify.model import model_laws
+from tapestry.verify.model.bodies import near
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
+from tapestry.verify.model.rounded_inputs import within_rounding
 from tests.support.command_line import run
 from tests.support.faults import claim_edits, edited_build, graph_edits
 from tests.support.faults.edited_model import mixed
@@ -209,3 +212,31 @@ def test_what_two_references_dispute_is_asked_again(monkeypatch, tmp_path):
     other = replace(plan, ops=(map_exprs(op, lambda x: Call("mul", (x, x), "f32") if x is body else x),))  # itself at 0 and 1
     row = compare(other, tmp_path / "m.onnx", sha.hexdigest(), {})[1]
     assert row["inputs"] == "all 0 or 1" and "'y' is not the model's" in row["disputed"]
+
+
+def test_a_recurrence_that_grows_its_roundings_is_its_model(tmp_path):
+    """Parts along the batch round otherwise than the whole, and each step makes more of it."""
+    rng, steps, batch, width = np.random.default_rng(0), 12, 8, 64
+    weights = {k: rng.normal(size=(1, 4 * width, width)).astype(np.float32) for k in ("w", "r")}
+    node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], "recurrent", hidden_size=width)
+    path = tmp_path / "m.onnx"
+    onnx.save(net([node], {"x": (T.FLOAT, [steps, batch, width])}, {"y": T.FLOAT}, weights), path)
+    compared(path)
+
+
+def test_what_rounding_does_is_told_from_another_number():
+    """A recurrence that multiplies an error at every step: its sums in another order, and one of its weights changed."""
+    rng = np.random.default_rng(0)
+    r, x = rng.normal(size=(32, 32)).astype(np.float32), rng.normal(size=(8, 32)).astype(np.float32)
+
+    def steps(weights, start, order=slice(None)):
+        out = [start]
+        for _ in range(9):
+            out.append(np.tanh(sum(np.outer(out[-1][:, k], weights[k]) for k in range(32)[order])))
+        return np.stack(out)
+
+    made, turned, changed = steps(r, x), steps(r, x, slice(None, None, -1)), r.copy()
+    changed[3, 5] += 1e-4
+    assert not near(made, turned).all()
+    assert within_rounding(lambda given: steps(*given), [r, x], made, turned)
+    assert not within_rounding(lambda given: steps(*given), [r, x], made, steps(changed, x))

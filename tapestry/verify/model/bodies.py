@@ -149,12 +149,17 @@ def alike(a: Any, b: Any) -> bool:
     x, y = np.asarray(a), np.asarray(b)
     if x.shape != y.shape or (x.dtype != y.dtype and object not in (x.dtype, y.dtype)):
         return False
+    return bool(np.all(near(x, y)))
+
+
+def near(x: Array, y: Array) -> Array:
+    """Cells that are the same, or a few roundings apart."""
     if x.dtype.kind in "OUS" or x.dtype.kind not in "fcV":
-        return bool(np.all(x == y))
+        return np.asarray(x == y)
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     unit = {8: 1e-12, 4: 1e-5, 2: 1e-2}.get(x.dtype.itemsize, 1e-1) if x.dtype.kind == "f" else 1e-2
     p, q = x.astype(wide), y.astype(wide)
     with np.errstate(all="ignore"):
         size = np.abs(q[np.isfinite(q)])
         limit = unit * (np.abs(q) + (size.mean() if size.size else 0))
-        return bool(np.all((np.abs(p - q) <= limit) | (p == q) | (np.isnan(p) & np.isnan(q))))
+        return (np.abs(p - q) <= limit) | (p == q) | (np.isnan(p) & np.isnan(q))
