@@ -38,6 +38,6 @@ def _rounded(value: Any, rng: np.random.Generator) -> Any:
     """Numbers a few roundings away; what are no floats of numpy's as they are."""
     if not is_array(value) or value.dtype.kind != "f":
         return value
-    number: Array = np.asarray(value)
-    unit = ROUNDINGS * float(np.finfo(number.dtype).eps)
-    return np.asarray(number * (1 + rng.uniform(-unit, unit, number.shape)), number.dtype)
+    unit = ROUNDINGS * float(np.finfo(value.dtype).eps)
+    factors: Array = 1 + np.asarray(rng.uniform(-unit, unit, value.shape), np.float64)
+    return np.asarray(np.multiply(value, factors), value.dtype)
