@@ -19,8 +19,8 @@ from tapestry.api import run_checked
 from tapestry.pipeline import PASSES
 from tapestry.saved_build import verify_build
 from tapestry.viz import progress
-from tapestry.viz.format import human
-from tapestry.viz.tables import ms, proof
+from tapestry.viz.format import duration, human
+from tapestry.viz.tables import proof
 
 FOLDER = Path("build/demo")
 DEVICES = 4
@@ -63,7 +63,7 @@ def summary(r: Mapping[str, Any], laws: Mapping[str, int], document: Mapping[str
     sizes = f"{r['nodes']} nodes → {r['ops']} operations → {r['signatures']} distinct"
     table.add_row("model", f"ResNet-50, random weights: {sizes}")
     gap = f"gap {r['gap']:.2%}{proof(r)}"
-    table.add_row("plan", f"objective {ms(r['objective_s'])}, lower bound {ms(r['lower_bound_s'])}, {gap}")
+    table.add_row("plan", f"objective {duration(r['objective_s'])}, lower bound {duration(r['lower_bound_s'])}, {gap}")
     table.add_row("verified", f"{sum(laws.values()):,} checks of {len(laws)} laws from the files alone, all hold")
     for name, out in document["outputs"].items():
         kind = f"{'×'.join(map(str, out['shape']))} {out['dtype']}"

@@ -24,7 +24,21 @@ GRAPHS = re.findall(r"```tap\n(.*?)```", PAGE, re.DOTALL)
 RULE_TEXTS = re.findall(r"```rule\n(.*?)```", PAGE, re.DOTALL)
 BUILT_IN = [p.read_text() for p in Path(rewrites.__path__[0]).rglob("*.tap")]
 GRAMMARS = re.findall(r"```ebnf\n(.*?)```", PAGE, re.DOTALL)
-NO_PRODUCTIONS = {"__init__", "next", "last", "error", "fail", "wrong", "peek", "take", "need", "kind", "checked", "closed"}
+NO_PRODUCTIONS = {
+    "__init__",
+    "next",
+    "last",
+    "error",
+    "fail",
+    "wrong",
+    "peek",
+    "take",
+    "need",
+    "kind",
+    "checked",
+    "closed",
+    "laws",
+}
 TERMINALS = {"name", "literal", "integer", "string"}  # read by `Tokens`, for both
 
 

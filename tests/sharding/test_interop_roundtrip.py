@@ -96,7 +96,7 @@ def test_command_line(tmp_path, capsys):
     assert "for 4 devices, not 3" in capsys.readouterr().err
     assert cli.main(["compile", target, "-o", str(tmp_path / "d"), "--devices", "3", "-q", "--ignore-sharding"]) == 0
     assert cli.main(["export", build, "-o", str(source)]) == 2
-    assert "the model that the build was made from" in capsys.readouterr().err
+    assert "it is the build's model" in capsys.readouterr().err
 
 
 # external data
