@@ -85,6 +85,30 @@ def _cpu() -> str:
     return table("model | Tapestry, ms: | onnxruntime, ms: | ratio: | relative difference:", lines)
 
 
+def _corpus(part: str) -> list[Row]:
+    """Rows of a part of the corpus, on one thread, that ran; those that did not fail the page."""
+    found = [r for r in rows("cpu_corpus") if r["part"] == part and r["threads"] == 1]
+    assert all("ratio" in r for r in found)
+    return sorted(found, key=lambda r: r["ratio"])
+
+
+def _spread(part: str) -> str:
+    ratios = [r["ratio"] for r in _corpus(part)]
+    return f"{geomean(ratios):.2f} on {len(ratios)} models ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+MAKERS["corpus.opened"], MAKERS["corpus.unopened"] = lambda: _spread("opened"), lambda: _spread("unopened")
+
+
+@makes("corpus.table")
+def _corpus_table() -> str:
+    lines: list[list[object]] = [
+        [r["model"], r["part"], f"{r['cpu_ms']:.1f}", f"{r['ort_cpu_ms']:.1f}", f"{r['ratio']:.2f}", f"{r['rel_err']:.0e}"]
+        for r in (*_corpus("opened"), *_corpus("unopened"))
+    ]
+    return table("model|part|Tapestry, ms:|onnxruntime, ms:|ratio:|relative difference:", lines)
+
+
 @makes("cpu.geomean")
 def _cpu_geomean() -> str:
     return f"{geomean([r['ratio'] for r in rows('cpu')]):.2f}"
