@@ -51,11 +51,11 @@ SPEECH: dict[str, tuple[str, dict[str, Any]]] = {
     "sew": ("SEWModel", {"num_hidden_layers": 4}), "data2vec_audio": ("Data2VecAudioModel", {"num_hidden_layers": 4}),
 }  # fmt: skip
 IMAGE: dict[str, tuple[str, dict[str, Any]]] = {
-    "segformer": ("SegformerForSemanticSegmentation", {}), "yolos": ("YolosModel", {"num_hidden_layers": 4}),
+    "segformer": ("SegformerForSemanticSegmentation", {}), "detr_like_vit": ("YolosModel", {"num_hidden_layers": 4}),
     "dinov2": ("Dinov2Model", {"num_hidden_layers": 4}), "beit": ("BeitModel", {"num_hidden_layers": 4}),
     "swinv2": ("Swinv2Model", {}), "mobilevitv2": ("MobileViTV2Model", {}), "cvt": ("CvtModel", {}),
     "poolformer": ("PoolFormerModel", {}), "pvt_v2": ("PvtV2Model", {}),
-    "dpt": ("DPTForDepthEstimation", {"num_hidden_layers": 12}),
+    "depth": ("DPTForDepthEstimation", {"num_hidden_layers": 12}),
 }  # fmt: skip
 NARROW: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
