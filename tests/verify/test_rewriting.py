@@ -20,6 +20,7 @@ from tapestry.rewrites.core.rule import RULES, parse_move
 from tapestry.rewrites.core.rule_check import documented
 from tapestry.saved_build import replay_rewrites
 from tapestry.verify.rewriting import proofs, rewrite_log
+from tapestry.verify.rewriting.regions import MOST_KEPT
 from tests.support.command_line import attention_build, document, run
 from tests.support.rule_cases import opaque_graph
 from tests.support.small_models import case, save
@@ -56,6 +57,27 @@ def test_evidence_says_what_it_is() -> None:
     assert shown(scaled, behind) == {"normal form in real arithmetic and isl and sampled cells": 1}
     tiny = plain.replace("768", "8").replace("3072", "9")
     assert shown(tiny, tiny.replace("x * w", "w / (1.0 / x)")) == {"isl and exact arithmetic on instances": 1}
+
+
+@pytest.mark.parametrize("length", [5, 40])
+def test_what_is_the_same_far_back_is_not_refused(length: int) -> None:
+    """A result reads the end of another chain of the same operations: alike where all are looked at, else nobody knows."""
+
+    def text(reads: str, step: str = "1.0") -> str:
+        lines = ["graph g", "input x: f32[3]"]
+        for chain in "ab":
+            for k in range(length):
+                before, number = f"{chain}{k - 1}" if k else "x", "1.0" if chain == "a" else step
+                lines.append(f"{chain}{k}: f32[3] = op [i: 3]\n  reads {before}[i]\n  body {before} + {number}")
+        end = length - 1
+        lines.append(f"y: f32[3] = op [i: 3]\n  reads {reads}{end}[i]\n  body {reads}{end} * 2.0")
+        return "\n".join([*lines, f"output y, a{end}, b{end}"])
+
+    (kind,) = shown(text("a"), text("b"))
+    assert (kind == proofs.UNPROVED) == (length > MOST_KEPT // 2)
+    if length <= MOST_KEPT // 2:
+        with pytest.raises(LawError, match="same_values"):
+            shown(text("a", "2.0"), text("b", "2.0"))
 
 
 def test_large_products_are_compared_at_their_own_size() -> None:

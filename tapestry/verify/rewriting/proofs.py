@@ -127,7 +127,7 @@ def prove_steps(steps: Iterable[Rewrite]) -> Counter[str]:
 def _result(change: Change, t: str, cuts: Collection[str]) -> Evidence:
     a, b, exact = change.gone[t], change.come[t], change.step.exact
     if not (isinstance(a, Opaque) and isinstance(b, Opaque)):
-        return prove(*change.cones(t, t, cuts), exact)
+        return _of_cones(change.cones(t, t, cuts), exact)
     same = (a.kind, a.node, a.opsets, a.outs.index(t), len(a.ins)) == (b.kind, b.node, b.opsets, b.outs.index(t), len(b.ins))
     if not same:
         return Evidence((UNPROVED,), ("an opaque operation became another one",))
@@ -136,8 +136,14 @@ def _result(change: Change, t: str, cuts: Collection[str]) -> Evidence:
         if bool(x) != bool(y):
             raise LawError("same_values", f"an input of the opaque '{t}' is missing")
         if x != y or (x in change.gone and x not in cuts):
-            kinds |= dict.fromkeys(prove(*change.cones(x, y, cuts), exact).kinds)
+            kinds |= dict.fromkeys(_of_cones(change.cones(x, y, cuts), exact).kinds)
     return Evidence((UNPROVED,) if UNPROVED in kinds else tuple(kinds))
+
+
+def _of_cones(cones: tuple[Graph, Graph] | None, exact: bool) -> Evidence:
+    if cones is None:
+        return Evidence((UNPROVED,), ("what they read is the same too many operations back, if it is",))
+    return prove(*cones, exact)
 
 
 def _where(change: Change, t: str) -> str:

@@ -51,10 +51,11 @@ class Change:
         read = {*step.before.outputs, *step.after.outputs} | {t for op in kept.values() for t in op.inputs}
         return cls(step, gone, come, kept, frozenset(t for t in gone if t in read))
 
-    def cones(self, old: str, new: str, cuts: Collection[str]) -> tuple[Graph, Graph]:
+    def cones(self, old: str, new: str, cuts: Collection[str]) -> tuple[Graph, Graph] | None:
         """What two tensors are made by, before and after, back to tensors that are cut or of operations that were kept.
 
         Where the two read different tensors, those are followed further back until they are the same, if they ever are.
+        ``None``: they might be, further back than `MOST_KEPT` operations.
         """
         kept, cuts = dict[str, Op](), {*cuts}
         first = found = self._pair(old, new, kept, cuts)
@@ -66,12 +67,12 @@ class Change:
                 return found
             apart = [t for t in one ^ other if t in place] or [t for t in one | other if t in place]
             if not apart:
-                break
+                return first
             t = max(apart, key=lambda t: place[t])
             cuts.discard(t)
             kept |= dict.fromkeys(self.kept[t].outs, self.kept[t]) if t in self.kept else {}
             found = self._pair(old, new, kept, cuts)
-        return first
+        return None
 
     def _pair(self, old: str, new: str, kept: dict[str, Op], cuts: Collection[str]) -> tuple[Graph, Graph]:
         return (
