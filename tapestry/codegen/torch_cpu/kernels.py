@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,17 @@ from tapestry.codegen.torch_cpu.c.blocks_c import as_loops
 from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
 from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped, mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
-from tapestry.ir.expr import arg_positions
+from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Opaque
-from tapestry.ir.kernel import Kernel, shape
+from tapestry.ir.kernel import Kernel, shape, size
 from tapestry.ir.monoid import parts_of
-from tapestry.ir.recognise.contraction import only_sums, part
+from tapestry.ir.recognise.contraction import only_sums, part, sides
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.state import layered
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.onnx_eval import opaque_node
+
+WRITING = 4  # points of a reduction that loops take as long for as torch for a cell that it writes out
 
 
 def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
@@ -49,10 +52,26 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
 def _is_dear(op: Block, graph: Graph, kernel: Kernel) -> bool:
     """Whether torch has no operator for an operation: it would write out the points of a reduction, or gather cell by cell."""
     if op.monoid is None:
-        terms = (a for k in arg_positions(op.body) for e in op.reads[k].index for a, _ in e.terms)
-        return any(not isinstance(a, str) for a in terms)
+        return _gathers(op, op.body)
     plain = len(op.body) == 1 and not op.inner and not layered(op) and len(parts_of(op.monoid)) == 1
-    return plain and kernel.mode == "full" and _special(op, graph, kernel, Frame(op.space, kernel.block)) is None
+    frame = Frame(op.space, kernel.block)
+    if not plain or kernel.mode != "full" or _read_off(op, graph, kernel, frame):
+        return False
+    found = sides(op)
+    if found is None:
+        return gather(op, graph, kernel, frame) is None
+    extents = {d.name: hi - lo for d, (lo, hi) in zip(op.space, kernel.block, strict=True)}
+    written_out = sum(
+        prod(extents[d] for d in dims) for f, dims in zip(found[:2], found[2:], strict=True) if _gathers(op, (f,))
+    )
+    return WRITING * written_out > size(kernel.block)
+
+
+def _gathers(op: Block, exprs: Sequence[Expr]) -> bool:
+    """Whether places are read, or left out, that are no affine function of the point: torch would pick cells one by one."""
+    reads = [op.reads[k] for k in arg_positions(tuple(exprs))]
+    terms = (a for r in reads for e in (*r.index, *(g.aff for g in r.when)) for a, _ in e.terms)
+    return any(not isinstance(a, str) for a in terms)
 
 
 def _of_any_size(run: Run) -> Run:
@@ -140,11 +159,18 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
     if len(parts := parts_of(op.monoid or "")) > 1:  # each in its own way
         runs = [_states(replace(op, monoid=name, body=op.body[a:b], then=()), graph, kernel) for name, a, b in parts]
         return lambda ins: [x for run in runs for x in run(ins)]
-    return _special(op, graph, kernel, frame) or tiled_sums.states(op, graph, kernel)
+    return (
+        _read_off(op, graph, kernel, frame)
+        or tiled_sums.product(op, graph, kernel, frame)
+        or gather(op, graph, kernel, frame)
+        or tiled_sums.states(op, graph, kernel)
+    )
 
 
-def _special(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-    """The states of a reduction that torch has an operator for."""
+def _read_off(
+    op: Block, graph: Graph, kernel: Kernel, frame: Frame
+) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
+    """The states of a reduction that torch has an operator for, on tensors as they are."""
     return (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)
@@ -152,8 +178,6 @@ def _special(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[
         or pooling.max_pool(op, kernel)
         or conv_int8.convolution(op, graph, kernel, frame)
         or integers.product(op, graph, kernel, frame)
-        or tiled_sums.product(op, graph, kernel, frame)
-        or gather(op, graph, kernel, frame)
     )
 
 

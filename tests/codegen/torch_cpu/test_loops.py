@@ -31,6 +31,16 @@ y: f32[1, 5, 61, 33] = op [b: 1, c: 5, h: 61, w: 33 | r: 3 max, s: 2 max]
 y: f32[1, 9, 124, 87] = op [b: 1, c: 9, h: 124, w: 87]
   reads x[b, c, floor((h + 1)/4), floor((w)/3)] else 0.5
   body where(eq(index(((w) mod 3)), 0), x, x * 0.5)""",
+    "products with a factor that would be written out": """input x: f32[1, 49, 96]
+input k: f32[96, 2, 31]
+y: f32[1, 96, 49] = op [b: 1, o: 96, w: 49 | c: 2 sum, s: 31 sum]
+  reads x[b, w + s - 15, 2*floor((o)/2) + c] else 0.0, k[o, c, s]
+  body x * k""",
+    "windows of an image that lies in rows": """input x: f32[1, 782, 19]
+input k: f32[19, 3, 3]
+y: f32[1, 782, 19] = op [b: 1, p: 782, o: 19 | r: 3 sum, s: 3 sum]
+  reads x[b, 34*r + s + p - 35, o] when s + ((p) mod 34) - 1 >= 0 when -s - ((p) mod 34) + 34 >= 0 else 0.0, k[o, r, s]
+  body x * k""",
     "channels of two halves in turns": """input x: f32[1, 58, 28, 27]
 y: f32[1, 58, 28, 27] = op [b: 1, c: 58, h: 28, w: 27]
   reads x[b, 29*((c) mod 2) + floor((c)/2), h, w]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c.print_c import PRELUDE
 
 FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd")
-MOST = 64  # functions that are compiled at once; the operations beyond run as they would without a compiler
+MOST = 64  # functions that are compiled at once
 
 _texts: dict[str, str] = {}
 _known: dict[str, Any] = {}
@@ -25,6 +26,7 @@ def register(body: str) -> str:
     """The name of the function with a body; equal bodies are one function."""
     name = f"map_{hashlib.sha256(body.encode()).hexdigest()[:24]}"
     with _lock:
+        _texts.pop(name, None)  # the last one registered is the last
         _texts[name] = body
     return name
 
@@ -39,20 +41,19 @@ def _written(name: str, body: str) -> str:
 
 
 def function(name: str, compiles: bool = True) -> Any:
-    """A registered function, compiled with all others that wait; ``None`` where that fails, or is not to be done."""
+    """A registered function, compiled with those that were registered last; ``None`` where that fails, or is not to be done."""
     with _lock:
-        if name not in _known and not compiles:
-            return None
-        if name not in _known:
-            waiting = sorted(_texts.keys() - _known.keys())
-            _known.update(dict.fromkeys(waiting))
-            _known.update(_compile({n: _texts[n] for n in waiting[:MOST]}))
-        return _known[name]
+        if name not in _known and compiles:
+            others = itertools.islice((n for n in reversed(_texts) if n not in _known and n != name), MOST - 1)
+            batch = {n: _texts[n] for n in sorted((name, *others))}
+            _known.update(dict.fromkeys(batch))
+            _known.update(_compile(batch))
+        return _known.get(name)
 
 
 def compile_waiting() -> None:
-    """Compile every function that waits."""
-    waiting = next(iter(_texts.keys() - _known.keys()), None)
+    """Compile the functions that were registered last and wait."""
+    waiting = next((n for n in reversed(_texts) if n not in _known), None)
     if waiting is not None:
         function(waiting)
 
