@@ -81,8 +81,8 @@ def _laws(seen: _Seen, region: Region) -> tuple[dict[str, int], list[int]]:
 
 
 def _model(seen: _Seen, region: Region, free: list[int]) -> None:
-    """At the ends of the region the model must give the same graph: lifted and rewritten once more; else, at small sizes, the
-    same values.
+    """At the ends and all corners of the region the model must give the same graph: lifted and rewritten once more; else, where
+    a size is smaller, the same values. Which of two sizes is the larger is seen where one is least and the other most.
 
     Raises:
         Unfit: it does not.
@@ -91,7 +91,7 @@ def _model(seen: _Seen, region: Region, free: list[int]) -> None:
     ends = [
         (tuple(end(region.along(k)) if j == k else n for j, n in enumerate(made_at)), (k,)) for k in free for end in (min, max)
     ]
-    ends += [(corner, tuple(free)) for corner in (_corner(region, min), _corner(region, max))] if len(free) > 1 else []
+    ends += [(corner, tuple(free)) for corner in region.corners()] if len(free) > 1 else []
     for sizes, blame in ends:
         if sizes in seen.shown or sizes == made_at:
             continue
@@ -103,7 +103,7 @@ def _model(seen: _Seen, region: Region, free: list[int]) -> None:
             why = "the model's graph is another one"
         except TapestryError as e:
             why = e.what
-        if any(n > m for n, m in zip(sizes, made_at, strict=True)) or not _same_values(seen, sizes):
+        if all(n >= m for n, m in zip(sizes, made_at, strict=True)) or not _same_values(seen, sizes):
             raise Unfit(sizes, blame, f"{why} at {_text(seen, sizes)}")
         seen.shown[sizes] = "values"
 

@@ -137,3 +137,13 @@ def test_a_product_of_sizes_gets_a_plan_for_each_of_one(tmp_path):
     c.save(tmp_path / "b")
     assert verify_build(tmp_path / "b")[1]["sizes"] > 0
     assert "batch 2" in c.explain() and "one build for" in c.explain()
+
+
+def test_the_smaller_of_two_sizes_is_right_where_the_ranges_meet():
+    """Where one is always the smaller at the ends of each range alone, and at the least and the largest of both."""
+    c, peer = compiled("shorter", 1, (), "n=2..6", "m=5..30"), onnxruntime.InferenceSession(path_of("shorter"))
+    for sizes in ({"n": 6, "m": 5}, {"n": 5, "m": 5}, {"n": 2, "m": 30}, {"n": 6, "m": 30}):
+        x, other = (np.random.default_rng(k).standard_normal((n, 6)).astype(np.float32) for k, n in enumerate(sizes.values()))
+        out = c.run({"x": x, "other": other})
+        for name, want in zip(out, peer.run(list(out), {"x": x, "other": other}), strict=True):
+            np.testing.assert_allclose(out[name], want, rtol=1e-5, atol=1e-6)

@@ -62,7 +62,17 @@ def joined() -> onnx.ModelProto:
     return net(nodes, {"x": (T.FLOAT, ["batch", "sequence", 8])}, {"y": T.FLOAT}, {"flat": i64(-1, 8), "w": f32(8, 8)})
 
 
-MODELS = {f.__name__: f for f in (rows, waves, tokens, joined)}
+def shorter() -> onnx.ModelProto:
+    """A sequence cut to the length of another, so that a size is the smaller one of two."""
+    nodes = [
+        N("Shape", ["other"], ["length"], name="length", start=0, end=1), N("Slice", ["x", "zero", "length"], ["s"], name="cut"),
+        N("Tanh", ["s"], ["y"], name="tanh"), N("Neg", ["other"], ["z"], name="neg"),
+    ]  # fmt: skip
+    ins = {"x": (T.FLOAT, ["n", 6]), "other": (T.FLOAT, ["m", 6])}
+    return net(nodes, ins, {"y": T.FLOAT, "z": T.FLOAT}, {"zero": i64(0)})
+
+
+MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter)}
 PINS = {"waves": ("first:w=2@d0", "second:w=2@d0"), "rows": ("up:i=2@d0", "down:i=2@d0")}
 
 
