@@ -32,7 +32,7 @@ def main() -> int:
     console = Console(highlight=False)
     model = light.write("resnet50", FOLDER)
     with progress.passes([p.name for p in PASSES], quiet=False) as show:
-        built = tapestry.compile(model, devices=DEVICES, progress=show.begin, found=show.found)
+        built = tapestry.compile(model, devices=DEVICES, topology="cpu", progress=show.begin, found=show.found)
         built.save(FOLDER / "plan")
     _, laws, _ = working("verify", lambda step: verify_build(FOLDER / "plan"))
     loaded = tapestry.load(FOLDER / "plan")
