@@ -1,4 +1,4 @@
-"""Architectures of torchvision, timm and transformers, exported as their users would: a corpus that nobody tuned for.
+"""Architectures of torchvision, timm and transformers, exported as their users would.
 
     PYTHON bench/exporters/corpus_exports.py FOLDER [NAME …]
 

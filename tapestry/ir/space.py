@@ -127,12 +127,8 @@ class Factor:
         return None if found is None else found.hull()
 
 
-def independent(op: Block, read: Read, shape: tuple[int, ...]) -> tuple[Factor, ...]:
-    """The access as a product of factors that share no dimension.
-
-    Over a box of the index space the cells read are then the product of what the factors read, and so are the box hulls;
-    they are empty when one of the factors, or the box, is.
-    """
+def apart(read: Read) -> list[tuple[set[str], list[int], list[Guard]]]:
+    """Dimensions, axes and guards of a read that go together: no two groups share a dimension."""
     groups: list[tuple[set[str], list[int], list[Guard]]] = []
     items = [(set(dims_of(e)), [i], list[Guard]()) for i, e in enumerate(read.index)]
     items += [(set(dims_of(g.aff)), list[int](), [g]) for g in read.when]
@@ -141,6 +137,16 @@ def independent(op: Block, read: Read, shape: tuple[int, ...]) -> tuple[Factor, 
             groups.remove(other)
             names, axes, when = names | other[0], other[1] + axes, other[2] + when
         groups.append((names, axes, when))
+    return groups
+
+
+def independent(op: Block, read: Read, shape: tuple[int, ...]) -> tuple[Factor, ...]:
+    """The access as a product of factors that share no dimension.
+
+    Over a box of the index space the cells read are then the product of what the factors read, and so are the box hulls;
+    they are empty when one of the factors, or the box, is.
+    """
+    groups = apart(read)
     out: list[Factor] = []
     for names, axes, when in groups:
         dims = tuple(i for i, d in enumerate(op.space) if d.name in names)

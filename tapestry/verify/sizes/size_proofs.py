@@ -17,6 +17,7 @@ from tapestry.ir.graph import Dim, Guard, Read
 from tapestry.ir.index import Aff, Atom, Mod, bounds, dims_of
 from tapestry.ir.kernel import Box
 from tapestry.ir.sizes.size_formula import Region, Size, Sizes, names_of
+from tapestry.ir.space import apart
 
 OPERATIONS = 20_000_000  # of isl's own, for one fact: some seconds
 
@@ -203,15 +204,7 @@ def _differing(boxes: Sequence[Box]) -> list[int]:
 
 def _groups(read: Read) -> list[tuple[list[int], list[Guard]]]:
     """Axes and guards that share dimensions, together."""
-    groups: list[tuple[set[str], list[int], list[Guard]]] = []
-    items = [(set(dims_of(e)), [k], list[Guard]()) for k, e in enumerate(read.index)]
-    items += [(set(dims_of(g.aff)), list[int](), [g]) for g in read.when]
-    for names, axes, when in items:
-        for other in [g for g in groups if g[0] & names]:
-            groups.remove(other)
-            names, axes, when = names | other[0], other[1] + axes, other[2] + when
-        groups.append((names, axes, when))
-    return [(axes, when) for _, axes, when in groups]
+    return [(axes, when) for _, axes, when in apart(read)]
 
 
 def _factors(e: Aff) -> list[int]:
