@@ -7,10 +7,10 @@ link of some rate between them. It is calibrated first (`tapestry calibrate`), a
 Seven plans compete: the chosen one; one device (another compilation, run by one process); pure batch; pure tensor; the best
 plans for two random other machines; and a random strategy for every operation. On one machine all of them stay loaded, each
 in ranks of its own, and take turns of `BATCHES` batches and one that does not count, in a new order every round, so that what
-else the machine does meets all of them alike; outputs stay on the ranks. Between two hosts a turn is a run of its own. A row says for each plan
-what was predicted and what was measured (median seconds of a batch), for the chosen one how far each step was off, and which
-share of the processors' time the machine's own host took away meanwhile. All of them count: those that lose as well. Writes
-bench/results/clock.json.
+else the machine does meets all of them alike; outputs stay on the ranks. Between two hosts a turn is a run of its own. A row
+says for each plan what was predicted and what was measured (median seconds of a batch), for the chosen one how far each step
+was off, and which share of the processors' time the machine's own host took away meanwhile. All of them count: those that lose
+as well. Writes bench/results/clock.json.
 """
 
 from __future__ import annotations

@@ -48,11 +48,9 @@ def _windows(op: Block) -> bool:
     """Whether cells of a factor are read several times along an axis: two dimensions that overlap there, one of them reduced.
     Those of a transposed convolution, which every so many places reads anew, are not written out."""
     reduced = {d.name for d in op.reduce if d.size > 1}
-    reads = (op.reads[k] for k in sorted(arg_positions(tuple(e for pair in products(op) or () for e in pair))))
-    return any(
-        not any(g.op == "eq" for g in r.when) and any(dims_of(e) & reduced and _overlap(e, op.ranges) for e in r.index)
-        for r in reads
-    )
+    reads = [op.reads[k] for k in sorted(arg_positions(tuple(e for pair in products(op) or () for e in pair)))]
+    sliding = (r for r in reads if not any(g.op == "eq" for g in r.when))
+    return any(dims_of(e) & reduced and _overlap(e, op.ranges) for r in sliding for e in r.index)
 
 
 def _overlap(e: Aff, ranges: Mapping[str, int]) -> bool:
