@@ -169,8 +169,9 @@ def step_error(world: World, folder: Path) -> float:
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
-    """Positions when sorted, from 0."""
-    return np.argsort(np.argsort(values))
+    """Positions when sorted, from 0; of equal ones the mean, as Spearman's correlation has them."""
+    v = np.asarray(values)
+    return ((v[:, None] > v).sum(1) + (v[:, None] >= v).sum(1) - 1) / 2
 
 
 def row(name: str, world_name: str, args: argparse.Namespace) -> Row:
