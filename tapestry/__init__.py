@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tapestry import flags
 from tapestry.errors import TapestryError
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = ["Compiled", "Session", "TapestryError", "__version__", "compile", "connect", "from_pretrained", "load"]
+
+flags.before_numpy()
 
 
 def __getattr__(name: str) -> Any:

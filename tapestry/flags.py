@@ -30,6 +30,14 @@ def check_messages() -> bool:
     return os.environ.get("TAPESTRY_CHECK_MESSAGES", "0") != "0"
 
 
+def before_numpy() -> None:
+    """What numpy's BLAS reads when it is imported, unless the user said otherwise.
+
+    Its idle threads sleep: by default they spin for a tenth of a second after every product, on cores that others want.
+    """
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+
+
 def before_torch() -> None:
     """What torch reads when it is imported, unless the user said otherwise.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tomllib
 from collections import defaultdict
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # what this machine measures is no test's business
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's products here are small, and there is a test on every core
 settings.register_profile("tapestry", deadline=None)  # a first call pays for imports
 settings.load_profile("tapestry")
 
@@ -29,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for k, item in enumerate(of_test):
             if k not in spread:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection made stays to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _set(n: int) -> Iterator[None]:

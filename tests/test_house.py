@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -26,15 +27,54 @@ MAX_FILE, MAX_FUNCTION, MAX_ROOM = 499, 49, 15
 FORBIDDEN_NAMES = ("utils.py", "util.py", "helper.py", "helpers.py", "common.py", "misc.py", "manager.py")
 
 
+FUNCTION, IMPORT = (ast.FunctionDef, ast.AsyncFunctionDef), (ast.Import, ast.ImportFrom)
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the rules ask of a source; its syntax tree is not kept.
+
+    Attributes:
+        functions: names and numbers of lines.
+        imports: at its top and inside of functions; ``for_types``: those of them under ``if TYPE_CHECKING``.
+        environment: what it reads and sets the environment with, written ``a.b``.
+    """
+
+    functions: tuple[tuple[str, int], ...]
+    imports: tuple[ast.Import | ast.ImportFrom, ...]
+    for_types: frozenset[ast.AST]
+    environment: frozenset[str]
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """What a node consists of but for expressions, which are most of a tree."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, field, ())
+        for n in inner if isinstance(inner, list) else ():
+            yield n
+            yield from statements(n)
+
+
 @cache
-def tree_of(text: str) -> ast.Module:
-    """The syntax tree of a source, which several checks walk."""
-    return ast.parse(text)
+def source(text: str) -> Source:
+    """What a source says, which several checks ask."""
+    tree = ast.parse(text)
+    nodes = list(statements(tree))
+    checks = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    imports = tuple(n for n in nodes if isinstance(n, IMPORT))
+    dotted = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)} if "env" in text else set[str]()
+    return Source(
+        functions=tuple((f.name, (f.end_lineno or f.lineno) - f.lineno + 1) for f in nodes if isinstance(f, FUNCTION)),
+        imports=imports,
+        for_types=frozenset(x for n in checks for x in statements(n) if isinstance(x, IMPORT)),
+        environment=frozenset(ENVIRONMENT & (dotted | {m for n in imports for m in imported(n)})),
+    )
 
 
-def parsed(file: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return tree_of(file.read_text())
+def read(file: Path) -> Source:
+    """What a file says."""
+    return source(file.read_text())
 
 
 def tool(*command: str) -> None:
@@ -69,9 +109,7 @@ def long_functions(files: Iterable[Path], most: int = MAX_FUNCTION) -> dict[str,
     """Functions of more lines than that, by file and name."""
     found: dict[str, int] = {}
     for p in files:
-        for f in ast.walk(parsed(p)):
-            if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
-                found[f"{p}:{f.name}"] = (f.end_lineno or f.lineno) - f.lineno + 1
+        found |= {f"{p}:{name}": n for name, n in read(p).functions}
     return {name: n for name, n in found.items() if n > most}
 
 
@@ -119,10 +157,8 @@ def import_graph(files: Iterable[Path], root: Path) -> dict[str, set[str]]:
     modules = {module_name(p, root): p for p in files}
     graph: dict[str, set[str]] = {}
     for name, p in modules.items():
-        tree = parsed(p)
-        checks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-        typing = {id(x) for n in checks for x in ast.walk(n)}
-        named = {x for n in ast.walk(tree) if id(n) not in typing for x in targets(n, modules)}
+        said = read(p)
+        named = {x for n in said.imports if n not in said.for_types for x in targets(n, modules)}
         graph[name] = named - {name}
     return graph
 
@@ -181,7 +217,7 @@ def test_an_import_for_types_is_no_circle(tmp_path):
 
 def imports_of(file: Path) -> set[str]:
     """Every module that a file names in an import."""
-    return {m for n in ast.walk(parsed(file)) for m in imported(n)}
+    return {m for n in read(file).imports for m in imported(n)}
 
 
 def test_no_test_imports_a_test():
@@ -194,20 +230,13 @@ def test_only_space_imports_islpy():
     assert found == ["tapestry/ir/space.py"]
 
 
-def reads_environment(tree: ast.AST) -> bool:
-    """Whether code touches ``os.environ`` or ``os.getenv``, however they were imported."""
-    names = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
-    spelled = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    return bool(names & (spelled | {m for n in ast.walk(tree) for m in imported(n)}))
-
-
 @pytest.mark.parametrize("text", ["import os\nos.environ['A']", "from os import getenv", "import os\nx = os.getenv('A')"])
 def test_reading_the_environment_is_seen(text):
-    assert reads_environment(ast.parse(text))
+    assert source(text).environment
 
 
 def test_only_flags_reads_the_environment():
-    found = [str(p.relative_to(ROOT)) for p in PACKAGE if reads_environment(parsed(p))]
+    found = [str(p.relative_to(ROOT)) for p in PACKAGE if read(p).environment]
     assert found == ["tapestry/flags.py"]
 
 
@@ -226,8 +255,7 @@ def test_file_names_have_one_meaning():
 def test_levels_name_tests_that_exist():
     files = {p.stem: p for p in OURS if p.name.startswith("test_")}
     for file, tests in tomllib.loads((ROOT / "tests" / "levels.toml").read_text()).items():
-        defined = {n.name for n in ast.walk(parsed(files[file])) if isinstance(n, ast.FunctionDef)}
-        assert set(tests) <= defined, file
+        assert set(tests) <= {name for name, _ in read(files[file]).functions}, file
 
 
 def test_every_pin_meets_what_the_package_asks_for():

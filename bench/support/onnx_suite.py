@@ -23,6 +23,7 @@ from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.onnx_eval.ort_session import ort_session
 
 if TYPE_CHECKING:
     from tapestry.api import Compiled
@@ -48,11 +49,7 @@ class OnnxRuntime(Backend):
     @classmethod
     def prepare(cls, model: ModelProto, device: str = "CPU", **kwargs: Any) -> BackendRep:
         """A session."""
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = ort_session(model.SerializeToString())
         return _Rep(model, lambda feeds: session.run(None, feeds))
 
     @classmethod

@@ -20,6 +20,7 @@ import numpy as np
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST, STORED, numpy_dtype
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.onnx_eval.reference_fixes import corrected
 
 Array = np.ndarray[Any, Any]
@@ -265,11 +266,6 @@ def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -
 
 @lru_cache(maxsize=512)
 def _onnxruntime(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
-    import onnxruntime as ort
-
-    model = _model(node, opsets, types)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = ort_session(_model(node, opsets, types).SerializeToString())
     names = {i.name for i in session.get_inputs()}
     return lambda given: session.run(None, {n: a for n, a in given.items() if n in names})

@@ -16,6 +16,7 @@ from tapestry.errors import ModelError
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.onnx_eval.ort_session import ort_session
 
 Array = np.ndarray[Any, Any]
 SPREAD_FACTOR = 4.0  # a result may be this many times as far from one reference as two references are from each other
@@ -62,13 +63,7 @@ def spread(model: Path | bytes, feeds: Mapping[str, Array], expected: Mapping[st
 
 
 def _onnxruntime(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.disable_quant_qdq", "1")  # else it computes quantised models in integers instead
-    given = str(model) if isinstance(model, Path) else model
-    session = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    session = ort_session(model, entries={"session.disable_quant_qdq": "1"})  # else it computes quantised models in integers
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     results: list[Any] = list(session.run(names, {n: a for n, a in feeds.items() if n in known}))

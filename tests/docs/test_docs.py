@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from tapestry.cli.entry import command_parser
-from tests.docs.console import commands, normal, replay, run, workplace
+from tests.docs.console import commands, normal, replay
 from tests.docs.pages import NOT_RUN, Page, pages
 from tests.docs.update import generated
+from tests.support.command_line import document
 from tests.support.paths import ROOT
+from tests.support.small_models import save
 
 PAGES = pages()
 RUN = [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.slow else []) for p in PAGES if any(b.runs for b in p.blocks)]
@@ -104,16 +104,13 @@ def test_make_targets_exist():
 
 def test_the_json_page_names_every_key_of_compile_and_run(tmp_path: Path):
     page = (ROOT / "docs" / "reference" / "json.md").read_text()
-    workplace(tmp_path / "clone")
-    run([sys.executable, "examples/layer.py", "layer.onnx"], tmp_path / "clone")
     for command, title in (
-        (["compile", "layer.onnx", "-o", "b", "--devices", "2"], "compile"),
-        (["run", "b", "--check"], "run"),
+        (["compile", save("attention"), "-o", tmp_path / "b", "--devices", "2"], "compile"),
+        (["run", tmp_path / "b", "--check"], "run"),
     ):
         section = page.split(f"## {title}\n")[1].split("\n## ")[0]
         named = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (`.*?) \| ", section, re.MULTILINE))))
-        document = run(["bash", "-c", f"tapestry {shlex.join(command)} --json 2> /dev/null"], tmp_path / "clone")
-        assert set(json.loads(document)) <= named, command
+        assert set(document(*command)) <= named, title
 
 
 def test_a_figure_that_is_not_the_measured_one_is_seen():

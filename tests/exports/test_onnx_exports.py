@@ -9,7 +9,6 @@ from functools import cache
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import tapestry
@@ -17,6 +16,7 @@ from tapestry import cli
 from tapestry.exports import fused_onnx, rank_onnx
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower
 from tests.support.programs import rank_files
 from tests.support.small_models import MODELS, N, T, assert_same, f32, i64, mesh_of, net, random_plan, save
@@ -43,7 +43,7 @@ def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     c = compiled(name)
     done = fused_onnx.export(c.build, constants(c), tmp_path / "fused.onnx")
     feeds = c.random_feeds(0)
-    session = ort.InferenceSession(tmp_path / "fused.onnx", providers=["CPUExecutionProvider"])
+    session = ort_session(tmp_path / "fused.onnx")
     assert {i.name for i in session.get_inputs()} <= set(feeds) and done["operations"] == len(c.build.plan.graph.ops)
     names = [o.name for o in session.get_outputs()]
     found = dict(zip(names, session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()}), strict=True))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto as T
 from onnx import helper
@@ -15,6 +14,7 @@ import tapestry
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.lift import lift
+from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import data
 
 F, L = T.FLOAT, T.INT64
@@ -34,7 +34,7 @@ def held(made, feeds, folder, *, cut=None, rtol=1e-5):
     """Compiled for 1 and 2 devices a model gives what onnxruntime gives; ``cut`` is a split forced on two. Its report is returned."""
     path = folder / "m.onnx"
     path.write_bytes(made.SerializeToString())
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = ort_session(path)
     want = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
     shapes = {n: a.shape for n, a in feeds.items() if a.ndim and a.dtype != object}
     for devices in (1, 2):

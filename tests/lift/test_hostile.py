@@ -15,6 +15,7 @@ import pytest
 
 import tapestry
 from tapestry.errors import BuildError, TapestryError, refusing
+from tapestry.lift.normalize import inference
 from tests.support.command_line import document, snapshot
 from tests.support.paths import ROOT
 from tests.support.small_models import save
@@ -127,11 +128,12 @@ def test_more_memory_than_there_is_is_no_fault_of_the_file():
 
 
 def test_a_machine_without_room_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fork() -> int:
+    def none(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     model = save("mlp")
-    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(inference, "INFERRING", inference.Inferring())
+    monkeypatch.setattr(subprocess, "Popen", none)
     with pytest.raises(TapestryError, match="no process could be started") as e:
         tapestry.compile(model)
     assert "Resource temporarily unavailable" in str(e.value)

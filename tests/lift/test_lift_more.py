@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 import tapestry
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Block, Opaque
+from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node
 
 RESIZE = [
@@ -255,7 +255,7 @@ def test_a_transposed_convolution_whose_padding_cannot_be_written_out_is_opaque(
     lifted = lift_model(made, tmp_path)
     assert [op.kind for op in lifted.graph.ops if isinstance(op, Opaque)] == ["ConvTranspose"]
     assert lifted.graph.tensors["y"].shape == (2, 3, 24)
-    (want,) = onnxruntime.InferenceSession(made.SerializeToString()).run(None, {"x": x})
+    (want,) = ort_session(made.SerializeToString()).run(None, {"x": x})
     np.testing.assert_allclose(evaluate(lifted, {"x": x})["y"], want, rtol=1e-5, atol=1e-6)
 
 
@@ -272,7 +272,7 @@ def test_attention_shows_its_scores_over_a_cache_that_it_does_not(tmp_path, mode
     feeds = {"q": q, "k": k, "v": v, "a": data(2, 4, 5, 6, seed=8), "b": data(2, 4, 5, 6, seed=9)}
     made = node("Attention", "q k v _ a b", "y ka va s", qk_matmul_output_mode=mode)
     model = build([made], feeds, ["y", "s"], opset=23)
-    want = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    want = ort_session(model.SerializeToString()).run(None, feeds)
     made.output[1] = made.output[2] = ""  # (which onnxruntime does not have)
     lifted = lift_model(build([made, node("Neg", "s", "z")], feeds, ["y", "s", "z"], opset=23), tmp_path)
     assert lifted.graph.tensors["z"].shape == (2, 4, 3, 7)  # what follows has the right size as well

@@ -1,7 +1,6 @@
 """Sparse tensors of a file: dense ones everywhere else, or refused."""
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto as T
 from onnx import helper, numpy_helper
@@ -9,6 +8,7 @@ from onnx import helper, numpy_helper
 import tapestry
 from tapestry.cli import main
 from tapestry.errors import ModelError
+from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.small_models import N, net
 
 VALUES = np.array([1.5, -2.0, 3.0], np.float32)
@@ -38,7 +38,7 @@ def test_a_sparse_weight_is_a_dense_one(tmp_path, places, constant):
     x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
     compiled = tapestry.compile(path, devices=2)
     np.testing.assert_allclose(compiled.run({"x": x})["y"], x @ DENSE, rtol=1e-6)
-    np.testing.assert_allclose(ort.InferenceSession(str(path)).run(None, {"x": x})[0], x @ DENSE, rtol=1e-6)
+    np.testing.assert_allclose(ort_session(str(path)).run(None, {"x": x})[0], x @ DENSE, rtol=1e-6)
     compiled.save(build)
     assert [main(["verify", str(build)]), main(["run", str(build), "--check"])] == [0, 0]
 

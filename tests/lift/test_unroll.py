@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto as T
 from onnx import helper, numpy_helper
@@ -13,6 +12,7 @@ import tapestry
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.lift.normalize import unroll
+from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import data, evaluate, lift_model
 
 info, make = helper.make_tensor_value_info, helper.make_node
@@ -28,7 +28,7 @@ def model(nodes, ins, outs, inits=None, opset=18):
 def same(made, feeds, folder, *, native=True, devices=3):
     """Lifted, in the interpreter, on one device and on several, a model gives what onnxruntime gives."""
     names = [o.name for o in made.graph.output]
-    want = onnxruntime.InferenceSession(made.SerializeToString()).run(names, feeds)
+    want = ort_session(made.SerializeToString()).run(names, feeds)
     lifted = lift_model(made, folder)
     assert not native or all(isinstance(op, Block) for op in lifted.graph.ops)
     path = folder / "model.onnx"

@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper
 from tapestry import api
 from tapestry.errors import ModelError
 from tapestry.lift.microsoft.contrib import DEFINITIONS
+from tapestry.onnx_eval.ort_session import ort_session
 
 RNG = np.random.default_rng(11)
 
@@ -185,10 +186,9 @@ def feeds_of(op: str, ins) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("op", "ins", "outs", "domain", "opset", "attributes"), CASES)
 def test_an_operator_of_onnxruntime_is_what_it_computes(tmp_path, op, ins, outs, domain, opset, attributes):
-    import onnxruntime as ort
 
     path, feeds = save(tmp_path, op, ins, outs, domain, opset, attributes), feeds_of(op, ins)
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = ort_session(str(path))
     wanted = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
     for mesh in ("1", "2"):
         found = api.compile(path, mesh=mesh, time_limit=5).run(feeds)

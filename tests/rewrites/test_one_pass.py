@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import helper
 
@@ -17,6 +16,7 @@ from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import read_weight
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.rewrites.core.driver import simplify
@@ -137,7 +137,7 @@ def lifted(name: str, folder: Path) -> tuple[Graph, Graph, dict[str, np.ndarray]
         n: read_weight(found.model, w, found.graph.tensors[n], constants=found.constants)
         for n, w in found.graph.weights.items()
     }
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort_session(model.SerializeToString())
     want = {t: np.asarray(a) for t, a in zip(outs.split(), session.run(outs.split(), feeds), strict=True)}
     return found.graph, simplify(found.graph), {**{k: v for k, v in feeds.items() if k in found.graph.inputs}, **data}, want
 

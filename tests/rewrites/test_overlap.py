@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 import tapestry
@@ -20,6 +19,7 @@ from tapestry.ir.kernel import Kernel, cut, whole
 from tapestry.ir.program import Transfer
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh, topology
@@ -161,7 +161,7 @@ def test_one_exchange_where_latency_dominates(tmp_path: Path) -> None:
     assert [(t["kind"], t["count"]) for t in fast.report["transfers"]] == [("halo", 1)]
     assert [m.split("{")[0] for m in fast.report["moves"]] == ["overlap@y"]
     x = data(1, 16, 64, 64, seed=5)
-    want = onnxruntime.InferenceSession(path).run(None, {"x": x})[0]
+    want = ort_session(path).run(None, {"x": x})[0]
     np.testing.assert_allclose(fast.run({"x": x})["y"], want, rtol=1e-4, atol=1e-5)
 
 

@@ -8,13 +8,13 @@ import signal
 from functools import cache
 
 import numpy as np
-import onnxruntime
 import pytest
 
 import tapestry
 from tapestry import saved_build
 from tapestry.cli import main
 from tapestry.errors import RunError, TapestryError
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.serving.generation import Seeded, greedy
 from tests.support.attention.cached_decoder import PLACES, VOCABULARY, decoder, sizes
 from tests.support.small_models import FOLDER
@@ -43,7 +43,7 @@ def whole(tokens: int):
 @cache
 def theirs():
     """onnxruntime's session of the decoder without caches."""
-    return onnxruntime.InferenceSession(str(saved("whole", cached=False)))
+    return ort_session(str(saved("whole", cached=False)))
 
 
 def looped(prompts, count: int, sampler=greedy):

@@ -8,12 +8,12 @@ import random
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto as T
 
 from tapestry.cli import main
 from tapestry.errors import PlanError, TapestryError
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.sharding.auto_shard import auto_shard, candidates, dynamic_program
 from tapestry.sharding.auto_shard.node_graph import NodeGraph, Step, node_graph
@@ -220,7 +220,7 @@ def stages_of(model: onnx.ModelProto) -> list[int]:
 
 
 def outputs(path) -> list:
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = ort_session(str(path))
     feeds = {i.name: np.random.default_rng(0).standard_normal(i.shape).astype(np.float32) for i in session.get_inputs()}
     return session.run(None, feeds)
 

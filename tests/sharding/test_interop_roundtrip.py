@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto as T
 from onnx import helper
@@ -14,6 +13,7 @@ import tapestry
 from tapestry import cli
 from tapestry.errors import PlanError, TapestryError
 from tapestry.interop import onnx_annotations, sharding_specs
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.sharding.check_sharding import check_file
 from tapestry.sharding.export_sharding import export
 from tests.support.faults.sharding_faults import N, put
@@ -49,7 +49,7 @@ def test_round_trip(name, mesh, fast, tmp_path):
     done = export(before.build, target)
     assert 11 <= done["ir_version"] <= 13 and done["specs"] > 0
     onnx.checker.check_model(str(target))
-    ort.InferenceSession(str(target), providers=["CPUExecutionProvider"])
+    ort_session(str(target))
     assert [str(f) for f in check_file(target) if f.level == "error"] == []
     after = tapestry.compile(target)  # no mesh, no topology: the file says where everything is
     assert after.build.plan.mesh == before.build.plan.mesh
@@ -112,10 +112,10 @@ def test_external_data_beside_and_above(tmp_path):
     build = _with_data(tmp_path / "inner")
     rng = np.random.default_rng(0)
     x = rng.standard_normal((7, 5)).astype(np.float32)
-    expected = ort.InferenceSession(str(tmp_path / "inner" / "m.onnx")).run(None, {"x": x})[0]
+    expected = ort_session(str(tmp_path / "inner" / "m.onnx")).run(None, {"x": x})[0]
     for target in (tmp_path / "inner" / "s.onnx", tmp_path / "s.onnx"):
         export(build.build, target)
-        assert np.array_equal(ort.InferenceSession(str(target)).run(None, {"x": x})[0], expected)
+        assert np.array_equal(ort_session(str(target)).run(None, {"x": x})[0], expected)
         assert np.allclose(tapestry.compile(target).run({"x": x})["y"], expected, atol=1e-6)
 
 

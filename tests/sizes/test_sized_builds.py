@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 
 import tapestry
@@ -15,6 +14,7 @@ from tapestry import api, pipeline
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.torch_cpu import native
 from tapestry.errors import TapestryError
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.pass_runner import Runner
 from tapestry.saved_build import verify_build
 from tapestry.sizes.sized_plans import PlanAtSizes
@@ -62,7 +62,7 @@ def made_for(c: tapestry.Compiled, sizes: dict[str, int]) -> api.Session:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_any_size_is_right(case):
     c = compiled(*case[:3], *case[3])
-    peer = onnxruntime.InferenceSession(path_of(case[0]))
+    peer = ort_session(path_of(case[0]))
     for k, sizes in enumerate(some_sizes(sized(c), 6, 3)):
         feeds = c.at(sizes).random_feeds(k)
         out = c.run(feeds)
@@ -132,7 +132,7 @@ def test_a_product_of_sizes_gets_a_plan_for_each_of_one(tmp_path):
     assert [r.region.low[0] for r in sized(c).regions] == [r.region.high[0] for r in sized(c).regions]
     assert len(sized(c).regions) == 3
     x = np.random.default_rng(0).standard_normal((3, 29, 8)).astype(np.float32)
-    want = onnxruntime.InferenceSession(path_of("joined")).run(["y"], {"x": x})[0]
+    want = ort_session(path_of("joined")).run(["y"], {"x": x})[0]
     np.testing.assert_allclose(c.run({"x": x})["y"], want, rtol=1e-4, atol=1e-5)
     c.save(tmp_path / "b")
     assert verify_build(tmp_path / "b")[1]["sizes"] > 0
@@ -141,7 +141,7 @@ def test_a_product_of_sizes_gets_a_plan_for_each_of_one(tmp_path):
 
 def test_the_smaller_of_two_sizes_is_right_where_the_ranges_meet():
     """Where one is always the smaller at the ends of each range alone, and at the least and the largest of both."""
-    c, peer = compiled("shorter", 1, (), "n=2..6", "m=5..30"), onnxruntime.InferenceSession(path_of("shorter"))
+    c, peer = compiled("shorter", 1, (), "n=2..6", "m=5..30"), ort_session(path_of("shorter"))
     for sizes in ({"n": 6, "m": 5}, {"n": 5, "m": 5}, {"n": 2, "m": 30}, {"n": 6, "m": 30}):
         x, other = (np.random.default_rng(k).standard_normal((n, 6)).astype(np.float32) for k, n in enumerate(sizes.values()))
         out = c.run({"x": x, "other": other})

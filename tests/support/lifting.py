@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -15,6 +14,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import Lifted, lift, read_weight
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.verify.interp import run
 from tests.support import paths
 
@@ -71,7 +71,7 @@ def agree(nodes, feeds, outputs, consts=None, *, opset=18, folder, rtol=1e-4, na
     """Lifted and run by the interpreter, a model gives what onnxruntime gives."""
     model = build(nodes if isinstance(nodes, list) else [nodes], feeds, outputs, consts, opset=opset)
     lifted = lift_model(model, folder)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort_session(model.SerializeToString())
     want = session.run(list(outputs), feeds)
     got = evaluate(lifted, feeds)
     for name, array in zip(outputs, want, strict=True):

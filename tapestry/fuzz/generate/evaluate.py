@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, cast
 
 import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from tapestry.onnx_eval.ort_session import ort_session
 
 Array = np.ndarray[Any, Any]
 KNOWN = 18  # the first opset whose nodes the reference evaluator has been compared with
@@ -62,17 +62,6 @@ def model_of(
     outs = [helper.make_tensor_value_info(n, t, [None] * known[n] if n in known else None) for n, t in outputs.items()]
     graph = helper.make_graph(list(nodes), "fuzz", ins, outs, list(weights))
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
-
-
-@cache
-def _options() -> Any:
-    ort: Any = importlib.import_module("onnxruntime")  # (it has no types)
-    ort.set_default_logger_severity(4)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return options
 
 
 def reads(node: NodeProto) -> list[str]:
@@ -159,9 +148,8 @@ def _trust_reference(node: NodeProto, used: Mapping[str, Array]) -> None:
 
 
 def _onnxruntime(model: ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    ort: Any = importlib.import_module("onnxruntime")
     model = onnx.shape_inference.infer_shapes(model, strict_mode=True)
-    session = ort.InferenceSession(model.SerializeToString(), _options(), providers=["CPUExecutionProvider"])
+    session = ort_session(model.SerializeToString(), optimized=False, threads=1)
     names = [o.name for o in session.get_outputs()]
     return dict(zip(names, map(np.asarray, session.run(names, dict(inputs))), strict=True))
 

@@ -1,22 +1,27 @@
 """onnx's shape inference, in a process of its own.
 
 Sizes that it finds negative (a window larger than what it slides over, pads that take away more than there is) reach assertions
-of its C++ code, which end the process that runs them: a Slice of such a value does. So a child runs it, and answers by a pipe.
+of its C++ code, which end the process that runs them: a Slice of such a value does. So another process runs it; if it dies, the
+next model gets a new one.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
-import resource
-import signal
-import warnings
-from typing import Any, NoReturn
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
 
 import onnx
-from onnx import ModelProto, shape_inference
+from onnx import ModelProto, onnx_cpp2py_export
 
 from tapestry.errors import ModelError, TapestryError
 from tapestry.lift.file.protos import node_name
+from tapestry.lift.normalize import inference_process
+from tapestry.lift.normalize.inference_process import HEAD, LENGTH
 
 HIDDEN = "tapestry.hidden"
 
@@ -46,7 +51,7 @@ def infer_shapes(model: ModelProto, **options: bool) -> ModelProto:
     without = _apart(trial, {})[1]
     if without[:1] == b"m":
         _with_sizes(without, model)
-    why = f"it ended with signal {os.WTERMSIG(status)}"
+    why = f"it ended with signal {-status}" if status < 0 else f"its process ended with status {status}"
     raise ModelError("onnx's shape inference does not survive this model", where="shape inference", why=why)
 
 
@@ -67,43 +72,82 @@ def _with_sizes(answer: bytes, model: ModelProto) -> ModelProto:
     return done
 
 
-def _apart(model: ModelProto, options: dict[str, Any]) -> tuple[int, bytes]:
-    """The child's exit status and answer: nothing where it died."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the child runs nothing that other threads hold locks of
-        try:
-            child = os.fork()
+def _apart(model: ModelProto, options: Mapping[str, bool]) -> tuple[int, bytes]:
+    """The inference process's exit status, 0 while it lives, and its answer: nothing where it died."""
+    try:
+        request = model.SerializeToString()
+    except Exception as e:  # more than protobuf writes, or text that is none
+        return 0, b"e" + str(e).encode(errors="replace")
+    head = HEAD.pack(len(request), *(options.get(name, False) for name in ("check_type", "strict_mode", "data_prop")))
+    return INFERRING.ask(head, request)
+
+
+class Inferring:
+    """The process that infers shapes for this one: started when it is first wanted, and again after it died."""
+
+    def __init__(self) -> None:
+        self.running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self.lock = threading.Lock()
+
+    def ask(self, *request: bytes) -> tuple[int, bytes]:
+        """See `_apart`."""
+        with self.lock:
+            if self.running is None or self.running[0].poll() is not None:
+                self.end()
+                self.running = _started()
+            process, end = self.running
+            try:
+                for part in request:
+                    end.sendall(part)
+                length = _received(end, LENGTH.size)
+                answer = _received(end, *LENGTH.unpack(length)) if len(length) == LENGTH.size else b""
+            except ConnectionError:
+                answer = b""
+            except BaseException:  # an interrupt: an answer would come to nobody, or to the next one who asks
+                process.kill()
+                self.end()
+                raise
+            return (0, answer) if answer else (self.end(), b"")
+
+    def end(self) -> int:
+        """Let the process end; its exit status."""
+        if self.running is None:
+            return 0
+        (process, end), self.running = self.running, None
+        end.close()
+        return process.wait()
+
+    def forget(self) -> None:
+        """In a fork of this process: the inference process is its parent's."""
+        if self.running is not None:
+            process, end = self.running
+            process.returncode = 0  # there is nothing to wait for
+            end.close()
+        self.__init__()
+
+
+def _received(end: socket.socket, size: int) -> bytes:
+    """That many bytes, or as many as came before the other end was closed."""
+    out = bytearray()
+    while len(out) < size and (part := end.recv(min(size - len(out), 1 << 20))):
+        out += part
+    return bytes(out)
+
+
+def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    here, there = socket.socketpair()
+    command = [sys.executable, "-I", "-S", inference_process.__file__, onnx_cpp2py_export.__file__]
+    with there:
+        try:  # a session of its own: what a terminal interrupts is the user's command
+            process = subprocess.Popen(command, stdin=there, stdout=there, stderr=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
         except OSError as e:
-            os.close(reading)
-            os.close(writing)
+            here.close()
             raise TapestryError(
                 "no process could be started", where="shape inference", why=str(e), hint="end other processes; try again"
             ) from None
-    if child == 0:
-        os.close(reading)
-        _answer(model, options, writing)
-    os.close(writing)
-    try:
-        with os.fdopen(reading, "rb") as f:
-            answer = f.read()
-    finally:
-        _, status = os.waitpid(child, 0)
-    return status, answer
+    return process, here
 
 
-def _answer(model: ModelProto, options: dict[str, Any], writing: int) -> NoReturn:
-    """The child: writes what it found and ends, without a word or a core file if it is brought down."""
-    try:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE):
-            signal.signal(number, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            answer = b"m" + shape_inference.infer_shapes(model, **options).SerializeToString()
-        except Exception as e:
-            answer = b"e" + str(e).encode(errors="replace")
-        with os.fdopen(writing, "wb") as f:
-            f.write(answer)
-    finally:
-        os._exit(0)
+INFERRING = Inferring()
+atexit.register(INFERRING.end)
+os.register_at_fork(after_in_child=INFERRING.forget)

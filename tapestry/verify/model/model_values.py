@@ -18,6 +18,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST
 from tapestry.onnx_eval import opaque_node
+from tapestry.onnx_eval.ort_session import ort_session
 
 Array = np.ndarray[Any, Any]
 TYPED = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type", "output_datatype"})  # attributes
@@ -213,14 +214,10 @@ def outer_names(node: NodeProto) -> list[str]:
 
 def _onnxruntime(model: ModelFile, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """Values by onnxruntime, no node fused or moved; a model whose outputs it is not to keep is left as it was."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    for key, value in {"session.disable_quant_qdq": "1", "session.disable_prepacking": "1"}.items():
-        options.add_session_config_entry(key, value)
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.folder))
+    entries = {
+        "session.disable_quant_qdq": "1", "session.disable_prepacking": "1",
+        "session.model_external_initializers_file_folder_path": str(model.folder),
+    }  # fmt: skip
     graph, before = model.proto.graph, list(model.proto.graph.output)
     del graph.output[:]
     graph.output.extend(helper.make_value_info(n, TypeProto()) for n in names)
@@ -229,7 +226,7 @@ def _onnxruntime(model: ModelFile, feeds: Mapping[str, Any], names: list[str]) -
     finally:
         del graph.output[:]
         graph.output.extend(before)
-    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    session = ort_session(data, optimized=False, entries=entries)
     known = {i.name for i in session.get_inputs()}
     every = {**model.given, **feeds}
     return dict(zip(names, session.run(names, {n: a for n, a in every.items() if n in known}), strict=True))

@@ -6,13 +6,13 @@ import itertools
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 import tapestry
 from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.lift import lift
+from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node
 
 RNG = np.random.default_rng(3)
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(3)
 def held(made, feeds, folder, *, dims=None, devices=(1, 3), rtol=1e-5):
     """On one device and on several, a model gives what onnxruntime gives; ``dims`` are those of its opaque operation."""
     names = [o.name for o in made.graph.output]
-    want = onnxruntime.InferenceSession(made.SerializeToString()).run(names, feeds)
+    want = ort_session(made.SerializeToString()).run(names, feeds)
     lifted = lift_model(made, folder)
     if dims is not None:
         assert [[d.name for d in op.dims] for op in lifted.graph.ops if isinstance(op, Opaque)] == [dims]
@@ -176,9 +176,8 @@ def test_bias_of_32_bits_and_a_net_of_quantised_layers(tmp_path):
     made = build(nodes, feeds, ["y"], consts, opset=13)
     lifted = lift_model(made, tmp_path)
     assert all(isinstance(op, Block) for op in lifted.graph.ops)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # else it computes in integers
-    (want,) = onnxruntime.InferenceSession(made.SerializeToString(), options).run(["y"], feeds)
+    session = ort_session(made.SerializeToString(), optimized=False)  # else it computes in integers
+    (want,) = session.run(["y"], feeds)
     for n in (1, 3, 4):
         found = tapestry.compile(tmp_path / "model.onnx", devices=n).run(feeds)["y"]
         assert (np.abs(found - want) > 1e-6).mean() < 0.02 and np.abs(found - want).max() < 0.051  # one step, at a tie
@@ -272,7 +271,7 @@ def test_an_opaque_resize_that_names_axes_is_cut_along_the_others(tmp_path, name
         consts["roi"] = np.array([0.2, -0.1, 0.9, 1.2], np.float32)
     one = node("Resize", f"x {'roi' if 'roi' in consts else '_'} _ sizes", axes=named, **more)
     made = build([one], {"x": x}, ["y"], consts)
-    want = onnxruntime.InferenceSession(made.SerializeToString()).run(None, {"x": x})[0]
+    want = ort_session(made.SerializeToString()).run(None, {"x": x})[0]
     onnx.save(made, tmp_path / "m.onnx")
     assert [d.name for d in lift(tmp_path / "m.onnx", {}).graph.ops[0].dims] == dims
     for pins in [(), *((f"y:{d}=2@d0",) for d in dims)]:

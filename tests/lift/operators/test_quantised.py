@@ -11,7 +11,6 @@ import sys
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto as T
@@ -21,6 +20,7 @@ import tapestry
 from tapestry.codegen.torch_cpu.torch_ops import integers
 from tapestry.codegen.torch_cpu.torch_ops.integers import one_product
 from tapestry.ir.graph import Block
+from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import build, data, evaluate, lift_model, node
 
 RNG = np.random.default_rng(5)
@@ -107,7 +107,7 @@ def test_integer_convolutions(tmp_path, groups, zero):
     model = build([node("ConvInteger", "x w z", pads=[1, 1, 1, 1], group=groups)], feeds, ["y"], consts)
     lifted = lift_model(model, tmp_path)
     assert isinstance(lifted.graph.ops[0], Block) == (zero is not None)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort_session(model.SerializeToString())
     (want,) = session.run(["y"], feeds)
     assert np.array_equal(evaluate(lifted, feeds)["y"], want)
     assert np.array_equal(tapestry.compile(tmp_path / "model.onnx", devices=2).run(feeds)["y"], want)
@@ -193,7 +193,7 @@ def test_dynamic_quantisation(tmp_path, what):
     model = build([node("DynamicQuantizeLinear", "x", "y s z")], {"x": x}, ["y", "s", "z"])
     lifted = lift_model(model, tmp_path)
     assert all(isinstance(op, Block) for op in lifted.graph.ops)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort_session(model.SerializeToString())
     want = dict(zip("ysz", session.run(list("ysz"), {"x": x}), strict=True))
     for got in (evaluate(lifted, {"x": x}), tapestry.compile(tmp_path / "model.onnx", devices=2).run({"x": x})):
         for name, array in want.items():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto as T
@@ -23,6 +22,7 @@ from tapestry.ir.program import Reduce
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.weight_data import read_weight
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.rewrites.core.driver import simplify
@@ -83,7 +83,7 @@ def mamba(batch, length, model, inner, states, rank, seed=0):
 
 def reference(made, feeds):
     names = [o.name for o in made.graph.output]
-    return dict(zip(names, onnxruntime.InferenceSession(made.SerializeToString()).run(names, feeds), strict=True))
+    return dict(zip(names, ort_session(made.SerializeToString()).run(names, feeds), strict=True))
 
 
 def close(found, want, limit=1e-5):

@@ -6,13 +6,13 @@ import itertools
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 import tapestry
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.lift.recurrences import rnn
+from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -114,7 +114,7 @@ def test_batch_first_with_activations_that_have_parameters(tmp_path, kind, way):
     feeds, count = given(kind, ways), {"LSTM": 3, "GRU": 2, "RNN": 1}[kind] * ways
     acts = {"activations": ["Affine"] * count, "activation_alpha": [0.25] * count, "activation_beta": [0.5] * count}
     later = cell(kind, feeds, direction=way, **acts)
-    session = onnxruntime.InferenceSession(build([later], feeds, list(later.output), opset=14).SerializeToString())
+    session = ort_session(build([later], feeds, list(later.output), opset=14).SerializeToString())
     want = [np.moveaxis(a, -2, 0) for a in session.run(None, feeds)]
     first = feeds | {k: np.swapaxes(feeds[k], 0, 1) for k in ("x", "h", "c") if k in feeds}
     made = cell(kind, first, direction=way, layout=1, **acts)

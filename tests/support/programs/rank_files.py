@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import helper, shape_inference
+
+from tapestry.onnx_eval.ort_session import ort_session
 
 NODE = "DistCollective"
 MERGES = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
@@ -48,7 +49,7 @@ class Rank:
         outs = [self.types[o] for n in nodes for o in n.output if o in later]
         graph = helper.make_graph(nodes, "piece", infos, outs, [inits[i] for i in read if i in inits])
         piece = helper.make_model(graph, opset_imports=list(self.model.opset_import), ir_version=self.model.ir_version)
-        session = ort.InferenceSession(piece.SerializeToString(), providers=["CPUExecutionProvider"])
+        session = ort_session(piece.SerializeToString())
         done = session.run(None, {i: self.values[i] for i in given})
         self.values |= dict(zip([o.name for o in session.get_outputs()], done, strict=True))
 
