@@ -9,12 +9,15 @@ from tapestry.errors import TapestryError
 
 if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load
+    from tapestry.interop.tensor_dictionary import TensorDictionary
     from tapestry.serving.local_socket import Connection as connect
     from tapestry.serving.sessions import Session
 
     __version__: str
 
-__all__ = ["Compiled", "Session", "TapestryError", "__version__", "compile", "connect", "from_pretrained", "load"]
+__all__ = [
+    "Compiled", "Session", "TapestryError", "TensorDictionary", "__version__", "compile", "connect", "from_pretrained", "load",
+]  # fmt: skip
 
 flags.before_numpy()
 
@@ -29,6 +32,10 @@ def __getattr__(name: str) -> Any:
         from tapestry.serving.sessions import Session
 
         return Session
+    if name == "TensorDictionary":
+        from tapestry.interop.tensor_dictionary import TensorDictionary
+
+        return TensorDictionary
     if name == "connect":
         from tapestry.serving.local_socket import Connection
 

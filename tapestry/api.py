@@ -121,9 +121,16 @@ class Compiled:
             self.save(Path(place) / "build", bundle=False)
             return saved_build.verify_build(Path(place) / "build")[1]
 
-    def export(self, output: str | Path, *, copy_data: bool = False) -> dict[str, Any]:
-        """Write the model with the plan as multi-device annotations; says what was written."""
-        return export_sharding.export(self.build, Path(output), copy=copy_data)
+    def export(
+        self, output: str | Path, *, copy_data: bool = False, into: str | Path | None = None, configuration: str = "tapestry"
+    ) -> dict[str, Any]:  # fmt: skip
+        """Write the model with the plan as multi-device annotations; says what was written.
+
+        Args:
+            into: an annotated file of the same model, whose configurations are kept beside this one.
+        """
+        beside = None if into is None else Path(into)
+        return export_sharding.export(self.build, Path(output), copy=copy_data, into=beside, configuration=configuration)
 
     def trace(self, file: str | Path) -> Path:
         """Write the simulated schedule, for https://ui.perfetto.dev."""
@@ -200,7 +207,8 @@ def compile(
     shapes: Mapping[str, Any] | None = None, memory: int | str | None = None, target: str = "torch-cpu",
     precision: str = "ieee", weights: bool = True, pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (),
     rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
-    sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
+    sharding: bool = True, configuration: str | None = None, exact: bool = False, resume: str | Path | None = None,
+    interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
     state: str | None = None,
@@ -219,6 +227,7 @@ def compile(
         pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
         pareto: also the front of latency against memory; ``exact``: the same bits on any number of devices (docs/exact.md).
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
+        configuration: which of the model's device configurations, by name; by default the first for as many devices.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
@@ -239,6 +248,7 @@ def compile(
         memory=None if memory is None else str(memory), target=target, pins=_several(pins), precision=precision,
         layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
         time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,
+        configuration=configuration,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
         micro_batches=str(micro_batches), without=_several(without),
     )  # fmt: skip

@@ -86,8 +86,25 @@ def export(p: argparse.ArgumentParser) -> None:
     p.add_argument("--format", choices=FORMATS, default="onnx", help=text)
     text = "where the format cannot say the plan, write the nearest one that it can, and how many bytes more that is"
     p.add_argument("--nearest", action="store_true", help=text)
-    p.add_argument("-o", "--output", type=Path, required=True, metavar="PATH", help="a file, or for onnx-ranks a folder")
+    p.add_argument(
+        "-o", "--output", type=Path, metavar="PATH", help="a file (default: that of --into), for onnx-ranks a folder"
+    )
+    p.add_argument("--into", type=Path, metavar="MODEL", help="onnx: keep the configurations of this file of the model")
+    p.add_argument("--configuration", default="tapestry", metavar="NAME", help="onnx: the name of the plan's (tapestry)")
     p.add_argument("--copy-data", action="store_true", help="onnx: copy external data that would be out of reach")
+
+
+def tiles(p: argparse.ArgumentParser) -> None:
+    """A tensor's shape with a pattern, a model with tilings, or a map of links."""
+    p.add_argument("model", type=Path, nargs="?", help="an ONNX file whose tensors carry tilings: both evaluations, with bytes")
+    several(p, "--shape", "7x4", "of the tensor; of a model's symbols SYMBOL=SIZE")
+    p.add_argument("--pattern", metavar="5,1", help="tiles per axis; leading ones may be left out; {2,1: 0,1} with instances")
+    text = "the instance of each tile, -1 for none (--assign=-1,0); of the pattern 1 all that have the tensor"
+    p.add_argument("--assign", metavar="3,2,4,1,0", help=text)
+    p.add_argument("--to", metavar="PATTERN", help="what a change to another tiling moves: {1: 0,1}")
+    p.add_argument("--dtype", default="f32", choices=("f64", "f32", "f16", "bf16", "i64", "i32", "i8"), help="for bytes (f32)")
+    p.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing as well")
+    p.add_argument("--topology", metavar="MAP", help="what a map such as {4, [[1],[2],[3],[0]]} is, instead")
 
 
 def check_sharding(p: argparse.ArgumentParser) -> None:
@@ -284,6 +301,8 @@ def compile(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     own_rules(p)
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
+    text = "which of the model's device configurations (default: the first for as many devices)"
+    p.add_argument("--configuration", metavar="NAME", help=text)
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
     p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
     text = "leave a rewrite rule out, or a phase of them (algebra: the book of equations)"

@@ -40,7 +40,8 @@ from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import Topology, shared
 from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import RULES, Move, parse_move
-from tapestry.sharding.annotations import Annotations, Given, constraints, staged
+from tapestry.sharding.annotation_constraints import Given, constraints
+from tapestry.sharding.annotations import Annotations, staged
 from tapestry.verify import certificate
 from tapestry.verify.rewriting import rewrite_log
 

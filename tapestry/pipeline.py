@@ -17,6 +17,7 @@ from typing import Any
 from tapestry import build_report, passes
 from tapestry.build import store
 from tapestry.errors import TapestryError
+from tapestry.interop.tile_metadata import ModelTopology
 from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
@@ -27,7 +28,7 @@ from tapestry.plan.pipelines.stage_choice import parse_request
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import Found, unseen
-from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, topology
+from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, parse_mesh, topology
 from tapestry.rewrites import load_rules
 from tapestry.rewrites.core.driver import rule_names
 from tapestry.rewrites.core.rule import parse_move
@@ -98,6 +99,7 @@ class Options:
     seed: int = 0
     pareto: bool = False
     sharding: bool = True
+    configuration: str | None = None
     resume: Path | None = None
     exact: bool = False
     without: Sequence[str] = ()
@@ -194,9 +196,13 @@ def _values(options: Options) -> dict[str, Any]:
         load_rules(path)
     mesh = options.mesh or default_mesh(options.topology)
     annotated = options.sharding and options.model.suffix != lift.TEXT
-    marks = annotations.read(options.model, device_count(mesh) if mesh else None) if annotated else None
-    mesh = mesh or (annotations.mesh(marks) if marks else (MeshAxis("d0", 1),))
-    topo = _topology(options, mesh)
+    if options.configuration is not None and not annotated:
+        raise TapestryError("annotations are not read", where="--configuration", hint="without --ignore-sharding, from ONNX")
+    devices = device_count(mesh) if mesh else None
+    marks = annotations.read(options.model, devices, options.configuration) if annotated else None
+    carried = annotations.read_topology(options.model, devices=devices) if annotated else None
+    mesh = mesh or (annotations.mesh(marks) if marks else (MeshAxis("d0", carried.count if carried else 1),))
+    topo = _topology(options, mesh, carried)
     stages, micro = _stages(options, topo, marks)
     return {
         "model": options.model, "weights": options.weights, "seed": options.seed, "memory": options.memory,
@@ -211,13 +217,23 @@ def _values(options: Options) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _topology(options: Options, mesh: Mesh) -> Topology:
-    """The topology asked for; ``auto`` is what was measured on this machine, for plans that run on its processor."""
+def _topology(options: Options, mesh: Mesh, carried: ModelTopology | None) -> Topology:
+    """The topology asked for; ``auto`` is what was measured on this machine, for plans that run on its processor, with the
+    links that the model carries, if any."""
     source = options.topology
     if source == AUTO:
         source = automatic(device_count(mesh)) if options.target == "torch-cpu" else "cpu"
     found = topology(mesh, source, parse_bytes(options.memory) if options.memory else None)
-    return replace(found, name=AUTO) if options.topology == AUTO and Path(source).is_file() else found
+    if options.topology != AUTO:
+        return found
+    found = replace(found, name=AUTO) if Path(source).is_file() else found
+    if carried is None or carried.links is None or carried.links.complete:
+        return found
+    if carried.count != device_count(mesh):
+        text = "topology: the model's links are of %d instances, not of %d, and are not used"
+        passes.log.warning(text, carried.count, device_count(mesh))
+        return found
+    return linked(found, str(carried.links))
 
 
 def _unroll_steps(options: Options, topo: Topology) -> bool:

@@ -32,7 +32,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             memory=args.memory, target=args.target, precision=args.precision, pins=args.pin, layouts=args.layout,
             rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit, seed=args.seed, pareto=args.pareto,
             exact=args.exact, without=args.without_rule, sharding=not args.ignore_sharding, resume=args.resume,
-            interrupt=interrupts.asked,
+            interrupt=interrupts.asked, configuration=args.configuration,
             stages=args.stages, micro_batches=args.micro_batches, print_after=args.print_after, progress=report,
             found=watch.found, state=args.state,
         )  # fmt: skip
@@ -128,7 +128,13 @@ def export(args: argparse.Namespace) -> Outcome:
     """``tapestry export``: the plan in the words of another tool."""
     from tapestry.exports import formats
 
-    done = formats.export(args.build, args.format, args.output, nearest=args.nearest, copy=args.copy_data)
+    target = args.output or args.into
+    if target is None:
+        raise TapestryError("nowhere to write", where="-o", hint="a file; with --into it may be left out")
+    done = formats.export(
+        args.build, args.format, target, nearest=args.nearest, copy=args.copy_data, into=args.into,
+        configuration=args.configuration,
+    )  # fmt: skip
     return Outcome(done, lambda: print(*formats.text(done), sep="\n"))
 
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tapestry import arguments
-from tapestry.cli import building, proving, rewriting, running, serving, viewing
+from tapestry.cli import building, proving, rewriting, running, serving, tiling, viewing
 from tapestry.cli.outcome import Outcome, print_json
 from tapestry.errors import BuildError, LawError, RunError, TapestryError, absent, refusing, similar
 
@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "whether a model's multi-device annotations are right",
     ),
+    "tiles": (tiling.tiles, [arguments.tiles], "start, stop and size of every tile of a tensor, and what another tiling moves"),
     "prove": (proving.prove, [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs"),
     "calibrate": (running.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (

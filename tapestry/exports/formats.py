@@ -11,6 +11,7 @@ from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.exports import fused_onnx, layouts, rank_onnx, tp_plan
+from tapestry.interop.sharding_specs import OURS
 from tapestry.sharding import export_sharding
 
 
@@ -22,6 +23,7 @@ class Asked:
         constants: data of derived constants.
         nearest: whether the nearest plan that the format can say will do.
         copy: whether external data that would be out of reach is copied.
+        into: an annotated file whose configurations are kept; ``configuration`` is the name of the plan's.
     """
 
     build: Build
@@ -29,6 +31,8 @@ class Asked:
     target: Path
     nearest: bool = False
     copy: bool = False
+    into: Path | None = None
+    configuration: str = OURS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,10 @@ class Format:
     text: Callable[[dict[str, Any]], list[str]]
 
 
-def export(folder: Path, form: str, target: Path, *, nearest: bool = False, copy: bool = False) -> dict[str, Any]:
+def export(
+    folder: Path, form: str, target: Path, *, nearest: bool = False, copy: bool = False, into: Path | None = None,
+    configuration: str = OURS,
+) -> dict[str, Any]:  # fmt: skip
     """Write a build in a format.
 
     Raises:
@@ -50,6 +57,9 @@ def export(folder: Path, form: str, target: Path, *, nearest: bool = False, copy
     if nearest and form not in NEAREST:
         what = "the format says a plan as it is, or not at all"
         raise TapestryError(what, where=f"--nearest, --format {form}", hint=f"formats with it: {', '.join(sorted(NEAREST))}")
+    if form != "onnx" and (into is not None or configuration != OURS):
+        what = "only annotations have configurations"
+        raise TapestryError(what, where=f"--into or --configuration, --format {form}", hint="--format onnx")
     if target.is_dir() and form not in FOLDERS:
         raise TapestryError("cannot write there", where=str(target), why="it is a folder", hint="another -o")
     if target.resolve() == Path(build.model).resolve():
@@ -57,7 +67,9 @@ def export(folder: Path, form: str, target: Path, *, nearest: bool = False, copy
     constants = (folder / "constants.bin").read_bytes() if (folder / "constants.bin").is_file() else b""
     if len(constants) != max((o + n for o, n in build.constants.values()), default=0):
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
-    asked = Asked(build=build, constants=constants, target=target, nearest=nearest, copy=copy)
+    asked = Asked(
+        build=build, constants=constants, target=target, nearest=nearest, copy=copy, into=into, configuration=configuration
+    )
     return {"format": form, **FORMATS[form].write(asked)}
 
 
@@ -71,6 +83,7 @@ def _annotated(d: dict[str, Any]) -> list[str]:
         f"{d['model']}: {d['specs']} sharding specs over {d['devices']} devices, IR version {d['ir_version']}",
         f"  results of the plan that have an ONNX name: {d['outputs']} of {d['tensors']}",
         f"  cut reductions, completed as the nodes' 'tapestry.partial' says: {d['partial']}",
+        *([f"  configurations: {', '.join(d['configurations'])}"] if len(d["configurations"]) > 1 else []),
     ]
 
 
@@ -102,7 +115,8 @@ def _places(d: dict[str, Any]) -> list[str]:
 FORMATS: dict[str, Format] = {
     "onnx": Format(
         "the model with the plan as multi-device annotations",
-        lambda a: export_sharding.export(a.build, a.target, copy=a.copy), _annotated,
+        lambda a: export_sharding.export(a.build, a.target, copy=a.copy, into=a.into, configuration=a.configuration),
+        _annotated,
     ),
     "onnx-ranks": Format(
         "a folder with an ONNX file for each rank, collectives as nodes",

@@ -12,7 +12,8 @@ from math import prod
 
 from onnx import ModelProto, NodeProto
 
-from tapestry.interop import sharding_specs
+from tapestry.errors import PlanError
+from tapestry.interop import sharding_specs, tile_metadata
 from tapestry.interop.sharding_specs import DeviceConfiguration, NodeConfiguration, ShardedDim, ShardingSpec, name_of
 
 Shape = tuple[int | str | None, ...]  # per axis a size, a symbol, or None
@@ -59,7 +60,24 @@ def check(model: ModelProto, context: Context) -> list[Finding]:
             named.setdefault(c.name, c)
     of_model = (Finding(level, code, "", "", message) for level, code, message in _configuration_rules(model))
     of_nodes = (f for node in _nodes(model) for f in _node(node, named, context))
-    return [*of_model, *of_nodes, *_stages(model)]
+    return [*of_model, *of_nodes, *_values(model, named, context), *_stages(model)]
+
+
+def _values(model: ModelProto, configurations: Mapping[str, DeviceConfiguration], context: Context) -> Iterator[Finding]:
+    """What our metadata says of the sharding of inputs, outputs and initializers, held to the rules of a node's specs."""
+    inner = {v.name for v in model.graph.value_info}
+    for name, c in configurations.items():
+        for h in tile_metadata.values(model):
+            try:
+                s = sharding_specs.value_spec(h, name)
+            except PlanError as e:
+                yield Finding("error", "metadata-unreadable", "", h.name, f"{e.where}: {e.why}")
+                continue
+            if s is not None and h.name in inner:
+                text = f"{sharding_specs.VALUE} is for inputs, outputs and initializers, this value is inside the graph"
+                yield Finding("error", "value-inside", "", h.name, text)
+            for level, code, message in spec_rules(s, c.num_devices, context) if s is not None else ():
+                yield Finding(level, code, "", h.name, message)
 
 
 def _nodes(model: ModelProto) -> Iterator[NodeProto]:
@@ -114,6 +132,10 @@ def _node(node: NodeProto, configurations: Mapping[str, DeviceConfiguration], co
         if c.stage is not None and c.stage < 0:
             yield Finding("error", "stage-negative", name, "", f"pipeline_stage is {c.stage}")
         configuration = configurations.get(c.configuration or "")
+        try:
+            c = sharding_specs.complete(c, node)
+        except PlanError as e:
+            yield Finding("error", "metadata-unreadable", name, "", f"{e.where}: {e.why}")
         yield from _specs(node, c, configuration.num_devices if configuration else None, context)
 
 
@@ -235,6 +257,17 @@ def _shard_rules(d: ShardedDim, axis: int, dim: int | str | None, has_rank: bool
         else:
             sizes.append(size if len(d.shards) == 1 else None)
     yield from _fit_rules(d, axis, size, sizes)
+    yield from _part_rules(d, axis, size)
+
+
+def _part_rules(d: ShardedDim, axis: int, size: int | None) -> Iterator[Rule]:
+    """Parts that metadata gives: one interval for each, inside of the axis."""
+    if d.parts and (len(d.shards) != 1 or d.shards[0].num_shards != len(d.parts)):
+        counts = [s.num_shards for s in d.shards]
+        yield "error", "parts-count", f"{len(d.parts)} interval(s) are given for axis {axis}, its shards are {counts}"
+    wrong = next(((lo, hi) for lo, hi in d.parts if not 0 <= lo <= hi <= (hi if size is None else size)), None)
+    if wrong is not None:
+        yield "error", "parts-range", f"the part [{wrong[0]}, {wrong[1]}) of axis {axis} is outside of its {size} cells"
 
 
 def _symbol_rules(symbol: str, axis: int, dim: int | str | None, whole: bool, context: Context) -> Iterator[Rule]:
@@ -264,7 +297,7 @@ def _fit_rules(d: ShardedDim, axis: int, size: int | None, sizes: list[int | Non
             continue
         if s.num_shards > n:
             yield "error", "too-many-parts", f"axis {axis} of {n} cells cannot be cut into {s.num_shards} non-empty parts"
-        elif n % s.num_shards:
+        elif n % s.num_shards and not d.parts:
             text = "Tapestry's sizes then differ by at most one"
             yield "warning", "uneven", f"axis {axis} of {n} cells in {s.num_shards} parts is uneven; {text}"
 

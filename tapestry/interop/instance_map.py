@@ -35,6 +35,11 @@ class InstanceMap:
         """Number of rows written out."""
         return len(self.rows)
 
+    @property
+    def complete(self) -> bool:
+        """Whether all are joined with all."""
+        return len(self.links) == self.count * (self.count - 1)
+
     def __str__(self) -> str:
         rows = ",".join("[" + ",".join(map(str, r)) + "]" for r in self.rows)
         return f"{{{self.count}, [{rows}{',...' if self.given < self.count else ''}]}}"

@@ -8,13 +8,16 @@ N cells is ``[floor(k N / P), floor((k+1) N / P))``), which is the equal cut of 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 import numpy as np
 
+from tapestry.errors import PlanError
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, SimpleShard
+from tapestry.interop.tile_patterns import Tiling
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.plan import Layout, Mesh, coordinates, device_count, interval, part
 
@@ -71,6 +74,7 @@ class Placement:
 def placement(spec: ShardingSpec, shape: tuple[int, ...]) -> Placement:
     """The placement of a tensor; the spec is structurally right (`interop.annotation_rules`)."""
     axes, radix, owner = _parts(spec, shape)
+    stated = {(d.axis or 0) % max(len(shape), 1): d.parts for d in spec.dims if d.parts}
     groups = dict(spec.groups)
     pieces: dict[int, tuple[Intervals, ...]] = {}
     for k, entry in enumerate(spec.devices):
@@ -78,7 +82,7 @@ def placement(spec: ShardingSpec, shape: tuple[int, ...]) -> Placement:
         piece: list[Intervals] = [((0, n),) for n in shape]
         for axis, shards in axes.items():
             mine = [digits[i] for i, a in enumerate(owner) if a == axis]
-            piece[axis] = _intervals(shape[axis], shards, mine)
+            piece[axis] = (stated[axis][mine[0]],) if axis in stated else _intervals(shape[axis], shards, mine)
         for d in groups.get(entry, (entry,)):
             pieces[d] = tuple(piece)
     return Placement(shape, pieces)
@@ -92,11 +96,28 @@ def _parts(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[dict[int, list[t
     for d in spec.dims:
         assert d.axis is not None
         axis = d.axis % max(len(shape), 1)
-        sizes = [shape[axis]] if len(d.shards) == 1 else [s.dim if isinstance(s.dim, int) else 1 for s in d.shards]
+        sizes = fused_sizes(d, shape[axis])
         axes[axis] = [(n, s.num_shards or 1) for n, s in zip(sizes, d.shards, strict=True)]
         radix += [s.num_shards or 1 for s in d.shards]
         owner += [axis] * len(d.shards)
     return axes, radix, owner
+
+
+def fused_sizes(d: ShardedDim, size: int) -> list[int]:
+    """Sizes of the axes that were fused into one of a size; one that is not given (a symbol) is what the others leave.
+
+    Raises:
+        PlanError: they do not make up the axis.
+    """
+    if len(d.shards) == 1:
+        return [size]
+    known = [s.dim if isinstance(s.dim, int) else None for s in d.shards]
+    rest = prod(n for n in known if n is not None)
+    if known.count(None) > 1 or rest < 1 or size % rest or (None not in known and rest != size):
+        text = " × ".join(str(s.dim) for s in d.shards)
+        hint = "dim_value of each, or of all but one"
+        raise PlanError(f"axes {text} do not make up axis {d.axis} of {size} cells", hint=hint)
+    return [size // rest if n is None else n for n in known]
 
 
 def _digits(k: int, radix: list[int]) -> list[int]:
@@ -144,9 +165,14 @@ def spec_of(tensor: str, layout: Layout, rank: int, mesh: Mesh) -> ShardingSpec:
         if parts > 1:
             axes.append(by)
             dims.append(ShardedDim(k, (SimpleShard(parts),)))
+    return replace(spec_for(tensor, axes, mesh), dims=tuple(dims))
+
+
+def spec_for(tensor: str, cutters: Sequence[tuple[int, ...]], mesh: Mesh) -> ShardingSpec:
+    """A spec, still without dims, of parts that are cut by some mesh axes each: which device, or group, has which part."""
     where: dict[tuple[int, ...], list[int]] = {}
     for d, c in enumerate(coordinates(mesh)):
-        where.setdefault(tuple(part(mesh, by, c)[1] for by in axes), []).append(d)
+        where.setdefault(tuple(part(mesh, by, c)[1] for by in cutters), []).append(d)
     devices: list[int] = []
     groups: list[tuple[int, tuple[int, ...]]] = []
     for key in sorted(where):
@@ -156,7 +182,38 @@ def spec_of(tensor: str, layout: Layout, rank: int, mesh: Mesh) -> ShardingSpec:
         else:
             groups.append((-1 - len(groups), tuple(on)))
             devices.append(groups[-1][0])
-    return ShardingSpec(tensor, tuple(devices), tuple(groups), tuple(dims))
+    return ShardingSpec(tensor, tuple(devices), tuple(groups), ())
+
+
+def stating(
+    spec: ShardingSpec, declared: Sequence[int | str | None], shape: tuple[int, ...], mesh: Mesh, layout: Layout
+) -> ShardingSpec:  # fmt: skip
+    """A layout's spec with the size or symbol of every cut axis, and with its parts where they are not equal."""
+    dims: list[ShardedDim] = []
+    for d in spec.dims:
+        assert d.axis is not None
+        symbol = declared[d.axis] if d.axis < len(declared) else None
+        by = tuple(a for a, k in enumerate(layout) if k == d.axis)
+        count = d.shards[0].num_shards or 1
+        where = {part(mesh, by, c)[1]: interval(shape[d.axis], mesh, by, c) for c in coordinates(mesh)}
+        unequal = shape[d.axis] % count or any(mesh[a].weights for a in by)
+        size = symbol if isinstance(symbol, str) else shape[d.axis]
+        parts = tuple(where[k] for k in range(count)) if unequal else ()
+        dims.append(ShardedDim(d.axis, (SimpleShard(count, size),), parts))
+    return replace(spec, dims=tuple(dims))
+
+
+def tiling_of_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh, first: int = 0) -> Tiling | None:
+    """A layout as a tile pattern; ``None`` where a tile would be on several instances but not on all, or parts have shares."""
+    by = [tuple(a for a, t in enumerate(layout) if t == k) for k in range(len(shape))]
+    counts = [prod(mesh[a].size for a in axes) for axes in by]
+    n = device_count(mesh)
+    if prod(counts) == 1:
+        return Tiling((1,), tuple(range(first, first + n)))
+    if prod(counts) != n or any(mesh[a].weights for axes in by for a in axes):
+        return None
+    where = {tuple(part(mesh, axes, c)[1] for axes in by): d for d, c in enumerate(coordinates(mesh))}
+    return Tiling(tuple(counts), tuple(first + where[key] for key in sorted(where)))
 
 
 def on_devices(spec: ShardingSpec, first: int) -> ShardingSpec:
@@ -165,6 +222,30 @@ def on_devices(spec: ShardingSpec, first: int) -> ShardingSpec:
         return spec
     groups = tuple((key, tuple(d + first for d in devices)) for key, devices in spec.groups)
     return replace(spec, devices=tuple(d + first if d >= 0 else d for d in spec.devices), groups=groups)
+
+
+def grown(tensor: str, boxes: tuple[Box, ...], shape: tuple[int, ...], mesh: Mesh) -> ShardingSpec | None:
+    """A read whose parts overlap (a halo) as a spec that states the interval of each part; ``None`` when it is none.
+
+    Each cut axis has to be the same interval on all devices that have one part of it.
+    """
+    cut_axes = [k for k in range(len(shape)) if len({b[k] for b in boxes}) > 1]
+    coords = coordinates(mesh)
+    for layout in itertools.product([None, *cut_axes], repeat=len(mesh)):
+        dims: list[ShardedDim] = []
+        for k in cut_axes:
+            by = tuple(a for a, t in enumerate(layout) if t == k)
+            seen: dict[int, set[tuple[int, int]]] = {}
+            for c, b in zip(coords, boxes, strict=True):
+                seen.setdefault(part(mesh, by, c)[1], set()).add(b[k])
+            if not by or any(len(v) > 1 for v in seen.values()):
+                break
+            ends = tuple(next(iter(seen[n])) for n in range(len(seen)))
+            dims.append(ShardedDim(k, (SimpleShard(len(ends), shape[k]),), ends))
+        else:
+            if dims:
+                return replace(spec_of(tensor, layout, len(shape), mesh), dims=tuple(dims))
+    return None
 
 
 @lru_cache(maxsize=100_000)

@@ -1,4 +1,4 @@
-"""ONNX's multi-device annotations as data: what the protos of IR version 11 say, no more and no less.
+"""ONNX's multi-device annotations as data: what the protos of IR version 11 say, and the metadata of ours that completes specs.
 
 ``None`` stands for a field that is not set, so that reading and writing again gives the same protobuf, and so that the
 checker can tell "unset" from 0. What an annotation means is in `placement`, whether it may be in `annotation_rules`.
@@ -6,9 +6,12 @@ checker can tell "unset" from 0. What an annotation means is in `placement`, whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+from google.protobuf import json_format
 from onnx import (
     DeviceConfigurationProto,
     IntIntListEntryProto,
@@ -22,7 +25,12 @@ from onnx import (
     ValueInfoProto,
 )  # fmt: skip
 
+from tapestry.errors import PlanError
+
 IR_VERSIONS = (11, 13)  # the first with annotations, the last that onnxruntime 1.31 reads
+OURS = "tapestry"  # the configuration that is written where no other name is asked for
+PARTS = "tapestry.parts"  # node or value: JSON, {tensor: {axis: [[first, end], ...]}}, parts that are not the equal cut
+VALUE = "tapestry.sharding"  # input, output or initializer: JSON, a ShardingSpecProto
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +52,16 @@ class SimpleShard:
 
 @dataclass(frozen=True, slots=True)
 class ShardedDim:
-    """How one axis is cut; several shards where a reshape fused several cut axes into one, the slowest first."""
+    """How one axis is cut; several shards where a reshape fused several cut axes into one, the slowest first.
+
+    Attributes:
+        parts: the interval of each part, where our metadata says it: unequal parts, or (of what a node reads) parts that
+            overlap, which is a halo. Empty: the equal cut.
+    """
 
     axis: int | None
     shards: tuple[SimpleShard, ...]
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,7 @@ def configurations(model: ModelProto) -> tuple[DeviceConfiguration, ...]:
 
 
 def node_configurations(node: NodeProto) -> tuple[NodeConfiguration, ...]:
-    """The annotations of a node, one entry per configuration."""
+    """The annotations of a node, one entry per configuration, as the protos say them."""
     return tuple(
         NodeConfiguration(_stated(c, "configuration_id"), tuple(map(read_spec, c.sharding_spec)), _stated(c, "pipeline_stage"))
         for c in node.device_configurations
@@ -108,6 +122,74 @@ def _read_dim(proto: ShardedDimProto) -> ShardedDim:
 def _stated(proto: Any, name: str) -> Any:
     """The value of a field, if it is set."""
     return getattr(proto, name) if name and proto.HasField(name) else None
+
+
+def key_of(key: str, configuration: str | None) -> str:
+    """The key of a property of a configuration: ``tapestry.mesh``, for others than ours ``tapestry.mesh@four``."""
+    return key if configuration in (OURS, None) else f"{key}@{configuration}"
+
+
+def parts_in(holder: Holder, configuration: str | None) -> dict[str, dict[int, tuple[tuple[int, int], ...]]]:
+    """The parts that a holder's metadata gives: by tensor, then by axis.
+
+    Raises:
+        PlanError: it does not read.
+    """
+    text = metadata(holder).get(key_of(PARTS, configuration))
+    if text is None:
+        return {}
+    try:
+        found = cast("dict[str, dict[str, list[list[int]]]]", json.loads(text))
+        out = {t: {int(k): tuple((lo, hi) for lo, hi in v) for k, v in axes.items()} for t, axes in found.items()}
+        if all(type(x) is int for axes in out.values() for v in axes.values() for pair in v for x in pair):
+            return out
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    raise PlanError("the model's metadata does not read", where=PARTS, why=text[:80], hint="--ignore-sharding plans without it")
+
+
+def complete(c: NodeConfiguration, node: NodeProto) -> NodeConfiguration:
+    """A node's annotation with the parts that its metadata gives.
+
+    Raises:
+        PlanError: the metadata does not read.
+    """
+    parts = parts_in(node, c.configuration)
+    return replace(c, specs=tuple(with_parts(s, parts) for s in c.specs)) if parts else c
+
+
+def with_parts(spec: ShardingSpec, parts: Mapping[str, Mapping[int, tuple[tuple[int, int], ...]]]) -> ShardingSpec:
+    """A spec with the parts that metadata gives for its tensor."""
+    mine = parts.get(spec.tensor or "", {})
+    if not mine:
+        return spec
+    return replace(spec, dims=tuple(replace(d, parts=mine.get(d.axis, ()) if d.axis is not None else ()) for d in spec.dims))
+
+
+def with_sizes(spec: ShardingSpec, sizes: Mapping[str, int]) -> ShardingSpec:
+    """A spec with sizes in the place of symbols."""
+    return replace(
+        spec,
+        dims=tuple(replace(d, shards=tuple(replace(x, dim=sizes.get(str(x.dim), x.dim)) for x in d.shards)) for d in spec.dims),
+    )
+
+
+def value_spec(holder: ValueInfoProto | TensorProto, configuration: str | None) -> ShardingSpec | None:
+    """How an input, output or initializer is sharded where it enters or leaves, as its metadata says.
+
+    Raises:
+        PlanError: it does not read.
+    """
+    text = metadata(holder).get(key_of(VALUE, configuration))
+    if text is None:
+        return None
+    try:
+        proto = json_format.Parse(text, ShardingSpecProto(), max_recursion_depth=8)
+    except (json_format.ParseError, RecursionError, ValueError, TypeError):
+        where = f"{VALUE} of '{holder.name}'"
+        hint = "a ShardingSpecProto as JSON"
+        raise PlanError("the model's metadata does not read", where=where, why=text[:80], hint=hint) from None
+    return with_parts(replace(read_spec(proto), tensor=holder.name), parts_in(holder, configuration))
 
 
 def annotated(model: ModelProto) -> bool:
@@ -147,6 +229,18 @@ def _dim_proto(d: ShardedDim) -> ShardedDimProto:
         size, symbol = (s.dim, None) if isinstance(s.dim, int) else (None, s.dim)
         shards.append(SimpleShardedDimProto(num_shards=s.num_shards, dim_value=size, dim_param=symbol))
     return ShardedDimProto(axis=d.axis, simple_sharding=shards)
+
+
+def value_text(s: ShardingSpec) -> str:
+    """A spec as JSON, for the value whose it is."""
+    return " ".join(json_format.MessageToJson(spec_proto(replace(s, tensor=None)), indent=None).split())
+
+
+def parts_text(specs: Sequence[ShardingSpec]) -> str | None:
+    """The parts of some specs as JSON; ``None`` where all are equal cuts."""
+    found = {s.tensor or "": {str(d.axis): d.parts for d in s.dims if d.parts} for s in specs}
+    found = {t: axes for t, axes in found.items() if axes}
+    return json.dumps(found) if found else None
 
 
 def clear(model: ModelProto) -> None:

@@ -41,3 +41,4 @@ from tapestry.rewrites.partition import split as split
 from tapestry.rewrites.partition import split_reduce as split_reduce
 from tapestry.rewrites.partition import split_time as split_time
 from tapestry.rewrites.reductions import stream_softmax as stream_softmax
+from tapestry.rewrites.partition import unfuse as unfuse

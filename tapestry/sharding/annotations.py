@@ -1,40 +1,30 @@
-"""Annotations of a model as constraints on its plan: what the specs say is kept, what they leave open is searched.
-
-A spec of a result that simplification fuses away is carried to the result that it was fused into, by the projections in
-between; where that says something else, the result is kept apart instead. What cannot be kept is listed, never dropped in
-silence.
-"""
+"""The annotations of a model for one configuration: ONNX's protos with our metadata, else the tilings of the slides."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 from onnx import ModelProto
 
 from tapestry.errors import PlanError, TapestryError
-from tapestry.interop import onnx_annotations, sharding_specs
-from tapestry.interop.annotation_rules import Context, check, spec_rules
+from tapestry.interop import onnx_annotations, sharding_specs, tile_metadata
+from tapestry.interop.annotation_rules import Context, check
 from tapestry.interop.onnx_annotations import read_json
 from tapestry.interop.placement import layout_of
-from tapestry.interop.sharding_specs import ShardingSpec, name_of
-from tapestry.ir.graph import Block, Graph
-from tapestry.ir.index import dims_of, evaluate
-from tapestry.ir.plan import Layout, Mesh, MeshAxis, device_count
+from tapestry.interop.sharding_specs import OURS, DeviceConfiguration, ShardedDim, ShardingSpec, SimpleShard, key_of, name_of
+from tapestry.interop.tile_patterns import SUPPRESSED, Tiling
+from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift.file.structure import load
-from tapestry.plan.layout_constraints import Dims, LayoutConstraints
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
-from tapestry.rewrites.core.applied import apply_moves, swept
-from tapestry.rewrites.core.driver import applied, disabled_by, simplify, without
-from tapestry.rewrites.core.rule import RULES, Move, parse_move
 
+log = logging.getLogger("tapestry")
 MESH_AXES = 3  # of a mesh that is guessed from a file's specs
+MAX_SHARE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +33,9 @@ class Annotations:
 
     Attributes:
         outs, reads: specs by tensor, and by (node, tensor); ``writer`` names the node of an output spec.
-        model: the model's metadata; ``nodes`` that of every node, by name.
+        values: specs in which inputs and weights start and outputs end.
+        model: the model's metadata of this configuration, without its name in the keys; ``nodes`` that of every node, by name.
+        symbols: symbolic dimensions, each as an axis of an input.
     """
 
     configuration: str
@@ -53,56 +45,128 @@ class Annotations:
     writer: Mapping[str, str]
     model: Mapping[str, str]
     nodes: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, ShardingSpec] = field(default_factory=dict[str, ShardingSpec])
+    symbols: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
     stages: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What a plan has to keep to, for a graph.
-
-    Attributes:
-        graph: the simplified graph, with results kept apart and the file's structural moves applied.
-        fixed: what the search keeps to.
-        inputs, outputs: layouts in which inputs start and outputs end.
-        moves: the structural moves, in order.
-        notes: what is not kept, and why.
-        counts: how many specs were used how.
-    """
-
-    graph: Graph
-    fixed: LayoutConstraints
-    inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
-    outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
-    moves: tuple[Move, ...] = ()
-    notes: tuple[str, ...] = ()
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
-
-
-def read(path: Path, devices: int | None = None) -> Annotations | None:
+def read(path: Path, devices: int | None = None, configuration: str | None = None) -> Annotations | None:
     """The annotations of a file for a number of devices; ``None`` when it has none.
 
+    Args:
+        configuration: which one, by its name; by default the first for as many devices.
+
     Raises:
-        PlanError: they are structurally wrong, or for other numbers of devices only.
+        PlanError: they are structurally wrong, or for other numbers of devices only; the model's topology has fewer instances;
+            there is no configuration of that name.
     """
     model = load(path)
-    configurations = sharding_specs.configurations(model)
+    topology = read_topology(path, model, devices)
     if not sharding_specs.annotated(model):
-        return None
+        if configuration is not None:
+            raise PlanError(f"the model has no configuration '{configuration}'", where=str(path), why="it has none")
+        return _of_tilings(model, topology, devices)
     errors = (f for f in check(model, Context({}, _symbols(model))) if f.level == "error" and f.code != "dim-param-unknown")
     wrong = next(errors, None)
     if wrong is not None:
         where = f"node '{wrong.node}'" if wrong.node else str(path)
         hint = "tapestry check-sharding lists everything; --ignore-sharding plans without"
         raise PlanError(f"the model's sharding is wrong: {wrong.message}", where=where, hint=hint)
-    chosen = next((c for c in configurations if devices in (None, c.num_devices)), None)
-    if chosen is None or chosen.name is None or chosen.num_devices is None:
-        sizes = ", ".join(str(c.num_devices) for c in configurations)
-        what = f"the model's sharding is for {sizes} devices, not {devices}"
-        raise PlanError(what, where=str(path), hint="another --mesh, or --ignore-sharding")
+    chosen = _chosen(sharding_specs.configurations(model), path, devices, configuration)
+    assert chosen.name is not None and chosen.num_devices is not None
     if chosen.num_devices > MAX_DEVICES:
         what = f"the model's sharding is for {chosen.num_devices:,} devices"
         raise PlanError(what, where=str(path), hint=f"at most {MAX_DEVICES:,}")
+    if topology is not None and chosen.num_devices > topology.count:
+        what = f"configuration '{chosen.name}' is for {chosen.num_devices} devices, the model's topology has {topology.count}"
+        raise PlanError(what, where=tile_metadata.COUNT, hint="--ignore-sharding, or another --configuration")
     return _collect(model, chosen.name, chosen.num_devices)
+
+
+def _chosen(
+    found: tuple[DeviceConfiguration, ...], path: Path, devices: int | None, name: str | None
+) -> DeviceConfiguration:  # fmt: skip
+    """The configuration that was asked for.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if name is not None and all(c.name != name for c in found):
+        names = ", ".join(f"'{c.name}'" for c in found) or "none"
+        raise PlanError(f"the model has no configuration '{name}'", where=str(path), why=f"it has {names}")
+    chosen = next((c for c in found if devices in (None, c.num_devices) and name in (None, c.name)), None)
+    if chosen is None or chosen.name is None or chosen.num_devices is None:
+        sizes = ", ".join(str(c.num_devices) for c in found if name in (None, c.name))
+        which = f"configuration '{name}'" if name is not None else "sharding"
+        what = f"the model's {which} is for {sizes} devices, not {devices}"
+        raise PlanError(what, where=str(path), hint="another --mesh, or --ignore-sharding")
+    others = [c.name for c in found if c.num_devices == chosen.num_devices and c != chosen]
+    if name is None and others:
+        log.warning("sharding: configuration '%s', the first for %d devices; --configuration takes another one",
+                    chosen.name, chosen.num_devices)  # fmt: skip
+    return chosen
+
+
+def read_topology(
+    path: Path, model: ModelProto | None = None, devices: int | None = None
+) -> tile_metadata.ModelTopology | None:
+    """The topology that a file carries.
+
+    Raises:
+        PlanError: it does not read; more devices are asked for than it has instances; a tiling names an instance beyond them.
+    """
+    model = model or load(path)
+    try:
+        found = tile_metadata.read_topology(model)
+        wrong = next(tile_metadata.beyond(model), None)
+    except TapestryError as e:
+        raise PlanError(e.what, where=e.where, why=e.why, hint="--ignore-sharding plans without") from None
+    if wrong is not None:
+        raise PlanError(wrong[1], where=f"tensor '{wrong[0]}'", hint="--ignore-sharding plans without")
+    if found is not None and devices is not None and devices > found.count:
+        what = f"the model's topology has {found.count} instances, not {devices}"
+        raise PlanError(what, where=tile_metadata.COUNT, hint="fewer --devices, or --ignore-sharding")
+    return found
+
+
+def _of_tilings(model: ModelProto, topology: tile_metadata.ModelTopology | None, devices: int | None) -> Annotations | None:
+    """Tile patterns as specs.
+
+    Raises:
+        PlanError: they are for another number of instances, or a tile is on none.
+    """
+    found = tile_metadata.read(model)
+    if not found:
+        return None
+    count = topology.count if topology else max(devices or 1, 1 + max(max(t.instances) for t in found.values()))
+    if devices not in (None, count):
+        raise PlanError(
+            f"the model's tilings are for {count} instances, not {devices}", hint="another --mesh, or --ignore-sharding"
+        )
+    writer = {o: name_of(n) for n in model.graph.node for o in n.output}
+    specs = {t: _tiled(t, g) for t, g in found.items()}
+    ends = {v.name for v in (*model.graph.input, *model.graph.output, *model.graph.initializer)}
+    return Annotations(
+        configuration=OURS, devices=count, outs={t: s for t, s in specs.items() if t in writer}, reads={}, writer=writer,
+        model={}, nodes={}, values={t: s for t, s in specs.items() if t in ends},
+    )  # fmt: skip
+
+
+def _tiled(tensor: str, tiling: Tiling) -> ShardingSpec:
+    """A tiling as a spec.
+
+    Raises:
+        PlanError: a tile is suppressed.
+    """
+    if SUPPRESSED in tiling.instances:
+        why = "no instance has all that the next nodes read"
+        raise PlanError(
+            f"a tile of '{tensor}' is suppressed: {tiling}", where=f"tensor '{tensor}'", why=why, hint="--ignore-sharding"
+        )
+    if tiling.count == 1:
+        return ShardingSpec(tensor, (-1,), ((-1, tiling.instances),), ())
+    cuts = [(k - len(tiling.pattern), p) for k, p in enumerate(tiling.pattern) if p > 1]
+    return ShardingSpec(tensor, tiling.instances, (), tuple(ShardedDim(k, (SimpleShard(p),)) for k, p in cuts))
 
 
 def _symbols(model: ModelProto) -> dict[str, int | None]:
@@ -119,17 +183,28 @@ def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
             if c.configuration != name:
                 continue
             stages |= set() if c.stage is None else {c.stage}
-            for s in c.specs:
+            for s in sharding_specs.complete(c, node).specs:
                 assert s.tensor is not None
                 if s.tensor in node.output:
                     outs[s.tensor] = s
                 else:
                     reads[(name_of(node), s.tensor)] = s
+    found = {h.name: sharding_specs.value_spec(h, name) for h in tile_metadata.values(model)}
     return Annotations(
-        configuration=name, devices=devices, outs=outs, reads=reads, model=sharding_specs.metadata(model), stages=len(stages),
-        writer={o: name_of(n) for n in model.graph.node for o in n.output},
-        nodes={name_of(n): sharding_specs.metadata(n) for n in model.graph.node},
+        configuration=name, devices=devices, outs=outs, reads=reads, model=_own(sharding_specs.metadata(model), name),
+        writer={o: name_of(n) for n in model.graph.node for o in n.output}, stages=len(stages),
+        nodes={name_of(n): _own(sharding_specs.metadata(n), name) for n in model.graph.node},
+        values={t: s for t, s in found.items() if s is not None},
+        symbols={
+            d.dim_param: (i.name, k)
+            for i in model.graph.input for k, d in enumerate(i.type.tensor_type.shape.dim) if d.dim_param
+        },
     )  # fmt: skip
+
+
+def _own(properties: Mapping[str, str], name: str) -> dict[str, str]:
+    """The properties that belong to a configuration, by their plain keys."""
+    return {k: properties[key_of(k, name)] for k in onnx_annotations.KEYS if key_of(k, name) in properties}
 
 
 def shapes(a: Annotations) -> dict[str, list[int]]:
@@ -166,7 +241,7 @@ def mesh(a: Annotations) -> Mesh:
         PlanError: the named mesh has another number of devices.
     """
     if onnx_annotations.MESH in a.model:
-        named = parse_mesh(a.model[onnx_annotations.MESH])
+        named = _shared(a, parse_mesh(a.model[onnx_annotations.MESH]))
         if device_count(named) != a.devices:
             what = f"{onnx_annotations.MESH} has {device_count(named)} devices, the configuration {a.devices}"
             raise PlanError(what, where=a.model[onnx_annotations.MESH])
@@ -180,10 +255,25 @@ def mesh(a: Annotations) -> Mesh:
     return (MeshAxis("d0", a.devices),)
 
 
+def _shared(a: Annotations, mesh: Mesh) -> Mesh:
+    """The mesh with the shares that the file gives its axes.
+
+    Raises:
+        PlanError: they do not fit the axes.
+    """
+    given: dict[str, list[Any]] = read_json(a.model, onnx_annotations.SHARES, dict)
+    sizes = {axis.name: axis.size for axis in mesh}
+    for name, weights in given.items():
+        right = type(weights) is list and all(type(w) is int and 1 <= w <= MAX_SHARE for w in weights)
+        if not right or len(weights) != sizes.get(name):
+            raise PlanError("the shares do not fit the mesh", where=onnx_annotations.SHARES, why=f"{name}: {str(weights)[:60]}")
+    return tuple(replace(axis, weights=tuple(given.get(axis.name, ()))) for axis in mesh)
+
+
 def _model_of(s: ShardingSpec) -> tuple[ShardingSpec, tuple[int, ...]]:
-    """The spec for a tensor that has the cut axes and no others."""
-    dims = tuple(replace(d, axis=k, shards=tuple(replace(x, dim=x.num_shards) for x in d.shards)) for k, d in enumerate(s.dims))
-    return replace(s, dims=dims), tuple(prod(x.num_shards or 1 for x in d.shards) for d in s.dims)
+    """The spec for a tensor that has the cut axes and no others, each of those that were fused as one of its own."""
+    counts = [x.num_shards or 1 for d in s.dims for x in d.shards]
+    return replace(s, dims=tuple(ShardedDim(k, (SimpleShard(n, n),)) for k, n in enumerate(counts))), tuple(counts)
 
 
 def _factors(n: int, k: int) -> Iterator[tuple[int, ...]]:
@@ -194,164 +284,3 @@ def _factors(n: int, k: int) -> Iterator[tuple[int, ...]]:
     for f in range(2, n // 2 + 1):
         if n % f == 0:
             yield from ((f, *rest) for rest in _factors(n // f, k - 1) if 1 not in rest)
-
-
-# constraints
-
-
-def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
-    """The annotations as constraints on the plan of a lifted (not yet simplified) graph.
-
-    Raises:
-        PlanError: a spec cannot be said with the mesh's axes, or contradicts the tensor.
-    """
-    notes: list[str] = [f"pipeline stages are not planned ({a.stages} in the file)"] * (a.stages > 1)
-    wanted = {t: _spec_layout(s, lifted, over, a.writer[t]) for t, s in a.outs.items() if t in lifted.tensors}
-    reads = {k: _spec_layout(s, lifted, over, k[0]) for k, s in a.reads.items() if k[1] in lifted.tensors}
-    notes += [f"'{t}' is not computed any more (folded or dead)" for t in a.outs if t not in lifted.tensors]
-    chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
-    graph, outs, more = _kept(lifted, wanted, disabled_by(chosen))
-    notes += more
-    graph, moves = _moved(graph, chosen, notes)
-    inputs, outputs = _ends(a, lifted, reads)
-    dims, inner = _dims(a, graph, outs, over)
-    fixed = LayoutConstraints(outs={**outs, **inner}, reads=reads, dims=dims)
-    counts = {"specs": len(a.outs) + len(a.reads), "fixed": len(outs), "reads": len(reads), "dims": len(fixed.dims)}
-    return Given(graph=graph, fixed=fixed, inputs=inputs, outputs=outputs, moves=moves, notes=tuple(notes), counts=counts)
-
-
-def _spec_layout(s: ShardingSpec, graph: Graph, over: Mesh, node: str) -> Layout:
-    shape = graph.tensors[s.tensor or ""].shape
-    here = Context({s.tensor or "": shape}, {x.dim: None for d in s.dims for x in d.shards if isinstance(x.dim, str)})
-    wrong = next((m for level, _, m in spec_rules(s, None, here) if level == "error"), None)
-    layout = None if wrong else layout_of(s, shape, over)
-    if layout is None:
-        mesh_text = "x".join(str(x.size) for x in over)
-        raise PlanError(
-            f"the sharding given for '{s.tensor}' cannot be kept", where=f"node '{node}'",
-            why=wrong or f"no layout over the axes of mesh {mesh_text} puts its parts on these devices: {list(s.devices)}",
-            hint="another --mesh, another order of devices, or --ignore-sharding",
-        )  # fmt: skip
-    return layout
-
-
-def _kept(lifted: Graph, wanted: Mapping[str, Layout], disabled: frozenset[str]) -> tuple[Graph, dict[str, Layout], list[str]]:
-    """The simplified graph, the layouts that its tensors get, and what is lost."""
-    graph = simplify(lifted, disabled=disabled)
-    outs = {t: layout for t, layout in wanted.items() if t in graph.producers()}
-    apart: list[str] = []
-    for t, layout in wanted.items():
-        if t in outs:
-            continue
-        carried = _carry(t, layout, lifted, graph)
-        if carried is None or outs.get(carried[0], wanted.get(carried[0], carried[1])) != carried[1]:
-            apart.append(t)
-        else:
-            outs[carried[0]] = carried[1]
-    if apart:
-        graph = _with_apart(lifted, apart, disabled)
-        outs = {t: layout for t, layout in {**outs, **wanted}.items() if t in graph.producers()}
-    lost = [t for t in apart if t not in outs]
-    return graph, outs, [f"'{t}' is a view of another tensor, which has no place of its own" for t in lost]
-
-
-def _with_apart(lifted: Graph, apart: list[str], disabled: frozenset[str]) -> Graph:
-    """The simplified graph in which some results are not fused into their readers."""
-    held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
-    graph = replace(simplify(replace(lifted, outputs=held_back), disabled=disabled), outputs=lifted.outputs)
-    return swept(RULES["drop_dead"], graph)
-
-
-def _carry(tensor: str, layout: Layout, lifted: Graph, graph: Graph) -> tuple[str, Layout] | None:
-    """The tensor of the simplified graph that a result was fused into, and the same layout there.
-
-    Follows single readers that compute each point from one cell. A cut is carried along when the reader walks the axis by
-    one dimension of the same extent.
-    """
-    written, readers = graph.producers(), lifted.consumers()
-    for _ in range(len(lifted.ops)):
-        if tensor in written:
-            return tensor, layout
-        consumers = readers.get(tensor, [])
-        op = lifted.ops[consumers[0]] if len(consumers) == 1 else None
-        if not isinstance(op, Block) or op.monoid or len(op.outs) != 1:
-            return None
-        through = [r for r in op.reads if r.tensor == tensor]
-        if len(through) != 1 or through[0].other is not None:
-            return None
-        moved = [_walk(op, through[0].index[k], lifted.tensors[tensor].shape[k]) if k is not None else None for k in layout]
-        if any(k is not None and m is None for k, m in zip(layout, moved, strict=True)):
-            return None
-        tensor, layout = op.outs[0], tuple(moved)
-    return None
-
-
-def _walk(op: Block, index: Any, extent: int) -> int | None:
-    """The output axis that walks a tensor's axis cell by cell, in the same order."""
-    names = sorted(dims_of(index))
-    if len(names) != 1:
-        return None
-    k = next((i for i, d in enumerate(op.dims) if d.name == names[0]), None)
-    if k is None or op.dims[k].size != extent:
-        return None
-    return k if np.array_equal(np.asarray(evaluate(index, {names[0]: np.arange(extent)})), np.arange(extent)) else None
-
-
-def _moved(graph: Graph, moves: Sequence[Move], notes: list[str]) -> tuple[Graph, tuple[Move, ...]]:
-    """The structural rewrites that the file says were chosen."""
-    new, disabled = graph, disabled_by(moves)
-    try:
-        for _, group in itertools.groupby(applied(moves), key=lambda m: (m.rule, m.params)):
-            new = simplify(apply_moves(new, list(group)), disabled=disabled)
-    except TapestryError as e:
-        notes.append(f"the file's rewrites do not apply: {e.what}")
-        return graph, tuple(map(without, sorted(disabled)))
-    return new, tuple(moves)
-
-
-def _ends(a: Annotations, graph: Graph, reads: Mapping[tuple[str, str], Layout]) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Layouts of inputs and outputs: as the metadata says; else of inputs whose readers all give the same one."""
-    if onnx_annotations.FIXED in a.model:
-        layouts = read_json(a.model, onnx_annotations.FIXED, dict)
-        pairs = [{t: tuple(v) for t, v in layouts.get(k, {}).items() if t in graph.tensors} for k in ("inputs", "outputs")]
-        return pairs[0], pairs[1]
-    inputs: dict[str, Layout] = {}
-    for t in graph.inputs:
-        given = [reads.get((s, t)) for i in graph.consumers().get(t, []) for s in graph.ops[i].source]
-        if given and given[0] is not None and all(g == given[0] for g in given):
-            inputs[t] = given[0]
-    return inputs, {}
-
-
-def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) -> tuple[dict[str, Dims], dict[str, Layout]]:
-    """What every mesh axis cuts, exactly, where the file's metadata completes its specs; and layouts inside nodes."""
-    out: dict[str, Dims] = {}
-    inner: dict[str, Layout] = {}
-    if onnx_annotations.MESH not in a.model:
-        return out, inner
-    blocks = {op.outs[0] for op in graph.ops if isinstance(op, Block)}
-    for props in a.nodes.values():
-        for name, s in read_json(props, onnx_annotations.INTERNAL, dict).items():
-            if _complete(s, len(over)):
-                out[str(name)] = tuple(s["dims"])
-                inner |= {str(name): tuple(s["out"])} if name in blocks else {}
-    for op in graph.ops:
-        layout = outs.get(op.outs[0])
-        if not isinstance(op, Block) or layout is None:
-            continue
-        properties = a.nodes.get(a.writer.get(op.outs[0], ""), {})
-        rows: list[Any] = read_json(properties, onnx_annotations.PARTIAL, list)
-        partial: dict[str, dict[str, Any]] = {p["mesh_axis"]: p for p in rows if isinstance(p, dict) and "mesh_axis" in p}
-        dims: list[str | None] = []
-        for axis, k in zip(over, layout, strict=True):
-            p = partial.get(axis.name)
-            own = None if k is None else op.dims[k].name
-            dims.append(str(p.get("dim")) if p is not None and p.get("along") == k else own)
-        if all(d is None or d in op.ranges for d in dims):
-            out[op.outs[0]] = tuple(dims)
-    return out, inner
-
-
-def _complete(s: Any, axes: int) -> bool:
-    """Whether the metadata of an inner result says what every mesh axis cuts."""
-    return isinstance(s, dict) and len(cast(Any, s).get("dims", ())) == len(cast(Any, s).get("out", ())) == axes

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from onnx import ModelProto, NodeProto
 
-from tapestry.errors import ModelError, TapestryError
-from tapestry.interop import annotation_semantics, onnx_annotations, sharding_specs
+from tapestry.errors import ModelError, PlanError, TapestryError
+from tapestry.interop import annotation_semantics, onnx_annotations, sharding_specs, tile_metadata
 from tapestry.interop.annotation_rules import Context, Finding, Shape, check
 from tapestry.interop.placement import Intervals, Placement, describe, placement
-from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, name_of
+from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, name_of, with_sizes
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import device_count
 from tapestry.ir.types import itemsize
@@ -38,28 +38,30 @@ def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
         ModelError: the file is no model.
     """
     model = load(path)
-    declared = _declared(model)
-    ours = onnx_annotations.MESH in sharding_specs.metadata(model)  # then uneven cuts are agreed upon
-    findings = [f for f in check(model, declared) if not (ours and f.code == "uneven")]
-    findings += _metadata(model)
+    context = declared(model)
+    findings = [*check(model, context), *_metadata(model), *_tilings(model)]
     if not sharding_specs.annotated(model):
+        if findings or tile_metadata.carried(model):
+            return findings
         return [Finding("warning", "no-annotations", "", "", "the model has no multi-device annotations"), *findings]
     wrong = {(f.node, f.tensor) for f in findings if f.level == "error"}
     try:
-        graph = lift(path, shapes or _sizes(model, declared), weights=False).graph
+        graph = lift(path, shapes or _sizes(model, context), weights=False).graph
     except ModelError as e:
         text = f"what the operators mean was not checked: {e.what} ({e.where}: {e.why})"
         return [*findings, Finding("warning", "not-lifted", "", "", text)]
+    symbolic = ((d, graph.tensors[i].shape[k]) for i in graph.inputs for k, d in enumerate(context.shapes.get(i) or ()))
+    sizes = {d: n for d, n in symbolic if isinstance(d, str)}
     for c in sharding_specs.configurations(model):
         if c.name and c.num_devices and c.num_devices > MAX_DEVICES:
             text = f"configuration '{c.name}' has {c.num_devices:,} devices: what the operators mean was not checked"
             findings.append(Finding("warning", "many-devices", "", "", text))
         elif c.name and c.num_devices:
-            findings += _Meaning(model, graph, c.name, wrong).findings()
+            findings += _Meaning(model, graph, c.name, wrong, sizes).findings()
     return findings
 
 
-def _declared(model: ModelProto) -> Context:
+def declared(model: ModelProto) -> Context:
     """Shapes of all values: what the file declares, completed by onnx's inference."""
     bare = ModelProto()
     bare.CopyFrom(model)
@@ -105,19 +107,38 @@ def _sizes(model: ModelProto, context: Context) -> dict[str, int | str | list[in
 
 def _metadata(model: ModelProto) -> Iterator[Finding]:
     """Our own metadata must agree with the protos."""
-    text = sharding_specs.metadata(model).get(onnx_annotations.MESH)
-    if text is None:
-        return
+    sizes = {c.name or "": c.num_devices for c in sharding_specs.configurations(model)}
+    for key, text in sharding_specs.metadata(model).items():
+        kind, _, of = key.partition("@")
+        if kind != onnx_annotations.MESH:
+            continue
+        try:
+            count = device_count(parse_mesh(text))
+        except TapestryError as e:
+            yield Finding("error", "mesh", "", "", f"{key}: {e.what}")
+            continue
+        name = of or sharding_specs.OURS
+        if sizes.get(name) != count:
+            had = f"has {sizes[name]}" if name in sizes else f"is not in the model, which has {[*sizes]}"
+            yield Finding("error", "mesh", "", "", f"{key} '{text}' has {count} devices, configuration '{name}' {had}")
+
+
+def _tilings(model: ModelProto) -> Iterator[Finding]:
+    """Topology and tile patterns: readable, of instances that there are, enough for every configuration."""
     try:
-        count = device_count(parse_mesh(text))
+        topology = tile_metadata.read_topology(model)
     except TapestryError as e:
-        yield Finding("error", "mesh", "", "", f"{onnx_annotations.MESH}: {e.what}")
+        yield Finding("error", "topology", "", "", f"{e.what} {e.where}".strip())
         return
-    sizes = [c.num_devices for c in sharding_specs.configurations(model)]
-    if count not in sizes:
-        yield Finding(
-            "error", "mesh", "", "", f"{onnx_annotations.MESH} '{text}' has {count} devices, the configurations {sizes}"
-        )
+    for c in sharding_specs.configurations(model):
+        if topology is not None and (c.num_devices or 0) > topology.count:
+            text = f"configuration '{c.name}' has {c.num_devices} devices, {tile_metadata.COUNT} is {topology.count}"
+            yield Finding("error", "instances-too-few", "", "", text)
+    try:
+        for tensor, text in tile_metadata.beyond(model):
+            yield Finding("error", "instance-range", "", tensor, text)
+    except TapestryError as e:
+        yield Finding("error", "tile-pattern", "", "", f"{e.where}: {e.what}")
 
 
 @dataclass(slots=True)
@@ -128,6 +149,7 @@ class _Meaning:
     graph: Graph
     name: str
     wrong: set[tuple[str, str]]
+    sizes: Mapping[str, int]
 
     def findings(self) -> list[Finding]:
         """Findings of every annotated node that is still an operation of its own after lifting."""
@@ -148,19 +170,26 @@ class _Meaning:
 
     def _specs(self, node: NodeProto, cache: dict[tuple[object, ...], Placement]) -> dict[str, Placement]:
         placements: dict[str, Placement] = {}
-        mine = (c for c in sharding_specs.node_configurations(node) if c.configuration == self.name)
-        specs: list[ShardingSpec] = [s for c in mine for s in c.specs]
+        try:
+            own = [c for c in sharding_specs.node_configurations(node) if c.configuration == self.name]
+            specs: list[ShardingSpec] = [self._sized(s) for c in own for s in sharding_specs.complete(c, node).specs]
+        except PlanError:  # a finding of its own
+            return placements
         for s in specs:
             if s.tensor is None or s.tensor not in self.graph.tensors or (name_of(node), s.tensor) in self.wrong:
                 continue
             shape = self.graph.tensors[s.tensor].shape
             if not all(_fits(d, shape) for d in s.dims):
-                continue
+                continue  # a symbol was given another size than the file's
             key = (s.devices, s.groups, s.dims, shape)
             if key not in cache:
                 cache[key] = placement(s, shape)
             placements[s.tensor] = cache[key]
         return placements
+
+    def _sized(self, s: ShardingSpec) -> ShardingSpec:
+        """A spec with the lifted graph's sizes in the place of symbols."""
+        return with_sizes(s, self.sizes)
 
     def _op(self, node: NodeProto, op: Op, mine: Placements, written: Placements) -> Iterator[Finding]:
         name = name_of(node)
@@ -204,6 +233,8 @@ class _Meaning:
 
 def _fits(d: ShardedDim, shape: tuple[int, ...]) -> bool:
     """Whether an axis has a cell for every part (not so where a symbol was given a small size)."""
+    if any(hi > shape[d.axis or 0] for _, hi in d.parts):
+        return False
     return all(x.num_shards is not None and (len(d.shards) > 1 or x.num_shards <= shape[d.axis or 0]) for x in d.shards)
 
 

@@ -5,7 +5,7 @@ from tapestry.plan.topology.meshes import MAX_DEVICES, parse_mesh
 from tapestry.plan.topology.presets import PRESETS
 from tapestry.plan.topology.shares import shared
 from tapestry.plan.topology.topology_data import device_data, from_data, to_data
-from tapestry.plan.topology.topology_files import GiB, default_mesh, parse_bytes, topology
+from tapestry.plan.topology.topology_files import GiB, default_mesh, linked, parse_bytes, topology
 
 __all__ = [
     "MAX_DEVICES",
@@ -20,6 +20,7 @@ __all__ = [
     "device_data",
     "fabrics",
     "from_data",
+    "linked",
     "parse_bytes",
     "parse_mesh",
     "shared",

@@ -19,7 +19,7 @@ from tapestry.plan.topology.measured_costs import read_calls, read_classes, read
 from tapestry.plan.topology.meshes import parse_mesh
 from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
 
-__all__ = ["GiB", "default_mesh", "parse_bytes", "topology"]
+__all__ = ["GiB", "default_mesh", "linked", "parse_bytes", "topology"]
 
 
 def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topology:
@@ -46,6 +46,18 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
     )  # fmt: skip
     alike = all(d == kinds[0] for d in kinds)
     return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
+
+
+def linked(topo: Topology, links: str) -> Topology:
+    """A topology whose devices are joined as a map says, each link as its slowest one; what was measured of others goes.
+
+    Raises:
+        TapestryError: the map is of other devices, or a device cannot reach another.
+    """
+    slowest = Link(max(k.alpha for k in topo.links), max(k.beta for k in topo.links))
+    spec = {"map": links, "alpha": slowest.alpha, "beta": slowest.beta, "sizes": (), "links": {}}
+    found, fabrics, notes = joined(Source(topo.device, (), {}, spec), topo.mesh)
+    return replace(topo, name=f"{topo.name}, links of the model", links=found, joined=fabrics, notes=notes, calls=())
 
 
 def _kinds(source: Source, mesh: Mesh) -> list[Device]:

@@ -7,10 +7,12 @@ from math import isqrt
 
 from tapestry.errors import TapestryError
 from tapestry.interop import instance_map
-from tapestry.plan.topology.fabric import Link, Wire
+from tapestry.interop.instance_map import InstanceMap
+from tapestry.plan.topology.fabric import Link, Topology, Wire
 
 Pairs = tuple[tuple[int, int], ...]
 MAX_JOINED = 1024
+MAX_ROWS = 64  # of a map that only says that all are joined with all
 SHAPES = ("switch", "full mesh", "ring", "one-way ring", "line", "tree", "star", "linked rings")
 
 
@@ -86,6 +88,19 @@ def of_map(text: str) -> tuple[int, Pairs, tuple[int, ...], str, tuple[str, ...]
     exact = [s for s in names if not s.notes]
     kind = exact[0].kind if exact else "map"
     return m.count, tuple(sorted(m.links)), (), "one-way ring" if kind == "ring" and not exact[0].two_way else kind, ()
+
+
+def connections(topo: Topology, n: int) -> InstanceMap | None:
+    """Which of n devices are joined, as a map; ``None`` where more than `MAX_ROWS` are all joined with all."""
+    if not topo.joined:
+        return None if n > MAX_ROWS else InstanceMap(n, tuple(tuple(j for j in range(n) if j != i) for i in range(n)))
+    rows: list[set[int]] = [set() for _ in range(n)]
+    for f in topo.joined:
+        inside = [(i, j) for i in range(f.size) for j in range(f.size)] if not f.wires else [(w.src, w.dst) for w in f.wires]
+        for d in range(n):
+            at = d // f.stride % f.size
+            rows[d] |= {d + (j - i) * f.stride for i, j in inside if i == at and i != j}
+    return InstanceMap(n, tuple(tuple(sorted(r)) for r in rows))
 
 
 def balanced(n: int, parts: int) -> tuple[int, ...]:

@@ -1,0 +1,354 @@
+"""Annotations of a model as constraints on its plan: what the specs say is kept, what they leave open is searched.
+
+A spec of a result that simplification fuses away is carried to the result that it was fused into, by the projections in
+between; where that says something else, the result is kept apart instead. A spec of a view is carried to what it is a view of,
+and a result whose cells are interleaved (several cut axes fused into one) is computed with those axes apart. What cannot be
+kept is listed, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, cast
+
+import numpy as np
+
+from tapestry.errors import PlanError, TapestryError
+from tapestry.interop import onnx_annotations
+from tapestry.interop.annotation_rules import Context, spec_rules
+from tapestry.interop.onnx_annotations import read_json
+from tapestry.interop.placement import Placement, fused_sizes, layout_of, placement
+from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.index import dims_of, evaluate
+from tapestry.ir.plan import Layout, Mesh
+from tapestry.plan.layout_constraints import Dims, LayoutConstraints
+from tapestry.rewrites.core.applied import apply_moves, swept
+from tapestry.rewrites.core.driver import applied, disabled_by, simplify, without
+from tapestry.rewrites.core.rule import RULES, Move, parse_move
+from tapestry.sharding.annotations import Annotations, shapes
+from tapestry.sharding.view_layouts import laid, layout_behind, view_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a plan has to keep to, for a graph.
+
+    Attributes:
+        graph: the simplified graph, with results kept apart and the file's structural moves applied.
+        fixed: what the search keeps to.
+        inputs, outputs: layouts in which inputs start and outputs end.
+        moves: the structural moves, in order.
+        notes: what is not kept, and why.
+        counts: how many specs were used how.
+    """
+
+    graph: Graph
+    fixed: LayoutConstraints
+    inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    moves: tuple[Move, ...] = ()
+    notes: tuple[str, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
+    """The annotations as constraints on the plan of a lifted (not yet simplified) graph.
+
+    Raises:
+        PlanError: a spec cannot be said with the mesh's axes, or contradicts the tensor.
+    """
+    notes: list[str] = [f"pipeline stages are not planned ({a.stages} in the file)"] * (a.stages > 1)
+    said = _Said(_resolved(a, lifted), lifted, over)
+    wanted, fused = said.outs(notes)
+    reads = {k: said.layout(s, f"node '{k[0]}'") for k, s in said.given.reads.items() if k[1] in lifted.tensors}
+    values = {t: said.layout(s, f"tensor '{t}'") for t, s in said.given.values.items() if t in lifted.tensors}
+    notes += [f"'{t}' is not computed any more (folded or dead)" for t in (*a.outs, *a.values) if t not in lifted.tensors]
+    chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
+    graph, outs, more = _kept(said, wanted, tuple(fused), disabled_by(chosen))
+    notes += more
+    graph, moves = _moved(graph, chosen, notes)
+    graph, apart, of_parts = _unfused(said, graph, {t: s for t, s in fused.items() if not _moves_it(moves, t)})
+    outs |= of_parts
+    inputs, outputs = _ends(a, lifted, reads, values)
+    dims, inner = _dims(a, graph, outs, over)
+    fixed = LayoutConstraints(outs={**outs, **inner}, reads=reads, dims=dims)
+    counts = {"specs": len(a.outs) + len(a.reads) + len(a.values), "fixed": len(outs), "reads": len(reads), "dims": len(dims)}
+    moves = (*moves, *apart)
+    return Given(graph=graph, fixed=fixed, inputs=inputs, outputs=outputs, moves=moves, notes=tuple(notes), counts=counts)
+
+
+def _resolved(a: Annotations, lifted: Graph) -> Annotations:
+    """The annotations with sizes in the place of symbols. Intervals of parts are of the sizes that they were made for, and
+    dropped at others."""
+    env = {s: lifted.tensors[t].shape[k] for s, (t, k) in a.symbols.items() if t in lifted.tensors}
+    stated = {t: tuple(v) for t, v in shapes(a).items() if t in lifted.tensors}
+    same = all(lifted.tensors[t].shape == v for t, v in stated.items())
+
+    def put(s: ShardingSpec) -> ShardingSpec:
+        dims = [
+            replace(
+                d, parts=d.parts if same else (), shards=tuple(replace(x, dim=env.get(str(x.dim), x.dim)) for x in d.shards)
+            )
+            for d in s.dims
+        ]
+        return replace(s, dims=tuple(dims))
+
+    return replace(
+        a, outs={k: put(s) for k, s in a.outs.items()}, reads={k: put(s) for k, s in a.reads.items()},
+        values={k: put(s) for k, s in a.values.items()},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """Annotations, the lifted graph that they are of, and the mesh over which they are to be said."""
+
+    given: Annotations
+    lifted: Graph
+    over: Mesh
+
+    def outs(self, notes: list[str]) -> tuple[dict[str, Layout], dict[str, ShardingSpec]]:
+        """Layouts of results; and the specs of results whose cells are interleaved, which no layout of theirs can say."""
+        out: dict[str, Layout] = {}
+        fused: dict[str, ShardingSpec] = {}
+        for t, s in self.given.outs.items():
+            if t not in self.lifted.tensors:
+                continue
+            where = f"node '{self.given.writer[t]}'"
+            layout = self.find(s, where)
+            if layout is not None:
+                out[t] = layout
+            elif any(len(d.shards) > 1 for d in s.dims):
+                behind = self.behind(t, placement(s, self.lifted.tensors[t].shape))
+                if behind is None:
+                    fused[t] = s
+                elif out.setdefault(*behind) != behind[1]:
+                    notes.append(f"'{t}' is a view of '{behind[0]}', which has another place")
+            else:
+                self.refuse(s, where)
+        return out, fused
+
+    def find(self, s: ShardingSpec, where: str) -> Layout | None:
+        """The layout that a spec says, if the mesh's axes can say it.
+
+        Raises:
+            PlanError: the spec contradicts the tensor.
+        """
+        shape = self.lifted.tensors[s.tensor or ""].shape
+        here = Context({s.tensor or "": shape}, {x.dim: None for d in s.dims for x in d.shards if isinstance(x.dim, str)})
+        wrong = next((m for level, code, m in spec_rules(s, None, here) if level == "error" and code != "fused-dims"), None)
+        if wrong:
+            self.refuse(s, where, wrong)
+        return layout_of(s, shape, self.over)
+
+    def layout(self, s: ShardingSpec, where: str) -> Layout:
+        """The layout that a spec says; of parts that overlap (a halo) that of the equal cut.
+
+        Raises:
+            PlanError: the mesh's axes cannot say it.
+        """
+        shape = self.lifted.tensors[s.tensor or ""].shape
+        plain = tuple(d if partition(d.parts, shape[d.axis or 0]) else replace(d, parts=()) for d in s.dims)
+        found = self.find(replace(s, dims=plain), where)
+        return self.refuse(s, where) if found is None else found
+
+    def refuse(self, s: ShardingSpec, where: str, why: str = "") -> NoReturn:
+        """A spec that cannot be kept."""
+        mesh_text = "x".join(str(x.size) for x in self.over)
+        raise PlanError(
+            f"the sharding given for '{s.tensor}' cannot be kept", where=where,
+            why=why or f"no layout over the axes of mesh {mesh_text} puts its parts on these devices: {list(s.devices)}",
+            hint="another --mesh, another order of devices, or --ignore-sharding",
+        )  # fmt: skip
+
+    def behind(self, tensor: str, wanted: Placement) -> tuple[str, Layout] | None:
+        """What a tensor is a view of (no input), and the layout of that which puts the view's cells where they are wanted."""
+        found: tuple[str, Layout] | None = None
+        while (view := view_at(self.lifted, tensor)) is not None:
+            tensor = view.reads[0].tensor
+            shape = self.lifted.tensors[tensor].shape
+            layout = layout_behind([view], wanted, shape, self.over)
+            if layout is None or tensor not in self.lifted.producers():
+                return None
+            found, wanted = (tensor, layout), laid(layout, shape, self.over)
+        return found
+
+
+def partition(parts: Sequence[tuple[int, int]], size: int) -> bool:
+    """Whether intervals follow each other and make up an axis (no halo)."""
+    ends = [0, *(hi for _, hi in parts)]
+    return not parts or (ends[-1] == size and all(lo == end for (lo, _), end in zip(parts, ends, strict=False)))
+
+
+def _moves_it(moves: Sequence[Move], tensor: str) -> bool:
+    return any(m.rule == "unfuse" and m.at == tensor for m in moves)
+
+
+def _unfused(said: _Said, graph: Graph, fused: Mapping[str, ShardingSpec]) -> tuple[Graph, list[Move], dict[str, Layout]]:
+    """The graph that computes interleaved results with their axes apart, the moves, and the layouts of what is computed.
+
+    Raises:
+        PlanError: the operation cannot be computed so, or the mesh cannot say the layout.
+    """
+    moves: list[Move] = []
+    layouts: dict[str, Layout] = {}
+    for t, s in fused.items():
+        at, views, shape = t, list[Block](), said.lifted.tensors[t].shape
+        where = f"node '{said.given.writer[t]}'"
+        for k, size in [(d.axis or 0, n) for d in sorted(s.dims, key=_last_first) for n in _inner_sizes(d, shape)]:
+            op = graph.ops[graph.find(at)] if graph.find(at) >= 0 else None
+            if not isinstance(op, Block):
+                said.refuse(s, where, "its cells are interleaved, and it is no result that is computed cell by cell")
+            moves.append(Move("unfuse", at, (("dim", op.dims[k].name), ("inner", size))))
+            graph = apply_moves(graph, moves[-1:])
+            views.append(cast(Block, graph.ops[graph.find(at)]))
+            at = views[-1].reads[0].tensor
+        layout = layout_behind(views, placement(s, shape), graph.tensors[at].shape, said.over)
+        layouts[at] = said.refuse(s, where) if layout is None else layout
+    return (simplify(graph) if moves else graph), moves, layouts
+
+
+def _last_first(d: ShardedDim) -> int:
+    return -(d.axis or 0)
+
+
+def _inner_sizes(d: ShardedDim, shape: tuple[int, ...]) -> list[int]:
+    """What each split of a fused axis leaves inside, the innermost axis first: then the axis itself stays where it is."""
+    sizes = fused_sizes(d, shape[d.axis or 0])
+    return sizes[:0:-1]
+
+
+def _kept(
+    said: _Said, wanted: Mapping[str, Layout], fused: tuple[str, ...], disabled: frozenset[str]
+) -> tuple[Graph, dict[str, Layout], list[str]]:  # fmt: skip
+    """The simplified graph, the layouts that its tensors get, and what is lost."""
+    lifted = said.lifted
+    graph = simplify(lifted, disabled=disabled)
+    outs = {t: layout for t, layout in wanted.items() if t in graph.producers()}
+    apart: list[str] = [t for t in fused if t not in graph.producers()]
+    wanted = dict(wanted)
+    for t, layout in list(wanted.items()):
+        if t in outs:
+            continue
+        carried = _carry(t, layout, lifted, graph)
+        if carried is not None and outs.get(carried[0], wanted.get(carried[0], carried[1])) != carried[1]:
+            carried = None
+        if carried is None:
+            carried = said.behind(t, laid(layout, lifted.tensors[t].shape, said.over))
+            if carried is not None and wanted.setdefault(*carried) != carried[1]:
+                carried = None
+        if carried is None:
+            apart.append(t)
+        elif carried[0] not in graph.producers():
+            apart.append(carried[0])
+        else:
+            outs[carried[0]] = carried[1]
+    if apart:
+        graph = _with_apart(lifted, apart, disabled)
+        outs = {t: layout for t, layout in {**outs, **wanted}.items() if t in graph.producers()}
+    lost = [t for t in apart if t not in outs and t not in fused]
+    return graph, outs, [f"'{t}' is a view of another tensor, which has no place of its own" for t in lost]
+
+
+def _with_apart(lifted: Graph, apart: list[str], disabled: frozenset[str]) -> Graph:
+    """The simplified graph in which some results are not fused into their readers."""
+    held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
+    graph = replace(simplify(replace(lifted, outputs=held_back), disabled=disabled), outputs=lifted.outputs)
+    return swept(RULES["drop_dead"], graph)
+
+
+def _carry(tensor: str, layout: Layout, lifted: Graph, graph: Graph) -> tuple[str, Layout] | None:
+    """The tensor of the simplified graph that a result was fused into, and the same layout there.
+
+    Follows single readers that compute each point from one cell. A cut is carried along when the reader walks the axis by
+    one dimension of the same extent.
+    """
+    written, readers = graph.producers(), lifted.consumers()
+    for _ in range(len(lifted.ops)):
+        if tensor in written:
+            return tensor, layout
+        consumers = readers.get(tensor, [])
+        op = lifted.ops[consumers[0]] if len(consumers) == 1 else None
+        if not isinstance(op, Block) or op.monoid or len(op.outs) != 1:
+            return None
+        through = [r for r in op.reads if r.tensor == tensor]
+        if len(through) != 1 or through[0].other is not None:
+            return None
+        moved = [_walk(op, through[0].index[k], lifted.tensors[tensor].shape[k]) if k is not None else None for k in layout]
+        if any(k is not None and m is None for k, m in zip(layout, moved, strict=True)):
+            return None
+        tensor, layout = op.outs[0], tuple(moved)
+    return None
+
+
+def _walk(op: Block, index: Any, extent: int) -> int | None:
+    """The output axis that walks a tensor's axis cell by cell, in the same order."""
+    names = sorted(dims_of(index))
+    if len(names) != 1:
+        return None
+    k = next((i for i, d in enumerate(op.dims) if d.name == names[0]), None)
+    if k is None or op.dims[k].size != extent:
+        return None
+    return k if np.array_equal(np.asarray(evaluate(index, {names[0]: np.arange(extent)})), np.arange(extent)) else None
+
+
+def _moved(graph: Graph, moves: Sequence[Move], notes: list[str]) -> tuple[Graph, tuple[Move, ...]]:
+    """The structural rewrites that the file says were chosen."""
+    new, disabled = graph, disabled_by(moves)
+    try:
+        for _, group in itertools.groupby(applied(moves), key=lambda m: (m.rule, m.params)):
+            new = simplify(apply_moves(new, list(group)), disabled=disabled)
+    except TapestryError as e:
+        notes.append(f"the file's rewrites do not apply: {e.what}")
+        return graph, tuple(map(without, sorted(disabled)))
+    return new, tuple(moves)
+
+
+def _ends(
+    a: Annotations, graph: Graph, reads: Mapping[tuple[str, str], Layout], values: Mapping[str, Layout]
+) -> tuple[dict[str, Layout], dict[str, Layout]]:  # fmt: skip
+    """Layouts of inputs and outputs: as the file says; of inputs that it says nothing of, what all their readers give."""
+    inputs = {t: values[t] for t in (*graph.inputs, *graph.weights) if t in values}
+    outputs = {t: values[t] for t in graph.outputs if t in values}
+    for t in graph.inputs if onnx_annotations.MESH not in a.model else ():
+        given = [reads.get((s, t)) for i in graph.consumers().get(t, []) for s in graph.ops[i].source]
+        if t not in inputs and given and given[0] is not None and all(g == given[0] for g in given):
+            inputs[t] = given[0]
+    return inputs, outputs
+
+
+def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) -> tuple[dict[str, Dims], dict[str, Layout]]:
+    """What every mesh axis cuts, exactly, where the file's metadata completes its specs; and layouts inside nodes."""
+    out: dict[str, Dims] = {}
+    inner: dict[str, Layout] = {}
+    if onnx_annotations.MESH not in a.model:
+        return out, inner
+    blocks = {op.outs[0] for op in graph.ops if isinstance(op, Block)}
+    for props in a.nodes.values():
+        for name, s in read_json(props, onnx_annotations.INTERNAL, dict).items():
+            if _complete(s, len(over)):
+                out[str(name)] = tuple(s["dims"])
+                inner |= {str(name): tuple(s["out"])} if name in blocks else {}
+    for op in graph.ops:
+        layout = outs.get(op.outs[0])
+        if not isinstance(op, Block) or layout is None:
+            continue
+        properties = a.nodes.get(a.writer.get(op.outs[0], ""), {})
+        rows: list[Any] = read_json(properties, onnx_annotations.PARTIAL, list)
+        partial: dict[str, dict[str, Any]] = {p["mesh_axis"]: p for p in rows if isinstance(p, dict) and "mesh_axis" in p}
+        dims: list[str | None] = []
+        for axis, k in zip(over, layout, strict=True):
+            p = partial.get(axis.name)
+            own = None if k is None else op.dims[k].name
+            dims.append(str(p.get("dim")) if p is not None and p.get("along") == k else own)
+        if all(d is None or d in op.ranges for d in dims):
+            out[op.outs[0]] = tuple(dims)
+    return out, inner
+
+
+def _complete(s: Any, axes: int) -> bool:
+    """Whether the metadata of an inner result says what every mesh axis cuts."""
+    return isinstance(s, dict) and len(cast(Any, s).get("dims", ())) == len(cast(Any, s).get("out", ())) == axes
