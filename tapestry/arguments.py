@@ -33,6 +33,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A type of argument: from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return value
+
+
 def build(p: argparse.ArgumentParser) -> None:
     """A build directory."""
     p.add_argument("build", type=Path, help="a folder that tapestry compile wrote")
@@ -165,6 +173,16 @@ def generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="of the seeded sampler: the likeliest K; 0 is all")
     p.add_argument("--stop", type=int, metavar="TOKEN", help="ends a row")
     p.add_argument("--output", type=Path, metavar="FILE.npy", help="write the new tokens [rows, N]")
+
+
+def scheduled(p: argparse.ArgumentParser) -> None:
+    """A run in another order than the plan's."""
+    text = "block by block in a random legal order, each twice; the bits must be those of the plain run"
+    p.add_argument("--schedule", choices=("random",), help=text)
+    text = "with --schedule: the chance, after each block, that one that is held is lost, and computed again"
+    p.add_argument("--lose", type=share, default=0.0, metavar="P", help=text)
+    text = "with --schedule: devices that are lost on the way for good; others compute their blocks"
+    p.add_argument("--lose-devices", type=whole(0), default=0, metavar="N", help=text)
 
 
 def by_ranks(args: argparse.Namespace) -> bool:
