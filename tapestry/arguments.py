@@ -226,8 +226,12 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("rule", nargs="?", metavar="NAME")
     p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
     p.add_argument("--check", action="append", type=Path, default=[], metavar="FILE", help="prove the rules of a file")
-    p.add_argument("--derive", type=Path, metavar="GRAPH.tap", help="what the book of equations makes of a graph, with prices")
+    text = "forms that cuts and equations make of a graph, with prices: IR text, or Linear, Conv, StridedConv, Sum, Stddev"
+    p.add_argument("--derive", metavar="GRAPH.tap", help=text)
+    p.add_argument("--mesh", default="1", metavar="2x4", help="with --derive: devices over which forms are cut as well (1)")
+    p.add_argument("--forms", type=whole(1), default=100, metavar="N", help="with --derive: the most forms (100)")
     p.add_argument("--dot", action="store_true", help="with --derive: as a graph for Graphviz")
+    p.add_argument("--svg", type=Path, metavar="FILE", help="with --derive: also as a picture")
     text = "plans and runs with the book of equations, without it, without each equation that was used, with each alone"
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
     text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"

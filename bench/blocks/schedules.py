@@ -31,11 +31,16 @@ from tapestry.runtime.reordered.block_walk import Asked
 from tests.support.small_models import MODELS
 
 MESHES = {
-    "light_squeezenet": "4", "light_shufflenet": "2", "transformer layer": "2x2", "llama_tiny": "4", "qwen3_tiny": "2x2",
-    "unet": "2", "recurrent": "3", "random numbers": "4",
+    "llama_tiny": "4", "qwen3_tiny": "2x2", "unet": "2", "transformer layer": "2x2", "convolutions": "4", "recurrent": "3",
+    "selections": "2", "random numbers": "4",
 }  # fmt: skip
-SHAPES = {**EXPORTS, "unet": {"x": "1x3x32x32"}}
-OURS = {"transformer layer": layer.model, "recurrent": MODELS["recurrent"], "random numbers": MODELS["noise"]}
+SHAPES = {
+    **{n: dict.fromkeys(EXPORTS[n], "1x8") for n in ("llama_tiny", "qwen3_tiny")}, "unet": {"x": "1x3x32x32"},
+}  # fmt: skip
+OURS = {
+    "transformer layer": layer.model, "convolutions": MODELS["conv_chain"], "recurrent": MODELS["recurrent"],
+    "selections": MODELS["selections"], "random numbers": MODELS["noise"],
+}  # fmt: skip
 LOSE = 0.05
 
 
@@ -111,7 +116,7 @@ def main() -> int:
             console.print(f"{name}: there is no folder of exports")
             continue
         rows.append(row)
-        console.print(f"{name}: {row['same_bits']} of {row['runs']} runs with the same bits")
+        print(f"{name}: {row['same_bits']} of {row['runs']} runs with the same bits, {row['cpu_s']:.1f} s", flush=True)
     console.print(shown(rows))
     whole = set(args.only) == set(MESHES)
     record.write("schedules", rows if whole else record.merged("schedules", rows, ("model",)), lose=LOSE)
