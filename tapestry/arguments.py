@@ -33,6 +33,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A type of argument: from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return value
+
+
 def build(p: argparse.ArgumentParser) -> None:
     """A build directory."""
     p.add_argument("build", type=Path, help="a folder that tapestry compile wrote")
@@ -184,6 +192,16 @@ def generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--output", type=Path, metavar="FILE.npy", help="write the new tokens [rows, N]")
 
 
+def scheduled(p: argparse.ArgumentParser) -> None:
+    """A run in another order than the plan's."""
+    text = "block by block in a random legal order, each twice; the bits must be those of the plain run"
+    p.add_argument("--schedule", choices=("random",), help=text)
+    text = "with --schedule: the chance, after each block, that one that is held is lost, and computed again"
+    p.add_argument("--lose", type=share, default=0.0, metavar="P", help=text)
+    text = "with --schedule: devices that are lost on the way for good; others compute their blocks"
+    p.add_argument("--lose-devices", type=whole(0), default=0, metavar="N", help=text)
+
+
 def by_ranks(args: argparse.Namespace) -> bool:
     """Whether a run was asked for something that ranks do, or one rank alone."""
     return any((args.processes, args.threads, args.inputs, args.weights, args.trace, args.max_restarts, args.port))
@@ -225,8 +243,12 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("rule", nargs="?", metavar="NAME")
     p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
     p.add_argument("--check", action="append", type=Path, default=[], metavar="FILE", help="prove the rules of a file")
-    p.add_argument("--derive", type=Path, metavar="GRAPH.tap", help="what the book of equations makes of a graph, with prices")
+    text = "forms that cuts and equations make of a graph, with prices: IR text, or Linear, Conv, StridedConv, Sum, Stddev"
+    p.add_argument("--derive", metavar="GRAPH.tap", help=text)
+    p.add_argument("--mesh", default="1", metavar="2x4", help="with --derive: devices over which forms are cut as well (1)")
+    p.add_argument("--forms", type=whole(1), default=100, metavar="N", help="with --derive: the most forms (100)")
     p.add_argument("--dot", action="store_true", help="with --derive: as a graph for Graphviz")
+    p.add_argument("--svg", type=Path, metavar="FILE", help="with --derive: also as a picture")
     text = "plans and runs with the book of equations, without it, without each equation that was used, with each alone"
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
     text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"

@@ -25,7 +25,7 @@ Arguments = Callable[[argparse.ArgumentParser], None]
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Arguments], str]] = {
     "compile": (building.compile_model, [arguments.compile], "find, verify and write a plan"),
     "run": (
-        running.run, [arguments.run, arguments.processes, arguments.checked],
+        running.run, [arguments.run, arguments.processes, arguments.checked, arguments.scheduled],
         "run a plan (random inputs when none are given)",
     ),
     "serve": (

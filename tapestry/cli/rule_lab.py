@@ -1,4 +1,4 @@
-"""The laboratory of the book of equations: the space that it spans for a graph, and what each equation is worth for a model."""
+"""The laboratory of rules: the space that they span for a small graph, and what equations of the book are worth for a model."""
 
 from __future__ import annotations
 
@@ -7,52 +7,82 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapestry.cli.outcome import Outcome
+from tapestry.errors import TapestryError
+
+if TYPE_CHECKING:
+    from tapestry.plan.book.production_space import ProductionSpace
 
 Row = dict[str, Any]
 ROUNDS = 15  # runs of a build, of which the median counts
 
 
-def derived(path: Path, *, dot: bool) -> Outcome:
-    """``tapestry rules --derive``: every form of a graph that was looked at, by which equation of which, with its price."""
+def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None) -> Outcome:
+    """``tapestry rules --derive``: the forms that productions make of a graph, by which of which, with what each costs."""
     from tapestry.ir.syntax.parser import parse
-    from tapestry.ir.syntax.printer import to_text
     from tapestry.plan.book.algebra import Book
+    from tapestry.plan.book.production_space import ProductionSpace
+    from tapestry.plan.book.small_graphs import GRAPHS
     from tapestry.plan.solver.budget import Meter
     from tapestry.plan.topology import parse_mesh, topology
-    from tapestry.rewrites.core.driver import SIMPLIFIED, simplify
 
-    graph = simplify(parse(path.read_text(encoding="utf-8"), str(path)))
-    book = Book(topology=topology(parse_mesh("1"), "cpu"), meter=Meter(), units=0.0)
-    rows: list[Row] = []
-    for f in book.forms(graph):
-        moves = [str(m) for m in f.moves]
-        steps = [s for m in moves for s in (f'{SIMPLIFIED}@"graph"', m)][1:]
-        rows.append({"form": f.number, "of": f.parent, "by": moves[-1] if moves else None, "moves": steps, "seconds": f.price,
-                     "graph": to_text(f.graph)})  # fmt: skip
+    if what not in GRAPHS and not Path(what).is_file():
+        hint = f"a file of IR text, or one of {', '.join(GRAPHS)}"
+        raise TapestryError(f"there is no graph '{what}'", where="--derive", hint=hint)
+    graph = parse(GRAPHS.get(what) or Path(what).read_text(encoding="utf-8"), what)
+    one = topology(parse_mesh("1"), "cpu")
+    space = ProductionSpace(
+        topology=topology(parse_mesh(mesh), "cpu"), most=most, book=Book(topology=one, meter=Meter(), units=0.0)
+    )
+    space.derive(graph)
+    document = _space(space)
+    if svg:
+        from tapestry.draw.derivation_picture import derivation
+
+        derivation(document).save(svg)
 
     def text() -> None:
-        print("\n".join(_dot(rows) if dot else _listed(rows)))
+        print("\n".join(_dot(document) if dot else _listed(document)))
 
-    return Outcome({"forms": rows}, text, insist=True)
+    return Outcome(document, text, insist=True)
 
 
-def _dot(rows: Sequence[Row]) -> Iterator[str]:
+def _space(space: ProductionSpace) -> Row:
+    """A space of forms as data."""
+    from tapestry.ir.syntax.printer import to_text
+
+    rows: list[Row] = [
+        {"form": f.number, "of": f.parent, "by": None if f.by is None else str(f.by), "moves": [str(m) for m in f.moves],
+         "depth": f.depth, "seconds": f.seconds, "peak_bytes": f.nbytes, "graph": to_text(f.graph)} for f in space.forms
+    ]  # fmt: skip
+    again = [{"of": a, "form": b, "by": str(m)} for a, b, m in space.again]
+    mesh = {a.name: a.size for a in space.topology.mesh}
+    return {"mesh": mesh, "deepest": max(r["depth"] for r in rows), "pruned": dict(space.pruned), "again": again, "forms": rows}
+
+
+def _dot(document: Row) -> Iterator[str]:
+    rows = document["forms"]
     best = min(rows, key=lambda r: r["seconds"])["form"]
     yield "digraph derivations {"
     for r in rows:
-        yield f'  f{r["form"]} [label="{r["seconds"] * 1e6:.4g} µs"{" style=bold" if r["form"] == best else ""}];'
-    yield from (f'  f{r["of"]} -> f{r["form"]} [label="{r["by"].partition("@")[0]}"];' for r in rows if r["of"] is not None)
+        label = f"{r['seconds'] * 1e6:.4g} µs, {r['peak_bytes']:,} B"
+        yield f'  f{r["form"]} [label="{label}"{" style=bold" if r["form"] == best else ""}];'
+    made = [(r, "") for r in rows if r["of"] is not None] + [(r, " style=dashed") for r in document["again"]]
+    yield from (f'  f{r["of"]} -> f{r["form"]} [label="{r["by"].partition("@")[0]}"{style}];' for r, style in made)
     yield "}"
 
 
-def _listed(rows: Sequence[Row]) -> Iterator[str]:
+def _listed(document: Row) -> Iterator[str]:
+    rows, pruned = document["forms"], document["pruned"]
     for r in rows:
         made = "as written" if r["of"] is None else f"of {r['of']} by {r['by']}"
-        yield f"{r['form']:>4}  {r['seconds'] * 1e6:10.4g} µs  {made}"
-    best = min(rows, key=lambda r: r["seconds"])
+        yield f"{r['form']:>4}  {r['seconds'] * 1e6:10.4g} µs {r['peak_bytes']:>12,} B  {made}"
+    yield f"{len(rows)} forms, by at most {document['deepest']} moves; {len(document['again'])} ways more lead to one of them"
+    yield "not followed: " + (", ".join(f"{n} {why}" for why, n in sorted(pruned.items())) or "nothing")
+    smallest, best = (min(rows, key=lambda r: (r[a], r[b])) for a, b in (("peak_bytes", "seconds"), ("seconds", "peak_bytes")))
+    yield f"smallest: {smallest['form']}"
     yield f"cheapest: {best['form']}" + (f", by -r {' -r '.join(map(repr, best['moves']))}" if best["moves"] else "")
     yield best["graph"].rstrip()
 

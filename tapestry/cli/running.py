@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapestry import arguments
 from tapestry.cli.outcome import Outcome, bar
 from tapestry.errors import TapestryError
+
+if TYPE_CHECKING:
+    from tapestry import api
+    from tapestry.runtime.target_protocol import Progress
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -17,7 +22,13 @@ def run(args: argparse.Namespace) -> Outcome:
     from tapestry.build import store
 
     store.check_beside(args.build, args.output)
+    if args.schedule is None and (args.lose or args.lose_devices):
+        raise TapestryError("only a run in another order loses blocks", where="--lose", hint="--schedule random")
     if arguments.by_ranks(args):
+        if args.schedule is not None:
+            raise TapestryError(
+                "another order is for devices in one process", where="--schedule", hint="without ranks' options"
+            )
         if args.library:
             raise TapestryError("a run by ranks uses no vendor library", where="--library", hint="leave it out")
         return _run_processes(args)
@@ -30,12 +41,28 @@ def run(args: argparse.Namespace) -> Outcome:
     compiled = compiled.at_inputs(given) if given else compiled
     feeds = compiled.random_feeds(args.seed) | given
     with bar(args, "run") as report:
-        result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
+        if args.schedule is None:
+            result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
+        else:
+            result, document = _in_any_order(args, compiled, feeds, report)
     if args.output:
         from tapestry.runtime.outputs import write
 
         write(args.output, result.outputs)
     return Outcome(document, lambda: tables.show(tables.ran(document)), status=0 if document["passed"] else 1)
+
+
+def _in_any_order(args: argparse.Namespace, compiled: api.Compiled, feeds: Mapping[str, Any], report: Progress) -> Any:
+    """(result, document) of a run block by block in a random order, beside one in the plan's."""
+    from tapestry import api
+    from tapestry.runtime.reordered import any_order
+    from tapestry.runtime.reordered.block_walk import Asked
+
+    _, document = api.run_checked(compiled, feeds, check=args.check)
+    other = api.open_session(compiled.build, b"".join(compiled.constants.values()), make=any_order.AnyOrderExecutor)
+    asked = Asked(seed=args.seed, lose=args.lose, devices=args.lose_devices)
+    result, told = any_order.run_beside(compiled.session, other, feeds, asked, report)
+    return result, document | {"passed": document["passed"] and told["same_bits"], "schedule": told}
 
 
 def _inputs(items: list[str]) -> dict[str, Any]:

@@ -129,7 +129,24 @@ def ran(document: Mapping[str, Any]) -> RenderableType:
     said = "FAILED" if not document["passed"] else "passed" if checked else "ran"
     verdict = f"{said} in {document['seconds']:.2f} s{f', compared with {checked}' if checked else ''}"
     panel = Panel(verdict, expand=False, style="green" if document["passed"] else "red")
-    return Group(table, *([on_gpu(document["gpu"])] if "gpu" in document else []), panel)
+    more = [f(document[k]) for k, f in (("gpu", on_gpu), ("schedule", in_any_order)) if k in document]
+    return Group(table, *more, panel)
+
+
+def in_any_order(told: Mapping[str, Any]) -> str:
+    """What was computed in another order than the plan's, what was lost, and what that cost beside a restart."""
+
+    def work(w: Mapping[str, Any]) -> str:
+        return f"{w['blocks']:,} blocks, {w['flops']:,} FLOPs, {w['bytes']:,} bytes"
+
+    same = "the same bits" if told["same_bits"] else "OTHER BITS: " + ", ".join([*told["other_outputs"], *told["differ"]][:8])
+    lines = [f"In a random order (seed {told['seed']}): {work(told['plan'])}"]
+    lines.append(f"  {told['twice']:,} of them twice, {told['elsewhere']:,} times on another device: {same}")
+    if told["lost_blocks"]:
+        gone = f" (all of device {', '.join(map(str, told['lost_devices']))} among them)" if told["lost_devices"] else ""
+        lines.append(f"  {told['lost_blocks']:,} blocks lost{gone}; again: {work(told['again'])}")
+        lines.append(f"  a restart at each loss would do again: {work(told['restart'])}")
+    return "\n".join(lines)
 
 
 def on_gpu(gpu: Mapping[str, Any]) -> str:

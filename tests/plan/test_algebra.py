@@ -96,13 +96,13 @@ def test_the_search_is_never_worse_on_several_devices(tmp_path) -> None:
 def test_the_space_of_derivations_on_the_command_line(tmp_path) -> None:
     file = tmp_path / "g.tap"
     file.write_text(adapters(1))
-    status, out, _ = run("rules", "--derive", file, "--json")
+    status, out, _ = run("rules", "--derive", file, "--forms", "30", "--json")
     forms = json.loads(out)["forms"]
     best = min(forms, key=lambda f: f["seconds"])
     assert status == 0 and forms[0]["of"] is None and best["seconds"] < forms[0]["seconds"]
     status, text, _ = run("opt", file, *(x for m in best["moves"] for x in ("-r", m)))
     assert status == 0 and parse(text).ops == parse(best["graph"]).ops
-    status, out, _ = run("rules", "--derive", file, "--dot")
+    status, out, _ = run("rules", "--derive", file, "--forms", "30", "--dot")
     assert status == 0 and out.startswith("digraph") and "reassociate_contraction" in out
 
 

@@ -34,6 +34,7 @@ class LocalExecutor(Executor):
     """Runs one Program any number of times; weights stay loaded between runs, but for those that are streamed.
 
     Attributes:
+        kernels: by step and device, as the target made them.
         launches: by step and device, the kernel and the buffers that it reads (packed weights in place of some).
         weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
         packed: packed weights of the model by tensor, box and key; several executors may share it.
@@ -53,6 +54,7 @@ class LocalExecutor(Executor):
         route: Route | None = None,
     ) -> None:  # fmt: skip
         super().__init__(graph, program, target, weights, streamed, route)
+        self.kernels: dict[tuple[int, int], Run] = {}
         self.launches: dict[tuple[int, int], tuple[Run, tuple[str, ...]]] = {}
         self.packing: list[Packing] = []
         self.packed: dict[Hashable, Array] = {}
@@ -132,17 +134,16 @@ class LocalExecutor(Executor):
         """Make every kernel and pack the weights, once: all that later runs need not do."""
         if self.packing:
             return
-        kernels: dict[tuple[int, int], Run] = {}
         for at, step in enumerate(self.program.steps):
             for d, _ in self.mine(step.blocks) if isinstance(step, Launch) else ():
                 assert isinstance(step, Launch)
                 kernel, grown = kernel_of(step, d, self.program), self.grown.get((d, step.outs[0]))
-                kernels[at, d] = self.target.kernel(self.graph, kernel if grown is None else grown.kernel(kernel))
+                self.kernels[at, d] = self.target.kernel(self.graph, kernel if grown is None else grown.kernel(kernel))
         for d in range(self.program.devices):
-            wanted = {at: k.packs for (at, e), k in kernels.items() if e == d and isinstance(k, PackableKernel)}
+            wanted = {at: k.packs for (at, e), k in self.kernels.items() if e == d and isinstance(k, PackableKernel)}
             weigh = self.weigh, partial(self._plain_bytes, d)
             self.packing.append(pack(self.program, wanted, self.weights_held[d], weigh, self.room[d], partial(self._packed, d)))
-        for (at, d), run in kernels.items():
+        for (at, d), run in self.kernels.items():
             step, names = self.program.steps[at], self.packing[d].names.get(at)
             assert isinstance(step, Launch)
             if names and isinstance(run, PackableKernel):

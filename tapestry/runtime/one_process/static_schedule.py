@@ -152,11 +152,13 @@ class Schedule:
     Attributes:
         fixed: arrays that are the same at every run: weights, and buffers with a position, where the next run writes again.
         extra: bytes beyond the plan's peak.
+        recorders: by step, the kernels that are bound.
     """
 
     actions: tuple[Action, ...]
     fixed: Mapping[str, Array]
     extra: int
+    recorders: Mapping[int, Recorder]
 
     @cached_property
     def loose(self) -> bool:
@@ -196,7 +198,7 @@ def schedule(bound: BoundProgram) -> Schedule | None:
     memory = _memory(program, {n: (arena.offsets[n], size) for n, size in sizes.items()}, arena.size)
     there = {n: (bound.grown[n].present if n in bound.grown else view(memory[n]), sizes[n]) for n, view in views.items()}
     actions = tuple(_Steps(bound, recorders, memory, there, joined, early, asked).actions())
-    return Schedule(actions, {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}, extra)
+    return Schedule(actions, {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}, extra, recorders)
 
 
 def _asked(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[int, int]:

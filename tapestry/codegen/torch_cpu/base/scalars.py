@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
+from tapestry.codegen.torch_cpu.native import random_words
 from tapestry.ir.philox import philox
 from tapestry.ir.types import FLOAT8, STORED, numpy_dtype
 
@@ -61,6 +62,14 @@ def root(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _philox(key: Tensor, stream: Tensor, draw: Tensor, word: Tensor, index: Tensor) -> Tensor:
+    """All cells of a block in one call, where they differ in their indices alone."""
+    native = random_words() if index.numel() > 1 and all(x.numel() == 1 for x in (key, stream, draw, word)) else None
+    if native is not None:
+        at = index.contiguous()
+        out = torch.empty_like(at, memory_format=torch.contiguous_format)
+        counter = (int(x) for x in (key, stream, draw, word))
+        native.tapestry_philox(*counter, at.numel(), at.data_ptr(), out.data_ptr())
+        return out
     arrays = [np.asarray(x.numpy()) for x in (key, stream, draw, word, index)]
     return tensor_of(np.ascontiguousarray(philox(*arrays)))
 

@@ -169,6 +169,21 @@ def library() -> ctypes.CDLL | None:
     return out
 
 
+@functools.cache
+def random_words() -> ctypes.CDLL | None:
+    """``tapestry_philox`` of random/philox.c; ``None`` where it cannot be had, and numpy does it."""
+    if not flags.native_kernels():
+        return None
+    try:
+        out = ctypes.CDLL(str(compiled(sorted((_SOURCES / "random").glob("*.c")), FLAGS)))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    word = ctypes.c_uint32
+    out.tapestry_philox.restype = None
+    out.tapestry_philox.argtypes = (ctypes.c_uint64, word, word, _PLACE, _PLACE, _POINTER, _POINTER)
+    return out
+
+
 def compiled(sources: Sequence[Path], options: Sequence[str]) -> Path:
     """The shared library of some files for this machine, compiled unless it is there.
 
