@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import msgspec
 import numpy as np
 
 from tapestry import flags, model_evidence, pipeline, saved_build
-from tapestry.arguments import check_kinds
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
-from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
+from tapestry.codegen.triton.task.chips import plain
+from tapestry.doors.choices import Choices, check
+from tapestry.doors.choices import options as options_of
 from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.onnx_to_graph import TEXT
-from tapestry.plan.solver.budget import Found, unseen
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant, shapes_of
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from tapestry.viewer.shown import Page
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 Values = Mapping[str, Any]
 """Inputs or outputs by name: arrays, and lists and dictionaries for what is no tensor."""
 
@@ -201,58 +199,21 @@ class Compiled:
         return random_feeds(self.build.plan.graph, seed)
 
 
-def compile(
-    model: Any, *, example_inputs: Any = None, dynamic_shapes: Any = None, devices: int | None = None,
-    mesh: pipeline.MeshLike | None = None, topology: str = "auto",
-    shapes: Mapping[str, Any] | None = None, memory: int | str | None = None, target: str = "torch-cpu",
-    precision: str = "ieee", weights: bool = True, pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (),
-    rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
-    sharding: bool = True, configuration: str | None = None, exact: bool = False, resume: str | Path | None = None,
-    interrupt: threading.Event | None = None,
-    stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
-    without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
-    state: str | None = None,
-) -> Compiled:  # fmt: skip
+def compile(model: Any, **choices: Unpack[Choices]) -> Compiled:
     """Compile a model into a verified plan for a mesh of devices.
 
     Args:
         model: the path of an ONNX file (or of IR text, ``.tap``), its bytes, an ``onnx.ModelProto``, an ``onnx_ir.Model``, a
             ``torch.export.ExportedProgram``, or a torch module. A module on the meta device is planned without its weights.
-        example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
-        mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
-        topology: a preset, a topology file, or ``auto``: this machine, measured once.
-        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
-            or a list (``"128,256"``), for one build that runs all of them.
-        memory: per device, as ``"16GiB"`` or bytes; ``precision``: of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
-        pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
-        pareto: also the front of latency against memory; ``exact``: the same bits on any number of devices (docs/exact.md).
-        weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
-        configuration: which of the model's device configurations, by name; by default the first for as many devices.
-        time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
-        resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
-        interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
-        stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
-        print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``; ``progress``: told of every pass as it begins.
-        state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
-        found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
+        choices: ``mesh="2x4"``, ``topology="h100"``, ``memory="16GiB"``, …: all are in `tapestry.doors.choices.Choices`.
 
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    check_kinds(mesh=mesh, topology=topology, shapes=shapes, memory=memory, target=target, precision=precision, seed=seed,
-                pins=pins, layouts=layouts, rules=rules, without=without, time_limit=time_limit)  # fmt: skip
-    _check_target(target, precision)
-    source = opened(model, example_inputs, dynamic_shapes)
-    options = pipeline.Options(
-        model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=topology,
-        memory=None if memory is None else str(memory), target=target, pins=_several(pins), precision=precision,
-        layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
-        time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,
-        configuration=configuration,
-        resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
-        micro_batches=str(micro_batches), without=_several(without),
-    )  # fmt: skip
-    return _planned(options, source, state, progress)
+    check(choices)
+    source = opened(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
+    progress = choices.get("progress", lambda phase, name: None)
+    return _planned(options_of(source, choices), source, choices.get("state"), progress)
 
 
 def _planned(options: pipeline.Options, source: Opened, state: str | None, progress: pipeline.Report) -> Compiled:
@@ -293,20 +254,6 @@ def _with_state(build: store.Build, asked: str) -> store.Build:
     """The build with the caches that its sessions keep, held to the model."""
     found = kept_state.established(asked, Path(build.model), build.plan.graph)
     return replace(build, report={**build.report, "state": msgspec.to_builtins(found)})
-
-
-def _several(given: T | Sequence[T]) -> Sequence[T]:
-    """What may be given alone or in a list."""
-    return [cast(T, given)] if isinstance(given, str | Path) else cast("Sequence[T]", given)
-
-
-def _check_target(target: str, precision: str) -> None:
-    """An unknown target or precision is refused before anything is done."""
-    if target != "torch-cpu" and not target.startswith("triton"):
-        raise TapestryError(f"there is no target '{target}'", hint="torch-cpu or triton:sm90")
-    chip_of(target)
-    if precision not in PRECISIONS:
-        raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
 
 
 def load(folder: str | Path, model: str | Path | None = None) -> Compiled:

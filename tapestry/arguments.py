@@ -4,11 +4,8 @@ every ``--help`` imports it; and of what kinds the arguments of `tapestry.compil
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
-
-from tapestry.errors import TapestryError
 
 FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json")  # of `exports.formats`
 
@@ -339,31 +336,3 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--print-after", action="append", default=[], metavar="PASS", help="the IR after a pass, as text that reads back"
     )
-
-
-KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "mesh": ((str, Mapping, Sequence), '"2x4", (2, 4) or {"dp": 2, "tp": 4}'),
-    "topology": ((str, Path), '"h100", or a file'),
-    "shapes": ((Mapping,), '{"batch": 8}'),
-    "memory": ((int, str), '"16GiB", or bytes'),
-    "target": ((str,), '"torch-cpu" or "triton:sm90"'),
-    "precision": ((str,), "ieee, tf32x3 or tf32"),
-    "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
-    "layouts": ((str,), '"x:0=4@d0", or a list of layouts'),
-    "rules": ((str, Path), "a file of rules, or a list of files"),
-    "without": ((str,), "the name of a rule, or a list of names"),
-    "time_limit": ((int, float), "seconds"),
-    "seed": ((int,), "a whole number"),
-}
-"""What an argument of `compile` may be (where not left out), and an example."""
-
-
-def check_kinds(**given: Any) -> None:
-    """Arguments of `tapestry.compile` of another kind are refused with one that would do."""
-    for name, value in given.items():
-        kinds, example = KINDS[name]
-        many = name in ("pins", "layouts", "rules", "without") and isinstance(value, list | tuple)
-        items: Sequence[Any] = cast("Sequence[Any]", value) if many else [value]
-        for x in items if value is not None or name == "target" else ():
-            if not isinstance(x, kinds) or isinstance(x, bool):
-                raise TapestryError(f"{x!r} is a {type(x).__name__}", where=f"tapestry.compile, {name}", hint=example)

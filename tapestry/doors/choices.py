@@ -1,0 +1,143 @@
+"""What `tapestry.compile` can be asked for beside the model: keywords with their meaning, and what becomes of them."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar, cast
+
+from tapestry import pipeline
+from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of
+from tapestry.doors.model_sources import Opened
+from tapestry.errors import TapestryError
+from tapestry.plan.solver.budget import Found
+
+T = TypeVar("T")
+
+
+class Choices(TypedDict, total=False):
+    """Keywords of `tapestry.compile`; each may be left out.
+
+    Attributes:
+        example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
+        devices, mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
+        topology: a preset, a topology file, or ``auto``: this machine, measured once.
+        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
+            or a list (``"128,256"``), for one build that runs all of them.
+        memory: per device, as ``"16GiB"`` or bytes.
+        target, precision: ``"torch-cpu"`` or ``"triton:sm90"``; of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
+        pins, layouts: as on the command line, one or several.
+        rules, without: your own files; rules that are left out.
+        weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
+        configuration: which of the model's device configurations, by name; by default the first for as many devices.
+        exact: the same bits on any number of devices (docs/exact.md).
+        pareto: also the front of latency against memory.
+        time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
+        seed: of the model's own random operators.
+        resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
+        interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
+        stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
+        state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`runtime.kept_state`).
+        print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``.
+        progress: told of every pass as it begins.
+        found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
+    """
+
+    example_inputs: Any
+    dynamic_shapes: Any
+    devices: int | None
+    mesh: pipeline.MeshLike | None
+    topology: str
+    shapes: Mapping[str, Any] | None
+    memory: int | str | None
+    target: str
+    precision: str
+    pins: str | Sequence[str]
+    layouts: str | Sequence[str]
+    rules: str | Path | Sequence[str | Path]
+    without: str | Sequence[str]
+    weights: bool
+    sharding: bool
+    configuration: str | None
+    exact: bool
+    pareto: bool
+    time_limit: float | None
+    seed: int
+    resume: str | Path | None
+    interrupt: threading.Event | None
+    stages: int | str
+    micro_batches: int | str
+    state: str | None
+    print_after: Sequence[str]
+    progress: pipeline.Report
+    found: Found
+
+
+KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "mesh": ((str, Mapping, Sequence), '"2x4", (2, 4) or {"dp": 2, "tp": 4}'),
+    "topology": ((str, Path), '"h100", or a file'),
+    "shapes": ((Mapping,), '{"batch": 8}'),
+    "memory": ((int, str), '"16GiB", or bytes'),
+    "target": ((str,), '"torch-cpu" or "triton:sm90"'),
+    "precision": ((str,), "ieee, tf32x3 or tf32"),
+    "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
+    "layouts": ((str,), '"x:0=4@d0", or a list of layouts'),
+    "rules": ((str, Path), "a file of rules, or a list of files"),
+    "without": ((str,), "the name of a rule, or a list of names"),
+    "time_limit": ((int, float), "seconds"),
+    "seed": ((int,), "a whole number"),
+}
+"""What a keyword may be (where it is not left out), and an example."""
+MANY = ("pins", "layouts", "rules", "without")
+ELSEWHERE = ("example_inputs", "dynamic_shapes", "devices", "state", "progress")  # what is no option of the pipeline
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Refuse what is no keyword, and values of another kind.
+
+    Raises:
+        TypeError: there is no such keyword; the nearest one is named.
+        TapestryError: a value of another kind, with one that would do.
+    """
+    for name, value in given.items():
+        if name not in Choices.__annotations__:
+            near = difflib.get_close_matches(name, Choices.__annotations__, 1)
+            raise TypeError(f"tapestry.compile has no argument '{name}'" + "".join(f"; did you mean '{n}'?" for n in near))
+        if name not in KINDS:
+            continue
+        kinds, example = KINDS[name]
+        items: Sequence[Any] = cast("Sequence[Any]", value) if name in MANY and isinstance(value, list | tuple) else [value]
+        for x in items if value is not None or name == "target" else ():
+            if not isinstance(x, kinds) or isinstance(x, bool):
+                raise TapestryError(f"{x!r} is a {type(x).__name__}", where=f"tapestry.compile, {name}", hint=example)
+    _check_target(given.get("target", "torch-cpu"), given.get("precision", "ieee"))
+
+
+def options(source: Opened, given: Choices) -> pipeline.Options:
+    """The pipeline's options of a model that is opened."""
+    out: dict[str, Any] = {k: v for k, v in given.items() if k not in ELSEWHERE}
+    for name in ("pins", "layouts", "without"):
+        out[name] = several(given.get(name, ()))
+    out |= {k: str(v) for k, v in out.items() if k in ("memory", "stages", "micro_batches") and v is not None}
+    rules: Sequence[str | Path] = several(given.get("rules", ()))
+    out["rules"] = [Path(r) for r in rules]
+    out["mesh"] = pipeline.mesh_of(given.get("devices"), given.get("mesh"))
+    out["shapes"], out["resume"] = given.get("shapes") or {}, Path(r) if (r := given.get("resume")) else None
+    out["weights"] = given.get("weights", True) and source.weights
+    out["interrupt"] = given.get("interrupt") or threading.Event()
+    return pipeline.Options(model=source.path, **out)
+
+
+def several(given: T | Sequence[T]) -> list[T]:
+    """What may be given alone or in a list."""
+    return [cast(T, given)] if isinstance(given, str | Path) else list(cast("Sequence[T]", given))
+
+
+def _check_target(target: str, precision: str) -> None:
+    if target != "torch-cpu" and not target.startswith("triton"):
+        raise TapestryError(f"there is no target '{target}'", hint="torch-cpu or triton:sm90")
+    chip_of(target)
+    if precision not in PRECISIONS:
+        raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
