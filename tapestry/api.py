@@ -203,7 +203,7 @@ def compile(
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
-    state: str | None = None,
+    state: str | None = None, stage_at: str | Sequence[str] = (),
 ) -> Compiled:  # fmt: skip
     """Compile a model into a verified plan for a mesh of devices.
 
@@ -223,6 +223,7 @@ def compile(
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
         stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
+        stage_at: the nodes at which stages end, one or several; with commas, several of one stage.
         print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``; ``progress``: told of every pass as it begins.
         state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
@@ -240,7 +241,7 @@ def compile(
         layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
         time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
-        micro_batches=str(micro_batches), without=_several(without),
+        micro_batches=str(micro_batches), stage_at=_several(stage_at), without=_several(without),
     )  # fmt: skip
     return _planned(options, source, state, progress)
 

@@ -285,6 +285,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     own_rules(p)
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
+    several(p, "--stage-at", "NODE", "where stages end: each has what its node needs and no earlier stage has (A,B: several)")
     p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
     text = "leave a rewrite rule out, or a phase of them (algebra: the book of equations)"
     p.add_argument("--without-rule", action="append", default=[], metavar="RULE", help=text)

@@ -58,7 +58,7 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
     lifted, planned = lifted_of(runner), runner.get("planned", Planned)
     constraints = runner.get("constraints", Constraints)
-    requests: dict[str, Any] = {"pins": list(runner.values["pins"]), "layouts": list(runner.values["layouts"])}
+    requests: dict[str, Any] = {k: list(runner.values[k]) for k in ("pins", "layouts", "stage_at")}
     if constraints.given:
         requests["sharding"] = {**constraints.given.counts, "notes": list(constraints.given.notes)}
     out = _facts(runner, build)

@@ -47,14 +47,15 @@ PASSES = (
                                                           "seed",                                   "lifted"),
     Pass("simplify", passes.simplify,                     "lifted annotations exact without",       "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
-                                                          "layouts pins exact",                     "graph constraints"),
+                                                          "layouts pins exact stage_at request "
+                                                          "without",                                "graph constraints"),
     Pass("search",   passes.resume,                       "lifted whole graph constraints earlier", "graph constraints start"),
     Pass("search",   passes.cut_pinned_scans,             "lifted graph constraints topology "
-                                                          "exact",                                  "graph constraints"),
-    Pass("search",   passes.state_task,                   "lifted whole constraints start earlier "
-                                                          "topology request target precision "
-                                                          "exact time_limit interrupt found "
-                                                          "without",                                "task budget"),
+                                                          "exact request",                          "graph constraints"),
+    Pass("search",   passes.state_task,                   "lifted whole graph constraints start "
+                                                          "earlier topology request target "
+                                                          "precision exact time_limit interrupt "
+                                                          "found without",                          "task budget"),
     Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
     Pass("search",   search.enumerate_strategies,         "form task",                              "problems"),
     Pass("search",   search.solve,                        "form problems task budget",              "candidate"),
@@ -105,6 +106,7 @@ class Options:
     found: Found = unseen
     stages: str = "auto"
     micro_batches: str = "auto"
+    stage_at: Sequence[str] = ()
     print_after: Sequence[str] = ()
 
 
@@ -203,7 +205,7 @@ def _values(options: Options) -> dict[str, Any]:
         "shapes": options.shapes or (annotations.shapes(marks) if marks else {}), "unroll_steps": _unroll_steps(options, topo),
         "also_whole": _also_whole(options, topo) and not marks,
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
-        "without": rule_names(options.without),
+        "without": rule_names(options.without), "stage_at": options.stage_at,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
         "found": options.found,
@@ -229,13 +231,13 @@ def _unroll_steps(options: Options, topo: Topology) -> bool:
 def _also_whole(options: Options, topo: Topology) -> bool:
     """Whether recurrences are lifted whole as well, to be planned beside their steps: on several CPUs, where nothing is said of
     single operations."""
-    said = options.exact or options.pins or options.layouts or options.memory
+    said = options.exact or options.pins or options.layouts or options.memory or options.stage_at
     return device_count(topo.mesh) > 1 and options.target == "torch-cpu" and not said
 
 
 def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
-    """How many stages and micro-batches are asked for. A file that says in how many it was planned gets as many, unless the
-    user says otherwise; an exact plan has one of each.
+    """How many stages and micro-batches are asked for. A file that says in how many it was planned, or whose nodes name their
+    stages, gets as many, unless the user says otherwise; an exact plan has one of each.
 
     Raises:
         TapestryError: exact results are asked for where they cannot be had.
@@ -245,6 +247,13 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     if staged and stages == micro == "auto":
         passes.log.warning("sharding: %d stages and %d micro-batch(es), as the file says; the rest is searched anew", *staged)
         stages, micro = map(str, staged)
+    elif marks and marks.stages > 1 and stages == "auto":
+        stages = str(marks.stages)
+    if options.stage_at:
+        asked, stages = stages, str(len(options.stage_at) + 1)
+        if options.stages not in ("auto", stages):
+            why = f"{len(options.stage_at)} cut(s) make {stages} stages"
+            raise TapestryError(f"{asked} stages", where="--stages", why=why, hint="leave --stages out")
     if not options.exact:
         return stages, micro
     if PARTS % device_count(topo.mesh):

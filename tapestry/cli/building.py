@@ -33,8 +33,8 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit, seed=args.seed, pareto=args.pareto,
             exact=args.exact, without=args.without_rule, sharding=not args.ignore_sharding, resume=args.resume,
             interrupt=interrupts.asked,
-            stages=args.stages, micro_batches=args.micro_batches, print_after=args.print_after, progress=report,
-            found=watch.found, state=args.state,
+            stages=args.stages, stage_at=args.stage_at, micro_batches=args.micro_batches, print_after=args.print_after,
+            progress=report, found=watch.found, state=args.state,
         )  # fmt: skip
         report("write", "write")
         build.save(args.output, bundle=args.bundle or None)

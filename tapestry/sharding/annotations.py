@@ -44,6 +44,7 @@ class Annotations:
     Attributes:
         outs, reads: specs by tensor, and by (node, tensor); ``writer`` names the node of an output spec.
         model: the model's metadata; ``nodes`` that of every node, by name.
+        stage_of: the pipeline stage of each result, ``node_stages`` the last one of the nodes of a name.
     """
 
     configuration: str
@@ -53,7 +54,13 @@ class Annotations:
     writer: Mapping[str, str]
     model: Mapping[str, str]
     nodes: Mapping[str, Mapping[str, str]]
-    stages: int = 0
+    stage_of: Mapping[str, int] = field(default_factory=dict[str, int])
+    node_stages: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages the nodes name."""
+        return len({*self.stage_of.values()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +120,14 @@ def _symbols(model: ModelProto) -> dict[str, int | None]:
 def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
     outs: dict[str, ShardingSpec] = {}
     reads: dict[tuple[str, str], ShardingSpec] = {}
-    stages: set[int] = set()
+    stage_of, node_stages = dict[str, int](), dict[str, int]()
     for node in model.graph.node:
         for c in sharding_specs.node_configurations(node):
             if c.configuration != name:
                 continue
-            stages |= set() if c.stage is None else {c.stage}
+            if c.stage is not None:
+                stage_of |= dict.fromkeys(filter(None, node.output), c.stage)
+                node_stages[name_of(node)] = max(c.stage, node_stages.get(name_of(node), 0))
             for s in c.specs:
                 assert s.tensor is not None
                 if s.tensor in node.output:
@@ -126,7 +135,8 @@ def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
                 else:
                     reads[(name_of(node), s.tensor)] = s
     return Annotations(
-        configuration=name, devices=devices, outs=outs, reads=reads, model=sharding_specs.metadata(model), stages=len(stages),
+        configuration=name, devices=devices, outs=outs, reads=reads, model=sharding_specs.metadata(model),
+        stage_of=stage_of, node_stages=node_stages,
         writer={o: name_of(n) for n in model.graph.node for o in n.output},
         nodes={name_of(n): sharding_specs.metadata(n) for n in model.graph.node},
     )  # fmt: skip
@@ -199,18 +209,21 @@ def _factors(n: int, k: int) -> Iterator[tuple[int, ...]]:
 # constraints
 
 
-def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
+def constraints(a: Annotations, lifted: Graph, over: Mesh, apart: Sequence[str] | None = None) -> Given:
     """The annotations as constraints on the plan of a lifted (not yet simplified) graph.
+
+    Args:
+        apart: results that stay apart because stages end there; ``None``: there are no stages.
 
     Raises:
         PlanError: a spec cannot be said with the mesh's axes, or contradicts the tensor.
     """
-    notes: list[str] = [f"pipeline stages are not planned ({a.stages} in the file)"] * (a.stages > 1)
+    notes: list[str] = [f"pipeline stages are not planned ({a.stages} in the file)"] * (a.stages > 1 and apart is None)
     wanted = {t: _spec_layout(s, lifted, over, a.writer[t]) for t, s in a.outs.items() if t in lifted.tensors}
     reads = {k: _spec_layout(s, lifted, over, k[0]) for k, s in a.reads.items() if k[1] in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in a.outs if t not in lifted.tensors]
     chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
-    graph, outs, more = _kept(lifted, wanted, disabled_by(chosen))
+    graph, outs, more = _kept(lifted, wanted, disabled_by(chosen), apart or ())
     notes += more
     graph, moves = _moved(graph, chosen, notes)
     inputs, outputs = _ends(a, lifted, reads)
@@ -235,9 +248,11 @@ def _spec_layout(s: ShardingSpec, graph: Graph, over: Mesh, node: str) -> Layout
     return layout
 
 
-def _kept(lifted: Graph, wanted: Mapping[str, Layout], disabled: frozenset[str]) -> tuple[Graph, dict[str, Layout], list[str]]:
-    """The simplified graph, the layouts that its tensors get, and what is lost."""
-    graph = simplify(lifted, disabled=disabled)
+def _kept(
+    lifted: Graph, wanted: Mapping[str, Layout], disabled: frozenset[str], ends: Sequence[str]
+) -> tuple[Graph, dict[str, Layout], list[str]]:
+    """The simplified graph, in which the ends of stages stay apart, the layouts that its tensors get, and what is lost."""
+    graph = with_apart(lifted, ends, disabled) if ends else simplify(lifted, disabled=disabled)
     outs = {t: layout for t, layout in wanted.items() if t in graph.producers()}
     apart: list[str] = []
     for t, layout in wanted.items():
@@ -249,13 +264,13 @@ def _kept(lifted: Graph, wanted: Mapping[str, Layout], disabled: frozenset[str])
         else:
             outs[carried[0]] = carried[1]
     if apart:
-        graph = _with_apart(lifted, apart, disabled)
+        graph = with_apart(lifted, [*apart, *ends], disabled)
         outs = {t: layout for t, layout in {**outs, **wanted}.items() if t in graph.producers()}
     lost = [t for t in apart if t not in outs]
     return graph, outs, [f"'{t}' is a view of another tensor, which has no place of its own" for t in lost]
 
 
-def _with_apart(lifted: Graph, apart: list[str], disabled: frozenset[str]) -> Graph:
+def with_apart(lifted: Graph, apart: Sequence[str], disabled: frozenset[str]) -> Graph:
     """The simplified graph in which some results are not fused into their readers."""
     held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
     graph = replace(simplify(replace(lifted, outputs=held_back), disabled=disabled), outputs=lifted.outputs)
