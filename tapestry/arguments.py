@@ -224,10 +224,13 @@ def rules(p: argparse.ArgumentParser) -> None:
 def auto_shard(p: argparse.ArgumentParser) -> None:
     """The options of PopRT, and ours."""
     p.add_argument("--input-model", type=Path, required=True, metavar="MODEL")
-    p.add_argument("--num-devices", type=int, required=True, metavar="N")
+    p.add_argument("--num-devices", type=int, metavar="N", help="with --cut: one more than there are cuts")
+    several(p, "--cut", "NODE", "the stages of your own, by the nodes at which they end (A,B: several nodes of one stage)")
+    p.add_argument("--measure", action="store_true", help="compile every candidate and run those that fit")
+    p.add_argument("--max-candidates", type=whole(1), default=24, metavar="C", help="with --measure: compiled at most (24)")
     p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")
     p.add_argument("--optimal-perf", action="store_true", help="the heuristic goes on after the first scheme that fits")
-    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="for evaluating schemes")
+    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="for evaluating or compiling schemes")
     p.add_argument(
         "--memory-proportion", type=float, nargs="+", metavar="SHARE",
         help="of a device's memory, for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",

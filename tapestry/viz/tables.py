@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,8 @@ def _model(m: Mapping[str, Any], precision: str) -> list[str]:
 
 # auto-shard
 
-TITLES = {"heuristic": "PopRT-like heuristic", "dynamic": "dynamic program"}
+TITLES = {"heuristic": "PopRT-like heuristic", "dynamic": "dynamic program", "manual": "your own"}
+TRIALS = {"traversal": "candidates of the traversal", "exact": "stages of the exact search", "manual": "your own stages"}
 MIB = 1 << 20
 
 
@@ -243,12 +244,40 @@ def sharded(document: Mapping[str, Any]) -> RenderableType:
         f"{d['nodes']} nodes, {count['all']} subgraphs (candidates: {d['candidates']}), {d['devices']} devices of "
         f"{human(d['memory_bytes'])} ({d['topology']})"
     )
-    parts: list[RenderableType] = [head, *(_stages(d[k], TITLES[k]) for k in TITLES), _sums(d)]
-    for k, ends in enumerate(d["sharding_nodes"]):
-        parts.append(f"sharding nodes: device {k} - {ends}")
-    parts.append(f"chosen: {TITLES[d['chosen']]}{' (the dynamic program is no better)' if d['chosen'] == 'heuristic' else ''}")
-    parts.append(f"written {d['output']} in {d['seconds']['total']:.2f} s")
+    parts: list[RenderableType] = [head, *(_stages(d[k], TITLES[k]) for k in TITLES if k in d), _sums(d)]
     return Group(*parts)
+
+
+def sharding_lines(d: Mapping[str, Any]) -> list[str]:
+    """The stages taken, as PopRT prints them, and where they are written."""
+    if "measured" in d:
+        return list(_trials(d, d["measured"]))
+    why = " (the dynamic program is no better)" if d["chosen"] == "heuristic" else ""
+    written = f"written {d['output']} in {d['seconds']['total']:.2f} s"
+    return [*_sharding_nodes(d), f"chosen: {TITLES[d['chosen']]}{why}", written]
+
+
+def _sharding_nodes(d: Mapping[str, Any]) -> list[str]:
+    """As PopRT prints them."""
+    return [f"Sharding nodes: Device {k} - {ends}" for k, ends in enumerate(d["sharding_nodes"])]
+
+
+def _trials(d: Mapping[str, Any], m: Mapping[str, Any]) -> Iterator[str]:
+    """What was compiled and run, and the lines that PopRT prints of the best."""
+    best, optimal = m[m["chosen"]], m.get("optimal", False)
+    for name, title in TRIALS.items():
+        row = m.get(name)
+        if row:
+            took = f"{row['search_s']:.2f} s" if name == "traversal" else f"{row['search_s']:.2f} + {row['compile_s']:.2f} s"
+            count = f", {row['candidates']} compiled, {row['refused']} refused" if name == "traversal" else ""
+            how = f"{1e3 * row['latency_s']:.3f} ms" if row["fits"] else "does not fit"
+            yield f"{title}: {how} at memory proportion {row['proportion']:g}{count}, in {took}"
+    share = f"available_memory_proportion {best['available_memory_proportion']:g}"
+    yield "[Success] The optimal solution:" if optimal else f"[Success] Compile successfully {share} and solution:"
+    yield from _sharding_nodes(d)
+    word = "optimal latency" if optimal else "latency"
+    yield f"[Success] The {word} {1e3 * best['latency_s']} ms, tput {best['throughput_per_s']}"
+    yield f"[Success] Save the sharded model to {d['output']}"
 
 
 def _stages(outcome: Mapping[str, Any], title: str) -> RenderableType:
@@ -273,7 +302,8 @@ def _narrow(title: str, columns: Sequence[str]) -> Table:
 
 
 def _sums(d: Mapping[str, Any]) -> RenderableType:
-    table = _narrow("Estimated pipeline", ("", *TITLES.values()))
+    titles = {k: title for k, title in TITLES.items() if k in d}
+    table = _narrow("Estimated pipeline", ("", *titles.values()))
     table.columns[0].justify, table.columns[0].no_wrap = "left", False
     rows: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "interval (slowest stage)": lambda f: duration(f["interval_s"]),
@@ -284,7 +314,7 @@ def _sums(d: Mapping[str, Any]) -> RenderableType:
         "schemes or cuts looked at": lambda f: str(f["schemes"]),
     }
     for name, cell in rows.items():
-        table.add_row(name, *(cell(d[k]) if d[k]["fits"] else "–" for k in TITLES))
+        table.add_row(name, *(cell(d[k]) if d[k]["fits"] else "–" for k in titles))
     return table
 
 

@@ -116,7 +116,8 @@ def choose(
             raise spatial
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1})
     bound = least_seconds(graph, topo, everywhere=False)
-    report = _report(None if request.asked.bound else spatial, staged, topo, bound)
+    other = request.asked.bound or request.asked.cuts
+    report = _report(None if other else spatial, staged, topo, bound)
     simulated = float(report["simulated_s"])
     taken = unfit or request.explicit or simulated < spatial.objective
     report["chosen"] = taken
