@@ -22,6 +22,7 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.onnx_to_graph import TEXT
+from tapestry.machines import machine_count
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
@@ -203,7 +204,8 @@ def compile(
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
-    state: str | None = None, stage_at: str | Sequence[str] = (),
+    state: str | None = None, stage_at: str | Sequence[str] = (), max_devices: int | None = None,
+    objective: str | None = None, limits: str | Sequence[str] = (),
 ) -> Compiled:  # fmt: skip
     """Compile a model into a verified plan for a mesh of devices.
 
@@ -224,6 +226,7 @@ def compile(
         interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
         stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
         stage_at: the nodes at which stages end, one or several; with commas, several of one stage.
+        max_devices, objective, limits: as on the command line: how many devices, and what is minimised beside seconds.
         print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``; ``progress``: told of every pass as it begins.
         state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
@@ -243,12 +246,20 @@ def compile(
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
         micro_batches=str(micro_batches), stage_at=_several(stage_at), without=_several(without),
     )  # fmt: skip
-    return _planned(options, source, state, progress)
+    machines = machine_count.asked_of(max_devices, objective, _several(limits), mesh=options.mesh is not None)
+    return _planned(options, source, state, progress, machines)
 
 
-def _planned(options: pipeline.Options, source: Opened, state: str | None, progress: pipeline.Report) -> Compiled:
-    """A plan of one size, or of several in one build."""
+def _planned(
+    options: pipeline.Options, source: Opened, state: str | None, progress: pipeline.Report,
+    machines: machine_count.Asked | None,
+) -> Compiled:  # fmt: skip
+    """A plan of one size, or of several in one build; for as many devices as are given, or as pay."""
     asked = asked_sizes(source.path, options.shapes)
+    if machines is not None:
+        if asked is not None:
+            raise TapestryError("an objective is of one size", where="--objective", hint="one size of each symbol")
+        return _compiled(machine_count.compile_model(options, machines, progress), source, state)
     if asked is None:
         return _compiled(pipeline.compile_model(options, progress), source, state)
     if state is not None:

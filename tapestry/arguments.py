@@ -267,6 +267,10 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD", help="the folder to write")
     p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
     p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
+    p.add_argument("--max-devices", type=int, metavar="N", help="as many devices of these as the objective prefers")
+    text = "what is minimised: seconds + 2e-3*devices; over seconds, devices, bytes, energy, money, with + - * / min max"
+    p.add_argument("--objective", metavar="EXPRESSION", help=text)
+    several(p, "--limit", "TERM<=VALUE", "what a plan may take at most: energy<=5, money<=1e-6, bytes<=2GiB")
     p.add_argument(
         "--topology",
         default="auto",

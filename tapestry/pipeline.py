@@ -130,19 +130,44 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
     Raises:
         TapestryError: what the user can mend; LawError: a plan that does not pass is never returned.
     """
+    runner = begun(options, report)
+    searched(runner, options)
+    return finished(runner)
+
+
+def begun(options: Options, report: Report) -> Runner:
+    """The model lifted and constrained: all passes before the search."""
     start = time.perf_counter()
-    passes_of_model = TEXT_PASSES if options.model.suffix == lift.TEXT else PASSES
-    check_names(options.print_after, passes_of_model)
-    runner = Runner(values=_values(options), report=report, print_after=options.print_after)
+    check_names(options.print_after, _passes(options))
+    runner = Runner(values={**_values(options), "start_s": start}, report=report, print_after=options.print_after)
+    runner.run(_between(None, passes.resume, _passes(options)))
+    return runner
+
+
+def searched(runner: Runner, options: Options) -> None:
+    """The search.
+
+    Raises:
+        PlanError: nothing fits, or there is no plan as asked for.
+    """
     try:
-        runner.run(passes_of_model)
+        runner.run(_between(passes.resume, passes.verify))
     except TooBig as e:
         if options.memory and options.memory.isdecimal():
             e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
         raise
+
+
+def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
+    """The plan verified, and its kernels; ``more`` goes into the report.
+
+    Raises:
+        LawError: a plan that does not pass is never returned.
+    """
+    runner.run(_between(passes.verify, None))
     build = build_report.build_of(runner)
-    document = build_report.document(runner, build)
-    document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - start, 4)}
+    document = {**build_report.document(runner, build), **(more or {})}
+    document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - runner.values["start_s"], 4)}
     lifted = build_report.lifted_of(runner)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
@@ -178,10 +203,16 @@ def search_again(options: Options, build: store.Build, graph: Graph) -> PricedPl
     return runner.get("plan", PricedPlan)
 
 
-def _between(first: Callable[..., Any] | None, end: Callable[..., Any]) -> Sequence[Pass]:
-    """The passes from one (by default the first) to another one, which is not among them."""
-    at = [p.function for p in PASSES]
-    return PASSES[0 if first is None else at.index(first) : at.index(end)]
+def _passes(options: Options) -> Sequence[Pass]:
+    return TEXT_PASSES if options.model.suffix == lift.TEXT else PASSES
+
+
+def _between(
+    first: Callable[..., Any] | None, end: Callable[..., Any] | None, of: Sequence[Pass] = PASSES
+) -> Sequence[Pass]:  # fmt: skip
+    """The passes from one (by default the first) to another one, which is not among them (by default to the last)."""
+    at = [p.function for p in of]
+    return of[0 if first is None else at.index(first) : None if end is None else at.index(end)]
 
 
 # what the passes start from

@@ -36,6 +36,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             interrupt=interrupts.asked,
             stages=args.stages, stage_at=args.stage_at, micro_batches=args.micro_batches, print_after=args.print_after,
             progress=report, found=watch.found, state=args.state,
+            max_devices=args.max_devices, objective=args.objective, limits=args.limit,
         )  # fmt: skip
         report("write", "write")
         build.save(args.output, bundle=args.bundle or None)

@@ -39,7 +39,7 @@ from tapestry.viz.folded import folded
 from tapestry.viz.format import area, duration, human, kind_text, shape_text, split_text, split_words, step_text, wrapped
 from tapestry.viz.layer_folds import counterparts, moves_text
 from tapestry.viz.summary import plan_lines, speed
-from tapestry.viz.tables import proof
+from tapestry.viz.tables import machine_lines, proof
 
 Document = dict[str, Any]
 
@@ -279,6 +279,7 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
 def _notes(build: Build, simulated: Document) -> Iterator[str]:
     """What the times and the bound are of, what else was looked at, and what was asked for."""
     r, plan = build.report, build.plan
+    yield from (f"  {line}" for line in machine_lines(r))
     if "bound_of" in r:
         yield f"  the bound is of {r['bound_of']}"
     yield f"  assumed: {simulated['assumption']}"

@@ -26,6 +26,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")
+    for line in machine_lines(report):
+        facts.add_row("cost", line)
     for r in report.get("sizes", {}).get("regions", ()):
         facts.add_row("sizes", f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them")
     for k, s in enumerate(report.get("stages", ())):
@@ -227,6 +229,19 @@ def _model(m: Mapping[str, Any], precision: str) -> list[str]:
         text += f"; a kernel for each ONNX node: {m['unfused_kernels']} launches, {human(m['unfused_bytes'])}"
     text += f". Products of float32: {precision}."
     return wrapped(text) + (wrapped(f"Without a kernel: {', '.join(m['opaque'])}") if m["opaque"] else [])
+
+
+def machine_lines(report: Mapping[str, Any]) -> list[str]:
+    """What the objective is made of, and the plans that no other one beats in every term."""
+    m = report.get("machines")
+    if not m:
+        return []
+    shown = [k for k in m["terms"] if m["terms"][k]]
+    given = ", ".join(f"{k} {m['terms'][k]:.4g}" for k in shown)
+    limits = f", within {' and '.join(m['limits'])}" if m["limits"] else ""
+    rows = [", ".join(f"{k} {r[k]:.4g}" for k in shown) + f": {r['value']:.4g}" for r in m["front"]]
+    out = [f"{m['objective']} = {m['value']:.4g} ({given}){limits}; {len(m['tried'])} plans, {len(m['skipped'])} left out"]
+    return out + ([f"front: {row}" for row in rows] if len(rows) > 1 else [])
 
 
 # auto-shard

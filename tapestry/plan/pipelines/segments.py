@@ -21,13 +21,13 @@ from tapestry.ir.index import dim
 from tapestry.ir.plan import Layout, Stage, Strategy
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.cost import compute
-from tapestry.plan.memory.peaks import fewest, streamable
 from tapestry.plan.pipelines.stage_chain import Piece, Submesh
 from tapestry.plan.pipelines.stage_constraints import Asked, Given
 from tapestry.plan.pipelines.staged_plan import link_between, segment, stage_topology
 from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.priced_plan import PricedPlan, peak, summed
 from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.search.streamed_weights import fewest, streamable
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Factor
 from tapestry.plan.strategy import tensor_boxes
