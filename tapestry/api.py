@@ -205,7 +205,7 @@ def compile(
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
     state: str | None = None, stage_at: str | Sequence[str] = (), max_devices: int | None = None,
-    objective: str | None = None, limits: str | Sequence[str] = (),
+    objective: str | None = None, limits: str | Sequence[str] = (), accumulate: str | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a model into a verified plan for a mesh of devices.
 
@@ -219,6 +219,7 @@ def compile(
             or a list (``"128,256"``), for one build that runs all of them.
         memory: per device, as ``"16GiB"`` or bytes; ``precision``: of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
+        accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
         pareto: also the front of latency against memory; ``exact``: the same bits on any number of devices (docs/exact.md).
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
@@ -244,7 +245,7 @@ def compile(
         layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
         time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
-        micro_batches=str(micro_batches), stage_at=_several(stage_at), without=_several(without),
+        accumulate=accumulate, micro_batches=str(micro_batches), stage_at=_several(stage_at), without=_several(without),
     )  # fmt: skip
     machines = machine_count.asked_of(max_devices, objective, _several(limits), mesh=options.mesh is not None)
     return _planned(options, source, state, progress, machines)

@@ -283,6 +283,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
     )
+    p.add_argument("--accumulate", choices=("f32", "f16"), help="how sums of products of f16 are held (f32)")
     several(p, "--pin", "OP:dim=parts@axis", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp")
     several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")
     p.add_argument(

@@ -69,6 +69,8 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
         out["pareto"] = [asdict(p) for p in runner.values["front"]]
     if planned.alternatives:
         out["alternatives"] = [a.data() for a in planned.alternatives]
+    if runner.values["sums"]:
+        out["accumulate"] = runner.values["sums"].data()
     if planned.fitted:
         out["fit"] = dict(planned.fitted.report)
     return out | {"search": _search_record(runner)} | planned.choice.report | {"passes": runner.rows}

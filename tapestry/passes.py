@@ -24,6 +24,7 @@ from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.lift import onnx_to_graph
+from tapestry.lift.building.accumulation import Accumulated, accumulated
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource, Symbols
 from tapestry.model_evidence import QUICKLY, Evidence, compare
 from tapestry.plan.fusion import Machine
@@ -112,6 +113,15 @@ def lift_whole(source: ModelSource, symbols: Symbols, also_whole: bool, seed: in
     model.CopyFrom(source.model)
     copy = replace(source, model=model)
     return onnx_to_graph.lift_nodes(copy, symbols, onnx_to_graph.normalize(copy, symbols, False), False, seed)
+
+
+def accumulate(lifted: Lifted, whole: Lifted | None, sums: str | None) -> tuple[Lifted, Lifted | None, Accumulated | None]:
+    """Products of f16 summed in the dtype that is asked for, with the error of that; as they are where none is."""
+    if sums is None:
+        return lifted, whole, None
+    graph, report = accumulated(lifted.graph, sums)
+    other = None if whole is None else replace(whole, graph=accumulated(whole.graph, sums)[0])
+    return replace(lifted, graph=graph), other, report
 
 
 def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool, without: frozenset[str]) -> Graph:

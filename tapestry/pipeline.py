@@ -45,6 +45,7 @@ PASSES = (
     Pass("lift",     lift.normalize,                      "source symbols unroll_steps",            "prepared"),
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
+    Pass("lift",     passes.accumulate,                   "lifted whole accumulate",                "lifted whole sums"),
     Pass("simplify", passes.simplify,                     "lifted annotations exact without",       "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
                                                           "layouts pins exact stage_at request "
@@ -91,6 +92,7 @@ class Options:
     memory: str | None = None
     target: str = "torch-cpu"
     precision: str = "ieee"
+    accumulate: str | None = None
     pins: Sequence[str] = ()
     layouts: Sequence[str] = ()
     rules: Sequence[Path] = ()
@@ -236,7 +238,7 @@ def _values(options: Options) -> dict[str, Any]:
         "shapes": options.shapes or (annotations.shapes(marks) if marks else {}), "unroll_steps": _unroll_steps(options, topo),
         "also_whole": _also_whole(options, topo) and not marks,
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
-        "without": rule_names(options.without), "stage_at": options.stage_at,
+        "accumulate": options.accumulate, "without": rule_names(options.without), "stage_at": options.stage_at,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
         "found": options.found,
@@ -292,6 +294,8 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
         raise TapestryError(what, where="--exact", why=f"the mesh has {device_count(topo.mesh)}")
     if options.target != "torch-cpu":
         raise TapestryError("exact plans run on torch-cpu", where="--exact", why=f"the target is {options.target}")
+    if options.accumulate == "f16":
+        raise TapestryError("exact sums are not in f16", where="--exact", hint="no --accumulate")
     if stages not in ("auto", "1") or micro not in ("auto", "1"):
         raise TapestryError("exact plans have one stage and one batch", where="--exact", hint="no --stages, no --micro-batches")
     return "1", "1"

@@ -39,7 +39,7 @@ from tapestry.viz.folded import folded
 from tapestry.viz.format import area, duration, human, kind_text, shape_text, split_text, split_words, step_text, wrapped
 from tapestry.viz.layer_folds import counterparts, moves_text
 from tapestry.viz.summary import plan_lines, speed
-from tapestry.viz.tables import machine_lines, proof
+from tapestry.viz.tables import accumulate_lines, machine_lines, proof
 
 Document = dict[str, Any]
 
@@ -265,6 +265,7 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     yield from (*_kinds_text(topo), *_joined_text(topo))
     costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
+    yield from (*accumulate_lines(r), *machine_lines(r))
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
     yield (
         f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device, "
@@ -279,7 +280,6 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
 def _notes(build: Build, simulated: Document) -> Iterator[str]:
     """What the times and the bound are of, what else was looked at, and what was asked for."""
     r, plan = build.report, build.plan
-    yield from (f"  {line}" for line in machine_lines(r))
     if "bound_of" in r:
         yield f"  the bound is of {r['bound_of']}"
     yield f"  assumed: {simulated['assumption']}"
@@ -293,6 +293,8 @@ def _notes(build: Build, simulated: Document) -> Iterator[str]:
         yield f"rewritten by {m}"
     for pin in r.get("requests", {}).get("pins", []):
         yield f"pinned {pin}"
+    for k, node in enumerate(r.get("requests", {}).get("stage_at", [])):
+        yield f"stage {k} ends at {node}, as asked"
     for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
         cut = ", ".join(f"axis {x} over {a.name}" for a, x in zip(plan.mesh, layout, strict=True) if x is not None)
         yield f"'{t}' is fixed: {cut or 'replicated'}"

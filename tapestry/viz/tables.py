@@ -26,6 +26,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")
+    for line in accumulate_lines(report):
+        facts.add_row("sums", line)
     for line in machine_lines(report):
         facts.add_row("cost", line)
     for r in report.get("sizes", {}).get("regions", ()):
@@ -229,6 +231,16 @@ def _model(m: Mapping[str, Any], precision: str) -> list[str]:
         text += f"; a kernel for each ONNX node: {m['unfused_kernels']} launches, {human(m['unfused_bytes'])}"
     text += f". Products of float32: {precision}."
     return wrapped(text) + (wrapped(f"Without a kernel: {', '.join(m['opaque'])}") if m["opaque"] else [])
+
+
+def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
+    """In what products of f16 are summed, and the measured error of that."""
+    a = report.get("accumulate")
+    if not a:
+        return []
+    worst = max(a["rel_err"], key=lambda r: r["f16"])
+    errors = f"{worst['f16']:.2g} in f16, {worst['f32']:.2g} in f32"
+    return [f"{a['products']} products of f16 summed in {a['dtype']}; measured error of {worst['products']} in a row: {errors}"]
 
 
 def machine_lines(report: Mapping[str, Any]) -> list[str]:
