@@ -270,7 +270,7 @@ def _also_whole(options: Options, topo: Topology) -> bool:
 
 def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
     """How many stages and micro-batches are asked for. A file that says in how many it was planned, or whose nodes name their
-    stages, gets as many, unless the user says otherwise; an exact plan has one of each.
+    stages and nothing else, gets as many, unless the user says otherwise; an exact plan has one of each.
 
     Raises:
         TapestryError: exact results are asked for where they cannot be had.
@@ -280,7 +280,7 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     if staged and stages == micro == "auto":
         passes.log.warning("sharding: %d stages and %d micro-batch(es), as the file says; the rest is searched anew", *staged)
         stages, micro = map(str, staged)
-    elif marks and marks.stages > 1 and stages == "auto":
+    elif marks and marks.stages > 1 and stages == "auto" and not (marks.outs or marks.reads):
         stages = str(marks.stages)
     if options.stage_at:
         asked, stages = stages, str(len(options.stage_at) + 1)

@@ -218,7 +218,8 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh, apart: Sequence[str] 
     Raises:
         PlanError: a spec cannot be said with the mesh's axes, or contradicts the tensor.
     """
-    notes: list[str] = [f"pipeline stages are not planned ({a.stages} in the file)"] * (a.stages > 1 and apart is None)
+    unplanned = f"pipeline stages are not planned ({a.stages} in the file: --stages {a.stages})"
+    notes = [unplanned] * (a.stages > 1 and apart is None)
     wanted = {t: _spec_layout(s, lifted, over, a.writer[t]) for t, s in a.outs.items() if t in lifted.tensors}
     reads = {k: _spec_layout(s, lifted, over, k[0]) for k, s in a.reads.items() if k[1] in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in a.outs if t not in lifted.tensors]

@@ -23,6 +23,7 @@ TERMS = {
     "energy": "joules: the watts of all devices of the mesh, for as long as the plan takes",
     "money": "the price per hour of all devices of the mesh, for as long as the plan takes",
 }
+LARGEST = 1e300
 LONGEST = 400  # characters of an expression, so that its tree is not deep
 
 
@@ -133,7 +134,7 @@ def _known(name: str, where: str) -> None:
 def _check(node: ast.expr, text: str) -> None:
     """Let through numbers, terms, four operators, two functions."""
     match node:
-        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool) and math.isfinite(float(node.value)):
+        case ast.Constant(value=int() | float() as number) if type(number) is not bool and abs(number) <= LARGEST:
             return
         case ast.Name():
             _known(node.id, "--objective")
@@ -155,8 +156,8 @@ def _value(node: ast.expr, of: Mapping[str, float]) -> float:
     match node:
         case ast.Name():
             return of[node.id]
-        case ast.Constant():
-            return float(node.value)  # type: ignore[arg-type]
+        case ast.Constant(value=int() | float() as number):
+            return float(number)
         case ast.UnaryOp():
             x = _value(node.operand, of)
             return -x if isinstance(node.op, ast.USub) else x
@@ -182,8 +183,8 @@ def _rises(node: ast.expr) -> bool:
     match node:
         case ast.Name():
             return True
-        case ast.Constant():
-            return float(node.value) >= 0  # type: ignore[arg-type]
+        case ast.Constant(value=int() | float() as number):
+            return number >= 0
         case ast.BinOp(op=ast.Add() | ast.Mult()):
             return _rises(node.left) and _rises(node.right)
         case ast.BinOp(op=ast.Div(), right=ast.Constant()):

@@ -11,13 +11,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph, Op
 from tapestry.ir.plan import Layout, Mesh, on_stage
 from tapestry.plan.layout_constraints import Dims, LayoutConstraints
 from tapestry.plan.requests import AskedPin, read_pins
 from tapestry.plan.strategy import Pin
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +109,11 @@ def asked_of(
     """What is asked for, with the operations that the pins name.
 
     Raises:
-        PlanError: a pin names no operation, dimension or mesh axis.
+        PlanError: a pin names no operation, dimension or mesh axis; a layout is of an output that no operation writes.
     """
+    loose = next((t for t in outputs if t not in graph.producers()), None)
+    if loose is not None:
+        raise PlanError("an output that is an input as it came is in no stage", where=f"--layout {loose}", hint="--stages 1")
     found: dict[str, tuple[AskedPin, ...]] = {}
     for i, p in read_pins(pins, graph, mesh, folded):
         name = graph.ops[i].outs[0]

@@ -178,6 +178,9 @@ class _Weaving:
                     pending = []
                 case Free():
                     pass  # worked out again at the end: other stages may read a buffer later
+        for step in pending:  # brings an output where it must end, right behind what makes it: later stages may read it there
+            assert isinstance(step, Transfer)
+            self.chunks[self.makers[self.buffers[step.dst].tensor]].append(step)
 
     def fixed(self, tensor: str) -> bool:
         """Whether a tensor is loaded at the beginning: weights that stay, and what is given back as it came."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tapestry.errors import PlanError
@@ -81,7 +82,7 @@ class Search:
         start = time.perf_counter()
         proportion, capacity = self.capacities[0]
         seen = traverse(
-            self.problem, initial(self.problem, self.devices), capacity, lambda some: self.evaluate(some, capacity),
+            self.problem, initial(self.problem, self.devices), capacity, partial(self.evaluate, capacity=capacity),
             optimal=optimal, limit=self.limit, batch=None if optimal else self.batch,
         )  # fmt: skip
         best = seen.best
