@@ -15,13 +15,14 @@ from tapestry import flags, model_evidence, pipeline, saved_build
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.triton.task.chips import plain
-from tapestry.doors.choices import Choices, check
+from tapestry.doors.choices import Choices, check, several
 from tapestry.doors.choices import options as options_of
 from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.onnx_to_graph import TEXT
+from tapestry.machines import machine_count
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant, shapes_of
@@ -213,12 +214,23 @@ def compile(model: Any, **choices: Unpack[Choices]) -> Compiled:
     check(choices)
     source = opened(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
     progress = choices.get("progress", lambda phase, name: None)
-    return _planned(options_of(source, choices), source, choices.get("state"), progress)
+    options, limits = options_of(source, choices), several(choices.get("limits", ()))
+    machines = machine_count.asked_of(
+        choices.get("max_devices"), choices.get("objective"), limits, mesh=options.mesh is not None
+    )
+    return _planned(options, source, choices.get("state"), progress, machines)
 
 
-def _planned(options: pipeline.Options, source: Opened, state: str | None, progress: pipeline.Report) -> Compiled:
-    """A plan of one size, or of several in one build."""
+def _planned(
+    options: pipeline.Options, source: Opened, state: str | None, progress: pipeline.Report,
+    machines: machine_count.Asked | None,
+) -> Compiled:  # fmt: skip
+    """A plan of one size, or of several in one build; for as many devices as are given, or as pay."""
     asked = asked_sizes(source.path, options.shapes)
+    if machines is not None:
+        if asked is not None:
+            raise TapestryError("an objective is of one size", where="--objective", hint="one size of each symbol")
+        return _compiled(machine_count.compile_model(options, machines, progress), source, state)
     if asked is None:
         return _compiled(pipeline.compile_model(options, progress), source, state)
     if state is not None:

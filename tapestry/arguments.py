@@ -260,10 +260,13 @@ def rules(p: argparse.ArgumentParser) -> None:
 def auto_shard(p: argparse.ArgumentParser) -> None:
     """The options of PopRT, and ours."""
     p.add_argument("--input-model", type=Path, required=True, metavar="MODEL")
-    p.add_argument("--num-devices", type=int, required=True, metavar="N")
+    p.add_argument("--num-devices", type=int, metavar="N", help="with --cut: one more than there are cuts")
+    several(p, "--cut", "NODE", "the stages of your own, by the nodes at which they end (A,B: several nodes of one stage)")
+    p.add_argument("--measure", action="store_true", help="compile every candidate and run those that fit")
+    p.add_argument("--max-candidates", type=whole(1), default=24, metavar="C", help="with --measure: compiled at most (24)")
     p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")
     p.add_argument("--optimal-perf", action="store_true", help="the heuristic goes on after the first scheme that fits")
-    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="for evaluating schemes")
+    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="for evaluating or compiling schemes")
     p.add_argument(
         "--memory-proportion", type=float, nargs="+", metavar="SHARE",
         help="of a device's memory, for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",
@@ -300,6 +303,10 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD", help="the folder to write")
     p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
     p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
+    p.add_argument("--max-devices", type=int, metavar="N", help="as many devices of these as the objective prefers")
+    text = "what is minimised: seconds + 2e-3*devices; over seconds, devices, bytes, energy, money, with + - * / min max"
+    p.add_argument("--objective", metavar="EXPRESSION", help=text)
+    several(p, "--limit", "TERM<=VALUE", "what a plan may take at most: energy<=5, money<=1e-6, bytes<=2GiB")
     p.add_argument(
         "--topology",
         default="auto",
@@ -312,6 +319,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
     )
+    p.add_argument("--accumulate", choices=("f32", "f16"), help="how sums of products of f16 are held (f32)")
     several(p, "--pin", "OP:dim=parts@axis", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp")
     several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")
     p.add_argument(
@@ -323,6 +331,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     text = "which of the model's device configurations (default: the first for as many devices)"
     p.add_argument("--configuration", metavar="NAME", help=text)
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
+    several(p, "--stage-at", "NODE", "where stages end: each has what its node needs and no earlier stage has (A,B: several)")
     p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
     text = "leave a rewrite rule out, or a phase of them (algebra: the book of equations)"
     p.add_argument("--without-rule", action="append", default=[], metavar="RULE", help=text)

@@ -14,6 +14,7 @@ from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, p
 from tapestry.lift import Lifted
 from tapestry.pass_runner import Runner
 from tapestry.passes import Constraints, Rewrites, as_planned, model_hash, search_of
+from tapestry.plan.cost import objective as costs
 from tapestry.plan.requests import parse_layouts
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import fingerprint
@@ -58,7 +59,7 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
     lifted, planned = lifted_of(runner), runner.get("planned", Planned)
     constraints = runner.get("constraints", Constraints)
-    requests: dict[str, Any] = {"pins": list(runner.values["pins"]), "layouts": list(runner.values["layouts"])}
+    requests: dict[str, Any] = {k: list(runner.values[k]) for k in ("pins", "layouts", "stage_at")}
     if constraints.given:
         requests["sharding"] = {**constraints.given.counts, "notes": list(constraints.given.notes)}
     out = _facts(runner, build)
@@ -68,6 +69,8 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
         out["pareto"] = [asdict(p) for p in runner.values["front"]]
     if planned.alternatives:
         out["alternatives"] = [a.data() for a in planned.alternatives]
+    if runner.values["sums"]:
+        out["accumulate"] = runner.values["sums"].data()
     if planned.fitted:
         out["fit"] = dict(planned.fitted.report)
     return out | {"search": _search_record(runner)} | planned.choice.report | {"passes": runner.rows}
@@ -101,7 +104,19 @@ def check(build: store.Build) -> int:
         why = f"objective {objective:.6g} s, bound {bound:.6g} s, gap {gap:.4%}"
         raise LawError("report", "bound and gap contradict the objective", where="the report", why=why)
     _requests(build)
-    return len(facts) + 3
+    return len(facts) + 3 + (_machines(build, objective) if "machines" in report else 0)
+
+
+def _machines(build: store.Build, seconds: float) -> int:
+    """The terms of the objective, and its value, are those of the plan; how many were made again."""
+    said = build.report["machines"]
+    of = costs.terms(from_data(build.topology), seconds, max(peak_bytes(build.program)[0]))
+    value = costs.objective(said["objective"]).value(of)
+    broken = [x for x in costs.limits(said["limits"]) if of[x.term] > x.most]
+    if broken or any(not _same(float(said["terms"][k]), v) for k, v in of.items()) or not _same(float(said["value"]), value):
+        why = f"limit {broken[0]}" if broken else f"made again: {value:.6g}, of {of}"
+        raise LawError("report", "'machines' is not the plan's", where="the report", why=why)
+    return len(of) + 1
 
 
 def facts_of(build: store.Build) -> dict[str, Any]:

@@ -24,12 +24,14 @@ from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.lift import onnx_to_graph
+from tapestry.lift.building.accumulation import Accumulated, accumulated
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource, Symbols
 from tapestry.model_evidence import QUICKLY, Evidence, compare
 from tapestry.plan.fusion import Machine
 from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
+from tapestry.plan.pipelines.stage_constraints import asked_of
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
 from tapestry.plan.search.pareto import Point, fronts, undominated
 from tapestry.plan.search.priced_plan import PricedPlan
@@ -40,7 +42,8 @@ from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import Topology, shared
 from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import RULES, Move, parse_move
-from tapestry.sharding.annotation_constraints import Given, constraints
+from tapestry.sharding import given_stages
+from tapestry.sharding.annotation_constraints import Given, constraints, with_apart
 from tapestry.sharding.annotations import Annotations, staged
 from tapestry.verify import certificate
 from tapestry.verify.rewriting import rewrite_log
@@ -59,6 +62,7 @@ class Constraints:
         inputs, outputs: layouts in which inputs (or weights) start and outputs end.
         layouts: those that were asked for, as text; ``pins`` likewise.
         moves: rewrites that the graph has behind it.
+        cuts: the pipeline stage of each tensor, where stages are given.
         rewritable: whether more may be tried: a pin names an operation of the graph as it is, and an exact plan computes that
             graph on any mesh.
     """
@@ -70,6 +74,7 @@ class Constraints:
     pins: Sequence[str]
     moves: tuple[Move, ...]
     rewritable: bool
+    cuts: Mapping[str, int]
 
     @property
     def whole_mesh(self) -> bool:
@@ -111,6 +116,15 @@ def lift_whole(source: ModelSource, symbols: Symbols, also_whole: bool, seed: in
     return onnx_to_graph.lift_nodes(copy, symbols, onnx_to_graph.normalize(copy, symbols, False), False, seed)
 
 
+def accumulate(lifted: Lifted, whole: Lifted | None, sums: str | None) -> tuple[Lifted, Lifted | None, Accumulated | None]:
+    """Products of f16 summed in the dtype that is asked for, with the error of that; as they are where none is."""
+    if sums is None:
+        return lifted, whole, None
+    graph, report = accumulated(lifted.graph, sums)
+    other = None if whole is None else replace(whole, graph=accumulated(whole.graph, sums)[0])
+    return replace(lifted, graph=graph), other, report
+
+
 def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool, without: frozenset[str]) -> Graph:
     """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart. An exact
     plan leaves out users' rules that may change rounding."""
@@ -122,10 +136,15 @@ def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool, witho
 
 def constrain(
     lifted: Lifted, graph: Graph, annotations: Annotations | None, topology: Topology, layouts: Sequence[str],
-    pins: Sequence[str], exact: bool,
+    pins: Sequence[str], exact: bool, stage_at: Sequence[str], request: Request, without: frozenset[str],
 ) -> tuple[Graph, Constraints]:  # fmt: skip
-    """The layouts that were asked for, and those of the model's annotations, with the graph that they are of."""
-    given = constraints(annotations, lifted.graph, topology.mesh) if annotations and not staged(annotations) else None
+    """The layouts and stages that were asked for, and those of the model's annotations, with the graph that they are of."""
+    cuts = given_stages.at_nodes(stage_at, lifted.graph) if stage_at else dict[str, int]()
+    if annotations and not staged(annotations) and not stage_at and request.stages == annotations.stages > 1:
+        cuts = given_stages.of_file(annotations, lifted.graph)
+    apart = given_stages.crossing(lifted.graph, cuts) if cuts else None
+    graph = with_apart(lifted.graph, apart, without) if apart else graph
+    given = constraints(annotations, lifted.graph, topology.mesh, apart) if annotations and not staged(annotations) else None
     for note in given.notes if given else ():
         log.warning("sharding: %s", note)
     graph = given.graph if given else graph
@@ -134,7 +153,7 @@ def constrain(
         inputs, outputs = {**given.inputs, **inputs}, {**given.outputs, **outputs}
     return graph, Constraints(
         given=given, inputs=inputs, outputs=outputs, layouts=layouts, pins=pins, moves=given.moves if given else (),
-        rewritable=not pins and not given and not exact,
+        rewritable=not pins and not given and not exact and not cuts, cuts=cuts,
     )  # fmt: skip
 
 
@@ -182,10 +201,10 @@ def search_of(build: store.Build) -> Mapping[str, Any]:
 
 
 def cut_pinned_scans(
-    lifted: Lifted, graph: Graph, constraints: Constraints, topology: Topology, exact: bool
+    lifted: Lifted, graph: Graph, constraints: Constraints, topology: Topology, exact: bool, request: Request
 ) -> tuple[Graph, Constraints]:
     """Scans that are pinned along the dimension in which they run become scans of blocks, so that only totals travel."""
-    if not constraints.pins or exact:
+    if not constraints.pins or exact or request.explicit:
         return graph, constraints
     pins = parse_pins(constraints.pins, graph, topology.mesh, _folded(lifted))
     graph, moves, more = scan_blocks(pins, graph, topology.mesh)
@@ -193,7 +212,7 @@ def cut_pinned_scans(
 
 
 def state_task(
-    lifted: Lifted, whole: Lifted | None, constraints: Constraints, start: Start, earlier: store.Build | None,
+    lifted: Lifted, whole: Lifted | None, graph: Graph, constraints: Constraints, start: Start, earlier: store.Build | None,
     topology: Topology, request: Request, target: str, precision: str, exact: bool, time_limit: float | None,
     interrupt: threading.Event, found: Found, without: frozenset[str],
 ) -> tuple[Task, Budget]:  # fmt: skip
@@ -202,12 +221,19 @@ def state_task(
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
     equal_parts = bool(constraints.layouts or given or exact)  # a layout that is given has equal parts
     budget = Budget.of(time_limit, interrupt, found)
+    fixed = replace(given.fixed if given else LayoutConstraints(), exact=exact)
+    asked, pins, inputs, outputs = request, constraints.pins, constraints.inputs, constraints.outputs
+    if request.explicit:  # it is of the meshes of stages, not of the whole one
+        keep = asked_of(
+            graph, topology.mesh, pins=pins, folded=_folded(lifted), inputs=inputs, outputs=outputs, fixed=fixed,
+            cuts=constraints.cuts,
+        )  # fmt: skip
+        asked, fixed, pins, inputs, outputs = replace(request, asked=keep), LayoutConstraints(), (), {}, {}
     machine = Machine(device=topology.device, eager=target == "torch-cpu", precision=precision)
     task = Task(
-        topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=constraints.pins,
-        folded=_folded(lifted), inputs=constraints.inputs, outputs=constraints.outputs,
-        fixed=replace(given.fixed if given else LayoutConstraints(), exact=exact), start=start, rewritable=free,
-        request=staging(request, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
+        topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=pins,
+        folded=_folded(lifted), inputs=inputs, outputs=outputs, fixed=fixed, start=start, rewritable=free,
+        request=staging(asked, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
         machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves) | without,
         lifted=lifted.graph if free and not earlier else None,
         whole=whole.graph if whole and free and STEPS not in driver.disabled_by(constraints.moves) else None,

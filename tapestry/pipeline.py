@@ -46,16 +46,18 @@ PASSES = (
     Pass("lift",     lift.normalize,                      "source symbols unroll_steps",            "prepared"),
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
+    Pass("lift",     passes.accumulate,                   "lifted whole accumulate",                "lifted whole sums"),
     Pass("simplify", passes.simplify,                     "lifted annotations exact without",       "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
-                                                          "layouts pins exact",                     "graph constraints"),
+                                                          "layouts pins exact stage_at request "
+                                                          "without",                                "graph constraints"),
     Pass("search",   passes.resume,                       "lifted whole graph constraints earlier", "graph constraints start"),
     Pass("search",   passes.cut_pinned_scans,             "lifted graph constraints topology "
-                                                          "exact",                                  "graph constraints"),
-    Pass("search",   passes.state_task,                   "lifted whole constraints start earlier "
-                                                          "topology request target precision "
-                                                          "exact time_limit interrupt found "
-                                                          "without",                                "task budget"),
+                                                          "exact request",                          "graph constraints"),
+    Pass("search",   passes.state_task,                   "lifted whole graph constraints start "
+                                                          "earlier topology request target "
+                                                          "precision exact time_limit interrupt "
+                                                          "found without",                          "task budget"),
     Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
     Pass("search",   search.enumerate_strategies,         "form task",                              "problems"),
     Pass("search",   search.solve,                        "form problems task budget",              "candidate"),
@@ -91,6 +93,7 @@ class Options:
     memory: str | None = None
     target: str = "torch-cpu"
     precision: str = "ieee"
+    accumulate: str | None = None
     pins: Sequence[str] = ()
     layouts: Sequence[str] = ()
     rules: Sequence[Path] = ()
@@ -107,6 +110,7 @@ class Options:
     found: Found = unseen
     stages: str = "auto"
     micro_batches: str = "auto"
+    stage_at: Sequence[str] = ()
     print_after: Sequence[str] = ()
 
 
@@ -130,19 +134,44 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
     Raises:
         TapestryError: what the user can mend; LawError: a plan that does not pass is never returned.
     """
+    runner = begun(options, report)
+    searched(runner, options)
+    return finished(runner)
+
+
+def begun(options: Options, report: Report) -> Runner:
+    """The model lifted and constrained: all passes before the search."""
     start = time.perf_counter()
-    passes_of_model = TEXT_PASSES if options.model.suffix == lift.TEXT else PASSES
-    check_names(options.print_after, passes_of_model)
-    runner = Runner(values=_values(options), report=report, print_after=options.print_after)
+    check_names(options.print_after, _passes(options))
+    runner = Runner(values={**_values(options), "start_s": start}, report=report, print_after=options.print_after)
+    runner.run(_between(None, passes.resume, _passes(options)))
+    return runner
+
+
+def searched(runner: Runner, options: Options) -> None:
+    """The search.
+
+    Raises:
+        PlanError: nothing fits, or there is no plan as asked for.
+    """
     try:
-        runner.run(passes_of_model)
+        runner.run(_between(passes.resume, passes.verify))
     except TooBig as e:
         if options.memory and options.memory.isdecimal():
             e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
         raise
+
+
+def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
+    """The plan verified, and its kernels; ``more`` goes into the report.
+
+    Raises:
+        LawError: a plan that does not pass is never returned.
+    """
+    runner.run(_between(passes.verify, None))
     build = build_report.build_of(runner)
-    document = build_report.document(runner, build)
-    document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - start, 4)}
+    document = {**build_report.document(runner, build), **(more or {})}
+    document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - runner.values["start_s"], 4)}
     lifted = build_report.lifted_of(runner)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
@@ -178,10 +207,16 @@ def search_again(options: Options, build: store.Build, graph: Graph) -> PricedPl
     return runner.get("plan", PricedPlan)
 
 
-def _between(first: Callable[..., Any] | None, end: Callable[..., Any]) -> Sequence[Pass]:
-    """The passes from one (by default the first) to another one, which is not among them."""
-    at = [p.function for p in PASSES]
-    return PASSES[0 if first is None else at.index(first) : at.index(end)]
+def _passes(options: Options) -> Sequence[Pass]:
+    return TEXT_PASSES if options.model.suffix == lift.TEXT else PASSES
+
+
+def _between(
+    first: Callable[..., Any] | None, end: Callable[..., Any] | None, of: Sequence[Pass] = PASSES
+) -> Sequence[Pass]:  # fmt: skip
+    """The passes from one (by default the first) to another one, which is not among them (by default to the last)."""
+    at = [p.function for p in of]
+    return of[0 if first is None else at.index(first) : None if end is None else at.index(end)]
 
 
 # what the passes start from
@@ -209,7 +244,7 @@ def _values(options: Options) -> dict[str, Any]:
         "shapes": options.shapes or (annotations.shapes(marks) if marks else {}), "unroll_steps": _unroll_steps(options, topo),
         "also_whole": _also_whole(options, topo) and not marks,
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
-        "without": rule_names(options.without),
+        "accumulate": options.accumulate, "without": rule_names(options.without), "stage_at": options.stage_at,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
         "found": options.found,
@@ -245,13 +280,13 @@ def _unroll_steps(options: Options, topo: Topology) -> bool:
 def _also_whole(options: Options, topo: Topology) -> bool:
     """Whether recurrences are lifted whole as well, to be planned beside their steps: on several CPUs, where nothing is said of
     single operations."""
-    said = options.exact or options.pins or options.layouts or options.memory
+    said = options.exact or options.pins or options.layouts or options.memory or options.stage_at
     return device_count(topo.mesh) > 1 and options.target == "torch-cpu" and not said
 
 
 def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
-    """How many stages and micro-batches are asked for. A file that says in how many it was planned gets as many, unless the
-    user says otherwise; an exact plan has one of each.
+    """How many stages and micro-batches are asked for. A file that says in how many it was planned, or whose nodes name their
+    stages and nothing else, gets as many, unless the user says otherwise; an exact plan has one of each.
 
     Raises:
         TapestryError: exact results are asked for where they cannot be had.
@@ -261,6 +296,13 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     if staged and stages == micro == "auto":
         passes.log.warning("sharding: %d stages and %d micro-batch(es), as the file says; the rest is searched anew", *staged)
         stages, micro = map(str, staged)
+    elif marks and marks.stages > 1 and stages == "auto" and not (marks.outs or marks.reads):
+        stages = str(marks.stages)
+    if options.stage_at:
+        asked, stages = stages, str(len(options.stage_at) + 1)
+        if options.stages not in ("auto", stages):
+            why = f"{len(options.stage_at)} cut(s) make {stages} stages"
+            raise TapestryError(f"{asked} stages", where="--stages", why=why, hint="leave --stages out")
     if not options.exact:
         return stages, micro
     if PARTS % device_count(topo.mesh):
@@ -268,6 +310,8 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
         raise TapestryError(what, where="--exact", why=f"the mesh has {device_count(topo.mesh)}")
     if options.target != "torch-cpu":
         raise TapestryError("exact plans run on torch-cpu", where="--exact", why=f"the target is {options.target}")
+    if options.accumulate == "f16":
+        raise TapestryError("exact sums are not in f16", where="--exact", hint="no --accumulate")
     if stages not in ("auto", "1") or micro not in ("auto", "1"):
         raise TapestryError("exact plans have one stage and one batch", where="--exact", hint="no --stages, no --micro-batches")
     return "1", "1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -30,11 +31,12 @@ def compile_model(args: argparse.Namespace) -> Outcome:
         build = api.compile(
             args.model, mesh=mesh_of(args.devices, args.mesh), topology=args.topology, shapes=shapes(args.shape),
             memory=args.memory, target=args.target, precision=args.precision, pins=args.pin, layouts=args.layout,
-            rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit, seed=args.seed, pareto=args.pareto,
+            accumulate=args.accumulate, rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit,
+            seed=args.seed, pareto=args.pareto,
             exact=args.exact, without=args.without_rule, sharding=not args.ignore_sharding, resume=args.resume,
-            interrupt=interrupts.asked, configuration=args.configuration,
-            stages=args.stages, micro_batches=args.micro_batches, print_after=args.print_after, progress=report,
-            found=watch.found, state=args.state,
+            interrupt=interrupts.asked, configuration=args.configuration, stages=args.stages, stage_at=args.stage_at,
+            micro_batches=args.micro_batches, print_after=args.print_after, progress=report, found=watch.found,
+            state=args.state, max_devices=args.max_devices, objective=args.objective, limits=args.limit,
         )  # fmt: skip
         report("write", "write")
         build.save(args.output, bundle=args.bundle or None)
@@ -172,11 +174,24 @@ def auto_shard(args: argparse.Namespace) -> Outcome:
     from tapestry.sharding.auto_shard import auto_shard
     from tapestry.viz import tables
 
+    if args.num_devices is None and not args.cut:
+        raise TapestryError("the number of devices is missing", where="--num-devices", hint="or --cut NODE …")
+    devices = len(args.cut) + 1 if args.num_devices is None else args.num_devices
     options = auto_shard.Options(
-        model=args.input_model, devices=args.num_devices, output=args.output_model, optimal=args.optimal_perf,
+        model=args.input_model, devices=devices, output=args.output_model, optimal=args.optimal_perf,
         processes=args.num_processes, proportions=args.memory_proportion or auto_shard.PROPORTIONS, shapes=shapes(args.shape),
-        topology=args.topology, memory=args.memory,
+        topology=args.topology, memory=args.memory, cuts=args.cut, most=args.max_candidates,
     )  # fmt: skip
-    with bar(args, "auto-shard") as advance:
-        document = auto_shard.auto_shard(options, lambda stage: advance(None, None, stage))
-    return Outcome(document, lambda: tables.show(tables.sharded(document)))
+    with bar(args, "auto-shard") as advance, ExitStack() as open_trials:
+        trials = None
+        if args.measure:
+            from tapestry.cli.stage_trials import StageTrials
+
+            trials = open_trials.enter_context(StageTrials(options))
+        document = auto_shard.auto_shard(options, lambda stage: advance(None, None, stage), trials)
+
+    def text() -> None:
+        tables.show(tables.sharded(document))
+        print(*tables.sharding_lines(document), sep="\n")
+
+    return Outcome(document, text)

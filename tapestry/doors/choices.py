@@ -32,6 +32,7 @@ class Choices(TypedDict, total=False):
         rules, without: your own files; rules that are left out.
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         configuration: which of the model's device configurations, by name; by default the first for as many devices.
+        accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
         exact: the same bits on any number of devices (docs/exact.md).
         pareto: also the front of latency against memory.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
@@ -39,6 +40,8 @@ class Choices(TypedDict, total=False):
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
         stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
+        stage_at: the nodes at which stages end, one or several; with commas, several of one stage.
+        max_devices, objective, limits: as on the command line: how many devices, and what is minimised beside seconds.
         state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`runtime.kept_state`).
         print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``.
         progress: told of every pass as it begins.
@@ -61,6 +64,7 @@ class Choices(TypedDict, total=False):
     weights: bool
     sharding: bool
     configuration: str | None
+    accumulate: str | None
     exact: bool
     pareto: bool
     time_limit: float | None
@@ -69,6 +73,10 @@ class Choices(TypedDict, total=False):
     interrupt: threading.Event | None
     stages: int | str
     micro_batches: int | str
+    stage_at: str | Sequence[str]
+    max_devices: int | None
+    objective: str | None
+    limits: str | Sequence[str]
     state: str | None
     print_after: Sequence[str]
     progress: pipeline.Report
@@ -91,7 +99,9 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
 }
 """What a keyword may be (where it is not left out), and an example."""
 MANY = ("pins", "layouts", "rules", "without")
-ELSEWHERE = ("example_inputs", "dynamic_shapes", "devices", "state", "progress")  # what is no option of the pipeline
+ELSEWHERE = (
+    "example_inputs", "dynamic_shapes", "devices", "state", "progress", "max_devices", "objective", "limits",
+)  # fmt: skip  # what is no option of the pipeline
 
 
 def check(given: Mapping[str, Any]) -> None:
@@ -118,7 +128,7 @@ def check(given: Mapping[str, Any]) -> None:
 def options(source: Opened, given: Choices) -> pipeline.Options:
     """The pipeline's options of a model that is opened."""
     out: dict[str, Any] = {k: v for k, v in given.items() if k not in ELSEWHERE}
-    for name in ("pins", "layouts", "without"):
+    for name in ("pins", "layouts", "without", "stage_at"):
         out[name] = several(given.get(name, ()))
     out |= {k: str(v) for k, v in out.items() if k in ("memory", "stages", "micro_batches") and v is not None}
     rules: Sequence[str | Path] = several(given.get("rules", ()))

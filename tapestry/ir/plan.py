@@ -153,9 +153,12 @@ def stages_refused(plan: Plan) -> str:
     taken = [d for s in plan.stages for d in s.devices]
     if len(set(taken)) < len(taken) or any(not 0 <= d < plan.devices for d in taken):
         return "stages overlap or leave the mesh"
-    if plan.inputs or plan.outputs or plan.streamed:
-        return "fixed layouts and streamed weights are of the whole mesh"
     makers = plan.graph.producers()
+    homes = {k: {t for op, at in zip(plan.graph.ops, plan.stage_of, strict=True) if at == k for t in (*op.inputs, *op.outs)}
+             for k in range(len(plan.stages))}  # fmt: skip
+    for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
+        if any(t in homes[k] and on_stage(layout, plan.mesh, s.mesh) is None for k, s in enumerate(plan.stages)):
+            return f"the layout of '{t}' cuts along a mesh axis that a stage does not have as a whole"
     for op, k in zip(plan.graph.ops, plan.stage_of, strict=True):
         if any(t in makers and plan.stage_of[makers[t]] > k for t in op.inputs):
             return f"'{op.outs[0]}' reads from a later stage"
@@ -168,6 +171,13 @@ def stages_refused(plan: Plan) -> str:
         if not 0 <= a.stage < len(plan.stages) or len(a.layout) != len(plan.stages[a.stage].mesh) or a.tensor not in makers:
             return f"'{a.tensor}' arrives nowhere"
     return ""
+
+
+def on_stage(layout: Layout, mesh: Mesh, stage: Mesh) -> Layout | None:
+    """A layout of the whole mesh on the mesh of a stage, by the names of axes; ``None`` where an axis that cuts is not there,
+    or is shorter there."""
+    cuts = {a: k for a, k in zip(mesh, layout, strict=True) if k is not None and a.size > 1}
+    return None if any(a not in stage for a in cuts) else tuple(cuts.get(a) for a in stage)
 
 
 def part(mesh: Mesh, axes: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[int, int]:

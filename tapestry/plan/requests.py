@@ -9,7 +9,8 @@ tensors, dimensions and axes may be called as the model's author calls them, and
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import prod
 
@@ -37,26 +38,55 @@ def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[
         PlanError: the operation, dimension or axis does not exist, or the split is impossible; says why, with a witness.
     """
     out: dict[int, tuple[Pin, ...]] = {}
+    for i, p in read_pins(texts, graph, mesh, folded):
+        axes = _axes("+".join(p.axes), p.parts, mesh, p.text)
+        total = prod(mesh[a].size for a in axes)
+        for known in out.get(i, ()):
+            total *= mesh[known.axis].size if known.dim == p.dim else 1
+        why = refusal(graph.ops[i], Split(p.dim, total, f"mesh.{mesh[axes[0]].name}"))
+        if why is not None:
+            raise PlanError(f"the pin is impossible: {why.reason}", where=f"--pin '{p.text}'", why=why.witness)
+        taken = [mesh[known.axis].name for known in out.get(i, ()) if known.axis in axes]
+        if taken:
+            raise PlanError(f"mesh axis '{taken[0]}' is pinned twice for this operation", where=f"--pin '{p.text}'")
+        out[i] = out.get(i, ()) + tuple(Pin(p.dim, a) for a in axes)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPin:
+    """A pin of an operation before it is known on which devices that runs; ``parts`` where they are given."""
+
+    dim: str
+    axes: tuple[str, ...]
+    parts: str | None
+    text: str = field(compare=False)
+
+    def on(self, op: Op, mesh: Mesh) -> tuple[Pin, ...] | None:
+        """On a mesh; ``None`` where that lacks an axis, has another number of devices along it, or the split is impossible."""
+        at = {a.name: k for k, a in enumerate(mesh)}
+        if any(a not in at for a in self.axes):
+            return None
+        parts = prod(mesh[at[a]].size for a in self.axes)
+        if self.parts not in (None, str(parts)) or refusal(op, Split(self.dim, parts, f"mesh.{self.axes[0]}")) is not None:
+            return None
+        return tuple(Pin(self.dim, k) for k in sorted(at[a] for a in self.axes))
+
+
+def read_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[str] = ()) -> Iterator[tuple[int, AskedPin]]:
+    """(operation, pin) of everything that pins name, of whatever number of parts.
+
+    Raises:
+        PlanError: the operation, dimension or axis does not exist.
+    """
     for text in texts:
         m = re.fullmatch(r"(.+):(\w+)=(?:(\d+)@)?([\w+]+)", text)
         if not m:
             hint = "OPERATION:dim=parts@axis or OPERATION:dim=axis, as in conv1:h=8@d0 or layers.*.mlp.up_proj:out=d0"
             raise PlanError(f"'{text}' is not a pin", where="--pin", hint=hint)
-        name, dim = m.group(1), m.group(2)
-        axes = _axes(m.group(4), m.group(3), mesh, text)
-        parts = prod(mesh[a].size for a in axes)
-        for i, dim_name in _operations(name, dim, graph, text, folded):
-            total = parts
-            for p in out.get(i, ()):
-                total *= mesh[p.axis].size if p.dim == dim_name else 1
-            why = refusal(graph.ops[i], Split(dim_name, total, f"mesh.{mesh[axes[0]].name}"))
-            if why is not None:
-                raise PlanError(f"the pin is impossible: {why.reason}", where=f"--pin '{text}'", why=why.witness)
-            taken = [mesh[p.axis].name for p in out.get(i, ()) if p.axis in axes]
-            if taken:
-                raise PlanError(f"mesh axis '{taken[0]}' is pinned twice for this operation", where=f"--pin '{text}'")
-            out[i] = out.get(i, ()) + tuple(Pin(dim_name, a) for a in axes)
-    return out
+        _axes(m.group(4), None, mesh, text)
+        for i, dim in _operations(m.group(1), m.group(2), graph, text, folded):
+            yield i, AskedPin(dim, tuple(m.group(4).split("+")), m.group(3), text)
 
 
 def scan_blocks(

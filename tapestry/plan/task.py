@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tapestry.errors import PlanError, TapestryError
+from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Mesh, Plan, device_count
 from tapestry.plan.fusion import Machine
@@ -40,7 +40,7 @@ class Task:
         topologies: the topology, once for each way to share dimensions among devices that differ.
         folded: names of nodes that pins may name although they are no operations any more.
         rewritable: whether structural rewrites may be tried: a pin names an operation of the graph as it is.
-        request: what is asked of pipeline stages.
+        request: what is asked of pipeline stages; what they keep to is there, and not of the whole mesh.
         previous_plan: an earlier plan that fits in time only, with the moves to its graph.
         machine: for which fusions are chosen before the search; none: the graph stays as it is.
         disabled_rules: simplifications that the graph was made without.
@@ -113,16 +113,5 @@ class Task:
 
 
 def staging(request: Request, *, bound: bool) -> Request:
-    """What is asked of stages, where pins, layouts or annotations of the whole mesh are given (``bound``).
-
-    Raises:
-        TapestryError: both are asked for.
-    """
-    if not bound:
-        return request
-    if request.explicit:
-        raise TapestryError(
-            "pipeline stages do not go with pins, fixed layouts or the model's own annotations", where="--stages",
-            why="those are of the whole mesh", hint="leave them out; --ignore-sharding for annotations",
-        )  # fmt: skip
-    return Request(stages=1)
+    """What is asked of stages, where pins, layouts or annotations are given (``bound``): stages only if they are asked for."""
+    return request if request.explicit or not bound else Request(stages=1)

@@ -54,29 +54,33 @@ class Given:
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
+def constraints(a: Annotations, lifted: Graph, over: Mesh, apart: Sequence[str] | None = None) -> Given:
     """The annotations as constraints on the plan of a lifted (not yet simplified) graph.
+
+    Args:
+        apart: results that stay apart because stages end there; ``None``: there are no stages.
 
     Raises:
         PlanError: a spec cannot be said with the mesh's axes, or contradicts the tensor.
     """
-    notes: list[str] = [f"pipeline stages are not planned ({a.stages} in the file)"] * (a.stages > 1)
+    unplanned = f"pipeline stages are not planned ({a.stages} in the file: --stages {a.stages})"
+    notes = [unplanned] * (a.stages > 1 and apart is None)
     said = _Said(_resolved(a, lifted), lifted, over)
     wanted, fused = said.outs(notes)
     reads = {k: said.layout(s, f"node '{k[0]}'") for k, s in said.given.reads.items() if k[1] in lifted.tensors}
     values = {t: said.layout(s, f"tensor '{t}'") for t, s in said.given.values.items() if t in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in (*a.outs, *a.values) if t not in lifted.tensors]
     chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
-    graph, outs, more = _kept(said, wanted, tuple(fused), disabled_by(chosen))
+    graph, outs, more = _kept(said, wanted, tuple(fused), disabled_by(chosen), apart or ())
     notes += more
     graph, moves = _moved(graph, chosen, notes)
-    graph, apart, of_parts = _unfused(said, graph, {t: s for t, s in fused.items() if not _moves_it(moves, t)})
+    graph, unfused, of_parts = _unfused(said, graph, {t: s for t, s in fused.items() if not _moves_it(moves, t)})
     outs |= of_parts
     inputs, outputs = _ends(a, lifted, reads, values)
     dims, inner = _dims(a, graph, outs, over)
     fixed = LayoutConstraints(outs={**outs, **inner}, reads=reads, dims=dims)
     counts = {"specs": len(a.outs) + len(a.reads) + len(a.values), "fixed": len(outs), "reads": len(reads), "dims": len(dims)}
-    moves = (*moves, *apart)
+    moves = (*moves, *unfused)
     return Given(graph=graph, fixed=fixed, inputs=inputs, outputs=outputs, moves=moves, notes=tuple(notes), counts=counts)
 
 
@@ -222,11 +226,11 @@ def _inner_sizes(d: ShardedDim, shape: tuple[int, ...]) -> list[int]:
 
 
 def _kept(
-    said: _Said, wanted: Mapping[str, Layout], fused: tuple[str, ...], disabled: frozenset[str]
+    said: _Said, wanted: Mapping[str, Layout], fused: tuple[str, ...], disabled: frozenset[str], ends: Sequence[str]
 ) -> tuple[Graph, dict[str, Layout], list[str]]:  # fmt: skip
-    """The simplified graph, the layouts that its tensors get, and what is lost."""
+    """The simplified graph, in which the ends of stages stay apart, the layouts that its tensors get, and what is lost."""
     lifted = said.lifted
-    graph = simplify(lifted, disabled=disabled)
+    graph = with_apart(lifted, ends, disabled) if ends else simplify(lifted, disabled=disabled)
     outs = {t: layout for t, layout in wanted.items() if t in graph.producers()}
     apart: list[str] = [t for t in fused if t not in graph.producers()]
     wanted = dict(wanted)
@@ -247,13 +251,13 @@ def _kept(
         else:
             outs[carried[0]] = carried[1]
     if apart:
-        graph = _with_apart(lifted, apart, disabled)
+        graph = with_apart(lifted, [*apart, *ends], disabled)
         outs = {t: layout for t, layout in {**outs, **wanted}.items() if t in graph.producers()}
     lost = [t for t in apart if t not in outs and t not in fused]
     return graph, outs, [f"'{t}' is a view of another tensor, which has no place of its own" for t in lost]
 
 
-def _with_apart(lifted: Graph, apart: list[str], disabled: frozenset[str]) -> Graph:
+def with_apart(lifted: Graph, apart: Sequence[str], disabled: frozenset[str]) -> Graph:
     """The simplified graph in which some results are not fused into their readers."""
     held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
     graph = replace(simplify(replace(lifted, outputs=held_back), disabled=disabled), outputs=lifted.outputs)

@@ -36,6 +36,7 @@ class Annotations:
         values: specs in which inputs and weights start and outputs end.
         model: the model's metadata of this configuration, without its name in the keys; ``nodes`` that of every node, by name.
         symbols: symbolic dimensions, each as an axis of an input.
+        stage_of: the pipeline stage of each result, ``node_stages`` the last one of the nodes of a name.
     """
 
     configuration: str
@@ -47,7 +48,13 @@ class Annotations:
     nodes: Mapping[str, Mapping[str, str]]
     values: Mapping[str, ShardingSpec] = field(default_factory=dict[str, ShardingSpec])
     symbols: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
-    stages: int = 0
+    stage_of: Mapping[str, int] = field(default_factory=dict[str, int])
+    node_stages: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages the nodes name."""
+        return len({*self.stage_of.values()})
 
 
 def read(path: Path, devices: int | None = None, configuration: str | None = None) -> Annotations | None:
@@ -177,12 +184,14 @@ def _symbols(model: ModelProto) -> dict[str, int | None]:
 def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
     outs: dict[str, ShardingSpec] = {}
     reads: dict[tuple[str, str], ShardingSpec] = {}
-    stages: set[int] = set()
+    stage_of, node_stages = dict[str, int](), dict[str, int]()
     for node in model.graph.node:
         for c in sharding_specs.node_configurations(node):
             if c.configuration != name:
                 continue
-            stages |= set() if c.stage is None else {c.stage}
+            if c.stage is not None:
+                stage_of |= dict.fromkeys(filter(None, node.output), c.stage)
+                node_stages[name_of(node)] = max(c.stage, node_stages.get(name_of(node), 0))
             for s in sharding_specs.complete(c, node).specs:
                 assert s.tensor is not None
                 if s.tensor in node.output:
@@ -192,7 +201,8 @@ def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
     found = {h.name: sharding_specs.value_spec(h, name) for h in tile_metadata.values(model)}
     return Annotations(
         configuration=name, devices=devices, outs=outs, reads=reads, model=_own(sharding_specs.metadata(model), name),
-        writer={o: name_of(n) for n in model.graph.node for o in n.output}, stages=len(stages),
+        writer={o: name_of(n) for n in model.graph.node for o in n.output},
+        stage_of=stage_of, node_stages=node_stages,
         nodes={name_of(n): _own(sharding_specs.metadata(n), name) for n in model.graph.node},
         values={t: s for t, s in found.items() if s is not None},
         symbols={

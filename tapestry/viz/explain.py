@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tapestry.build.store import Build
+from tapestry.errors import PlanError
 from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.graph import Opaque
 from tapestry.ir.kernel import shape, size
@@ -30,7 +31,7 @@ from tapestry.ir.program import (
     transfer_bytes,
 )  # fmt: skip
 from tapestry.plan.alternatives import Alternative, best_alternatives
-from tapestry.plan.requests import parse_pins
+from tapestry.plan.requests import parse_pins, read_pins
 from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
 from tapestry.viz import size_map
@@ -38,7 +39,7 @@ from tapestry.viz.folded import folded
 from tapestry.viz.format import area, duration, human, kind_text, shape_text, split_text, split_words, step_text, wrapped
 from tapestry.viz.layer_folds import counterparts, moves_text
 from tapestry.viz.summary import plan_lines, speed
-from tapestry.viz.tables import proof
+from tapestry.viz.tables import accumulate_lines, machine_lines, proof
 
 Document = dict[str, Any]
 
@@ -94,9 +95,11 @@ def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
             (fetched if isinstance(program.steps[t.step], Transfer) else own)[t.op] += t.seconds
     blocks = {s.op: s.blocks for s in program.steps if isinstance(s, Launch) and s.mode != "finish"}
     requests = build.report.get("requests", {}).get("pins", [])
-    pinned = {text: parse_pins([text], plan.graph, plan.mesh) for text in requests}
+    pinned = {text: _pinned(text, plan) for text in requests}
     others: list[Alternative | None] = []
-    if why:
+    if why and plan.stages:
+        others = best_alternatives(plan, from_data(build.topology))
+    elif why:
         others = best_alternatives(plan, from_data(build.topology), parse_pins(requests, plan.graph, plan.mesh))
     out: list[Document] = []
     names, of_model, alike = operation_names(plan.graph), parts(plan.graph), counterparts(plan)
@@ -117,6 +120,14 @@ def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
             row["next_best"] = _next_best(build, i, others[i])
         out.append(row)
     return out
+
+
+def _pinned(text: str, plan: Plan) -> set[int]:
+    """The operations that a pin names; of micro-batches only what it calls by a node's name."""
+    try:
+        return {i for i, _ in read_pins([text], plan.graph, plan.mesh)}
+    except PlanError:
+        return set()
 
 
 def _next_best(build: Build, i: int, other: Alternative | None) -> Document | None:
@@ -254,6 +265,7 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     yield from (*_kinds_text(topo), *_joined_text(topo))
     costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
+    yield from (*accumulate_lines(r), *machine_lines(r))
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
     yield (
         f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device, "
@@ -281,6 +293,8 @@ def _notes(build: Build, simulated: Document) -> Iterator[str]:
         yield f"rewritten by {m}"
     for pin in r.get("requests", {}).get("pins", []):
         yield f"pinned {pin}"
+    for k, node in enumerate(r.get("requests", {}).get("stage_at", [])):
+        yield f"stage {k} ends at {node}, as asked"
     for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
         cut = ", ".join(f"axis {x} over {a.name}" for a, x in zip(plan.mesh, layout, strict=True) if x is not None)
         yield f"'{t}' is fixed: {cut or 'replicated'}"

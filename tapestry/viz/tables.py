@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")
+    for line in accumulate_lines(report):
+        facts.add_row("sums", line)
+    for line in machine_lines(report):
+        facts.add_row("cost", line)
     for r in report.get("sizes", {}).get("regions", ()):
         facts.add_row("sizes", f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them")
     for k, s in enumerate(report.get("stages", ())):
@@ -246,9 +250,33 @@ def _model(m: Mapping[str, Any], precision: str) -> list[str]:
     return wrapped(text) + (wrapped(f"Without a kernel: {', '.join(m['opaque'])}") if m["opaque"] else [])
 
 
+def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
+    """In what products of f16 are summed, and the measured error of that."""
+    a = report.get("accumulate")
+    if not a:
+        return []
+    worst = max(a["rel_err"], key=lambda r: r["f16"])
+    errors = f"{worst['f16']:.2g} in f16, {worst['f32']:.2g} in f32"
+    return [f"{a['products']} products of f16 summed in {a['dtype']}; measured error of {worst['products']} in a row: {errors}"]
+
+
+def machine_lines(report: Mapping[str, Any]) -> list[str]:
+    """What the objective is made of, and the plans that no other one beats in every term."""
+    m = report.get("machines")
+    if not m:
+        return []
+    shown = [k for k in m["terms"] if m["terms"][k]]
+    given = ", ".join(f"{k} {m['terms'][k]:.4g}" for k in shown)
+    limits = f", within {' and '.join(m['limits'])}" if m["limits"] else ""
+    rows = [", ".join(f"{k} {r[k]:.4g}" for k in shown) + f": {r['value']:.4g}" for r in m["front"]]
+    out = [f"{m['objective']} = {m['value']:.4g} ({given}){limits}; {len(m['tried'])} plans, {len(m['skipped'])} left out"]
+    return out + ([f"front: {row}" for row in rows] if len(rows) > 1 else [])
+
+
 # auto-shard
 
-TITLES = {"heuristic": "PopRT-like heuristic", "dynamic": "dynamic program"}
+TITLES = {"heuristic": "PopRT-like heuristic", "dynamic": "dynamic program", "manual": "your own"}
+TRIALS = {"traversal": "candidates of the traversal", "exact": "stages of the exact search", "manual": "your own stages"}
 MIB = 1 << 20
 
 
@@ -260,12 +288,40 @@ def sharded(document: Mapping[str, Any]) -> RenderableType:
         f"{d['nodes']} nodes, {count['all']} subgraphs (candidates: {d['candidates']}), {d['devices']} devices of "
         f"{human(d['memory_bytes'])} ({d['topology']})"
     )
-    parts: list[RenderableType] = [head, *(_stages(d[k], TITLES[k]) for k in TITLES), _sums(d)]
-    for k, ends in enumerate(d["sharding_nodes"]):
-        parts.append(f"sharding nodes: device {k} - {ends}")
-    parts.append(f"chosen: {TITLES[d['chosen']]}{' (the dynamic program is no better)' if d['chosen'] == 'heuristic' else ''}")
-    parts.append(f"written {d['output']} in {d['seconds']['total']:.2f} s")
+    parts: list[RenderableType] = [head, *(_stages(d[k], TITLES[k]) for k in TITLES if k in d), _sums(d)]
     return Group(*parts)
+
+
+def sharding_lines(d: Mapping[str, Any]) -> list[str]:
+    """The stages taken, as PopRT prints them, and where they are written."""
+    if "measured" in d:
+        return list(_trials(d, d["measured"]))
+    why = " (the dynamic program is no better)" if d["chosen"] == "heuristic" else ""
+    written = f"written {d['output']} in {d['seconds']['total']:.2f} s"
+    return [*_sharding_nodes(d), f"chosen: {TITLES[d['chosen']]}{why}", written]
+
+
+def _sharding_nodes(d: Mapping[str, Any]) -> list[str]:
+    """As PopRT prints them."""
+    return [f"Sharding nodes: Device {k} - {ends}" for k, ends in enumerate(d["sharding_nodes"])]
+
+
+def _trials(d: Mapping[str, Any], m: Mapping[str, Any]) -> Iterator[str]:
+    """What was compiled and run, and the lines that PopRT prints of the best."""
+    best, optimal = m[m["chosen"]], m.get("optimal", False)
+    for name, title in TRIALS.items():
+        row = m.get(name)
+        if row:
+            took = f"{row['search_s']:.2f} s" if name == "traversal" else f"{row['search_s']:.2f} + {row['compile_s']:.2f} s"
+            count = f", {row['candidates']} compiled, {row['refused']} refused" if name == "traversal" else ""
+            how = f"{1e3 * row['latency_s']:.3f} ms" if row["fits"] else "does not fit"
+            yield f"{title}: {how} at memory proportion {row['proportion']:g}{count}, in {took}"
+    share = f"available_memory_proportion {best['available_memory_proportion']:g}"
+    yield "[Success] The optimal solution:" if optimal else f"[Success] Compile successfully {share} and solution:"
+    yield from _sharding_nodes(d)
+    word = "optimal latency" if optimal else "latency"
+    yield f"[Success] The {word} {1e3 * best['latency_s']} ms, tput {best['throughput_per_s']}"
+    yield f"[Success] Save the sharded model to {d['output']}"
 
 
 def _stages(outcome: Mapping[str, Any], title: str) -> RenderableType:
@@ -290,7 +346,8 @@ def _narrow(title: str, columns: Sequence[str]) -> Table:
 
 
 def _sums(d: Mapping[str, Any]) -> RenderableType:
-    table = _narrow("Estimated pipeline", ("", *TITLES.values()))
+    titles = {k: title for k, title in TITLES.items() if k in d}
+    table = _narrow("Estimated pipeline", ("", *titles.values()))
     table.columns[0].justify, table.columns[0].no_wrap = "left", False
     rows: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "interval (slowest stage)": lambda f: duration(f["interval_s"]),
@@ -301,7 +358,7 @@ def _sums(d: Mapping[str, Any]) -> RenderableType:
         "schemes or cuts looked at": lambda f: str(f["schemes"]),
     }
     for name, cell in rows.items():
-        table.add_row(name, *(cell(d[k]) if d[k]["fits"] else "–" for k in TITLES))
+        table.add_row(name, *(cell(d[k]) if d[k]["fits"] else "–" for k in titles))
     return table
 
 

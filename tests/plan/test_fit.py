@@ -19,10 +19,11 @@ from tapestry.plan import strategy
 from tapestry.plan.cost.floor import least_cells, least_seconds
 from tapestry.plan.lower import lower
 from tapestry.plan.memory.fit import Fitted, fit
-from tapestry.plan.memory.peaks import fewest, moves
+from tapestry.plan.memory.peaks import moves
 from tapestry.plan.search.planner import search, spatial
 from tapestry.plan.search.priced_plan import TooBig
 from tapestry.plan.search.problem import build, load_seconds
+from tapestry.plan.search.streamed_weights import fewest
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import topology

@@ -265,7 +265,7 @@ def test_what_is_asked_for_is_done_or_refused(model, tmp_path):
         (["--mesh", "2", "--stages", "0"], "neither 'auto' nor a number"),
         (["--mesh", "2", "--micro-batches", "x"], "neither 'auto' nor a number"),
         (["--mesh", "2", "--stages", "2", "--micro-batches", "3"], "cannot be cut into 3 equal micro-batches"),
-        (["--mesh", "2", "--stages", "2", "--pin", "mm0:i=2@d0"], "do not go with pins"),
+        (["--mesh", "2", "--stages", "2", "--pin", "mm0:i=2@d0"], "no plan of 2 stages fits"),
         (["--mesh", "2", "--stages", "1", "--micro-batches", "2"], "micro-batches without stages"),
         (["--devices", "1", "--micro-batches", "2"], "more than one device"),
     ]:

@@ -14,11 +14,12 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
 from tapestry.ir.program import alive_at, peak_bytes
 from tapestry.plan.cost.floor import least_seconds
-from tapestry.plan.memory.peaks import excess, fewest, moves, streamable
+from tapestry.plan.memory.peaks import excess, moves
 from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.priced_plan import PricedPlan, peak, too_big
 from tapestry.plan.search.problem import build
+from tapestry.plan.search.streamed_weights import fewest, streamable
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import apply_legal

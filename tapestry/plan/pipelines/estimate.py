@@ -40,24 +40,29 @@ class Estimates:
     """Upper estimates of pieces, and a lower bound of the sum over any chain."""
 
     pieces: Pieces
-    tables: list[_Table] = field(default_factory=list[_Table])
+    tables: dict[tuple[int, tuple[int, ...]], _Table] = field(default_factory=dict[tuple[int, tuple[int, ...]], _Table])
     least: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         graph = self.pieces.graph
         self.least = np.full(len(graph.ops), inf)
-        for shape in self.pieces.shapes:
+        places = [(k, first) for k, shape in enumerate(self.pieces.shapes) for first in shape.starts]
+        for k, first in places:
+            key = (k, self.pieces.kinds(k, first))
+            if key in self.tables:
+                continue
             self.pieces.check()
-            problem = build(graph, stage_topology(self.pieces.topo, Stage(shape.starts[0], shape.mesh)), {}, {}, {})
+            problem = build(graph, stage_topology(self.pieces.topo, Stage(first, self.pieces.shapes[k].mesh)), {}, {}, {})
             self.pieces.budget.spend(problem.work)
-            self.tables.append(_table(problem, self.pieces))
+            self.tables[key] = _table(problem, self.pieces)
             self.least = np.minimum(self.least, [float(m.seconds.min()) for m in problem.menus])
 
     def seconds(self, piece: Piece) -> float:
-        """About what a piece costs; infinite where its weights alone do not fit."""
-        t, device = self.tables[piece.shape], self.pieces.topo.device
+        """About what a piece costs, whatever is asked for; infinite where its weights do not fit and may not be streamed."""
+        t = self.tables[piece.shape, self.pieces.kinds(piece.shape, piece.first)]
+        device = stage_topology(self.pieces.topo, self.pieces.stage(piece)).device
         at = (piece.lo, piece.hi)
-        if t.weights[at] > device.memory:
+        if t.weights[at] > device.memory and not self.pieces.streams:
             return inf
         link = self.pieces.link(piece)
         per_byte = link.beta + 1 / device.bandwidth

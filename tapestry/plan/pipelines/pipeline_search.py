@@ -16,9 +16,10 @@ from tapestry.ir.plan import Arrival, Layout, Plan, Stage, Strategy, device_coun
 from tapestry.ir.program import peak_bytes
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.pipelines.estimate import Estimates
-from tapestry.plan.pipelines.segments import Pieces, Solved, solve_piece
-from tapestry.plan.pipelines.sequence import Sequence, batch_cut, cut_points, sequence
+from tapestry.plan.pipelines.segments import NOTHING, Pieces, Solved, solve_piece
+from tapestry.plan.pipelines.sequence import Sequence, batch_cut, cut_points, in_stages, sequence
 from tapestry.plan.pipelines.stage_chain import Chain, Piece, best_chain, submeshes
+from tapestry.plan.pipelines.stage_constraints import Asked
 from tapestry.plan.pipelines.staged_plan import link_between, lower_plan, segment, stage_topology
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.solver.budget import Budget, OutOfTime
@@ -51,11 +52,13 @@ class Staged:
 
 def search_stages(
     graph: Graph, topo: Topology, budget: Budget, *, stages: int | None = None, micro: Several[int] = MICRO_BATCHES,
-    upper: float = inf, insist: bool = True,
+    upper: float = inf, insist: bool = True, asked: Asked = NOTHING, streams: bool = False,
 ) -> Staged | None:  # fmt: skip
     """The best plan with pipeline stages that fits, or ``None``.
 
     Args:
+        asked: what it keeps to; where that says the stage of each operation, it says their number.
+        streams: whether weights may be streamed; they are only where nothing fits without.
         stages: exactly that many; by default two or more.
         micro: numbers of micro-batches to try; those that do not divide the batch are left out.
         upper: plans that are not faster need not be found.
@@ -63,6 +66,7 @@ def search_stages(
     """
     best: Staged | None = None
     bound, alone = inf, 0.0
+    stages = max(asked.cuts.values()) + 1 if asked.cuts else stages
     for m in micro:
         if best is not None and budget.over():
             bound = min(bound, alone) if batch_cut(graph, m) else bound
@@ -72,7 +76,7 @@ def search_stages(
             seq = sequence(graph, m)
             if seq is None:
                 continue
-            found, lower = _with_micro_batches(seq, topo, stages, limit, budget, insist=insist)
+            found, lower = _Attempt(seq, topo, stages, limit, budget, asked, insist).best()
         except OutOfTime:
             return None if best is None else _bounded(best, min(bound, alone))
         bound = min(bound, lower)
@@ -80,6 +84,9 @@ def search_stages(
             alone = lower / (stages or device_count(topo.mesh))
         if found is not None and (best is None or found.found.objective < best.found.objective):
             best = found
+    if best is None and streams:
+        found = _streaming(graph, topo, stages, micro, upper, budget, asked, insist=insist)
+        return None if found is None else _bounded(found, 0.0)  # (streamed or not: the bound of one pass is not of both)
     return None if best is None else _bounded(best, bound)
 
 
@@ -88,35 +95,71 @@ def _bounded(staged: Staged, bound: float) -> Staged:
     return replace(staged, found=replace(staged.found, bound=min(bound, staged.found.objective)))
 
 
-def _with_micro_batches(
-    seq: Sequence, topo: Topology, stages: int | None, upper: float, budget: Budget, *, insist: bool
-) -> tuple[Staged | None, float]:
-    """(the best plan with these micro-batches, a lower bound of all)."""
-    graph, memory = seq.one(), topo.device.memory
-    shapes = submeshes(topo.mesh)
-    bound = inf
-    for _ in range(SHRINKS):
-        within = replace(topo, device=replace(topo.device, memory=memory))
-        pieces = Pieces(graph, within, shapes, cut_points(graph, MOST_POINTS), budget, insist)
-        estimates = Estimates(pieces)
-        devices = device_count(topo.mesh)
-        most = min(stages or devices, devices)
-        bound = min(bound, estimates.bound() * (1 + (seq.micro - 1) / most))
-        if bound >= upper:
-            break
-        chain, exact = _chain(pieces, estimates, seq.micro, stages, upper)
-        built = None if chain is None else _Assembly(seq, chain, pieces, within).plan()
-        if built is None:
-            break
-        plan, seconds, objective = built
-        program = lower_plan(plan)
-        peak = max(peak_bytes(program)[0])
-        if peak <= topo.device.memory:
-            kinds = len({signature(op, plan.graph) for op in plan.graph.ops})
-            found = PricedPlan(plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=kinds)
-            return Staged(found=found, seconds=seconds, sequence=seq, exact=exact), bound
-        memory = int(memory * topo.device.memory / peak * 0.98)
-    return None, bound
+def _streaming(
+    graph: Graph, topo: Topology, stages: int | None, micro: Several[int], upper: float, budget: Budget, asked: Asked, *,
+    insist: bool,
+) -> Staged | None:  # fmt: skip
+    """The best plan in which weights may be streamed, each for every micro-batch: so the fewest micro-batches first."""
+    for m in sorted(micro):
+        try:
+            seq = sequence(graph, m)
+            found = _Attempt(seq, topo, stages, upper, budget, asked, insist, True).best()[0] if seq else None
+        except OutOfTime:
+            return None
+        if found is not None:
+            return found
+    return None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A graph as some number of micro-batches, and what is asked of its plan."""
+
+    seq: Sequence
+    topo: Topology
+    stages: int | None
+    upper: float
+    budget: Budget
+    asked: Asked
+    insist: bool
+    streams: bool = False
+
+    def best(self) -> tuple[Staged | None, float]:
+        """(the best plan with these micro-batches, a lower bound of all)."""
+        seq, topo, share, bound = self.seq, self.topo, 1.0, inf
+        shapes, points = submeshes(topo.mesh), None
+        if self.asked.cuts:
+            seq, points = in_stages(seq, self.asked.stages(seq.graph))
+        graph = seq.one()
+        for _ in range(SHRINKS):
+            within = _with_memory(topo, share)
+            places = points or cut_points(graph, MOST_POINTS)
+            pieces = Pieces(graph, within, shapes, places, self.budget, self.insist, self.asked, self.streams)
+            estimates = Estimates(pieces)
+            devices = device_count(topo.mesh)
+            most = min(self.stages or devices, devices)
+            bound = min(bound, estimates.bound() * (1 + (seq.micro - 1) / most))
+            if bound >= self.upper:
+                break
+            chain, exact = _chain(pieces, estimates, seq.micro, self.stages, self.upper)
+            built = None if chain is None else _Assembly(seq, chain, pieces, within).plan()
+            if built is None:
+                break
+            plan, seconds, objective = built
+            program = lower_plan(plan)
+            peak = topo.strain(peak_bytes(program)[0])
+            if peak <= topo.device.memory:
+                kinds = len({signature(op, plan.graph) for op in plan.graph.ops})
+                found = PricedPlan(plan=plan, program=program, objective=objective, bound=min(bound, objective), distinct=kinds)
+                return Staged(found=found, seconds=seconds, sequence=seq, exact=exact), bound
+            share *= topo.device.memory / peak * 0.98
+        return None, bound
+
+
+def _with_memory(topo: Topology, share: float) -> Topology:
+    """The topology with a share of every device's memory."""
+    device, *kinds = (replace(d, memory=int(d.memory * share)) for d in (topo.device, *topo.kinds))
+    return replace(topo, device=device, kinds=tuple(kinds))
 
 
 def _chain(pieces: Pieces, estimates: Estimates, micro: int, stages: int | None, upper: float) -> tuple[Chain | None, bool]:
@@ -136,7 +179,8 @@ def _chain(pieces: Pieces, estimates: Estimates, micro: int, stages: int | None,
 
     while True:
         limit = upper if exact else upper * SLACK
-        chain = best_chain(length, devices, pieces.shapes, cost, micro=micro, stages=stages, upper=limit)
+        alike = not pieces.topo.kinds
+        chain = best_chain(length, devices, pieces.shapes, cost, micro=micro, stages=stages, upper=limit, alike=alike)
         new = [p for p in chain.pieces if p not in pieces.known] if chain else []
         if chain is None or not new:
             return chain, exact
@@ -170,6 +214,7 @@ class _Assembly:
     stage_of: dict[int, int] = field(init=False)
     chosen: dict[int, Strategy] = field(default_factory=dict[int, Strategy])
     arrivals: dict[tuple[str, int], Layout] = field(default_factory=dict[tuple[str, int], Layout])
+    streamed: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         points = self.pieces.points
@@ -203,6 +248,7 @@ class _Assembly:
             graph=graph, mesh=self.topo.mesh, strategies=tuple(self.chosen[i] for i in order), stages=self.stages,
             stage_of=tuple(self.stage_of[i] for i in order),
             arrivals=tuple(Arrival(t, k, layout) for (t, k), layout in self.arrivals.items()),
+            inputs=self.pieces.asked.inputs, outputs=self.pieces.asked.outputs, streamed=frozenset(self.streamed),
         )  # fmt: skip
         if stages_refused(plan):  # what runs once makes or reads a value of the host that another stage reads or makes
             return None
@@ -235,8 +281,10 @@ class _Assembly:
                 inputs[t] = self.arrivals[t, k]
             else:
                 links[t] = link_between(self.topo, self.stages[self.stage_of[makers[t]]].first, stage.first)
-        done = solve_piece(sub, links, stage_topology(self.topo, stage), self.pieces.budget, inputs)
+        topo, of = stage_topology(self.topo, stage), self.pieces
+        done = solve_piece(sub, links, topo, of.budget, inputs, of.asked, streams=of.streams)
         if done is not None:
+            self.streamed |= done.streamed
             self.chosen |= dict(zip(ops, done.strategies, strict=True))
             self.arrivals |= {(t, k): layout for t, layout in zip(links, done.arrivals, strict=True)}
         return done

@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from tapestry.errors import PlanError
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import dim
@@ -21,28 +22,33 @@ from tapestry.ir.plan import Layout, Stage, Strategy
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.cost import compute
 from tapestry.plan.pipelines.stage_chain import Piece, Submesh
+from tapestry.plan.pipelines.stage_constraints import Asked, Given
 from tapestry.plan.pipelines.staged_plan import link_between, segment, stage_topology
 from tapestry.plan.search.planner import spatial
-from tapestry.plan.search.priced_plan import peak, summed
+from tapestry.plan.search.priced_plan import PricedPlan, peak, summed
 from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.search.streamed_weights import fewest, streamable
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Factor
 from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import Link, Topology
 
 Key = tuple[object, ...]
+NOTHING = Asked()
+_NONE = frozenset[str]()
 PIECE = 5.0 * SECOND  # for one piece: what takes more hardly fits, and there are others
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A piece on its devices: seconds, peak bytes of the device that needs most, the strategy of each operation, and the
-    layout in which each tensor from outside is received."""
+    """A piece on its devices: seconds, peak bytes of the device that needs most, the strategy of each operation, the layout in
+    which each tensor from outside is received, and the weights that are streamed."""
 
     seconds: float
     peak: int
     strategies: tuple[Strategy, ...]
     arrivals: tuple[Layout, ...]
+    streamed: frozenset[str] = frozenset()
 
 
 def receive_seconds(nbytes: int, link: Link, topo: Topology) -> float:
@@ -50,26 +56,73 @@ def receive_seconds(nbytes: int, link: Link, topo: Topology) -> float:
     return link.alpha + nbytes * link.beta + nbytes / topo.device.bandwidth + topo.device.launch
 
 
+@dataclass(slots=True)
+class _Solving:
+    """One piece: its graph with copies of what it receives, the links of those, and what it keeps to."""
+
+    graph: Graph
+    links: list[Link]
+    topo: Topology
+    budget: Budget
+    given: Given
+    inputs: Mapping[str, Layout]
+
+    def plan(self, streamed: frozenset[str]) -> PricedPlan | None:
+        """The best plan; ``None`` where what is asked for leaves some operation without a strategy."""
+        given = self.given
+        try:
+            problem = build(
+                self.graph, self.topo, given.pins, {**given.inputs, **self.inputs}, given.outputs, given.fixed, streamed
+            )
+        except PlanError:
+            return None
+        self.budget.spend(problem.work)
+        for i, link in enumerate(self.links):
+            problem.factors.append(_receiving(problem, i, link))
+        return spatial(problem, self.budget.part(PIECE), squeeze=False, clock=False)
+
+    def fits(self, found: PricedPlan | None) -> bool:
+        return found is not None and peak(found) <= self.topo.device.memory
+
+    def streaming(self) -> PricedPlan | None:
+        """The best plan with as few streamed weights as fit; ``None`` where even all are not enough."""
+        fixed = (*self.given.inputs, *self.inputs)
+        every = self.plan(streamable(self.graph, fixed, self.topo.device.memory))
+        if every is None or not self.fits(every) or not every.plan.streamed:
+            return None
+        fewer = self.plan(fewest(every, self.topo))
+        return fewer if fewer is not None and self.fits(fewer) and _total(fewer) < _total(every) else every
+
+
+def _total(found: PricedPlan) -> float:
+    return summed(found.problem, found.plan) if found.problem else inf
+
+
 def solve_piece(
-    sub: Graph, links: Mapping[str, Link], topo: Topology, budget: Budget, inputs: Mapping[str, Layout] | None = None
-) -> Solved | None:
-    """The best plan of a piece on its devices; ``None`` when it does not fit.
+    sub: Graph, links: Mapping[str, Link], topo: Topology, budget: Budget, inputs: Mapping[str, Layout] | None = None,
+    asked: Asked = NOTHING, *, streams: bool = False,
+) -> Solved | None:  # fmt: skip
+    """The best plan of a piece on its devices; ``None`` when it does not fit, or cannot keep to what is asked for.
 
     Args:
         sub: the piece as a graph.
         links: for each of its inputs that another stage computes, the link that it comes over.
         inputs: layouts of inputs that are already on these devices.
+        streams: whether weights may be loaded for every use where they do not fit.
     """
-    problem = build(_with_arrivals(sub, list(links)), topo, {}, inputs or {}, {})
-    budget.spend(problem.work)
-    for i, link in enumerate(links.values()):
-        problem.factors.append(_receiving(problem, i, link))
-    found = spatial(problem, budget.part(PIECE), squeeze=False, clock=False)
-    if peak(found) > topo.device.memory:
+    graph = _with_arrivals(sub, list(links))
+    given = asked.on(graph, topo.mesh, {*links})
+    if given is None:
+        return None
+    solving = _Solving(graph, list(links.values()), topo, budget, given, inputs or {})
+    found = solving.plan(_NONE)
+    if found is not None and not solving.fits(found):
+        found = solving.streaming() if streams else None
+    if found is None or found.problem is None:
         return None
     chosen, n = found.plan.strategies, len(links)
     arrivals = tuple(s.out for s in chosen[:n])
-    return Solved(summed(problem, found.plan), peak(found), chosen[n:], arrivals)
+    return Solved(summed(found.problem, found.plan), peak(found), chosen[n:], arrivals, found.plan.streamed)
 
 
 def _with_arrivals(sub: Graph, received: Sequence[str]) -> Graph:
@@ -107,6 +160,8 @@ class Pieces:
         graph: the operations in order; its inputs come from the host.
         points: positions where it may be cut, from 0 to the number of operations.
         insist: whether to go on without a budget until there is a plan.
+        asked: what every piece keeps to.
+        streams: whether weights may be loaded for every use where they do not fit.
     """
 
     graph: Graph
@@ -115,6 +170,8 @@ class Pieces:
     points: list[int]
     budget: Budget
     insist: bool = True
+    asked: Asked = NOTHING
+    streams: bool = False
     keys: list[str] = field(init=False)
     makers: dict[str, int] = field(init=False)
     readers: dict[str, list[int]] = field(init=False)
@@ -124,7 +181,7 @@ class Pieces:
     names: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
 
     def __post_init__(self) -> None:
-        self.keys = [signature(op, self.graph) for op in self.graph.ops]
+        self.keys = [f"{signature(op, self.graph)} {self.asked.key(op)}" for op in self.graph.ops]
         self.makers, self.readers = self.graph.producers(), self.graph.consumers()
 
     def check(self) -> None:
@@ -143,9 +200,14 @@ class Pieces:
     def key(self, piece: Piece) -> Key:
         """Equal for pieces that are planned alike: kinds of operations, how they are joined, devices and links."""
         sub = stage_topology(self.topo, self.stage(piece))
-        return self.name(piece.lo, piece.hi), tuple((a.size, link) for a, link in zip(sub.mesh, sub.links, strict=True)), (
-            self.link(piece) if piece.lo else None
+        return (
+            self.name(piece.lo, piece.hi), tuple((a.size, link) for a, link in zip(sub.mesh, sub.links, strict=True)),
+            self.link(piece) if piece.lo else None, self.kinds(piece.shape, piece.first),
         )  # fmt: skip
+
+    def kinds(self, shape: int, first: int) -> tuple[int, ...]:
+        """Which kinds of devices a submesh has, where not all are alike: each by the first device of its kind."""
+        return tuple(self.topo.kinds.index(d) for d in self.topo.kinds[first : first + self.shapes[shape].count])
 
     def name(self, lo: int, hi: int) -> int:
         """A number for a piece without the names of its tensors: equal for equal ones."""
@@ -181,7 +243,7 @@ class Pieces:
                 sub = self.part(piece)
                 links = {t: self.link(piece) for t in sub.inputs if t in self.makers}
                 topo = stage_topology(self.topo, self.stage(piece))
-                self.solved[key] = solve_piece(sub, links, topo, self.budget)
+                self.solved[key] = solve_piece(sub, links, topo, self.budget, asked=self.asked, streams=self.streams)
             self.known[piece] = self.solved[key]
         return self.known[piece]
 

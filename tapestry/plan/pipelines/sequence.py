@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import itemsize
 from tapestry.plan.pipelines.staged_plan import segment
@@ -61,6 +63,27 @@ def sequence(graph: Graph, micro: int) -> Sequence | None:
     equal = all([_extents(found.graph, i) for i in c] == [_extents(found.graph, i) for i in copies[0]] for c in copies)
     graph = logged(RULES["micro_batch"], graph, found.graph, str(move))
     return Sequence(graph=graph, copies=copies, before=before, after=after, moves=(move,)) if equal else None
+
+
+def in_stages(seq: Sequence, stages: list[int]) -> tuple[Sequence, list[int]]:
+    """Every copy with the operations of a stage after those of the stages before, and the positions where stages begin.
+
+    Raises:
+        PlanError: a stage would have no operation, or a value of the host would have to cross into another one.
+    """
+    copies = tuple(tuple(sorted(c, key=lambda i: (stages[i], i))) for c in seq.copies)
+    mine = [stages[i] for i in copies[0]]
+    points = [*(bisect_left(mine, k) for k in range(max(stages) + 1)), len(mine)]
+    empty = next((k for k, (lo, hi) in enumerate(itertools.pairwise(points)) if lo == hi), None)
+    if empty is not None:
+        raise PlanError(
+            f"stage {empty} would have no operation", where="--stage-at", hint="another node, or without it",
+            why="its nodes became views or constants, or run once for all micro-batches",
+        )  # fmt: skip
+    out = replace(seq, copies=copies)
+    if crossed_by_host_values(out.one()) & {*points[1:-1]}:
+        raise PlanError("a value of the host would have to cross into another stage", where="--stage-at", hint="another node")
+    return out, points
 
 
 def _extents(graph: Graph, i: int) -> tuple[int, ...]:

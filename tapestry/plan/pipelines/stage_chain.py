@@ -87,11 +87,13 @@ def best_chain(
     micro: int = 1,
     stages: int | None = None,
     upper: float = inf,
+    alike: bool = True,
 ) -> Chain | None:
     """The chain of least latency over positions [0, length) on devices in order; ``None`` when none fits below ``upper``.
 
     Args:
         stages: exactly that many; by default any number from two on.
+        alike: whether it is all the same which devices a piece has: then it has the first free ones.
     """
     most = stages if stages is not None else 2  # more than two are counted as two
     states: dict[tuple[int, int, int], list[_Label]] = {(0, 0, 0): [_Label(0.0, 0.0)]}
@@ -100,7 +102,7 @@ def best_chain(
         for (_, used, count), labels in here:
             if stages is not None and count == most:
                 continue
-            for piece, size in _next(lo, used, length, devices, shapes):
+            for piece, size in _next(lo, used, length, devices, shapes, alike):
                 seconds = cost(piece)
                 if seconds == inf:
                     continue
@@ -116,11 +118,13 @@ def best_chain(
     return Chain(tuple(_pieces(best))[::-1], best.total, best.slowest)
 
 
-def _next(lo: int, used: int, length: int, devices: int, shapes: list[Submesh]) -> Iterator[tuple[Piece, int]]:
-    """Every piece that can come next, with its number of devices: on the first free devices where its submesh may start."""
+def _next(
+    lo: int, used: int, length: int, devices: int, shapes: list[Submesh], alike: bool
+) -> Iterator[tuple[Piece, int]]:  # fmt: skip
+    """Every piece that can come next, with its number of devices: on free devices where its submesh may start."""
     for k, shape in enumerate(shapes):
-        first = next((p for p in shape.starts if p >= used), devices)
-        if first + shape.count <= devices:
+        free = [p for p in shape.starts if p >= used and p + shape.count <= devices]
+        for first in free[:1] if alike else free:
             for hi in range(lo + 1, length + 1):
                 yield Piece(lo, hi, k, first), shape.count
 

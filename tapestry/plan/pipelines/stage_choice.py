@@ -11,7 +11,9 @@ from tapestry.ir.plan import device_count
 from tapestry.ir.program import peak_bytes
 from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.pipelines.pipeline_search import MICRO_BATCHES, Staged, search_stages
+from tapestry.plan.pipelines.segments import NOTHING
 from tapestry.plan.pipelines.sequence import sequence
+from tapestry.plan.pipelines.stage_constraints import Asked
 from tapestry.plan.search.priced_plan import PricedPlan, summed
 from tapestry.plan.simulate import TRANSFER, simulate
 from tapestry.plan.solver.budget import SECOND, Budget
@@ -26,10 +28,17 @@ WAITING = 0.05  # stages may pay if the spatial plan spends at least this share 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``stages``: how many (``None``: as is best; 1: no stages). ``micro``: micro-batches (``None``: as is best)."""
+    """What is asked of stages.
+
+    Attributes:
+        stages: how many (``None``: as is best; 1: no stages).
+        micro: micro-batches (``None``: as is best).
+        asked: what stages keep to.
+    """
 
     stages: int | None = None
     micro: int | None = None
+    asked: Asked = NOTHING
 
     @property
     def explicit(self) -> bool:
@@ -59,8 +68,6 @@ def parse_request(stages: str, micro: str, topo: Topology) -> Request:
         raise TapestryError(f"{wanted.stages} stages on {devices} devices", where="--stages", hint="at least one device each")
     if wanted.stages == 1 and (wanted.micro or 1) > 1:
         raise TapestryError("micro-batches without stages", where="--micro-batches", hint="--stages auto, or a number above 1")
-    if topo.kinds and wanted.explicit:
-        raise TapestryError("pipeline stages on devices of several kinds are not planned", where="--stages", hint="--stages 1")
     if devices == 1 and wanted.explicit:
         raise TapestryError("pipeline stages need more than one device", where="--stages", hint="--devices or --mesh")
     return wanted
@@ -98,7 +105,10 @@ def choose(
         part = budget if request.explicit or unfit or tight else budget.part(max(LEAST, AUTO_SHARE * spent))
         insist = request.explicit or unfit
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
-        staged = search_stages(graph, topo, stages=request.stages, micro=micro, upper=upper, budget=part, insist=insist)
+        staged = search_stages(
+            graph, topo, stages=request.stages, micro=micro, upper=upper, budget=part, insist=insist, asked=request.asked,
+            streams=request.explicit,
+        )  # fmt: skip
         if staged is None and request.explicit:
             raise _impossible(graph, topo, request)
     if staged is None:
@@ -106,7 +116,8 @@ def choose(
             raise spatial
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1})
     bound = least_seconds(graph, topo, everywhere=False)
-    report = _report(spatial, staged, topo, bound)
+    other = request.asked.bound or request.asked.cuts
+    report = _report(None if other else spatial, staged, topo, bound)
     simulated = float(report["simulated_s"])
     taken = unfit or request.explicit or simulated < spatial.objective
     report["chosen"] = taken
@@ -128,8 +139,8 @@ def _summed(spatial: PricedPlan) -> float:
 def _may_pay(spatial: PricedPlan | PlanError, topo: Topology, tight: bool) -> bool:
     """Whether stages can pay at all: nothing fits without, or the plan waits for links of which some are slow.
 
-    Stages are of devices of one kind. Without communication a spatial plan uses all devices all the time, and stages
-    only add bubbles.
+    Where devices differ, stages are for those who ask. Without communication a spatial plan uses all devices all the time,
+    and stages only add bubbles.
     """
     links = [link.beta for a, link in zip(topo.mesh, topo.links, strict=True) if a.size > 1]
     if not links or topo.kinds:
@@ -149,14 +160,17 @@ def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
     if request.micro and sequence(graph, request.micro) is None:
         what = f"the batch cannot be cut into {request.micro} equal micro-batches"
         return PlanError(what, where="--micro-batches", hint="a number that divides the batch, or auto")
+    why = f"each device has {topo.device.memory:,} bytes"
+    if request.asked.bound:
+        why += "; or no stage has, as a whole, the mesh axes that the pins, layouts or annotations cut along"
     return PlanError(
-        f"no plan of {request.stages or 'several'} stages fits", where="--stages",
-        why=f"each device has {topo.device.memory:,} bytes", hint="more memory (--memory), or --stages auto",
+        f"no plan of {request.stages or 'several'} stages fits", where="--stages", why=why,
+        hint="more memory (--memory), or --stages auto",
     )  # fmt: skip
 
 
-def _report(spatial: PricedPlan | PlanError, staged: Staged, topo: Topology, bound: float) -> dict[str, Any]:
-    """Both plans on the simulated clock."""
+def _report(spatial: PricedPlan | PlanError | None, staged: Staged, topo: Topology, bound: float) -> dict[str, Any]:
+    """Both plans on the simulated clock; the one without stages only where it is of the same problem."""
     total = simulate(staged.found.plan, staged.found.program, topo).total
     out: dict[str, Any] = {
         "objective_s": total, "lower_bound_s": min(bound, total), "exact": staged.exact,
@@ -165,7 +179,7 @@ def _report(spatial: PricedPlan | PlanError, staged: Staged, topo: Topology, bou
     }  # fmt: skip
     if isinstance(spatial, PricedPlan):
         out["spatial_objective_s"] = out["spatial_simulated_s"] = spatial.objective
-    else:
+    elif spatial is not None:
         out["spatial_refused"] = spatial.what
     return out
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.ir.graph import Graph, with_ops
 from tapestry.ir.kernel import Box, intersect, size
-from tapestry.ir.plan import Plan, Stage, device_count
+from tapestry.ir.plan import Plan, Stage, device_count, on_stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.lower import lower, with_frees
-from tapestry.plan.topology import Fabric, Link, Topology, fabrics
+from tapestry.plan.topology import Fabric, Link, Topology, fabrics, weakest
 
 
 def lower_plan(plan: Plan) -> Program:
@@ -47,13 +47,22 @@ def stage_ops(plan: Plan, k: int) -> list[int]:
 
 
 def stage_plan(plan: Plan, k: int) -> Plan:
-    """One stage as a plan of its own; what it receives starts in the layout of its arrival (replicated without one)."""
+    """One stage as a plan of its own; what it receives starts in the layout of its arrival (replicated without one), and a
+    layout of the whole mesh is, on its mesh, the same axes by name."""
     ops, stage = stage_ops(plan, k), plan.stages[k]
     sub = segment(plan.graph, ops, first=k == 0)
     layouts = {a.tensor: a.layout for a in plan.arrivals if a.stage == k}
     made = plan.graph.producers()
     received = {t: layouts.get(t, (None,) * len(stage.mesh)) for t in sub.inputs if t in made}
-    return Plan(graph=sub, mesh=stage.mesh, strategies=tuple(plan.strategies[i] for i in ops), inputs=received)
+    here = {*sub.inputs, *sub.weights}, {t for i in ops for t in plan.graph.ops[i].outs}
+    inputs, outputs = (
+        {t: on_stage(layout, plan.mesh, stage.mesh) or () for t, layout in of.items() if t in there}
+        for of, there in zip((plan.inputs, plan.outputs), here, strict=True)
+    )
+    return Plan(
+        graph=sub, mesh=stage.mesh, strategies=tuple(plan.strategies[i] for i in ops), inputs={**inputs, **received},
+        outputs=outputs, streamed=plan.streamed & set(sub.weights),
+    )  # fmt: skip
 
 
 def stage_topology(topo: Topology, stage: Stage) -> Topology:
@@ -65,7 +74,12 @@ def stage_topology(topo: Topology, stage: Stage) -> Topology:
         return topo
     names = [a.name for a in topo.mesh]
     links = tuple(topo.links[names.index(a.name)] for a in stage.mesh)
-    return replace(topo, mesh=stage.mesh, links=links, joined=_joined(topo, device_count(stage.mesh)))
+    out = replace(topo, mesh=stage.mesh, links=links, joined=_joined(topo, device_count(stage.mesh)))
+    if not topo.kinds:
+        return out
+    kinds = topo.kinds[stage.first : stage.devices.stop]
+    alike = all(d == kinds[0] for d in kinds)
+    return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else kinds)
 
 
 def _joined(topo: Topology, devices: int) -> tuple[Fabric, ...]:
@@ -164,10 +178,13 @@ class _Weaving:
                     pending = []
                 case Free():
                     pass  # worked out again at the end: other stages may read a buffer later
+        for step in pending:  # brings an output where it must end, right behind what makes it: later stages may read it there
+            assert isinstance(step, Transfer)
+            self.chunks[self.makers[self.buffers[step.dst].tensor]].append(step)
 
     def fixed(self, tensor: str) -> bool:
-        """Whether a tensor is loaded at the beginning: weights, which stay, and what is given back as it came."""
-        return tensor in self.plan.graph.weights or tensor in self.plan.graph.outputs
+        """Whether a tensor is loaded at the beginning: weights that stay, and what is given back as it came."""
+        return tensor in {*self.plan.graph.weights} - self.plan.streamed or tensor in self.plan.graph.outputs
 
     def declare(self, k: int, program: Program, stage: Stage) -> dict[str, str]:
         """Take over a stage's buffers; returns their names here."""
@@ -178,7 +195,7 @@ class _Weaving:
                 name += f"@{k}"
             names[b.name] = name
             self.buffers[name] = replace(b, name=name, boxes=self.placed(b.boxes, stage))
-            if b.tensor in self.plan.graph.weights:
+            if b.tensor in self.plan.graph.weights and b.tensor not in self.plan.streamed:
                 self.resident.add(name)
         self.renamed.append(names)
         return names

@@ -1,6 +1,6 @@
 """Devices and what joins them: levels, shapes of links, arbitrary maps of links, presets and files."""
 
-from tapestry.plan.topology.fabric import Device, Fabric, Link, Topology, Wire, fabrics
+from tapestry.plan.topology.fabric import Device, Fabric, Link, Topology, Wire, fabrics, weakest
 from tapestry.plan.topology.meshes import MAX_DEVICES, parse_mesh
 from tapestry.plan.topology.presets import PRESETS
 from tapestry.plan.topology.shares import shared
@@ -26,4 +26,5 @@ __all__ = [
     "shared",
     "to_data",
     "topology",
+    "weakest",
 ]

@@ -25,6 +25,7 @@ class Device:
 
     ``flops`` gives FLOP/s of contractions by dtype ("other" for the rest); element-wise work runs at ``vector`` FLOP/s.
     Weights that are streamed come from the host at ``host`` B/s, after ``host_latency`` s for each load.
+    ``watts`` are what it draws while a plan runs, ``price`` is what it costs per hour; 0: nothing is known.
     ``classes`` gives what was measured of single classes of kernels (`measured_costs.CLASSES`), with rates of f32.
     """
 
@@ -36,6 +37,8 @@ class Device:
     host: float = HOST
     host_latency: float = HOST_LATENCY
     name: str = ""
+    watts: float = 0.0
+    price: float = 0.0
     classes: Mapping[str, KernelRates] = field(default_factory=dict[str, KernelRates])
 
     def rate(self, dtype: str) -> float:
@@ -209,6 +212,7 @@ def weakest(kinds: Sequence[Device]) -> Device:
     """What all of some devices have at least, and the longest time to start a kernel."""
     dtypes = dict.fromkeys(t for d in kinds for t in d.flops)
     return Device(
+        watts=max(d.watts for d in kinds), price=max(d.price for d in kinds),
         memory=min(d.memory for d in kinds), bandwidth=min(d.bandwidth for d in kinds), launch=max(d.launch for d in kinds),
         vector=min(d.vector for d in kinds), host=min(d.host for d in kinds),
         host_latency=max(d.host_latency for d in kinds), flops={t: min(d.rate(t) for d in kinds) for t in dtypes},

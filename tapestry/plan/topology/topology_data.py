@@ -72,6 +72,8 @@ def from_data(data: Mapping[str, Any]) -> Topology:
     rates = [r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())]
     if any("other" not in d.flops for d in every) or (kinds and len(kinds) != device_count(mesh)):
         raise TapestryError("not a topology: devices are missing", hint="compile the model again")
+    if not all(isfinite(x) and x >= 0 for d in every for x in (d.watts, d.price)):
+        raise TapestryError("not a topology: watts or prices that cannot be", hint="compile the model again")
     if any(a.weights and (len(a.weights) != a.size or min(a.weights) < 1) for a in mesh):
         raise TapestryError("not a topology: the shares of a mesh axis", hint="compile the model again")
     if len(links) != len(mesh) or min(rates) <= 0:
@@ -93,6 +95,7 @@ def device_data(d: Device) -> dict[str, Any]:
     }
     if d.classes:
         out["classes"] = classes_data(d.classes)
+    out |= {k: v for k, v in (("watts", d.watts), ("price", d.price)) if v}
     return {**out, "name": d.name} if d.name else out
 
 
@@ -101,7 +104,7 @@ def _device(d: Mapping[str, Any]) -> Device:
         memory=int(d["memory"]), bandwidth=float(d["bandwidth"]), launch=float(d["launch"]), vector=float(d["vector"]),
         flops={str(k): float(v) for k, v in d["flops"].items()}, name=str(d.get("name", "")),
         host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
-        classes=read_classes(d.get("classes", {})),
+        classes=read_classes(d.get("classes", {})), watts=float(d.get("watts", 0.0)), price=float(d.get("price", 0.0)),
     )  # fmt: skip
 
 

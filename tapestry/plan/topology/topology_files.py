@@ -116,7 +116,10 @@ def _read(path: Path) -> Source:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=str(path), hint="see docs/topology.md") from None
     every = [device, *(o.device for o in others), *([alone] if alone else [])]
     rates = [*(r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())), *(v.reach for v in levels)]
-    costs = [*(c for d in every for c in (d.launch, d.host_latency)), *(c for v in levels for c in (v.link.alpha, v.link.beta))]
+    costs = [
+        *(c for d in every for c in (d.launch, d.host_latency, d.watts, d.price)),
+        *(c for v in levels for c in (v.link.alpha, v.link.beta)),
+    ]
     sane = all(isfinite(x) and x > 0 for x in rates) and all(isfinite(x) and x >= 0 for x in costs)
     if not sane or [bool(levels), bool(axes), bool(whole)].count(True) != 1:
         raise TapestryError(
@@ -148,7 +151,7 @@ def _device(d: Mapping[str, Any]) -> Device:
         memory=parse_bytes(str(d["memory"])), bandwidth=float(d["bandwidth"]), launch=float(d.get("launch", 0.0)),
         vector=float(d.get("vector", flops["other"])), flops=flops, host=float(d.get("host", HOST)),
         host_latency=float(d.get("host_latency", HOST_LATENCY)), name=str(d.get("name", "")),
-        classes=read_classes(d.get("classes", {})),
+        classes=read_classes(d.get("classes", {})), watts=float(d.get("watts", 0.0)), price=float(d.get("price", 0.0)),
     )  # fmt: skip
 
 

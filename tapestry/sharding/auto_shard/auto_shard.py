@@ -15,7 +15,7 @@ from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
 from tapestry.lift.file.structure import check_structure, load
 from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
-from tapestry.sharding.auto_shard import candidates, stage_annotations
+from tapestry.sharding.auto_shard import candidates, manual, measured, stage_annotations
 from tapestry.sharding.auto_shard import dynamic_program as dynamic
 from tapestry.sharding.auto_shard.node_graph import PICO, NodeGraph, node_graph
 from tapestry.sharding.auto_shard.scheme_cost import Evaluation, Problem, Scheme, Workers, bits
@@ -31,7 +31,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What ``tapestry auto-shard`` takes; see README."""
+    """What ``tapestry auto-shard`` takes; ``cuts`` are the user's own stages, ``most`` candidates are compiled."""
 
     model: Path
     devices: int
@@ -42,6 +42,8 @@ class Options:
     shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     topology: str = "cpu"
     memory: str | None = None
+    cuts: Sequence[str] = ()
+    most: int = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +58,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Both searches over one choice of candidates; ``least`` is the scheme that is least over its memory."""
+    """Both searches over one choice of candidates (``merged``: those that the heuristic moves about); ``least`` is the scheme
+    that is least over its memory."""
 
     candidates: str
     counts: Mapping[str, int]
     problem: Problem
+    merged: Problem
     cuts: dynamic.Family
     heuristic: Outcome
     dynamic: Outcome
@@ -75,6 +79,9 @@ def check(options: Options) -> None:
     """
     if not 1 <= options.devices <= MAX_DEVICES:
         raise TapestryError(f"{options.devices} devices", where="--num-devices", hint=f"1 to {MAX_DEVICES:,}")
+    if options.cuts and options.devices != len(options.cuts) + 1:
+        what = f"{len(options.cuts)} cut(s) make {len(options.cuts) + 1} stages, not {options.devices}"
+        raise TapestryError(what, where="--cut", hint="leave --num-devices out; A,B are several nodes of one stage")
     if not 1 <= options.processes <= 256:
         raise TapestryError(f"{options.processes} processes", where="--num-processes", hint="1 to 256")
     bad = [p for p in options.proportions if not 0 < p <= 1]
@@ -85,8 +92,13 @@ def check(options: Options) -> None:
         )  # fmt: skip
 
 
-def auto_shard(options: Options, report: Report = lambda stage: None) -> dict[str, Any]:
+def auto_shard(
+    options: Options, report: Report = lambda stage: None, trials: measured.Trials | None = None
+) -> dict[str, Any]:  # fmt: skip
     """Find stages, write the annotated model, and say what was found, as one document.
+
+    Args:
+        trials: compiles and runs candidates; what is measured decides then.
 
     Raises:
         TapestryError: bad options, a model at fault, more devices than subgraphs, or memory that cannot suffice.
@@ -105,8 +117,14 @@ def auto_shard(options: Options, report: Report = lambda stage: None) -> dict[st
         check_structure(model, path.parent, weights=False)  # sorts nodes as lifting does
     with clock("graph"):
         graph = node_graph(model, lifted.graph, topo)
-    attempt = _search(graph, options, topo.device.memory, clock)
-    document = _document(attempt, options, graph, topo.device.memory)
+    if options.cuts:
+        document = _own(graph, options, topo.device.memory, clock, trials)
+    else:
+        attempt = _search(graph, options, topo.device.memory, clock, insist=trials is None)
+        document = _document(attempt, options, graph, topo.device.memory)
+        if trials is not None:
+            with clock("measure"):
+                document |= _tried(attempt, options, topo.device.memory, trials, clock)
     with clock("write"):
         stage_annotations.annotate_stages(model, document["node_stages"], options.devices)
         onnx_annotations.write(model, path, target)
@@ -132,7 +150,53 @@ class _Clock:
         return {**self.seconds, "total": round(time.perf_counter() - self.start, 4)}
 
 
-def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock) -> Attempt:
+def _own(
+    graph: NodeGraph, options: Options, memory: int, clock: _Clock, trials: measured.Trials | None
+) -> dict[str, Any]:  # fmt: skip
+    """The user's own stages as a document, beside the best with as many.
+
+    Raises:
+        TapestryError: a node is not there, or a stage would be empty or does not fit.
+    """
+    problem, scheme = manual.scheme_at(graph, options.cuts)
+    found = problem.evaluate(scheme)
+    proportion = next((p for p in options.proportions if found.memory <= int(p * memory)), None)
+    if proportion is None:
+        at = max(range(options.devices), key=lambda k: found.stages[k].memory)
+        capacity = int(max(options.proportions) * memory)
+        why = f"stage {at} needs {found.stages[at].memory:,} of {capacity:,}"
+        what = f"the stages do not fit: {found.memory - capacity:,} bytes too many"
+        raise PlanError(what, where="--cut", why=why, hint="other nodes, or a larger --memory")
+    attempt = _search(graph, options, memory, clock, insist=False)
+    own = Outcome(best=found, proportion=proportion, schemes=1, facts={})
+    document = _document(attempt, options, graph, memory) | {
+        "manual": _outcome(own, problem, memory), "chosen": "manual", "proportion": proportion,
+        "sharding_nodes": [manual.ends(problem, mask) for mask in scheme[:-1]],
+        "node_stages": measured.stages_of(problem, scheme),
+    }  # fmt: skip
+    if trials is not None:
+        with clock("measure"):
+            search = measured.Search(problem, options.devices, [(proportion, int(proportion * memory))], trials, 1, 1)
+            document["measured"] = {"manual": search.exact(found, problem, proportion, 0.0), "chosen": "manual"}
+    return document
+
+
+def _tried(attempt: Attempt, options: Options, memory: int, trials: measured.Trials, clock: _Clock) -> dict[str, Any]:
+    """What compiling and running says: PopRT's search with every candidate compiled, and the exact search's own stages."""
+    capacities = [(p, int(p * memory)) for p in options.proportions]
+    search = measured.Search(attempt.merged, options.devices, capacities, trials, options.most, options.processes)
+    found = {"traversal": search.traversal(optimal=options.optimal)}
+    program = attempt.dynamic
+    if program.best is not None and program.proportion is not None:
+        found["exact"] = search.exact(program.best, attempt.problem, program.proportion, clock.seconds["dynamic"])
+    fitting = {k: f for k, f in found.items() if f["fits"]}
+    chosen = min(fitting, key=lambda k: (fitting[k]["proportion"], fitting[k]["latency_s"]))
+    taken = ("sharding_nodes", "node_stages", "proportion")
+    measures: dict[str, Any] = {**found, "optimal": options.optimal, "chosen": chosen}
+    return {"measured": measures, **{k: found[chosen][k] for k in taken}}
+
+
+def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock, *, insist: bool) -> Attempt:
     """Joins as candidates, as PopRT has it; every node where those make fewer subgraphs than there are devices."""
     most = 0
     for name, tops in (("joins", candidates.joins(graph)), ("every node", candidates.everywhere(graph))):
@@ -140,7 +204,7 @@ def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock) -> A
         most = max(most, len(units))
         if len(units) >= options.devices:
             attempt = plan(graph, units, options, memory, clock, name)
-            if attempt.dynamic.best is None:
+            if attempt.dynamic.best is None and insist:
                 raise _too_large(attempt, graph, options, memory)
             return attempt
     raise TapestryError(
@@ -165,7 +229,7 @@ def plan(
         program, cuts = _dynamic(problem, merged, n, capacities, seen)
     counts = {"all": len(units), "heuristic": len(coarse), "dynamic": len(fine)}
     return Attempt(
-        candidates=name, counts=counts, problem=problem, cuts=cuts, heuristic=heuristic, dynamic=program,
+        candidates=name, counts=counts, problem=problem, merged=merged, cuts=cuts, heuristic=heuristic, dynamic=program,
         least=min(map(problem.evaluate, seen), key=lambda e: e.memory),
     )  # fmt: skip
 
@@ -245,24 +309,20 @@ def _largest_node(graph: NodeGraph) -> tuple[int, int]:
 
 def _document(attempt: Attempt, options: Options, graph: NodeGraph, memory: int) -> dict[str, Any]:
     heuristic, program = attempt.heuristic, attempt.dynamic
-    assert program.best is not None and program.proportion is not None
     same = (
-        heuristic.best is not None and heuristic.proportion == program.proportion and heuristic.best.rank == program.best.rank
-    )
-    chosen = heuristic.best if same and heuristic.best is not None else program.best
+        heuristic.best is not None and program.best is not None and heuristic.proportion == program.proportion
+        and heuristic.best.rank == program.best.rank
+    )  # fmt: skip
+    chosen = (heuristic.best if same else program.best) or attempt.least
     problem = attempt.problem
-    node_stages = [0] * len(graph.names)
-    for stage, mask in enumerate(chosen.scheme):
-        for u in bits(mask):
-            for k in problem.units[u]:
-                node_stages[k] = stage
     return {
         "nodes": len(graph.names), "devices": options.devices, "topology": options.topology, "memory_bytes": memory,
         "proportions": list(options.proportions), "candidates": attempt.candidates,
         "subgraphs": dict(attempt.counts),
         "heuristic": _outcome(heuristic, problem, memory), "dynamic": _outcome(program, problem, memory),
         "chosen": "heuristic" if same else "dynamic", "proportion": program.proportion,
-        "sharding_nodes": [_ends(problem, mask) for mask in chosen.scheme[:-1]], "node_stages": node_stages,
+        "sharding_nodes": [manual.ends(problem, mask) for mask in chosen.scheme[:-1]],
+        "node_stages": measured.stages_of(problem, chosen.scheme),
     }  # fmt: skip
 
 
@@ -280,15 +340,11 @@ def _outcome(outcome: Outcome, problem: Problem, memory: int) -> dict[str, Any]:
         "flops_balance": sum(flops) / len(flops) / max(flops) if max(flops) else 1.0,
         "stages": [
             {
-                "stage": k, "nodes": sum(len(problem.units[u]) for u in bits(e.scheme[k])), "ends": _ends(problem, e.scheme[k]),
+                "stage": k, "nodes": sum(len(problem.units[u]) for u in bits(e.scheme[k])),
+                "ends": manual.ends(problem, e.scheme[k]),
                 "weight_bytes": s.weights, "activation_bytes": s.peak, "memory_bytes": s.memory, "share": s.memory / memory,
                 "flops": s.flops, "compute_s": s.compute / PICO, "receive_s": s.receive / PICO,
             }
             for k, s in enumerate(e.stages)
         ],
     }  # fmt: skip
-
-
-def _ends(problem: Problem, mask: int) -> list[str]:
-    """The sharding nodes of a stage: candidates that nothing else in the stage needs."""
-    return [problem.graph.names[problem.units[u][-1]] for u in bits(mask) if not problem.children[u] & mask]

@@ -57,21 +57,27 @@ def initial(problem: Problem, devices: int) -> Scheme:
     return tuple(((1 << b) - 1) ^ ((1 << a) - 1) for a, b in pairwise(cuts))
 
 
-def traverse(problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate, *, optimal: bool) -> Traversal:
+def traverse(
+    problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate, *, optimal: bool, limit: int = LIMIT,
+    batch: int | None = None,
+) -> Traversal:  # fmt: skip
     """Look at schemes around ``start``.
 
     Args:
         capacity: bytes that a stage may take.
         optimal: go on after the first scheme that fits, for a better balance.
+        limit: schemes in all; ``batch``: so many are evaluated at a time (by default all of a round).
     """
     traversal = Traversal()
     seen, frontier = {start}, [start]
-    while frontier and traversal.schemes < LIMIT:
-        evaluations = evaluate(frontier)
-        for e in evaluations:
-            traversal.see(e, capacity)
-            if traversal.best is not None and not optimal:
-                return traversal
+    while frontier and traversal.schemes < limit:
+        evaluations = list[Evaluation]()
+        for at in range(0, len(frontier), batch or len(frontier)):
+            evaluations += evaluate(frontier[at : at + (batch or len(frontier))])
+            for e in evaluations[at:]:
+                traversal.see(e, capacity)
+                if traversal.best is not None and not optimal:
+                    return traversal
         evaluations.sort(key=lambda e: (max(0, e.memory - capacity), e.rank, e.scheme))
         frontier = list[Scheme]()
         for e in evaluations[:BEAM]:
@@ -80,7 +86,7 @@ def traverse(problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate,
                     seen.add(scheme)
                     frontier.append(scheme)
                     traversal.moves[kind] += 1
-        del frontier[LIMIT - traversal.schemes :]
+        del frontier[limit - traversal.schemes :]
     return traversal
 
 

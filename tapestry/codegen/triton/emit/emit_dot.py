@@ -62,20 +62,22 @@ def emit_dot(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> 
     accs = tuple(namer.take("acc") for _ in task.body)
     boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
     loads, rows, columns = operands(frame, c, ax, boxes, config)
-    how = dot_options(c.operand, op.precision, config.bk, chip)
+    half = c.operand == "f16" and all(e.dtype == "f16" for e in task.body)  # sums in f16 (compile --accumulate f16)
+    how = dot_options(c.operand, op.precision, config.bk, chip) + (", out_dtype=tl.float16" if half else "")
     steps = [f"{acc} = tl.dot({rows[a]}, {columns[b]}, {acc}, {how})" for acc, (a, b) in zip(accs, c.pairs, strict=True)]
     zeros = zero_points(frame, c, rows, columns) if c.operand == "i8" else ZeroPoints()
-    after = [*zeros.after(frame, ax, accs), *_as_floats(task, c, accs)]
+    after = [*zeros.after(frame, ax, accs), *_as_floats(task, c, accs, half)]
+    held = "int32" if c.operand == "i8" else "float16" if half else "float32"
     epilogue = [*after, *_epilogue(frame, op, ax, accs, config, boxes is not None)]
     inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps, *zeros.steps), boxes is not None)
-    held = [*ax.m.lines, *ax.n.lines, *inner, *epilogue]
+    tile = [*ax.m.lines, *ax.n.lines, *inner, *epilogue]
     once = [
         *ax.batch.lines,
-        *([f"{ax.m.name} = pid_m * BM + tl.arange(0, BM)"] if mentions(held, ax.m.name) else []),
+        *([f"{ax.m.name} = pid_m * BM + tl.arange(0, BM)"] if mentions(tile, ax.m.name) else []),
         *ax.m.lines,
-        *([f"{ax.n.name} = pid_n * BN + tl.arange(0, BN)"] if mentions(held, ax.n.name) else []),
+        *([f"{ax.n.name} = pid_n * BN + tl.arange(0, BN)"] if mentions(tile, ax.n.name) else []),
         *ax.n.lines,
-        *(f"{acc} = tl.zeros((BM, BN), tl.{'int32' if c.operand == 'i8' else 'float32'})" for acc in accs),
+        *(f"{acc} = tl.zeros((BM, BN), tl.{held})" for acc in accs),
         *zeros.before,
         *inner,
         *epilogue,
@@ -133,8 +135,10 @@ def dot_options(operand: str, precision: str, depth: int, chip: Chip) -> str:
     return f'input_precision="{"ieee" if operand in HALVES else precision}"'
 
 
-def _as_floats(task: Task, c: Contraction, accs: tuple[str, ...]) -> list[str]:
-    """Lines that round sums of integers to the floats that the operation sums."""
+def _as_floats(task: Task, c: Contraction, accs: tuple[str, ...], half: bool) -> list[str]:
+    """Lines that round sums of integers to the floats that the operation sums, and go on in f32 behind sums in f16."""
+    if half:
+        return [f"{acc} = {acc}.to(tl.float32)" for acc in accs]
     if c.operand != "i8":
         return []
     return [f"{acc} = {acc}.to(tl.float32)" for acc, e in zip(accs, task.body, strict=True) if e.dtype != "i32"]

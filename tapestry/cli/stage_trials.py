@@ -1,0 +1,112 @@
+"""Candidates of ``auto-shard --measure``: compiled in several processes, run one after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tapestry import api
+from tapestry.errors import TapestryError
+from tapestry.interop import onnx_annotations
+from tapestry.lift.file.structure import check_structure, load
+from tapestry.sharding.auto_shard import stage_annotations
+from tapestry.sharding.auto_shard.auto_shard import Options
+from tapestry.sharding.auto_shard.measured import Trial
+
+RUNS = 5  # after one that counts for nothing; their median does
+
+
+@dataclass(slots=True)
+class StageTrials:
+    """Compiles and runs candidates of one model, with its external data in reach: their files lie beside it for a moment.
+
+    One process plays all devices, so that a batch passes the stages one after another, as it does on devices of their own, but
+    with no wire between them.
+    """
+
+    options: Options
+    _folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
+    _pool: ProcessPoolExecutor | None = None
+    _count: int = 0
+
+    def __call__(self, schemes: Sequence[Sequence[int]], capacity: int) -> list[Trial]:
+        """Each compiled; run where no device needs more than so many bytes."""
+        jobs: list[_Job] = []
+        try:
+            for scheme in schemes:
+                jobs.append(self._job(scheme))
+            return [self._run(job, trial, capacity) for job, trial in zip(jobs, self._compiled(jobs), strict=True)]
+        finally:
+            for job in jobs:
+                job.model.unlink(missing_ok=True)
+
+    def _compiled(self, jobs: Sequence[_Job]) -> list[Trial]:
+        if len(jobs) == 1 or self.options.processes == 1:
+            return [_compile(job) for job in jobs]
+        if self._pool is None:
+            # not fork: the parent may have threads of numpy's or torch's, which do not survive it
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.options.processes, mp_context=context)
+        return list(self._pool.map(_compile, jobs))
+
+    def _job(self, scheme: Sequence[int]) -> _Job:
+        self._count += 1
+        o = self.options
+        source = o.model.absolute()
+        target = stage_annotations.output_path(source, o.output)
+        file = target.with_name(f".{target.stem}.candidate{self._count}.onnx")
+        model = load(source)
+        check_structure(model, source.parent, weights=False)  # sorts nodes, as the scheme has them
+        stage_annotations.annotate_stages(model, scheme, o.devices)
+        onnx_annotations.write(model, source, file)
+        return _Job(file, Path(self._folder.name) / str(self._count), o.devices, o.topology, o.shapes)
+
+    @staticmethod
+    def _run(job: _Job, trial: Trial, capacity: int) -> Trial:
+        if trial.refused or max(trial.peaks) > capacity:
+            return trial
+        compiled = api.load(job.build)
+        feeds = compiled.random_feeds()
+        seconds: list[float] = []
+        for _ in range(RUNS + 1):
+            start = time.perf_counter()
+            compiled.run(feeds)
+            seconds.append(time.perf_counter() - start)
+        return Trial(trial.peaks, statistics.median(seconds[1:]))
+
+    def __enter__(self) -> StageTrials:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._folder.cleanup()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A candidate's file, and where its build goes."""
+
+    model: Path
+    build: Path
+    devices: int
+    topology: str
+    shapes: Mapping[str, Any]
+
+
+def _compile(job: _Job) -> Trial:
+    """Compile one candidate without a limit of memory: its peaks say whether it fits."""
+    try:
+        compiled = api.compile(job.model, devices=job.devices, topology=job.topology, shapes=job.shapes)
+    except TapestryError as e:
+        return Trial((), refused=str(e))
+    compiled.save(job.build)
+    return Trial(tuple(compiled.build.peak_bytes))

@@ -1,0 +1,1 @@
+"""How many machines: plans for several numbers of devices, and which of them an objective prefers."""
