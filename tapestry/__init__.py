@@ -8,12 +8,13 @@ from tapestry.errors import TapestryError
 
 if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load
+    from tapestry.lift.building.own_operators import operator
     from tapestry.serving.local_socket import Connection as connect
     from tapestry.serving.sessions import Session
 
     __version__: str
 
-__all__ = ["Compiled", "Session", "TapestryError", "__version__", "compile", "connect", "from_pretrained", "load"]
+__all__ = ["Compiled", "Session", "TapestryError", "__version__", "compile", "connect", "from_pretrained", "load", "operator"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from tapestry import api
 
         return getattr(api, name)
+    if name == "operator":
+        from tapestry.lift.building.own_operators import operator
+
+        return operator
     if name == "Session":
         from tapestry.serving.sessions import Session
 

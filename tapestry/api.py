@@ -20,6 +20,7 @@ from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
 from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
+from tapestry.lift.building.own_operators import load_operators
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.plan.solver.budget import Found, unseen
@@ -196,14 +197,13 @@ class Compiled:
 
 def compile(
     model: Any, *, example_inputs: Any = None, dynamic_shapes: Any = None, devices: int | None = None,
-    mesh: pipeline.MeshLike | None = None, topology: str = "auto",
-    shapes: Mapping[str, Any] | None = None, memory: int | str | None = None, target: str = "torch-cpu",
-    precision: str = "ieee", weights: bool = True, pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (),
-    rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
+    mesh: pipeline.MeshLike | None = None, topology: str = "auto", shapes: Mapping[str, Any] | None = None,
+    memory: int | str | None = None, target: str = "torch-cpu", precision: str = "ieee", weights: bool = True,
+    pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (), rules: str | Path | Sequence[str | Path] = (),
+    ops: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
     sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
-    stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
+    stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (), state: str | None = None,
     without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
-    state: str | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a model into a verified plan for a mesh of devices.
 
@@ -216,7 +216,7 @@ def compile(
         shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
             or a list (``"128,256"``), for one build that runs all of them.
         memory: per device, as ``"16GiB"`` or bytes; ``precision``: of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
-        pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
+        pins, layouts: as on the command line, one or several; ``rules``, ``ops``: your own files; ``without``: rules left out.
         pareto: also the front of latency against memory; ``exact``: the same bits on any number of devices (docs/exact.md).
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
@@ -231,7 +231,8 @@ def compile(
         TapestryError: with what, where, why and what to try.
     """
     check_kinds(mesh=mesh, topology=topology, shapes=shapes, memory=memory, target=target, precision=precision, seed=seed,
-                pins=pins, layouts=layouts, rules=rules, without=without, time_limit=time_limit)  # fmt: skip
+                pins=pins, layouts=layouts, rules=rules, without=without, time_limit=time_limit, ops=ops)  # fmt: skip
+    load_operators(*map(Path, _several(ops)))
     _check_target(target, precision)
     source = opened(model, example_inputs, dynamic_shapes)
     options = pipeline.Options(

@@ -69,6 +69,12 @@ def own_rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
 
 
+def own_operators(p: argparse.ArgumentParser) -> None:
+    """Files of operators."""
+    text = "operators of a domain of your own, as IR text"
+    p.add_argument("--ops", action="append", type=Path, default=[], metavar="FILE", help=text)
+
+
 def kernels(p: argparse.ArgumentParser) -> None:
     """For which GPU."""
     p.add_argument("--target", default="triton:sm90", help="triton:sm80, triton:sm90, triton:sm100 or triton:gfx942")
@@ -77,6 +83,7 @@ def kernels(p: argparse.ArgumentParser) -> None:
 def verify(p: argparse.ArgumentParser) -> None:
     """Where the model is, and what is proved besides."""
     moved(p)
+    own_operators(p)
     p.add_argument("--kernels", action="store_true", help="prove the kernels' sources against their operations, too")
 
 
@@ -127,6 +134,7 @@ def run(p: argparse.ArgumentParser) -> None:
 def checked(p: argparse.ArgumentParser) -> None:
     """What a run on this host may do besides."""
     p.add_argument("--check", action="store_true", help="compare with onnxruntime")
+    own_operators(p)
     p.add_argument("--library", action="store_true", help="on a GPU: the vendor's library where tune found it faster")
 
 
@@ -283,6 +291,7 @@ def compile(p: argparse.ArgumentParser) -> None:
         help="caches that a session keeps on the devices; without a value, those whose names pair",
     )  # fmt: skip
     own_rules(p)
+    own_operators(p)
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
     p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
@@ -310,6 +319,7 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
     "layouts": ((str,), '"x:0=4@d0", or a list of layouts'),
     "rules": ((str, Path), "a file of rules, or a list of files"),
+    "ops": ((str, Path), "a file of operators, or a list of files"),
     "without": ((str,), "the name of a rule, or a list of names"),
     "time_limit": ((int, float), "seconds"),
     "seed": ((int,), "a whole number"),
@@ -321,7 +331,7 @@ def check_kinds(**given: Any) -> None:
     """Arguments of `tapestry.compile` of another kind are refused with one that would do."""
     for name, value in given.items():
         kinds, example = KINDS[name]
-        many = name in ("pins", "layouts", "rules", "without") and isinstance(value, list | tuple)
+        many = name in ("pins", "layouts", "rules", "ops", "without") and isinstance(value, list | tuple)
         items: Sequence[Any] = cast("Sequence[Any]", value) if many else [value]
         for x in items if value is not None or name == "target" else ():
             if not isinstance(x, kinds) or isinstance(x, bool):
