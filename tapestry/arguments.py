@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tapestry.errors import TapestryError
 
-FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json")  # of `exports.formats`
+FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json", "kernels")  # of `exports.formats`
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
@@ -93,7 +93,9 @@ def export(p: argparse.ArgumentParser) -> None:
     p.add_argument("--format", choices=FORMATS, default="onnx", help=text)
     text = "where the format cannot say the plan, write the nearest one that it can, and how many bytes more that is"
     p.add_argument("--nearest", action="store_true", help=text)
-    p.add_argument("-o", "--output", type=Path, required=True, metavar="PATH", help="a file, or for onnx-ranks a folder")
+    p.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="PATH", help="a file, or for onnx-ranks and kernels a folder"
+    )
     p.add_argument("--copy-data", action="store_true", help="onnx: copy external data that would be out of reach")
 
 
