@@ -10,6 +10,7 @@ from tapestry.errors import TapestryError
 if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load
     from tapestry.interop.tensor_dictionary import TensorDictionary
+    from tapestry.lift.building.own_operators import operator
     from tapestry.serving.local_socket import Connection as connect
     from tapestry.serving.sessions import Session
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Compiled", "Session", "TapestryError", "TensorDictionary", "__version__", "compile", "connect", "from_pretrained", "load",
+    "operator",
 ]  # fmt: skip
 
 flags.before_numpy()
@@ -28,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from tapestry import api
 
         return getattr(api, name)
+    if name == "operator":
+        from tapestry.lift.building.own_operators import operator
+
+        return operator
     if name == "Session":
         from tapestry.serving.sessions import Session
 

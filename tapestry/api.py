@@ -20,6 +20,7 @@ from tapestry.doors.choices import options as options_of
 from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
+from tapestry.lift.building.own_operators import load_operators
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.machines import machine_count
@@ -212,9 +213,10 @@ def compile(model: Any, **choices: Unpack[Choices]) -> Compiled:
         TapestryError: with what, where, why and what to try.
     """
     check(choices)
+    load_operators(*map(Path, several(choices, "ops")))
     source = opened(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
     progress = choices.get("progress", lambda phase, name: None)
-    options, limits = options_of(source, choices), several(choices.get("limits", ()))
+    options, limits = options_of(source, choices), several(choices, "limits")
     machines = machine_count.asked_of(
         choices.get("max_devices"), choices.get("objective"), limits, mesh=options.mesh is not None
     )

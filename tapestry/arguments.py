@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json")  # of `exports.formats`
+FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json", "kernels")  # of `exports.formats`
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
@@ -74,6 +74,12 @@ def own_rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
 
 
+def own_operators(p: argparse.ArgumentParser) -> None:
+    """Files of operators."""
+    text = "operators of a domain of your own, as IR text"
+    p.add_argument("--ops", action="append", type=Path, default=[], metavar="FILE", help=text)
+
+
 def kernels(p: argparse.ArgumentParser) -> None:
     """For which GPU."""
     p.add_argument("--target", default="triton:sm90", help="triton:sm80, triton:sm90, triton:sm100 or triton:gfx942")
@@ -82,6 +88,7 @@ def kernels(p: argparse.ArgumentParser) -> None:
 def verify(p: argparse.ArgumentParser) -> None:
     """Where the model is, and what is proved besides."""
     moved(p)
+    own_operators(p)
     p.add_argument("--kernels", action="store_true", help="prove the kernels' sources against their operations, too")
 
 
@@ -92,7 +99,11 @@ def export(p: argparse.ArgumentParser) -> None:
     text = "where the format cannot say the plan, write the nearest one that it can, and how many bytes more that is"
     p.add_argument("--nearest", action="store_true", help=text)
     p.add_argument(
-        "-o", "--output", type=Path, metavar="PATH", help="a file (default: that of --into), for onnx-ranks a folder"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="a file (default: that of --into), or a folder for several",
     )
     p.add_argument("--into", type=Path, metavar="MODEL", help="onnx: keep the configurations of this file of the model")
     p.add_argument("--configuration", default="tapestry", metavar="NAME", help="onnx: the name of the plan's (tapestry)")
@@ -149,6 +160,7 @@ def run(p: argparse.ArgumentParser) -> None:
 def checked(p: argparse.ArgumentParser) -> None:
     """What a run on this host may do besides."""
     p.add_argument("--check", action="store_true", help="compare with onnxruntime")
+    own_operators(p)
     p.add_argument("--library", action="store_true", help="on a GPU: the vendor's library where tune found it faster")
 
 
@@ -327,6 +339,7 @@ def compile(p: argparse.ArgumentParser) -> None:
         help="caches that a session keeps on the devices; without a value, those whose names pair",
     )  # fmt: skip
     own_rules(p)
+    own_operators(p)
     p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
     text = "which of the model's device configurations (default: the first for as many devices)"
     p.add_argument("--configuration", metavar="NAME", help=text)

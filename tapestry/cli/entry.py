@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
     "prove": (proving.prove, [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs"),
     "calibrate": (running.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (
-        building.doctor, [arguments.model],
+        building.doctor, [arguments.model, arguments.own_operators],
         "what splits, what is opaque, unbound or unsupported; -v lists every node",
     ),
     "opt": (rewriting.opt, [arguments.opt], "apply rules to IR text"),
@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
+        _load_operators(args)
         with _reading(args):
             return COMMANDS[args.name][0](args).end(args)
     except TapestryError as e:
@@ -137,6 +138,14 @@ class _Version(argparse.Action):
 
         print(f"tapestry {tapestry.__version__}")
         parser.exit()
+
+
+def _load_operators(args: argparse.Namespace) -> None:
+    """The files of ``--ops``."""
+    if getattr(args, "ops", ()):
+        from tapestry.lift.building.own_operators import load_operators
+
+        load_operators(*args.ops)
 
 
 def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:

@@ -6,15 +6,13 @@ import difflib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, cast
 
 from tapestry import pipeline
 from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of
 from tapestry.doors.model_sources import Opened
 from tapestry.errors import TapestryError
 from tapestry.plan.solver.budget import Found
-
-T = TypeVar("T")
 
 
 class Choices(TypedDict, total=False):
@@ -29,7 +27,7 @@ class Choices(TypedDict, total=False):
         memory: per device, as ``"16GiB"`` or bytes.
         target, precision: ``"torch-cpu"`` or ``"triton:sm90"``; of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several.
-        rules, without: your own files; rules that are left out.
+        rules, ops, without: files of your own rules and operators; rules that are left out.
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         configuration: which of the model's device configurations, by name; by default the first for as many devices.
         accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
@@ -60,6 +58,7 @@ class Choices(TypedDict, total=False):
     pins: str | Sequence[str]
     layouts: str | Sequence[str]
     rules: str | Path | Sequence[str | Path]
+    ops: str | Path | Sequence[str | Path]
     without: str | Sequence[str]
     weights: bool
     sharding: bool
@@ -93,14 +92,15 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
     "layouts": ((str,), '"x:0=4@d0", or a list of layouts'),
     "rules": ((str, Path), "a file of rules, or a list of files"),
+    "ops": ((str, Path), "a file of operators, or a list of files"),
     "without": ((str,), "the name of a rule, or a list of names"),
     "time_limit": ((int, float), "seconds"),
     "seed": ((int,), "a whole number"),
 }
 """What a keyword may be (where it is not left out), and an example."""
-MANY = ("pins", "layouts", "rules", "without")
+MANY = ("pins", "layouts", "rules", "ops", "without")
 ELSEWHERE = (
-    "example_inputs", "dynamic_shapes", "devices", "state", "progress", "max_devices", "objective", "limits",
+    "example_inputs", "dynamic_shapes", "devices", "state", "progress", "max_devices", "objective", "limits", "ops",
 )  # fmt: skip  # what is no option of the pipeline
 
 
@@ -129,10 +129,9 @@ def options(source: Opened, given: Choices) -> pipeline.Options:
     """The pipeline's options of a model that is opened."""
     out: dict[str, Any] = {k: v for k, v in given.items() if k not in ELSEWHERE}
     for name in ("pins", "layouts", "without", "stage_at"):
-        out[name] = several(given.get(name, ()))
+        out[name] = several(given, name)
     out |= {k: str(v) for k, v in out.items() if k in ("memory", "stages", "micro_batches") and v is not None}
-    rules: Sequence[str | Path] = several(given.get("rules", ()))
-    out["rules"] = [Path(r) for r in rules]
+    out["rules"] = [Path(r) for r in several(given, "rules")]
     out["mesh"] = pipeline.mesh_of(given.get("devices"), given.get("mesh"))
     out["shapes"], out["resume"] = given.get("shapes") or {}, Path(r) if (r := given.get("resume")) else None
     out["weights"] = given.get("weights", True) and source.weights
@@ -140,9 +139,10 @@ def options(source: Opened, given: Choices) -> pipeline.Options:
     return pipeline.Options(model=source.path, **out)
 
 
-def several(given: T | Sequence[T]) -> list[T]:
-    """What may be given alone or in a list."""
-    return [cast(T, given)] if isinstance(given, str | Path) else list(cast("Sequence[T]", given))
+def several(given: Choices, name: str) -> list[Any]:
+    """What may be given alone or in a list, of one keyword."""
+    value: Any = cast("Mapping[str, Any]", given).get(name, ())
+    return [value] if isinstance(value, str | Path) else list(value)
 
 
 def _check_target(target: str, precision: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
-from tapestry.exports import fused_onnx, layouts, rank_onnx, tp_plan
+from tapestry.exports import fused_onnx, kernel_package, layouts, rank_onnx, tp_plan
 from tapestry.interop.sharding_specs import OURS
 from tapestry.sharding import export_sharding
 
@@ -112,6 +112,13 @@ def _places(d: dict[str, Any]) -> list[str]:
     return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
 
 
+def _kernels(d: dict[str, Any]) -> list[str]:
+    return [
+        f"{d['folder']}: {len(d['kernels'])} kernels for {d['target']}, {d['cases']} of them with a case in test_kernels.py",
+        *(f"  no kernel for {node}: {why}" for node, why in d["without"].items()),
+    ]
+
+
 FORMATS: dict[str, Format] = {
     "onnx": Format(
         "the model with the plan as multi-device annotations",
@@ -144,6 +151,10 @@ FORMATS: dict[str, Format] = {
         lambda a: layouts.export_json(a.build, a.target),
         lambda d: [f"{d['file']}: {d['tensors']} tensors, {d['operations']} operations, {d['plan_bytes']:,} bytes moved"],
     ),
+    "kernels": Format(
+        "the Triton kernels as a Python package of torch's custom operators, which needs torch and triton alone",
+        lambda a: kernel_package.export(a.build, a.target), _kernels,
+    ),
 }  # fmt: skip
 NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax"})
-FOLDERS = frozenset({"onnx-ranks"})
+FOLDERS = frozenset({"onnx-ranks", "kernels"})

@@ -20,6 +20,7 @@ import numpy as np
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST, STORED, numpy_dtype
+from tapestry.onnx_eval import own_nodes
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.onnx_eval.reference_fixes import corrected
 
@@ -260,7 +261,7 @@ def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -
         extra = [a.name for a in n.attribute if a.name not in SIMPLE]
         if n.op_type in RECURRENT and (extra or (len(n.input) > 4 and n.input[4])):
             raise NotImplementedError(f"the reference evaluator ignores {', '.join(extra) or 'sequence_lens'} of {n.op_type}")
-    evaluator = ReferenceEvaluator(proto, new_ops=corrected())
+    evaluator = ReferenceEvaluator(proto, new_ops=[*corrected(), *own_nodes.classes()])
     return lambda given: list(evaluator.run(None, dict(given)))
 
 

@@ -16,6 +16,7 @@ from tapestry.errors import ModelError
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.onnx_eval import own_nodes
 from tapestry.onnx_eval.ort_session import ort_session
 
 Array = np.ndarray[Any, Any]
@@ -77,7 +78,7 @@ def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Arr
     loaded = onnx.load(str(model)) if isinstance(model, Path) else onnx.load_from_string(model)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        results: list[Any] = list(ReferenceEvaluator(loaded).run(None, dict(feeds)))
+        results: list[Any] = list(ReferenceEvaluator(loaded, new_ops=own_nodes.classes()).run(None, dict(feeds)))
     return dict(zip([o.name for o in loaded.graph.output], results, strict=True))
 
 

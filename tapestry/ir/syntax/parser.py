@@ -11,7 +11,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read,
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.syntax.printer import INFIX
-from tapestry.ir.syntax.tokens import Tokens
+from tapestry.ir.syntax.tokens import Token, Tokens
 from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight
 
 
@@ -25,6 +25,17 @@ def parse(text: str, file: str = "") -> Graph:
         TextError: naming the line and column, what was found and what was expected.
     """
     return _Parser(text, file).graph()
+
+
+def parse_tokens(tokens: list[Token], text: str, file: str) -> Graph:
+    """The graph of some tokens, which ``text`` has, or others in the place of which they stand.
+
+    Raises:
+        TextError: as `parse`.
+    """
+    parser = _Parser("", file)
+    parser.text, parser.tokens = text, tokens
+    return parser.graph()
 
 
 class _Parser(Tokens):

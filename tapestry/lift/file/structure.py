@@ -16,6 +16,7 @@ from tapestry.errors import ModelError
 from tapestry.lift.file.external_data import check_file, check_inline, check_overlaps, parse_place, tensor_bytes
 from tapestry.lift.file.protos import captured, model_nodes, nested, node_name, replace_nodes, subgraphs
 from tapestry.lift.file.sparse import densify
+from tapestry.onnx_eval.own_nodes import EVALUATORS
 
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
 MAX_VERSION = (1 << 31) - 1
@@ -217,13 +218,13 @@ def check_operators(nodes: Iterable[NodeProto], functions: set[tuple[str, str]],
         if isinstance(node.op_type, bytes):  # what protobuf makes of text that is none
             raise ModelError("a name in the model is not text", where="a node's operator", why=repr(node.op_type))
         domain = "" if node.domain == "ai.onnx" else node.domain
-        if (node.domain, node.op_type) in functions:
+        if (node.domain, node.op_type) in functions or (domain, node.op_type) in EVALUATORS:
             continue
         if domain not in domains:
             raise ModelError(
                 "unknown operator domain", where=f"node '{node_name(node)}'",
                 why=f"{node.op_type} is in domain '{node.domain}', for which the model has no function",
-                hint="export without vendor operators, or with their definitions as model-local functions",
+                hint="--ops FILE says what it computes (docs/howto/operator.md); or export it as a model-local function",
             )  # fmt: skip
         if domain not in opsets or not onnx.defs.has(node.op_type, opsets[domain], domain):
             raise ModelError(

@@ -16,6 +16,7 @@ import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.lift.file.protos import STANDARD, attributes, node_name, standard_opset, subgraphs
+from tapestry.onnx_eval.own_nodes import EVALUATORS
 
 DOMAIN = "tapestry.vendor"
 MICROSOFT = "com.microsoft"
@@ -124,7 +125,7 @@ def define(model: ModelProto) -> None:
         domain = "" if node.domain == "ai.onnx" else node.domain
         found = DEFINITIONS.get((domain, node.op_type))
         standard = domain == "" and onnx.defs.has(node.op_type, version, "")
-        if found is None or standard or version < 7 or (node.domain, node.op_type) in own:
+        if found is None or standard or version < 7 or (node.domain, node.op_type) in own | EVALUATORS.keys():
             continue
         try:
             body = Body(node, version, ranks, codes)

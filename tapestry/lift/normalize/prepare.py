@@ -22,6 +22,7 @@ from onnxscript import optimizer
 from tapestry.errors import ModelError
 from tapestry.lift.building.builder import about
 from tapestry.lift.building.nodes import Prepared
+from tapestry.lift.building.own_operators import own_types
 from tapestry.lift.building.registry import find
 from tapestry.lift.file.diagnosis import contradiction
 from tapestry.lift.file.external_data import dtype_name, tensor_bytes
@@ -111,7 +112,7 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
     hints = dict(hints or {})
     while True:
         types = _infer_once(model, hints)
-        more = {n: t for n, t in ml_types(model, types).items() if n not in hints}
+        more = {n: t for n, t in (ml_types(model, types) | own_types(model, types)).items() if n not in hints}
         if not more:
             return types
         hints |= more

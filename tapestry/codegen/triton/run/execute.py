@@ -113,8 +113,13 @@ def _viewed(buffer: torch.Tensor, signature: str) -> torch.Tensor:
     """A buffer as what a parameter is declared to be: floats of 8 bits are held as bits."""
     import torch
 
-    kind = next((torch_name for name, torch_name in _FLOAT8.items() if re.match(rf"(\*|tensordesc<){name}\b", signature)), None)
-    return buffer if kind is None else buffer.view(getattr(torch, kind))
+    kind = narrow_view(signature)
+    return buffer.view(getattr(torch, kind)) if kind else buffer
+
+
+def narrow_view(signature: str) -> str:
+    """As which type of torch's a parameter looks at its buffer, which is held as bits; "" for the buffer's own."""
+    return next((kind for name, kind in _FLOAT8.items() if re.match(rf"(\*|tensordesc<){name}\b", signature)), "")
 
 
 def launch_options(one: Pass) -> dict[str, Any]:

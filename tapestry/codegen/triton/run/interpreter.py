@@ -12,9 +12,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import import_module as module
 from typing import Any
-
-from tapestry.codegen.triton.run.triton_api import module
 
 _METHODS = ("create_dot", "create_splat", "cast_impl", "create_fp_to_fp")
 
@@ -86,16 +85,17 @@ def _nearest(data: Any) -> Any:
 
 def _floats(handle: Any) -> Any:
     """Floats of 8 bits and bf16, which are held as their bits, as f32; ``None`` for values of another kind."""
-    import ml_dtypes
     import numpy as np
+    import torch
 
     tl = module("triton.language")
     kinds: dict[Any, Any] = {
-        tl.bfloat16: ml_dtypes.bfloat16,
-        tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e4b8: ml_dtypes.float8_e4m3fnuz, tl.float8e5: ml_dtypes.float8_e5m2,
-        tl.float8e5b16: ml_dtypes.float8_e5m2fnuz,
+        tl.bfloat16: torch.bfloat16,
+        tl.float8e4nv: torch.float8_e4m3fn, tl.float8e4b8: torch.float8_e4m3fnuz, tl.float8e5: torch.float8_e5m2,
+        tl.float8e5b16: torch.float8_e5m2fnuz,
     }  # fmt: skip
     kind = kinds.get(handle.dtype.scalar)
     if kind is None:
         return None
-    return np.ascontiguousarray(handle.data).view(kind).astype(np.float32).reshape(np.shape(handle.data))
+    bits = np.ascontiguousarray(handle.data).view(np.int16 if kind == torch.bfloat16 else np.uint8)
+    return torch.as_tensor(bits).view(kind).float().numpy().reshape(np.shape(handle.data))
