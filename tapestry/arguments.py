@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tapestry.errors import TapestryError
 
-FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json")  # of `exports.formats`
+FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "json")  # of `exports.formats`
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import tapestry
-from bench.exporters.transformers_tp_rank import TOKENS, model_of
+from bench.doors.tensor_parallel_rank import TOKENS, model_of
 from bench.support import record
 from tapestry.exports import tp_plan
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
@@ -73,7 +73,7 @@ def run(folder: Path) -> dict[str, Any]:
         port = s.getsockname()[1]
     path = os.pathsep.join([str(record.ROOT), *sys.path])
     more = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
-    command = [sys.executable, "-m", "bench.exporters.transformers_tp_rank", str(folder)]
+    command = [sys.executable, "-m", "bench.doors.tensor_parallel_rank", str(folder)]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **more, "RANK": str(r)}, stderr=subprocess.PIPE, text=True)
         for r in range(RANKS)

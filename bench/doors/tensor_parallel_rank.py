@@ -1,6 +1,6 @@
 """One rank of tiny models of transformers under tensor-parallel plans, by transformers' own classes, on gloo.
 
-``RANK=0 WORLD_SIZE=2 … python -m bench.exporters.transformers_tp_rank FOLDER`` takes the plans ``NAME.plan.json`` of a folder;
+``RANK=0 WORLD_SIZE=2 … python -m bench.doors.tensor_parallel_rank FOLDER`` takes the plans ``NAME.plan.json`` of a folder;
 rank 0 writes to ``out.json`` how far logits are from those of the whole models. A plan takes the place of the shipped one.
 """
 
