@@ -37,6 +37,7 @@ def model_of(name: str) -> Any:
     known = config_class().to_dict()
     config = config_class(**{k: v for k, v in TINY.items() if k in known})
     config._attn_implementation = "eager"
+    config._experts_implementation = "batched_mm"  # the one without branches on data, which exports
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for p in model.parameters():
