@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json", "kernels")  # of `exports.formats`
+FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "json", "kernels")  # of `exports.formats`
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:

@@ -10,7 +10,7 @@ from typing import Any
 from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
-from tapestry.exports import fused_onnx, kernel_package, layouts, rank_onnx, tp_plan
+from tapestry.exports import fused_onnx, kernel_package, layouts, rank_onnx, shardy, tp_plan
 from tapestry.interop.sharding_specs import OURS
 from tapestry.sharding import export_sharding
 
@@ -107,6 +107,11 @@ def _styles(d: dict[str, Any]) -> list[str]:
     ]
 
 
+def _text_of_xla(d: dict[str, Any]) -> list[str]:
+    counts = f"{len(d['arguments'])} arguments, {d['operations']} operations, {d['constraints']} sharding constraints"
+    return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
+
+
 def _places(d: dict[str, Any]) -> list[str]:
     counts = ", ".join(f"{d[k]} {k}" for k in ("parameters", "inputs", "outputs", "activations"))
     return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
@@ -146,6 +151,10 @@ FORMATS: dict[str, Format] = {
         "a PartitionSpec for every parameter, input, output and activation",
         lambda a: layouts.export_places(a.build, a.target, "jax", nearest_will_do=a.nearest), _places,
     ),
+    "shardy": Format(
+        "StableHLO text with shardings in Shardy's words, for XLA to partition",
+        lambda a: shardy.export(a.build, a.target, nearest=a.nearest), _text_of_xla,
+    ),
     "json": Format(
         "the layout of every tensor, and what every operation cuts",
         lambda a: layouts.export_json(a.build, a.target),
@@ -156,5 +165,5 @@ FORMATS: dict[str, Format] = {
         lambda a: kernel_package.export(a.build, a.target), _kernels,
     ),
 }  # fmt: skip
-NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax"})
+NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax", "shardy"})
 FOLDERS = frozenset({"onnx-ranks", "kernels"})

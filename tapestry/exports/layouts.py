@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -25,17 +25,17 @@ from tapestry.ir.kernel import Box, inside, size
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.naming.author_names import dim_names, operation_names, tensor_names
 from tapestry.ir.plan import Layout, Mesh, Strategy
-from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+from tapestry.ir.program import Buffer, Load, Reduce, Transfer, transfer_bytes
 from tapestry.ir.types import itemsize
 
 SCHEMA = "tapestry-layouts/1"
 Boxes = tuple[Box | None, ...]
 
 
-def buffers_of(build: Build) -> dict[str, list[Boxes]]:
+def buffers_of(buffers: Iterable[Buffer]) -> dict[str, list[Boxes]]:
     """For each tensor the boxes in which devices hold it, as it is written or loaded first; each list once."""
     out: dict[str, list[Boxes]] = {}
-    for b in build.program.buffers.values():
+    for b in buffers:
         if b.field is None and b.boxes not in out.setdefault(b.tensor, []):
             out[b.tensor].append(b.boxes)
     return out
@@ -76,7 +76,7 @@ def nearest(held_boxes: tuple[Boxes, ...], shape: tuple[int, ...], mesh: Mesh, w
 def export_json(build: Build, target: Path) -> dict[str, Any]:
     """``json``: the layout of every tensor, and what every operation cuts; nothing is lost."""
     graph, mesh, names = build.plan.graph, build.plan.mesh, tensor_names(build.plan.graph)
-    found = buffers_of(build)
+    found = buffers_of(build.program.buffers.values())
     kinds = dict.fromkeys(graph.inputs, "input") | dict.fromkeys(graph.weights, "weight")
     tensors = [
         {
@@ -149,42 +149,61 @@ def export_places(build: Build, target: Path, form: str, *, nearest_will_do: boo
     Raises:
         NotExpressible: some tensor has none, and the nearest is not asked for; or the plan has pipeline stages.
     """
-    mesh, say = build.plan.mesh, as_placements if form == "dtensor" else as_partition_spec
-    if build.plan.stages:
-        what = "a format of one mesh cannot say pipeline stages"
-        raise NotExpressible(what, where=f"--format {form}", hint="onnx-ranks or json; or compile with --stages 1")
-    places, extra = _places(build, say, nearest_will_do=nearest_will_do, form=form)
+    graph, mesh, say = build.plan.graph, build.plan.mesh, as_placements if form == "dtensor" else as_partition_spec
+    found, names = places(build, form, nearest_will_do=nearest_will_do), tensor_names(build.plan.graph)
+    said: dict[str, dict[str, Any]] = {"parameters": {}, "inputs": {}, "outputs": {}, "activations": {}}
+    for t, layout in found.first.items():
+        kind = "parameters" if t in graph.weights else "inputs" if t in graph.inputs else "activations"
+        said[kind][names[t] if kind == "activations" else t] = say(layout, len(graph.tensors[t].shape), mesh)
+    said["outputs"] = {t: say(layout, len(graph.tensors[t].shape), mesh) for t, layout in found.last.items()}
     sizes = [a.size for a in mesh]
-    names = [a.name for a in mesh]
-    axes = {"dim_names": names, "shape": sizes} if form == "dtensor" else {"axis_names": names, "axis_sizes": sizes}
-    document = {"schema": f"tapestry-{form}/1", "mesh": axes, **places, "extra_bytes": sum(extra.values()), "extra": extra}
+    axis_names = [a.name for a in mesh]
+    axes = {"dim_names": axis_names, "shape": sizes} if form == "dtensor" else {"axis_names": axis_names, "axis_sizes": sizes}
+    more = {"extra_bytes": sum(found.extra.values()), "extra": found.extra}
+    document = {"schema": f"tapestry-{form}/1", "mesh": axes, **said, **more}
     if form == "dtensor":
         document["written"] = _partial(build)
     _write(target, document)
-    counts = {k: len(v) for k, v in places.items()}
-    return {"file": str(target), **counts, "extra_bytes": sum(extra.values()), "extra": extra}
+    return {"file": str(target), **{k: len(v) for k, v in said.items()}, **more}
 
 
-def _places(build: Build, say: Say, *, nearest_will_do: bool, form: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Layouts of tensors.
+
+    Attributes:
+        first: as they are given or written; ``last``: outputs, as they end.
+        extra: bytes that devices hold beyond the plan's, by tensor.
+    """
+
+    first: dict[str, Layout]
+    last: dict[str, Layout]
+    extra: dict[str, int]
+
+
+def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:
+    """A layout for each tensor that devices hold.
+
+    Raises:
+        NotExpressible: some tensor has none, and the nearest is not asked for; or the plan has pipeline stages.
+    """
+    if build.plan.stages:
+        what = "a format of one mesh cannot say pipeline stages"
+        raise NotExpressible(what, where=f"--format {form}", hint="onnx-ranks or json; or compile with --stages 1")
     graph, mesh = build.plan.graph, build.plan.mesh
-    found, names, extra = buffers_of(build), tensor_names(graph), dict[str, int]()
-    out: dict[str, dict[str, Any]] = {"parameters": {}, "inputs": {}, "outputs": {}, "activations": {}}
+    found, names, out = buffers_of(build.program.buffers.values()), tensor_names(graph), Placed({}, {}, {})
+    loaded = buffers_of(build.program.buffers[s.buffer] for s in build.program.steps if isinstance(s, Load))
     last = {t: build.program.buffers[b].boxes for t, b in build.program.outputs.items()}
     for t, x in graph.tensors.items():
         if x.on_host:
             raise NotExpressible("a value of the host has no place on devices", where=f"'{t}'", hint="onnx")
-        given = t in graph.weights or t in graph.inputs
-        held_boxes = found.get(t, [])[: None if given else 1]
-        if held_boxes:
-            at = _place(held_boxes, x.shape, mesh, itemsize(x.dtype), nearest_will_do, names[t], form)
-            kind = "parameters" if t in graph.weights else "inputs" if t in graph.inputs else "activations"
-            out[kind][names[t] if kind == "activations" else t] = say(at.layout, len(x.shape), mesh)
-            extra |= {t: at.extra} if at.extra else {}
-        if t in last:
-            at = _place([last[t]], x.shape, mesh, itemsize(x.dtype), nearest_will_do, t, form)
-            out["outputs"][t] = say(at.layout, len(x.shape), mesh)
-            extra |= {t: max(at.extra, extra.get(t, 0))} if at.extra else {}
-    return out, extra
+        held_boxes = loaded.get(t) or found.get(t, [])[:1]
+        for boxes, into, name in ((held_boxes, out.first, names[t]), ([last[t]] if t in last else [], out.last, t)):
+            if boxes:
+                at = _place(boxes, x.shape, mesh, itemsize(x.dtype), nearest_will_do, name, form)
+                into[t] = at.layout
+                out.extra.update({t: max(at.extra, out.extra.get(t, 0))} if at.extra else {})
+    return out
 
 
 def _place(

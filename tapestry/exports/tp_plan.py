@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,18 @@ from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.ir.graph import Block, Op
-from tapestry.ir.naming.author_names import PARAMETER, operation_names
+from tapestry.ir.naming.author_names import PARAMETER, operation_names, parts
 from tapestry.ir.plan import Mesh, MeshAxis
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.ir.recognise.contraction import only_sums
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.plan.strategy import Boxes, Strategy, footprints, tensor_boxes
 
-COLUMNS, ROWS = frozenset({"colwise", "colwise_gather_output"}), frozenset({"rowwise", "rowwise_split_input"})
+AXES = {
+    "colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1, "embedding_rowwise": 0,
+    "embedding_colwise": 1,
+}  # fmt: skip
+"""Styles, and the axis of the weight that each cuts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class _Maker:
         self.build, self.graph = build, build.plan.graph
         if build.plan.stages:
             raise NotExpressible("a tp_plan cannot say pipeline stages", hint="compile with --stages 1, or onnx-ranks")
-        self.layers = [list(_layers(op, build)) for op in self.graph.ops]
+        self.layers = _called_apart([list(_layers(op, build)) for op in self.graph.ops], parts(self.graph))
         self.at = self._axis()
         self.axis = build.plan.mesh[self.at]
         self.ranks, self.mesh = self.axis.size, (MeshAxis(self.axis.name, self.axis.size),)
@@ -124,11 +128,19 @@ class _Maker:
             known = self.gathered | self.kept
             found = self._walked()
             if found is not None:
-                mixed = {p for p, s in found.styles.items() if len(s) > 1}
+                mixed = {p for p, s in found.styles.items() if len(s) > 1} | self._apart(found)
                 if not mixed:
                     return found
                 self.kept |= mixed
             assert self.gathered | self.kept > known, "the same layers are gathered again"
+
+    def _apart(self, found: Parts) -> set[str]:
+        """Modules that share a weight and do not all cut it along the same axis."""
+        users: dict[str, set[str]] = {}
+        for x in (x for layers in self.layers for x in layers):
+            users.setdefault(x.weight, set()).add(self.pattern(x.module))
+        axes = {p: {AXES[s] for s in styles} for p, styles in found.styles.items()}
+        return {p for own in users.values() if len({frozenset(axes.get(p, ())) for p in own}) > 1 for p in own & axes.keys()}
 
     def _walked(self) -> Parts | None:
         """One walk over the operations; None where more is to be gathered."""
@@ -206,7 +218,7 @@ class _Maker:
             return origin
         own = frozenset({x.weight for x in layers} | {f"{x.module}.bias" for x in layers})
         if cut:
-            if not self._fits(parts, op, layers[0].into, own):
+            if patterns & self.kept or not self._fits(parts, op, layers[0].into, own):
                 return origin
             return self._styled(parts, op, layers, "rowwise", layers[0].into, nbytes)
         if even and wanted == layers[0].out:
@@ -222,7 +234,7 @@ class _Maker:
     def _styled(self, parts: Parts, op: Op, layers: list[Layer], style: str, d: str, nbytes: int) -> set[str]:
         """Layers with a style, and the bytes that their results take."""
         parts.dims.append(d)
-        parts.moved += nbytes * (self.ranks - 1) * (2 if style in ROWS else 1)
+        parts.moved += nbytes * (self.ranks - 1) * (2 if "rowwise" in style else 1)
         for x in layers:
             parts.styles.setdefault(self.pattern(x.module), set()).add(style)
         return set()
@@ -253,6 +265,20 @@ class _Maker:
         whole = [t for t in op.outs if t in self.build.program.outputs]
         buffers = self.build.program.buffers
         return bool(whole) and all(len(set(buffers[self.build.program.outputs[t]].boxes)) == 1 for t in whole)
+
+
+def _called_apart(layers: list[list[Layer]], scopes: Sequence[str]) -> list[list[Layer]]:
+    """Layers that share a weight by the modules that they are computed for; none of them where these are not known."""
+    users: dict[str, list[str]] = {}
+    for found, scope in zip(layers, scopes, strict=True):
+        for x in found:
+            users.setdefault(x.weight, []).append(scope if len(found) == 1 else "")
+    tied = {w for w, own in users.items() if len(own) > 1 and len(set(own)) == len(own) and all(own)}
+    unknown = {w for w, own in users.items() if len(set(own)) > 1} - tied
+    return [
+        [replace(x, module=scope) if x.weight in tied else x for x in found if x.weight not in unknown]
+        for found, scope in zip(layers, scopes, strict=True)
+    ]
 
 
 def _held(shape: tuple[int, ...], axis: int | None, mesh: Mesh) -> Boxes:

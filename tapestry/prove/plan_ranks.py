@@ -25,7 +25,9 @@ Shape = tuple[int, ...]
 STYLES = {
     "colwise": "out", "colwise_rep": "out", "colwise_gather_output": "out", "rowwise": "in", "rowwise_rep": "in",
     "rowwise_split_input": "in", "replicate": "", "replicated_with_grad_allreduce": "", "embedding_rowwise": "",
+    "embedding_colwise": "",
 }  # fmt: skip
+TABLES = {"embedding_rowwise", "embedding_colwise"}
 GATHERED, SPLIT = {"colwise_rep", "colwise_gather_output"}, {"rowwise_rep", "rowwise_split_input"}
 SMALL = 64  # cells of a constant that may say sizes
 END = 1 << 31  # an end of a Slice beyond this means all that is there
@@ -120,12 +122,8 @@ class _Rank:
         linear = self._linear(node)
         if linear is not None:
             self._apply(node, *linear)
-        elif (
-            node.op_type == "Gather"
-            and self.styles.get(node.input[0]) == "embedding_rowwise"
-            and not _attribute(node, "axis", 0)
-        ):
-            self._embedding(node)
+        elif node.op_type == "Gather" and self.styles.get(node.input[0]) in TABLES and not _attribute(node, "axis", 0):
+            self._embedding(node, self.styles[node.input[0]])
         elif node.op_type == "Add" and any(i in self.styles and len(self.whole[i]) == 1 for i in node.input):
             self._bias(node)
         else:
@@ -173,10 +171,14 @@ class _Rank:
         else:
             self._plain(node)
 
-    def _embedding(self, node: NodeProto) -> None:
-        """A lookup in a part of a table: rows of other ranks are 0, and all ranks' are added."""
+    def _embedding(self, node: NodeProto, style: str) -> None:
+        """A lookup in a part of a table: rows of other ranks are 0, and all ranks' are added; columns are gathered."""
         table, ids = node.input
         (out,) = node.output
+        if style == "embedding_colwise":
+            self._cut_weight(table, 1)
+            self._gathered(node)
+            return
         self._cut_weight(table, 0)
         rows, of_ids = self._shape(table)[0], self.types[ids].tensor_type.elem_type
         zero, last = self._stored(f"{out}.zero", [0], of_ids), self._stored(f"{out}.rows", [rows], of_ids)
@@ -201,7 +203,12 @@ class _Rank:
         later = not gemm and any(n.op_type == "Add" and any(self.styles.get(i) == style for i in n.input) for n in readers)
         if style not in GATHERED or later:
             self._plain(node)
-            return
+        else:
+            self._gathered(node)
+
+    def _gathered(self, node: NodeProto) -> None:
+        """A node whose last axis is a rank's part, and all ranks' parts of its result."""
+        result = node.output[0]
         node.output[0] = f"{result}.part"
         self._plain(node)
         rank = len(self._shape(node.output[0]))

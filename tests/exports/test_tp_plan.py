@@ -81,9 +81,6 @@ def made(tmp_path, mesh, nearest=True, uneven=False, **options):
 
 def proved(tmp_path, capsys, ranks=2) -> str:
     plan = json.loads((tmp_path / "plan.json").read_text())
-    plan = {
-        p: s for p, s in plan.items() if s != "embedding_colwise"
-    }  # the prover has no such style: looked up in parts, and gathered at once
     (tmp_path / "said.json").write_text(json.dumps({"mesh": {"tp": ranks}, "tp_plan": plan}))
     capsys.readouterr()
     cli.main(["prove", str(tmp_path / "m.onnx"), str(tmp_path / "said.json"), "--json"])
@@ -120,6 +117,22 @@ def test_any_plan_becomes_one_that_computes_the_model(pins, tmp_path, capsys):
     assert proved(tmp_path, capsys) == "proved"
 
 
+@pytest.mark.parametrize("pins", [[], ["lm_head:out=tp"], ["lm_head:in=tp"], ["embed_tokens:out=tp"]])
+def test_a_tied_head_is_cut_as_its_table_is(pins, tmp_path):
+    model, table = decoder(), "m.model.embed_tokens.weight"
+    for node in model.graph.node:
+        node.input[:] = [table if i == "m.lm_head.weight" else i for i in node.input]
+        node.name = {"embed": "/m/model/embed_tokens/Gather", "y": "/m/lm_head/MatMul"}.get(node.name, node.name)
+    model.graph.initializer.remove(next(t for t in model.graph.initializer if t.name == "m.lm_head.weight"))
+    model.graph.node[-1].name = "/m/lm_head/MatMul"
+    onnx.save(onnx.shape_inference.infer_shapes(model), tmp_path / "m.onnx")
+    c = tapestry.compile(tmp_path / "m.onnx", mesh={"tp": 2}, pins=[*MEGATRON, *(f"**.{p}" for p in pins)])
+    styles = tp_plan.export(c.build, tmp_path / "plan.json", nearest=True)["styles"]
+    assert styles["model.layers.*.mlp.up_proj"] == "colwise"
+    found = {p: tp_plan.AXES[styles[p]] if p in styles else None for p in ("model.embed_tokens", "lm_head")}
+    assert found["model.embed_tokens"] == found["lm_head"], styles
+
+
 def test_parts_that_do_not_divide_are_no_style(tmp_path, capsys):
     done = made(tmp_path, {"tp": 2}, uneven=True, pins=MEGATRON)
     assert not any("mlp" in p for p in done["styles"]) and done["different"]
@@ -145,4 +158,4 @@ def test_transformers_runs_our_plans(tmp_path):
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path},
     )
-    assert "2 of 2 equal" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert "tp-plan: 2 of 2 equal" in done.stdout, done.stdout + done.stderr[-2000:]

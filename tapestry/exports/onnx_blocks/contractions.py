@@ -119,7 +119,11 @@ def _one(
 
 
 def image_of(v: Window, at: dict[str, tuple[int, int]], box: tuple[int, int]) -> Image | None:
-    """What a block reads along one axis of an image; None where that is padding alone."""
+    """What a block reads along one axis of an image; None where that is padding alone.
+
+    A stride passes over the last cells, or zeros: they are kept where that makes the window the whole image's, or its padding
+    even, as the author's was; no window begins there.
+    """
     o0, o1 = at[v.out]
     r0, r1 = at[v.window] if v.window else (0, 1)
     low = v.stride * o0 + v.dilation * r0 + v.offset
@@ -127,7 +131,13 @@ def image_of(v: Window, at: dict[str, tuple[int, int]], box: tuple[int, int]) ->
     cells = (max(low, box[0]), min(high, box[1]))
     if cells[0] >= cells[1]:
         return None
-    return Image((cells[0] - box[0], cells[1] - box[0]), (cells[0] - low, high - cells[1]))
+    before, after, spare = cells[0] - low, high - cells[1], v.stride - 1
+    if not after:
+        more = min(spare, box[1] - cells[1])
+        cells, spare = (cells[0], cells[1] + more), spare - more
+    if cells[1] == box[1]:
+        after = max(after, min(before, after + spare))
+    return Image((cells[0] - box[0], cells[1] - box[0]), (before, after))
 
 
 def _runs(op: Block, c: Conv, at: dict[str, tuple[int, int]]) -> list[Run]:

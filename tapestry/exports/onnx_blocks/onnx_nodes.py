@@ -53,6 +53,7 @@ class Nodes:
     Attributes:
         part: what the nodes that are added next are a part of; their names begin with it.
         most: cells that a value may have.
+        values: what nodes give, by name.
     """
 
     nodes: list[NodeProto] = field(default_factory=list[NodeProto])
@@ -60,6 +61,7 @@ class Nodes:
     part: str = ""
     most: int = MOST_CELLS
     taken: set[str] = field(default_factory=set[str])
+    values: dict[str, Value] = field(default_factory=dict[str, Value])
     _known: dict[tuple[Any, ...], Value] = field(default_factory=dict[tuple[Any, ...], Value])
     _made: dict[str, int] = field(default_factory=dict[str, int])
     _same: dict[tuple[Any, ...], Value] = field(default_factory=dict[tuple[Any, ...], Value])
@@ -97,7 +99,7 @@ class Nodes:
         if key in self._same:
             self.taken.discard(out.name)
             return self._same[key]
-        self._same[key] = out
+        self._same[key] = self.values[out.name] = out
         self.nodes.append(helper.make_node(kind, names, [out.name], name=out.name, **attributes))
         self._made[out.name] = len(self.nodes) - 1
         return out
@@ -110,7 +112,7 @@ class Nodes:
     def result(self, value: Value, name: str) -> Value:
         """A value under a name that others know: that of the node's result, or a copy where it has a name already."""
         at = self._made.pop(value.name, None)
-        named = Value(name, value.shape, value.dtype)
+        named = self.values[name] = Value(name, value.shape, value.dtype)
         if at is None:
             source = self._renamed.get(value.name, value.name)
             self.nodes.append(helper.make_node("Identity", [source], [name], name=self.fresh(f"{name}/Identity")))

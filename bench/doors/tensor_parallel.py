@@ -1,8 +1,7 @@
-"""Plans of ours run by transformers: ``tapestry export --format tp-plan`` for decoders of transformers, on two gloo ranks.
+"""Plans of ours run by transformers: ``tp-plan`` for its decoders, on two gloo ranks.
 
 For each architecture a tiny model is exported, planned for two devices, its plan written as a ``tp_plan``, and that applied by
-transformers' own tensor parallelism; logits are compared with the whole model's. ``python -m bench doors [NAME ...]``; needs
-transformers. JSON goes to bench/results/doors.json.
+transformers' own tensor parallelism; logits are compared with the whole model's. Needs transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 
 import tapestry
-from bench.exporters.transformers_tp_rank import TOKENS, model_of
+from bench.doors.machine import FAST
+from bench.doors.tensor_parallel_rank import TOKENS, model_of
 from bench.support import record
 from tapestry.exports import tp_plan
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
@@ -30,11 +30,6 @@ NAMES = (
     "exaone4", "hunyuan_v1_dense", "gpt_neo", "falcon", "bloom",
 )  # fmt: skip
 RANKS, CLOSE = 2, 1e-5
-# a machine on which cutting pays even for small models
-FAST = {
-    "device": {"memory": "1GiB", "bandwidth": 1e6, "launch": 0, "vector": 1e6, "flops": {"f32": 1e6, "other": 1e6}},
-    "levels": [{"alpha": 1e-9, "beta": 1e-9}],
-}
 
 
 class Logits(torch.nn.Module):
@@ -73,7 +68,7 @@ def run(folder: Path) -> dict[str, Any]:
         port = s.getsockname()[1]
     path = os.pathsep.join([str(record.ROOT), *sys.path])
     more = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
-    command = [sys.executable, "-m", "bench.exporters.transformers_tp_rank", str(folder)]
+    command = [sys.executable, "-m", "bench.doors.tensor_parallel_rank", str(folder)]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **more, "RANK": str(r)}, stderr=subprocess.PIPE, text=True)
         for r in range(RANKS)
@@ -84,25 +79,25 @@ def run(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "out.json").read_text())
 
 
-def main() -> None:
-    """Print a row per architecture, and write them, among those of earlier runs."""
-    rows: dict[str, dict[str, Any]] = {}
+def rows(names: list[str]) -> list[dict[str, Any]]:
+    """A row for each architecture."""
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in sys.argv[1:] or NAMES:
+        for name in names or NAMES:
             try:
-                rows[name] = {"name": name, **planned(name, Path(folder))}
+                found[name] = {"door": "tp-plan", "name": name, **planned(name, Path(folder))}
             except Exception as e:  # a model that is not exported or has no plan is a row too
-                rows[name] = {"name": name, "error": f"{type(e).__name__}: {e}".replace("\n", " ")[:300]}
-        for name, found in run(Path(folder)).items():
-            rows[name] |= found
-    for name, row in rows.items():
+                said = f"{type(e).__name__}: {e}".replace("\n", " ")[:300]
+                found[name] = {"door": "tp-plan", "name": name, "error": said}
+        for name, row in run(Path(folder)).items():
+            found[name] |= row
+    for row in found.values():
         row["equal"] = "error" not in row and row["rel_err"] <= CLOSE and row["cut_parameters"] > 0
-        text = row.get("error") or f"{row['rel_err']:.1e}, {len(row['styles'])} styles, {row['cut_parameters']} parameters cut"
-        print(f"{name:18} {'equal' if row['equal'] else 'not equal':10} {text}", flush=True)
-    print(f"{sum(r['equal'] for r in rows.values())} of {len(rows)} equal to {CLOSE:g}")
-    earlier = {r["name"]: r for r in record.read("doors")}
-    record.write("doors", list((earlier | rows).values()))
+    return list(found.values())
 
 
-if __name__ == "__main__":
-    main()
+def line(row: dict[str, Any]) -> str:
+    """A row as a line."""
+    if "error" in row:
+        return row["error"]
+    return f"{row['rel_err']:.1e}, {len(row['styles'])} styles, {row['cut_parameters']} parameters cut"

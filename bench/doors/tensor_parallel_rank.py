@@ -1,6 +1,6 @@
 """One rank of tiny models of transformers under tensor-parallel plans, by transformers' own classes, on gloo.
 
-``RANK=0 WORLD_SIZE=2 … python -m bench.exporters.transformers_tp_rank FOLDER`` takes the plans ``NAME.plan.json`` of a folder;
+``RANK=0 WORLD_SIZE=2 … python -m bench.doors.tensor_parallel_rank FOLDER`` takes the plans ``NAME.plan.json`` of a folder;
 rank 0 writes to ``out.json`` how far logits are from those of the whole models. A plan takes the place of the shipped one.
 """
 
@@ -37,6 +37,7 @@ def model_of(name: str) -> Any:
     known = config_class().to_dict()
     config = config_class(**{k: v for k, v in TINY.items() if k in known})
     config._attn_implementation = "eager"
+    config._experts_implementation = "batched_mm"  # the one without branches on data, which exports
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for p in model.parameters():

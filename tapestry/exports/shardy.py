@@ -1,0 +1,82 @@
+"""``shardy``: a StableHLO function with the plan's layouts in Shardy's words, for XLA to partition.
+
+The mesh is ``sdy.mesh``, arguments and results have ``sdy.sharding``, and the result of every operation of the plan an
+``sdy.sharding_constraint`` (github.com/openxla/shardy, sdy dialect). The function is the graph after every rewrite; its
+arguments are the model's inputs and its weights, with their names as locations. Collectives are the partitioner's choice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tapestry.build.atomic import new_file
+from tapestry.build.store import Build
+from tapestry.exports.fused_onnx import graph_nodes
+from tapestry.exports.layouts import as_partition_spec, places
+from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible, live
+from tapestry.exports.stablehlo_nodes import Ref, Text, body, tensor_type
+from tapestry.ir.graph import Graph, Opaque
+from tapestry.ir.naming.author_names import operation_names
+from tapestry.ir.plan import Layout, Mesh
+from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+
+
+def export(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
+    """Write the text; returns the names of the function's arguments and results, in order, and what it costs.
+
+    Raises:
+        NotExpressible: an operation has no form in StableHLO, or a tensor no layout and the nearest is not asked for.
+    """
+    graph, mesh = build.plan.graph, build.plan.mesh
+    for op, name in zip(graph.ops, operation_names(graph), strict=True):
+        if isinstance(op, Opaque):
+            raise NotExpressible(
+                "StableHLO has no form of a model's own node", where=f"'{name}'", why=op.kind, hint="onnx-ranks"
+            )
+    placed = places(build, "shardy", nearest_will_do=nearest)
+    marks = {t: _sharding(layout, len(graph.tensors[t].shape), mesh) for t, layout in placed.first.items()}
+    ends = {t: _sharding(layout, len(graph.tensors[t].shape), mesh) for t, layout in placed.last.items()}
+    nodes, values = graph_nodes(graph)
+    kept = live(nodes.nodes, [values[t].name for t in graph.outputs])
+    read = {t for op in graph.ops for t in op.inputs} | set(graph.outputs)
+    given = [*graph.inputs, *(t for t in graph.weights if t in read)]
+    arguments = {t: Ref(f"%arg{k}", graph.tensors[t].shape, graph.tensors[t].dtype) for k, t in enumerate(given)}
+    text = body(nodes, kept, arguments, {t: s for t, s in marks.items() if t not in arguments})
+    with new_file(target) as path:
+        path.write_text(_module(graph, mesh, text, arguments, marks, ends))
+    planned = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
+    return {
+        "file": str(target), "arguments": given, "results": list(graph.outputs), "constraints": len(set(marks) - set(given)),
+        "operations": len(text.lines), "plan_bytes": planned, "extra_bytes": sum(placed.extra.values()), "extra": placed.extra,
+    }  # fmt: skip
+
+
+def _sharding(layout: Layout, rank: int, mesh: Mesh) -> str:
+    """``<@mesh, [{"dp", "tp"}, {}]>``: for each tensor axis the mesh axes that cut it, the major one first."""
+    cut = as_partition_spec(layout, rank, mesh)
+    axes = [[] if c is None else [c] if isinstance(c, str) else c for c in cut]
+    return f"<@mesh, [{', '.join('{' + ', '.join(map(_quoted, names)) + '}' for names in axes)}]>"
+
+
+def _module(
+    graph: Graph, mesh: Mesh, text: Text, arguments: dict[str, Ref], marks: dict[str, str], ends: dict[str, str]
+) -> str:  # fmt: skip
+    """The whole text."""
+    name, axes = _quoted(graph.name or "model"), ", ".join(f"{_quoted(a.name)}={a.size}" for a in mesh)
+    given = [f"      {v.ssa}: {v.type}{_attribute(marks.get(t))} loc({_quoted(t)})" for t, v in arguments.items()]
+    types = [tensor_type(graph.tensors[t].shape, graph.tensors[t].dtype) for t in graph.outputs]
+    results = ", ".join(kind + _attribute(ends.get(t)) for kind, t in zip(types, graph.outputs, strict=True))
+    last = f"    return {', '.join(text.held[t].ssa for t in graph.outputs)} : {', '.join(types)}"
+    head = [f"module @{name} {{", f"  sdy.mesh @mesh = <[{axes}]>", "  func.func public @main("]
+    return "\n".join([*head, ",\n".join(given), f"  ) -> ({results}) {{", *text.lines, last, "  }", "}", ""])
+
+
+def _quoted(name: str) -> str:
+    """A string as MLIR writes it: what is no printable ASCII by its bytes (mlir.llvm.org/docs/LangRef, string-literal)."""
+    plain = (chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:02X}" for b in name.encode())
+    return f'"{"".join(plain)}"'
+
+
+def _attribute(sharding: str | None) -> str:
+    return "" if sharding is None else f" {{sdy.sharding = #sdy.sharding{sharding}}}"

@@ -1,0 +1,372 @@
+"""The plain ONNX nodes that `onnx_blocks` makes, as StableHLO text: an operation a line, with broadcasts written out.
+
+The words are those of the StableHLO and CHLO dialects (openxla.org/stablehlo/spec).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from tapestry.exports.onnx_blocks.onnx_nodes import ONNX_TYPES, Nodes, NotExpressible, Value
+from tapestry.ir.monoid import highest, lowest
+from tapestry.ir.types import FLOATS, numpy_dtype
+
+TYPES = {
+    **{t: t for t in ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8")},
+    **{f"u{n}": f"ui{n}" for n in (8, 16, 32, 64)}, "bool": "i1",
+}  # fmt: skip
+_SAME = {
+    "Add": "add", "Sub": "subtract", "Mul": "multiply", "Div": "divide", "Pow": "power", "Min": "minimum", "Max": "maximum",
+    "And": "and", "Or": "or", "Xor": "xor", "Not": "not", "BitwiseAnd": "and", "BitwiseOr": "or", "BitwiseXor": "xor",
+    "BitwiseNot": "not", "Neg": "negate", "Abs": "abs", "Sign": "sign", "Exp": "exponential", "Log": "log", "Tanh": "tanh",
+    "Sin": "sine", "Cos": "cosine", "Tan": "tan", "Sigmoid": "logistic", "Sqrt": "sqrt", "Floor": "floor", "Ceil": "ceil",
+    "Round": "round_nearest_even",
+}  # fmt: skip
+_CHLO = ("Erf", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh")
+_TESTS = {"Equal": "EQ", "Less": "LT", "LessOrEqual": "LE", "Greater": "GT", "GreaterOrEqual": "GE"}
+_MERGES = {"Sum": "add", "Prod": "multiply", "Max": "maximum", "Min": "minimum"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value of the text."""
+
+    ssa: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def type(self) -> str:
+        """As MLIR writes it."""
+        return tensor_type(self.shape, self.dtype)
+
+
+def tensor_type(shape: Sequence[int], dtype: str) -> str:
+    """A tensor's type.
+
+    Raises:
+        NotExpressible: the text has no such element type.
+    """
+    if dtype not in TYPES:
+        raise NotExpressible(f"StableHLO is given no {dtype}", hint="onnx-ranks, or json")
+    return f"tensor<{''.join(f'{n}x' for n in shape)}{TYPES[dtype]}>"
+
+
+@dataclass(slots=True)
+class Text:
+    """Lines of a function's body.
+
+    Attributes:
+        held: values by the names that nodes know them by.
+        constants: stored arrays of the nodes; ``values``: what nodes give.
+    """
+
+    constants: Mapping[str, TensorProto]
+    values: Mapping[str, Value]
+    held: dict[str, Ref] = field(default_factory=dict[str, Ref])
+    lines: list[str] = field(default_factory=list[str])
+    count: int = 0
+
+    def fresh(self) -> str:
+        """A name that nothing has."""
+        self.count += 1
+        return f"%{self.count - 1}"
+
+    def line(self, text: str, shape: Sequence[int], dtype: str) -> Ref:
+        """An operation of one result."""
+        out = Ref(self.fresh(), tuple(shape), dtype)
+        self.lines.append(f"    {out.ssa} = {text}")
+        return out
+
+    def op(self, kind: str, ins: Sequence[Ref], shape: Sequence[int], dtype: str, more: str = "") -> Ref:
+        """An operation whose types are written as a function's."""
+        types = f"({', '.join(x.type for x in ins)}) -> {tensor_type(shape, dtype)}"
+        return self.line(f"{kind} {', '.join(x.ssa for x in ins)}{more} : {types}", shape, dtype)
+
+    def number(self, value: float | int | bool, dtype: str) -> Ref:
+        """A scalar."""
+        return self.array(np.array(value), dtype)
+
+    def array(self, a: np.ndarray[Any, Any], dtype: str) -> Ref:
+        """A constant: its bytes, little-endian."""
+        data = np.ascontiguousarray(a, numpy_dtype(dtype)).tobytes()
+        text = json.dumps(np.asarray(a, bool).tolist()) if dtype == "bool" else f'"0x{data.hex().upper()}"'
+        text = text if np.size(a) else ""
+        return self.line(f"stablehlo.constant dense<{text}> : {tensor_type(np.shape(a), dtype)}", np.shape(a), dtype)
+
+    def of(self, name: str) -> Ref:
+        """A value of the nodes."""
+        if name not in self.held:
+            t = self.constants[name]
+            self.held[name] = self.array(numpy_helper.to_array(t), _NAMES[t.data_type])
+        return self.held[name]
+
+    def integers(self, name: str) -> list[int]:
+        """Sizes, axes or places that a node is given."""
+        return [int(n) for n in numpy_helper.to_array(self.constants[name]).reshape(-1)]
+
+    def reshape(self, x: Ref, shape: Sequence[int]) -> Ref:
+        """The same cells in another shape."""
+        return x if tuple(shape) == x.shape else self.op("stablehlo.reshape", [x], shape, x.dtype)
+
+    def spread(self, x: Ref, shape: Sequence[int]) -> Ref:
+        """A value repeated, its axes the last ones of a shape."""
+        if x.shape == tuple(shape):
+            return x
+        axes = list(range(len(shape) - len(x.shape), len(shape)))
+        return self.op("stablehlo.broadcast_in_dim", [x], shape, x.dtype, f", dims = {axes}")
+
+    def apply(self, kind: str, *ins: Ref) -> Ref:
+        """An element-wise operation on values that broadcast."""
+        shape = np.broadcast_shapes(*(x.shape for x in ins))
+        wide = [self.spread(x, shape) for x in ins]
+        return self.line(f"stablehlo.{kind} {', '.join(x.ssa for x in wide)} : {wide[0].type}", shape, wide[0].dtype)
+
+    def chlo(self, kind: str, x: Ref) -> Ref:
+        """A function that StableHLO itself lacks."""
+        return self.line(f"chlo.{kind} {x.ssa} : {x.type} -> {x.type}", x.shape, x.dtype)
+
+    def compare(self, how: str, a: Ref, b: Ref) -> Ref:
+        """A test."""
+        shape = np.broadcast_shapes(a.shape, b.shape)
+        kind = "FLOAT" if a.dtype in FLOATS else "UNSIGNED" if a.dtype[0] in "ub" else "SIGNED"
+        x, y = self.spread(a, shape), self.spread(b, shape)
+        types = f"({x.type}, {y.type}) -> {tensor_type(shape, 'bool')}"
+        return self.line(f"stablehlo.compare {how}, {x.ssa}, {y.ssa}, {kind} : {types}", shape, "bool")
+
+    def select(self, test: Ref, a: Ref, b: Ref) -> Ref:
+        """One of two values, cell by cell."""
+        shape = np.broadcast_shapes(test.shape, a.shape, b.shape)
+        ins = [self.spread(x, shape) for x in (test, a, b)]
+        types = f"{ins[0].type}, {ins[1].type}"
+        return self.line(f"stablehlo.select {', '.join(x.ssa for x in ins)} : {types}", shape, a.dtype)
+
+    def reduce(self, merge: str, x: Ref, axes: Sequence[int]) -> Ref:
+        """A reduction; the axes stay, with one cell."""
+        left = [n for k, n in enumerate(x.shape) if k not in axes]
+        start = self.number(_start(merge, x.dtype), x.dtype)
+        types = f"({x.type}, {start.type}) -> {tensor_type(left, x.dtype)}"
+        how = f"applies stablehlo.{merge} across dimensions = {list(axes)}"
+        out = self.line(f"stablehlo.reduce({x.ssa} init: {start.ssa}) {how} : {types}", left, x.dtype)
+        return self.reshape(out, [1 if k in axes else n for k, n in enumerate(x.shape)])
+
+
+_NAMES = {ONNX_TYPES[t]: t for t in TYPES}
+
+
+def _start(merge: str, dtype: str) -> float | int | bool:
+    """The unit of a merge."""
+    if merge in ("add", "multiply"):
+        return int(merge == "multiply")
+    return (lowest if merge == "maximum" else highest)(dtype).value
+
+
+def body(nodes: Nodes, kept: Sequence[NodeProto], given: Mapping[str, Ref], marks: Mapping[str, str]) -> Text:
+    """The lines of nodes.
+
+    Args:
+        given: the function's arguments, by name; ``marks``: shardings of results, by name.
+
+    Raises:
+        NotExpressible: a node that has no form here.
+    """
+    text = Text(nodes.constants, nodes.values, dict(given))
+    for node in kept:
+        say = _SAY.get(node.op_type)
+        if say is None or len(node.output) != 1 or node.domain not in ("", "ai.onnx"):
+            raise NotExpressible("StableHLO text is made of other nodes", where=f"'{node.name}'", why=node.op_type)
+        (name,) = node.output
+        out = say(text, node)
+        if name in marks:
+            out = text.line(f"sdy.sharding_constraint {out.ssa} {marks[name]} : {out.type}", out.shape, out.dtype)
+        text.held[name] = out
+    return text
+
+
+# nodes
+
+Say = Callable[[Text, NodeProto], Ref]
+
+
+def _ins(t: Text, n: NodeProto) -> list[Ref]:
+    return [t.of(i) for i in n.input]
+
+
+def _attributes(n: NodeProto) -> dict[str, Any]:
+    return {a.name: helper.get_attribute_value(a) for a in n.attribute}
+
+
+def _rest(t: Text, n: NodeProto) -> Ref:
+    """A remainder with the sign of the dividend, or, of integers, of the divisor."""
+    a, b = _ins(t, n)
+    out = t.apply("remainder", a, b)
+    if _attributes(n).get("fmod") or out.dtype[0] == "u":
+        return out
+    zero = t.number(0, out.dtype)
+    apart = t.compare("NE", t.compare("LT", out, zero), t.compare("LT", b, zero))
+    wrong = t.apply("and", apart, t.compare("NE", out, zero))
+    return t.select(wrong, t.apply("add", out, b), out)
+
+
+def _infinite(t: Text, n: NodeProto) -> Ref:
+    (x,) = _ins(t, n)
+    return t.compare("EQ", t.apply("abs", x), t.number(float("inf"), x.dtype))
+
+
+def _nan(t: Text, n: NodeProto) -> Ref:
+    (x,) = _ins(t, n)
+    return t.compare("NE", x, x)
+
+
+def _gelu(t: Text, n: NodeProto) -> Ref:
+    """Hendrycks and Gimpel 2016, equation 2, and the form with tanh below it."""
+    (x,) = _ins(t, n)
+    half, one = t.number(0.5, x.dtype), t.number(1, x.dtype)
+    if _attributes(n).get("approximate", b"none") == b"tanh":
+        cube = t.apply("multiply", t.apply("multiply", x, x), x)
+        inner = t.apply("add", x, t.apply("multiply", cube, t.number(0.044715, x.dtype)))
+        share = t.apply("tanh", t.apply("multiply", inner, t.number((2 / np.pi) ** 0.5, x.dtype)))
+    else:
+        share = t.chlo("erf", t.apply("multiply", x, t.number(0.5**0.5, x.dtype)))
+    return t.apply("multiply", t.apply("multiply", x, half), t.apply("add", share, one))
+
+
+def _softmax(t: Text, n: NodeProto) -> Ref:
+    (x,) = _ins(t, n)
+    axis = _attributes(n)["axis"]
+    weights = t.apply("exponential", t.apply("subtract", x, t.reduce("maximum", x, [axis])))
+    return t.apply("divide", weights, t.reduce("add", weights, [axis]))
+
+
+def _matmul(t: Text, n: NodeProto) -> Ref:
+    """Batches in front of both, or a matrix on the right."""
+    a, b = _ins(t, n)
+    batch = list(range(len(b.shape) - 2))
+    if a.shape[: len(batch)] != b.shape[: len(batch)] or (batch and len(a.shape) != len(b.shape)):
+        raise NotExpressible("the batches of a product broadcast", where=f"'{n.name}'", why=f"{a.shape}, {b.shape}")
+    both = f", batching_dims = {batch} x {batch}" if batch else ""
+    more = f"{both}, contracting_dims = [{len(a.shape) - 1}] x [{len(batch)}], precision = [HIGHEST, HIGHEST]"
+    return t.op("stablehlo.dot_general", [a, b], (*a.shape[:-1], b.shape[-1]), a.dtype, more)
+
+
+def _conv(t: Text, n: NodeProto) -> Ref:
+    a, (x, w), out = _attributes(n), _ins(t, n), t.values[n.output[0]]
+    axes = range(len(w.shape) - 2)
+    places = ", ".join(map(str, axes))
+    pads = [[a["pads"][k], a["pads"][k + len(axes)]] for k in axes]
+    window = f"{{stride = {list(a['strides'])}, pad = {pads}, rhs_dilate = {list(a['dilations'])}}}"
+    counts = f"{{batch_group_count = 1 : i64, feature_group_count = {a['group']} : i64, precision_config = [{_BEST}, {_BEST}]}}"
+    dims = f"dim_numbers = [b, f, {places}]x[o, i, {places}]->[b, f, {places}]"
+    types = f"({x.type}, {w.type}) -> {tensor_type(out.shape, out.dtype)}"
+    text = f"stablehlo.convolution({x.ssa}, {w.ssa}) {dims}, window = {window} {counts} : {types}"
+    return t.line(text, out.shape, out.dtype)
+
+
+_BEST = "#stablehlo<precision HIGHEST>"
+
+
+def _pool(t: Text, n: NodeProto) -> Ref:
+    """The greatest cell of a window, or the mean of all its cells."""
+    a, (x,), out = _attributes(n), _ins(t, n), t.values[n.output[0]]
+    merge = "maximum" if n.op_type == "MaxPool" else "add"
+    start, rank = t.number(_start(merge, x.dtype), x.dtype), len(a["kernel_shape"])
+    pads = [[0, 0], [0, 0], *([a["pads"][k], a["pads"][k + rank]] for k in range(rank))]
+    names = {"dimensions": "kernel_shape", "strides": "strides", "dilations": "dilations"}
+    sizes = [f"window_{k} = array<i64: {', '.join(map(str, (1, 1, *a[v])))}>" for k, v in names.items()]
+    how = f"{', '.join(sizes)}, padding = dense<{pads}> : tensor<{rank + 2}x2xi64>"
+    one, two, three = t.fresh(), t.fresh(), t.fresh()
+    region = (
+        f"^bb0({one}: {start.type}, {two}: {start.type}): {three} = stablehlo.{merge} {one}, {two} : {start.type} "
+        f"stablehlo.return {three} : {start.type}"
+    )
+    types = f"({x.type}, {start.type}) -> {tensor_type(out.shape, out.dtype)}"
+    call = f'"stablehlo.reduce_window"({x.ssa}, {start.ssa}) <{{{how}}}> ({{ {region} }}) : {types}'
+    done = t.line(call, out.shape, out.dtype)
+    return done if merge == "maximum" else t.apply("divide", done, t.number(int(np.prod(a["kernel_shape"])), x.dtype))
+
+
+def _gather(t: Text, n: NodeProto) -> Ref:
+    """Cells at places along an axis, whose axes come in its place."""
+    (x, at), axis = _ins(t, n), _attributes(n).get("axis", 0)
+    shape = (*x.shape[:axis], *at.shape, *x.shape[axis + 1 :])
+    offset = [*range(axis), *range(axis + len(at.shape), len(shape))]
+    sizes = ", ".join("1" if k == axis else str(m) for k, m in enumerate(x.shape))
+    numbers = (
+        f"#stablehlo.gather<offset_dims = {offset}, collapsed_slice_dims = [{axis}], start_index_map = [{axis}], "
+        f"index_vector_dim = {len(at.shape)}>"
+    )
+    types = f"({x.type}, {at.type}) -> {tensor_type(shape, x.dtype)}"
+    how = f"<{{dimension_numbers = {numbers}, slice_sizes = array<i64: {sizes}>}}>"
+    return t.line(f'"stablehlo.gather"({x.ssa}, {at.ssa}) {how} : {types}', shape, x.dtype)
+
+
+def _slice(t: Text, n: NodeProto) -> Ref:
+    x, out = t.of(n.input[0]), t.values[n.output[0]]
+    box = [(0, m, 1) for m in x.shape]
+    for lo, hi, axis, step in zip(*map(t.integers, n.input[1:]), strict=True):
+        box[axis] = lo, hi, step
+    text = ", ".join(f"{lo}:{hi}:{step}" for lo, hi, step in box)
+    return t.line(f"stablehlo.slice {x.ssa} [{text}] : ({x.type}) -> {tensor_type(out.shape, x.dtype)}", out.shape, x.dtype)
+
+
+def _pad(t: Text, n: NodeProto) -> Ref:
+    x, counts, fill = t.of(n.input[0]), t.integers(n.input[1]), t.of(n.input[2])
+    rank, out = len(x.shape), t.values[n.output[0]]
+    more = f", low = {counts[:rank]}, high = {counts[rank:]}, interior = {[0] * rank}"
+    return t.op("stablehlo.pad", [x, t.reshape(fill, ())], out.shape, x.dtype, more)
+
+
+def _concat(t: Text, n: NodeProto) -> Ref:
+    return t.op("stablehlo.concatenate", _ins(t, n), t.values[n.output[0]].shape, t.of(n.input[0]).dtype,
+                f", dim = {_attributes(n)['axis']}")  # fmt: skip
+
+
+def _transpose(t: Text, n: NodeProto) -> Ref:
+    (x,), perm = _ins(t, n), list(_attributes(n)["perm"])
+    return t.op("stablehlo.transpose", [x], [x.shape[p] for p in perm], x.dtype, f", dims = {perm}")
+
+
+def _cast(t: Text, n: NodeProto) -> Ref:
+    (x,), out = _ins(t, n), t.values[n.output[0]]
+    if x.dtype in FLOATS and out.dtype == "bool":
+        return t.compare("NE", x, t.number(0, x.dtype))
+    return t.op("stablehlo.convert", [x], out.shape, out.dtype)
+
+
+def _shift(t: Text, n: NodeProto) -> Ref:
+    left = _attributes(n)["direction"] == b"LEFT"
+    return t.apply("shift_left" if left else "shift_right_logical", *_ins(t, n))
+
+
+def _same(t: Text, n: NodeProto) -> Ref:
+    return t.apply(_SAME[n.op_type], *_ins(t, n))
+
+
+def _chlo(t: Text, n: NodeProto) -> Ref:
+    return t.chlo(n.op_type.lower(), t.of(n.input[0]))
+
+
+def _test(t: Text, n: NodeProto) -> Ref:
+    a, b = _ins(t, n)
+    return t.compare(_TESTS[n.op_type], a, b)
+
+
+def _reduced(t: Text, n: NodeProto) -> Ref:
+    return t.reduce(_MERGES[n.op_type.removeprefix("Reduce")], t.of(n.input[0]), t.integers(n.input[1]))
+
+
+_SAY: dict[str, Say] = {
+    **dict.fromkeys(_SAME, _same), **dict.fromkeys(_CHLO, _chlo), **dict.fromkeys(_TESTS, _test),
+    **{f"Reduce{k}": _reduced for k in _MERGES}, "Mod": _rest, "IsInf": _infinite, "IsNaN": _nan, "Gelu": _gelu,
+    "Softmax": _softmax, "MatMul": _matmul, "Conv": _conv, "MaxPool": _pool, "AveragePool": _pool, "Gather": _gather,
+    "Slice": _slice, "Pad": _pad, "Concat": _concat, "Transpose": _transpose, "Cast": _cast, "BitShift": _shift,
+    "Where": lambda t, n: t.select(*_ins(t, n)), "Identity": lambda t, n: t.of(n.input[0]),
+    "Reshape": lambda t, n: t.reshape(t.of(n.input[0]), t.values[n.output[0]].shape),
+    "Expand": lambda t, n: t.spread(t.of(n.input[0]), t.values[n.output[0]].shape),
+}  # fmt: skip

@@ -1,0 +1,70 @@
+"""``shardy``: StableHLO text of any plan; XLA compiles it for the plan's devices and computes what the model computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import tapestry
+from tapestry.exports import shardy
+from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
+from tapestry.exports.onnx_files import weights_of
+from tapestry.ir.kernel import whole
+from tapestry.plan.lower import lower
+from tests.support.paths import ROOT
+from tests.support.small_models import MODELS, assert_same, mesh_of, random_plan, save
+
+# nodes kept as they are, and random numbers; numpy gives jax no bfloat16
+NAMES = [n for n in MODELS if n not in ("opaques", "recurrent", "noise", "bfloats")]
+
+
+def written(name: str, seed: int, folder, mesh: str = ""):
+    """A model's text under a random plan, what it says it is, and the arguments' values."""
+    c, rng = tapestry.compile(save(name), mesh="1"), random.Random(f"{name}{seed}")
+    plan = random_plan(c.build.plan.graph, mesh_of(mesh or rng.choice(["2", "3", "2x2"])), rng)
+    said = shardy.export(replace(c.build, plan=plan, program=lower(plan)), folder / f"{name}{seed}.mlir", nearest=True)
+    feeds = c.random_feeds(seed)
+    read, tensors = weights_of(c.build, b"".join(c.constants.values())), c.build.plan.graph.tensors
+    weights = {t: read(t, whole(tensors[t].shape)) for t in said["arguments"] if t not in feeds}
+    np.savez(folder / f"{name}{seed}.npz", **{str(k): (feeds | weights)[t] for k, t in enumerate(said["arguments"])})
+    return c, feeds, said
+
+
+@pytest.mark.slow
+def test_xla_computes_the_model(tmp_path):
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("needs jax")
+    made = {f"{name}{seed}": written(name, seed, tmp_path) for name in NAMES for seed in range(2)}
+    script = ROOT / "tests" / "support" / "programs" / "sdy_runs.py"
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, (c, feeds, said) in made.items():
+        found = np.load(tmp_path / f"{name}.out.npz")
+        assert_same(dict(zip(said["results"], found.values(), strict=True)), c.run(feeds), c.build.plan.graph, name)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "pools"])
+def test_every_tensor_has_its_sharding(name, tmp_path):
+    c, _, said = written(name, 0, tmp_path, "2x2")
+    text = (tmp_path / f"{name}0.mlir").read_text()
+    head, _, body = text.partition(") -> (")
+    assert 'sdy.mesh @mesh = <["d0"=2, "d1"=2]>' in head
+    assert re.findall(r'loc\("(.*?)"\)', head) == said["arguments"] and head.count("sdy.sharding =") == len(said["arguments"])
+    assert body.count("sdy.sharding =") == len(said["results"]) == len(c.build.plan.graph.outputs)
+    assert body.count("sdy.sharding_constraint") == said["constraints"] == sum(len(op.outs) for op in c.build.plan.graph.ops)
+
+
+def test_what_shardy_cannot_say_is_refused(tmp_path):
+    uneven = tapestry.compile(save("mlp"), mesh="2", layouts="y:0=2@d0", stages=1).build  # 7 rows on 2 devices
+    with pytest.raises(NotExpressible, match=r"'\w+': shardy has no place .*\n.*because: .*\n.*--nearest: \d+ bytes more"):
+        shardy.export(uneven, tmp_path / "m.mlir", nearest=False)
+    assert shardy.export(uneven, tmp_path / "m.mlir", nearest=True)["extra_bytes"] > 0
+    with pytest.raises(NotExpressible, match=r"'\w+': StableHLO has no form of a model's own node\n.*because: \w+"):
+        shardy.export(tapestry.compile(save("opaques"), mesh="1").build, tmp_path / "o.mlir", nearest=True)
