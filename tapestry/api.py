@@ -20,9 +20,9 @@ from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
 from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
-from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.plan.solver.budget import Found, unseen
+from tapestry.plugins import entry_points as plugins
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant, shapes_of
@@ -292,8 +292,9 @@ def _several(given: T | Sequence[T]) -> Sequence[T]:
 
 def _check_target(target: str, precision: str) -> None:
     """An unknown target or precision is refused before anything is done."""
-    if target != "torch-cpu" and not target.startswith("triton"):
-        raise TapestryError(f"there is no target '{target}'", hint="torch-cpu or triton:sm90")
+    if target != "torch-cpu" and not target.startswith("triton") and not plugins.has("targets", target):
+        known = ", ".join(("torch-cpu", "triton:sm90", *plugins.names("targets")))
+        raise TapestryError(f"there is no target '{target}'", hint=f"one of {known}")
     chip_of(target)
     if precision not in PRECISIONS:
         raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")
@@ -333,10 +334,12 @@ def open_session(
     if build.target.startswith("triton"):
         return _triton_session(build, constants, weights, make, libraries)
     from tapestry.codegen.torch_cpu import TorchCpu
+    from tapestry.runtime.plugin_target import PluginTarget
 
     if libraries:
         raise TapestryError("there is no library to choose", where="--library", hint="compile with --target triton:sm90")
-    return Session(build, constants, TorchCpu(build.exact), make or LocalExecutor, weights)
+    target: Target = TorchCpu(build.exact) if build.target == "torch-cpu" else PluginTarget(build.target)
+    return Session(build, constants, target, make or LocalExecutor, weights)
 
 
 def _triton_session(
@@ -420,7 +423,7 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
         if model.suffix == TEXT:
             _check(model, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
             return document
-        _check(opset_upgrade.runnable(model), feeds, outs, allowed, document)
+        _check(model_evidence.runnable(model), feeds, outs, allowed, document)
         _ask_again(compiled, feeds, document)
     return document
 

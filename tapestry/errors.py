@@ -57,6 +57,10 @@ class BuildError(TapestryError):
     """A build directory is missing, malformed, or not what its hashes say."""
 
 
+class PluginError(TapestryError):
+    """A plug-in is missing, does not load, or is not what it should be; names its package."""
+
+
 class LawError(TapestryError):
     """A law of the IR is broken; the command line ends with exit status 1.
 

@@ -201,7 +201,7 @@ def state_task(
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
     equal_parts = bool(constraints.layouts or given or exact)  # a layout that is given has equal parts
     budget = Budget.of(time_limit, interrupt, found)
-    machine = Machine(device=topology.device, eager=target == "torch-cpu", precision=precision)
+    machine = Machine(device=topology.device, eager=not target.startswith("triton"), precision=precision)
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=constraints.pins,
         folded=_folded(lifted), inputs=constraints.inputs, outputs=constraints.outputs,

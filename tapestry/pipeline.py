@@ -21,6 +21,7 @@ from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
+from tapestry.model_evidence import plugin_evidence
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
@@ -28,6 +29,7 @@ from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, parse_bytes, parse_mesh, topology
+from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites import load_rules
 from tapestry.rewrites.core.driver import rule_names
 from tapestry.rewrites.core.rule import parse_move
@@ -131,22 +133,25 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
     start = time.perf_counter()
     passes_of_model = TEXT_PASSES if options.model.suffix == lift.TEXT else PASSES
     check_names(options.print_after, passes_of_model)
-    runner = Runner(values=_values(options), report=report, print_after=options.print_after)
-    try:
-        runner.run(passes_of_model)
-    except TooBig as e:
-        if options.memory and options.memory.isdecimal():
-            e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
-        raise
+    with plugins.taking_part() as parts:
+        runner = Runner(values=_values(options), report=report, print_after=options.print_after)
+        try:
+            runner.run(passes_of_model)
+        except TooBig as e:
+            if options.memory and options.memory.isdecimal():
+                e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
+            raise
     build = build_report.build_of(runner)
     document = build_report.document(runner, build)
+    document["plugins"] = [p.data() for p in sorted(parts)]
+    evidence = document["certificate"]["evidence"] = [runner.values["evidence"], *plugin_evidence(parts)]
     document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - start, 4)}
     lifted = build_report.lifted_of(runner)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
         build=replace(build, report=document), constants=constants, kernels=runner.values["kernels"],
         laws=runner.values["laws"], rewrites=runner.get("rewrites", passes.Rewrites).log,
-        evidence=[runner.values["evidence"]], printed=runner.printed,
+        evidence=evidence, printed=runner.printed,
     )  # fmt: skip
 
 
@@ -190,6 +195,8 @@ def _values(options: Options) -> dict[str, Any]:
     if options.time_limit is not None and not options.time_limit >= 0:  # nan as well
         raise TapestryError(f"{options.time_limit:g} seconds", where="--time-limit", hint="0 or more")
     earlier = store.read(options.resume)[0] if options.resume else None
+    if options.target != "torch-cpu" and not options.target.startswith("triton"):
+        plugins.get("targets", options.target)
     for path in options.rules:
         load_rules(path)
     mesh = options.mesh or default_mesh(options.topology)

@@ -31,6 +31,7 @@ from tapestry.ir.program import Program
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import numpy_dtype
+from tapestry.plugins import entry_points as plugins
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
@@ -240,6 +241,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         if version != VERSION:
             raise BuildError(f"a plan of version {version}, not {VERSION}", where=where, hint="compile the model again")
         d = msgspec.json.decode(data, type=_Document)
+        plugins.require(d.report.get("plugins"), ("targets", "costs", "monoids"), where)
         program = unpack(d.program)
         graph = replace(parse(d.graph), names=Names(scopes=d.names.scopes, axes=d.names.axes))
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:

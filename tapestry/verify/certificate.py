@@ -26,7 +26,7 @@ from tapestry.ir.plan import Mesh, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, HOST, itemsize
-from tapestry.verify import block_laws, deadlock, exact_law, exchange, transfer_kinds
+from tapestry.verify import block_laws, deadlock, exact_law, exchange, monoid_laws, transfer_kinds
 from tapestry.verify.box_lists import Array, Boxes, Breach, Lists, Spans, first
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
@@ -141,6 +141,8 @@ def check(
         block_laws.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
     r.lists.laws[deadlock.LAW] += deadlock.check(program)
+    if tried := monoid_laws.check(graph):
+        r.lists.laws[monoid_laws.LAW] += tried
     for d, peak in enumerate(r.peak.tolist()):
         has = None if limit is None else limit if isinstance(limit, int) else limit[d]
         r.law("memory", has is None or peak <= has, f"device {d} needs {peak:,} bytes of {has}")

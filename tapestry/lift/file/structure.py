@@ -223,7 +223,7 @@ def check_operators(nodes: Iterable[NodeProto], functions: set[tuple[str, str]],
             raise ModelError(
                 "unknown operator domain", where=f"node '{node_name(node)}'",
                 why=f"{node.op_type} is in domain '{node.domain}', for which the model has no function",
-                hint="export without vendor operators, or with their definitions as model-local functions",
+                hint="export without vendor operators, with their definitions as functions, or install a plug-in that has them",
             )  # fmt: skip
         if domain not in opsets or not onnx.defs.has(node.op_type, opsets[domain], domain):
             raise ModelError(
