@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tapestry.plugins import entry_points
-from tests.support.plugin_packages import Installer
+from tests.support.plugins.plugin_packages import Installer
 
 
 @pytest.fixture

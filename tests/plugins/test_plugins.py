@@ -17,7 +17,7 @@ from tapestry.plugins import entry_points
 from tapestry.saved_build import prove_kernels, verify_build
 from tapestry.verify import certificate
 from tests.support.command_line import document, run
-from tests.support.plugin_packages import EXAMPLES, Installer
+from tests.support.plugins.plugin_packages import EXAMPLES, Installer
 
 PRODUCTS = """<ir_version: 9, opset_import: ["" : 17]>
 g (float[64, 32] x, float[32, 48] w, float[48, 16] v) => (float[64, 16] y) { h = MatMul(x, w)  e = Exp(h)  y = MatMul(e, v) }"""
