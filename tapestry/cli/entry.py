@@ -153,7 +153,8 @@ def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:
 def _failed(args: argparse.Namespace, e: TapestryError, status: int) -> int:
     print(f"tapestry {args.name}: {e}", file=sys.stderr)
     if args.json:
-        print_json({"error": str(e), "kind": type(e).__name__, "what": e.what, "where": e.where, "why": e.why, "hint": e.hint})
+        kind, parts = type(e).__name__, {k: getattr(e, k) for k in ("what", "where", "pointer", "why", "hint")}
+        print_json({"error": str(e), "kind": kind, **parts})
     return status
 
 
