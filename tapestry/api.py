@@ -21,7 +21,6 @@ from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.lift.building.own_operators import load_operators
-from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.machines import machine_count
 from tapestry.runtime import kept_state
@@ -304,10 +303,12 @@ def open_session(
     if build.target.startswith("triton"):
         return _triton_session(build, constants, weights, make, libraries)
     from tapestry.codegen.torch_cpu import TorchCpu
+    from tapestry.runtime.plugin_target import PluginTarget
 
     if libraries:
         raise TapestryError("there is no library to choose", where="--library", hint="compile with --target triton:sm90")
-    return Session(build, constants, TorchCpu(build.exact), make or LocalExecutor, weights)
+    target: Target = TorchCpu(build.exact) if build.target == "torch-cpu" else PluginTarget(build.target)
+    return Session(build, constants, target, make or LocalExecutor, weights)
 
 
 def _triton_session(
@@ -391,7 +392,7 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
         if model.suffix == TEXT:
             _check(model, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
             return document
-        _check(opset_upgrade.runnable(model), feeds, outs, allowed, document)
+        _check(model_evidence.runnable(model), feeds, outs, allowed, document)
         _ask_again(compiled, feeds, document)
     return document
 

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "json", "kernels")  # of `exports.formats`
+FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "json", "kernels", "ir", "history")
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
@@ -137,9 +137,11 @@ def prove(p: argparse.ArgumentParser) -> None:
 
 def opt(p: argparse.ArgumentParser) -> None:
     """A graph, and moves."""
-    p.add_argument("graph", type=Path, help="a file of IR text, or -")
+    p.add_argument("graph", type=Path, nargs="?", help="a file of IR text, an IR document (.json), or - for IR text")
     p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="split@y{dim=n,parts=8,to=mesh.d0}")
     p.add_argument("--print-between", action="store_true", help="the graph after every move")
+    text = "instead of a graph: the document that export --format history wrote, applied and proved step by step"
+    p.add_argument("--replay", type=Path, metavar="HISTORY.json", help=text)
     own_rules(p)
 
 

@@ -6,6 +6,7 @@ directory can cause is a `TapestryError`, which the command line prints without 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -24,14 +25,33 @@ class TapestryError(Exception):
     def __init__(self, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
         super().__init__(what)
         self.what, self.where, self.why, self.hint = what, where, why, hint
+        self.pointer = ""  # a JSON pointer (RFC 6901) to the part of a document that it is of
 
     def __str__(self) -> str:
         lines = [self.what if not self.where else f"{self.where}: {self.what}"]
+        if self.pointer:
+            lines.append(f"  at: {self.pointer}")
         if self.why:
             lines.append(f"  because: {self.why}")
         if self.hint:
             lines.append(f"  try: {self.hint}")
         return "\n".join(lines)
+
+
+@contextmanager
+def inside(pointer: str) -> Generator[None]:
+    """Errors from here on are of a part of a document: its JSON pointer comes before the one that they have."""
+    try:
+        yield
+    except TapestryError as e:
+        e.pointer = pointer + e.pointer
+        raise
+
+
+def pointer_of(message: str) -> str:
+    """The JSON pointer that msgspec's message names as a path, ``$.steps[12].reads[0]``; "" where it names none."""
+    path = re.search(r"at `\$(.*)`$", message)
+    return "".join(f"/{a or b}" for a, b in re.findall(r"\.(\w+)|\[(\d+)\]", path[1])) if path else ""
 
 
 def similar(word: str, known: Iterable[str], most: int = 12) -> str:
@@ -55,6 +75,10 @@ class PlanError(TapestryError):
 
 class BuildError(TapestryError):
     """A build directory is missing, malformed, or not what its hashes say."""
+
+
+class PluginError(TapestryError):
+    """A plug-in is missing, does not load, or is not what it should be; names its package."""
 
 
 class LawError(TapestryError):

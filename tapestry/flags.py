@@ -20,6 +20,11 @@ def native_kernels() -> bool:
     return os.environ.get("TAPESTRY_NATIVE", "1") != "0"
 
 
+def plugins() -> bool:
+    """``TAPESTRY_PLUGINS=0``: nothing that other packages bring is looked for (`plugins.entry_points`)."""
+    return os.environ.get("TAPESTRY_PLUGINS", "1") != "0"
+
+
 def c_compiler() -> str:
     """``CC``: the command of the C compiler, with its first arguments."""
     return os.environ.get("CC") or "cc"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
+from onnx.external_data_helper import load_external_data_for_model
 
 from tapestry.errors import LawError, ModelError, TapestryError, refusing
 from tapestry.ir.graph import Graph
@@ -17,9 +18,12 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.lift.file.structure import file_bytes, load
 from tapestry.lift.file.weight_data import read_weight
+from tapestry.lift.microsoft import contrib
+from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.opset_upgrade import upgrade
 from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.onnx_eval.value_kinds import is_array
+from tapestry.plugins.entry_points import Plugin
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import interp
 from tapestry.verify.model import model_laws, second_opinion
@@ -59,6 +63,7 @@ def compare(
         return {"model": 0}, _nothing("the model is the graph itself, as text; the log of rewrites begins with it")
     proto = load(model)
     with refusing(ModelError, "the plan's model cannot be read", str(model), "compile it again"):
+        contrib.define(proto, vendor=False)
         early = upgrade(proto)
     absent = _absent(proto, model.parent)
     too_big = _too_big(graph, points) or _too_long(ModelFile(proto, model.parent))
@@ -120,11 +125,24 @@ def text_outputs(model: Path, feeds: Mapping[str, Any]) -> dict[str, Array]:
     return interp.run(graph, {**feeds, **data})
 
 
+def runnable(model: Path) -> Path | bytes:
+    """A model that evaluators run: the file itself, or what is made of one that they do not: with the operators of plug-ins as
+    their packages define them, and those of early opsets as later ones write them."""
+    proto = load(model)
+    if not contrib.define(proto, vendor=False):
+        return opset_upgrade.runnable(model)
+    for node in (n for f in proto.functions for n in f.node):
+        node.ClearField("name")  # onnxruntime wants each once
+    load_external_data_for_model(proto, str(model.parent))
+    return proto.SerializeToString()
+
+
 def second_opinions(
     graph: Graph, model: Path, constants: Mapping[str, bytes], feeds: Mapping[str, Any], reference: str
 ) -> dict[str, Any]:
     """Opaque nodes that a run and its reference give to one library, asked of another (`verify.model.second_opinion`)."""
     proto = load(model)
+    contrib.define(proto, vendor=False)
     upgrade(proto)
     held = arrays(graph, constants)
 
@@ -138,6 +156,25 @@ def arrays(graph: Graph, constants: Mapping[str, bytes]) -> dict[str, Array]:
     """The derived constants of a graph, from their bytes."""
     tensors = graph.tensors
     return {t: np.frombuffer(b, numpy_dtype(tensors[t].dtype)).reshape(tensors[t].shape) for t, b in constants.items()}
+
+
+OF_PLUGINS = {
+    "targets": ("what the kernels compute", "nothing: of its results the shapes and types are looked at"),
+    "costs": ("the seconds of kernels", "nothing: they decide which plan is made, and not what it computes"),
+    "monoids": ("the merges", "the laws of a monoid, on states that the graph's operations make"),
+    "topologies": ("devices and links", "nothing: they decide which plan is made, and not what it computes"),
+    "operators": ("the operator", "nothing: its definition says what it is"),
+    "rules": ("rewrites", "every place where they were applied, region before and after"),
+}
+
+
+def plugin_evidence(parts: Iterable[Plugin]) -> list[Evidence]:
+    """Which plug-ins took part, and what each of them was held to."""
+    rows: list[Evidence] = []
+    for p in sorted(parts):
+        what, against = OF_PLUGINS[p.kind]
+        rows.append({"kind": "plug-in", "what": what, "against": against, "counts": {}, "plugin": p.data()})
+    return rows
 
 
 def _nothing(why: str) -> Evidence:

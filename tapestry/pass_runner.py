@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from tapestry import flags
 from tapestry.errors import TapestryError, similar
 from tapestry.ir import laws
+from tapestry.plugins.entry_points import Plugin, taking_part
 from tapestry.viz.ir_dump import dump, graph_of, sizes
 from tapestry.viz.tables import sizes_text
 
@@ -52,6 +53,7 @@ class Runner:
         print_after: passes after which the IR is printed, into ``printed``.
         rows: what ran, as ``tapestry compile --print-passes`` shows it.
         seconds: by phase.
+        plugins: the plug-ins that took part.
     """
 
     values: dict[str, Any]
@@ -60,6 +62,7 @@ class Runner:
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     printed: dict[str, str] = field(default_factory=dict[str, str])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
+    plugins: dict[Plugin, None] = field(default_factory=dict[Plugin, None])
 
     def run(self, passes: Sequence[Pass]) -> None:
         """Run all passes, in order.
@@ -67,8 +70,9 @@ class Runner:
         Raises:
             TapestryError: what a pass refuses.
         """
-        for p in passes:
-            self._run(p)
+        with taking_part(self.plugins):
+            for p in passes:
+                self._run(p)
 
     def get(self, name: str, kind: type[T]) -> T:
         """A value that a pass gave."""

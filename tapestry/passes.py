@@ -229,7 +229,7 @@ def state_task(
             cuts=constraints.cuts,
         )  # fmt: skip
         asked, fixed, pins, inputs, outputs = replace(request, asked=keep), LayoutConstraints(), (), {}, {}
-    machine = Machine(device=topology.device, eager=target == "torch-cpu", precision=precision)
+    machine = Machine(device=topology.device, eager=not target.startswith("triton"), precision=precision)
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=pins,
         folded=_folded(lifted), inputs=inputs, outputs=outputs, fixed=fixed, start=start, rewritable=free,

@@ -22,6 +22,7 @@ from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
+from tapestry.model_evidence import plugin_evidence
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
@@ -29,6 +30,7 @@ from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, parse_mesh, topology
+from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites import load_rules
 from tapestry.rewrites.core.driver import rule_names
 from tapestry.rewrites.core.rule import parse_move
@@ -143,7 +145,9 @@ def begun(options: Options, report: Report) -> Runner:
     """The model lifted and constrained: all passes before the search."""
     start = time.perf_counter()
     check_names(options.print_after, _passes(options))
-    runner = Runner(values={**_values(options), "start_s": start}, report=report, print_after=options.print_after)
+    with plugins.taking_part() as parts:
+        values = {**_values(options), "start_s": start}
+    runner = Runner(values=values, report=report, print_after=options.print_after, plugins=parts)
     runner.run(_between(None, passes.resume, _passes(options)))
     return runner
 
@@ -171,13 +175,15 @@ def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
     runner.run(_between(passes.verify, None))
     build = build_report.build_of(runner)
     document = {**build_report.document(runner, build), **(more or {})}
+    document["plugins"] = [p.data() for p in sorted(runner.plugins)]
+    evidence = document["certificate"]["evidence"] = [runner.values["evidence"], *plugin_evidence(runner.plugins)]
     document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - runner.values["start_s"], 4)}
     lifted = build_report.lifted_of(runner)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
         build=replace(build, report=document), constants=constants, kernels=runner.values["kernels"],
         laws=runner.values["laws"], rewrites=runner.get("rewrites", passes.Rewrites).log,
-        evidence=[runner.values["evidence"]], printed=runner.printed,
+        evidence=evidence, printed=runner.printed,
     )  # fmt: skip
 
 
@@ -227,6 +233,8 @@ def _values(options: Options) -> dict[str, Any]:
     if options.time_limit is not None and not options.time_limit >= 0:  # nan as well
         raise TapestryError(f"{options.time_limit:g} seconds", where="--time-limit", hint="0 or more")
     earlier = store.read(options.resume)[0] if options.resume else None
+    if options.target != "torch-cpu" and not options.target.startswith("triton"):
+        plugins.get("targets", options.target)
     for path in options.rules:
         load_rules(path)
     mesh = options.mesh or default_mesh(options.topology)

@@ -17,6 +17,7 @@ from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of, kernel_text_
 from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
+from tapestry.plugins import entry_points as plugins
 from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
@@ -34,7 +35,16 @@ def verify_build(folder: Path, model: Path | None = None) -> tuple[store.Build, 
     Raises:
         BuildError: the files are not what their hashes say; LawError: the plan breaks a law.
     """
+    with plugins.taking_part() as parts:
+        build, laws, evidence = _verified(folder, model)
+    if build.target not in ("", "torch-cpu") and plugins.has("targets", build.target):
+        parts |= dict.fromkeys([plugins.one("targets", build.target)])
+    return build, laws, [*evidence, *model_evidence.plugin_evidence(parts)]
+
+
+def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
     build, _ = store.read(folder, model)
+    plugins.require(build.report.get("plugins"), ("operators",), str(folder))
     plan = build.plan
     laws = certificate.check(
         plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
@@ -67,7 +77,7 @@ def _sizes(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> list[model_
     for k, r in enumerate(sized.regions):
         where = f"region {k}: {r.region.shown(sized.symbols)}"
         if k:
-            found += verify_build(folder / sized_builds.REGIONS / str(k))[2]
+            found += _verified(folder / sized_builds.REGIONS / str(k), None)[2]
         done, peaks = sized_laws.check(r.plan, r.region, sized.symbols, memory_limits(r.build))
         if r.about.get("largest_peak_bytes") != peaks:
             why = f"it says {r.about.get('largest_peak_bytes')}, they are {peaks}"
@@ -102,7 +112,7 @@ def prove_kernels(folder: Path, report: Callable[[int, int], None] = lambda done
         BuildError: the build does not read; LawError: a kernel is not its operation.
     """
     build, _ = store.read(folder)
-    graph, rows = build.plan.graph, _prove_cpu(build, report) if build.target == "torch-cpu" else list[dict[str, str]]()
+    graph, rows = build.plan.graph, _prove_cpu(build, report) if build.target == "torch-cpu" else _of_plugin(build)
     made = kernel_sources.named_kernels(graph, build.program, build.target, build.precision, build.knobs)
     for done, (name, (kernel, one)) in enumerate(made.items()):
         report(done, len(made))
@@ -128,6 +138,15 @@ def _prove_cpu(build: store.Build, report: Callable[[int, int], None]) -> list[d
             value = f"contract by {value}, kept on {sum(map(contract_trials.checked, made.ours))} instances"
         rows.append({"kernel": name, "form": made.form, "addresses": shown.addresses, "value": value, "why": shown.why})
     return rows
+
+
+def _of_plugin(build: store.Build) -> list[dict[str, str]]:
+    """What a target of another package runs, of which nothing is proved; none of a build for another target."""
+    by = plugins.brought_by("targets", build.target)
+    why = f"kernels of the plug-in {by}, which nobody here has seen"
+    return (
+        [{"kernel": f"{build.target}/*", "form": "plug-in", "addresses": COMPARED, "value": COMPARED, "why": why}] if by else []
+    )
 
 
 def constants_of(folder: Path, build: store.Build) -> dict[str, np.ndarray[Any, Any]]:

@@ -24,13 +24,14 @@ import numpy as np
 from tapestry.build import weight_tiles
 from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
-from tapestry.errors import BuildError, TextError
+from tapestry.errors import BuildError, TextError, pointer_of
 from tapestry.ir.graph import Names
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
 from tapestry.ir.program import Program
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import numpy_dtype
+from tapestry.plugins import entry_points as plugins
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
@@ -195,12 +196,16 @@ class _Version(msgspec.Struct):
     version: int
 
 
-class _Names(msgspec.Struct, forbid_unknown_fields=True):
+class NamesData(msgspec.Struct, forbid_unknown_fields=True):
+    """What the model's author calls things (`ir.graph.Names`)."""
+
     scopes: dict[str, tuple[str, str]] = {}
     axes: dict[str, tuple[str, ...]] = {}
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
+class PlanData(msgspec.Struct, forbid_unknown_fields=True):
+    """What ``plan.json`` holds; docs/reference/plan.schema.json is made of it."""
+
     version: int
     model: str
     model_sha256: str
@@ -226,7 +231,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     precision: str = "ieee"
     knobs: dict[str, dict[str, Any]] = {}
     rings: dict[int, tuple[str | None, ...]] = {}
-    names: _Names = msgspec.field(default_factory=_Names)
+    names: NamesData = msgspec.field(default_factory=NamesData)
 
 
 def decode(data: bytes, where: str = "plan.json") -> Build:
@@ -239,11 +244,14 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         version = msgspec.json.decode(data, type=_Version).version
         if version != VERSION:
             raise BuildError(f"a plan of version {version}, not {VERSION}", where=where, hint="compile the model again")
-        d = msgspec.json.decode(data, type=_Document)
+        d = msgspec.json.decode(data, type=PlanData)
+        plugins.require(d.report.get("plugins"), ("targets", "costs", "monoids"), where)
         program = unpack(d.program)
         graph = replace(parse(d.graph), names=Names(scopes=d.names.scopes, axes=d.names.axes))
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:
-        raise BuildError(f"not a plan: {e}", where=where, hint="compile the model again") from None
+        error = BuildError(f"not a plan: {e}", where=where, hint="compile the model again")
+        error.pointer = "/graph" if isinstance(e, TextError) else pointer_of(str(e))
+        raise error from None
     odd = next((t for t in graph.tensors.values() if min(t.shape, default=0) < 0 or t.nbytes > MAX_TENSOR), None)
     if odd is not None:
         raise BuildError(f"not a plan: '{odd.name}' has shape {list(odd.shape)}", where=where, hint="compile the model again")

@@ -162,9 +162,12 @@ def check_sharding(args: argparse.Namespace) -> Outcome:
 def doctor(args: argparse.Namespace) -> Outcome:
     """``tapestry doctor``: what splits, what is opaque, unbound or unsupported."""
     from tapestry.lift.examine import examine
+    from tapestry.plugins import entry_points as plugins
     from tapestry.viz import doctor
 
-    document = doctor.document(args.model, examine(args.model, shapes(args.shape)))
+    with plugins.taking_part() as parts:
+        document = doctor.document(args.model, examine(args.model, shapes(args.shape)))
+    document["plugins"] = [p.data() for p in sorted(parts)]
     status = 1 if document["unsupported"] else 0
     return Outcome(document, lambda: print(doctor.text(document, all_nodes=args.verbose), end=""), status, insist=True)
 

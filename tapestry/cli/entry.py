@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tapestry import arguments
-from tapestry.cli import building, proving, rewriting, running, serving, tiling, viewing
+from tapestry.cli import building, plugin_list, proving, rewriting, running, serving, tiling, viewing
 from tapestry.cli.outcome import Outcome, print_json
 from tapestry.errors import BuildError, LawError, RunError, TapestryError, absent, refusing, similar
 
@@ -97,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
     """The arguments; a command or a flag that there is not ends the process with status 2 and the name of a similar one."""
-    words, parser = sys.argv[1:] if argv is None else argv, command_parser()
+    words = sys.argv[1:] if argv is None else argv
+    parser = command_parser(words)
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         tip = similar(words[0], COMMANDS) or "tapestry --help lists the commands"
         parser.error(f"there is no command '{words[0]}'\n  try: {tip}")
@@ -112,8 +113,8 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def command_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands, for some words."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--json", action="store_true", help="one JSON document on standard output, everything else on standard error"
@@ -121,7 +122,8 @@ def command_parser() -> argparse.ArgumentParser:
     common.add_argument("-q", "--quiet", action="store_true")
     common.add_argument("-v", "--verbose", action="store_true")
     parser = argparse.ArgumentParser(prog="tapestry", description="ONNX models to verified, sharded plans and Triton kernels")
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    text = "show the version and exit; with -v, what plug-ins there are and whether they load"
+    parser.add_argument("--version", action=_Version, nargs=0, const={"-v", "--verbose"} & {*words}, help=text)
     sub = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, (_, groups, text) in COMMANDS.items():
         p = sub.add_parser(name, parents=[common], help=text, description=text, allow_abbrev=False)
@@ -137,6 +139,8 @@ class _Version(argparse.Action):
         import tapestry
 
         print(f"tapestry {tapestry.__version__}")
+        if self.const:
+            print(*plugin_list.lines(), sep="\n")
         parser.exit()
 
 
@@ -159,7 +163,8 @@ def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:
 def _failed(args: argparse.Namespace, e: TapestryError, status: int) -> int:
     print(f"tapestry {args.name}: {e}", file=sys.stderr)
     if args.json:
-        print_json({"error": str(e), "kind": type(e).__name__, "what": e.what, "where": e.where, "why": e.why, "hint": e.hint})
+        kind, parts = type(e).__name__, {k: getattr(e, k) for k in ("what", "where", "pointer", "why", "hint")}
+        print_json({"error": str(e), "kind": kind, **parts})
     return status
 
 

@@ -7,18 +7,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapestry.cli import rule_lab
 from tapestry.cli.outcome import Outcome, shapes
 from tapestry.errors import TapestryError, similar
+
+if TYPE_CHECKING:
+    from tapestry.ir.graph import Graph
 
 
 def opt(args: argparse.Namespace) -> Outcome:
     """``tapestry opt``: apply moves to IR text, and prove each."""
     from tapestry.ir import laws
     from tapestry.ir.graph import changes
-    from tapestry.ir.syntax.parser import parse
+    from tapestry.ir.syntax.ir_document import to_document
     from tapestry.ir.syntax.printer import to_text
     from tapestry.rewrites import load_rules
     from tapestry.rewrites.core.applied import apply_moves
@@ -26,12 +29,11 @@ def opt(args: argparse.Namespace) -> Outcome:
     from tapestry.rewrites.core.rule import parse_move
     from tapestry.verify.rewriting.proofs import prove_steps
 
+    if args.replay is not None:
+        return _replayed(args)
     for path in args.rules:
         load_rules(path)
-    try:
-        graph = parse(sys.stdin.read(), "-") if str(args.graph) == "-" else parse(args.graph.read_text(), str(args.graph))
-    except UnicodeDecodeError as e:
-        raise TapestryError(f"not text: {e}", where=str(args.graph)) from None
+    graph = _graph(args.graph)
     checks = laws.check(graph)
     between: list[dict[str, str]] = []
     proved: list[dict[str, Any]] = []
@@ -43,13 +45,49 @@ def opt(args: argparse.Namespace) -> Outcome:
         shown = prove_steps(changes(graph)[len(changes(before)) :])
         proved.append({"move": text, "shown": dict(shown)})
     texts = [f"# after {b['move']}\n{b['graph']}" for b in between] if args.print_between and between else [to_text(graph)]
-    document = {"graph": to_text(graph), "laws": checks, "proved": proved}
+    document = {"graph": to_text(graph), "document": to_document(graph), "laws": checks, "proved": proved}
     document |= {"between": between} if args.print_between else {}
 
     def show() -> None:
         print("\n".join(texts), end="")
         for p in () if args.quiet else proved:
             print(f"{p['move']}: before against after by {'; '.join(p['shown']) or 'nothing that changed'}", file=sys.stderr)
+
+    return Outcome(document, show, insist=True)
+
+
+def _graph(path: Path | None) -> Graph:
+    """The graph of a file of IR text, of an IR document, or of standard input."""
+    from tapestry.ir.syntax.ir_document import from_document
+    from tapestry.ir.syntax.parser import parse
+
+    if path is None:
+        raise TapestryError("no graph is given", hint="a file of IR text, an IR document, - or --replay HISTORY.json")
+    if path.suffix == ".json":
+        return from_document(path.read_bytes(), str(path))
+    try:
+        return parse(sys.stdin.read(), "-") if str(path) == "-" else parse(path.read_text(), str(path))
+    except UnicodeDecodeError as e:
+        raise TapestryError(f"not text: {e}", where=str(path)) from None
+
+
+def _replayed(args: argparse.Namespace) -> Outcome:
+    """``tapestry opt --replay``: a history of rewrites, applied and proved once more."""
+    from tapestry.ir.syntax.printer import to_text
+    from tapestry.verify.rewriting.history import from_document
+
+    if args.graph is not None or args.rule:
+        raise TapestryError("a history has its own graph and moves", where="--replay", hint="leave GRAPH and -r out")
+    done = from_document(args.replay.read_bytes(), str(args.replay))
+    text = to_text(done.graph)
+    document = {"graph": text, "end_sha256": done.end_sha256, "steps": done.steps, "shown": dict(done.shown)}
+
+    def show() -> None:
+        print(text, end="")
+        if not args.quiet:
+            shown = "; ".join(f"{n} by {kind}" for kind, n in done.shown.items())
+            print(f"{done.steps} rewrites: results before against after: {shown or 'none'}", file=sys.stderr)
+            print(f"SHA-256 of the operations: {done.end_sha256}", file=sys.stderr)
 
     return Outcome(document, show, insist=True)
 

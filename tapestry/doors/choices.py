@@ -13,6 +13,7 @@ from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of
 from tapestry.doors.model_sources import Opened
 from tapestry.errors import TapestryError
 from tapestry.plan.solver.budget import Found
+from tapestry.plugins import entry_points as plugins
 
 
 class Choices(TypedDict, total=False):
@@ -146,8 +147,9 @@ def several(given: Choices, name: str) -> list[Any]:
 
 
 def _check_target(target: str, precision: str) -> None:
-    if target != "torch-cpu" and not target.startswith("triton"):
-        raise TapestryError(f"there is no target '{target}'", hint="torch-cpu or triton:sm90")
+    if target != "torch-cpu" and not target.startswith("triton") and not plugins.has("targets", target):
+        known = ", ".join(("torch-cpu", "triton:sm90", *plugins.names("targets")))
+        raise TapestryError(f"there is no target '{target}'", hint=f"one of {known}")
     chip_of(target)
     if precision not in PRECISIONS:
         raise TapestryError(f"unknown precision '{precision}'", hint=f"one of {', '.join(PRECISIONS)}")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tapestry.build import store
+from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.exports import fused_onnx, kernel_package, layouts, rank_onnx, shardy, tp_plan
 from tapestry.interop.sharding_specs import OURS
+from tapestry.ir.syntax import ir_document
+from tapestry.ir.syntax.printer import to_text
 from tapestry.sharding import export_sharding
+from tapestry.verify.rewriting import history, rewrite_log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,7 @@ class Asked:
 
     Attributes:
         constants: data of derived constants.
+        rewrites: the log of rewrites, as it is stored; nothing where the build has none.
         nearest: whether the nearest plan that the format can say will do.
         copy: whether external data that would be out of reach is copied.
         into: an annotated file whose configurations are kept; ``configuration`` is the name of the plan's.
@@ -28,6 +34,7 @@ class Asked:
 
     build: Build
     constants: bytes
+    rewrites: bytes
     target: Path
     nearest: bool = False
     copy: bool = False
@@ -67,9 +74,11 @@ def export(
     constants = (folder / "constants.bin").read_bytes() if (folder / "constants.bin").is_file() else b""
     if len(constants) != max((o + n for o, n in build.constants.values()), default=0):
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
+    log = (folder / store.REWRITES).read_bytes() if (folder / store.REWRITES).is_file() else b""
     asked = Asked(
-        build=build, constants=constants, target=target, nearest=nearest, copy=copy, into=into, configuration=configuration
-    )
+        build=build, constants=constants, rewrites=log, target=target, nearest=nearest, copy=copy, into=into,
+        configuration=configuration,
+    )  # fmt: skip
     return {"format": form, **FORMATS[form].write(asked)}
 
 
@@ -124,6 +133,25 @@ def _kernels(d: dict[str, Any]) -> list[str]:
     ]
 
 
+def _ir(a: Asked) -> dict[str, Any]:
+    """The plan's graph, as text where the file is called so."""
+    graph = a.build.plan.graph
+    text = to_text(graph) if a.target.suffix == ".tap" else json.dumps(ir_document.to_document(graph), indent=1) + "\n"
+    with new_file(a.target) as path:
+        path.write_text(text)
+    return {"file": str(a.target), "operations": len(graph.ops)}
+
+
+def _history(a: Asked) -> dict[str, Any]:
+    """The rewrites behind the plan's graph, with the graph that they begin with."""
+    if not a.rewrites:
+        raise TapestryError("the build has no log of rewrites", where="--format history", hint="compile the model again")
+    document = history.to_document(rewrite_log.read(a.rewrites, store.REWRITES), a.build.plan.graph)
+    with new_file(a.target) as path:
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    return {"file": str(a.target), "steps": len(document["steps"]), "end_sha256": document["end_sha256"]}
+
+
 FORMATS: dict[str, Format] = {
     "onnx": Format(
         "the model with the plan as multi-device annotations",
@@ -163,6 +191,13 @@ FORMATS: dict[str, Format] = {
     "kernels": Format(
         "the Triton kernels as a Python package of torch's custom operators, which needs torch and triton alone",
         lambda a: kernel_package.export(a.build, a.target), _kernels,
+    ),
+    "ir": Format(
+        "the plan's graph: IR text (.tap), or a JSON document", _ir, lambda d: [f"{d['file']}: {d['operations']} operations"]
+    ),
+    "history": Format(
+        "the rewrites from the lifted graph to the plan's, for tapestry opt --replay", _history,
+        lambda d: [f"{d['file']}: {d['steps']} rewrites to the graph of SHA-256 {d['end_sha256']}"],
     ),
 }  # fmt: skip
 NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax", "shardy"})

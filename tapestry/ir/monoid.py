@@ -20,6 +20,7 @@ from functools import lru_cache, partial
 from tapestry.ir.expr import Arg, Const, Expr, call
 from tapestry.ir.monoid_action import prove_driven, prove_moments, prove_rebased
 from tapestry.ir.types import FLOATS
+from tapestry.plugins import entry_points as plugins
 
 State = tuple[Expr, ...]
 _INT_RANGE = {"i64": 63, "i32": 31, "i16": 15, "i8": 7, "u64": 64, "u32": 32, "u16": 16, "u8": 8}
@@ -243,21 +244,37 @@ def _scale(by: State, s: State) -> State:
 
 
 class _Table(dict[str, Monoid]):
-    """Monoids by name, with products of them by the names of their parts, ``a.b``; iteration shows what is registered."""
+    """Monoids by name, those of plug-ins as well, with products of them by the names of their parts, ``a.b``; iteration shows
+    what is registered."""
 
     def __missing__(self, name: str) -> Monoid:
         if name not in self:
             raise KeyError(name)
-        return _product_of(name)
+        if "." not in name:
+            return _of_plugin(name, plugins.get("monoids", name))
+        return _product_of(name, tuple(self[n] for n in name.split(".")))
 
     def __contains__(self, name: object) -> bool:
         known = super().__contains__
-        return known(name) or (isinstance(name, str) and "." in name and all(map(known, name.split("."))))
+        return known(name) or (isinstance(name, str) and all(known(n) or plugins.has("monoids", n) for n in name.split(".")))
 
 
 @lru_cache(maxsize=1 << 8)
-def _product_of(name: str) -> Monoid:
-    return product(name, *(MONOIDS[n] for n in name.split(".")))
+def _product_of(name: str, parts: tuple[Monoid, ...]) -> Monoid:
+    return product(name, *parts)
+
+
+@lru_cache(maxsize=1 << 8)
+def _of_plugin(name: str, made: object) -> Monoid:
+    """A monoid of a plug-in, whose identities are proved; its laws are tried where a graph uses it (`verify.monoid_laws`).
+
+    Raises:
+        TapestryError: it is none, has another name, or is composed by an action that is not one.
+    """
+    if not isinstance(made, Monoid) or made.name != name:
+        raise plugins.refused("monoids", name, f"it is no tapestry.ir.monoid.Monoid called '{name}'")
+    made.proof()
+    return made
 
 
 def parts_of(name: str) -> tuple[tuple[str, int, int], ...]:
@@ -291,6 +308,7 @@ MONOIDS: dict[str, Monoid] = _Table(
         _best("argmin", "lt", highest),
     )
 )  # fmt: skip
+BUILT_IN = frozenset(MONOIDS)
 
 
 def register(monoid: Monoid) -> Monoid:

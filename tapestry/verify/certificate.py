@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tapestry.errors import LawError
+from tapestry.errors import LawError, inside
 from tapestry.ir import laws
 from tapestry.ir.expr import Acc, Arg, Call, Const
 from tapestry.ir.graph import Block, Graph, Op
@@ -26,7 +26,7 @@ from tapestry.ir.plan import Mesh, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, HOST, itemsize
-from tapestry.verify import block_laws, deadlock, exact_law, exchange, transfer_kinds
+from tapestry.verify import block_laws, deadlock, exact_law, exchange, monoid_laws, transfer_kinds
 from tapestry.verify.box_lists import Array, Boxes, Breach, Lists, Spans, first
 from tapestry.verify.boxes import coverage
 from tapestry.verify.exchange import Parts
@@ -131,7 +131,8 @@ def check(
     r.law("agreement", not loose, "what is streamed are no weights", "the plan", loose)
     _declared(r)
     for i, step in enumerate(program.steps):
-        _step(r, step, f"step {i} ({type(step).__name__.lower()})")
+        with inside(f"/program/steps/{i}"):
+            _step(r, step, f"step {i} ({type(step).__name__.lower()})")
         assert all(b in program.buffers for b in allocated(step))
     if places is None and mesh is not None:
         places = (Stage(0, mesh),) * len(graph.ops)
@@ -141,6 +142,8 @@ def check(
         block_laws.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
     r.lists.laws[deadlock.LAW] += deadlock.check(program)
+    if tried := monoid_laws.check(graph):
+        r.lists.laws[monoid_laws.LAW] += tried
     for d, peak in enumerate(r.peak.tolist()):
         has = None if limit is None else limit if isinstance(limit, int) else limit[d]
         r.law("memory", has is None or peak <= has, f"device {d} needs {peak:,} bytes of {has}")
@@ -266,11 +269,12 @@ def _reads(r: _Replay, step: Launch, op: Op, points: Spans, name: str) -> None:
     """Laws 5 and 6: every cell that the block's points read is in the buffer that the kernel is given."""
     taking = int(points.there.sum())
     for k, tensor in _used(op, step.mode):
-        r.law("read_after_write", bool(step.ins[k]), "a read has no buffer", name, tensor)
-        b = r.value(step.ins[k], tensor, name)
-        fact = ("reads", r.signatures[step.op], k, step.mode, r.lists.number(step.blocks), r.lists.number(b.boxes))
-        counts = {"access_preserved": taking, "read_after_write": taking}
-        r.lists.prove(fact, name, counts, lambda k=k, b=b: _reads_inside(r, step, op, k, points, b))
+        with inside(f"/ins/{k}"):
+            r.law("read_after_write", bool(step.ins[k]), "a read has no buffer", name, tensor)
+            b = r.value(step.ins[k], tensor, name)
+            fact = ("reads", r.signatures[step.op], k, step.mode, r.lists.number(step.blocks), r.lists.number(b.boxes))
+            counts = {"access_preserved": taking, "read_after_write": taking}
+            r.lists.prove(fact, name, counts, lambda k=k, b=b: _reads_inside(r, step, op, k, points, b))
 
 
 def _used(op: Op, mode: str) -> list[tuple[int, str]]:

@@ -21,6 +21,9 @@ def wrapped(line: str, indent: str = "    ") -> list[str]:
 
 def evidence_text(row: Mapping[str, Any]) -> str:
     """What was compared with what, how, and how much of it."""
+    if row["kind"] == "plug-in":
+        p = row["plugin"]
+        return f"  plug-in '{p['name']}' of {p['package']} {p['version']}: {row['what']} against {row['against']}"
     counts = ", ".join(f"{n:,} {what}" for what, n in row["counts"].items() if n)
     more = [row[k] for k in ("why", "power", "weights") if k in row]
     return "; ".join([f"  {row['what']} against {row['against']}: {row['kind']}", *([counts] if counts else []), *more])

@@ -87,7 +87,7 @@ def _kind(ways: list[str]) -> str:
 def speed(build: Build, simulated: Mapping[str, Any]) -> Iterator[str]:
     """How much faster than one device, what communication takes of the time, and memory."""
     seconds, topo = simulated["seconds"], from_data(build.topology)
-    if build.plan.devices > 1 and seconds:
+    if build.plan.devices > 1 and seconds and not topo.costs:
         alone = least_seconds(build.plan.graph, _one_device(topo))
         share = 1 - max(simulated["compute_s"]) / seconds
         yield (

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tests.docs.seed_pages import counts, seed_pages, title
 from tests.support.paths import ROOT
 
 Row = dict[str, Any]
@@ -71,6 +72,15 @@ def _provenance(name: str) -> str:
 
 for _name in sorted(p.stem for p in (ROOT / "bench" / "results").glob("*.json")):
     MAKERS[f"{_name}.when"] = lambda n=_name: _provenance(n)
+
+
+@makes("seeds.table")
+def _seeds() -> str:
+    lines: list[list[object]] = []
+    for page in seed_pages():
+        n = counts(page.read_text())
+        lines.append([f"[{title(page.read_text())}](seeds/{page.name})", n.statements, n.wrong, n.not_done])
+    return table("document|statements:|wrong there:|not done:", lines)
 
 
 # CPU beside onnxruntime

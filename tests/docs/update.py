@@ -1,6 +1,7 @@
 """``python -m tests.docs.update [PAGE …]``: write real output and generated parts into the pages.
 
-Without arguments all pages are done; ``--generated`` leaves out the commands, which takes a second.
+Without arguments all pages are done; ``--generated`` leaves out the commands, which takes a second. The schemas of
+docs/reference are written in any case.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from tests.docs.console import replay
 from tests.docs.generated import generate
 from tests.docs.pages import GENERATED, Page, pages
+from tests.docs.schemas import SCHEMAS, file_of, schema
 
 
 def generated(text: str) -> str:
@@ -44,6 +46,10 @@ os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # as in the tests: the pages show what 
 def main(arguments: list[str]) -> None:
     """Update the pages named, or all."""
     names = [a for a in arguments if not a.startswith("-")]
+    for name in SCHEMAS:
+        if file_of(name).read_text() != schema(name):
+            file_of(name).write_text(schema(name))
+            print(f"{file_of(name)} updated")
     for page in pages():
         if names and page.name not in names:
             continue

@@ -71,7 +71,7 @@ def test_every_example_reads_back(text: str) -> None:
 
 
 def test_every_production_of_a_graph_is_a_method_and_is_used() -> None:
-    methods = set(vars(parser._Parser)) | TERMINALS
+    methods = set(vars(parser.Parser)) | TERMINALS
     expected = {m for m in methods if not m.startswith("_")} - NO_PRODUCTIONS
     assert productions(GRAMMARS[0]) == expected
     used = called(lambda: [parse(t) for t in GRAPHS], {parser.__file__, tokens.__file__})

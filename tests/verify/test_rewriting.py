@@ -159,7 +159,7 @@ def test_a_build_has_its_log_and_verify_proves_it() -> None:
 def test_the_log_begins_with_the_lifted_graph() -> None:
     found, graph = log()
     lifted = lift(save("attention"), {}).graph
-    assert rewrite_log.replay(found, graph).operations == len(lifted.ops)
+    assert len(rewrite_log.replay(found, graph).begin) == len(lifted.ops)
     assert found.begin == rewrite_log.digest({op.outs[0]: (op, lifted) for op in lifted.ops})
 
 

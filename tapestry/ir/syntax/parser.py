@@ -24,7 +24,7 @@ def parse(text: str, file: str = "") -> Graph:
     Raises:
         TextError: naming the line and column, what was found and what was expected.
     """
-    return _Parser(text, file).graph()
+    return Parser(text, file).graph()
 
 
 def parse_tokens(tokens: list[Token], text: str, file: str) -> Graph:
@@ -33,12 +33,12 @@ def parse_tokens(tokens: list[Token], text: str, file: str) -> Graph:
     Raises:
         TextError: as `parse`.
     """
-    parser = _Parser("", file)
+    parser = Parser("", file)
     parser.text, parser.tokens = text, tokens
     return parser.graph()
 
 
-class _Parser(Tokens):
+class Parser(Tokens):
     """Recursive descent over the tokens of a graph."""
 
     def __init__(self, text: str, file: str) -> None:
@@ -192,12 +192,7 @@ class _Parser(Tokens):
             self.take(",")
         when: list[Guard] = []
         while self.take("when"):
-            e = self.aff()
-            op = "ge" if self.take(">=") else "eq"
-            if op == "eq":
-                self.need("==")
-            self.need("0")
-            when.append(Guard(e, op))
+            when.append(guard(self))
         other = self.literal() if self.take("else") else None
         return alias, Read(tensor=tensor, index=tuple(index), other=other, when=tuple(when))
 
@@ -339,3 +334,13 @@ class _Parser(Tokens):
             out.append((tensor, tuple(axes)))
             if not self.take(","):
                 return out
+
+
+def guard(p: Parser) -> Guard:
+    """Read ``aff >= 0`` or ``aff == 0``."""
+    aff = p.aff()
+    op = "ge" if p.take(">=") else "eq"
+    if op == "eq":
+        p.need("==")
+    p.need("0")
+    return Guard(aff, op)

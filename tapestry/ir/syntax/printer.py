@@ -143,10 +143,10 @@ def _read(r: Read, alias: str = "") -> str:
         text = f"{alias} = {text}"
     for g in r.when:
         text += f" when {g.aff} {'>=' if g.op == 'ge' else '=='} 0"
-    return text if r.other is None else f"{text} else {_plain(r.other)}"
+    return text if r.other is None else f"{text} else {plain(r.other)}"
 
 
-def _plain(value: float | int | bool) -> str:
+def plain(value: float | int | bool) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value)

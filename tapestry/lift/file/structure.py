@@ -224,7 +224,7 @@ def check_operators(nodes: Iterable[NodeProto], functions: set[tuple[str, str]],
             raise ModelError(
                 "unknown operator domain", where=f"node '{node_name(node)}'",
                 why=f"{node.op_type} is in domain '{node.domain}', for which the model has no function",
-                hint="--ops FILE says what it computes (docs/howto/operator.md); or export it as a model-local function",
+                hint="--ops FILE or a plug-in says what it computes (docs/howto/operator.md), or export it as a function",
             )  # fmt: skip
         if domain not in opsets or not onnx.defs.has(node.op_type, opsets[domain], domain):
             raise ModelError(

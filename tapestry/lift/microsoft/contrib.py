@@ -9,7 +9,7 @@ file does not say, packed inputs) leaves it as it is: an unknown operator, refus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -17,8 +17,10 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, 
 
 from tapestry.lift.file.protos import STANDARD, attributes, node_name, standard_opset, subgraphs
 from tapestry.onnx_eval.own_nodes import EVALUATORS
+from tapestry.plugins import entry_points as plugins
 
 DOMAIN = "tapestry.vendor"
+KIND = "operators"  # of plug-ins
 MICROSOFT = "com.microsoft"
 CASTS = 15  # the first opset that has CastLike
 
@@ -112,8 +114,37 @@ def defines(*ops: str, domains: Iterable[str] = (MICROSOFT,)) -> Callable[[Defin
     return add
 
 
-def define(model: ModelProto) -> None:
-    """Give every node of such an operator a function of the model, in place."""
+def _of_plugin(domain: str, op: str) -> Definition | None:
+    """The definition of an operator of a domain of its own, which another package brings under the name ``DOMAIN.OPERATOR``."""
+    name = f"{domain}.{op}"
+    if domain in (*STANDARD, MICROSOFT, DOMAIN) or not plugins.has(KIND, name):
+        return None
+    definition = plugins.get(KIND, name)
+
+    def defined(b: Body) -> list[str]:
+        with plugins.blamed(KIND, name):
+            try:
+                outs = definition(b)
+            except Undefined:
+                outs = None
+        if outs is None:
+            raise Undefined
+        if not isinstance(outs, list) or not all(isinstance(o, str) for o in cast("list[object]", outs)):
+            raise plugins.refused(KIND, name, "its definition gives no list of names")
+        return cast("list[str]", outs)
+
+    return defined
+
+
+def define(model: ModelProto, *, vendor: bool = True) -> bool:
+    """Give every node of such an operator a function of the model, in place; whether there was any.
+
+    Args:
+        vendor: also the operators of onnxruntime; else those of plug-ins alone.
+
+    Raises:
+        PluginError: a plug-in is broken.
+    """
     version = standard_opset(model)
     own = {(f.domain, f.name) for f in model.functions}
     ranks, codes = _known(model.graph)
@@ -123,7 +154,7 @@ def define(model: ModelProto) -> None:
         node = stack.pop()
         stack.extend(n for g in subgraphs(node) for n in g.node)
         domain = "" if node.domain == "ai.onnx" else node.domain
-        found = DEFINITIONS.get((domain, node.op_type))
+        found = (DEFINITIONS.get((domain, node.op_type)) if vendor else None) or _of_plugin(domain, node.op_type)
         standard = domain == "" and onnx.defs.has(node.op_type, version, "")
         if found is None or standard or version < 7 or (node.domain, node.op_type) in own | EVALUATORS.keys():
             continue
@@ -137,6 +168,7 @@ def define(model: ModelProto) -> None:
     if made:
         model.functions.extend(made)
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    return bool(made)
 
 
 def _function(node: NodeProto, body: Body, outs: list[str], name: str, model: ModelProto) -> FunctionProto:

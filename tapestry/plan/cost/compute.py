@@ -19,6 +19,7 @@ from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
+from tapestry.plan.cost import plugin_costs
 from tapestry.plan.cost.kernel_class import GATHER, kernel_class
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Device, Topology
@@ -171,6 +172,9 @@ def seconds_each(
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
     heavy, light, moved = quantities(op, graph, block, final, reads)
+    if topo.costs:
+        kind, dtype, devices = kernel_class(op), multiplied(op, graph), topo.kinds or (topo.device,)
+        return plugin_costs.seconds_each(topo.costs, kind, dtype, (heavy, light, moved), devices)
     rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
     launch, rate, vector, bandwidth = np.array(rates).T
     return heavy / rate + light / vector + moved / bandwidth + launch

@@ -23,14 +23,15 @@ from tapestry.plan.topology import Topology
 
 
 def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> float:
-    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under.
+    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under; 0 where a cost model of
+    another package prices kernels, since what that is additive in nobody knows.
 
     Args:
         everywhere: whether each device launches each operation; else some device does, as with pipeline stages.
     """
     n, kinds = device_count(topo.mesh), topo.kinds or (topo.device,)
     total = 0.0
-    for op in graph.ops:
+    for op in () if topo.costs else graph.ops:
         whole = np.array([[(0, d.size) for d in op.space]], np.int64).reshape(1, len(op.space), 2)
         heavy, light = compute.arithmetic(op, whole, whole[:, : len(op.dims)])
         final = prod(d.size for d in op.dims)

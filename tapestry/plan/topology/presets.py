@@ -43,6 +43,7 @@ class Source:
     overlap: bool = True
     alone: Device | None = None
     margin: float = 0.0
+    costs: str = ""
 
 
 SOURCES = {

@@ -41,6 +41,8 @@ def to_data(topo: Topology) -> dict[str, Any]:
         out["overlap"] = False
     if topo.margin:
         out["margin"] = topo.margin
+    if topo.costs:
+        out["costs"] = topo.costs
     if topo.alone:
         out["alone"] = device_data(topo.alone)
     return out
@@ -64,7 +66,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
             name=str(data["name"]), mesh=mesh, links=links, device=device, joined=tuple(map(_fabric, data.get("joined", ()))),
             notes=tuple(map(str, data.get("notes", ()))), kinds=kinds, calls=read_calls(data.get("collectives", ())),
             overlap=read_overlap(data), alone=_device(data["alone"]) if "alone" in data else None,
-            margin=read_margin(data),
+            margin=read_margin(data), costs=str(data.get("costs", "")),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None

@@ -18,8 +18,11 @@ from tapestry.plan.topology.join import joined
 from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_margin, read_overlap
 from tapestry.plan.topology.meshes import parse_mesh
 from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
+from tapestry.plugins import entry_points as plugins
 
 __all__ = ["GiB", "default_mesh", "linked", "parse_bytes", "topology"]
+KIND = "topologies"  # of plug-ins
+__all__ = ["GiB", "default_mesh", "parse_bytes", "topology"]
 
 
 def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topology:
@@ -28,7 +31,7 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
     Raises:
         TapestryError: the file does not read, or does not fit the mesh; a device that cannot reach another is named.
     """
-    found = SOURCES[source] if source in SOURCES else _read(Path(source))
+    found = SOURCES[source] if source in SOURCES else _read(source)
     try:
         links, fabrics, notes = joined(found, mesh)
         kinds = _kinds(found, mesh)
@@ -42,7 +45,7 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
         kinds = [alone]
     out = Topology(
         name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes, calls=found.calls,
-        overlap=found.overlap, alone=alone, margin=found.margin,
+        overlap=found.overlap, alone=alone, margin=found.margin, costs=found.costs,
     )  # fmt: skip
     alike = all(d == kinds[0] for d in kinds)
     return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
@@ -79,28 +82,35 @@ def _kinds(source: Source, mesh: Mesh) -> list[Device]:
 
 
 def default_mesh(source: str) -> Mesh | None:
-    """The mesh that a topology file states, or the devices of its map, if any."""
-    if source in SOURCES or not Path(source).is_file():
+    """The mesh that a topology file (or a plug-in's document) states, or the devices of its map, if any."""
+    if source in SOURCES or not (Path(source).is_file() or plugins.has(KIND, source)):
         return None
-    document = _document(Path(source))
+    document = _document(source)
     if document.get("mesh") is None and isinstance(document.get("instance_map"), str):
         return (MeshAxis("d0", instance_map.parse(document["instance_map"]).count),)
     text = document.get("mesh")
     return None if text is None else parse_mesh(str(text))
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(source: str) -> dict[str, Any]:
+    """What a file holds, or what a plug-in gives in the place of one."""
+    path = Path(source)
+    if not path.is_file() and plugins.has(KIND, source):
+        found = plugins.get(KIND, source)
+        if not isinstance(found, dict):
+            raise plugins.refused(KIND, source, "it is no dict of what a topology file says")
+        return cast(dict[str, Any], found)
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as e:
-        hint = f"{similar(str(path), ('auto', *PRESETS))}, or a JSON file"
-        raise TapestryError(f"not a topology: {e}", where=str(path), hint=hint) from None
+        hint = f"{similar(source, ('auto', *PRESETS, *plugins.names(KIND)))}, or a JSON file"
+        raise TapestryError(f"not a topology: {e}", where=source, hint=hint) from None
     if not isinstance(found, dict):
-        raise TapestryError("not a topology: not a JSON object", where=str(path))
+        raise TapestryError("not a topology: not a JSON object", where=source)
     return cast(dict[str, Any], found)
 
 
-def _read(path: Path) -> Source:
+def _read(path: str) -> Source:
     data = _document(path)
     try:
         device = _device(data["device"])
@@ -113,7 +123,7 @@ def _read(path: Path) -> Source:
         calls, overlap, margin = read_calls(data.get("collectives", ())), read_overlap(data), read_margin(data)
         alone = _like(data["device"], data["alone"]) if "alone" in data else None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-        raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=str(path), hint="see docs/topology.md") from None
+        raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=path, hint="see docs/topology.md") from None
     every = [device, *(o.device for o in others), *([alone] if alone else [])]
     rates = [*(r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())), *(v.reach for v in levels)]
     costs = [
@@ -124,9 +134,9 @@ def _read(path: Path) -> Source:
     if not sane or [bool(levels), bool(axes), bool(whole)].count(True) != 1:
         raise TapestryError(
             "not a topology: rates must be positive, costs not negative, one of 'levels', 'interconnect', 'instance_map' given",
-            where=str(path), hint="see docs/topology.md",
+            where=path, hint="see docs/topology.md",
         )  # fmt: skip
-    return Source(device, levels, axes, whole, others, calls, overlap, alone, margin)
+    return Source(device, levels, axes, whole, others, calls, overlap, alone, margin, str(data.get("costs", "")))
 
 
 def _other(base: Mapping[str, Any], o: Mapping[str, Any]) -> Other:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
-from tapestry.errors import TapestryError
+from tapestry.errors import TapestryError, similar
+from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites.core.rule import RULES, register
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
 from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.instances import Proof, describe, prove
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 
+KIND = "rules"  # of plug-ins
+_BROUGHT: dict[str, dict[str, Proof | None]] = {}
 WORDS = frozenset(MEASURES) | frozenset(PROPERTIES)
 
 
@@ -55,14 +59,30 @@ def load_rules(path: str | Path) -> dict[str, Proof | None]:
         LawError: the two sides of an equation disagree, with a witness.
         TapestryError: the file is missing or fails to import; an equation has no instance to try it on.
     """
-    path = Path(path)
+    path, name = Path(path), str(path)
+    if not path.is_file() and plugins.has(KIND, name):
+        return _of_plugin(name)
     if not path.is_file():
-        raise TapestryError("no such file of rules", where=str(path))
+        raise TapestryError("no such file of rules", where=name, hint=similar(name, plugins.names(KIND)))
     if path.suffix == ".tap":
         return _load_equations(path)
     there = set(RULES)
     _import(path.resolve())
     return dict.fromkeys(n for n in RULES if n not in there)
+
+
+def _of_plugin(name: str) -> dict[str, Proof | None]:
+    """The rules of another package: those of a file of equations, or of a module; once."""
+    found = plugins.get(KIND, name)
+    if name not in _BROUGHT:
+        if isinstance(found, ModuleType):
+            made = dict.fromkeys(n for n, r in RULES.items() if type(r).__module__ == found.__name__)
+        else:
+            made = load_rules(Path(found)) if isinstance(found, str | Path) and Path(found).is_file() else {}
+        if not made:
+            raise plugins.refused(KIND, name, "neither the path of a file of rules, nor a module that registers some")
+        _BROUGHT[name] = made
+    return _BROUGHT[name]
 
 
 def _load_equations(path: Path) -> dict[str, Proof | None]:

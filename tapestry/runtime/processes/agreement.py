@@ -21,6 +21,7 @@ from tapestry import flags
 from tapestry.errors import RunError
 from tapestry.ir.graph import Graph
 from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.plugins import entry_points as plugins
 from tapestry.runtime.processes import host_values
 from tapestry.runtime.processes.rendezvous import seal, unseal
 from tapestry.runtime.processes.wire import VERSION, PeerLost, reason
@@ -45,6 +46,7 @@ def world_of(job: Job, device: torch.device) -> dict[str, Any]:
         "torch": str(torch.__version__), "byte order": sys.byteorder, "devices": job.build.program.devices,
         "batches": [b.name for b in job.batches], "inputs": sorted({n for b in job.batches for n, _ in b.inputs}),
         "seed": sorted({b.seed for b in job.batches if b.source is None}), "threads": job.threads,
+        "target": plugins.brought_by("targets", job.build.target),
         "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         **{f"set of kernels ({k})": v for k, v in job.kernels.items()},
         "precision of products": [torch.get_float32_matmul_precision(), matmul.allow_tf32],

@@ -25,13 +25,17 @@ HEAD = "# rewrites of version 1 of "
 _STEP = re.compile(r'^step ("(?:[^"\\]|\\.)*")( exact)?\n', re.MULTILINE)
 
 
+Made = tuple[Op, Graph]
+"""An operation, and a graph that has the types of what it reads and writes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay showed: steps, and how many results by what evidence; operations of the graph that they began with."""
+    """What a replay showed: steps, how many results by what evidence, and the operations that it began with."""
 
     steps: int
     shown: Mapping[str, int]
-    operations: int
+    begin: Mapping[str, Made]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Log:
     steps: list[Rewrite]
 
 
-def digest(ops: Mapping[str, tuple[Op, Graph]]) -> str:
+def digest(ops: Mapping[str, Made]) -> str:
     """SHA-256 of operations, each with a graph that has the types of what it writes, whatever their order."""
     return hashlib.sha256("\n".join(sorted(op_text(op, graph) for op, graph in ops.values())).encode()).hexdigest()
 
@@ -109,26 +113,41 @@ def replay(log: Log, plan: Graph) -> Replayed:
     steps, there = log.steps, {op.outs[0]: (op, plan) for op in plan.ops}
     shown = Counter[str]()
     for k in range(len(steps) - 1, -1, -1):
-        step, where = steps[k], f"rewrite {k} ({steps[k].by})"
-        change = Change.of(step)
-        for t, op in change.come.items():
-            if t == op.outs[0] and _unlike(there.pop(t, None), op, step.after):
-                raise LawError("rewrites", f"'{t}' is not what the log says", where=where)
-        kept = {op.outs[0]: op for op in step.before.ops if op.outs[0] in change.kept}
-        for t, op in kept.items():
-            if _unlike(there.get(t), op, step.before):
-                raise LawError("rewrites", f"'{t}' is not what the log says", where=where)
-        read = {t for op, _ in there.values() for t in op.inputs} | {*plan.outputs}
-        loose = sorted((read & change.gone.keys()) - set(step.before.outputs))
-        if loose:
-            raise LawError("rewrites", f"'{loose[0]}' is read, and the log does not prove it", where=where)
-        there |= {op.outs[0]: (op, step.before) for op in change.gone.values()}
+        change, where = Change.of(steps[k]), f"rewrite {k} ({steps[k].by})"
+        exchange(there, (change.come, steps[k].after), (change.gone, steps[k].before), change.kept, plan.outputs, where)
         shown += prove_change(change)
     if digest(there) != log.begin:
         raise LawError("rewrites", "the log does not lead back to the graph that it says it begins with")
-    return Replayed(len(steps), dict(shown), len(there))
+    return Replayed(len(steps), dict(shown), there)
 
 
-def _unlike(found: tuple[Op, Graph] | None, op: Op, region: Graph) -> bool:
+Side = tuple[Mapping[str, Op], Graph]
+
+
+def exchange(
+    there: dict[str, Made], out: Side, put: Side, kept: Mapping[str, Op], outputs: tuple[str, ...], where: str
+) -> None:  # fmt: skip
+    """Take one side of a change out of a graph's operations and put the other one in its place.
+
+    Raises:
+        LawError: what is taken out, or was kept, is not there; or something reads a result that the change does not prove.
+    """
+    for t, op in out[0].items():
+        if t == op.outs[0] and _unlike(there.pop(t, None), op, out[1]):
+            raise LawError("rewrites", f"'{t}' is not what the log says", where=where)
+    for op in {op.outs[0]: op for op in put[1].ops if op.outs[0] in kept}.values():
+        if _unlike(there.get(op.outs[0]), op, put[1]):
+            raise LawError("rewrites", f"'{op.outs[0]}' is not what the log says", where=where)
+    read = {t for op, _ in there.values() for t in op.inputs} | {*outputs}
+    loose = sorted((read & put[0].keys()) - set(put[1].outputs))
+    if loose:
+        raise LawError("rewrites", f"'{loose[0]}' is read, and the log does not prove it", where=where)
+    lost = sorted((read & out[0].keys()) - put[0].keys())
+    if lost:
+        raise LawError("rewrites", f"'{lost[0]}' is read, and nothing makes it any more", where=where)
+    there |= {op.outs[0]: (op, put[1]) for op in put[0].values()}
+
+
+def _unlike(found: Made | None, op: Op, region: Graph) -> bool:
     """Whether an operation is missing, or another one than a log says."""
     return found is None or op_text(*found) != op_text(op, region)

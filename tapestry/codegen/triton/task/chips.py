@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tapestry.errors import TapestryError
+from tapestry.plugins import entry_points as plugins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ def plain(target: str) -> str:
         TapestryError: unknown target.
     """
     name = target.removeprefix("triton:")
-    if name in ("triton", "torch-cpu"):
+    if name in ("triton", "torch-cpu") or plugins.has("targets", target):
         return DEFAULT
     if name not in CHIPS:
         raise TapestryError(f"unknown Triton target '{target}'", hint=f"one of {', '.join(CHIPS)}")
