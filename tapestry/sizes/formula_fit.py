@@ -2,7 +2,7 @@
 
 ``floor((p . n + q) / d)`` has the slope p / d along each symbol between sizes that differ by a multiple of d; what q may then
 be is an interval for each size, and all of them have a common one or the guess fails. A size for each remainder modulo d
-makes the formula unique.
+makes the formula unique; so do quotients that the model is known to make of its sizes, which are tried before others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from tapestry.ir.sizes.size_formula import Formula, Sizes
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-def fitted(values: Array, sizes: Sequence[Sizes], divisors: Sequence[int]) -> tuple[dict[int, Formula], list[int]]:
+def fitted(
+    values: Array, sizes: Sequence[Sizes], divisors: Sequence[int], known: Sequence[Formula] = ()
+) -> tuple[dict[int, Formula], list[int]]:
     """Formulas of columns of integers.
 
     Args:
         values: [sizes, columns].
         divisors: the d to try, the first that fits is taken.
+        known: quotients one of which, and a number more, is tried where 1 does not fit.
 
     Returns:
         formulas by column, of those that are not the same at all sizes; and the columns that no formula fits.
@@ -32,7 +35,7 @@ def fitted(values: Array, sizes: Sequence[Sizes], divisors: Sequence[int]) -> tu
     if not len(changing):
         return out, failed
     distinct, which = np.unique(values[:, changing], axis=1, return_inverse=True)
-    found = [_formula(column, sizes, divisors) for column in distinct.T.tolist()]
+    found = [_formula(column, sizes, divisors, known) for column in distinct.T.tolist()]
     for at, k in zip(changing.tolist(), which.reshape(-1).tolist(), strict=True):
         formula = found[k]
         if formula is None:
@@ -42,8 +45,20 @@ def fitted(values: Array, sizes: Sequence[Sizes], divisors: Sequence[int]) -> tu
     return out, failed
 
 
-def _formula(column: Sequence[int], sizes: Sequence[Sizes], divisors: Sequence[int]) -> Formula | None:
-    return next(filter(None, (_with_divisor(column, sizes, d) for d in divisors)), None)
+def _formula(
+    column: Sequence[int], sizes: Sequence[Sizes], divisors: Sequence[int], known: Sequence[Formula]
+) -> Formula | None:
+    plain = _with_divisor(column, sizes, 1)
+    more = (_more(column, sizes, f) for f in known)
+    return (
+        plain or next(filter(None, more), None) or next(filter(None, (_with_divisor(column, sizes, d) for d in divisors)), None)
+    )
+
+
+def _more(column: Sequence[int], sizes: Sequence[Sizes], f: Formula) -> Formula | None:
+    """The formula plus a number, if that is the column."""
+    gaps = {v - f.at(size) for v, size in zip(column, sizes, strict=True)}
+    return Formula(f.coefs, f.const + gaps.pop() * f.div, f.div) if len(gaps) == 1 else None
 
 
 def _with_divisor(column: Sequence[int], sizes: Sequence[Sizes], d: int) -> Formula | None:

@@ -15,7 +15,6 @@ from tapestry import model_evidence, pipeline
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.sizes.size_formula import Region, Sizes
 from tapestry.ir.sizes.symbolic_plan import SymbolicPlan, flat
-from tapestry.lift.sizes.model_sizes import SameModel
 from tapestry.plan.simulate import simulate
 from tapestry.plan.topology import from_data
 from tapestry.sizes.sized_plans import PlanAtSizes
@@ -41,18 +40,12 @@ class _Seen:
 
     plans: PlanAtSizes
     plan: SymbolicPlan
-    same: SameModel
     shown: dict[Sizes, str] = field(default_factory=dict[Sizes, str])
     rows: dict[Sizes, dict[str, Any]] = field(default_factory=dict[Sizes, dict[str, Any]])
 
 
-def settled(
-    plans: PlanAtSizes, plan: SymbolicPlan, region: Region, same: SameModel
-) -> tuple[Region, dict[str, Any], list[str]]:
+def settled(plans: PlanAtSizes, plan: SymbolicPlan, region: Region) -> tuple[Region, dict[str, Any], list[str]]:
     """The part of a region that a plan is for.
-
-    Args:
-        same: what the model does with sizes there.
 
     Returns:
         it, what was shown and measured of it, and why it ends where it does.
@@ -60,7 +53,7 @@ def settled(
     Raises:
         LawError: a law does not hold where the plan was made.
     """
-    seen, reasons = _Seen(plans, plan, same), list[str]()
+    seen, reasons = _Seen(plans, plan), list[str]()
     for _ in range(STEPS):
         try:
             laws, peaks = _laws(seen, region)
@@ -94,7 +87,7 @@ def _model(seen: _Seen, region: Region, free: list[int]) -> None:
         Unfit: it is not.
     """
     made_at = seen.plans.sizes
-    other = seen.same.differs(seen.plan.graph, region)
+    other = seen.plans.same.differs(seen.plan.graph, region)
     if other is not None:
         raise Unfit(other[1], free, f"'{other[0]}' has another shape at {_text(seen, other[1])}")
     for sizes in region.corners():
@@ -106,8 +99,8 @@ def _model(seen: _Seen, region: Region, free: list[int]) -> None:
 
 
 def _other_graph(seen: _Seen, sizes: Sizes) -> str:
-    """Why the plan's graph is not the model's at some sizes, nothing where it is: lifted and rewritten there once more, or by its
-    values where a size is smaller (1 is broadcast).
+    """Why the plan's graph is not the model's at some sizes, nothing where it is: lifted and rewritten there once more, or by
+    its values where a size is smaller (1 is broadcast).
     """
     if sizes in seen.shown or sizes == seen.plans.sizes:
         return ""

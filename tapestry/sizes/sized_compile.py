@@ -64,9 +64,7 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
     work = _Compilation(options, asked, report, lift.read_model(options.model, False), [asked.region])
     while work.left:
         if len(work.regions) == MOST_REGIONS:
-            rest = work.left[-1].shown(asked.symbols)
-            why = "; ".join(dict.fromkeys(e for r in work.regions for e in r.about["ends"]))[:600]
-            raise TapestryError(f"{MOST_REGIONS} plans do not cover the sizes", where="--shape", why=f"left: {rest}; {why}")
+            raise _too_many(work, work.left[-1], [e for r in work.regions for e in r.about["ends"]])
         _plan(work, work.left.pop())
     graph = work.regions[0].build.plan.graph
     bound = bound_inputs(work.source, asked.symbols, asked.fixed, work.regions[0].made_at)
@@ -77,6 +75,12 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
     first = replace(first, build=replace(first.build, report=document))
     regions = (replace(sized.regions[0], build=first.build), *sized.regions[1:])
     return CompiledSizes(first=first, sized=replace(sized, regions=regions))
+
+
+def _too_many(work: _Compilation, left: Region, why: Sequence[str]) -> TapestryError:
+    reasons = "; ".join(dict.fromkeys(why))[:600]
+    what = f"{MOST_REGIONS} plans do not cover the sizes"
+    return TapestryError(what, where="--shape", why=f"left: {left.shown(work.asked.symbols)}; {reasons}")
 
 
 def describe(sized: SizedBuild) -> dict[str, Any]:
@@ -99,9 +103,9 @@ def _plan(work: _Compilation, whole: Region) -> None:
     whole, made_at = same.region, same.grid.made_at
     compiled = pipeline.compile_model(_at(work, made_at), work.report)
     constants = model_evidence.arrays(compiled.build.plan.graph, compiled.constants)
-    plans = PlanAtSizes(replace(options, shapes=work.asked.fixed), symbols, compiled.build, made_at, constants)
+    plans = PlanAtSizes(replace(options, shapes=work.asked.fixed), symbols, compiled.build, made_at, constants, same)
     region, places, plan, why = _fitted(plans, whole)
-    region, facts, reasons = settled(plans, plan, region, same)
+    region, facts, reasons = settled(plans, plan, region)
     work.left += without(whole, region)
     about = {
         "made_at": dict(zip(symbols, made_at, strict=True)),
@@ -123,6 +127,8 @@ def _one_model(work: _Compilation, whole: Region) -> SameModel:
     while True:
         made_at = middle(whole, parts)
         found = same_model(work.source, bound_inputs(work.source, symbols, fixed_sizes, made_at), symbols, whole, made_at)
+        if not found.shapes and math.prod(map(len, found.grid.along)) > MOST_REGIONS - len(work.regions):
+            raise _too_many(work, whole, found.reasons)
         if middle(found.region, parts) == made_at:
             return found
         whole = found.region
@@ -134,7 +140,8 @@ def _fitted(plans: PlanAtSizes, region: Region) -> tuple[Region, dict[int, Formu
     while True:
         free = [k for k in range(len(plans.symbols)) if len(region.along(k)) > 1]
         try:
-            return region, *plans.with_sizes(_near(free, plans.sizes)), why
+            near = _near(free, plans.sizes) + [n for n in plans.same.grid.telling() if n in region]
+            return region, *plans.with_sizes(list(dict.fromkeys(near))), why
         except (OtherPlan, ModelError) as e:
             if not free:
                 raise

@@ -15,6 +15,8 @@ from tapestry import api, pipeline
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.torch_cpu import native
 from tapestry.errors import TapestryError
+from tapestry.lift import onnx_to_graph as lift
+from tapestry.lift.sizes.model_sizes import same_model
 from tapestry.pass_runner import Runner
 from tapestry.saved_build import verify_build
 from tapestry.sizes.sized_plans import PlanAtSizes
@@ -53,7 +55,8 @@ def made_for(c: tapestry.Compiled, sizes: dict[str, int]) -> api.Session:
         model=Path(c.build.model), topology="cpu", stages="1",
         mesh=c.build.plan.mesh, pins=c.report["requests"]["pins"], micro_batches="1",
     )  # fmt: skip
-    plans = PlanAtSizes(options, s.symbols, r.build, r.made_at, {})
+    same = same_model(lift.read_model(options.model, False), s.inputs, s.symbols, r.region, r.made_at)
+    plans = PlanAtSizes(options, s.symbols, r.build, r.made_at, {}, same)
     graph = replace(plans.graph(n), weights=r.build.plan.graph.weights)
     build = replace(at, plan=replace(at.plan, graph=graph), program=plans.lowered(graph, n))
     return api.open_session(build, r.constants)

@@ -9,6 +9,7 @@ something that is not understood, nothing is said of any other size, and the nod
 
 from __future__ import annotations
 
+import math
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,11 +32,12 @@ from tapestry.lift.normalize.prepare import infer
 from tapestry.lift.onnx_to_graph import ModelSource, bind_symbols, input_dims
 from tapestry.lift.sizes.shape_rules import RULES, Known, NoRule, Shape, Site
 from tapestry.lift.sizes.size_columns import Array, Grid, box_without
-from tapestry.lift.sizes.static_values import Call, evaluated
+from tapestry.lift.sizes.static_values import CELLS, Call, evaluated
 
-CELLS = 1 << 16  # of a value that is known
 UNALIGNED = frozenset({"ConvTranspose", "GRU", "LSTM", "RNN"})  # of several inputs, none of which is broadcast
 CASES = 4096  # at which a node is run or inferred one by one
+MALFORMED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What goes wrong on a model that contradicts itself, which is said where it is lifted."""
 Scope = MutableMapping[str, Known]
 
 
@@ -112,7 +114,7 @@ def same_model(
     try:
         walk = _Walk(_copied(source.model), grid, symbols)
         walk.top(inputs)
-    except NotUnderstood as e:
+    except (NotUnderstood, *MALFORMED) as e:
         return SameModel(region=Region(made_at, made_at, {}), grid=grid, reasons=(str(e),), shapes={})
     bad = ~walk.good
     if bad[grid.place]:  # the model contradicts itself there, as lifting says
@@ -282,7 +284,7 @@ class _Walk:
         if static and is_standard(node) and there:
             values = [None if k is None else k.value for k in ins]
             found = evaluated(Call(node.op_type, values, len(self.symbols), given, self.version))
-            if found is not None and found.size <= CELLS * self.good.size:
+            if found is not None:
                 return [self.value(found)]
         for k in there:
             self.consume(where, k)
@@ -400,9 +402,11 @@ class _Walk:
         if len(first) > CASES:
             raise NotUnderstood(f"{where} is not understood: it has {len(first):,} cases")
         places: list[Any] = [np.unravel_index(at, wide[0].shape) for at in first]
-        if all(k.value is not None for k in there):
-            return self._run(node, ins, places, which.reshape(wide[0].shape), where)
         dims = self._inferred(node, ins, places, where)
+        if all(k.value is not None for k in there):
+            if any(math.prod(shape) > CELLS for found in dims for shape in found or ()):
+                raise NotUnderstood(f"{where} gives a large tensor of what follows from sizes")
+            return self._run(node, ins, places, which.reshape(wide[0].shape), where)
         out: list[Known] = []
         for found in dims:
             if found is None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,20 @@ Array = np.ndarray[Any, Any]
 MOST = 1 << 22  # sizes of a region
 DIVISORS = 64  # of a quotient
 DEGREE = 3  # of a polynomial, along each symbol
+CHANCE = 64  # sizes at which a polynomial may be right because it was made to be
 
 
 @dataclass(frozen=True)
 class Grid:
-    """All sizes of a region, and those near which expressions are looked for."""
+    """All sizes of a region, and those near which expressions are looked for.
+
+    Attributes:
+        quotients: with a divisor of more than 1, that gave columns.
+    """
 
     region: Region
     made_at: Sizes
+    quotients: set[Formula] = field(default_factory=set[Formula], compare=False)
 
     def __post_init__(self) -> None:
         """Refuse more sizes than are looked at.
@@ -72,6 +78,26 @@ class Grid:
         top = sum((self.axis(k) * c for k, c in enumerate(formula.coefs) if c), self.constant(formula.const))
         return top // formula.div
 
+    def telling(self) -> list[Sizes]:
+        """Sizes at which no two of the quotients, and none and a constant, differ by one number alone."""
+        out = list[Sizes]()
+        for k, some in enumerate(self.along):
+            rows = [np.zeros_like(some), *(f.coefs[k] * some + self._others(f, k) for f in self.quotients)]
+            divisors = [1, *(f.div for f in self.quotients)]
+            lines = list({tuple((row // d).tolist()): row // d for row, d in zip(rows, divisors, strict=True)}.values())
+            chosen = [self.place[k]]
+            for a, b in combinations(lines, 2):
+                gap = a - b
+                if (gap[chosen] == gap[chosen[0]]).all() and (gap != gap[chosen[0]]).any():
+                    others = np.flatnonzero(gap != gap[chosen[0]])
+                    chosen.append(int(others[np.abs(others - self.place[k]).argmin()]))
+            out += [tuple(int(some[p]) if j == k else n for j, n in enumerate(self.made_at)) for p in chosen[1:]]
+        return out
+
+    def _others(self, f: Formula, k: int) -> int:
+        """What a quotient's sum has beside its term of a symbol."""
+        return f.const + sum(c * n for j, (c, n) in enumerate(zip(f.coefs, self.made_at, strict=True)) if j != k)
+
     def first(self, mask: Array, region: Region) -> Sizes | None:
         """Sizes of a part of the region at which a column of truths is set."""
         if not mask.any():
@@ -95,20 +121,24 @@ class Grid:
         best: Array = column == self.here(column)
         if best.all() or column.dtype.kind not in "iu":
             return best
-        for expression in self._expressions(column):
-            mask = expression == column
-            if mask.all():
-                return mask
-            if mask.sum() > 2 * best.sum():
-                best = mask
+        taken: Formula | None = None
+        for formula in self._expressions(column):
+            mask = (self._polynomial(column) if formula is None else self.given_by(formula)) == column
+            often = 2 * best.sum() if formula is not None else max(2 * best.sum(), CHANCE)
+            if mask.all() or mask.sum() > often:
+                best, taken = mask, formula
+            if best.all():
+                break
+        if taken is not None and taken.div > 1:
+            self.quotients.add(taken)
         return best
 
-    def _expressions(self, column: Array) -> Iterator[Array]:
+    def _expressions(self, column: Array) -> Iterator[Formula | None]:
         column = column.astype(np.int64)
         yield from (found for d in range(1, DIVISORS + 1) if (found := self._quotient(column, d)) is not None)
-        yield self._polynomial(column)
+        yield None
 
-    def _quotient(self, column: Array, d: int) -> Array | None:
+    def _quotient(self, column: Array, d: int) -> Formula | None:
         """The quotient with a divisor that gives what is in a column near ``made_at``."""
         value, slopes = int(self.here(column)), list[int]()
         near = [self._window(k, d) if n > 1 else [0] for k, n in enumerate(column.shape)]
@@ -126,7 +156,7 @@ class Grid:
         index = np.ix_(*near)
         least = d * column[index] - np.broadcast_to(top, column.shape)[index]
         low, high = int(least.max()), int(least.min()) + d - 1
-        return None if low > high else (top + low) // d
+        return None if low > high else Formula(tuple(slopes), low, d)
 
     def _window(self, k: int, reach: int) -> list[int]:
         """Places of a symbol's sizes that are no further from ``made_at`` than that."""
@@ -135,6 +165,7 @@ class Grid:
 
     def _polynomial(self, column: Array) -> Array:
         """Newton's polynomial through what is near ``made_at``, of a degree that leaves sizes to hold it to."""
+        column = column.astype(np.int64)
         index, bases = list[list[int]](), list[Array]()
         for k, (some, at) in enumerate(zip(self.along, self.place, strict=True)):
             if column.shape[k] == 1:

@@ -7,6 +7,7 @@ that is not here is run size by size (`model_sizes`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import onnx
 from onnx import numpy_helper
 
 Array = np.ndarray[Any, Any]
+CELLS = 1 << 16  # of a value at one size
+NUMBERS = 1 << 25  # of a value at all sizes
 Operator = Callable[["Call"], Array | None]
 
 
@@ -63,16 +66,32 @@ class Call:
         for v in self.ins:
             if v is not None:
                 out.append(v.reshape(*v.shape[: self.axes], *(1,) * (rank - v.ndim), *v.shape[self.axes :]))
+        self.bounded(np.broadcast_shapes(*(v.shape for v in out)))
         return out
+
+    def bounded(self, shape: Sequence[int]) -> None:
+        """Refuse to make more numbers than are kept.
+
+        Raises:
+            ValueError: it is more.
+        """
+        if math.prod(shape[self.axes :]) > CELLS or math.prod(shape) > NUMBERS:
+            raise ValueError(f"{shape} are too many numbers")
 
 
 def evaluated(call: Call) -> Array | None:
-    """What a node gives at all sizes; None where it is not known here, or is no tensor of one shape."""
+    """What a node gives at all sizes; None where it is not known here, is no tensor of one shape, or is a large one."""
     found = OPERATORS.get(call.kind)
     if found is None or not call.ins or any(v is None for v in call.ins[:1]):
         return None
-    with np.errstate(all="ignore"):
-        return found(call)
+    try:
+        with np.errstate(all="ignore"):
+            out = found(call)
+        if out is not None:
+            call.bounded(out.shape)
+    except (ValueError, IndexError, TypeError):  # as numpy has it: what is wrong with it is said where it is lifted
+        return None
+    return out
 
 
 def _cellwise(f: Callable[..., Array]) -> Operator:
@@ -127,6 +146,8 @@ def _clip(c: Call) -> Array:
 def _concat(c: Call) -> Array:
     ins = [c.x(k) for k in range(len(c.ins))]
     sizes = np.broadcast_shapes(*(v.shape[: c.axes] for v in ins))
+    for v in ins:
+        c.bounded((*sizes, *v.shape[c.axes :]))
     whole = [np.broadcast_to(v, (*sizes, *v.shape[c.axes :])) for v in ins]
     return np.concatenate(whole, axis=c.axis(int(c.given["axis"]), c.rank()))
 
@@ -150,6 +171,7 @@ def _gather(c: Call) -> Array | None:
     axis = c.axis(int(c.given.get("axis", 0)), c.rank())
     size = data.shape[axis]
     at = np.clip(np.where(at < 0, at + size, at), 0, size - 1)  # what is outside is refused where it is lifted
+    c.bounded((*data.shape[:axis], *data.shape[axis + 1 :], *at.shape[c.axes :]))
     if all(n == 1 for n in at.shape[: c.axes]):
         return np.take(data, at.reshape(at.shape[c.axes :]), axis=axis)
     if c.rank() != 1:
@@ -202,16 +224,13 @@ def _reshape(c: Call) -> Array | None:
 
 
 def _range(c: Call) -> Array | None:
-    count = c.fixed(1), c.fixed(0), c.fixed(2)
     if c.x().dtype.kind not in "iu":
         return None
     start, limit, delta = (c.x(k).reshape(c.x(k).shape[: c.axes]) for k in range(3))
-    if all(v is not None for v in count):
-        found = np.arange(int(start.flat[0]), int(limit.flat[0]), int(delta.flat[0]), dtype=c.x().dtype)
-        return found.reshape(*(1,) * c.axes, -1)
     lengths = np.maximum(0, -((start - limit) // np.where(delta == 0, 1, delta)))
     if lengths.min() != lengths.max() or (delta == 0).any():
         return None
+    c.bounded((*lengths.shape, int(lengths.flat[0])))
     return start[..., None] + delta[..., None] * np.arange(int(lengths.flat[0]), dtype=c.x().dtype)
 
 
@@ -233,7 +252,7 @@ def _constant_of_shape(c: Call) -> Array | None:
         return None
     value = c.given.get("value")
     number = np.zeros(1, np.float32) if value is None else numpy_helper.to_array(value)
-    return np.full((*(1,) * c.axes, *shape), number.reshape(-1)[0], number.dtype)
+    return np.broadcast_to(number.reshape(-1)[0], (*(1,) * c.axes, *shape))
 
 
 OPERATORS: dict[str, Operator] = {
