@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
-from tapestry.errors import TapestryError
+from tapestry.errors import LawError, TapestryError
 from tapestry.ir.sizes.size_formula import Region
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.sizes.model_sizes import SameModel, bound_inputs, same_model
 from tapestry.lift.sizes.size_columns import Grid
+from tapestry.saved_build import verify_build
 from tests.support.small_models import i64, net
 
 N = helper.make_node
@@ -138,12 +140,10 @@ def same(model: onnx.ModelProto, tmp_path: Path, low: tuple[int, ...], high: tup
     return same_model(source, bound_inputs(source, symbols, {}, at), symbols, Region(low, high, {}), at)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n for n, (_, pieces) in CASES.items() if pieces])
 def test_a_model_is_one_exactly_where_its_sizes_say_so(name, tmp_path):
     model, pieces = CASES[name]
-    if pieces is None:
-        return
-    for n in range(1, 41):
+    for n in sorted({e + d for piece in pieces for e in piece for d in (-2, 0, 2)} & {*range(1, 41)}):
         found = same(model, tmp_path, (1,), (40,), (n,)).region
         assert n in range(found.low[0], found.high[0] + 1)
         around = [p for p in pieces if p[0] <= found.low[0] and found.high[0] <= p[1]]
@@ -161,6 +161,18 @@ def test_every_size_is_right(name, tmp_path):
     for n in range(9, 22):
         x = np.random.default_rng(n).standard_normal((n, 4)).astype(np.float32)
         np.testing.assert_allclose(c.run({"x": x})["y"], peer.run(["y"], {"x": x})[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_region_over_a_branch_is_refused(tmp_path):
+    """Where every law of the plan holds, and the shapes at both ends are the model's."""
+    onnx.save(CASES["equal"][0], tmp_path / "m.onnx")
+    c, wide = tapestry.compile(tmp_path / "m.onnx", topology="cpu", shapes={"n": "14..21"}), Region((9,), (21,), {})
+    assert c.sized is not None and len(c.sized.regions) == 1
+    region = replace(c.sized.regions[0], region=wide)
+    replace(c, sized=replace(c.sized, asked=wide, regions=(region,))).save(tmp_path / "b")
+    with pytest.raises(LawError, match="another one at some sizes") as e:
+        verify_build(tmp_path / "b")
+    assert "n = 13" in e.value.why
 
 
 def test_what_is_not_understood_names_its_node(tmp_path):
