@@ -25,7 +25,7 @@ def fitted(
     Args:
         values: [sizes, columns].
         divisors: the d to try, the first that fits is taken.
-        known: quotients one of which, and a number more, is tried where 1 does not fit.
+        known: quotients, multiples of which are tried where 1 does not fit.
 
     Returns:
         formulas by column, of those that are not the same at all sizes; and the columns that no formula fits.
@@ -49,16 +49,29 @@ def _formula(
     column: Sequence[int], sizes: Sequence[Sizes], divisors: Sequence[int], known: Sequence[Formula]
 ) -> Formula | None:
     plain = _with_divisor(column, sizes, 1)
-    more = (_more(column, sizes, f) for f in known)
-    return (
-        plain or next(filter(None, more), None) or next(filter(None, (_with_divisor(column, sizes, d) for d in divisors)), None)
-    )
+    if plain is not None:
+        return plain
+    of_known = next(filter(None, (_multiple(column, sizes, f) for f in known)), None)
+    if of_known is not None:
+        return of_known
+    found = next(filter(None, (_with_divisor(column, sizes, d) for d in divisors)), None)
+    step = gcd(*(v - column[0] for v in column))
+    if found is not None or step == 1:
+        return found
+    steps = [(v - column[0]) // step for v in column]
+    found = next(filter(None, (_with_divisor(steps, sizes, d) for d in divisors)), None)
+    return None if found is None else found.scaled(step, column[0])
 
 
-def _more(column: Sequence[int], sizes: Sequence[Sizes], f: Formula) -> Formula | None:
-    """The formula plus a number, if that is the column."""
-    gaps = {v - f.at(size) for v, size in zip(column, sizes, strict=True)}
-    return Formula(f.coefs, f.const + gaps.pop() * f.div, f.div) if len(gaps) == 1 else None
+def _multiple(column: Sequence[int], sizes: Sequence[Sizes], f: Formula) -> Formula | None:
+    """So many times a formula and a number, if that is the column."""
+    values = [f.at(size) for size in sizes]
+    other = next((k for k, v in enumerate(values) if v != values[0]), None)
+    if other is None or (column[other] - column[0]) % (values[other] - values[0]):
+        return None
+    times = (column[other] - column[0]) // (values[other] - values[0])
+    found = f.scaled(times, column[0] - times * values[0]) if times else None
+    return found if found is not None and [found.at(size) for size in sizes] == list(column) else None
 
 
 def _with_divisor(column: Sequence[int], sizes: Sequence[Sizes], d: int) -> Formula | None:

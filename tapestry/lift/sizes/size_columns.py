@@ -76,7 +76,7 @@ class Grid:
     def given_by(self, formula: Formula) -> Array:
         """What a formula gives, as a column."""
         top = sum((self.axis(k) * c for k, c in enumerate(formula.coefs) if c), self.constant(formula.const))
-        return top // formula.div
+        return formula.times * (top // formula.div) + formula.plus
 
     def telling(self) -> list[Sizes]:
         """Sizes at which no two of the quotients, and none and a constant, differ by one number alone."""
