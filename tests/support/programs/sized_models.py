@@ -73,25 +73,17 @@ def shorter() -> onnx.ModelProto:
 
 
 def patches() -> onnx.ModelProto:
-    """Patches of four cells of a length, two linear layers over them, and every second one of the result."""
+    """Patches of four cells of a length, and two linear layers over them."""
     nodes = [
         N("Conv", ["x", "w1"], ["a"], name="patch", strides=[4]), N("Transpose", ["a"], ["t"], name="turn", perm=[0, 2, 1]),
         N("MatMul", ["t", "w2"], ["h"], name="up"), N("Relu", ["h"], ["r"], name="relu"),
-        N("Slice", ["r", "zero", "end", "one", "two"], ["s"], name="every_second"), N("MatMul", ["s", "w3"], ["y"], name="down"),
+        N("MatMul", ["r", "w3"], ["y"], name="down"),
     ]  # fmt: skip
-    weights = {"w1": f32(16, 4, 4), "w2": f32(16, 24), "w3": f32(24, 8), "zero": i64(0), "one": i64(1), "two": i64(2)}
-    weights["end"] = i64(1 << 40)
+    weights = {"w1": f32(16, 4, 4), "w2": f32(16, 24), "w3": f32(24, 8)}
     return net(nodes, {"x": (T.FLOAT, [2, 4, "length"])}, {"y": T.FLOAT}, weights)
 
 
-def longer() -> onnx.ModelProto:
-    """Rows behind other rows, and a linear layer over all of them."""
-    nodes = [N("Concat", ["past", "x"], ["all"], name="all", axis=0), N("Gemm", ["all", "w"], ["y"], name="up")]
-    ins = {"past": (T.FLOAT, ["m", 12]), "x": (T.FLOAT, ["n", 12])}
-    return net(nodes, ins, {"y": T.FLOAT}, {"w": f32(12, 20)})
-
-
-MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter, patches, longer)}
+MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter, patches)}
 PINS = {
     "patches": ("up:x1=2@d0",),
     "longer": ("up:i=2@d0",),
