@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 
 from tapestry import build_report, model_evidence
 from tapestry.build import sized_builds, store
-from tapestry.build.sized_builds import SizedBuild
+from tapestry.build.sized_builds import SizedBuild, SizedRegion
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of, kernel_text_of
 from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
+from tapestry.lift import onnx_to_graph as lift
+from tapestry.lift.sizes import model_sizes
 from tapestry.plugins import entry_points as plugins
 from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
@@ -74,6 +77,7 @@ def _sizes(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> list[model_
     """
     laws["sizes"] = sized_laws.cover([r.region for r in sized.regions], sized.asked, sized.symbols)
     found: list[model_evidence.Evidence] = []
+    source = lift.read_model(Path(sized.regions[0].build.model), False)
     for k, r in enumerate(sized.regions):
         where = f"region {k}: {r.region.shown(sized.symbols)}"
         if k:
@@ -82,7 +86,7 @@ def _sizes(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> list[model_
         if r.about.get("largest_peak_bytes") != peaks:
             why = f"it says {r.about.get('largest_peak_bytes')}, they are {peaks}"
             raise LawError("report", "the largest peaks are not the plan's", where=where, why=why)
-        laws["sizes"] += sum(done.values())
+        laws["sizes"] += sum(done.values()) + _one_model(source, sized, r, where)
         for sizes in dict.fromkeys((next(iter(r.region.corners())), r.region.near(r.made_at))):
             if sizes != r.made_at:
                 graph, data = r.plan.at(sizes)[0], {t: r.constants[at : at + n] for t, (at, n) in r.build.constants.items()}
@@ -92,6 +96,22 @@ def _sizes(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> list[model_
                 laws["sizes"] += sum(counts.values())
                 found.append({**evidence, "sizes": dict(zip(sized.symbols, sizes, strict=True))})
     return found
+
+
+def _one_model(source: lift.ModelSource, sized: SizedBuild, r: SizedRegion, where: str) -> int:
+    """The model does the same with all sizes of a region, and its shapes are those of the plan; how many sizes that is.
+
+    Raises:
+        LawError: it does not, or they are not.
+    """
+    same = model_sizes.same_model(source, sized.inputs, sized.symbols, r.region, r.made_at)
+    if not all(sizes in same.region for sizes in r.region.corners()):
+        raise LawError("sizes", "the model is another one at some sizes", where=where, why="; ".join(same.reasons)[:400])
+    other = same.differs(r.plan.graph, r.region)
+    if other is not None:
+        at = ", ".join(f"{s} = {n}" for s, n in zip(sized.symbols, other[1], strict=True))
+        raise LawError("sizes", f"'{other[0]}' has another shape in the model", where=where, why=f"at {at}")
+    return math.prod(len(r.region.along(k)) for k in range(len(sized.symbols)))
 
 
 def _state(build: store.Build) -> dict[str, int]:

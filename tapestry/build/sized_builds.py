@@ -129,6 +129,8 @@ class _Formula(msgspec.Struct, forbid_unknown_fields=True):
     const: int
     div: int
     places: tuple[int, ...]
+    times: int = 1
+    plus: int = 0
 
 
 class _Region(msgspec.Struct, forbid_unknown_fields=True):
@@ -159,7 +161,7 @@ def files_of(sized: SizedBuild) -> dict[str, bytes]:
         places: dict[Formula, list[int]] = {}
         for at, f in r.places.items():
             places.setdefault(f, []).append(at)
-        rows = [_Formula(f.coefs, f.const, f.div, tuple(at)) for f, at in places.items()]
+        rows = [_Formula(f.coefs, f.const, f.div, tuple(at), f.times, f.plus) for f, at in places.items()]
         of = r.region
         regions.append(_Region(of.low, of.high, dict(of.among), r.made_at, rows, dict(r.about)))
         files |= {f"{REGIONS}/{k}/{name}": data for name, data in r.files.items()}
@@ -211,8 +213,12 @@ def _region(folder: Path, path: Path, k: int, r: _Region, first: Build, symbols:
     graph = replace(build.plan.graph, weights={})
     integers = flat(graph, build.program).integers
     for f in r.formulas:
-        sane = len(f.coefs) == len(r.made_at) == symbols and 0 < f.div < MOST and max(map(abs, (*f.coefs, f.const))) < MOST
-        formula = Formula(f.coefs, f.const, f.div)
+        sane = (
+            len(f.coefs) == len(r.made_at) == symbols
+            and 0 < f.div < MOST
+            and max(map(abs, (*f.coefs, f.const, f.times, f.plus))) < MOST
+        )
+        formula = Formula(f.coefs, f.const, f.div, f.times, f.plus)
         if not sane or not all(0 <= at < len(integers) and integers[at] == formula.at(r.made_at) for at in f.places):
             raise BuildError("a formula is not its plan's", where=str(path), hint="compile the model again")
         places |= dict.fromkeys(f.places, formula)

@@ -80,11 +80,14 @@ def _sizes(symbol: str, value: Any) -> Sequence[int]:
 
 
 def middle(region: Region, parts: int) -> Sizes:
-    """Sizes for which the plan of a region is made: the geometric mean of each symbol's, even parts where there is room."""
+    """Sizes for which the plan of a region is made: the geometric mean of each symbol's, even parts where there is room.
+
+    Not 1, where there are others: an axis of 1 is broadcast.
+    """
     out: list[int] = []
     for k in range(len(region.low)):
         some = region.along(k)
-        mean = round(math.sqrt(some[0] * some[-1]))
+        mean = min(max(2, round(math.sqrt(some[0] * some[-1]))), some[-1])
         even = -(-mean // parts) * parts
         near = even if even <= some[-1] else mean
         out.append(near if k not in region.among else min(some, key=lambda n: abs(math.log(n / mean))))

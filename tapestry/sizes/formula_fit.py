@@ -2,7 +2,7 @@
 
 ``floor((p . n + q) / d)`` has the slope p / d along each symbol between sizes that differ by a multiple of d; what q may then
 be is an interval for each size, and all of them have a common one or the guess fails. A size for each remainder modulo d
-makes the formula unique.
+makes the formula unique; so do quotients that the model is known to make of its sizes, which are tried before others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from tapestry.ir.sizes.size_formula import Formula, Sizes
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-def fitted(values: Array, sizes: Sequence[Sizes], divisors: Sequence[int]) -> tuple[dict[int, Formula], list[int]]:
+def fitted(
+    values: Array, sizes: Sequence[Sizes], divisors: Sequence[int], known: Sequence[Formula] = ()
+) -> tuple[dict[int, Formula], list[int]]:
     """Formulas of columns of integers.
 
     Args:
         values: [sizes, columns].
         divisors: the d to try, the first that fits is taken.
+        known: quotients, multiples of which are tried where 1 does not fit.
 
     Returns:
         formulas by column, of those that are not the same at all sizes; and the columns that no formula fits.
@@ -32,7 +35,7 @@ def fitted(values: Array, sizes: Sequence[Sizes], divisors: Sequence[int]) -> tu
     if not len(changing):
         return out, failed
     distinct, which = np.unique(values[:, changing], axis=1, return_inverse=True)
-    found = [_formula(column, sizes, divisors) for column in distinct.T.tolist()]
+    found = [_formula(column, sizes, divisors, known) for column in distinct.T.tolist()]
     for at, k in zip(changing.tolist(), which.reshape(-1).tolist(), strict=True):
         formula = found[k]
         if formula is None:
@@ -42,8 +45,33 @@ def fitted(values: Array, sizes: Sequence[Sizes], divisors: Sequence[int]) -> tu
     return out, failed
 
 
-def _formula(column: Sequence[int], sizes: Sequence[Sizes], divisors: Sequence[int]) -> Formula | None:
-    return next(filter(None, (_with_divisor(column, sizes, d) for d in divisors)), None)
+def _formula(
+    column: Sequence[int], sizes: Sequence[Sizes], divisors: Sequence[int], known: Sequence[Formula]
+) -> Formula | None:
+    plain = _with_divisor(column, sizes, 1)
+    if plain is not None:
+        return plain
+    of_known = next(filter(None, (_multiple(column, sizes, f) for f in known)), None)
+    if of_known is not None:
+        return of_known
+    found = next(filter(None, (_with_divisor(column, sizes, d) for d in divisors)), None)
+    step = gcd(*(v - column[0] for v in column))
+    if found is not None or step == 1:
+        return found
+    steps = [(v - column[0]) // step for v in column]
+    found = next(filter(None, (_with_divisor(steps, sizes, d) for d in divisors)), None)
+    return None if found is None else found.scaled(step, column[0])
+
+
+def _multiple(column: Sequence[int], sizes: Sequence[Sizes], f: Formula) -> Formula | None:
+    """So many times a formula and a number, if that is the column."""
+    values = [f.at(size) for size in sizes]
+    other = next((k for k, v in enumerate(values) if v != values[0]), None)
+    if other is None or (column[other] - column[0]) % (values[other] - values[0]):
+        return None
+    times = (column[other] - column[0]) // (values[other] - values[0])
+    found = f.scaled(times, column[0] - times * values[0]) if times else None
+    return found if found is not None and [found.at(size) for size in sizes] == list(column) else None
 
 
 def _with_divisor(column: Sequence[int], sizes: Sequence[Sizes], d: int) -> Formula | None:

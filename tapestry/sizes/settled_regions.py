@@ -81,31 +81,41 @@ def _laws(seen: _Seen, region: Region) -> tuple[dict[str, int], list[int]]:
 
 
 def _model(seen: _Seen, region: Region, free: list[int]) -> None:
-    """At the ends and all corners of the region the model must give the same graph: lifted and rewritten once more; else, where
-    a size is smaller, the same values. Which of two sizes is the larger is seen where one is least and the other most.
+    """Shapes are the model's at all sizes, and the graph is it at all corners.
 
     Raises:
-        Unfit: it does not.
+        Unfit: it is not.
     """
     made_at = seen.plans.sizes
-    ends = [
-        (tuple(end(region.along(k)) if j == k else n for j, n in enumerate(made_at)), (k,)) for k in free for end in (min, max)
-    ]
-    ends += [(corner, tuple(free)) for corner in region.corners()] if len(free) > 1 else []
-    for sizes, blame in ends:
-        if sizes in seen.shown or sizes == made_at:
-            continue
-        mine = replace(seen.plan.at(sizes)[0], weights={})
-        try:
-            if flat(seen.plans.graph(sizes)) == flat(mine):
-                seen.shown[sizes] = "lifted again"
-                continue
-            why = "the model's graph is another one"
-        except TapestryError as e:
-            why = e.what
-        if all(n >= m for n, m in zip(sizes, made_at, strict=True)) or not _same_values(seen, sizes):
-            raise Unfit(sizes, blame, f"{why} at {_text(seen, sizes)}")
-        seen.shown[sizes] = "values"
+    other = seen.plans.same.differs(seen.plan.graph, region)
+    if other is not None:
+        raise Unfit(other[1], free, f"'{other[0]}' has another shape at {_text(seen, other[1])}")
+    for sizes in region.corners():
+        why = _other_graph(seen, sizes)
+        if why:
+            ends = {k: tuple(n if j == k else m for j, (n, m) in enumerate(zip(sizes, made_at, strict=True))) for k in free}
+            blame = [k for k, end in ends.items() if end != made_at and len(free) > 1 and _other_graph(seen, end)]
+            raise Unfit(sizes, blame or free, f"{why} at {_text(seen, sizes)}")
+
+
+def _other_graph(seen: _Seen, sizes: Sizes) -> str:
+    """Why the plan's graph is not the model's at some sizes, nothing where it is: lifted and rewritten there once more, or by
+    its values where a size is smaller (1 is broadcast).
+    """
+    if sizes in seen.shown or sizes == seen.plans.sizes:
+        return ""
+    mine, why = replace(seen.plan.at(sizes)[0], weights={}), ""
+    try:
+        if flat(seen.plans.graph(sizes)) == flat(mine):
+            seen.shown[sizes] = "lifted again"
+            return ""
+        why = "the model's graph is another one"
+    except TapestryError as e:
+        why = e.what
+    if all(n >= m for n, m in zip(sizes, seen.plans.sizes, strict=True)) or not _same_values(seen, sizes):
+        return why
+    seen.shown[sizes] = "values"
+    return ""
 
 
 def _corner(region: Region, end: Any) -> Sizes:

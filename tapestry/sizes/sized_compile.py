@@ -1,14 +1,14 @@
 """Compiling for a range of sizes: plans made at some sizes, each for the region in which it is proved and not much worse.
 
-A region begins as all that is left of what was asked for. A plan is made in its middle; where the plan's laws, or the model,
-say otherwise at some sizes, or another plan is much faster there (`settled_regions.WORSE`), the region shrinks, and what it
-leaves is another one.
+A region begins as all that is left of what was asked for, as far as the model is one there (`model_sizes`). A plan is made in
+its middle; where the plan's laws say otherwise at some sizes, or another plan is much faster there (`settled_regions.WORSE`),
+the region shrinks, and what it leaves is another one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.sizes.size_formula import Formula, Region, Sizes
 from tapestry.ir.sizes.symbolic_plan import SymbolicPlan
 from tapestry.lift import onnx_to_graph as lift
+from tapestry.lift.sizes.model_sizes import SameModel, bound_inputs, same_model
 from tapestry.pass_runner import Report
 from tapestry.sizes.asked_sizes import Asked, middle
 from tapestry.sizes.settled_regions import fixed, settled, without
@@ -42,6 +43,7 @@ class _Compilation:
     options: pipeline.Options
     asked: Asked
     report: Report
+    source: lift.ModelSource
     left: list[Region]
     compiled: list[pipeline.Compiled] = field(default_factory=list[pipeline.Compiled])
     regions: list[SizedRegion] = field(default_factory=list[SizedRegion])
@@ -60,20 +62,26 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
         raise TapestryError(what, where="--shape", hint="one size, or none of these")
     if options.target != "torch-cpu":
         raise TapestryError("a range of sizes is for torch-cpu", where="--target", hint="a build for each size")
-    work = _Compilation(options, asked, report, [asked.region])
+    work = _Compilation(options, asked, report, lift.read_model(options.model, False), [asked.region])
     while work.left:
         if len(work.regions) == MOST_REGIONS:
-            rest = work.left[-1].shown(asked.symbols)
-            why = "; ".join(dict.fromkeys(e for r in work.regions for e in r.about["ends"]))[:600]
-            raise TapestryError(f"{MOST_REGIONS} plans do not cover the sizes", where="--shape", why=f"left: {rest}; {why}")
+            raise _too_many(work, work.left[-1], [e for r in work.regions for e in r.about["ends"]])
         _plan(work, work.left.pop())
-    inputs = _inputs(options, asked, work.regions[0].build)
+    graph = work.regions[0].build.plan.graph
+    bound = bound_inputs(work.source, asked.symbols, asked.fixed, work.regions[0].made_at)
+    inputs = {t: bound.get(t, graph.tensors[t].shape) for t in graph.inputs}
     sized = SizedBuild(symbols=asked.symbols, asked=asked.region, inputs=inputs, regions=tuple(work.regions))
     first = work.compiled[0]
     document = {**first.build.report, "sizes": describe(sized)}
     first = replace(first, build=replace(first.build, report=document))
     regions = (replace(sized.regions[0], build=first.build), *sized.regions[1:])
     return CompiledSizes(first=first, sized=replace(sized, regions=regions))
+
+
+def _too_many(work: _Compilation, left: Region, why: Sequence[str]) -> TapestryError:
+    reasons = "; ".join(dict.fromkeys(why))[:600]
+    what = f"{MOST_REGIONS} plans do not cover the sizes"
+    return TapestryError(what, where="--shape", why=f"left: {left.shown(work.asked.symbols)}; {reasons}")
 
 
 def describe(sized: SizedBuild) -> dict[str, Any]:
@@ -88,32 +96,22 @@ def describe(sized: SizedBuild) -> dict[str, Any]:
     return {"symbols": list(sized.symbols), "asked": sized.asked.shown(sized.symbols), "regions": regions}
 
 
-def _inputs(options: pipeline.Options, asked: Asked, build: store.Build) -> dict[str, tuple[str | int, ...]]:
-    """For each axis of an input a symbol of those asked for, or its size."""
-    dims = lift.input_dims(lift.read_model(options.model, False).model, set())
-    unified: Mapping[str, str] = build.report.get("unified", {})
-    shapes = {t: build.plan.graph.tensors[t].shape for t in build.plan.graph.inputs}
-    out: dict[str, tuple[str | int, ...]] = {}
-    for name, shape in shapes.items():
-        named = [unified.get(str(d), d) for d in dims.get(name, shape)]
-        out[name] = tuple(d if d in asked.symbols else n for d, n in zip(named, shape, strict=True))
-    return out
-
-
 def _plan(work: _Compilation, whole: Region) -> None:
     """A plan in the middle of a region, for as much of it as it is good for; the rest is left."""
     options, symbols = work.options, work.asked.symbols
-    made_at = middle(whole, math.prod(a.size for a in options.mesh) if options.mesh else 1)
+    same = _one_model(work, whole)
+    work.left += without(whole, same.region)
+    whole, made_at = same.region, same.grid.made_at
     compiled = pipeline.compile_model(_at(work, made_at), work.report)
     constants = model_evidence.arrays(compiled.build.plan.graph, compiled.constants)
-    plans = PlanAtSizes(replace(options, shapes=work.asked.fixed), symbols, compiled.build, made_at, constants)
+    plans = PlanAtSizes(replace(options, shapes=work.asked.fixed), symbols, compiled.build, made_at, constants, same)
     region, places, plan, why = _fitted(plans, whole)
     region, facts, reasons = settled(plans, plan, region)
     work.left += without(whole, region)
     about = {
         "made_at": dict(zip(symbols, made_at, strict=True)),
         **{k: compiled.build.report[k] for k in ("objective_s", "lower_bound_s", "gap")},
-        **facts, "numbers": len(places), "formulas": len(set(places.values())), "ends": [*why, *reasons],
+        **facts, "numbers": len(places), "formulas": len(set(places.values())), "ends": [*same.reasons, *why, *reasons],
     }  # fmt: skip
     row = SizedRegion(
         region=region, build=compiled.build, made_at=made_at, places=places, plan=plan, about=about,
@@ -123,13 +121,28 @@ def _plan(work: _Compilation, whole: Region) -> None:
     work.regions.append(row)
 
 
+def _one_model(work: _Compilation, whole: Region) -> SameModel:
+    """The part of a region in which the model is one, around sizes in the middle of that part."""
+    symbols, fixed_sizes = work.asked.symbols, work.asked.fixed
+    parts = math.prod(a.size for a in work.options.mesh) if work.options.mesh else 1
+    while True:
+        made_at = middle(whole, parts)
+        found = same_model(work.source, bound_inputs(work.source, symbols, fixed_sizes, made_at), symbols, whole, made_at)
+        if not found.shapes and math.prod(map(len, found.grid.along)) > MOST_REGIONS - len(work.regions):
+            raise _too_many(work, whole, found.reasons)
+        if middle(found.region, parts) == made_at:
+            return found
+        whole = found.region
+
+
 def _fitted(plans: PlanAtSizes, region: Region) -> tuple[Region, dict[int, Formula], SymbolicPlan, list[str]]:
     """The plan with formulas; where none are found, with fewer symbols that vary."""
     why: list[str] = []
     while True:
         free = [k for k in range(len(plans.symbols)) if len(region.along(k)) > 1]
         try:
-            return region, *plans.with_sizes(_near(free, plans.sizes)), why
+            near = _near(free, plans.sizes) + [n for n in plans.same.grid.telling() if n in region]
+            return region, *plans.with_sizes(list(dict.fromkeys(near))), why
         except (OtherPlan, ModelError) as e:
             if not free:
                 raise

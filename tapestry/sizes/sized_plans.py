@@ -6,6 +6,7 @@ the same strategies. What differs in more than integers, or in an integer that n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,9 +22,11 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.program import Free, Program, Step, allocated
 from tapestry.ir.sizes.size_formula import Formula, Sizes
 from tapestry.ir.sizes.symbolic_plan import Flat, SymbolicPlan, alike, flat, with_formulas
+from tapestry.lift.sizes.model_sizes import SameModel
 from tapestry.plan.lower import lower
 from tapestry.sizes.formula_fit import fitted
 
+MOST_AROUND = 32  # sizes of a symbol at which strategies are lowered
 NOTHING = Program(devices=0, buffers={}, steps=(), outputs={})
 
 
@@ -44,6 +47,7 @@ class PlanAtSizes:
         symbols: those that have a range, in order.
         build: the plan, made at ``sizes``.
         constants: derived constants of the plan.
+        same: what the model does with its sizes.
         graphs: by sizes, without what a graph says of its weights.
     """
 
@@ -52,6 +56,7 @@ class PlanAtSizes:
     build: Build
     sizes: Sizes
     constants: Mapping[str, np.ndarray[Any, Any]]
+    same: SameModel
     graphs: dict[Sizes, Graph] = field(default_factory=dict[Sizes, Graph])
 
     def graph(self, sizes: Sizes) -> Graph:
@@ -86,7 +91,7 @@ class PlanAtSizes:
         Raises:
             OtherPlan: graphs differ in more than integers, or an integer has no formula.
         """
-        return self._fit([flat(g) for g in [self.base, *map(self.graph, sizes)]], sizes, (1, 2))
+        return self._fit([flat(g) for g in [self.base, *map(self.graph, sizes)]], sizes, (2, *self._divisors))
 
     def with_sizes(self, sizes: Sequence[Sizes]) -> tuple[dict[int, Formula], SymbolicPlan]:
         """The plan with formulas, by place of its integers, from graphs at some sizes.
@@ -97,11 +102,12 @@ class PlanAtSizes:
         of_graph = self.graph_formulas(sizes)
         graphs = with_formulas(self.base, NOTHING, of_graph)
         devices = self.build.program.devices
-        others = _around(self.sizes, devices) if devices > 1 else list(sizes)
+        period = devices * math.lcm(*self._divisors)
+        others = _around(self.sizes, min(period, MOST_AROUND)) if devices > 1 else list(sizes)
         programs = [self.build.program, *(self.lowered(graphs.at(n)[0], n) for n in others)]
         if flat(self.lowered(self.build.plan.graph, self.sizes)) != flat(self.build.program):
             raise OtherPlan("the plan's program is not that of its strategies", self.sizes)
-        divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+        divisors = [d for d in range(1, period + 1) if period % d == 0]
         of_program = self._fit([flat(p) for p in programs], others, divisors)
         behind = len(flat(self.base).integers)
         places = {**of_graph, **{behind + at: f for at, f in of_program.items()}}
@@ -120,6 +126,10 @@ class PlanAtSizes:
             raise OtherPlan("other transfers are needed", sizes)
         return replace(program, steps=tuple(steps[k] for k in self._order))
 
+    @property
+    def _divisors(self) -> list[int]:
+        return sorted({f.div for f in self.same.grid.quotients})
+
     @cached_property
     def _order(self) -> list[tuple[str, tuple[str, ...]]]:
         return [_key(s) for s in self.build.program.steps]
@@ -129,7 +139,8 @@ class PlanAtSizes:
         if other is not None:
             raise OtherPlan("the plan differs in more than sizes", sizes[other], _difference(flats[0], flats[other + 1]))
         values = np.array([f.integers for f in flats], np.int64)
-        found, failed = fitted(values, [self.sizes, *sizes], divisors)
+        known = sorted(self.same.grid.quotients, key=lambda f: (f.div, f.coefs, f.const))
+        found, failed = fitted(values, [self.sizes, *sizes], divisors, known)
         if failed:
             why = f"it is {', '.join(str(n) for n in values[:, failed[0]].tolist())}"
             raise OtherPlan("a number of the plan follows from its sizes by no quotient of a sum", sizes[0], why)

@@ -14,6 +14,8 @@ from tapestry import api, pipeline
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.torch_cpu import native
 from tapestry.errors import TapestryError
+from tapestry.lift import onnx_to_graph as lift
+from tapestry.lift.sizes.model_sizes import same_model
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.pass_runner import Runner
 from tapestry.saved_build import verify_build
@@ -29,6 +31,7 @@ CASES = [
     ("waves", 2, PINS["waves"], ("length=6..90",)),
     ("tokens", 1, (), ("batch=1..4", "sequence=1..70")),
     ("tokens", 2, (), ("batch=2..6", "sequence=7,20,64")),
+    ("patches", 1, (), ("length=8..90",)),
 ]
 
 
@@ -53,7 +56,8 @@ def made_for(c: tapestry.Compiled, sizes: dict[str, int]) -> api.Session:
         model=Path(c.build.model), topology="cpu", stages="1",
         mesh=c.build.plan.mesh, pins=c.report["requests"]["pins"], micro_batches="1",
     )  # fmt: skip
-    plans = PlanAtSizes(options, s.symbols, r.build, r.made_at, {})
+    same = same_model(lift.read_model(options.model, False), s.inputs, s.symbols, r.region, r.made_at)
+    plans = PlanAtSizes(options, s.symbols, r.build, r.made_at, {}, same)
     graph = replace(plans.graph(n), weights=r.build.plan.graph.weights)
     build = replace(at, plan=replace(at.plan, graph=graph), program=plans.lowered(graph, n))
     return api.open_session(build, r.constants)

@@ -1,4 +1,4 @@
-"""Integers that follow from sizes: ``floor((p . n + q) / d)`` of the sizes n of some symbols, in their order.
+"""Integers that follow from sizes: ``floor((p . n + q) / d)`` of the sizes n of some symbols, in order, or a multiple of that.
 
 A balanced cut of an affine size is one of these for each part, so that a plan for every size is a list of them: one set for
 each device, never one map over devices, which would multiply a device's number and a size.
@@ -16,15 +16,27 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """``floor((coefs . n + const) / div)``, div > 0."""
+    """``times * floor((coefs . n + const) / div) + plus``, div > 0."""
 
     coefs: tuple[int, ...]
     const: int
     div: int = 1
+    times: int = 1
+    plus: int = 0
 
     def at(self, sizes: Sequence[int]) -> int:
         """The value at some sizes."""
-        return (sum(c * n for c, n in zip(self.coefs, sizes, strict=True)) + self.const) // self.div
+        top = sum(c * n for c, n in zip(self.coefs, sizes, strict=True)) + self.const
+        return self.times * (top // self.div) + self.plus
+
+    def scaled(self, times: int, plus: int) -> Formula:
+        """So many times the formula, and a number: one way to write it for each."""
+        times, plus = self.times * times, self.plus * times + plus
+        if self.div == 1:
+            return Formula(tuple(c * times for c in self.coefs), self.const * times + plus)
+        if times == 1:
+            return Formula(self.coefs, self.const + plus * self.div, self.div)
+        return Formula(self.coefs, self.const % self.div, self.div, times, plus + times * (self.const // self.div))
 
     def text(self, names: Sequence[str]) -> str:
         """As isl reads it, in parentheses unless it is a name."""
@@ -32,7 +44,8 @@ class Formula:
         terms += [str(self.const)] if self.const or not terms else []
         if len(terms) == 1 and self.div == 1 and "*" not in terms[0]:
             return terms[0]
-        return f"floor(({' + '.join(terms)})/{self.div})" if self.div > 1 else f"({' + '.join(terms)})"
+        out = f"floor(({' + '.join(terms)})/{self.div})" if self.div > 1 else f"({' + '.join(terms)})"
+        return out if (self.times, self.plus) == (1, 0) else f"({self.times} * {out} + {self.plus})"
 
 
 class Size(int):

@@ -72,8 +72,24 @@ def shorter() -> onnx.ModelProto:
     return net(nodes, ins, {"y": T.FLOAT, "z": T.FLOAT}, {"zero": i64(0)})
 
 
-MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter)}
-PINS = {"waves": ("first:w=2@d0", "second:w=2@d0"), "rows": ("up:i=2@d0", "down:i=2@d0")}
+def patches() -> onnx.ModelProto:
+    """Patches of four cells of a length, and two linear layers over them."""
+    nodes = [
+        N("Conv", ["x", "w1"], ["a"], name="patch", strides=[4]), N("Transpose", ["a"], ["t"], name="turn", perm=[0, 2, 1]),
+        N("MatMul", ["t", "w2"], ["h"], name="up"), N("Relu", ["h"], ["r"], name="relu"),
+        N("MatMul", ["r", "w3"], ["y"], name="down"),
+    ]  # fmt: skip
+    weights = {"w1": f32(16, 4, 4), "w2": f32(16, 24), "w3": f32(24, 8)}
+    return net(nodes, {"x": (T.FLOAT, [2, 4, "length"])}, {"y": T.FLOAT}, weights)
+
+
+MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter, patches)}
+PINS = {
+    "patches": ("up:x1=2@d0",),
+    "longer": ("up:i=2@d0",),
+    "waves": ("first:w=2@d0", "second:w=2@d0"),
+    "rows": ("up:i=2@d0", "down:i=2@d0"),
+}
 
 
 @cache

@@ -1,0 +1,1 @@
+"""What a model does with its sizes, at all sizes of a range at once."""
