@@ -311,22 +311,11 @@ def view(p: argparse.ArgumentParser) -> None:
 
 
 def compile(p: argparse.ArgumentParser) -> None:
-    """The model, the devices, and what the plan must keep to."""
+    """The model, the devices, what the plan must keep to, and the search."""
     p.add_argument("model", type=Path, help="an ONNX file, or IR text (.tap)")
     p.add_argument("--bundle", action="store_true", help="copy the model and its weights into the build")
     p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD", help="the folder to write")
-    p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
-    p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
-    p.add_argument("--max-devices", type=int, metavar="N", help="as many devices of these as the objective prefers")
-    text = "what is minimised: seconds + 2e-3*devices; over seconds, devices, bytes, energy, money, with + - * / min max"
-    p.add_argument("--objective", metavar="EXPRESSION", help=text)
-    several(p, "--limit", "TERM<=VALUE", "what a plan may take at most: energy<=5, money<=1e-6, bytes<=2GiB")
-    p.add_argument(
-        "--topology",
-        default="auto",
-        metavar="FILE_OR_PRESET",
-        help="devices and links: auto (this machine, measured once), cpu, h100, a100-pcie, tpu, or a file",
-    )
+    _machines(p)
     shape(p)
     p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
     p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
@@ -348,6 +337,27 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
     several(p, "--stage-at", "NODE", "where stages end: each has what its node needs and no earlier stage has (A,B: several)")
     p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
+    _search(p)
+
+
+def _machines(p: argparse.ArgumentParser) -> None:
+    """The devices, how many they are, and what is minimised."""
+    p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
+    p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
+    p.add_argument("--max-devices", type=int, metavar="N", help="as many devices of these as the objective prefers")
+    text = "what is minimised: seconds + 2e-3*devices; over seconds, devices, bytes, energy, money, with + - * / min max"
+    p.add_argument("--objective", metavar="EXPRESSION", help=text)
+    several(p, "--limit", "TERM<=VALUE", "what a plan may take at most: energy<=5, money<=1e-6, bytes<=2GiB")
+    p.add_argument(
+        "--topology",
+        default="auto",
+        metavar="FILE_OR_PRESET",
+        help="devices and links: auto (this machine, measured once), cpu, h100, a100-pcie, tpu, or a file",
+    )
+
+
+def _search(p: argparse.ArgumentParser) -> None:
+    """Rules, limits of the search, and what is printed of it."""
     text = "leave a rewrite rule out, or a phase of them (algebra: the book of equations)"
     p.add_argument("--without-rule", action="append", default=[], metavar="RULE", help=text)
     p.add_argument("--exact", action="store_true", help="the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices")
