@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from tapestry import flags
+from tapestry import flags, model_evidence, pipeline, saved_build
 from tapestry.arguments import check_kinds
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
@@ -20,7 +20,8 @@ from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, plain
 from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
-from tapestry.lift.file.structure import TEXT
+from tapestry.lift.normalize import opset_upgrade
+from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
@@ -28,17 +29,16 @@ from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, larg
 from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Progress, Target
 from tapestry.sharding import export_sharding
+from tapestry.sizes.asked_sizes import asked as asked_sizes
+from tapestry.sizes.sized_compile import compile_sizes
 from tapestry.sizes.sized_opener import SizedOpener
 from tapestry.verify import model_outputs
 from tapestry.viz import trace
 from tapestry.viz.explain import document, explain, placed, schedule
 from tapestry.viz.format import duration, human
 
-if TYPE_CHECKING:  # a session of a build needs no compiler
-    from tapestry import pipeline
+if TYPE_CHECKING:
     from tapestry.viewer.shown import Page
-
-flags.before_torch()
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
@@ -117,8 +117,6 @@ class Compiled:
         Raises:
             LawError: one is broken.
         """
-        from tapestry import saved_build
-
         with tempfile.TemporaryDirectory(prefix="tapestry-verify-") as place:
             self.save(Path(place) / "build", bundle=False)
             return saved_build.verify_build(Path(place) / "build")[1]
@@ -215,7 +213,8 @@ def compile(
         example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
         mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
         topology: a preset, a topology file, or ``auto``: this machine, measured once.
-        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also ``"1..64"`` or ``"128,256"``: one build.
+        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
+            or a list (``"128,256"``), for one build that runs all of them.
         memory: per device, as ``"16GiB"`` or bytes; ``precision``: of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
         pareto: also the front of latency against memory; ``exact``: the same bits on any number of devices (docs/exact.md).
@@ -231,33 +230,29 @@ def compile(
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    from tapestry import pipeline
-
     check_kinds(mesh=mesh, topology=topology, shapes=shapes, memory=memory, target=target, precision=precision, seed=seed,
                 pins=pins, layouts=layouts, rules=rules, without=without, time_limit=time_limit)  # fmt: skip
     _check_target(target, precision)
     source = opened(model, example_inputs, dynamic_shapes)
-    return _planned(pipeline.Options(
+    options = pipeline.Options(
         model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=topology,
         memory=None if memory is None else str(memory), target=target, pins=_several(pins), precision=precision,
         layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
         time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
         micro_batches=str(micro_batches), without=_several(without),
-    ), source, state, progress)  # fmt: skip
+    )  # fmt: skip
+    return _planned(options, source, state, progress)
 
 
 def _planned(options: pipeline.Options, source: Opened, state: str | None, progress: pipeline.Report) -> Compiled:
     """A plan of one size, or of several in one build."""
-    from tapestry import pipeline
-    from tapestry.sizes import asked_sizes, sized_compile
-
-    asked = asked_sizes.asked(source.path, options.shapes)
+    asked = asked_sizes(source.path, options.shapes)
     if asked is None:
         return _compiled(pipeline.compile_model(options, progress), source, state)
     if state is not None:
         raise TapestryError("a build that keeps caches is of one size", where="--state", hint="one size of each symbol")
-    done = sized_compile.compile_sizes(options, asked, progress)
+    done = compile_sizes(options, asked, progress)
     return replace(_compiled(done.first, source, None), sized=done.sized)
 
 
@@ -332,6 +327,7 @@ def open_session(
         make: the executor, where it is a rank's and moves arrays itself; by default the target's own.
         libraries: on a GPU, whether products may run in the vendor's library.
     """
+    flags.before_torch()
     from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
     if build.target.startswith("triton"):
@@ -420,9 +416,6 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
     rows = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in outs.items()}
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
-        from tapestry import model_evidence
-        from tapestry.lift.normalize import opset_upgrade
-
         allowed, model = model_outputs.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
         if model.suffix == TEXT:
             _check(model, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
@@ -437,8 +430,6 @@ def _ask_again(compiled: Compiled, feeds: Values, document: dict[str, Any]) -> N
     graph = compiled.build.plan.graph
     if not any(isinstance(op, Opaque) for op in graph.ops):
         return
-    from tapestry import model_evidence
-
     again = model_evidence.second_opinions(graph, Path(compiled.build.model), compiled.constants, feeds, document["reference"])
     document["opaque"] = again
     if again["differ"]:

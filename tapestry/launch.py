@@ -74,6 +74,7 @@ def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 
 def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled, here: int = 0) -> Any:
     """The job of a request, of which ``here`` ranks are on this host (0: all); torch is imported here and not before."""
     build, constants = compiled.build, b"".join(compiled.constants.values())
+    flags.before_torch()
     import tapestry.codegen.torch_cpu.kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] (forked ranks find it imported)
     from tapestry.codegen.torch_cpu import native
     from tapestry.runtime.processes.worker import Job

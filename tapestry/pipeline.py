@@ -21,7 +21,6 @@ from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
-from tapestry.lift.file.structure import TEXT
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
@@ -130,7 +129,7 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
         TapestryError: what the user can mend; LawError: a plan that does not pass is never returned.
     """
     start = time.perf_counter()
-    passes_of_model = TEXT_PASSES if options.model.suffix == TEXT else PASSES
+    passes_of_model = TEXT_PASSES if options.model.suffix == lift.TEXT else PASSES
     check_names(options.print_after, passes_of_model)
     runner = Runner(values=_values(options), report=report, print_after=options.print_after)
     try:
@@ -194,7 +193,7 @@ def _values(options: Options) -> dict[str, Any]:
     for path in options.rules:
         load_rules(path)
     mesh = options.mesh or default_mesh(options.topology)
-    annotated = options.sharding and options.model.suffix != TEXT
+    annotated = options.sharding and options.model.suffix != lift.TEXT
     marks = annotations.read(options.model, device_count(mesh) if mesh else None) if annotated else None
     mesh = mesh or (annotations.mesh(marks) if marks else (MeshAxis("d0", 1),))
     topo = _topology(options, mesh)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tapestry import api
+from tapestry import api, flags
 from tapestry.build.store import Build
 from tapestry.errors import TapestryError
 from tapestry.runtime.session import MakeExecutor, ModelFiles, OnceRead, Session, Slices
@@ -79,6 +79,7 @@ class InProcess:
     """Everything in this process."""
 
     def __init__(self, members: Sequence[Member], libraries: bool = False) -> None:
+        flags.before_torch()
         from tapestry.runtime.one_process.held_state import HeldState
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 

@@ -300,8 +300,6 @@ def test_help_is_fast():
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0 and "compile" in done.stdout and "verify" in done.stdout
     assert after.ru_utime - before.ru_utime < 0.5  # of the processor: others may be at work as well
-    light = "import sys; from tapestry import api; assert not {'torch', 'onnx_ir', 'tapestry.pipeline', 'tapestry.lift.onnx_to_graph'} & set(sys.modules)"
-    assert subprocess.run([sys.executable, "-c", light], check=False).returncode == 0  # loading a build needs no compiler
     heavy = "import sys; from tapestry.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert not {'torch', 'onnx', 'islpy', 'highspy', 'sympy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, check=False).returncode == 0
 

@@ -17,7 +17,6 @@ from tapestry.lift.file.external_data import check_file, check_inline, check_ove
 from tapestry.lift.file.protos import captured, model_nodes, nested, node_name, replace_nodes, subgraphs
 from tapestry.lift.file.sparse import densify
 
-TEXT = ".tap"  # files of IR text
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
 MAX_VERSION = (1 << 31) - 1
 MAX_NODES = 250_000  # of a model, and of one function with all that it calls (Llama-70B: 19,186)
