@@ -27,6 +27,7 @@ flags.before_numpy()
 def __getattr__(name: str) -> Any:
     """Load the interface when it is first used: ``tapestry --help`` must not wait for torch and onnx."""
     if name in ("Compiled", "compile", "from_pretrained", "load"):
+        flags.before_torch()  # which compiling imports
         from tapestry import api
 
         return getattr(api, name)

@@ -139,7 +139,9 @@ def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
     command = [sys.executable, "-I", "-S", inference_process.__file__, onnx_cpp2py_export.__file__]
     with there:
         try:  # a session of its own: what a terminal interrupts is the user's command
-            process = subprocess.Popen(command, stdin=there, stdout=there, stderr=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
+            process = subprocess.Popen(  # noqa: S603
+                command, stdin=there.fileno(), stdout=there.fileno(), stderr=subprocess.DEVNULL, start_new_session=True
+            )
         except OSError as e:
             here.close()
             raise TapestryError(

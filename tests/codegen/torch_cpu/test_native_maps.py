@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,26 @@ def test_gated_and_parallel_sums(rows: int, tmp_path: Path) -> None:
     assert used.peak == list(c.build.peak_bytes)
     feeds["x"][0, 0] = np.nan
     assert np.isnan(both(c, feeds, 1e-5)["q"][0]).all()
+
+
+@needed
+def test_what_was_compiled_with_others_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    given: list[list[str]] = []
+    made = generated_c._make
+    monkeypatch.setattr(generated_c, "_make", lambda bodies, places: (given.append(list(bodies)), made(bodies, places)))
+    for numbers in ((1, 2, 3), (2, 4), (4, 1)):
+        monkeypatch.setattr(generated_c, "_known", {})
+        monkeypatch.setattr(generated_c, "_texts", {})
+        names = {k: generated_c.register(f"*(int64_t *)p[0] = {k};") for k in numbers}
+        for k, name in names.items():
+            out = ctypes.c_int64()
+            generated_c.function(name)(None, (ctypes.c_void_p * 1)(ctypes.addressof(out)))
+            assert out.value == k
+    assert [len(g) for g in given] == [3, 1]
+    next(p for p in tmp_path.rglob("*.so")).unlink()  # a cache that somebody cleaned
+    monkeypatch.setattr(generated_c, "_known", {})
+    assert all(generated_c.function(n) for n in names.values())
 
 
 @needed

@@ -1,4 +1,7 @@
-"""Functions in C made from a model's operations: registered one by one, compiled together when the first is wanted."""
+"""Functions in C made from a model's operations: registered one by one, compiled together when the first is wanted.
+
+The user's cache finds a function by its name, whatever it was compiled together with.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +62,28 @@ def compile_waiting() -> None:
 
 
 def _compile(bodies: dict[str, str]) -> dict[str, Any]:
-    text = PRELUDE + "".join(map(_written, bodies, bodies.values()))
+    places = native.cached((*FLAGS, "-lm"), PRELUDE.encode())
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "maps.c"
-            source.write_text(text)
-            library = ctypes.CDLL(str(native.compiled([source], (*FLAGS, "-lm"))))
+        new = {n: body for n, body in bodies.items() if not native.present(places / n)}
+        if new:
+            _make(new, places)
+        found = {n: getattr(ctypes.CDLL(str(places / n)), n) for n in bodies}
     except (OSError, subprocess.SubprocessError):
         return {}
-    found = {n: getattr(library, n) for n in bodies}
     for f in found.values():
         f.restype = None
     return found
+
+
+def _make(bodies: dict[str, str], places: Path) -> None:
+    """Compile functions into one library, and put a link to it at the place of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "maps.c"
+        source.write_text(PRELUDE + "".join(map(_written, bodies, bodies.values())))
+        library = native.compiled([source], (*FLAGS, "-lm"))
+    places.mkdir(exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=places) as scratch:
+        for n in bodies:
+            link = Path(scratch) / n
+            link.symlink_to(library)
+            link.replace(places / n)  # another process may do the same

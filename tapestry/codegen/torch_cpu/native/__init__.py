@@ -190,22 +190,29 @@ def compiled(sources: Sequence[Path], options: Sequence[str]) -> Path:
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails.
     """
-    command = [*shlex.split(flags.c_compiler()), *options]
-    digest = hashlib.sha256("\0".join([*command, platform.machine(), _processor()]).encode())
-    for p in sources:
-        digest.update(p.read_bytes())
-    folder = flags.cache_folder() / "native"
-    path = folder / f"{digest.hexdigest()[:32]}.so"
-    if path.is_file() and path.stat().st_uid == os.getuid():
+    path = cached(options, *(p.read_bytes() for p in sources)).with_suffix(".so")
+    if present(path):
         return path
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # appears whole: another process may compile the same
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:  # appears whole: another process may compile the same
         new = Path(scratch) / path.name
         files = [str(p) for p in sources if p.suffix == ".c"]
-        line = [*command, "-o", str(new), *files]
+        line = [*shlex.split(flags.c_compiler()), *options, "-o", str(new), *files]
         subprocess.run(line, check=True, capture_output=True, timeout=TIMEOUT)  # noqa: S603
         new.replace(path)
     return path
+
+
+def cached(options: Sequence[str], *texts: bytes) -> Path:
+    """The place in the user's cache for what the compiler makes of texts on this machine."""
+    command = [*shlex.split(flags.c_compiler()), *options, platform.machine(), _processor()]
+    digest = hashlib.sha256(b"".join(("\0".join(command).encode(), *texts)))
+    return flags.cache_folder() / "native" / digest.hexdigest()[:32]
+
+
+def present(library: Path) -> bool:
+    """Whether there is a library, of this user's making."""
+    return library.is_file() and library.stat().st_uid == os.getuid()
 
 
 def _processor() -> str:
