@@ -297,6 +297,7 @@ def two_layers(folder: Path, memory: str | None, **options) -> Compiled:
     return api.compile(folder / "mlp.tap", devices=2, topology=slow_wire(folder), memory=memory, **options)
 
 
+@pytest.mark.slow
 def test_a_split_in_time_is_a_choice_where_memory_costs_something(tmp_path) -> None:
     """Where rows are cut, both devices hold all of the weights: too much. Cutting columns fits, and sends partial sums."""
     free, tight = two_layers(tmp_path, None), two_layers(tmp_path, "2MiB")
