@@ -19,7 +19,7 @@ from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose, one_stage
 from tapestry.plan.search.planner import SMALL, TINY, cheapest
-from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak
+from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import SECOND, Budget
@@ -33,6 +33,7 @@ STRUCTURE = 3.0 * SECOND  # for the built-in structural rules
 FIRST = 0.7  # of the budget, for one form of the model
 UNFUSED, WHOLE = "unfused", "recurrences whole"
 NAMED = 4  # forms that a sentence names; more are counted
+BESIDE = 4.0 * SECOND  # for splits in time where a plan in space fits
 OTHERS, LEAST = 0.5, 0.5 * SECOND  # of the first form's work, or at least so much, for all others
 
 
@@ -63,6 +64,7 @@ class Scope:
         strategies: most that were.
         moves: whether moves could rewrite the best form: tried one at a time, so that no bound is of all of them.
         equations: what the book of equations derived, and what came of it.
+        in_time: whether splits in time were tried beside those in space, of which the bound is not.
     """
 
     forms: tuple[str, ...] = ()
@@ -74,6 +76,7 @@ class Scope:
     unfinished: int = 0
     moves: bool = False
     equations: tuple[Tried, ...] = ()
+    in_time: bool = False
 
     def text(self) -> str:
         """Which plans the bound is of."""
@@ -90,6 +93,7 @@ class Scope:
             (self.unfinished, f"{self.unfinished} graphs that moves make of it, for want of work"),
             (self.moves, "moves but one at a time"),
             (stages, "pipeline stages"),
+            (self.in_time, "splits in time, but those that were tried"),
         ]
         return [text for there, text in found if there]
 
@@ -228,32 +232,52 @@ def _fused_and_not(graph: Graph, task: Task, left_out: tuple[str, ...]) -> Itera
 
 
 def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
-    """Where nothing fits in space: splits in time, recomputation and streamed weights; else why nothing fits so either.
+    """Where nothing fits in space: splits in time, recomputation and streamed weights; else why nothing fits so either. Where
+    the limit makes the best plan in space dearer, they are choices beside those in space.
 
     Raises:
         TooBig: nothing fits, and the graph may not be rewritten.
     """
-    result, graph = candidate.result, candidate.form.graph
+    result = candidate.result
     if isinstance(result, PricedPlan):
-        return candidate
+        return _beside_space(candidate, result, task, budget)
     if not task.rewritable:
         result.hint += "; pins, annotations and --exact keep the graph as it is: without them weights may be streamed"
         raise result
     if task.request.explicit:
         return candidate
     part = budget.share(FIRST) if task.request.stages != 1 and task.several_devices else budget  # stages may still fit
+    fitted = _fitted(candidate.form.graph, result.closest, task, part)
+    if isinstance(fitted, TooBig):
+        return replace(candidate, result=fitted)
+    return replace(candidate, result=fitted.found, fitted=fitted)
+
+
+def _beside_space(candidate: Candidate, result: PricedPlan, task: Task, budget: Budget) -> Candidate:
+    """Splits in time where the limit on memory costs something, begun from the plan that would be taken without it."""
+    free, graph = result.unlimited, candidate.form.graph
+    dear = free is not None and free.objective < result.objective * (1 - NEAR)
+    if free is None or not dear or not task.rewritable or task.request.explicit or len(graph.ops) > SMALL or budget.over():
+        return candidate
+    fitted = _fitted(graph, free, task, budget.part(BESIDE))
+    candidate = replace(candidate, scope=replace(candidate.scope, in_time=True))
+    if isinstance(fitted, TooBig) or fitted.found.objective >= result.objective * (1 - NEAR):
+        return candidate
+    fitted = replace(fitted, report={**fitted.report, "in_space_s": result.objective})
+    return replace(candidate, result=fitted.found, fitted=fitted)
+
+
+def _fitted(graph: Graph, first: PricedPlan, task: Task, budget: Budget) -> Fitted | TooBig:
+    """The cheapest plan in time that is found, going on from an earlier one where there is any."""
     previous = None
     if task.previous_plan:
         plan, moves = task.previous_plan
         again = refitted(graph, task.topology, plan, moves, inputs=task.inputs, outputs=task.outputs)
         previous = (again, moves) if again else None
     try:
-        fitted = fit(
-            graph, task.topology, result.closest, inputs=task.inputs, outputs=task.outputs, budget=part, previous=previous
-        )
+        return fit(graph, task.topology, first, inputs=task.inputs, outputs=task.outputs, budget=budget, previous=previous)
     except TooBig as e:
-        return replace(candidate, result=e)
-    return replace(candidate, result=fitted.found, fitted=fitted)
+        return e
 
 
 def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) -> Candidate:

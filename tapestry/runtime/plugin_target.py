@@ -47,8 +47,10 @@ class PluginTarget:
         with plugins.blamed(KIND, self.name):
             run = self.target.kernel(graph, kernel)
         op = graph.ops[kernel.op]
-        partial = kernel.mode == "partial" and isinstance(op, Block)
-        dtypes = [e.dtype for e in op.body] if partial else [graph.tensors[t].dtype for t in op.outs]
+        if kernel.mode == "partial" and isinstance(op, Block):
+            dtypes = [e.dtype for e in op.body]
+        else:
+            dtypes = [graph.tensors[t].dtype for t in op.outs]
         wanted = [(shape(box), torch_dtype(d)) for box, d in zip(kernel.outs, dtypes, strict=False)]
 
         def held(ins: Sequence[Array | None], states: Sequence[Array]) -> list[Array]:

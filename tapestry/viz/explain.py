@@ -422,7 +422,12 @@ def _fit_text(fit: Mapping[str, Any] | None) -> Iterator[str]:
     if not fit:
         return
     held = ", ".join(f"'{b['buffer']}' {human(b['bytes'])}" for b in fit["largest"])
-    yield f"no plan in space fits: device {fit['device']} would need {fit['short_bytes']:,} bytes more, holding {held}"
+    short = f"device {fit['device']} would need {fit['short_bytes']:,} bytes more, holding {held}"
+    if "in_space_s" in fit:
+        space = duration(fit["in_space_s"])
+        yield f"split in time, as the best plan in space that fits takes {space}; without the limit {short}"
+    else:
+        yield f"no plan in space fits: {short}"
     if fit["streamed"]:
         first = ", ".join(f"'{t}'" for t in fit["streamed"][:3]) + (", …" if len(fit["streamed"]) > 3 else "")
         yield f"so {len(fit['streamed'])} weights, {human(fit['streamed_bytes'])}, are loaded for every use: {first}"

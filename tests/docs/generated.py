@@ -80,7 +80,7 @@ def _seeds() -> str:
     for page in seed_pages():
         n = counts(page.read_text())
         lines.append([f"[{title(page.read_text())}](seeds/{page.name})", n.statements, n.wrong, n.not_done])
-    return table("document|statements:|wrong there:|not done:", lines)
+    return table("document|statements:|errors in it:|not done:", lines)
 
 
 # CPU beside onnxruntime

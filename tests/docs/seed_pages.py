@@ -1,7 +1,8 @@
-"""What the pages of docs/seeds say of the founding documents, counted: statements, those that are wrong there, what is not done.
+"""What the pages of docs/seeds say of the founding documents, counted: statements, what is wrong in them, what is not done.
 
-A statement is a numbered heading, or else a quotation of the document; what is said of it reaches to the next one. It is wrong
-where the page says **wrong …** of it, and not done where it says **not done**; a list under a heading that says so counts too.
+A statement is a quotation of the document (a block quote, or a paragraph that begins with one in bold type) or a numbered heading.
+Behind the first one, what begins with **Wrong is an error of the document's; what is not done says **not done** or "Not done:", or
+is an entry of a list under a heading of that name.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from tests.docs.pages import FENCE
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "docs" / "seeds"
-NUMBERED = re.compile(r"^#{2,4} \d+[.:)]? .*$", re.MULTILINE)
-QUOTED = re.compile(r"(?:^>.*\n?)+", re.MULTILINE)
-WRONG = re.compile(r"\*\*wrong\b", re.IGNORECASE)
-NOT_DONE = re.compile(r"\*\*not done\b", re.IGNORECASE)
-UNDONE_LIST = re.compile(r"^#+ [^\n]*\bnot done\b[^\n]*\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+STATEMENT = re.compile(r"^#{2,4} \d+[.:)]? .*$|(?:^>.*\n?)+|^\*\*[\"“].*$", re.MULTILINE)
+WRONG = re.compile(r"\*(?:wrong|not what)\b", re.IGNORECASE)
+NOT_DONE = re.compile(r"\*\*not done\b|(?<![*\w] )\bNot done:", re.IGNORECASE)
+UNDONE_LIST = re.compile(r"^#+ (?:what is )?not done *\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many statements, and how many of them are wrong in the document, or not done."""
+    """How many statements, how many errors of the document, and how much is not done."""
 
     statements: int
     wrong: int
@@ -33,13 +33,10 @@ class Counts:
 def counts(text: str) -> Counts:
     """What a page says."""
     text = FENCE.sub("", text)
-    starts = [m.start() for m in NUMBERED.finditer(text)] or [m.start() for m in QUOTED.finditer(text)]
-    ends = [*starts[1:], len(text)]
-    undone = list(UNDONE_LIST.finditer(text))
-    parts = [text[a:b] for a, b in zip(starts, ends, strict=True)]
-    listed = sum(len(re.findall(r"^[-*] ", m[1], re.MULTILINE)) for m in undone if not NUMBERED.match(m[0]))
-    wrong = sum(bool(WRONG.search(p)) for p in parts)
-    return Counts(len(parts), wrong, listed + sum(bool(NOT_DONE.search(p)) for p in parts))
+    found = list(STATEMENT.finditer(text))
+    behind = text[found[0].start() :] if found else ""
+    listed = sum(len(re.findall(r"^[-*] ", m[1], re.MULTILINE)) for m in UNDONE_LIST.finditer(text))
+    return Counts(len(found), len(WRONG.findall(behind)), listed + len(NOT_DONE.findall(behind)))
 
 
 def seed_pages() -> list[Path]:

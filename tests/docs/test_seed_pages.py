@@ -25,6 +25,12 @@ $ echo "### 9. no heading, **wrong** nowhere"
 
 **not done**: nobody asked
 """
+BOLD = """# PopRT
+
+**"The latency."** The same is printed. *Not what a pipeline gives*: it is more.
+
+**"The nodes."** As they are. Not done: their names.
+"""
 QUOTED = """# Blocks
 
 **Wrong in the document** are some.
@@ -46,7 +52,8 @@ So it does.
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [(HEADED, Counts(3, 1, 1)), (QUOTED, Counts(2, 1, 2)), ("# Nothing\n", Counts(0, 0, 0))]
+    ("text", "found"),
+    [(HEADED, Counts(3, 1, 1)), (QUOTED, Counts(2, 1, 2)), (BOLD, Counts(2, 1, 1)), ("# Nothing\n", Counts(0, 0, 0))],
 )
 def test_statements_are_counted(text: str, found: Counts):
     assert counts(text) == found

@@ -5,10 +5,13 @@ import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tapestry import api
+from tapestry.api import Compiled
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import evaluate
@@ -32,6 +35,7 @@ from tapestry.rewrites.core.rule import RULES, Move
 from tapestry.rewrites.partition import split_time as splitting
 from tapestry.rewrites.partition.micro_batch import batch_move
 from tapestry.rewrites.partition.split_time import time_move
+from tapestry.saved_build import verify_build
 from tapestry.verify import certificate, interp
 from tests.support.command_line import document, run
 from tests.support.small_models import Case, assert_same, case, execute, mesh_of, peak, random_plan, save
@@ -264,6 +268,61 @@ def test_a_long_attention_is_cut_over_queries(share: float) -> None:
     n = 96
     _, found = fitted(ATTENTION.format(n=n), int(2 * n * n * 4 * share))
     assert any(m.rule == "split_time" and m.text("dim") == "i" for m in found.moves)
+
+
+TWO_LAYERS = """graph mlp
+input x: f32[128, 256]
+input w: f32[256, 2048]
+input v: f32[2048, 256]
+h: f32[128, 2048] = op [i: 128, n: 2048 | m: 256 sum]
+  reads x[i, m], w[m, n]
+  body x * w
+  then max(acc0, 0.0)
+y: f32[128, 256] = op [i: 128, n: 256 | m: 2048 sum]
+  reads h[i, m], v[m, n]
+  body h * v
+output y
+"""
+
+
+def slow_wire(folder: Path) -> str:
+    """A topology of devices that a slow wire joins."""
+    device = {"memory": "1GiB", "bandwidth": 2e10, "launch": 5e-6, "vector": 1e10, "flops": {"f32": 1e11, "other": 5e10}}
+    (folder / "slow.json").write_text(json.dumps({"device": device, "levels": [{"alpha": 1e-4, "beta": 1e-8}]}))
+    return str(folder / "slow.json")
+
+
+def two_layers(folder: Path, memory: str | None, **options) -> Compiled:
+    """A plan of two layers for two devices."""
+    (folder / "mlp.tap").write_text(TWO_LAYERS)
+    return api.compile(folder / "mlp.tap", devices=2, topology=slow_wire(folder), memory=memory, **options)
+
+
+@pytest.mark.slow
+def test_a_split_in_time_is_a_choice_where_memory_costs_something(tmp_path) -> None:
+    """Where rows are cut, both devices hold all of the weights: too much. Cutting columns fits, and sends partial sums."""
+    free, tight = two_layers(tmp_path, None), two_layers(tmp_path, "2MiB")
+    fit = tight.report["fit"]
+    assert "fit" not in free.report and max(free.build.peak_bytes) > 2 << 20 >= max(tight.build.peak_bytes)
+    assert any("split_time" in m for m in tight.report["moves"])
+    assert tight.report["lower_bound_s"] <= tight.report["objective_s"] < fit["in_space_s"] * 0.99
+    assert "split in time, as the best plan in space that fits takes" in tight.explain()
+    feeds = tight.random_feeds()
+    want = np.maximum(feeds["x"] @ feeds["w"], 0) @ feeds["v"]
+    np.testing.assert_allclose(tight.run(feeds)["y"], want, rtol=1e-3, atol=1e-3)
+    tight.save(tmp_path / "build")
+    assert verify_build(tmp_path / "build")[1]["memory"] > 0
+    again = two_layers(tmp_path, "2MiB", resume=tmp_path / "build")
+    assert again.report["objective_s"] <= tight.report["objective_s"] * (1 + 1e-9)
+
+
+def test_one_dimension_is_cut_in_time_and_in_space() -> None:
+    graph = parse(TWO_LAYERS)
+    parts = apply_moves(graph, [time_move(graph.ops[1], "i", 4, 1)])
+    pins = {k: (strategy.Pin("i", 0),) for k, op in enumerate(parts.ops) if "@" in op.outs[0]}
+    found = search(parts, topology(mesh_of("2")), pins=pins)
+    assert len(pins) == 8 and {found.plan.strategies[k].dims for k in pins} == {("i",)}
+    certificate.check(found.plan.annotated(), found.program, mesh=found.plan.mesh)
 
 
 def test_a_tensor_that_waits_is_computed_again() -> None:

@@ -121,7 +121,8 @@ def spatial(
         best, tight = with_rings(within_memory(problem, first, budget, begun, -np.inf, squeeze)), True
     if peak(best) > limit or not clock:
         return best
-    return _on_the_clock(problem, _faster(begun, best), budget, (bound, upper), tight=tight, small=small)
+    found = _on_the_clock(problem, _faster(begun, best), budget, (bound, upper), tight=tight, small=small)
+    return replace(found, unlimited=first if tight else None)
 
 
 def _on_the_clock(

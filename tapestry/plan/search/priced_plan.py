@@ -22,7 +22,11 @@ NEAR = 1e-3  # of the objective: plans that differ by less are equally good
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan with its program, its simulated seconds, a proven lower bound of any plan's, and the problem it solves."""
+    """A plan with its program, its simulated seconds, a proven lower bound of any plan's, and the problem it solves.
+
+    Attributes:
+        unlimited: the plan that would have been taken with more memory, where the limit ruled that out.
+    """
 
     plan: Plan
     program: Program
@@ -30,6 +34,7 @@ class PricedPlan:
     bound: float
     distinct: int
     problem: Problem | None = field(default=None, compare=False, repr=False)
+    unlimited: PricedPlan | None = field(default=None, compare=False, repr=False)
 
     @property
     def gap(self) -> float:

@@ -67,11 +67,15 @@ def to_document(log: Log, plan: Graph) -> dict[str, Any]:
     steps: list[StepData] = []
     for step in log.steps:
         change = Change.of(step)
-        ids = (tuple(dict.fromkeys(op.outs[0] for op in ops.values())) for ops in (change.gone, change.come, change.kept))
-        steps.append(StepData(step.by, to_text(step.before), to_text(step.after), *ids, step.exact))
+        texts = to_text(step.before), to_text(step.after)
+        steps.append(StepData(step.by, *texts, _ids(change.gone), _ids(change.come), _ids(change.kept), step.exact))
     begin = _assembled(replay(log, plan).begin, plan)
     data = HistoryData(SCHEMA, to_text(begin), log.begin, digest({op.outs[0]: (op, plan) for op in plan.ops}), tuple(steps))
     return msgspec.to_builtins(data)
+
+
+def _ids(ops: Mapping[str, Op]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(op.outs[0] for op in ops.values()))
 
 
 def from_document(data: bytes, where: str) -> History:
