@@ -201,14 +201,14 @@ def graph_again(options: Options, build: store.Build) -> Graph:
 
 
 def search_again(options: Options, build: store.Build, graph: Graph) -> PricedPlan:
-    """The best plan of a build's graph at other sizes, beginning with the build's own strategies; it is not verified."""
+    """The best strategies for a build's graph at other sizes, beginning with the build's own; the plan is not verified."""
     lifted = lift.Lifted(graph=graph, model=Path(build.model), constants={}, nodes=len(graph.ops))
     values = {**_values(options), "earlier": build, "lifted": lifted, "whole": None, "graph": graph}
     runner = Runner(values=values, report=lambda phase, name: None)
     runner.run(_between(passes.constrain, passes.resume))
     constraints = runner.get("constraints", passes.Constraints)
     moves = (*constraints.moves, *map(parse_move, build.moves))
-    runner.values |= {"constraints": replace(constraints, moves=moves), "start": start_of(build.plan)}
+    runner.values |= {"constraints": replace(constraints, moves=moves, rewritable=False), "start": start_of(build.plan)}
     runner.run(_between(passes.state_task, passes.verify))
     return runner.get("plan", PricedPlan)
 

@@ -32,6 +32,7 @@ CASES = [
     ("tokens", 1, (), ("batch=1..4", "sequence=1..70")),
     ("tokens", 2, (), ("batch=2..6", "sequence=7,20,64")),
     ("patches", 1, (), ("length=8..90",)),
+    ("patches", 2, PINS["patches"], ("length=16..90",)),
 ]
 
 

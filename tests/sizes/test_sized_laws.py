@@ -10,12 +10,14 @@ from tapestry.api import Compiled
 from tapestry.build import sized_builds
 from tapestry.build.sized_builds import SizedRegion, symbolic
 from tapestry.errors import BuildError, LawError
-from tapestry.ir.program import Launch, Program, Transfer
+from tapestry.ir import space
+from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Transfer
 from tapestry.ir.sizes.size_formula import Formula, Region, Size
 from tapestry.ir.sizes.symbolic_plan import SymbolicPlan
 from tapestry.saved_build import verify_build
 from tapestry.verify.sizes import sized_laws
 from tapestry.verify.sizes.size_proofs import SizedLawError
+from tapestry.verify.sizes.sized_memory import largest_peaks, peaks_at
 from tests.support.programs.sized_models import PINS, compiled
 
 WAVES = ("waves", 2, PINS["waves"], "length=6..90")
@@ -98,6 +100,36 @@ def test_a_region_that_is_too_wide_or_leaves_sizes_out_is_refused():
     with pytest.raises(SizedLawError, match="needs") as e:
         sized_laws.check(r.plan, r.region, ["length"], [max(r.about["largest_peak_bytes"]) - 1] * 2)
     assert e.value.sizes[0] >= 89
+
+
+def test_the_largest_peak_is_found_where_a_buffer_shrinks_as_a_size_grows():
+    """Rows behind the middle of those of both symbols, of which there are fewer the more the second one has."""
+
+    def end(formula: Formula) -> Size:
+        return Size(formula, formula.at((30, 8)))
+
+    held = ((end(Formula((1, 1), 0, 2)), end(Formula((1, 0), 0))), (0, 3))
+    more = ((0, end(Formula((0, 1), 0, 4, 4, 0))),)
+    buffers = {
+        "held": Buffer(name="held", tensor="x", dtype="f32", boxes=(held,)),
+        "more": Buffer(name="more", tensor="y", dtype="f32", boxes=(more,)),
+    }
+    steps = (Load(buffer="held"), Free(buffers=("held",)), Load(buffer="more"))
+    plan = SymbolicPlan(build_of_waves()[1].plan.graph, Program(devices=1, buffers=buffers, steps=steps, outputs={}))
+    peaks, at = largest_peaks(plan, Region((20, 2), (40, 15), {}))
+    most = {(m, n): max(12 * (m - (m + n) // 2), 16 * (n // 4)) for m in range(20, 41) for n in range(2, 16)}
+    assert peaks == [max(most.values())] and most[at[0]] == peaks[0]
+    assert all(peaks_at(plan, sizes) == [peak] for sizes, peak in list(most.items())[::17])
+
+
+def test_a_multiple_of_a_quotient_is_one_formula_however_it_is_made():
+    f = Formula((1, 2), 3, 4)
+    for times, plus in ((1, 0), (1, 5), (4, -7), (-2, 3)):
+        g = f.scaled(times, plus)
+        assert all(g.at((n, m)) == times * f.at((n, m)) + plus for n in range(1, 9) for m in range(1, 9))
+        assert g == f.scaled(1, 1).scaled(times, plus - times)
+        found = space.solution({"n0": 0, "n1": 0, "x": 0}, f"n0 = 6 and n1 = 3 and x = {g.text(['n0', 'n1'])}")
+        assert found is not None and found["x"] == g.at((6, 3))
 
 
 def test_an_edited_build_is_refused(tmp_path):
