@@ -244,7 +244,7 @@ def compile(
     _check_target(target, precision)
     source = opened(model, example_inputs, dynamic_shapes)
     options = pipeline.Options(
-        model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=topology,
+        model=source.path, shapes=shapes or {}, mesh=pipeline.mesh_of(devices, mesh), topology=str(topology),
         memory=None if memory is None else str(memory), target=target, pins=_several(pins), precision=precision,
         layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
         time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,

@@ -115,11 +115,11 @@ def beyond(model: ModelProto) -> Iterator[tuple[str, str]]:
         TapestryError: the metadata does not read.
     """
     topology = read_topology(model)
-    count = topology.count if topology else None
-    for tensor, tiling in read(model).items() if count is not None else ():
+    for tensor, tiling in read(model).items():
         worst = max(tiling.instances)
-        if worst >= count:
-            yield tensor, f"instance {worst} of tiling {tiling} does not exist: {COUNT} is {count}, they count from 0"
+        if topology is not None and worst >= topology.count:
+            text = f"{COUNT} is {topology.count}, they count from 0"
+            yield tensor, f"instance {worst} of tiling {tiling} does not exist: {text}"
 
 
 def values(model: ModelProto) -> list[ValueInfoProto | TensorProto]:

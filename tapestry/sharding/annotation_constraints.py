@@ -20,7 +20,7 @@ from tapestry.interop import onnx_annotations
 from tapestry.interop.annotation_rules import Context, spec_rules
 from tapestry.interop.onnx_annotations import read_json
 from tapestry.interop.placement import Placement, fused_sizes, layout_of, placement
-from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec
+from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, with_sizes
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.plan import Layout, Mesh
@@ -72,6 +72,8 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh) -> Given:
     graph, moves = _moved(graph, chosen, notes)
     graph, apart, of_parts = _unfused(said, graph, {t: s for t, s in fused.items() if not _moves_it(moves, t)})
     outs |= of_parts
+    notes += [f"'{t}' is an output: it is computed with its axes apart, and then written in plain parts" for t in fused
+              if t in graph.outputs]  # fmt: skip
     inputs, outputs = _ends(a, lifted, reads, values)
     dims, inner = _dims(a, graph, outs, over)
     fixed = LayoutConstraints(outs={**outs, **inner}, reads=reads, dims=dims)
@@ -88,13 +90,8 @@ def _resolved(a: Annotations, lifted: Graph) -> Annotations:
     same = all(lifted.tensors[t].shape == v for t, v in stated.items())
 
     def put(s: ShardingSpec) -> ShardingSpec:
-        dims = [
-            replace(
-                d, parts=d.parts if same else (), shards=tuple(replace(x, dim=env.get(str(x.dim), x.dim)) for x in d.shards)
-            )
-            for d in s.dims
-        ]
-        return replace(s, dims=tuple(dims))
+        s = with_sizes(s, env)
+        return s if same else replace(s, dims=tuple(replace(d, parts=()) for d in s.dims))
 
     return replace(
         a, outs={k: put(s) for k, s in a.outs.items()}, reads={k: put(s) for k, s in a.reads.items()},
@@ -208,7 +205,7 @@ def _unfused(said: _Said, graph: Graph, fused: Mapping[str, ShardingSpec]) -> tu
             at = views[-1].reads[0].tensor
         layout = layout_behind(views, placement(s, shape), graph.tensors[at].shape, said.over)
         layouts[at] = said.refuse(s, where) if layout is None else layout
-    return (simplify(graph) if moves else graph), moves, layouts
+    return (swept(RULES["compose_views"], graph) if moves else graph), moves, layouts
 
 
 def _last_first(d: ShardedDim) -> int:
@@ -299,12 +296,17 @@ def _moved(graph: Graph, moves: Sequence[Move], notes: list[str]) -> tuple[Graph
     """The structural rewrites that the file says were chosen."""
     new, disabled = graph, disabled_by(moves)
     try:
-        for _, group in itertools.groupby(applied(moves), key=lambda m: (m.rule, m.params)):
-            new = simplify(apply_moves(new, list(group)), disabled=disabled)
+        for key, group in itertools.groupby(applied(moves), key=lambda m: (m.rule, m.params)):
+            new = _after(apply_moves(new, list(group)), key[0], disabled)
     except TapestryError as e:
         notes.append(f"the file's rewrites do not apply: {e.what}")
         return graph, tuple(map(without, sorted(disabled)))
     return new, tuple(moves)
+
+
+def _after(graph: Graph, rule: str, disabled: frozenset[str]) -> Graph:
+    """The graph simplified after a move; a result with its axes apart would be put back into its view, and stays."""
+    return swept(RULES["compose_views"], graph) if rule == "unfuse" else simplify(graph, disabled=disabled)
 
 
 def _ends(
