@@ -205,7 +205,7 @@ def _unfused(said: _Said, graph: Graph, fused: Mapping[str, ShardingSpec]) -> tu
             at = views[-1].reads[0].tensor
         layout = layout_behind(views, placement(s, shape), graph.tensors[at].shape, said.over)
         layouts[at] = said.refuse(s, where) if layout is None else layout
-    return (swept(RULES["compose_views"], graph) if moves else graph), moves, layouts
+    return (_after(graph, "unfuse", frozenset()) if moves else graph), moves, layouts
 
 
 def _last_first(d: ShardedDim) -> int:
@@ -306,7 +306,9 @@ def _moved(graph: Graph, moves: Sequence[Move], notes: list[str]) -> tuple[Graph
 
 def _after(graph: Graph, rule: str, disabled: frozenset[str]) -> Graph:
     """The graph simplified after a move; a result with its axes apart would be put back into its view, and stays."""
-    return swept(RULES["compose_views"], graph) if rule == "unfuse" else simplify(graph, disabled=disabled)
+    if rule != "unfuse":
+        return simplify(graph, disabled=disabled)
+    return swept(RULES["drop_dead"], swept(RULES["compose_views"], graph))
 
 
 def _ends(
