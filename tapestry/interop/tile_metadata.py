@@ -44,7 +44,10 @@ def read_topology(model: ModelProto) -> ModelTopology | None:
     text = found.get(COUNT, "1").strip()  # "the assumed value can be one"
     if not re.fullmatch(r"0*[1-9]\d{0,5}", text) or int(text) > MAX_INSTANCES:
         raise TapestryError(f"'{text[:40]}' instances", where=COUNT, hint=f"a number from 1 to {MAX_INSTANCES:,}")
-    links = instance_map.parse(f"{{{int(text)}, {found[MAP]}}}") if MAP in found else None
+    try:
+        links = instance_map.parse(f"{{{int(text)}, {found[MAP]}}}") if MAP in found else None
+    except TapestryError as e:
+        raise TapestryError(e.what, where=MAP, hint=e.hint) from None
     return ModelTopology(int(text), links)
 
 

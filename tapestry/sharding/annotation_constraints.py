@@ -195,7 +195,8 @@ def _unfused(said: _Said, graph: Graph, fused: Mapping[str, ShardingSpec]) -> tu
     for t, s in fused.items():
         at, views, shape = t, list[Block](), said.lifted.tensors[t].shape
         where = f"node '{said.given.writer[t]}'"
-        for k, size in [(d.axis or 0, n) for d in sorted(s.dims, key=_last_first) for n in _inner_sizes(d, shape)]:
+        steps = [((d.axis or 0) % len(shape), n) for d in s.dims for n in _inner_sizes(d, shape)]
+        for k, size in sorted(steps, key=lambda step: -step[0]):  # (stable: of one axis the innermost first)
             op = graph.ops[graph.find(at)] if graph.find(at) >= 0 else None
             if not isinstance(op, Block):
                 said.refuse(s, where, "its cells are interleaved, and it is no result that is computed cell by cell")
@@ -206,10 +207,6 @@ def _unfused(said: _Said, graph: Graph, fused: Mapping[str, ShardingSpec]) -> tu
         layout = layout_behind(views, placement(s, shape), graph.tensors[at].shape, said.over)
         layouts[at] = said.refuse(s, where) if layout is None else layout
     return (_after(graph, "unfuse", frozenset()) if moves else graph), moves, layouts
-
-
-def _last_first(d: ShardedDim) -> int:
-    return -(d.axis or 0)
 
 
 def _inner_sizes(d: ShardedDim, shape: tuple[int, ...]) -> list[int]:
