@@ -242,8 +242,7 @@ def _values(options: Options) -> dict[str, Any]:
     if options.configuration is not None and not annotated:
         raise TapestryError("annotations are not read", where="--configuration", hint="without --ignore-sharding, from ONNX")
     devices = device_count(mesh) if mesh else None
-    marks = annotations.read(options.model, devices, options.configuration) if annotated else None
-    carried = annotations.read_topology(options.model, devices=devices) if annotated else None
+    marks, carried = annotations.read(options.model, devices, options.configuration) if annotated else (None, None)
     mesh = mesh or (annotations.mesh(marks) if marks else (MeshAxis("d0", carried.count if carried else 1),))
     topo = _topology(options, mesh, carried)
     stages, micro = _stages(options, topo, marks)

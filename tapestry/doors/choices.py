@@ -51,7 +51,7 @@ class Choices(TypedDict, total=False):
     dynamic_shapes: Any
     devices: int | None
     mesh: pipeline.MeshLike | None
-    topology: str
+    topology: str | Path
     shapes: Mapping[str, Any] | None
     memory: int | str | None
     target: str
@@ -131,7 +131,7 @@ def options(source: Opened, given: Choices) -> pipeline.Options:
     out: dict[str, Any] = {k: v for k, v in given.items() if k not in ELSEWHERE}
     for name in ("pins", "layouts", "without", "stage_at"):
         out[name] = several(given, name)
-    out |= {k: str(v) for k, v in out.items() if k in ("memory", "stages", "micro_batches") and v is not None}
+    out |= {k: str(v) for k, v in out.items() if k in ("memory", "topology", "stages", "micro_batches") and v is not None}
     out["rules"] = [Path(r) for r in several(given, "rules")]
     out["mesh"] = pipeline.mesh_of(given.get("devices"), given.get("mesh"))
     out["shapes"], out["resume"] = given.get("shapes") or {}, Path(r) if (r := given.get("resume")) else None

@@ -124,8 +124,9 @@ def _ends(model: ModelProto, marks: Marks, beside: bool) -> None:
     before = tile_metadata.read_topology(model) if beside else None
     if before is None or (marks.topology is not None and marks.topology.count > before.count):
         tile_metadata.write_topology(model, marks.topology)
-    for t, tiling in ({} if beside else marks.tilings).items():
-        tile_metadata.attach(model, t, tiling, marks.declared.get(t))
+    if not beside:
+        for t, tiling in marks.tilings.items():
+            tile_metadata.attach(model, t, tiling, marks.declared.get(t))
 
 
 def _node(node: NodeProto, marks: Marks) -> int:

@@ -44,7 +44,10 @@ def read_topology(model: ModelProto) -> ModelTopology | None:
     text = found.get(COUNT, "1").strip()  # "the assumed value can be one"
     if not re.fullmatch(r"0*[1-9]\d{0,5}", text) or int(text) > MAX_INSTANCES:
         raise TapestryError(f"'{text[:40]}' instances", where=COUNT, hint=f"a number from 1 to {MAX_INSTANCES:,}")
-    links = instance_map.parse(f"{{{int(text)}, {found[MAP]}}}") if MAP in found else None
+    try:
+        links = instance_map.parse(f"{{{int(text)}, {found[MAP]}}}") if MAP in found else None
+    except TapestryError as e:
+        raise TapestryError(e.what, where=MAP, hint=e.hint) from None
     return ModelTopology(int(text), links)
 
 
@@ -115,11 +118,11 @@ def beyond(model: ModelProto) -> Iterator[tuple[str, str]]:
         TapestryError: the metadata does not read.
     """
     topology = read_topology(model)
-    count = topology.count if topology else None
-    for tensor, tiling in read(model).items() if count is not None else ():
+    for tensor, tiling in read(model).items():
         worst = max(tiling.instances)
-        if worst >= count:
-            yield tensor, f"instance {worst} of tiling {tiling} does not exist: {COUNT} is {count}, they count from 0"
+        if topology is not None and worst >= topology.count:
+            text = f"{COUNT} is {topology.count}, they count from 0"
+            yield tensor, f"instance {worst} of tiling {tiling} does not exist: {text}"
 
 
 def values(model: ModelProto) -> list[ValueInfoProto | TensorProto]:

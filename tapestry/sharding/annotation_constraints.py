@@ -20,7 +20,7 @@ from tapestry.interop import onnx_annotations
 from tapestry.interop.annotation_rules import Context, spec_rules
 from tapestry.interop.onnx_annotations import read_json
 from tapestry.interop.placement import Placement, fused_sizes, layout_of, placement
-from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec
+from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, with_sizes
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.plan import Layout, Mesh
@@ -76,6 +76,8 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh, apart: Sequence[str] 
     graph, moves = _moved(graph, chosen, notes)
     graph, unfused, of_parts = _unfused(said, graph, {t: s for t, s in fused.items() if not _moves_it(moves, t)})
     outs |= of_parts
+    notes += [f"'{t}' is an output: it is computed with its axes apart, and then written in plain parts" for t in fused
+              if t in graph.outputs]  # fmt: skip
     inputs, outputs = _ends(a, lifted, reads, values)
     dims, inner = _dims(a, graph, outs, over)
     fixed = LayoutConstraints(outs={**outs, **inner}, reads=reads, dims=dims)
@@ -92,13 +94,8 @@ def _resolved(a: Annotations, lifted: Graph) -> Annotations:
     same = all(lifted.tensors[t].shape == v for t, v in stated.items())
 
     def put(s: ShardingSpec) -> ShardingSpec:
-        dims = [
-            replace(
-                d, parts=d.parts if same else (), shards=tuple(replace(x, dim=env.get(str(x.dim), x.dim)) for x in d.shards)
-            )
-            for d in s.dims
-        ]
-        return replace(s, dims=tuple(dims))
+        s = with_sizes(s, env)
+        return s if same else replace(s, dims=tuple(replace(d, parts=()) for d in s.dims))
 
     return replace(
         a, outs={k: put(s) for k, s in a.outs.items()}, reads={k: put(s) for k, s in a.reads.items()},
@@ -202,7 +199,8 @@ def _unfused(said: _Said, graph: Graph, fused: Mapping[str, ShardingSpec]) -> tu
     for t, s in fused.items():
         at, views, shape = t, list[Block](), said.lifted.tensors[t].shape
         where = f"node '{said.given.writer[t]}'"
-        for k, size in [(d.axis or 0, n) for d in sorted(s.dims, key=_last_first) for n in _inner_sizes(d, shape)]:
+        steps = [((d.axis or 0) % len(shape), n) for d in s.dims for n in _inner_sizes(d, shape)]
+        for k, size in sorted(steps, key=lambda step: -step[0]):  # (stable: of one axis the innermost first)
             op = graph.ops[graph.find(at)] if graph.find(at) >= 0 else None
             if not isinstance(op, Block):
                 said.refuse(s, where, "its cells are interleaved, and it is no result that is computed cell by cell")
@@ -212,11 +210,7 @@ def _unfused(said: _Said, graph: Graph, fused: Mapping[str, ShardingSpec]) -> tu
             at = views[-1].reads[0].tensor
         layout = layout_behind(views, placement(s, shape), graph.tensors[at].shape, said.over)
         layouts[at] = said.refuse(s, where) if layout is None else layout
-    return (simplify(graph) if moves else graph), moves, layouts
-
-
-def _last_first(d: ShardedDim) -> int:
-    return -(d.axis or 0)
+    return (_after(graph, "unfuse", frozenset()) if moves else graph), moves, layouts
 
 
 def _inner_sizes(d: ShardedDim, shape: tuple[int, ...]) -> list[int]:
@@ -303,12 +297,19 @@ def _moved(graph: Graph, moves: Sequence[Move], notes: list[str]) -> tuple[Graph
     """The structural rewrites that the file says were chosen."""
     new, disabled = graph, disabled_by(moves)
     try:
-        for _, group in itertools.groupby(applied(moves), key=lambda m: (m.rule, m.params)):
-            new = simplify(apply_moves(new, list(group)), disabled=disabled)
+        for key, group in itertools.groupby(applied(moves), key=lambda m: (m.rule, m.params)):
+            new = _after(apply_moves(new, list(group)), key[0], disabled)
     except TapestryError as e:
         notes.append(f"the file's rewrites do not apply: {e.what}")
         return graph, tuple(map(without, sorted(disabled)))
     return new, tuple(moves)
+
+
+def _after(graph: Graph, rule: str, disabled: frozenset[str]) -> Graph:
+    """The graph simplified after a move; a result with its axes apart would be put back into its view, and stays."""
+    if rule != "unfuse":
+        return simplify(graph, disabled=disabled)
+    return swept(RULES["drop_dead"], swept(RULES["compose_views"], graph))
 
 
 def _ends(

@@ -57,8 +57,10 @@ class Annotations:
         return len({*self.stage_of.values()})
 
 
-def read(path: Path, devices: int | None = None, configuration: str | None = None) -> Annotations | None:
-    """The annotations of a file for a number of devices; ``None`` when it has none.
+def read(
+    path: Path, devices: int | None = None, configuration: str | None = None
+) -> tuple[Annotations | None, tile_metadata.ModelTopology | None]:
+    """The annotations of a file for a number of devices, and the topology that it carries; ``None`` for what it has not.
 
     Args:
         configuration: which one, by its name; by default the first for as many devices.
@@ -68,11 +70,11 @@ def read(path: Path, devices: int | None = None, configuration: str | None = Non
             there is no configuration of that name.
     """
     model = load(path)
-    topology = read_topology(path, model, devices)
+    topology = _topology(model, devices)
     if not sharding_specs.annotated(model):
         if configuration is not None:
             raise PlanError(f"the model has no configuration '{configuration}'", where=str(path), why="it has none")
-        return _of_tilings(model, topology, devices)
+        return _of_tilings(model, topology, devices), topology
     errors = (f for f in check(model, Context({}, _symbols(model))) if f.level == "error" and f.code != "dim-param-unknown")
     wrong = next(errors, None)
     if wrong is not None:
@@ -87,7 +89,7 @@ def read(path: Path, devices: int | None = None, configuration: str | None = Non
     if topology is not None and chosen.num_devices > topology.count:
         what = f"configuration '{chosen.name}' is for {chosen.num_devices} devices, the model's topology has {topology.count}"
         raise PlanError(what, where=tile_metadata.COUNT, hint="--ignore-sharding, or another --configuration")
-    return _collect(model, chosen.name, chosen.num_devices)
+    return _collect(model, chosen.name, chosen.num_devices), topology
 
 
 def _chosen(
@@ -114,15 +116,12 @@ def _chosen(
     return chosen
 
 
-def read_topology(
-    path: Path, model: ModelProto | None = None, devices: int | None = None
-) -> tile_metadata.ModelTopology | None:
-    """The topology that a file carries.
+def _topology(model: ModelProto, devices: int | None) -> tile_metadata.ModelTopology | None:
+    """The topology that a model carries.
 
     Raises:
         PlanError: it does not read; more devices are asked for than it has instances; a tiling names an instance beyond them.
     """
-    model = model or load(path)
     try:
         found = tile_metadata.read_topology(model)
         wrong = next(tile_metadata.beyond(model), None)

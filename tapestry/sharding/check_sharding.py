@@ -12,7 +12,7 @@ from onnx import ModelProto, NodeProto
 from tapestry.errors import ModelError, PlanError, TapestryError
 from tapestry.interop import annotation_semantics, onnx_annotations, sharding_specs, tile_metadata
 from tapestry.interop.annotation_rules import Context, Finding, Shape, check
-from tapestry.interop.placement import Intervals, Placement, describe, placement
+from tapestry.interop.placement import Intervals, Placement, describe, fused_sizes, placement
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, name_of, with_sizes
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import device_count
@@ -235,7 +235,11 @@ def _fits(d: ShardedDim, shape: tuple[int, ...]) -> bool:
     """Whether an axis has a cell for every part (not so where a symbol was given a small size)."""
     if any(hi > shape[d.axis or 0] for _, hi in d.parts):
         return False
-    return all(x.num_shards is not None and (len(d.shards) > 1 or x.num_shards <= shape[d.axis or 0]) for x in d.shards)
+    try:
+        sizes = fused_sizes(d, shape[d.axis or 0])
+    except PlanError:
+        return False
+    return all(x.num_shards is not None and x.num_shards <= n for x, n in zip(d.shards, sizes, strict=True))
 
 
 def _lacking(before: Placement, after: Placement, device: int) -> int:

@@ -75,8 +75,9 @@ def _through(view: Block, piece: tuple[Intervals, ...]) -> tuple[Intervals, ...]
             if dims_of(e) & names:
                 at = np.asarray(evaluate(e, grid))
                 mask &= np.logical_or.reduce([(at >= lo) & (at < hi) for lo, hi in cells])
-        rows = [mask.any(axis=tuple(j for j in range(len(sizes)) if j != k)) for k in range(len(sizes))]
-        if not np.array_equal(mask, reduce(np.logical_and, np.ix_(*rows))):
+        rows = [np.any(np.asarray(mask), axis=tuple(j for j in range(len(sizes)) if j != k)) for k in range(len(sizes))]
+        whole = (row.reshape([-1 if j == k else 1 for j in range(len(sizes))]) for k, row in enumerate(rows))
+        if not np.array_equal(mask, reduce(np.logical_and, whole)):
             return None
         for name, row in zip([d.name for d in view.dims if d.name in names], rows, strict=True):
             out[name] = _runs(row)
@@ -128,7 +129,7 @@ def view_spec(tensor: str, view: Block, layout: Layout, shape: tuple[int, ...], 
     dims: list[ShardedDim] = []
     cutters: list[tuple[int, ...]] = []
     for k, d in enumerate(view.dims):
-        walked = [j for j, e in enumerate(view.reads[0].index) if dims_of(e) == {d.name} and shape[j] > 1]
+        walked = [j for j, e in enumerate(view.reads[0].index) if [*dims_of(e)] == [d.name] and shape[j] > 1]
         if not any(j in layout for j in walked):
             continue
         env = {d.name: np.arange(d.size)}

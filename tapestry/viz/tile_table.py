@@ -45,7 +45,7 @@ def text(d: Mapping[str, Any], extents: tuple[int, ...], tiling: Tiling) -> str:
     held = [r for r in d["tiles"] if r["instance"] is not None]
     what = f"{d['count']} tile{'s' * (d['count'] > 1)} on {len(held)} instance{'s' * (len(held) > 1)}"
     lines = [f"{d['text']} of {shape_text(extents)}: {what}", ""]
-    table = [("tile", "instance", "start", "stop", "size")]
+    table: list[tuple[str, ...]] = [("tile", "instance", "start", "stop", "size")]
     for r in d["tiles"]:
         ends = ("{" + ", ".join(map(str, r[k])) + "}" for k in ("start", "stop", "size"))
         table.append((str(r["tile"]), "none" if r["instance"] is None else str(r["instance"]), *ends))
@@ -108,8 +108,8 @@ def _rectangles(
     for tile, instances in on.items():
         box = tiling.tile(tile, extents)
         if all(box[k] == ends for k, ends in chosen.items()):
-            spans = ((0, 1) if k is None else box[k] for k in axes)
-            yield (*spans, ",".join("–" if i == SUPPRESSED else str(i) for i in instances))
+            row, col = ((0, 1) if k is None else box[k] for k in axes)
+            yield (row, col, ",".join("–" if i == SUPPRESSED else str(i) for i in instances))
 
 
 def drawn(sheet: Sheet) -> list[str]:

@@ -57,6 +57,7 @@ def drawings(found: dict[str, tapestry.Compiled]) -> dict[str, draw.Drawing]:
     split = Split("n", 4, "mesh.d0")
 
     return {
+        "tiles": draw.tiles((7, 4), "{5,1: 3,2,4,1,0}"),
         "mlp-space": draw.index_space(h, graph), "mlp-split": draw.index_space(replace(h, splits=(split,)), graph, device=1),
         "mlp-reduced": draw.index_space(replace(graph.ops[1], splits=(replace(split, dim="m"),)), graph, device=1),
         "halo-space": draw.index_space("conv2", halo, device=1), "halo-tensor": draw.tensor(halo, "r"),

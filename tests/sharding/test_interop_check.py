@@ -1,6 +1,7 @@
 """The checker of annotations: a right model passes, every fault has a message of its own, meaning comes from projections."""
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -26,6 +27,7 @@ from tapestry.plan.topology import parse_mesh
 from tapestry.sharding.check_sharding import check_file
 from tests.support.faults import sharding_faults as faults
 from tests.support.faults.sharding_faults import N, put
+from tests.support.paths import ROOT
 from tests.support.small_models import net
 
 
@@ -67,6 +69,16 @@ def test_every_fault_is_refused_with_its_own_message(what, code, change, tmp_pat
 def test_faults_are_many_and_their_codes_differ():
     codes = [c for _, c, _ in faults.FAULTS]
     assert len(codes) >= 30 and len(set(codes)) >= 30
+
+
+def test_the_page_for_the_next_version_names_every_code():
+    """Rules that the checker has and rules that docs/sharding-next.md offers are the same."""
+    source = "".join((ROOT / "tapestry" / f).read_text() for f in ("interop/annotation_rules.py", "sharding/check_sharding.py"))
+    page = (ROOT / "docs" / "sharding-next.md").read_text().split("## The checker's rules")[1]
+    named = set(re.findall(r"`([a-z-]+)`", page))
+    given = set(re.findall(r'"(?:error|warning)", "([a-z-]+)"', source)) | {c for _, c, _ in faults.FAULTS}
+    assert given <= named, given - named
+    assert named <= given | {"agreement", "contraction", "reduction", "halo", "reshard"}, named - given
 
 
 def test_messages_of_all_faults_differ(tmp_path):

@@ -58,7 +58,7 @@ def linked(topo: Topology, links: str) -> Topology:
         TapestryError: the map is of other devices, or a device cannot reach another.
     """
     slowest = Link(max(k.alpha for k in topo.links), max(k.beta for k in topo.links))
-    spec = {"map": links, "alpha": slowest.alpha, "beta": slowest.beta, "sizes": (), "links": {}}
+    spec: dict[str, Any] = {"map": links, "alpha": slowest.alpha, "beta": slowest.beta, "sizes": (), "links": {}}
     found, fabrics, notes = joined(Source(topo.device, (), {}, spec), topo.mesh)
     return replace(topo, name=f"{topo.name}, links of the model", links=found, joined=fabrics, notes=notes, calls=())
 
