@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.docs.generated import Row, makes, result, rows, table
+from tests.docs.generated import Row, makes, rows, table
 
 
 @makes("schedules.table")
@@ -24,28 +24,3 @@ def _schedules() -> str:
 def _schedules_runs() -> str:
     same, runs = (sum(r[k] for r in rows("schedules")) for k in ("same_bits", "runs"))
     return f"{same:,} of {runs:,}"
-
-
-@makes("generator.table")
-def _generator() -> str:
-    lines = [
-        [r["suite"], r["test"] + (f" {r['size']}" if r.get("size") else ""), r["stream"], f"{r['bytes'] / 1e9:.3f}", f"{r['p']:.4f}",
-         r.get("assessment") or ("passed" if r["passed"] else "FAILED")] for r in rows("generator")
-    ]  # fmt: skip
-    return table("suite | test | stream | GB: | p: | ", lines)
-
-
-@makes("generator.bytes")
-def _generator_bytes() -> str:
-    """The most bytes that tests of each suite took: the quick ones of SP 800-22 the same, those of dieharder one after another."""
-    found = rows("generator")
-    quick = max(r["bytes"] for r in found if r["suite"] == "SP 800-22")
-    parts = {r["test"]: r["bytes"] for r in found if r["suite"] == "dieharder"}
-    return f"{quick / 1e9:.1f} GB by three tests of SP 800-22" + (
-        f", {sum(parts.values()) / 1e9:.1f} GB by dieharder" if parts else ""
-    )
-
-
-@makes("generator.speed")
-def _generator_speed() -> str:
-    return ", ".join(f"{n} {v:.0f}" for n, v in result("generator")["million_words_a_second"].items())
