@@ -15,13 +15,11 @@ import argparse
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.correctness.models import EXPORTS, materialize
 from bench.support import record
 from bench.support.record import Row
 from examples import layer
@@ -31,48 +29,35 @@ from tapestry.runtime.reordered.reordered_run import AnyOrderExecutor, run_besid
 from tests.support.small_models import MODELS
 
 MESHES = {
-    "llama_tiny": "4", "qwen3_tiny": "2x2", "unet": "2", "transformer layer": "2x2", "convolutions": "4", "recurrent": "3",
+    "transformer layer": "2x2", "attention": "2x2", "convolutions": "4", "poolings": "3", "norms": "1", "recurrent": "3",
     "selections": "2", "random numbers": "4",
 }  # fmt: skip
-SHAPES = {
-    **{n: dict.fromkeys(EXPORTS[n], "1x8") for n in ("llama_tiny", "qwen3_tiny")}, "unet": {"x": "1x3x32x32"},
-}  # fmt: skip
 OURS = {
-    "transformer layer": layer.model, "convolutions": MODELS["conv_chain"], "recurrent": MODELS["recurrent"],
+    "transformer layer": layer.model, "attention": MODELS["attention"], "convolutions": MODELS["conv_chain"],
+    "poolings": MODELS["pools"], "norms": MODELS["norms"], "recurrent": MODELS["recurrent"],
     "selections": MODELS["selections"], "random numbers": MODELS["noise"],
 }  # fmt: skip
 LOSE = 0.05
 
 
-def compiled(name: str) -> api.Compiled | None:
-    """A model planned for its devices; None where it is not to be had."""
-    if name in OURS:
-        return api.compile(OURS[name](), mesh=MESHES[name], topology="cpu")
-    path = materialize(name, record.WORK / name)
-    shapes = SHAPES.get(name, {})
-    return None if path is None else api.compile(Path(path), mesh=MESHES[name], topology="cpu", shapes=shapes)
-
-
-def asked(seed: int) -> tuple[str, Asked]:
+def asked(seed: int, several: bool) -> tuple[str, Asked]:
     """What happens in a run, in turns."""
     ways = (
-        ("order", Asked(seed=seed)), ("blocks", Asked(seed=seed, lose=LOSE, twice=False)),
-        ("device", Asked(seed=seed, devices=1, twice=False)),
+        ("order", Asked(seed=seed)), ("lost_blocks", Asked(seed=seed, lose=LOSE, twice=False)),
+        ("lost_device", Asked(seed=seed, devices=1, twice=False)),
     )  # fmt: skip
-    return ways[seed % 3]
+    return ways[seed % (3 if several else 2)]
 
 
-def row_of(name: str, runs: int) -> Row | None:
+def row_of(name: str, runs: int) -> Row:
     """A model's runs."""
-    build = compiled(name)
-    if build is None:
-        return None
+    build = api.compile(OURS[name](), mesh=MESHES[name], topology="cpu")
     start = time.process_time()
     other = api.open_session(build.build, b"".join(build.constants.values()), make=AnyOrderExecutor)
     feeds, sums, orders = build.random_feeds(0), dict[str, Counter[str]](), set[tuple[int, ...]]()
     same, blocks = 0, 0
     for seed in range(runs):
-        way, what = asked(seed)
+        way, what = asked(seed, build.build.plan.devices > 1)
         _, told = run_beside(build.session, other, feeds, what)
         same, blocks = same + told["same_bits"], told["plan"]["blocks"]
         executor = other.executor
@@ -98,7 +83,7 @@ def _losses(told: Row) -> int:
 
 def share(row: Row, way: str, what: str) -> str:
     """What was done again, of what a restart does again."""
-    sums = row[way]
+    sums = row.get(way, {})
     return f"{sums[f'again_{what}'] / sums[f'restart_{what}']:.1%}" if sums.get(f"restart_{what}") else "-"
 
 
@@ -112,9 +97,6 @@ def main() -> int:
     rows: list[Row] = []
     for name in args.only:
         row = row_of(name, each)
-        if row is None:
-            console.print(f"{name}: there is no folder of exports")
-            continue
         rows.append(row)
         print(f"{name}: {row['same_bits']} of {row['runs']} runs with the same bits, {row['cpu_s']:.1f} s", flush=True)
     console.print(shown(rows))
@@ -128,7 +110,7 @@ def shown(rows: list[Row]) -> Any:
     heads = ("model", "mesh", "blocks", "runs", "same bits", "blocks lost: FLOPs", "bytes", "device lost: FLOPs", "bytes")
     table = Table(*heads)
     for r in rows:
-        shares = [share(r, way, what) for way in ("blocks", "device") for what in ("flops", "bytes")]
+        shares = [share(r, way, what) for way in ("lost_blocks", "lost_device") for what in ("flops", "bytes")]
         table.add_row(r["model"], r["mesh"], str(r["blocks"]), str(r["runs"]), str(r["same_bits"]), *shares)
     return table
 

@@ -1,0 +1,26 @@
+"""What pages take from the benchmarks of blocks: orders and losses, random numbers."""
+
+from __future__ import annotations
+
+from tests.docs.generated import Row, makes, rows, table
+
+
+@makes("schedules.table")
+def _schedules() -> str:
+    def shares(r: Row, way: str) -> list[str]:
+        sums = r.get(way)
+        return [f"{sums[f'again_{k}'] / sums[f'restart_{k}']:.1%}" if sums else "–" for k in ("flops", "bytes")]
+
+    lines: list[list[object]] = []
+    for r in rows("schedules"):
+        lost = [w["lost_blocks"] for w in (r["lost_blocks"], r.get("lost_device", {"lost_blocks": 0}))]
+        part = [*shares(r, "lost_blocks"), *shares(r, "lost_device")]
+        lines.append([r["model"], r["mesh"], r["blocks"], f"{r['same_bits']} of {r['runs']}", r["orders"], sum(lost), *part])
+    shown = " | ".join(f"{k}, {what}:" for what in ("blocks", "device") for k in ("FLOPs", "bytes"))
+    return table(f"model | mesh | blocks: | same bits: | orders: | blocks lost: | {shown}", lines)
+
+
+@makes("schedules.runs")
+def _schedules_runs() -> str:
+    same, runs = (sum(r[k] for r in rows("schedules")) for k in ("same_bits", "runs"))
+    return f"{same:,} of {runs:,}"
