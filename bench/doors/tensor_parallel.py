@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,13 +22,13 @@ import tapestry
 from bench.doors.machine import FAST
 from bench.doors.tensor_parallel_rank import TOKENS, model_of
 from bench.support import record
+from tapestry.errors import TapestryError
 from tapestry.exports import tp_plan
-from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 
 NAMES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "olmo", "olmo2", "granite", "cohere", "stablelm",
-    "starcoder2", "glm", "glm4", "smollm3", "helium", "ernie4_5", "arcee", "seed_oss", "apertus", "nemotron", "opt", "gpt_neox",
-    "exaone4", "hunyuan_v1_dense", "gpt_neo", "falcon", "bloom",
+    "starcoder2", "glm", "glm4", "smollm3", "helium", "ernie4_5", "arcee", "seed_oss", "nemotron", "opt", "gpt_neox", "gpt_neo",
+    "mixtral", "qwen2_moe", "falcon", "bloom", "gpt2",
 )  # fmt: skip
 RANKS, CLOSE = 2, 1e-5
 
@@ -44,20 +45,34 @@ class Logits(torch.nn.Module):
         return self.m(input_ids=ids, use_cache=False).logits
 
 
+def shipped(model: Any) -> list[str]:
+    """What the plan that transformers ships for an architecture cuts, as pins."""
+    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    ends = {p: "out" if "colwise" in style else "in" for p, style in plan.items() if re.search("colwise|rowwise", style)}
+    return [f"**.{p}:{end}=tp" for p, end in ends.items() if "embed" not in p and ".experts." not in p]
+
+
 def planned(name: str, folder: Path) -> dict[str, Any]:
-    """The architecture's plan, written; what it says, and what it costs."""
+    """The architecture's plan, written; what it says, and what it costs.
+
+    The search is held to what transformers' own plan cuts, where it ships one whose modules are operations.
+    """
     (folder / "fast.json").write_text(json.dumps(FAST))
-    ids = torch.arange(3, 3 + TOKENS)[None]
-    build = tapestry.compile(
-        Logits(model_of(name)), example_inputs=(ids,), mesh={"tp": RANKS}, topology=str(folder / "fast.json")
-    )
+    module = Logits(model_of(name))
+    given: dict[str, Any] = {
+        "example_inputs": (torch.arange(3, 3 + TOKENS)[None],), "mesh": {"tp": RANKS}, "topology": str(folder / "fast.json"),
+        "stages": 1,
+    }  # fmt: skip
+    pins = shipped(module.m)
     try:
-        done = tp_plan.export(build.build, folder / f"{name}.plan.json", nearest=False)
-    except NotExpressible:
-        done = tp_plan.export(build.build, folder / f"{name}.plan.json", nearest=True)
+        build = tapestry.compile(module, pins=pins, **given)
+    except TapestryError:
+        pins = []
+        build = tapestry.compile(module, **given)
+    done = tp_plan.export(build.build, folder / f"{name}.plan.json", nearest=True)
     return {
-        "styles": done["styles"], "different": len(done["different"]), "operations": len(build.build.plan.graph.ops),
-        "bytes": done["bytes"], "plan_bytes": done["plan_bytes"],
+        "pins": len(pins), "styles": done["styles"], "different": len(done["different"]),
+        "operations": len(build.build.plan.graph.ops), "bytes": done["bytes"], "plan_bytes": done["plan_bytes"],
     }  # fmt: skip
 
 

@@ -127,6 +127,8 @@ def moved(x: Exchange, step: Transfer, source: Value | None) -> Value | None:
                 pieces[box] = found
     if mine is None:
         return None
+    if not size(mine):
+        return x.nodes.filled(shape(mine), 0, dst.dtype)
     if held is not None and source is not None and (common := intersect(held, mine)) is not None:
         pieces[common] = x.nodes.slice(source, _within(common, held))
     kept = {box: v for box, v in pieces.items() if intersect(box, mine) == box}

@@ -2,8 +2,8 @@
 
 Between a ``colwise`` layer and the ``rowwise`` layer that takes its result, transformers runs a model's own code on parts of
 tensors; everywhere else on whole ones. So the plan's cuts of weights say the styles, and every operation in between is held to
-the parts that it would be given: the cells that it reads must be those that its rank has. Where they are not, the result of the
-layer before is gathered. All layers of one pattern (``layers.*.self_attn.q_proj``) have one style.
+the parts that it would be given: each rank must read, of its own parts, what the first rank reads of its. Where that is not so,
+the result of the layer before is gathered. All layers of one pattern (``layers.*.self_attn.q_proj``) have one style.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import numpy as np
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
-from tapestry.ir.graph import Block, Op
+from tapestry.ir.expr import Index, distinct
+from tapestry.ir.graph import Block, Op, Read
+from tapestry.ir.index import Aff, dim, dims_of, evaluate, substitute
 from tapestry.ir.naming.author_names import PARAMETER, operation_names, parts
 from tapestry.ir.plan import Mesh, MeshAxis
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
@@ -34,6 +37,7 @@ AXES = {
     "embedding_colwise": 1,
 }  # fmt: skip
 """Styles, and the axis of the weight that each cuts."""
+MOST = 1 << 20  # points at which two index expressions are compared one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,8 @@ class _Maker:
         self.axis = build.plan.mesh[self.at]
         self.ranks, self.mesh = self.axis.size, (MeshAxis(self.axis.name, self.axis.size),)
         self.called = operation_names(self.graph)
-        self.drop = _common({t.rpartition(".")[0] for t in self.graph.weights if PARAMETER.fullmatch(t)})
+        modules = {x.module for found in self.layers for x in found}
+        self.drop = _common(modules | {t.rpartition(".")[0] for t in self.graph.weights if PARAMETER.fullmatch(t)})
         self.gathered: set[str] = set()
         self.kept: set[str] = set()
 
@@ -125,14 +130,14 @@ class _Maker:
     def parts(self) -> Parts:
         """Parts under the plan's cuts. Where an operation cannot be run on them, a layer's result is gathered, and so on."""
         while True:
-            known = self.gathered | self.kept
+            known = len(self.gathered) + len(self.kept)
             found = self._walked()
             if found is not None:
                 mixed = {p for p, s in found.styles.items() if len(s) > 1} | self._apart(found)
                 if not mixed:
                     return found
                 self.kept |= mixed
-            assert self.gathered | self.kept > known, "the same layers are gathered again"
+            assert len(self.gathered) + len(self.kept) > known, "the same layers are gathered again"
 
     def _apart(self, found: Parts) -> set[str]:
         """Modules that share a weight and do not all cut it along the same axis."""
@@ -178,18 +183,22 @@ class _Maker:
         return set()
 
     def _fits(self, parts: Parts, op: Op, d: str, skip: frozenset[str] | None) -> bool:
-        """Whether each rank has what it reads, and nothing else, when an operation is cut along a dimension."""
-        if op.ranges[d] % self.ranks:
+        """Whether an operation that is cut along a dimension is, on each rank, the model's own code on the rank's parts."""
+        if op.ranges[d] % self.ranks or not isinstance(op, Block) or d in _counted(op):
             return False
         out = next((k for k, x in enumerate(op.dims) if x.name == d), None)
-        for _, t, boxes in footprints(op, self.graph, Strategy((d,), (out,)), self.mesh):
+        for k, t, boxes in footprints(op, self.graph, Strategy((d,), (out,)), self.mesh):
             if skip is not None and t in skip:
                 continue
-            shape = self.graph.tensors[t].shape
-            axis = parts.cut.get(t)
+            shape, axis = self.graph.tensors[t].shape, parts.cut.get(t)
             if t in self.graph.weights and self._owned(parts, t):
                 axis = 0
-            if not np.array_equal(boxes, _held(shape, axis, self.mesh)):
+            if axis is not None and shape[axis] % self.ranks:
+                return False
+            held = _held(shape, axis, self.mesh)
+            if (boxes[..., 0] < held[..., 0]).any() or (boxes[..., 1] > held[..., 1]).any():
+                return False
+            if not _is_moved(op.reads[k], d, op.ranges, self.ranks, {} if axis is None else {axis: shape[axis] // self.ranks}):
                 return False
         return True
 
@@ -217,10 +226,13 @@ class _Maker:
                 parts.moved += nbytes * (self.ranks - 1) * (2 if style == "embedding_rowwise" else 1)
             return origin
         own = frozenset({x.weight for x in layers} | {f"{x.module}.bias" for x in layers})
-        if cut:
-            if patterns & self.kept or not self._fits(parts, op, layers[0].into, own):
-                return origin
+        if cut and not patterns & self.kept and self._fits(parts, op, layers[0].into, own):
             return self._styled(parts, op, layers, "rowwise", layers[0].into, nbytes)
+        if cut:  # what is computed with the layer's result, in the same operation
+            if patterns & (self.kept | self.gathered) or not self._fits(parts, op, layers[0].out, own):
+                return origin
+            self._styled(parts, op, layers, "colwise", layers[0].out, 0)
+            return self._cut(parts, op, out, patterns | origin)
         if even and wanted == layers[0].out:
             if patterns & self.gathered or not self._fits(parts, op, layers[0].out, own):
                 return self._styled(parts, op, layers, "colwise_gather_output", layers[0].out, nbytes)
@@ -283,6 +295,38 @@ def _called_apart(layers: list[list[Layer]], scopes: Sequence[str]) -> list[list
 
 def _held(shape: tuple[int, ...], axis: int | None, mesh: Mesh) -> Boxes:
     return tensor_boxes(shape, (axis,), mesh)
+
+
+def _counted(op: Block) -> set[str]:
+    """Dimensions whose coordinates are values in the operation's expressions."""
+    exprs = distinct((*op.body, *op.then, *(i.body for i in op.inner)))
+    return {d for e in exprs if isinstance(e, Index) for d in dims_of(e.aff)}
+
+
+def _is_moved(read: Read, d: str, ranges: Mapping[str, int], ranks: int, parts: Mapping[int, int]) -> bool:
+    """Whether every rank reads of its own part what the first one reads of its, when a dimension is cut.
+
+    Args:
+        parts: cells of a part, by the axis of the tensor that is cut.
+    """
+    n = ranges[d] // ranks
+    local = {**ranges, d: n}
+    wanted = [(e, parts.get(k, 0)) for k, e in enumerate(read.index)] + [(g.aff, 0) for g in read.when]
+    return all(
+        _equal(substitute(e, {d: dim(d) + rank * n}, local), e + rank * part, local)
+        for rank in range(1, ranks) for e, part in wanted
+    )  # fmt: skip
+
+
+def _equal(a: Aff, b: Aff, ranges: Mapping[str, int]) -> bool:
+    """Whether two index expressions have the same values: as they are written, or counted out where there are few."""
+    if a == b:
+        return True
+    names = sorted(dims_of(a) | dims_of(b))
+    if prod(ranges[n] for n in names) > MOST:
+        return False
+    at = dict(zip(names, np.ix_(*(np.arange(ranges[n]) for n in names)), strict=True))
+    return bool(np.all(evaluate(a, at) == evaluate(b, at)))
 
 
 def _layers(op: Op, build: Build) -> Iterator[Layer]:

@@ -83,6 +83,37 @@ def _seeds() -> str:
     return table("document|statements:|errors in it:|not done:", lines)
 
 
+# doors out
+
+
+@makes("doors.equal")
+def _doors_equal() -> str:
+    counts: dict[str, list[bool]] = {}
+    for r in rows("doors"):
+        counts.setdefault(r["door"], []).append(r["equal"])
+    return ", ".join(f"`{door}` {sum(found)} of {len(found)}" for door, found in counts.items())
+
+
+@makes("doors.unequal")
+def _doors_unequal() -> str:
+    """Rows that fail, with the reason."""
+
+    def why(r: Row) -> str:
+        if "error" in r:
+            return r["error"][:160].replace("|", "\\|")
+        return f"{r['rel_err']:.1e}" if "rel_err" in r else f"{r['plan_bytes']:,} bytes planned, XLA moves {r['xla_bytes']:,}"
+
+    return table("format | row | what is found", [[r["door"], r["name"], why(r)] for r in rows("doors") if not r["equal"]])
+
+
+@makes("doors.plans")
+def _doors_plans() -> str:
+    """Plans that transformers ran."""
+    found = [r for r in rows("doors") if r["door"] == "tp-plan" and r["equal"]]
+    lines = [[r["name"], len(r["styles"]), r["cut_parameters"], f"{r['rel_err']:.0e}"] for r in found]
+    return table("architecture | styles: | parameters in parts: | logits apart:", lines)
+
+
 # CPU beside onnxruntime
 
 
