@@ -177,11 +177,12 @@ def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
 
 def _kinds(graph: Graph, mesh: Mesh, disabled: frozenset[str]) -> Iterator[tuple[Rule, str, list[Move]]]:
     """By rule, users' first: moves that differ only in which of several equal operations they rewrite, and their kind."""
+    makers = graph.producers()
     for rule in sorted((r for r in rules_of("search") if r.name not in disabled), key=lambda r: r.built_in):
         kinds: dict[str, list[Move]] = {}
         for m in _moves(rule, graph, mesh):
             if isinstance(m, Move):
-                at = graph.find(m.at)
+                at = makers[m.at] if m.at in makers else graph.find(m.at)
                 kind = f"{rule.name} {m.params} {signature(graph.ops[at], graph) if at >= 0 else m.at}"
                 kinds.setdefault(kind, []).append(m)
         yield from ((rule, kind, moves) for kind, moves in kinds.items())

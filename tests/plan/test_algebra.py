@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench.book.rule_graphs import SEEN
+from tapestry.ir.graph import changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.pipeline import Options, compile_model
@@ -59,6 +60,17 @@ def test_a_derivation_replays_as_a_text() -> None:
     new, done = apply_legal(graph, moves)
     again = replay(graph, [parse_move(t) for t in texts])
     assert done and to_text(simplify(new)) == to_text(again) and len(again.ops) == 6
+
+
+def test_moves_at_many_places_are_made_in_one_pass() -> None:
+    steps = list[int]()
+    for layers in (3, 9):
+        graph = parse(adapters(layers))
+        moves = [m for d in book().derivations(graph) for m in d.moves]
+        new, done = apply_legal(graph, moves)
+        assert len(done) >= 3 * layers and len(new.ops) < len(graph.ops) * 2
+        steps.append(len(changes(new)))
+    assert steps[0] == steps[1]
 
 
 def test_rules_that_are_left_out_are_not_used() -> None:

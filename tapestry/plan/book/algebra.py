@@ -101,12 +101,12 @@ class Book:
     def derivations(self, graph: Graph) -> list[Derivation]:
         """For each kind of region, the moves at all its places that lead to the cheapest form; most seconds saved first."""
         found: dict[str, tuple[Cheaper, list[tuple[Move, ...]]]] = {}
-        taken = set[str]()
-        for at in dict.fromkeys(graph.find(m.at) for m in self.moves(graph)):
+        taken, wires = set[str](), _Wires(graph)
+        for at in dict.fromkeys(wires.makers[m.at] for m in self.moves(graph)):
             if self.looked_at * CHILD > self.units:
                 break
             for up, down in NEAR:
-                region = _region(graph, at, up, down)
+                region = wires.region(at, up, down)
                 names = _names(region)
                 text = to_text(_renamed(region, names))
                 if text not in self.known:
@@ -192,27 +192,30 @@ def _together(places: list[tuple[Move, ...]]) -> Iterator[Move]:
         yield from step
 
 
-def _region(graph: Graph, at: int, up: int, down: int) -> Graph:
-    """An operation with those near it."""
-    makers, readers = graph.producers(), graph.consumers()
-    near, layer = {at}, [at]
-    for depth in range(max(up, down)):
-        before = [makers[t] for k in layer for t in graph.ops[k].inputs if t in makers] if depth < up else []
-        behind = [r for k in layer for t in graph.ops[k].outs for r in readers.get(t, ())] if depth < down else []
-        layer = [k for k in dict.fromkeys((*before, *behind)) if k not in near and isinstance(graph.ops[k], Block)]
-        near |= set(layer[: MOST_OPS - len(near)])
-    return _part(graph, sorted(near))
+class _Wires:
+    """Who makes and who reads each tensor of a graph."""
 
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.makers, self.readers, self.outputs = graph, graph.producers(), graph.consumers(), set(graph.outputs)
 
-def _part(graph: Graph, at: list[int]) -> Graph:
-    """Some operations as a graph of their own; what others read of them are its outputs."""
-    ops = tuple(graph.ops[k] for k in at)
-    made = dict.fromkeys(t for op in ops for t in op.outs)
-    inputs = tuple(dict.fromkeys(t for op in ops for t in op.inputs if t not in made))
-    outside = {t for k, op in enumerate(graph.ops) if k not in at for t in op.inputs} | {*graph.outputs}
-    outputs = tuple(t for t in made if t in outside)
-    tensors = {t: graph.tensors[t] for t in (*inputs, *made)}
-    return Graph(name="region", tensors=tensors, ops=ops, inputs=inputs, outputs=outputs or tuple(made)[-1:])
+    def region(self, at: int, up: int, down: int) -> Graph:
+        """An operation with those near it."""
+        ops, near, layer = self.graph.ops, {at}, [at]
+        for depth in range(max(up, down)):
+            before = [self.makers[t] for k in layer for t in ops[k].inputs if t in self.makers] if depth < up else []
+            behind = [r for k in layer for t in ops[k].outs for r in self.readers.get(t, ())] if depth < down else []
+            layer = [k for k in dict.fromkeys((*before, *behind)) if k not in near and isinstance(ops[k], Block)]
+            near |= set(layer[: MOST_OPS - len(near)])
+        return self._part(near)
+
+    def _part(self, at: set[int]) -> Graph:
+        """Some operations as a graph of their own; what others read of them are its outputs."""
+        ops = tuple(self.graph.ops[k] for k in sorted(at))
+        made = dict.fromkeys(t for op in ops for t in op.outs)
+        inputs = tuple(dict.fromkeys(t for op in ops for t in op.inputs if t not in made))
+        outputs = tuple(t for t in made if t in self.outputs or any(r not in at for r in self.readers.get(t, ())))
+        tensors = {t: self.graph.tensors[t] for t in (*inputs, *made)}
+        return Graph(name="region", tensors=tensors, ops=ops, inputs=inputs, outputs=outputs or tuple(made)[-1:])
 
 
 def _names(region: Graph) -> dict[str, str]:

@@ -6,7 +6,7 @@ proves the log of the graph that it chose in its pass ``verify``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tapestry.errors import LawError, TapestryError
@@ -28,6 +28,28 @@ def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
         rule = RULES[move.rule]
         graph = logged(rule, graph, rule.apply(graph, move), str(move))
     return graph
+
+
+def apply_legal(graph: Graph, moves: Sequence[Move]) -> tuple[Graph, list[Move]]:
+    """The graph after all moves that are still legal after the ones before, and those moves; of one rule in a row, in one pass.
+
+    Raises:
+        LawError: a user's rule does not say the same at one place.
+    """
+    rule = RULES.get(moves[0].rule) if moves else None
+    if len(moves) > 1 and isinstance(rule, MatchRule) and rule.built_in and not rule.at_once:
+        after, done = rule.apply_legal(graph, moves)
+        return logged(rule, graph, after, rule.name), done
+    done = list[Move]()
+    for move in moves:
+        try:
+            graph = apply_moves(graph, [move])
+        except LawError:  # a user's rule is wrong
+            raise
+        except TapestryError:
+            continue
+        done.append(move)
+    return graph, done
 
 
 def swept(rule: Rule, graph: Graph) -> Graph:

@@ -7,10 +7,12 @@ choices, which something else judges: a price before the search (`plan.fusion`),
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
-from tapestry.errors import LawError, TapestryError, similar
+from tapestry.errors import TapestryError, similar
 from tapestry.ir.graph import Graph
+from tapestry.rewrites.core import applied as applied_moves
 from tapestry.rewrites.core.applied import apply_moves, swept
 from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule
 
@@ -32,11 +34,11 @@ def simplify(graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE)
     that a user adds, ``disabled`` has names of rules that are left out.
     """
     rules = [r for r in rules_of("simplify") if r.name not in disabled]
-    for _ in range(limit):
-        before = graph.ops
-        for rule in rules:
-            graph = swept(rule, graph)
-        if graph.ops == before:
+    unchanged = 0  # rules in a row that did nothing
+    for rule in (r for _ in range(limit) for r in rules):
+        before, graph = graph, swept(rule, graph)
+        unchanged = unchanged + 1 if graph is before or graph.ops == before.ops else 0
+        if unchanged == len(rules):
             break
     return graph
 
@@ -60,14 +62,13 @@ def rule_names(given: Iterable[str]) -> frozenset[str]:
 def apply_legal(graph: Graph, moves: Iterable[Move], disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
     """The graph after all moves that are still legal after the ones before, and those moves."""
     done: list[Move] = []
-    for move in moves:
-        try:
-            graph = simplify(graph, disabled=disabled) if move.rule == SIMPLIFIED else apply_moves(graph, [move])
-        except LawError:  # a user's rule is wrong
-            raise
-        except TapestryError:
-            continue
-        done.append(move)
+    for name, group in itertools.groupby(moves, lambda m: m.rule):
+        some = list(group)
+        if name == SIMPLIFIED:
+            graph = simplify(graph, disabled=disabled)
+        else:
+            graph, some = applied_moves.apply_legal(graph, some)
+        done += some
     return graph, done
 
 

@@ -60,9 +60,11 @@ class Draft:
         self.memo: dict[object, str] = {}
         self._graph = graph
         self._dead = _dead(graph) if live else frozenset[int]()
-        self._parts: list[tuple[Op, ...]] = [()] * len(graph.ops)
+        self._parts: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
         for i, op in enumerate(graph.ops):
-            self._set(i, (op,))
+            self.makers.update(dict.fromkeys(op.outs, i))
+            for t in op.inputs if i not in self._dead else ():
+                self.readers.setdefault(t, []).append(i)
 
     def op(self, at: int) -> Op | None:
         """The operation at a position (of several the last); ``None`` where there is none any more."""
@@ -219,6 +221,22 @@ class MatchRule(Rule):
             raise TapestryError(self.nothing, where=str(move))
         return after
 
+    def apply_legal(self, graph: Graph, moves: Iterable[Move]) -> tuple[Graph, list[Move]]:
+        """The graph after those of its moves that are legal after the ones before, in one pass, and these moves."""
+        draft, done = Draft(graph, live=self.live), list[Move]()
+        for move in moves:
+            at = draft.makers.get(move.at, -1)
+            if at >= 0 and move.at not in draft.ops(at)[-1].outs:  # an earlier move put another operation behind it
+                draft = Draft(draft.graph() or graph, live=self.live)
+                at = draft.makers[move.at]
+            found = (
+                next((r[1] for r in self.candidates(draft, at, move) if not isinstance(r, Refusal)), None) if at >= 0 else None
+            )
+            if found is not None:
+                draft.put(found)
+                done.append(move)
+        return (draft.graph() or graph) if done else graph, done
+
     def sweep(self, graph: Graph) -> Graph:
         """The graph after every move that the rule finds, in one pass."""
         return self.choose(graph)[0]
@@ -244,6 +262,8 @@ class MatchRule(Rule):
                     continue
                 draft.put(match)
                 results = self.candidates(draft, at, None) if self.again else results
+        if not moves:
+            return graph, moves
         if not self.at_once:
             return draft.graph() or graph, moves
         for match in matches:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from tapestry.rewrites.core.matching import Candidate, Draft, Match, MatchRule, Params
+from tapestry.ir.graph import Block, Graph
+from tapestry.rewrites.core.matching import Accept, Candidate, Draft, Match, MatchRule, Params
 from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.equations.build import Written, replacements, write
 from tapestry.rewrites.equations.conditions import Conditions
@@ -21,6 +22,11 @@ class Equation(MatchRule):
 
     def __init__(self) -> None:
         self.matcher = Matcher(self.rule)
+
+    def choose(self, graph: Graph, accept: Accept | None = None) -> tuple[Graph, list[Move]]:
+        """As `MatchRule.choose`; a graph without an operation of the form of the left-hand side's last one is not looked at."""
+        there = any(isinstance(op, Block) and self.matcher.fits(op) for op in graph.ops)
+        return super().choose(graph, accept) if there else (graph, [])
 
     def candidates(self, draft: Draft, at: int, move: Move | None) -> Iterator[Candidate | Refusal]:
         """Every match of the left-hand side at an operation, refusals of those that are not legal.

@@ -87,6 +87,7 @@ class Bindings:
         return self.ops[max(self.ops)]
 
 
+_NOTHING = Bindings()
 _Reads = dict[str, tuple[int, ...]]  # alias → positions
 _Found = tuple[_Reads, dict[str, Body]]
 _At = tuple[int, Block, Bindings, Mapping[str, Aff]]  # position in the pattern, operation, match so far, where it is read
@@ -102,11 +103,12 @@ class Matcher:
 
     def fits(self, op: Block) -> bool:
         """Whether an operation may be the last one of the left-hand side, by what is seen at once."""
-        return _similar(self.before[-1], op, Bindings())
+        return _similar(self.before[-1], op, _NOTHING)
 
     def at(self, draft: Draft, op: Block) -> Iterator[Bindings | Refusal]:
         """Every match whose last operation is ``op``, and near misses."""
-        yield from self._op(draft, len(self.before) - 1, op, Bindings(ranges=op.ranges), {})
+        if self.fits(op):
+            yield from self._op(draft, len(self.before) - 1, op, Bindings(ranges=op.ranges), {})
 
     def _op(self, draft: Draft, k: int, op: Block, m: Bindings, env: Mapping[str, Aff]) -> Iterator[Bindings | Refusal]:
         """Every match of one operation of the pattern, and of those before it; it may change ``m``."""

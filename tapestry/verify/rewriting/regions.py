@@ -57,7 +57,7 @@ class Change:
         Where the two read different tensors, those are followed further back until they are the same, if they ever are.
         ``None``: they might be, further back than `MOST_KEPT` operations.
         """
-        kept, cuts = dict[str, Op](), {*cuts}
+        kept = dict[str, Op]()
         first = found = self._pair(old, new, kept, cuts)
         place = self.places[0]
         for _ in range(MOST_KEPT):
@@ -69,7 +69,7 @@ class Change:
             if not apart:
                 return first
             t = max(apart, key=lambda t: place[t])
-            cuts.discard(t)
+            cuts = {*cuts} - {t}
             kept |= dict.fromkeys(self.kept[t].outs, self.kept[t]) if t in self.kept else {}
             found = self._pair(old, new, kept, cuts)
         return None
