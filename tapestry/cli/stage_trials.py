@@ -105,7 +105,7 @@ class _Job:
 def _compile(job: _Job) -> Trial:
     """Compile one candidate without a limit of memory: its peaks say whether it fits."""
     try:
-        compiled = api.compile(job.model, devices=job.devices, topology=job.topology, shapes=job.shapes)
+        compiled = api.compile(job.model, devices=job.devices, topology=job.topology, shapes=job.shapes, micro_batches=1)
     except TapestryError as e:
         return Trial((), refused=str(e))
     compiled.save(job.build)
