@@ -197,15 +197,15 @@ class Compiled:
 
 def compile(
     model: Any, *, example_inputs: Any = None, dynamic_shapes: Any = None, devices: int | None = None,
-    mesh: pipeline.MeshLike | None = None, topology: str = "auto",
-    shapes: Mapping[str, Any] | None = None, memory: int | str | None = None, target: str = "torch-cpu",
-    precision: str = "ieee", weights: bool = True, pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (),
-    rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
-    sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
-    stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
-    without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
-    state: str | None = None, stage_at: str | Sequence[str] = (), max_devices: int | None = None,
-    objective: str | None = None, limits: str | Sequence[str] = (), accumulate: str | None = None,
+    mesh: pipeline.MeshLike | None = None, topology: str = "auto", shapes: Mapping[str, Any] | None = None,
+    memory: int | str | None = None, target: str = "torch-cpu", precision: str = "ieee", weights: bool = True,
+    pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (), rules: str | Path | Sequence[str | Path] = (),
+    time_limit: float | None = None, seed: int = 0, pareto: bool = False, sharding: bool = True, exact: bool = False,
+    resume: str | Path | None = None, interrupt: threading.Event | None = None, stages: int | str = "auto",
+    micro_batches: int | str = "auto", print_after: Sequence[str] = (), without: str | Sequence[str] = (),
+    progress: pipeline.Report = lambda phase, name: None, found: Found = unseen, state: str | None = None,
+    stage_at: str | Sequence[str] = (), max_devices: int | None = None, objective: str | None = None,
+    limits: str | Sequence[str] = (), accumulate: str | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a model into a verified plan for a mesh of devices.
 
@@ -213,24 +213,19 @@ def compile(
         model: the path of an ONNX file (or of IR text, ``.tap``), its bytes, an ``onnx.ModelProto``, an ``onnx_ir.Model``, a
             ``torch.export.ExportedProgram``, or a torch module. A module on the meta device is planned without its weights.
         example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
-        mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
-        topology: a preset, a topology file, or ``auto``: this machine, measured once.
-        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
-            or a list (``"128,256"``), for one build that runs all of them.
-        memory: per device, as ``"16GiB"`` or bytes; ``precision``: of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
+        mesh: "2x4", (2, 4), {"dp": 2, "tp": 4} or mesh axes; ``devices``: of one axis; ``topology``: a preset, a file, or auto.
+        shapes: sizes of symbols, or of inputs; of a symbol also a range ("1..64") or a list ("128,256"): one build runs all.
+        memory: "16GiB", or bytes; ``precision``: of products of f32: ieee, tf32x3, tf32; ``accumulate``: of f16: f32, f16.
         pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
-        accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
         pareto: also the front of latency against memory; ``exact``: the same bits on any number of devices (docs/exact.md).
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
-        interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
         stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
-        stage_at: the nodes at which stages end, one or several; with commas, several of one stage.
-        max_devices, objective, limits: as on the command line: how many devices, and what is minimised beside seconds.
+        stage_at: nodes at which stages end ("A,B": several of one stage); ``max_devices, objective, limits``: how many devices.
         print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``; ``progress``: told of every pass as it begins.
         state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`kept_state`).
-        found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
+        found: told of plans: seconds, and a bound of their form; ``interrupt``: once set, the search ends with the best so far.
 
     Raises:
         TapestryError: with what, where, why and what to try.
@@ -247,8 +242,8 @@ def compile(
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
         accumulate=accumulate, micro_batches=str(micro_batches), stage_at=_several(stage_at), without=_several(without),
     )  # fmt: skip
-    machines = machine_count.asked_of(max_devices, objective, _several(limits), mesh=options.mesh is not None)
-    return _planned(options, source, state, progress, machines)
+    asked = machine_count.asked_of(max_devices, objective, _several(limits), mesh=options.mesh is not None)
+    return _planned(options, source, state, progress, asked)
 
 
 def _planned(

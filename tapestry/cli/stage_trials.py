@@ -19,7 +19,7 @@ from tapestry.interop import onnx_annotations
 from tapestry.lift.file.structure import check_structure, load
 from tapestry.sharding.auto_shard import stage_annotations
 from tapestry.sharding.auto_shard.auto_shard import Options
-from tapestry.sharding.auto_shard.measured import Trial
+from tapestry.sharding.auto_shard.measured_search import Trial
 
 RUNS = 5  # after one that counts for nothing; their median does
 

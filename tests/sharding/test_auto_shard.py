@@ -19,7 +19,7 @@ from tapestry.sharding.auto_shard.node_graph import NodeGraph, node_graph
 from tapestry.sharding.auto_shard.scheme_cost import Problem, Workers, bits
 from tapestry.sharding.auto_shard.traversal import initial, moves, traverse
 from tests.support.small_models import N, f32, net
-from tests.support.stage_graphs import all_schemes, branches, random_graph, save
+from tests.support.stages.stage_graphs import all_schemes, branches, random_graph, save
 
 SEEDS = range(60)
 

@@ -15,7 +15,7 @@ from tapestry.ir.plan import MeshAxis, on_stage
 from tapestry.sharding.auto_shard import auto_shard
 from tapestry.sharding.export_sharding import export
 from tests.support.small_models import N, f32, net
-from tests.support.stage_graphs import DEVICE, NODES
+from tests.support.stages.stage_graphs import DEVICE, NODES
 
 WIDTH, LAYERS = 64, 4
 
