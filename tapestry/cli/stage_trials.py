@@ -19,7 +19,7 @@ from tapestry.interop import onnx_annotations
 from tapestry.lift.file.structure import check_structure, load
 from tapestry.sharding.auto_shard import stage_annotations
 from tapestry.sharding.auto_shard.auto_shard import Options
-from tapestry.sharding.auto_shard.measured_schemes import Trial
+from tapestry.sharding.auto_shard.measured_search import Trial
 
 RUNS = 5  # after one that counts for nothing; their median does
 
@@ -105,7 +105,7 @@ class _Job:
 def _compile(job: _Job) -> Trial:
     """Compile one candidate without a limit of memory: its peaks say whether it fits."""
     try:
-        compiled = api.compile(job.model, devices=job.devices, topology=job.topology, shapes=job.shapes)
+        compiled = api.compile(job.model, devices=job.devices, topology=job.topology, shapes=job.shapes, micro_batches=1)
     except TapestryError as e:
         return Trial((), refused=str(e))
     compiled.save(job.build)

@@ -22,6 +22,7 @@ CLONE = ("tapestry", "examples", "bench", "docs", "tests", "Makefile", "pyprojec
 """What a working folder links to."""
 
 VOLATILE = (
+    (r"\b\d+\.\d+ ms(, tput \d[\d.]*| at memory)", "… ms"),  # latencies of stages that were run
     (r"\b\d+(\.\d+)? s\b", "… s"),  # seconds on this machine's clock
     (r"\b(lift|simplify|search|verify|codegen|total) \d+\.\d+", r"\1 …"),  # the compiler's own seconds
     (r"\b\d+\.\d{3}(?=  \S)", "…"),  # the column of seconds of --print-passes

@@ -520,3 +520,20 @@ def _rules() -> str:
 @makes("rules.won")
 def _rules_won() -> str:
     return f"{sum(r['faster'] >= 1.2 for r in rows('rules'))} of {len(rows('rules'))}"
+
+
+@makes("auto_shard.exact")
+def exact_stages() -> str:
+    """The exact stage search against the traversal after PopRT."""
+    found = [r for r in rows("auto_shard") if "refused" not in r]
+    both = [r for r in found if r["heuristic"]["interval_s"] and r["heuristic"]["proportion"] == r["dynamic"]["proportion"]]
+    ratios = sorted(r["dynamic"]["interval_s"] / r["heuristic"]["interval_s"] for r in both)
+    models, seconds = len({r["model"] for r in found}), sorted(r["seconds"]["dynamic"] for r in found)
+    better = (
+        f"its slowest stage takes {percent(1 - ratios[len(ratios) // 2])} less in the median, {percent(1 - ratios[0])} at most"
+    )
+    worse = sum(x > 1 for x in ratios)
+    return (
+        f"On {models} models over 2, 4 and 8 devices ({len(both)} cases) it is worse in {worse}; {better}. It takes "
+        f"{seconds[len(seconds) // 2]:.2f} s in the median and {seconds[-1]:.1f} s at most."
+    )

@@ -7,19 +7,19 @@ import json
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto as T
 
 from tapestry.cli import main
 from tapestry.errors import PlanError, TapestryError
-from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.sharding.auto_shard import auto_shard, candidates, dynamic_program
 from tapestry.sharding.auto_shard.node_graph import NodeGraph, node_graph
 from tapestry.sharding.auto_shard.scheme_cost import Problem, Workers, bits
 from tapestry.sharding.auto_shard.traversal import initial, moves, traverse
-from tests.support.programs.stage_graphs import all_schemes, branches, random_graph, save
 from tests.support.small_models import N, f32, net
+from tests.support.stages.stage_graphs import all_schemes, branches, random_graph, save
 
 SEEDS = range(60)
 
@@ -162,7 +162,7 @@ def stages_of(model: onnx.ModelProto) -> list[int]:
 
 
 def outputs(path) -> list:
-    session = ort_session(str(path))
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feeds = {i.name: np.random.default_rng(0).standard_normal(i.shape).astype(np.float32) for i in session.get_inputs()}
     return session.run(None, feeds)
 

@@ -11,9 +11,9 @@ import pytest
 from tapestry.cli import main
 from tapestry.errors import PlanError
 from tapestry.sharding.auto_shard import auto_shard, candidates, manual
-from tapestry.sharding.auto_shard.measured_schemes import Search, Trial, stages_of
+from tapestry.sharding.auto_shard.measured_search import Search, Trial, stages_of
 from tapestry.sharding.auto_shard.scheme_cost import Problem
-from tests.support.programs.stage_graphs import all_schemes, branches, random_graph, save
+from tests.support.stages.stage_graphs import all_schemes, branches, random_graph, save
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -15,7 +15,7 @@ from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
 from tapestry.lift.file.structure import check_structure, load
 from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
-from tapestry.sharding.auto_shard import candidates, manual, measured_schemes, stage_annotations
+from tapestry.sharding.auto_shard import candidates, manual, measured_search, stage_annotations
 from tapestry.sharding.auto_shard import dynamic_program as dynamic
 from tapestry.sharding.auto_shard.node_graph import PICO, NodeGraph, node_graph
 from tapestry.sharding.auto_shard.scheme_cost import Evaluation, Problem, Scheme, Workers, bits
@@ -93,7 +93,7 @@ def check(options: Options) -> None:
 
 
 def auto_shard(
-    options: Options, report: Report = lambda stage: None, trials: measured_schemes.Trials | None = None
+    options: Options, report: Report = lambda stage: None, trials: measured_search.Trials | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """Find stages, write the annotated model, and say what was found, as one document.
 
@@ -151,7 +151,7 @@ class _Clock:
 
 
 def _own(
-    graph: NodeGraph, options: Options, memory: int, clock: _Clock, trials: measured_schemes.Trials | None
+    graph: NodeGraph, options: Options, memory: int, clock: _Clock, trials: measured_search.Trials | None
 ) -> dict[str, Any]:  # fmt: skip
     """The user's own stages as a document, beside the best with as many.
 
@@ -172,19 +172,19 @@ def _own(
     document = _document(attempt, options, graph, memory) | {
         "manual": _outcome(own, problem, memory), "chosen": "manual", "proportion": proportion,
         "sharding_nodes": [manual.ends(problem, mask) for mask in scheme[:-1]],
-        "node_stages": measured_schemes.stages_of(problem, scheme),
+        "node_stages": measured_search.stages_of(problem, scheme),
     }  # fmt: skip
     if trials is not None:
         with clock("measure"):
-            search = measured_schemes.Search(problem, options.devices, [(proportion, int(proportion * memory))], trials, 1, 1)
+            search = measured_search.Search(problem, options.devices, [(proportion, int(proportion * memory))], trials, 1, 1)
             document["measured"] = {"manual": search.exact(found, problem, proportion, 0.0), "chosen": "manual"}
     return document
 
 
-def _tried(attempt: Attempt, options: Options, memory: int, trials: measured_schemes.Trials, clock: _Clock) -> dict[str, Any]:
+def _tried(attempt: Attempt, options: Options, memory: int, trials: measured_search.Trials, clock: _Clock) -> dict[str, Any]:
     """What compiling and running says: PopRT's search with every candidate compiled, and the exact search's own stages."""
     capacities = [(p, int(p * memory)) for p in options.proportions]
-    search = measured_schemes.Search(attempt.merged, options.devices, capacities, trials, options.most, options.processes)
+    search = measured_search.Search(attempt.merged, options.devices, capacities, trials, options.most, options.processes)
     found = {"traversal": search.traversal(optimal=options.optimal)}
     program = attempt.dynamic
     if program.best is not None and program.proportion is not None:
@@ -322,7 +322,7 @@ def _document(attempt: Attempt, options: Options, graph: NodeGraph, memory: int)
         "heuristic": _outcome(heuristic, problem, memory), "dynamic": _outcome(program, problem, memory),
         "chosen": "heuristic" if same else "dynamic", "proportion": program.proportion,
         "sharding_nodes": [manual.ends(problem, mask) for mask in chosen.scheme[:-1]],
-        "node_stages": measured_schemes.stages_of(problem, chosen.scheme),
+        "node_stages": measured_search.stages_of(problem, chosen.scheme),
     }  # fmt: skip
 
 
