@@ -83,37 +83,6 @@ def _seeds() -> str:
     return table("document|statements:|errors in it:|not done:", lines)
 
 
-# doors out
-
-
-@makes("doors.equal")
-def _doors_equal() -> str:
-    counts: dict[str, list[bool]] = {}
-    for r in rows("doors"):
-        counts.setdefault(r["door"], []).append(r["equal"])
-    return ", ".join(f"`{door}` {sum(found)} of {len(found)}" for door, found in counts.items())
-
-
-@makes("doors.unequal")
-def _doors_unequal() -> str:
-    """Rows that fail, with the reason."""
-
-    def why(r: Row) -> str:
-        if "error" in r:
-            return r["error"][:160].replace("|", "\\|")
-        return f"{r['rel_err']:.1e}" if "rel_err" in r else f"{r['plan_bytes']:,} bytes planned, XLA moves {r['xla_bytes']:,}"
-
-    return table("format | row | what is found", [[r["door"], r["name"], why(r)] for r in rows("doors") if not r["equal"]])
-
-
-@makes("doors.plans")
-def _doors_plans() -> str:
-    """Plans that transformers ran."""
-    found = [r for r in rows("doors") if r["door"] == "tp-plan" and r["equal"]]
-    lines = [[r["name"], len(r["styles"]), r["cut_parameters"], f"{r['rel_err']:.0e}"] for r in found]
-    return table("architecture | styles: | parameters in parts: | logits apart:", lines)
-
-
 # CPU beside onnxruntime
 
 
@@ -340,57 +309,6 @@ def _fitted(r: Row, alone: float | None) -> list[str]:
     if "planned_peak" not in r:
         return ["none found in the time", "–", "–"]
     return [f"{r['planned_peak']:,}", f"{r['streamed_bytes']:,}", f"{r['objective_s'] / alone:.2f}" if alone else "–"]
-
-
-@makes("distributed.table")
-def _distributed() -> str:
-    lines = [
-        [
-            r["model"],
-            r["mesh"],
-            f"{r['planned_bytes']:,}",
-            "yes" if r["same_bits"] else "no",
-            f"{r['rel_diff_to_one_device']:.0e}",
-        ]
-        for r in rows("distributed")
-    ]
-    return table("model | processes | bytes sent, as planned: | bits of one process | difference to one device:", lines)
-
-
-@makes("distributed.cases")
-def _distributed_cases() -> str:
-    return str(len(rows("distributed")))
-
-
-@makes("scaling.speed_up")
-def _scaling() -> str:
-    return f"{rows('distributed_scaling')[0]['speed_up']:.2f}"
-
-
-@makes("clock.table")
-def _clock() -> str:
-    lines = [
-        [
-            r["model"], r["world"], f"{r['plans']['chosen']['measured_s'] * 1e3:.1f}",
-            f"{r['plans']['chosen']['predicted_s'] * 1e3:.1f}", r["fastest"],
-            f"{r['plans'][r['fastest']]['measured_s'] * 1e3:.1f}", f"{r['ratio']:.2f}",
-            f"{r['plans']['one device']['measured_s'] * 1e3:.1f}",
-        ]
-        for r in rows("clock") if "plans" in r
-    ]  # fmt: skip
-    return table("model | world | chosen, ms: | predicted, ms: | fastest | its ms: | ratio: | one device, ms:", lines)
-
-
-@makes("clock.summary")
-def _clock_summary() -> str:
-    s = result("clock")["summary"]
-    return (
-        f"Of {s['rows']} rows the chosen plan is within 5 % of the fastest in {s['within_5_percent']}, beyond 15 % in "
-        f"{s['beyond_15_percent']} (worst {s['worst_ratio']:.2f}); its time is predicted within 20 % in "
-        f"{s['total_within_20_percent']}, and a step within {s['median_step_factor']:.2f}× (median). Spearman's correlation of "
-        f"predicted and measured times is {s['median_rank_correlation']:.2f} among a row's plans (median), "
-        f"{s['rank_correlation_of_all']:.2f} among all"
-    )
 
 
 @makes("faults.count")

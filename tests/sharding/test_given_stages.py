@@ -14,12 +14,8 @@ from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis, on_stage
 from tapestry.sharding.auto_shard import auto_shard
 from tapestry.sharding.export_sharding import export
-from tests.support.stages.stage_graphs import DEVICE, NODES
 from tests.support.small_models import N, f32, net
-<<<<<<<< HEAD:tests/plan/stages/test_given_stages.py
-========
 from tests.support.stages.stage_graphs import DEVICE, NODES
->>>>>>>> poprt25:tests/sharding/test_given_stages.py
 
 WIDTH, LAYERS = 64, 4
 

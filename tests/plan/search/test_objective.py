@@ -14,11 +14,7 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.plan.cost.objective import TERMS, limits, objective, terms
 from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
 from tests.support.command_line import run
-<<<<<<<< HEAD:tests/plan/objectives/test_objective.py
 from tests.support.stages.stage_graphs import NODES
-========
-from tests.support.stages.stage_graphs import NODES
->>>>>>>> poprt25:tests/plan/search/test_objective.py
 
 MODEL = """
 graph two
