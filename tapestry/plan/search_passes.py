@@ -257,9 +257,10 @@ def _beside_space(candidate: Candidate, result: PricedPlan, task: Task, budget: 
     """Splits in time where the limit on memory costs something, begun from the plan that would be taken without it."""
     free, graph = result.unlimited, candidate.form.graph
     dear = free is not None and free.objective < result.objective * (1 - NEAR)
-    if free is None or not dear or not task.rewritable or task.request.explicit or len(graph.ops) > SMALL or budget.over():
+    asked = bool(task.previous_plan) or (dear and len(graph.ops) <= SMALL and not budget.over())  # (what is found stays)
+    if not asked or not task.rewritable or task.request.explicit:
         return candidate
-    fitted = _fitted(graph, free, task, budget.part(BESIDE))
+    fitted = _fitted(graph, free if free and dear else result, task, budget.part(BESIDE))
     candidate = replace(candidate, scope=replace(candidate.scope, in_time=True))
     if isinstance(fitted, TooBig) or fitted.found.objective >= result.objective * (1 - NEAR):
         return candidate

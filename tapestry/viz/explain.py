@@ -456,7 +456,8 @@ def _fit_text(fit: Mapping[str, Any] | None) -> Iterator[str]:
     short = f"device {fit['device']} would need {fit['short_bytes']:,} bytes more, holding {held}"
     if "in_space_s" in fit:
         space = duration(fit["in_space_s"])
-        yield f"split in time, as the best plan in space that fits takes {space}; without the limit {short}"
+        why = f"; without the limit {short}" if fit["short_bytes"] > 0 else ""
+        yield f"split in time, as the best plan in space that fits takes {space}{why}"
     else:
         yield f"no plan in space fits: {short}"
     if fit["streamed"]:
