@@ -207,11 +207,10 @@ def compile(
     shapes: Mapping[str, Any] | None = None, memory: int | str | None = None, target: str = "torch-cpu",
     precision: str = "ieee", weights: bool = True, pins: str | Sequence[str] = (), layouts: str | Sequence[str] = (),
     rules: str | Path | Sequence[str | Path] = (), time_limit: float | None = None, seed: int = 0, pareto: bool = False,
-    sharding: bool = True, configuration: str | None = None, exact: bool = False, resume: str | Path | None = None,
-    interrupt: threading.Event | None = None,
+    sharding: bool = True, exact: bool = False, resume: str | Path | None = None, interrupt: threading.Event | None = None,
     stages: int | str = "auto", micro_batches: int | str = "auto", print_after: Sequence[str] = (),
     without: str | Sequence[str] = (), progress: pipeline.Report = lambda phase, name: None, found: Found = unseen,
-    state: str | None = None,
+    state: str | None = None, configuration: str | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a model into a verified plan for a mesh of devices.
 
@@ -226,8 +225,7 @@ def compile(
         memory: per device, as ``"16GiB"`` or bytes; ``precision``: of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several; ``rules``: your own files; ``without``: rules left out.
         pareto: also the front of latency against memory; ``exact``: the same bits on any number of devices (docs/exact.md).
-        weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
-        configuration: which of the model's device configurations, by name; by default the first for as many devices.
+        weights, sharding: False plans without external data; without the model's annotations, of which configuration names one.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
         resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
@@ -248,9 +246,8 @@ def compile(
         memory=None if memory is None else str(memory), target=target, pins=_several(pins), precision=precision,
         layouts=_several(layouts), rules=[Path(r) for r in _several(rules)], weights=weights and source.weights,
         time_limit=time_limit, seed=seed, pareto=pareto, exact=exact, sharding=sharding, stages=str(stages), found=found,
-        configuration=configuration,
         resume=Path(resume) if resume else None, interrupt=interrupt or threading.Event(), print_after=print_after,
-        micro_batches=str(micro_batches), without=_several(without),
+        micro_batches=str(micro_batches), without=_several(without), configuration=configuration,
     )  # fmt: skip
     return _planned(options, source, state, progress)
 
