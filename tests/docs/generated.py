@@ -73,21 +73,21 @@ for _name in sorted(p.stem for p in (ROOT / "bench" / "results").glob("*.json"))
     MAKERS[f"{_name}.when"] = lambda n=_name: _provenance(n)
 
 
-# doors out
-
-
 @makes("doors.equal")
 def _doors_equal() -> str:
-    counts: dict[str, list[bool]] = {}
-    for r in rows("doors"):
-        counts.setdefault(r["door"], []).append(r["equal"])
-    return ", ".join(f"`{door}` {sum(found)} of {len(found)}" for door, found in counts.items())
+    found = {d: [r["equal"] for r in rows("doors") if r["door"] == d] for d in dict.fromkeys(r["door"] for r in rows("doors"))}
+    return ", ".join(f"`{door}` {sum(equal)} of {len(equal)}" for door, equal in found.items())
 
 
 @makes("doors.unequal")
 def _doors_unequal() -> str:
     def why(r: Row) -> str:
-        return r["error"][:160] if "error" in r else f"{r['plan_bytes']:,} bytes planned, XLA moves {r['xla_bytes']:,}"
+        apart = (
+            f"{r['rel_err']:.1e}"
+            if "rel_err" in r
+            else f"{r['plan_bytes']:,} bytes planned, XLA moves {r.get('xla_bytes', 0):,}"
+        )
+        return r["error"][:160] if "error" in r else apart
 
     return table("format | row | what is found", [[r["door"], r["name"], why(r)] for r in rows("doors") if not r["equal"]])
 
