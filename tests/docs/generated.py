@@ -81,15 +81,7 @@ def _doors_equal() -> str:
 
 @makes("doors.unequal")
 def _doors_unequal() -> str:
-    def why(r: Row) -> str:
-        apart = (
-            f"{r['rel_err']:.1e}"
-            if "rel_err" in r
-            else f"{r['plan_bytes']:,} bytes planned, XLA moves {r.get('xla_bytes', 0):,}"
-        )
-        return r["error"][:160] if "error" in r else apart
-
-    return table("format | row | what is found", [[r["door"], r["name"], why(r)] for r in rows("doors") if not r["equal"]])
+    return table("format | row | what is found", [[r["door"], r["name"], r["why"]] for r in rows("doors") if not r["equal"]])
 
 
 MAKERS["doors.ran"] = lambda: ", ".join(r["name"] for r in rows("doors") if r["door"] == "tp-plan" and r["equal"])
