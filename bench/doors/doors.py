@@ -37,6 +37,7 @@ def main() -> None:
         found, line = tensor_parallel.rows(args.names), tensor_parallel.line
     equal, counts = Counter[str](), Counter[str]()
     for row in found:
+        row |= {} if row["equal"] else {"why": line(row)[:160]}
         equal[row["door"]] += row["equal"]
         counts[row["door"]] += 1
         print(f"{row['door']:10} {row['name']:36} {'equal' if row['equal'] else 'not equal':10} {line(row)}", flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -288,7 +289,7 @@ def _pool(t: Text, n: NodeProto) -> Ref:
     types = f"({x.type}, {start.type}) -> {tensor_type(out.shape, out.dtype)}"
     call = f'"stablehlo.reduce_window"({x.ssa}, {start.ssa}) <{{{how}}}> ({{ {region} }}) : {types}'
     done = t.line(call, out.shape, out.dtype)
-    return done if merge == "maximum" else t.apply("divide", done, t.number(int(np.prod(a["kernel_shape"])), x.dtype))
+    return done if merge == "maximum" else t.apply("divide", done, t.number(prod(map(int, a["kernel_shape"])), x.dtype))
 
 
 def _gather(t: Text, n: NodeProto) -> Ref:
@@ -328,7 +329,7 @@ def _concat(t: Text, n: NodeProto) -> Ref:
 
 
 def _transpose(t: Text, n: NodeProto) -> Ref:
-    (x,), perm = _ins(t, n), list(_attributes(n)["perm"])
+    (x,), perm = _ins(t, n), [int(p) for p in _attributes(n)["perm"]]
     return t.op("stablehlo.transpose", [x], [x.shape[p] for p in perm], x.dtype, f", dims = {perm}")
 
 
