@@ -55,13 +55,13 @@ def run(args: argparse.Namespace) -> Outcome:
 def _in_any_order(args: argparse.Namespace, compiled: api.Compiled, feeds: Mapping[str, Any], report: Progress) -> Any:
     """(result, document) of a run block by block in a random order, beside one in the plan's."""
     from tapestry import api
-    from tapestry.runtime.reordered import any_order
+    from tapestry.runtime.reordered import reordered_run
     from tapestry.runtime.reordered.block_walk import Asked
 
     _, document = api.run_checked(compiled, feeds, check=args.check)
-    other = api.open_session(compiled.build, b"".join(compiled.constants.values()), make=any_order.AnyOrderExecutor)
+    other = api.open_session(compiled.build, b"".join(compiled.constants.values()), make=reordered_run.AnyOrderExecutor)
     asked = Asked(seed=args.seed, lose=args.lose, devices=args.lose_devices)
-    result, told = any_order.run_beside(compiled.session, other, feeds, asked, report)
+    result, told = reordered_run.run_beside(compiled.session, other, feeds, asked, report)
     return result, document | {"passed": document["passed"] and told["same_bits"], "schedule": told}
 
 
