@@ -116,12 +116,14 @@ def lift_whole(source: ModelSource, symbols: Symbols, also_whole: bool, seed: in
     return onnx_to_graph.lift_nodes(copy, symbols, onnx_to_graph.normalize(copy, symbols, False), False, seed)
 
 
-def accumulate(lifted: Lifted, whole: Lifted | None, sums: str | None) -> tuple[Lifted, Lifted | None, Accumulated | None]:
+def accumulate(
+    lifted: Lifted, whole: Lifted | None, accumulate: str | None
+) -> tuple[Lifted, Lifted | None, Accumulated | None]:
     """Products of f16 summed in the dtype that is asked for, with the error of that; as they are where none is."""
-    if sums is None:
+    if accumulate is None:
         return lifted, whole, None
-    graph, report = accumulated(lifted.graph, sums)
-    other = None if whole is None else replace(whole, graph=accumulated(whole.graph, sums)[0])
+    graph, report = accumulated(lifted.graph, accumulate)
+    other = None if whole is None else replace(whole, graph=accumulated(whole.graph, accumulate)[0])
     return replace(lifted, graph=graph), other, report
 
 
@@ -228,7 +230,8 @@ def state_task(
             graph, topology.mesh, pins=pins, folded=_folded(lifted), inputs=inputs, outputs=outputs, fixed=fixed,
             cuts=constraints.cuts,
         )  # fmt: skip
-        asked, fixed, pins, inputs, outputs = replace(request, asked=keep), LayoutConstraints(), (), {}, {}
+        asked, fixed, pins = replace(request, asked=keep), LayoutConstraints(), ()
+        inputs, outputs = dict[str, Layout](), dict[str, Layout]()
     machine = Machine(device=topology.device, eager=not target.startswith("triton"), precision=precision)
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=pins,
