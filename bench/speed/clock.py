@@ -6,11 +6,11 @@ A world is a number of processes of one thread each: on this machine, or one on 
 link of some rate between them. It is calibrated first (`tapestry calibrate`), and the planner is given that and nothing else.
 Seven plans compete: the chosen one; one device (another compilation, run by one process); pure batch; pure tensor; the best
 plans for two random other machines; and a random strategy for every operation. On one machine all of them stay loaded, each
-in ranks of its own, and take turns batch by batch in a new order every round, so that what else the machine does meets all of
-them alike; outputs stay on the ranks. Between two hosts each plan runs `BATCHES` batches at a time. A row says for each plan
-what was predicted and what was measured (median seconds of a batch), for the chosen one how far each step was off, and which
-share of the processors' time the machine's own host took away meanwhile. All of them count: those that lose as well. Writes
-bench/results/clock.json.
+in ranks of its own, and take turns of `BATCHES` batches and one that does not count, in a new order every round, so that what
+else the machine does meets all of them alike; outputs stay on the ranks. Between two hosts a turn is a run of its own. A row
+says for each plan what was predicted and what was measured (median seconds of a batch), for the chosen one how far each step
+was off, and which share of the processors' time the machine's own host took away meanwhile. All of them count: those that lose
+as well. Writes bench/results/clock.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tapestry.plan.topology import parse_mesh, topology
 
 FOLDER = WORK / "clock"
 CLOSE, BAD = 1.05, 1.15  # times the fastest: as good as it; too slow
-BATCHES, WARM = 5, 2  # different inputs; rounds that do not count
+BATCHES = 5  # different inputs of a turn; the first turn does not count
 MODELS: dict[str, dict[str, str]] = {
     "bert_base": dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), "4x64"),
     "gpt2": dict.fromkeys(("input_ids", "attention_mask"), "1x64"),
@@ -143,12 +143,14 @@ def measured(world: World, names: Sequence[str], folder: Path, rounds: int) -> d
             n: loaded.enter_context(Session(folder / n, processes=1 if n == "one device" else world.processes, threads=1))
             for n in names
         }
-        for r in range(rounds + WARM):
+        for _ in range(-(-rounds // BATCHES) + 1):
             for n in order.permutation(names):
-                begun = time.perf_counter()
-                sessions[n].run(feeds[r % len(feeds)], outputs=())
-                out[n].append(time.perf_counter() - begun)
-    return {n: samples[WARM:] for n, samples in out.items()}
+                for k, f in enumerate(feeds):
+                    begun = time.perf_counter()
+                    sessions[n].run(f, outputs=())
+                    if k:  # the first batch of a turn finds caches full of another plan
+                        out[n].append(time.perf_counter() - begun)
+    return {n: samples[BATCHES:] for n, samples in out.items()}
 
 
 def stolen() -> tuple[int, int]:
@@ -167,8 +169,9 @@ def step_error(world: World, folder: Path) -> float:
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
-    """Positions when sorted, from 0."""
-    return np.argsort(np.argsort(values))
+    """Positions when sorted, from 0; of equal ones the mean, as Spearman's correlation has them."""
+    v = np.asarray(values)
+    return ((v[:, None] > v).sum(1) + (v[:, None] >= v).sum(1) - 1) / 2
 
 
 def row(name: str, world_name: str, args: argparse.Namespace) -> Row:

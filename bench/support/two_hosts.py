@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -58,13 +59,13 @@ def on_both(command: Sequence[object], hosts: int = 2) -> str:
     Raises:
         RuntimeError: a rank failed.
     """
-    runs: list[subprocess.Popen[str]] = []
+    runs, token = list[subprocess.Popen[str]](), secrets.token_hex(32)
     for r in range(hosts):
         ranks = {"RANK": str(r), "WORLD_SIZE": str(hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": DEVICES[r]}
         env = (
             os.environ
-            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TAPESTRY_TOKEN": "clock"}
+            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TAPESTRY_TOKEN": token}
             | (ranks | place if hosts > 1 else {})
         )
         argv = ["ip", "netns", "exec", NAMES[r], sys.executable, "-m", *map(str, command)]

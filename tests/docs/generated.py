@@ -336,6 +336,32 @@ def _scaling() -> str:
     return f"{rows('distributed_scaling')[0]['speed_up']:.2f}"
 
 
+@makes("clock.table")
+def _clock() -> str:
+    lines = [
+        [
+            r["model"], r["world"], f"{r['plans']['chosen']['measured_s'] * 1e3:.1f}",
+            f"{r['plans']['chosen']['predicted_s'] * 1e3:.1f}", r["fastest"],
+            f"{r['plans'][r['fastest']]['measured_s'] * 1e3:.1f}", f"{r['ratio']:.2f}",
+            f"{r['plans']['one device']['measured_s'] * 1e3:.1f}",
+        ]
+        for r in rows("clock") if "plans" in r
+    ]  # fmt: skip
+    return table("model | world | chosen, ms: | predicted, ms: | fastest | its ms: | ratio: | one device, ms:", lines)
+
+
+@makes("clock.summary")
+def _clock_summary() -> str:
+    s = result("clock")["summary"]
+    return (
+        f"Of {s['rows']} rows the chosen plan is within 5 % of the fastest in {s['within_5_percent']}, beyond 15 % in "
+        f"{s['beyond_15_percent']} (worst {s['worst_ratio']:.2f}); its time is predicted within 20 % in "
+        f"{s['total_within_20_percent']}, and a step within {s['median_step_factor']:.2f}× (median). Spearman's correlation of "
+        f"predicted and measured times is {s['median_rank_correlation']:.2f} among a row's plans (median), "
+        f"{s['rank_correlation_of_all']:.2f} among all"
+    )
+
+
 @makes("faults.count")
 def _faults() -> str:
     return str(len(rows("faults")))

@@ -20,9 +20,10 @@ from tapestry.ir.recognise.selection_sum import selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import plugin_costs
-from tapestry.plan.cost.kernel_class import CONTRACTION, CONVOLUTION, GATHER, kernel_class
+from tapestry.plan.cost.kernel_class import GATHER, kernel_class
 from tapestry.plan.strategy import Boxes
 from tapestry.plan.topology import Device, Topology
+from tapestry.plan.topology.measured_costs import PRODUCTS
 
 
 def sizes(boxes: Boxes) -> np.ndarray:
@@ -184,7 +185,7 @@ def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float,
     take what they take in a map."""
     kind, dtype = kernel_class(op), multiplied(op, graph)
     k = device.kernel(kind, dtype)
-    heavy = kind in (CONTRACTION, CONVOLUTION)
+    heavy = kind in PRODUCTS
     rate, vector = (k.rate, device.vector) if heavy else (device.rate(dtype), k.rate)
     return k.launch, rate, vector, k.bandwidth
 

@@ -2,6 +2,8 @@
 
 - ``contraction``: sums of products, alone or inside another reduction (attention, a norm of a product's rows).
 - ``convolution``: a sum of products whose windows slide over an image.
+- ``unfolded``: a sum of products of windows that is no convolution, such as one over an image's overlapping strips: the
+  windows are written out before they are multiplied.
 - ``gather``: picks elements by index, as an embedding lookup does.
 - ``softmax``: sums with exponential weights: softmax, log-sum-exp, cross-entropy.
 - ``row``: any other reduction or scan: sums, norms, argmax, recurrences.
@@ -11,15 +13,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
+from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Block, Op
+from tapestry.ir.index import Aff, bounds, dims_of
 from tapestry.ir.recognise.contraction import dims_varied, inner_product, products
 from tapestry.ir.recognise.convolution import convolution
 from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.recognise.selection_sum import selection
 
-CONTRACTION, CONVOLUTION, ROW, SOFTMAX = "contraction", "convolution", "row", "softmax"
+CONTRACTION, CONVOLUTION, UNFOLDED, ROW, SOFTMAX = "contraction", "convolution", "unfolded", "row", "softmax"
 MAP, GATHER, OPAQUE = "map", "gather", "opaque"
 
 
@@ -29,7 +34,7 @@ def kernel_class(op: Op) -> str:
     if not isinstance(op, Block):
         return OPAQUE
     if products(op):
-        return CONVOLUTION if convolution(op) else CONTRACTION
+        return CONVOLUTION if convolution(op) else UNFOLDED if _windows(op) else CONTRACTION
     if inner_product(op) or _weighs(op):
         return CONTRACTION
     if selection(op):
@@ -37,6 +42,26 @@ def kernel_class(op: Op) -> str:
     if exponential(op.monoid):
         return SOFTMAX
     return ROW if op.monoid or op.inner else MAP
+
+
+def _windows(op: Block) -> bool:
+    """Whether cells of a factor are read several times along an axis: two dimensions that overlap there, one of them reduced.
+    Those of a transposed convolution, which every so many places reads anew, are not written out."""
+    reduced = {d.name for d in op.reduce if d.size > 1}
+    reads = [op.reads[k] for k in sorted(arg_positions(tuple(e for pair in products(op) or () for e in pair)))]
+    sliding = (r for r in reads if not any(g.op == "eq" for g in r.when))
+    return any(dims_of(e) & reduced and _overlap(e, op.ranges) for r in sliding for e in r.index)
+
+
+def _overlap(e: Aff, ranges: Mapping[str, int]) -> bool:
+    """Whether several points have one value, by the sizes of the terms."""
+    box = {n: (0, size - 1) for n, size in ranges.items()}
+    reach = 0
+    for coef, (lo, hi) in sorted((abs(c), bounds(Aff(((atom, 1),)), box)) for atom, c in e.terms):
+        if hi > lo and coef <= reach:
+            return True
+        reach += coef * int(hi - lo)
+    return False
 
 
 def _weighs(op: Block) -> bool:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
-from tapestry.plan.topology.measured_costs import CallTimes, KernelRates
+from tapestry.plan.topology.measured_costs import PRODUCTS, CallTimes, KernelRates
 
 HOST, HOST_LATENCY = 1.0e10, 1e-5  # B/s and s of a load from the host, where a topology says nothing
 
@@ -43,9 +43,9 @@ class Device:
         return self.flops.get(dtype, self.flops["other"])
 
     def kernel(self, kind: str, dtype: str) -> KernelRates:
-        """What kernels of a class take; the common rates where the class was not measured. Contractions and convolutions
+        """What kernels of a class take; the common rates where the class was not measured. Those of products
         of another dtype than f32 are faster or slower as `flops` says."""
-        heavy = kind in ("contraction", "convolution")
+        heavy = kind in PRODUCTS
         found = self.classes.get(kind)
         if found is None:
             return KernelRates(self.launch, self.rate(dtype) if heavy else self.vector, self.bandwidth)

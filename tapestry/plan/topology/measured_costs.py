@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-CLASSES = ("contraction", "convolution", "row", "softmax", "map", "gather", "opaque")
+CLASSES = ("contraction", "convolution", "unfolded", "row", "softmax", "map", "gather", "opaque")
+PRODUCTS = CLASSES[:3]  # whose rates are of products
 CALLS = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "batch_isend_irecv",
 )  # fmt: skip

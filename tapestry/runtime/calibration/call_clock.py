@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,10 +119,17 @@ def started_exchange(group: Group, cells: int, device: torch.device) -> Callable
 
 
 class CallClock:
-    """Measures calls that all ranks make together."""
+    """Measures calls that all ranks make together.
 
-    def __init__(self, device: torch.device, settled: Callable[[Sequence[float]], float] = min) -> None:
-        self.device, self.settled = device, settled
+    Attributes:
+        work: what each rank does between two calls, where these are measured in place: threads of the backend have gone to
+            sleep meanwhile, caches hold other things, and one rank comes later than another.
+    """
+
+    def __init__(
+        self, device: torch.device, settled: Callable[[Sequence[float]], float] = min, work: Callable[[], object] | None = None
+    ) -> None:
+        self.device, self.settled, self.work = device, settled, work
 
     def agreed(self, seconds: float) -> float:
         """The largest of all ranks' numbers."""
@@ -138,8 +146,25 @@ class CallClock:
         once = self.agreed(self._mean(run, 2))
         if once > window:
             return once
-        count = max(2, min(4096, int(window / REPEATS / max(once, 1e-7))))
-        return self.settled([self.agreed(self._mean(run, count)) for _ in range(REPEATS)])
+        if self.work is not None:
+            return self._in_place(run, self.work, window)
+        return self.settled([self.agreed(self._mean(run, n)) for n in self._counts(once, window)])
+
+    def _in_place(self, run: Callable[[], object], work: Callable[[], object], window: float) -> float:
+        """Seconds that a call adds to the work before it; at least what it takes without."""
+
+        def both() -> None:
+            work()
+            run()
+
+        once = self.agreed(self._mean(both, 2))
+        counts = self._counts(once, window)
+        added = [self.agreed(self._mean(both, n)) - self.agreed(self._mean(work, n)) for n in counts]
+        return max(statistics.median(added), min(self.agreed(self._mean(run, 4)) for _ in counts))
+
+    @staticmethod
+    def _counts(once: float, window: float) -> list[int]:
+        return [max(2, min(4096, int(window / REPEATS / max(once, 1e-7))))] * REPEATS
 
     def _mean(self, run: Callable[[], object], count: int) -> float:
         api.barrier()

@@ -64,6 +64,10 @@ class KernelClock:
         for at in self.launches:
             self.executor.step(at)
 
+    def one(self) -> None:
+        """One copy."""
+        self.executor.step(self.launches[0])
+
     def seconds(self, window: float) -> float:
         """Seconds of one kernel: the mean over a time long enough that others on the same core have had their turns."""
         count, start = 0, time.perf_counter()

@@ -80,6 +80,7 @@ class _Bench:
         self.target = None if isinstance(where, torch.device) else where
         self.device = where if isinstance(where, torch.device) else where.device
         self.clock = CallClock(self.device, task.settled)
+        self.beside = KernelClock(beside_transfers(), self.target) if self.target and task.processes > 1 else None
         quick = task.seconds < QUICK
         self.probes = list(few_probes() if quick else probes()) if self.target else []
         self.dtypes = list(rates_by_dtype()) if self.target else []
@@ -117,6 +118,7 @@ class _Bench:
     def calls(self) -> list[CallPoint]:
         """Every call in every group; sizes that come out equal once, and none beyond one that took `LONG` windows."""
         out: dict[tuple[str, int, int, int], CallPoint] = {}
+        clock = CallClock(self.device, self.task.settled, self.beside and self.beside.one)
         for g in self.groups:
             for name in CALLS:
                 last = 0.0
@@ -127,16 +129,15 @@ class _Bench:
                     run, nbytes = call_of(name, g, size, self.device)
                     key = (name, len(g.ranks), g.stride, nbytes)
                     if key not in out:
-                        last = self.clock.seconds(run, self.window)
+                        last = clock.seconds(run, self.window)
                         out[key] = CallPoint(*key, last)
         return list(out.values())
 
     def hidden(self, calls: list[CallPoint]) -> float | None:
         """How much of the shorter one of a transfer and a kernel is hidden, where both take about as long."""
-        if not self.groups or self.target is None:
+        if not self.groups or self.beside is None:
             return None
-        g = self.groups[0]
-        k = KernelClock(beside_transfers(), self.target)
+        g, k = self.groups[0], self.beside
         kernel = self.clock.seconds(k.run, self.window)
         sizes = [c for c in calls if c.call == EXCHANGE and c.group == len(g.ranks) and c.stride == g.stride]
         size = min(sizes, key=lambda c: abs(c.seconds - kernel)).nbytes

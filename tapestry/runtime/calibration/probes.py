@@ -97,6 +97,28 @@ def _convolution(b: int, c: int, o: int, side: int, window: int) -> Probe:
     return Probe("convolution", f"x: f32[{b}, {c}, {side}, {side}] / w@: f32[{o}, {c}, {window}, {window}]; b@: f32[{o}]", op)
 
 
+def _strips(c: int, o: int, side: int, parts: int) -> Probe:
+    """A convolution over the overlapping strips of rows that an image was made in."""
+    rows = side // parts
+    op = (
+        f"y@: f32[1, {o}, {side}, {side}] = op [b: 1, o: {o}, h: {side}, w_: {side} | c: {c} sum, r: 3 sum, s: 3 sum]\n"
+        f"  reads x[b, c, floor((h)/{rows}), r + ((h) mod {rows}), s + w_ - 1] when h + r - 1 >= 0 when -h - r + {side} >= 0"
+        " else 0.0, w = w@[o, c, r, s]\n  body x * w\n  then max(acc0, 0.0)"
+    )
+    return Probe("unfolded", f"x: f32[1, {c}, {parts}, {rows + 2}, {side}] / w@: f32[{o}, {c}, 3, 3]", op)
+
+
+def _into_strips(c: int, o: int, side: int, parts: int) -> Probe:
+    """A convolution whose rows are made in overlapping strips."""
+    rows = side // parts
+    op = (
+        f"y@: f32[1, {o}, {parts}, {rows + 2}, {side}] = op [b: 1, o: {o}, k: {parts}, p: {rows + 2}, w_: {side} | c: {c} sum, "
+        f"r: 3 sum, s: 3 sum]\n  reads x[b, c, {rows}*k + p + r - 2, s + w_ - 1] else 0.0, w = w@[o, c, r, s]\n"
+        "  body x * w\n  then max(acc0, 0.0)"
+    )
+    return Probe("unfolded", f"x: f32[1, {c}, {side}, {side}] / w@: f32[{o}, {c}, 3, 3]", op)
+
+
 def _norm(rows: int, width: int) -> Probe:
     """Layer normalisation."""
     op = (
@@ -162,6 +184,8 @@ def probes() -> Iterator[Probe]:
         (4, 64, 64, 14, 3), (1, 256, 256, 7, 3), (1, 32, 64, 56, 3), (1, 16, 16, 14, 3),
     ):  # fmt: skip
         yield _convolution(b, c, o, side, window)
+    yield from (_strips(*s) for s in ((16, 16, 14, 2), (64, 64, 14, 2), (256, 128, 14, 2), (32, 16, 56, 4)))
+    yield from (_into_strips(*s) for s in ((8, 16, 14, 2), (64, 64, 28, 2), (128, 128, 14, 2)))
     yield from (_norm(rows, 768) for rows in (1, 16, 64, 256, 1024))
     yield from (_softmax(rows, n) for rows, n in ((16, 64), (192, 128), (1536, 64), (3072, 128), (64, 8192), (4, 32768)))
     yield from (_sum(rows, n) for rows, n in ((64, 64), (256, 768), (2048, 768)))

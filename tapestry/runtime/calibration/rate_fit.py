@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tapestry.plan.topology.measured_costs import KernelRates
+from tapestry.plan.topology.measured_costs import PRODUCTS, KernelRates
 
 ROUNDS = 20
 BEYOND = 8.0
@@ -40,7 +40,7 @@ class KernelPoint:
 
 def kernel_point(kind: str, heavy: float, light: float, nbytes: float, seconds: float, dtype: str = "f32") -> KernelPoint:
     """A measurement with FLOPs as the cost model counts them: contractions', and others."""
-    if kind in ("contraction", "convolution"):
+    if kind in PRODUCTS:
         return KernelPoint(kind, heavy, light, nbytes, seconds, dtype)
     return KernelPoint(kind, heavy + light, 0.0, nbytes, seconds, dtype)
 

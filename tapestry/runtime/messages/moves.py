@@ -142,7 +142,13 @@ class _Transfer(Move):
 
 @dataclass(slots=True, kw_only=True)
 class TransferByMessages(_Transfer):
-    """Point to point: halos, permutations, uneven pieces; and everything where a process has several devices."""
+    """Point to point: halos, permutations, uneven pieces; and everything where a process has several devices.
+
+    Attributes:
+        ordered: whether places are in the memory order of what is copied into them.
+    """
+
+    ordered: bool = False
 
     def describe(self) -> None:
         """The messages that concern this process, in the order of the step."""
@@ -171,9 +177,11 @@ class TransferByMessages(_Transfer):
         )  # fmt: skip
 
     def start(self) -> None:
-        """Send; copy what is here."""
-        self.copy_own()
+        """Send, and copy what is here meanwhile."""
+        if not self.ordered:
+            self._order()
         self.parts[0].post()
+        self.copy_own()
 
     def finish(self) -> bool:
         """Unpack what could not be received in place."""
@@ -185,10 +193,25 @@ class TransferByMessages(_Transfer):
     def prepare(self, buffers: MessageBuffers) -> None:
         """Views of what is unpacked."""
         Move.prepare(self, buffers)
+        self._unpacked()
+
+    def _unpacked(self) -> None:
         came = self.parts[0].came
-        for p in self.parts[0].receives:
-            if p.packed and p.where is not None:
-                self.unpack.append((came[p.name], p.where()))
+        self.unpack = [(came[p.name], p.where()) for p in self.parts[0].receives if p.packed and p.where is not None]
+
+    def _order(self) -> None:
+        """Images that a kernel left with their channels last get places of that order: else each copy would transpose. A
+        piece that is received in place is in row-major order, whatever the kernel does here."""
+        self.ordered = True
+        if not all(p.packed for p in self.parts[0].receives):
+            return
+        for source, box, d in self.copies:
+            own, place = self.rank.part(source, self.step.src, box), self.rank.placed[d, self.step.dst]
+            if own.dim() == 4 and own.stride(1) == 1 < own.stride(3) and place.is_contiguous():
+                n, c, h, w = place.shape
+                self.rank.placed[d, self.step.dst] = place.view(-1).view(n, h, w, c).permute(0, 3, 1, 2)
+        self.into = [(d, name, self.rank.placed[d, name]) for d, name, _ in self.into]
+        self._unpacked()
 
 
 @dataclass(slots=True, kw_only=True)
