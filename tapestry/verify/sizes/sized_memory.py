@@ -60,7 +60,7 @@ def _peaks(program: Program, along: Sequence[Sequence[int]]) -> list[Array]:
         if f is None:
             return int(value)
         if f not in found:
-            top = sum((c * n for c, n in zip(f.coefs, axes, strict=True) if c), np.int64(f.const))
+            top: Any = sum((c * n for c, n in zip(f.coefs, axes, strict=True) if c), np.int64(f.const))
             found[f] = f.times * (top // f.div) + f.plus
         return found[f]
 
