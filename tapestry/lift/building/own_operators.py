@@ -141,11 +141,13 @@ def own_types(model: ModelProto, types: Mapping[str, TypeProto]) -> dict[str, Ty
         ModelError: no definition fits a node; TapestryError: one that does is wrong.
     """
     out: dict[str, TypeProto] = {}
-    for node in model.graph.node:
+    for node in model.graph.node if OWN else ():
         own = OWN.get((node.domain, node.op_type))
+        if own is None:
+            continue
         given = [types.get(i, TypeProto()) for i in node.input if i]
         open_ = any(o and static_shape(types.get(o, TypeProto())) is None for o in node.output)
-        if own is None or not open_ or any(static_shape(t) is None for t in given):
+        if not open_ or any(static_shape(t) is None for t in given):
             continue
         inputs = [tensor_of(i, t) for i, t in zip(filter(None, node.input), given, strict=True)]
         where = f"node '{node_name(node)}' ({node.op_type})"
