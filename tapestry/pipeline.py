@@ -243,7 +243,9 @@ def _values(options: Options) -> dict[str, Any]:
         raise TapestryError("annotations are not read", where="--configuration", hint="without --ignore-sharding, from ONNX")
     devices = device_count(mesh) if mesh else None
     marks, carried = annotations.read(options.model, devices, options.configuration) if annotated else (None, None)
-    mesh = mesh or (annotations.mesh(marks) if marks else (MeshAxis("d0", carried.count if carried else 1),))
+    named = annotations.mesh(marks) if marks else (MeshAxis("d0", carried.count if carried else 1),)
+    if mesh is None or [(a.name, a.size) for a in mesh] == [(a.name, a.size) for a in named]:  # with the file's shares
+        mesh = named
     topo = _topology(options, mesh, carried)
     stages, micro = _stages(options, topo, marks)
     return {

@@ -83,7 +83,7 @@ def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
     if opaque:
         yield f"  not affine, run on onnxruntime or the ONNX reference: {len(opaque) / s['operations']:.0%} of the operations"
         yield from _cut([f"    {_node(o)} ({o['operator']}): {o['why']}; {_dims(o)}" for o in opaque], all_nodes)
-    for p in facts["plugins"]:
+    for p in facts.get("plugins", ()):
         yield f"  plug-in: '{p['name']}' (tapestry.{p['kind']}) of {p['package']} {p['version']}"
     if facts["host_values"]:
         yield "  on the host, of a size known only at run time:"
