@@ -23,7 +23,8 @@ def corrected() -> Generator[None]:
     """Run kernels in the interpreter as a GPU would: see above; and no numpy warnings of overflow or 0/0."""
     import numpy as np
 
-    tl, interpreter = module("triton.language"), module("triton.runtime.interpreter")
+    tl: Any = module("triton.language")
+    interpreter: Any = module("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
     dot, splat, cast, convert = plain = [getattr(builder, n) for n in _METHODS]
     patch_tensor = interpreter._patch_lang_tensor
