@@ -46,6 +46,15 @@ def _clock() -> str:
     return table("model | world | chosen, ms: | predicted, ms: | fastest | its ms: | ratio: | one device, ms:", lines)
 
 
+@makes("clock.close")
+def _clock_close() -> str:
+    s = result("clock")["summary"]
+    return f"{s['within_5_percent']} of {s['rows']}"
+
+
+MAKERS["clock.worst"] = lambda: f"{result('clock')['summary']['worst_ratio']:.2f}"
+
+
 @makes("clock.summary")
 def _clock_summary() -> str:
     s = result("clock")["summary"]
