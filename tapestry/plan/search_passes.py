@@ -241,11 +241,11 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     result = candidate.result
     if isinstance(result, PricedPlan):
         return _beside_space(candidate, result, task, budget)
+    if task.request.explicit:  # stages may still fit, also of a graph that is kept as it is
+        return candidate
     if not task.rewritable:
         result.hint += "; pins, annotations and --exact keep the graph as it is: without them weights may be streamed"
         raise result
-    if task.request.explicit:
-        return candidate
     part = budget.share(FIRST) if task.request.stages != 1 and task.several_devices else budget  # stages may still fit
     fitted = _fitted(candidate.form.graph, result.closest, task, part)
     if isinstance(fitted, TooBig):
