@@ -17,7 +17,7 @@ from tapestry.plan.book.algebra import Book
 from tapestry.plan.fusion import fused
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
-from tapestry.plan.pipelines.stage_choice import Choice, choose, one_stage
+from tapestry.plan.pipelines.stage_choice import Choice, choose
 from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
@@ -372,6 +372,7 @@ def compare_whole_graph(
         taken = idle_beside(found, task.topology) if free and (same or close) else None
         if taken:
             plan = replace(taken, bound=min(plan.bound, plan.objective, found.objective))
-            choice = replace(planned.choice, found=plan, staged=True, moves=(), report=one_stage(plan))
+            report = {"stages": [plan.objective], "micro_batches": 1}
+            choice = replace(planned.choice, found=plan, staged=True, moves=(), report=report)
             planned = replace(planned, graph=of.graph, moves=of.moves, base=of.moves, choice=choice, fitted=None)
     return replace(planned, alternatives=tuple(others)), plan, unsharded
