@@ -158,25 +158,22 @@ def _check_stages(build: store.Build) -> None:
     Raises:
         LawError: naming what differs.
     """
-    report, plan = build.report, build.plan
-    said = [{k: v for k, v in row.items() if k != "seconds"} for row in report.get("stages", ())]
+    plan, report = build.plan, build.report
     parts = [m.number("parts") for m in map(parse_move, build.moves) if m.rule == "micro_batch"]
-    micro = parts[-1] if len(plan.stages) > 1 and parts else 1
-    if said != _stages(build) or report.get("micro_batches", 1) != micro:
-        why = f"it says {str(said)[:120]}, {report.get('micro_batches', 1)} micro-batches"
+    found = _stages(build), parts[-1] if len(plan.stages) > 1 and parts else 1
+    rows: list[dict[str, Any]] = report.get("stages", [])
+    said = [{k: v for k, v in row.items() if k != "seconds"} for row in rows], report.get("micro_batches", 1)
+    if said != found:
+        why = f"it says {str(said)[:120]}, made again they are {str(found)[:120]}"
         raise LawError("report", "'stages' are not the plan's", where="the report", why=why)
-    nodes = report.get("requests", {}).get("stage_at") or []
+    nodes: list[str] = report.get("requests", {}).get("stage_at", [])
     if nodes and len(nodes) + 1 != len(plan.stages):
         raise LawError("report", f"{len(plan.stages)} stages, {len(nodes)} ends of stages", where="the report")
     for k, text in enumerate(nodes):
-        names = {text, *text.split(",")}
-        late = [
-            op
-            for op, at in zip(plan.graph.ops, plan.stage_of, strict=True)
-            if at > k and op.source[-1:] and op.source[-1] in names
-        ]
-        if late:
-            raise LawError("report", f"stage {k} does not end at {text}", where="the plan", why=f"'{late[0].outs[0]}' is later")
+        ends = {text, *text.split(",")}
+        for op, at in zip(plan.graph.ops, plan.stage_of, strict=True):
+            if at > k and ends & {*op.source[-1:]}:
+                raise LawError("report", f"stage {k} does not end at {text}", where="the plan", why=f"'{op.outs[0]}' is later")
 
 
 def facts_of(build: store.Build) -> dict[str, Any]:

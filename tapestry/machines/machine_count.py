@@ -62,7 +62,7 @@ def asked_of(max_devices: int | None, text: str | None, limit: Sequence[str], *,
         raise TapestryError("--max-devices, and a mesh", where="--max-devices", hint="one of --max-devices, --devices, --mesh")
     if max_devices is not None and not 1 <= max_devices <= MAX_DEVICES:
         raise TapestryError(f"{max_devices} devices", where="--max-devices", hint=f"1 to {MAX_DEVICES:,}")
-    return Asked(objective=objective(text or "seconds"), limits=limits(limit), most=max_devices)
+    return Asked(objective=objective("seconds" if text is None else text), limits=limits(limit), most=max_devices)
 
 
 @dataclass(slots=True)
