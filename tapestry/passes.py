@@ -144,9 +144,8 @@ def constrain(
     cuts = given_stages.at_nodes(stage_at, lifted.graph) if stage_at else dict[str, int]()
     if annotations and not staged(annotations) and not stage_at and request.stages == annotations.stages > 1:
         cuts = given_stages.of_file(annotations, lifted.graph)
-    apart = given_stages.crossing(lifted.graph, cuts) if cuts else None
-    graph = with_apart(lifted.graph, apart, without) if apart else graph
-    given = constraints(annotations, lifted.graph, topology.mesh, apart) if annotations and not staged(annotations) else None
+    graph = with_apart(lifted.graph, (), without, cuts) if cuts else graph
+    given = constraints(annotations, lifted.graph, topology.mesh, cuts) if annotations and not staged(annotations) else None
     for note in given.notes if given else ():
         log.warning("sharding: %s", note)
     graph = given.graph if given else graph

@@ -97,9 +97,22 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "without": ((str,), "the name of a rule, or a list of names"),
     "time_limit": ((int, float), "seconds"),
     "seed": ((int,), "a whole number"),
+    "accumulate": ((str,), "f32 or f16"),
+    "configuration": ((str,), "the name of a device configuration"),
+    "max_devices": ((int,), "a whole number"),
+    "objective": ((str,), '"seconds + 2e-3*devices"'),
+    "limits": ((str,), '"energy<=5", or a list of limits'),
+    "stages": ((int, str), '2, or "auto"'),
+    "micro_batches": ((int, str), '2, or "auto"'),
+    "stage_at": ((str,), "the name of a node, or a list of names"),
+    "resume": ((str, Path), "a build directory"),
+    "state": ((str,), '"auto" or "past=present,…"'),
+    "print_after": ((str,), "the name of a pass, or a list of names"),
+    **dict.fromkeys(("weights", "sharding", "exact", "pareto"), ((bool,), "True or False")),
+    "interrupt": ((threading.Event,), "a threading.Event"),
 }
 """What a keyword may be (where it is not left out), and an example."""
-MANY = ("pins", "layouts", "rules", "ops", "without")
+MANY = ("pins", "layouts", "rules", "ops", "without", "limits", "stage_at", "print_after")
 ELSEWHERE = (
     "example_inputs", "dynamic_shapes", "devices", "state", "progress", "max_devices", "objective", "limits", "ops",
 )  # fmt: skip  # what is no option of the pipeline
@@ -121,29 +134,29 @@ def check(given: Mapping[str, Any]) -> None:
         kinds, example = KINDS[name]
         items: Sequence[Any] = cast("Sequence[Any]", value) if name in MANY and isinstance(value, list | tuple) else [value]
         for x in items if value is not None or name == "target" else ():
-            if not isinstance(x, kinds) or isinstance(x, bool):
+            if not isinstance(x, kinds) or (isinstance(x, bool) and bool not in kinds):
                 raise TapestryError(f"{x!r} is a {type(x).__name__}", where=f"tapestry.compile, {name}", hint=example)
     _check_target(given.get("target", "torch-cpu"), given.get("precision", "ieee"))
 
 
 def options(source: Opened, given: Choices) -> pipeline.Options:
     """The pipeline's options of a model that is opened."""
-    out: dict[str, Any] = {k: v for k, v in given.items() if k not in ELSEWHERE}
-    for name in ("pins", "layouts", "without", "stage_at"):
+    out: dict[str, Any] = {k: v for k, v in given.items() if v is not None and k not in ELSEWHERE}
+    for name in ("pins", "layouts", "without", "stage_at", "print_after"):
         out[name] = several(given, name)
-    out |= {k: str(v) for k, v in out.items() if k in ("memory", "topology", "stages", "micro_batches") and v is not None}
+    out |= {k: str(v) for k, v in out.items() if k in ("memory", "topology", "stages", "micro_batches")}
     out["rules"] = [Path(r) for r in several(given, "rules")]
     out["mesh"] = pipeline.mesh_of(given.get("devices"), given.get("mesh"))
     out["shapes"], out["resume"] = given.get("shapes") or {}, Path(r) if (r := given.get("resume")) else None
-    out["weights"] = given.get("weights", True) and source.weights
+    out["weights"] = out.get("weights", True) and source.weights
     out["interrupt"] = given.get("interrupt") or threading.Event()
     return pipeline.Options(model=source.path, **out)
 
 
 def several(given: Choices, name: str) -> list[Any]:
     """What may be given alone or in a list, of one keyword."""
-    value: Any = cast("Mapping[str, Any]", given).get(name, ())
-    return [value] if isinstance(value, str | Path) else list(value)
+    value: Any = cast("Mapping[str, Any]", given).get(name)
+    return [] if value is None else [value] if isinstance(value, str | Path) else list(value)
 
 
 def _check_target(target: str, precision: str) -> None:

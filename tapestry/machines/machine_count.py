@@ -62,7 +62,7 @@ def asked_of(max_devices: int | None, text: str | None, limit: Sequence[str], *,
         raise TapestryError("--max-devices, and a mesh", where="--max-devices", hint="one of --max-devices, --devices, --mesh")
     if max_devices is not None and not 1 <= max_devices <= MAX_DEVICES:
         raise TapestryError(f"{max_devices} devices", where="--max-devices", hint=f"1 to {MAX_DEVICES:,}")
-    return Asked(objective=objective(text or "seconds"), limits=limits(limit), most=max_devices)
+    return Asked(objective=objective("seconds" if text is None else text), limits=limits(limit), most=max_devices)
 
 
 @dataclass(slots=True)
@@ -76,7 +76,9 @@ class _Tried:
     def data(self, asked: Asked) -> dict[str, Any]:
         """For the report."""
         row = {**self.of, "devices": int(self.of["devices"]), "bytes": int(self.of["bytes"])}
-        return {**row, "value": asked.objective.value(self.of), "within_limits": not asked.broken(self.of)}
+        value = asked.objective.value(self.of)
+        kept = {"value": value if math.isfinite(value) else None, "within_limits": not asked.broken(self.of)}
+        return {**row, **kept}
 
 
 @dataclass(slots=True)
@@ -90,8 +92,8 @@ class _Search:
     error: TapestryError | None = None
 
     def best(self) -> _Tried | None:
-        """The plan with the least objective among those within limits; of equal ones the first found."""
-        fitting = [t for t in self.tried if not self.asked.broken(t.of)]
+        """The plan with the least objective among those within limits that have one; of equal ones the first found."""
+        fitting = [t for t in self.tried if not self.asked.broken(t.of) and math.isfinite(self.asked.objective.value(t.of))]
         return min(fitting, key=lambda t: self.asked.objective.value(t.of), default=None)
 
     def run(self) -> _Tried:
@@ -141,6 +143,7 @@ class _Search:
         topo = runner.get("topology", Topology)
         least = terms(topo, least_seconds(runner.get("graph", Graph), topo, everywhere=False), 0)
         bound = self.asked.objective.value(least) if self.asked.objective.rising else -math.inf
+        bound = bound if math.isfinite(bound) else -math.inf  # no bytes times an infinite number are no number
         self.bounds.append(bound)
         best, broken = self.best(), self.asked.broken(least)
         value = self.asked.objective.value(best.of) if best else math.inf
@@ -172,7 +175,14 @@ class _Search:
         return [str(best)] if best is not None and values[best] < self.asked.objective.value(found.of) else []
 
     def refusal(self) -> PlanError:
-        """Which limit the nearest plan breaks."""
+        """Which limit the nearest plan breaks, or that the objective has no value."""
+        kept = next((t for t in self.tried if not self.asked.broken(t.of)), None)
+        if kept is not None:
+            what, why = (
+                f"'{self.asked.objective.text}' has no finite value",
+                ", ".join(f"{k} {v:.6g}" for k, v in kept.of.items()),
+            )
+            return PlanError(what, where="--objective", why=f"for a plan with {why}", hint="another objective")
         asked = " and ".join(map(str, self.asked.limits)) or "the memory"
         why = "; ".join(f"{r['devices']} device(s): {r['because']}" for r in self.skipped[:4])
         if self.tried:
@@ -189,7 +199,7 @@ class _Search:
             "objective": self.asked.objective.text, "limits": list(map(str, self.asked.limits)),
             "max_devices": self.asked.most, "value": self.asked.objective.value(best.of),
             "terms": {k: best.data(self.asked)[k] for k in TERMS}, "tried": rows, "skipped": self.skipped,
-            "least": min(self.bounds) if self.bounds and self.asked.objective.rising else None,
+            "least": least if math.isfinite(least := min(self.bounds, default=-math.inf)) else None,
             "front": [r for r in rows if not any(_beats(s, r, names) for s in rows)],
         }  # fmt: skip
 

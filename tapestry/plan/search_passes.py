@@ -17,7 +17,7 @@ from tapestry.plan.book.algebra import Book
 from tapestry.plan.fusion import fused
 from tapestry.plan.memory.fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
-from tapestry.plan.pipelines.stage_choice import Choice, choose, one_stage
+from tapestry.plan.pipelines.stage_choice import Choice, choose
 from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
@@ -241,11 +241,11 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     result = candidate.result
     if isinstance(result, PricedPlan):
         return _beside_space(candidate, result, task, budget)
+    if task.request.explicit:  # stages may still fit, also of a graph that is kept as it is
+        return candidate
     if not task.rewritable:
         result.hint += "; pins, annotations and --exact keep the graph as it is: without them weights may be streamed"
         raise result
-    if task.request.explicit:
-        return candidate
     part = budget.share(FIRST) if task.request.stages != 1 and task.several_devices else budget  # stages may still fit
     fitted = _fitted(candidate.form.graph, result.closest, task, part)
     if isinstance(fitted, TooBig):
@@ -372,6 +372,7 @@ def compare_whole_graph(
         taken = idle_beside(found, task.topology) if free and (same or close) else None
         if taken:
             plan = replace(taken, bound=min(plan.bound, plan.objective, found.objective))
-            choice = replace(planned.choice, found=plan, staged=True, moves=(), report=one_stage(plan))
+            report = {"stages": [plan.objective], "micro_batches": 1}
+            choice = replace(planned.choice, found=plan, staged=True, moves=(), report=report)
             planned = replace(planned, graph=of.graph, moves=of.moves, base=of.moves, choice=choice, fitted=None)
     return replace(planned, alternatives=tuple(others)), plan, unsharded

@@ -21,7 +21,7 @@ from tapestry.interop.annotation_rules import Context, spec_rules
 from tapestry.interop.onnx_annotations import read_json
 from tapestry.interop.placement import Placement, fused_sizes, layout_of, placement
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, with_sizes
-from tapestry.ir.graph import Block, Graph
+from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.plan import Layout, Mesh
 from tapestry.plan.layout_constraints import Dims, LayoutConstraints
@@ -54,24 +54,24 @@ class Given:
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-def constraints(a: Annotations, lifted: Graph, over: Mesh, apart: Sequence[str] | None = None) -> Given:
+def constraints(a: Annotations, lifted: Graph, over: Mesh, stage_of: Mapping[str, int] | None = None) -> Given:
     """The annotations as constraints on the plan of a lifted (not yet simplified) graph.
 
     Args:
-        apart: results that stay apart because stages end there; ``None``: there are no stages.
+        stage_of: the stage of every tensor, where stages are given.
 
     Raises:
         PlanError: a spec cannot be said with the mesh's axes, or contradicts the tensor.
     """
     unplanned = f"pipeline stages are not planned ({a.stages} in the file: --stages {a.stages})"
-    notes = [unplanned] * (a.stages > 1 and apart is None)
+    notes = [unplanned] * (a.stages > 1 and not stage_of)
     said = _Said(_resolved(a, lifted), lifted, over)
     wanted, fused = said.outs(notes)
     reads = {k: said.layout(s, f"node '{k[0]}'") for k, s in said.given.reads.items() if k[1] in lifted.tensors}
     values = {t: said.layout(s, f"tensor '{t}'") for t, s in said.given.values.items() if t in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in (*a.outs, *a.values) if t not in lifted.tensors]
     chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
-    graph, outs, more = _kept(said, wanted, tuple(fused), disabled_by(chosen), apart or ())
+    graph, outs, more = _kept(said, wanted, tuple(fused), disabled_by(chosen), stage_of or {})
     notes += more
     graph, moves = _moved(graph, chosen, notes)
     graph, unfused, of_parts = _unfused(said, graph, {t: s for t, s in fused.items() if not _moves_it(moves, t)})
@@ -220,11 +220,11 @@ def _inner_sizes(d: ShardedDim, shape: tuple[int, ...]) -> list[int]:
 
 
 def _kept(
-    said: _Said, wanted: Mapping[str, Layout], fused: tuple[str, ...], disabled: frozenset[str], ends: Sequence[str]
+    said: _Said, wanted: Mapping[str, Layout], fused: tuple[str, ...], disabled: frozenset[str], stage_of: Mapping[str, int]
 ) -> tuple[Graph, dict[str, Layout], list[str]]:  # fmt: skip
-    """The simplified graph, in which the ends of stages stay apart, the layouts that its tensors get, and what is lost."""
+    """The simplified graph, in which stages stay apart, the layouts that its tensors get, and what is lost."""
     lifted = said.lifted
-    graph = with_apart(lifted, ends, disabled) if ends else simplify(lifted, disabled=disabled)
+    graph = with_apart(lifted, (), disabled, stage_of) if stage_of else simplify(lifted, disabled=disabled)
     outs = {t: layout for t, layout in wanted.items() if t in graph.producers()}
     apart: list[str] = [t for t in fused if t not in graph.producers()]
     wanted = dict(wanted)
@@ -245,17 +245,29 @@ def _kept(
         else:
             outs[carried[0]] = carried[1]
     if apart:
-        graph = with_apart(lifted, [*apart, *ends], disabled)
+        graph = with_apart(lifted, apart, disabled, stage_of)
         outs = {t: layout for t, layout in {**outs, **wanted}.items() if t in graph.producers()}
     lost = [t for t in apart if t not in outs and t not in fused]
     return graph, outs, [f"'{t}' is a view of another tensor, which has no place of its own" for t in lost]
 
 
-def with_apart(lifted: Graph, apart: Sequence[str], disabled: frozenset[str]) -> Graph:
-    """The simplified graph in which some results are not fused into their readers."""
-    held_back = tuple(dict.fromkeys((*lifted.outputs, *apart)))
-    graph = replace(simplify(replace(lifted, outputs=held_back), disabled=disabled), outputs=lifted.outputs)
+def with_apart(lifted: Graph, apart: Sequence[str], disabled: frozenset[str], stage_of: Mapping[str, int]) -> Graph:
+    """The simplified graph in which some results are not fused into their readers, and no operation is of two stages."""
+
+    def of_one_stage(before: Sequence[Op], after: Sequence[Op]) -> bool:
+        return all(len({stage_of[t] for t in op.outs if t in stage_of}) < 2 for op in after)
+
+    held_back = tuple(dict.fromkeys((*lifted.outputs, *apart, *_crossing(lifted, stage_of))))
+    accept = of_one_stage if stage_of else None
+    graph = simplify(replace(lifted, outputs=held_back), disabled=disabled, accept=accept)
+    graph = replace(graph, outputs=lifted.outputs)
     return swept(RULES["drop_dead"], graph)
+
+
+def _crossing(lifted: Graph, stage_of: Mapping[str, int]) -> list[str]:
+    """Results of one stage that a later one reads."""
+    made = lifted.producers() if stage_of else {}
+    return [t for op in lifted.ops for t in op.inputs if t in made and stage_of[t] != stage_of[op.outs[0]]]
 
 
 def _carry(tensor: str, layout: Layout, lifted: Graph, graph: Graph) -> tuple[str, Layout] | None:

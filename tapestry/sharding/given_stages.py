@@ -70,10 +70,3 @@ def of_file(marks: Annotations, lifted: Graph) -> dict[str, int]:
         what = f"pipeline stage {min(missing)} of the file has no operation"
         raise PlanError(what, where=marks.configuration, why="its nodes are views, constants, or dead", hint="--stages 1")
     return found
-
-
-def crossing(lifted: Graph, stage_of: dict[str, int]) -> list[str]:
-    """Results of one stage that a later one reads: they are kept apart, so that no operation is of two stages."""
-    made = lifted.producers()
-    pairs = ((t, op.outs[0]) for op in lifted.ops for t in op.inputs if t in made)
-    return list(dict.fromkeys(t for t, reader in pairs if stage_of[t] != stage_of[reader]))

@@ -268,7 +268,8 @@ def machine_lines(report: Mapping[str, Any]) -> list[str]:
     shown = [k for k in m["terms"] if m["terms"][k]]
     given = ", ".join(f"{k} {m['terms'][k]:.4g}" for k in shown)
     limits = f", within {' and '.join(m['limits'])}" if m["limits"] else ""
-    rows = [", ".join(f"{k} {r[k]:.4g}" for k in shown) + f": {r['value']:.4g}" for r in m["front"]]
+    values = ["no value" if r["value"] is None else f"{r['value']:.4g}" for r in m["front"]]
+    rows = [", ".join(f"{k} {r[k]:.4g}" for k in shown) + f": {v}" for r, v in zip(m["front"], values, strict=True)]
     out = [f"{m['objective']} = {m['value']:.4g} ({given}){limits}; {len(m['tried'])} plans, {len(m['skipped'])} left out"]
     return out + ([f"front: {row}" for row in rows] if len(rows) > 1 else [])
 

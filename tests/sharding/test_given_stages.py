@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -10,7 +11,8 @@ import pytest
 from onnx import TensorProto as T
 
 import tapestry
-from tapestry.errors import TapestryError
+from tapestry import build_report
+from tapestry.errors import LawError, TapestryError
 from tapestry.ir.plan import MeshAxis, on_stage
 from tapestry.sharding.auto_shard import auto_shard
 from tapestry.sharding.export_sharding import export
@@ -126,6 +128,54 @@ def test_a_file_that_names_stages_is_compiled_so(model):
     assert stage_of_nodes(found) == {n: {k} for n, k in of_file.items()}
     alone = tapestry.compile(model.parent / "m.auto_sharded.onnx", topology="cpu", stages=1)
     assert not alone.report["stages"]
+
+
+def test_siblings_of_two_stages_are_not_joined(tmp_path):
+    """Softmax and a sum over the same rows would be one pass over them."""
+    nodes = [N("MatMul", ["x", "w"], ["m"], "mm"), N("Softmax", ["m"], ["s"], "soft", axis=1),
+             N("ReduceSum", ["m", "one"], ["r"], "sum"), N("Mul", ["s", "r"], ["y"], "mul")]  # fmt: skip
+    weights = {"w": f32(WIDTH, WIDTH), "one": np.array([1])}
+    onnx.save(net(nodes, {"x": (T.FLOAT, [8, WIDTH])}, {"y": T.FLOAT}, weights), tmp_path / "m.onnx")
+    found = stage_of_nodes(compiled(tmp_path / "m.onnx", devices=2, stage_at="sum"))
+    assert [found[n] for n in ("mm", "sum", "soft", "mul")] == [{0}, {0}, {1}, {1}]
+
+
+def test_micro_batches_that_leave_a_stage_empty_are_left_out(tmp_path):
+    """What does not have the batch runs once, ahead of all micro-batches: then the second stage would have nothing."""
+    nodes = [N("MatMul", ["x", "w"], ["y"], "mm"), N("Exp", ["w"], ["c"], "alone")]
+    made = net(nodes, {"x": (T.FLOAT, [8, 8]), "w": (T.FLOAT, [8, 8])}, {"y": T.FLOAT, "c": T.FLOAT}, {})
+    onnx.save(made, tmp_path / "m.onnx")
+    assert stage_of_nodes(compiled(tmp_path / "m.onnx", devices=2, stage_at="mm")) == {"mm": {0}, "alone": {1}}
+    with pytest.raises(TapestryError, match="would have no operation"):
+        tapestry.compile(tmp_path / "m.onnx", devices=2, topology="cpu", stage_at="mm", micro_batches=2)
+
+
+@pytest.mark.parametrize("options", [{"stage_at": "act1"}, {"stages": 2, "pins": "mm0:n=1@d0"}])
+def test_weights_are_streamed_into_stages_as_they_are_asked_for(model, options):
+    memory = int(1.5 * WIDTH * WIDTH * 4)
+    found = compiled(model, devices=2, memory=memory, **options)
+    assert found.build.plan.streamed and max(found.report["peak_bytes"]) <= memory
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r["requests"].update(stage_at=["act2"]),
+        lambda r: r["requests"].update(stage_at=["act1", "act2"]),
+        lambda r: r.update(micro_batches=4),
+        lambda r: r.update(stages=[]),
+        lambda r: r["stages"][0].update(devices=[0, 1]),
+        lambda r: r["stages"][0].update(peak_bytes=[1]),
+        lambda r: r.update(objective_s=r["objective_s"] / 2, lower_bound_s=0.0, gap=1.0),
+    ],
+)
+def test_a_report_is_held_to_the_stages_of_the_plan(model, change):
+    found = compiled(model, devices=2, stage_at="act1", micro_batches=2)
+    report = json.loads(json.dumps(found.report))
+    build_report.check(replace(found.build, report=report))
+    change(report)
+    with pytest.raises(LawError):
+        build_report.check(replace(found.build, report=report))
 
 
 def test_weights_are_streamed_where_a_stage_does_not_fit_otherwise(model):

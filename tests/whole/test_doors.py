@@ -159,6 +159,20 @@ def test_what_is_no_model_is_said(given: object, options: dict, message: str) ->
         tapestry.compile(given, **options)
 
 
+@pytest.mark.parametrize("name", ["limits", "objective", "max_devices", "stage_at", "stages", "accumulate", "exact", "state"])
+def test_keywords_of_another_kind_are_refused(name: str) -> None:
+    for value in (2.5, [2.5]):
+        with pytest.raises(TapestryError, match=f"tapestry.compile, {name}: .* is a (float|list)"):
+            tapestry.compile("x.onnx", **{name: value})
+
+
+def test_none_is_as_if_it_were_left_out(tmp_path: Path) -> None:
+    (tmp_path / "m.tap").write_text(TEXT)
+    nothing = dict.fromkeys(("stages", "stage_at", "limits", "pins", "sharding", "weights", "exact"))
+    plans = [tapestry.compile(tmp_path / "m.tap", topology="cpu", devices=2, **o) for o in ({}, nothing)]
+    assert plans[0].report["plan_sha256"] == plans[1].report["plan_sha256"]
+
+
 TEXT = """graph mlp
 input x: f32[8, 12]
 input w: f32[12, 6]

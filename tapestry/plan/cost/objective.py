@@ -72,7 +72,9 @@ class Limit:
     most: float
 
     def __str__(self) -> str:
-        return f"{self.term}<={self.most:g}"
+        short = f"{self.most:g}"
+        exact = str(int(self.most)) if self.term == "bytes" else short if float(short) == self.most else repr(self.most)
+        return f"{self.term}<={exact}"
 
 
 def objective(text: str) -> Objective:
@@ -107,7 +109,7 @@ def limits(texts: Sequence[str]) -> tuple[Limit, ...]:
             most = float(parse_bytes(m.group(2))) if m.group(1) == "bytes" else float(m.group(2))
         except ValueError:
             most = math.nan
-        if not most >= 0:
+        if not 0 <= most < math.inf:
             raise TapestryError(f"'{m.group(2)}' is not a number of at least 0", where=f"--limit {text}")
         out.append(Limit(m.group(1), most))
     return tuple(out)

@@ -17,7 +17,7 @@ from tapestry.ir.program import peak_bytes
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.pipelines.estimate import Estimates
 from tapestry.plan.pipelines.segments import NOTHING, Pieces, Solved, solve_piece
-from tapestry.plan.pipelines.sequence import Sequence, batch_cut, cut_points, in_stages, sequence
+from tapestry.plan.pipelines.sequence import NotInStages, Sequence, batch_cut, cut_points, in_stages, sequence
 from tapestry.plan.pipelines.stage_chain import Chain, Piece, best_chain, submeshes
 from tapestry.plan.pipelines.stage_constraints import Asked
 from tapestry.plan.pipelines.staged_plan import link_between, lower_plan, segment, stage_topology
@@ -65,7 +65,8 @@ def search_stages(
         insist: whether to go on without time until there is a plan.
     """
     best: Staged | None = None
-    bound, alone = inf, 0.0
+    refused: list[NotInStages] = []
+    bound, alone, possible = inf, 0.0, list[int]()
     stages = max(asked.cuts.values()) + 1 if asked.cuts else stages
     for m in micro:
         if best is not None and budget.over():
@@ -79,13 +80,19 @@ def search_stages(
             found, lower = _Attempt(seq, topo, stages, limit, budget, asked, insist).best()
         except OutOfTime:
             return None if best is None else _bounded(best, min(bound, alone))
+        except NotInStages as e:
+            refused.append(e)
+            continue
+        possible.append(m)
         bound = min(bound, lower)
         if m == 1:  # parts of an operation take as long as the operation, and some stage does its share of all of them
             alone = lower / (stages or device_count(topo.mesh))
         if found is not None and (best is None or found.found.objective < best.found.objective):
             best = found
+    if refused and not possible:
+        raise refused[0]
     if best is None and streams:
-        found = _streaming(graph, topo, stages, micro, upper, budget, asked, insist=insist)
+        found = _streaming(graph, topo, stages, possible, upper, budget, asked, insist=insist)
         return None if found is None else _bounded(found, 0.0)  # (streamed or not: the bound of one pass is not of both)
     return None if best is None else _bounded(best, bound)
 

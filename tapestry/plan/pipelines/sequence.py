@@ -17,6 +17,10 @@ from tapestry.rewrites.core.rule import RULES, Move
 from tapestry.rewrites.partition.micro_batch import batch_move, micro_batch
 
 
+class NotInStages(PlanError):
+    """So many micro-batches cannot be in the stages that are given."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
     """A graph as micro-batches.
@@ -69,20 +73,20 @@ def in_stages(seq: Sequence, stages: list[int]) -> tuple[Sequence, list[int]]:
     """Every copy with the operations of a stage after those of the stages before, and the positions where stages begin.
 
     Raises:
-        PlanError: a stage would have no operation, or a value of the host would have to cross into another one.
+        NotInStages: a stage would have no operation, or a value of the host would have to cross into another one.
     """
     copies = tuple(tuple(sorted(c, key=lambda i: (stages[i], i))) for c in seq.copies)
     mine = [stages[i] for i in copies[0]]
     points = [*(bisect_left(mine, k) for k in range(max(stages) + 1)), len(mine)]
     empty = next((k for k, (lo, hi) in enumerate(itertools.pairwise(points)) if lo == hi), None)
     if empty is not None:
-        raise PlanError(
+        raise NotInStages(
             f"stage {empty} would have no operation", where="--stage-at", hint="another node, or without it",
             why="its nodes became views or constants, or run once for all micro-batches",
         )  # fmt: skip
     out = replace(seq, copies=copies)
     if crossed_by_host_values(out.one()) & {*points[1:-1]}:
-        raise PlanError("a value of the host would have to cross into another stage", where="--stage-at", hint="another node")
+        raise NotInStages("a value of the host would have to cross into another stage", where="--stage-at", hint="another node")
     return out, points
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import device_count
-from tapestry.ir.program import peak_bytes
 from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.pipelines.pipeline_search import MICRO_BATCHES, Staged, search_stages
 from tapestry.plan.pipelines.segments import NOTHING
@@ -127,7 +126,7 @@ def choose(
     if not request.explicit and isinstance(spatial, PricedPlan):  # a bound of all plans, with stages or without
         bound = min(bound, spatial.bound)
     found = replace(staged.found, objective=simulated, bound=min(bound, simulated))
-    data = {"stages": stages_data(staged), "micro_batches": staged.sequence.micro, "pipeline": report}
+    data = {"stages": list(staged.seconds), "micro_batches": staged.sequence.micro, "pipeline": report}
     return Choice(found, True, staged.sequence.moves, data)
 
 
@@ -182,27 +181,3 @@ def _report(spatial: PricedPlan | PlanError | None, staged: Staged, topo: Topolo
     elif spatial is not None:
         out["spatial_refused"] = spatial.what
     return out
-
-
-def one_stage(found: PricedPlan) -> dict[str, Any]:
-    """The same of a plan of one stage that leaves devices idle."""
-    stage = found.plan.stages[0]
-    row = {
-        "devices": list(stage.devices), "mesh": ",".join(f"{a.name}={a.size}" for a in stage.mesh),
-        "ops": len(found.plan.graph.ops), "seconds": found.objective,
-        "peak_bytes": [peak_bytes(found.program)[0][d] for d in stage.devices],
-    }  # fmt: skip
-    return {"stages": [row], "micro_batches": 1}
-
-
-def stages_data(staged: Staged) -> list[dict[str, Any]]:
-    """The stages of a plan as data: seconds are per micro-batch."""
-    plan = staged.found.plan
-    peak, _ = peak_bytes(staged.found.program)
-    return [
-        {
-            "devices": list(s.devices), "mesh": ",".join(f"{a.name}={a.size}" for a in s.mesh),
-            "ops": plan.stage_of.count(k), "seconds": seconds, "peak_bytes": [peak[d] for d in s.devices],
-        }
-        for k, (s, seconds) in enumerate(zip(plan.stages, staged.seconds, strict=True))
-    ]  # fmt: skip

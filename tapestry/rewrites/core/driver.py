@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from tapestry.errors import TapestryError, similar
 from tapestry.ir.graph import Graph
 from tapestry.rewrites.core import applied as applied_moves
-from tapestry.rewrites.core.applied import apply_moves, swept
+from tapestry.rewrites.core.applied import apply_moves, chosen, swept
+from tapestry.rewrites.core.matching import Accept, MatchRule
 from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule
 
 OPTIONAL = ("fuse_rows", "stream_softmax")
@@ -27,16 +28,17 @@ def rules_of(phase: Phase) -> list[Rule]:
     return [r for r in RULES.values() if r.phase == phase]
 
 
-def simplify(graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE) -> Graph:
+def simplify(graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE, accept: Accept | None = None) -> Graph:
     """Apply every rule of the phase ``simplify`` until none changes the graph (each sweep is one linear pass).
 
     The rules only remove operations, views from reads, or both, so that the rounds end; ``limit`` is a guard for rules
-    that a user adds, ``disabled`` has names of rules that are left out.
+    that a user adds, ``disabled`` has names of rules that are left out, ``accept`` refuses single moves.
     """
     rules = [r for r in rules_of("simplify") if r.name not in disabled]
     unchanged = 0  # rules in a row that did nothing
     for rule in (r for _ in range(limit) for r in rules):
-        before, graph = graph, swept(rule, graph)
+        before = graph
+        graph = chosen(rule, graph, accept)[0] if accept and isinstance(rule, MatchRule) else swept(rule, graph)
         unchanged = unchanged + 1 if graph is before or graph.ops == before.ops else 0
         if unchanged == len(rules):
             break

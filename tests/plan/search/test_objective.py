@@ -115,6 +115,44 @@ def test_limits_are_kept_and_said(model):
     assert max(small.report["peak_bytes"]) <= 24_000
 
 
+@pytest.mark.parametrize("limit", ["bytes<=1MiB", "seconds<=0.12345678"])
+def test_a_limit_is_written_as_it_is_read(model, limit):
+    """In full: six digits of a number of bytes are no number of bytes."""
+    assert limits([str(x) for x in limits([limit])]) == limits([limit])
+    compiled(model, devices=2, limits=limit).verify()
+
+
+def test_an_objective_without_a_value_is_refused(model):
+    for text in ("seconds/0", "1e300*1e300*seconds"):
+        with pytest.raises(TapestryError, match="no finite value"):
+            compiled(model, max_devices=2, objective=text)
+    found = compiled(model, max_devices=2, objective="seconds/(devices-1)")
+    assert found.report["machines"]["terms"]["devices"] == 2 and "no value" in found.explain()
+    found.verify()
+    never_rules_out = compiled(model, max_devices=2, objective="min(1e300*1e300*bytes, seconds)").report["machines"]
+    assert never_rules_out["least"] is None and len(never_rules_out["tried"]) >= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.clear(),
+        lambda m: m.update(value=None),
+        lambda m: m.update(objective=5),
+        lambda m: m.update(limits="x"),
+        lambda m: m.update(max_devices=0),
+        lambda m: m.update(least=2 * m["value"]),
+        lambda m: m["tried"][0].update(value=0.0),
+    ],
+)
+def test_a_report_is_held_to_its_own_objective(model, change):
+    found = compiled(model, max_devices=2, objective="seconds + 1e-3*devices")
+    report = json.loads(json.dumps(found.report))
+    change(report["machines"])
+    with pytest.raises(LawError, match="machines"):
+        build_report.check(replace(found.build, report=report))
+
+
 def test_bytes_in_an_objective_move_along_the_front(model):
     fast, small = (compiled(model, devices=4, objective=o).report["machines"] for o in ("seconds", "bytes"))
     assert small["terms"]["bytes"] <= fast["terms"]["bytes"] and len(small["tried"]) <= 2
