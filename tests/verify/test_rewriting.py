@@ -239,3 +239,45 @@ def test_drawn_values_do_not_depend_on_what_is_asked_together() -> None:
         whole = draw.values(t, 1, np.arange(100))
         np.testing.assert_array_equal(draw.values(t, 1, np.array([7, 3])), whole[[7, 3]])
         assert len({*whole.tolist()}) > 3
+
+
+PROBABILITIES = """graph g
+input s: bf16[4, 32]
+input v: bf16[32, 16]
+m: f32[4], l: f32[4] = op [i: 4 | k: 32 logsumexp]
+  reads s[i, k]
+  body cast(s, f32), 1.0
+  then acc0, acc1
+p: bf16[4, 32] = op [i: 4, k: 32]
+  reads s[i, k], a1 = m[i], a2 = l[i]
+  body cast((exp((cast(s, f32) - a1)) / a2), bf16)
+y: {to}[4, 16] = op [i: 4, n: 16 | k: 32 sum]
+  reads p[i, k], v[k, n]
+  body cast(p, f32) * cast(v, f32)
+  then {then}
+output y
+"""
+STREAMED = """graph g
+input s: bf16[4, 32]
+input v: bf16[32, 16]
+y: {to}[4, 16] = op [i: 4, n: 16 | k: 32 softsum]
+  reads s[i, k], v[k, n]
+  body cast(s, f32), 1.0, cast(v, f32)
+  then {then}
+output y
+"""
+
+
+def test_a_rounding_to_a_half_type_may_go_where_the_result_has_that_type() -> None:
+    """Attention in bf16 without the rounding of its probabilities; a result in f32 shows that this went."""
+    before = PROBABILITIES.format(to="bf16", then="cast(acc0, bf16)")
+    assert shown(before, STREAMED.format(to="bf16", then="cast(acc2 / acc1, bf16)"))
+    with pytest.raises(LawError, match=r"differs\n  because: at \(.*\): \S+ became \S+$"):
+        shown(before, STREAMED.format(to="bf16", then="cast((acc2 / acc1) * 1.01, bf16)"))
+    with pytest.raises(LawError, match=r"\(rounded as its types say\)"):
+        shown(PROBABILITIES.format(to="f32", then="acc0"), STREAMED.format(to="f32", then="acc2 / acc1"))
+    whole = (
+        "graph g\ninput x: f32[9, 8]\ny: i32[9, 8] = op [i: 9, k: 8]\n  reads x[i, k]\n  body cast({} * 64.0, i32)\noutput y\n"
+    )
+    with pytest.raises(LawError, match="became"):  # of whole numbers nothing is rounded, so that it is seen at once
+        shown(whole.format("cast(cast(x * 0.3, bf16), f32)"), whole.format("(x * 0.3)"))
