@@ -36,7 +36,7 @@ class Call:
 
     def need(self, mask: Array) -> None:
         """Note the sizes at which all cells of a mask are set; at the others the node has no value."""
-        held = mask.all(axis=tuple(range(self.axes, mask.ndim)))
+        held = np.asarray(mask.all(axis=tuple(range(self.axes, mask.ndim))))
         if not held.all():
             self.needs.append(held)
 
