@@ -1,6 +1,7 @@
 """Rewrites are proved by what they did: the evidence for each, and what is refused; the log of a build, undone and proved again."""
 
 import gzip
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tapestry import passes
 from tapestry.build import store
-from tapestry.errors import BuildError, LawError
+from tapestry.errors import BuildError, LawError, TextError
 from tapestry.ir.graph import Graph, Rewrite, changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
@@ -19,7 +20,7 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, parse_move
 from tapestry.rewrites.core.rule_check import documented
 from tapestry.saved_build import replay_rewrites
-from tapestry.verify.rewriting import proofs, rewrite_log
+from tapestry.verify.rewriting import history, proofs, rewrite_log
 from tapestry.verify.rewriting.regions import MOST_KEPT
 from tests.support.command_line import attention_build, document, run
 from tests.support.rule_cases import opaque_graph
@@ -281,3 +282,19 @@ def test_a_rounding_to_a_half_type_may_go_where_the_result_has_that_type() -> No
     )
     with pytest.raises(LawError, match="became"):  # of whole numbers nothing is rounded, so that it is seen at once
         shown(whole.format("cast(cast(x * 0.3, bf16), f32)"), whole.format("(x * 0.3)"))
+
+
+@pytest.mark.parametrize("field", ["gone", "come", "kept"])
+def test_a_history_that_lists_other_operations_than_its_texts_is_refused(field: str) -> None:
+    found, plan = log()
+    document = json.loads(json.dumps(history.to_document(found, plan)))
+    history.from_document(json.dumps(document).encode(), "h")
+    document["steps"][0][field] = ["other"]
+    with pytest.raises(LawError, match="'gone', 'come' and 'kept' are not those"):
+        history.from_document(json.dumps(document).encode(), "h")
+
+
+def test_text_that_is_nested_too_deeply_is_refused() -> None:
+    text = "graph g\ninput x: f32[2]\ny: f32[2] = op [i: 2]\n  reads x[i]\n  body {}x{}\noutput y\n"
+    with pytest.raises(TextError, match="nested too deeply"):
+        parse(text.format("(" * 5000, ")" * 5000))
