@@ -175,7 +175,7 @@ class Compiled:
     def _sessions(self) -> SizedSessions:
         assert self.sized is not None
         if self._sizes is None:
-            self._sizes = SizedSessions(self.sized, SizedOpener(self.sized))
+            self._sizes = SizedSessions(self.sized, SizedOpener())
         return self._sizes
 
     def _at(self, sizes: tuple[int, ...]) -> Compiled:

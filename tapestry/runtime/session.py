@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -16,7 +16,7 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
 from tapestry.ir.program import Program
-from tapestry.ir.types import DTYPES, Tensor, itemsize, numpy_dtype
+from tapestry.ir.types import DTYPES, Tensor, Weight, itemsize, numpy_dtype
 from tapestry.lift import read_checked
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.onnx_eval.value_kinds import is_array
@@ -47,9 +47,10 @@ class Result:
 class ModelFiles:
     """Reads boxes of weights out of the model's files; what a box touches is checked, once."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, honest: set[tuple[Weight, int]] | None = None) -> None:
+        """``honest`` has what was checked before, and grows."""
         self.build = build
-        self._honest: set[tuple[str, int]] = set()
+        self._honest: set[tuple[Weight, int]] = set() if honest is None else honest
 
     def __call__(self, tensor: str, box: Box) -> Array:
         """A copy of a box.
@@ -62,18 +63,30 @@ class ModelFiles:
 
 
 class OnceRead:
-    """Slices of weights that are read once for all members, for as long as one of them holds them."""
+    """Slices of weights that are read once for all builds that have them, for as long as one holds them."""
 
-    def __init__(self, source: Slices) -> None:
-        self.source = source
-        self._there: WeakValueDictionary[tuple[str, Box], Array] = WeakValueDictionary()
+    def __init__(self) -> None:
+        self._there: WeakValueDictionary[Hashable, Array] = WeakValueDictionary()
+        self._honest = set[tuple[Weight, int]]()
 
-    def __call__(self, tensor: str, box: Box) -> Array:
-        """A box of a weight, which nobody may write."""
-        found = self._there.get((tensor, box))
-        if found is None:
-            found = self._there[tensor, box] = self.source(tensor, box)
-        return found
+    def of(self, build: Build, slices: Slices | None = None) -> Slices:
+        """Slices of one build's weights, which nobody may write: another build may lack them, or have others by the same
+        name.
+
+        Args:
+            slices: from elsewhere than the model's files.
+        """
+        graph, source = build.plan.graph, slices or ModelFiles(build, self._honest)
+
+        def read(tensor: str, box: Box) -> Array:
+            t = graph.tensors[tensor]
+            key = graph.weights[tensor], t.dtype, t.shape, box
+            found = self._there.get(key)
+            if found is None:
+                found = self._there[key] = source(tensor, box)
+            return found
+
+        return read
 
 
 class Session:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tapestry import api, flags
 from tapestry.build.store import Build
 from tapestry.errors import TapestryError
-from tapestry.runtime.session import MakeExecutor, ModelFiles, OnceRead, Session, Slices
+from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices
 from tapestry.runtime.target_protocol import Array, Target
 from tapestry.serving.members import Member
 
@@ -38,7 +38,7 @@ class Loader:
 
     def __init__(self, members: Sequence[Member], state: HeldState, libraries: bool = False) -> None:
         self.members, self.state, self.libraries = members, state, libraries
-        self.once: OnceRead | None = None
+        self.once = OnceRead()
         self.packed: dict[Hashable, Array] = {}
 
     def __call__(
@@ -47,8 +47,8 @@ class Loader:
         """A session; see `api.open_session`."""
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        self.once = self.once or OnceRead(weights or ModelFiles(build))
-        session = api.open_session(build, constants, weights=self.once, make=make, libraries=self.libraries)
+        slices = self.once.of(build, weights)
+        session = api.open_session(build, constants, weights=slices, make=make, libraries=self.libraries)
         if isinstance(session.executor, LocalExecutor):
             session.executor.packed = self.packed
         keep(next(m for m in self.members if m.compiled.build is build), session, self.state)

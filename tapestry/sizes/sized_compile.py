@@ -24,6 +24,7 @@ from tapestry.pass_runner import Report
 from tapestry.sizes.asked_sizes import Asked, middle
 from tapestry.sizes.settled_regions import fixed, settled, without
 from tapestry.sizes.sized_plans import OtherPlan, PlanAtSizes
+from tapestry.verify.sizes.size_proofs import SizedLawError
 
 MOST_REGIONS = 16
 
@@ -105,13 +106,12 @@ def _plan(work: _Compilation, whole: Region) -> None:
     compiled = pipeline.compile_model(_at(work, made_at), work.report)
     constants = model_evidence.arrays(compiled.build.plan.graph, compiled.constants)
     plans = PlanAtSizes(replace(options, shapes=work.asked.fixed), symbols, compiled.build, made_at, constants, same)
-    region, places, plan, why = _fitted(plans, whole)
-    region, facts, reasons = settled(plans, plan, region)
+    region, places, plan, facts, why = _proved(plans, whole)
     work.left += without(whole, region)
     about = {
         "made_at": dict(zip(symbols, made_at, strict=True)),
         **{k: compiled.build.report[k] for k in ("objective_s", "lower_bound_s", "gap")},
-        **facts, "numbers": len(places), "formulas": len(set(places.values())), "ends": [*same.reasons, *why, *reasons],
+        **facts, "numbers": len(places), "formulas": len(set(places.values())), "ends": [*same.reasons, *why],
     }  # fmt: skip
     row = SizedRegion(
         region=region, build=compiled.build, made_at=made_at, places=places, plan=plan, about=about,
@@ -135,6 +135,34 @@ def _one_model(work: _Compilation, whole: Region) -> SameModel:
         whole = found.region
 
 
+def _proved(plans: PlanAtSizes, region: Region) -> tuple[Region, dict[int, Formula], SymbolicPlan, dict[str, Any], list[str]]:
+    """The plan with formulas, for as much of a region as it is good for; where sizes are beyond what is proved, with fewer
+    symbols that vary.
+    """
+    why: list[str] = []
+    while True:
+        region, places, plan, more = _fitted(plans, region)
+        why += more
+        try:
+            region, facts, reasons = settled(plans, plan, region)
+        except SizedLawError as e:
+            if e.sizes is not None:
+                raise
+            region = _fewer(plans, region, e, why)
+        else:
+            return region, places, plan, facts, [*why, *reasons]
+
+
+def _fewer(plans: PlanAtSizes, region: Region, e: TapestryError, why: list[str]) -> Region:
+    """A region in which the symbol with the fewest sizes has one; the error where all have."""
+    free = [k for k in range(len(plans.symbols)) if len(region.along(k)) > 1]
+    if not free:
+        raise e
+    least = min(free, key=lambda k: len(region.along(k)))
+    why.append(f"one {plans.symbols[least]}: {e.what}{f' ({e.why})' if e.why else ''}")
+    return fixed(region, least, plans.sizes[least])
+
+
 def _fitted(plans: PlanAtSizes, region: Region) -> tuple[Region, dict[int, Formula], SymbolicPlan, list[str]]:
     """The plan with formulas; where none are found, with fewer symbols that vary."""
     why: list[str] = []
@@ -144,11 +172,7 @@ def _fitted(plans: PlanAtSizes, region: Region) -> tuple[Region, dict[int, Formu
             near = _near(free, plans.sizes) + [n for n in plans.same.grid.telling() if n in region]
             return region, *plans.with_sizes(list(dict.fromkeys(near))), why
         except (OtherPlan, ModelError) as e:
-            if not free:
-                raise
-            least = min(free, key=lambda k: len(region.along(k)))
-            why.append(f"one {plans.symbols[least]}: {e.what}{f' ({e.why})' if e.why else ''}")
-            region = fixed(region, least, plans.sizes[least])
+            region = _fewer(plans, region, e, why)
 
 
 def _files(c: pipeline.Compiled) -> dict[str, bytes]:

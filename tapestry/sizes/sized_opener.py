@@ -7,15 +7,14 @@ from typing import Any
 
 from tapestry import flags
 from tapestry.build import store
-from tapestry.build.sized_builds import SizedBuild
-from tapestry.runtime.session import ModelFiles, OnceRead, Session
+from tapestry.runtime.session import OnceRead, Session
 
 
 class SizedOpener:
     """Opens sessions of one build at several sizes, all on one copy of its weights, packed ones included."""
 
-    def __init__(self, sized: SizedBuild) -> None:
-        self.once = OnceRead(ModelFiles(sized.regions[0].build))
+    def __init__(self) -> None:
+        self.once = OnceRead()
         self.packed: dict[Hashable, Any] = {}
 
     def __call__(self, build: store.Build, constants: bytes, compiles: bool) -> Session:
@@ -27,7 +26,7 @@ class SizedOpener:
         class Executor(LocalExecutor):
             reads_late = True
 
-        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), Executor, self.once)
+        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), Executor, self.once.of(build))
         assert isinstance(session.executor, LocalExecutor)
         session.executor.packed = self.packed
         session.executor.bind()

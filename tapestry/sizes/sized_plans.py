@@ -17,7 +17,7 @@ import numpy as np
 from tapestry import pipeline
 from tapestry.build.sized_builds import symbolic
 from tapestry.build.store import Build
-from tapestry.errors import TapestryError
+from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.program import Free, Program, Step, allocated
 from tapestry.ir.sizes.size_formula import Formula, Sizes
@@ -66,7 +66,12 @@ class PlanAtSizes:
             OtherPlan: the model or the moves make another one there.
         """
         if sizes not in self.graphs:
-            found = pipeline.graph_again(self.options_at(sizes), self.build)
+            try:
+                found = pipeline.graph_again(self.options_at(sizes), self.build)
+            except ModelError:
+                raise
+            except TapestryError as e:
+                raise OtherPlan("the moves of the plan are not there", sizes, f"{e.where}: {e.what}") from None
             mine, new = _derived(self.build.plan.graph), _derived(found)
             if mine != new:
                 name = min(set(mine) ^ set(new) or set(mine))

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tapestry.errors import ModelError
 from tapestry.lift import lift, read_weight
+from tests.support.small_models import net
 
 F = TensorProto.FLOAT
 
@@ -413,3 +414,18 @@ def test_rotary_cache_of_batch_one(tmp_path):
     shapes = [("x", F, [2, 4, 5, 8]), ("c", F, [1, 5, 4]), ("s", F, [1, 5, 4])]
     error = refused(save(make([node], shapes, [("y", F, [2, 4, 5, 8])], opset=23), tmp_path), "cos/sin cache", "rope")
     assert "batch 1" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("op", "at"), [("Gather", [0, 3]), ("Gather", [-4]), ("Gather", [1, 2, 3]), ("GatherElements", [[0], [3]])]
+)
+def test_a_known_index_outside_is_refused(op, at, tmp_path):
+    model = net(
+        [helper.make_node(op, ["x", "at"], ["y"], name="pick")],
+        {"x": (TensorProto.FLOAT, [3, 2])},
+        {"y": TensorProto.FLOAT},
+        {"at": np.array(at)},
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match=r"'pick'.*an index outside of what it indexes\n.*-?[34] where there are 3 elements"):
+        lift(tmp_path / "m.onnx")

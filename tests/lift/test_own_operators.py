@@ -183,3 +183,40 @@ def test_the_command_line(mlp: Path, operators: Path, tmp_path: Path) -> None:
     checked = document("run", out, "--check", "--ops", operators)
     assert checked["passed"] and checked["reference"] == "onnx.reference"
     assert run("doctor", mlp, "--ops", operators)[0] == 0
+
+
+def test_a_node_in_a_loop_is_evaluated_with_the_domain_of_its_own(operators, tmp_path):
+    info = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("OneMore", ["v"], ["w"], "more", domain="com.acme")], "body",
+        [info("i", TensorProto.INT64, []), info("c", TensorProto.BOOL, []), info("v", TensorProto.FLOAT, [4, 6])],
+        [info("d", TensorProto.BOOL, []), info("w", TensorProto.FLOAT, [4, 6])],
+    )  # fmt: skip
+    operators.write_text(
+        'operator "com.acme" OneMore\ngraph more\ninput x: T[B, N]\ny: T[B, N] = op [b: B, n: N]\n'
+        "  reads x[b, n]\n  body x * T(2.0)\noutput y\n"
+    )
+    three = helper.make_node("Constant", [], ["k"], value_int=3)
+    path = model(
+        tmp_path / "l.onnx", [three, helper.make_node("Loop", ["k", "", "x"], ["y"], "loop", body=body)], {"x": [4, 6]}, ["y"]
+    )
+    plan = tapestry.compile(path, ops=str(operators))
+    x = RNG.standard_normal((4, 6)).astype(np.float32)
+    np.testing.assert_allclose(plan.run({"x": x})["y"], 8 * x)
+
+
+def test_an_input_that_is_left_out_before_another_one_is_refused(operators, tmp_path):
+    operators.write_text(
+        'operator "com.acme" Minus\ngraph minus\ninput x: T[N]\ninput w: T[N]\ny: T[N] = op [n: N]\n'
+        "  reads x[n], w[n]\n  body x - w\noutput y\n"
+    )
+    nodes = [helper.make_node("Minus", ["x", "", "x"], ["y"], "minus", domain="com.acme")]
+    with pytest.raises(ModelError, match=r"'minus'.*left out before another"):
+        tapestry.compile(model(tmp_path / "m.onnx", nodes, {"x": [6]}, ["y"]), ops=str(operators))
+
+
+@pytest.mark.parametrize("domain", ["", "ai.onnx", "ai.onnx.ml", "com.microsoft", "tapestry.vendor"])
+def test_domains_of_others_are_refused(domain, operators):
+    operators.write_text(GATED.replace("com.acme", domain))
+    with pytest.raises(TapestryError, match="not a domain of your own"):
+        own_operators.load_operators(operators)

@@ -231,3 +231,57 @@ def test_one_expression_is_seen_as_one_and_a_single_other_number_is_not(f):
         other[n - 2] += 1
         found = grid.uniform(other)
         assert not found.all() and found[18], n
+
+
+def right_at(model: onnx.ModelProto, path: Path, sizes: range) -> tapestry.Compiled:
+    """A build for all sizes, which gives what onnxruntime does at each."""
+    onnx.save(model, path)
+    c, peer = (
+        tapestry.compile(path, topology="cpu", shapes={"n": f"{sizes[0]}..{sizes[-1]}"}),
+        onnxruntime.InferenceSession(path),
+    )
+    for n in sizes:
+        x = np.random.default_rng(n).standard_normal((n, 4)).astype(np.float32)
+        np.testing.assert_allclose(c.run({"x": x})["y"], peer.run(["y"], {"x": x})[0], rtol=1e-5, atol=1e-6)
+    return c
+
+
+def test_a_weight_that_one_region_has_and_another_has_not(tmp_path):
+    """The table is gathered by positions: of small sizes the result is a constant, of large ones the table is a weight."""
+    model = net(
+        [
+            LENGTH, N("Squeeze", ["n"], ["k"], name="k"), N("Range", ["none", "k", "step"], ["at"], name="at"),
+            N("Mod", ["at", "three"], ["which"], name="which"), N("Gather", ["table", "which"], ["e"], name="rows"),
+            N("Add", ["x", "e"], ["y"], name="add"),
+        ], {"x": (T.FLOAT, ["n", 4])}, {"y": T.FLOAT},
+        {"none": np.int64(0), "step": np.int64(1), "three": np.int64(3), "table": np.arange(12, dtype=np.float32).reshape(3, 4)},
+    )  # fmt: skip
+    c = right_at(model, tmp_path / "m.onnx", range(4, 17))
+    assert c.sized is not None
+    assert len({frozenset(r.build.plan.graph.weights) for r in c.sized.regions}) > 1
+
+
+def test_what_no_law_of_all_sizes_is_known_of_has_a_plan_for_each(tmp_path):
+    model = net(
+        [N("Resize", ["x", "", "", "to"], ["r"], name="r", coordinate_transformation_mode="asymmetric", nearest_mode="floor"), N(
+            "Tanh", ["r"], ["y"], name="tanh"
+        )], {"x": (T.FLOAT, ["n", 4])}, {"y": T.FLOAT}, {"to": i64(7, 4)},
+    )  # fmt: skip
+    c = right_at(model, tmp_path / "m.onnx", range(4, 17))
+    assert c.sized is not None and "a product of a size" in str([r.about["ends"] for r in c.sized.regions])
+
+
+@pytest.mark.parametrize(
+    ("model", "region"),
+    [
+        (cut_at(N("Sub", ["n", "c"], ["d"]), N("Div", ["one", "d"], ["end"], name="d"), c=i64(14), one=i64(1)), (16, 40)),
+        (cut_at(N("Gather", ["table", "n"], ["end"], name="look"), table=i64(*[3] * 31)), (3, 30)),
+        (
+            cut_at(N("Concat", ["n", "n"], ["m"], axis=0), N("ReduceMax", ["m", "all"], ["end"]), all=np.zeros(0, np.int64)),
+            (1, 40),
+        ),
+    ],
+)
+def test_a_region_ends_where_a_node_has_no_value(model, region, tmp_path):
+    found = same(model, tmp_path, (1,), (40,), (20,)).region
+    assert (found.low[0], found.high[0]) == region

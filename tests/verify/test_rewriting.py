@@ -1,6 +1,7 @@
 """Rewrites are proved by what they did: the evidence for each, and what is refused; the log of a build, undone and proved again."""
 
 import gzip
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tapestry import passes
 from tapestry.build import store
-from tapestry.errors import BuildError, LawError
+from tapestry.errors import BuildError, LawError, TextError
 from tapestry.ir.graph import Graph, Rewrite, changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
@@ -19,7 +20,7 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, parse_move
 from tapestry.rewrites.core.rule_check import documented
 from tapestry.saved_build import replay_rewrites
-from tapestry.verify.rewriting import proofs, rewrite_log
+from tapestry.verify.rewriting import history, proofs, rewrite_log
 from tapestry.verify.rewriting.regions import MOST_KEPT
 from tests.support.command_line import attention_build, document, run
 from tests.support.rule_cases import opaque_graph
@@ -239,3 +240,61 @@ def test_drawn_values_do_not_depend_on_what_is_asked_together() -> None:
         whole = draw.values(t, 1, np.arange(100))
         np.testing.assert_array_equal(draw.values(t, 1, np.array([7, 3])), whole[[7, 3]])
         assert len({*whole.tolist()}) > 3
+
+
+PROBABILITIES = """graph g
+input s: bf16[4, 32]
+input v: bf16[32, 16]
+m: f32[4], l: f32[4] = op [i: 4 | k: 32 logsumexp]
+  reads s[i, k]
+  body cast(s, f32), 1.0
+  then acc0, acc1
+p: bf16[4, 32] = op [i: 4, k: 32]
+  reads s[i, k], a1 = m[i], a2 = l[i]
+  body cast((exp((cast(s, f32) - a1)) / a2), bf16)
+y: {to}[4, 16] = op [i: 4, n: 16 | k: 32 sum]
+  reads p[i, k], v[k, n]
+  body cast(p, f32) * cast(v, f32)
+  then {then}
+output y
+"""
+STREAMED = """graph g
+input s: bf16[4, 32]
+input v: bf16[32, 16]
+y: {to}[4, 16] = op [i: 4, n: 16 | k: 32 softsum]
+  reads s[i, k], v[k, n]
+  body cast(s, f32), 1.0, cast(v, f32)
+  then {then}
+output y
+"""
+
+
+def test_a_rounding_to_a_half_type_may_go_where_the_result_has_that_type() -> None:
+    """Attention in bf16 without the rounding of its probabilities; a result in f32 shows that this went."""
+    before = PROBABILITIES.format(to="bf16", then="cast(acc0, bf16)")
+    assert shown(before, STREAMED.format(to="bf16", then="cast(acc2 / acc1, bf16)"))
+    with pytest.raises(LawError, match=r"differs\n  because: at \(.*\): \S+ became \S+$"):
+        shown(before, STREAMED.format(to="bf16", then="cast((acc2 / acc1) * 1.01, bf16)"))
+    with pytest.raises(LawError, match=r"\(rounded as its types say\)"):
+        shown(PROBABILITIES.format(to="f32", then="acc0"), STREAMED.format(to="f32", then="acc2 / acc1"))
+    whole = (
+        "graph g\ninput x: f32[9, 8]\ny: i32[9, 8] = op [i: 9, k: 8]\n  reads x[i, k]\n  body cast({} * 64.0, i32)\noutput y\n"
+    )
+    with pytest.raises(LawError, match="became"):  # of whole numbers nothing is rounded, so that it is seen at once
+        shown(whole.format("cast(cast(x * 0.3, bf16), f32)"), whole.format("(x * 0.3)"))
+
+
+@pytest.mark.parametrize("field", ["gone", "come", "kept"])
+def test_a_history_that_lists_other_operations_than_its_texts_is_refused(field: str) -> None:
+    found, plan = log()
+    document = json.loads(json.dumps(history.to_document(found, plan)))
+    history.from_document(json.dumps(document).encode(), "h")
+    document["steps"][0][field] = ["other"]
+    with pytest.raises(LawError, match="'gone', 'come' and 'kept' are not those"):
+        history.from_document(json.dumps(document).encode(), "h")
+
+
+def test_text_that_is_nested_too_deeply_is_refused() -> None:
+    text = "graph g\ninput x: f32[2]\ny: f32[2] = op [i: 2]\n  reads x[i]\n  body {}x{}\noutput y\n"
+    with pytest.raises(TextError, match="nested too deeply"):
+        parse(text.format("(" * 5000, ")" * 5000))

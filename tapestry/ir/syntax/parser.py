@@ -6,6 +6,7 @@ import base64
 import re
 from dataclasses import replace
 
+from tapestry.errors import TextError
 from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let, call, cast
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read, Split
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
@@ -24,7 +25,10 @@ def parse(text: str, file: str = "") -> Graph:
     Raises:
         TextError: naming the line and column, what was found and what was expected.
     """
-    return Parser(text, file).graph()
+    try:
+        return Parser(text, file).graph()
+    except RecursionError:
+        raise TextError("an expression is nested too deeply", where=file) from None
 
 
 def parse_tokens(tokens: list[Token], text: str, file: str) -> Graph:

@@ -24,7 +24,7 @@ from tapestry.ir.types import DTYPES, HOST, Tensor, numpy_dtype
 from tapestry.lift.building.builder import DTYPE_OF, Node, tensor_of
 from tapestry.lift.building.operator_files import Number, read_operators
 from tapestry.lift.building.registry import LIFTERS, Entry
-from tapestry.lift.file.protos import STANDARD, node_name, static_shape
+from tapestry.lift.file.protos import MICROSOFT, STANDARD, node_name, static_shape
 from tapestry.onnx_eval import own_nodes
 from tapestry.verify import interp
 
@@ -64,7 +64,7 @@ class OwnOperator:
 
     def lift(self, n: Node) -> None:
         """The graph's operations in the place of a node."""
-        inputs = [n.tensor(k) for k in range(len(n.ins)) if n.has(k)]
+        inputs = [n.tensor(k) for k in range(_given(n.proto, n.where))]
         graph = self.graph(inputs, _attributes(n.proto), n.where)
         _check_outputs(graph, n.proto, n.where)
         outs = dict(zip(graph.outputs, n.outs, strict=False))
@@ -78,7 +78,7 @@ class OwnOperator:
 
     def evaluate(self, node: NodeProto, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs of a node for some arrays, by the verifier's interpreter."""
-        given = [np.asarray(a) for a in arrays if a is not None]
+        given = [np.asarray(a) for a in arrays[: _given(node, node_name(node))]]
         inputs = [Tensor(name=f"in{k}", dtype=_NAMES[a.dtype], shape=a.shape) for k, a in enumerate(given)]
         graph = self.graph(inputs, _attributes(node), f"node '{node_name(node)}'")
         values = interp.run(graph, dict(zip(graph.inputs, given, strict=True)))
@@ -145,12 +145,12 @@ def own_types(model: ModelProto, types: Mapping[str, TypeProto]) -> dict[str, Ty
         own = OWN.get((node.domain, node.op_type))
         if own is None:
             continue
-        given = [types.get(i, TypeProto()) for i in node.input if i]
+        where = f"node '{node_name(node)}' ({node.op_type})"
+        given = [types.get(i, TypeProto()) for i in node.input[: _given(node, where)]]
         open_ = any(o and static_shape(types.get(o, TypeProto())) is None for o in node.output)
         if not open_ or any(static_shape(t) is None for t in given):
             continue
-        inputs = [tensor_of(i, t) for i, t in zip(filter(None, node.input), given, strict=True)]
-        where = f"node '{node_name(node)}' ({node.op_type})"
+        inputs = [tensor_of(i, t) for i, t in zip(node.input, given, strict=False)]
         graph = own.graph(inputs, _attributes(node), where)
         _check_outputs(graph, node, where)
         for o, t in zip(node.output, (graph.tensors[t] for t in graph.outputs), strict=False):
@@ -159,13 +159,22 @@ def own_types(model: ModelProto, types: Mapping[str, TypeProto]) -> dict[str, Ty
 
 
 def _put(domain: str, name: str, definitions: list[Define], files: list[str]) -> None:
-    if domain in STANDARD or domain in {s.domain for s in onnx.defs.get_all_schemas()}:
+    if domain in {*STANDARD, MICROSOFT, *(s.domain for s in onnx.defs.get_all_schemas())} or domain.startswith("tapestry."):
         hint = 'operator "com.example" …'
         raise TapestryError(f"'{domain}' is not a domain of your own", where=f"{files[0]}, {name}", hint=hint)
     own = OwnOperator(domain, name, definitions, files)
     OWN[domain, name] = own
     LIFTERS[domain, name] = [Entry(1, own.lift)]
     own_nodes.EVALUATORS[domain, name] = own.evaluate
+
+
+def _given(node: NodeProto, where: str) -> int:
+    """How many inputs a node has: those that it leaves out are its last."""
+    count = max((k + 1 for k, i in enumerate(node.input) if i), default=0)
+    if not all(node.input[:count]):
+        hint = "another operator of one's own, for fewer inputs"
+        raise ModelError("an input is left out before another one", where=where, hint=hint)
+    return count
 
 
 def _attributes(node: NodeProto) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TypeProto, helper
 
 STANDARD = ("", "ai.onnx")  # both names of ONNX's own operator domain
+MICROSOFT = "com.microsoft"  # onnxruntime's own
 ML = "ai.onnx.ml"
 # notes on nodes, as metadata or as attributes
 SOURCE = "tapestry.source"  # the node of the file that this one comes from

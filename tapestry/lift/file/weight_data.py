@@ -49,11 +49,11 @@ def read_weight(
     return np.require(part, requirements=["C", "A"]).reshape(part.shape)
 
 
-def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: set[tuple[str, int]]) -> np.ndarray:
+def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: set[tuple[Weight, int]]) -> np.ndarray:
     """A copy of a box of a weight in the model's files, every tile that it touches held against its hash (`Weight.tiles`).
 
     Args:
-        honest: (tensor, tile) that have been compared before, by this process; those that are found right are added.
+        honest: (weight, tile) that have been compared before, by this process; those that are found right are added.
 
     Raises:
         ModelError: the data is missing, unsafe or shorter than the reference says.
@@ -63,7 +63,7 @@ def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: 
     out = np.empty([hi - lo for lo, hi in box], whole.dtype)
     for number, tile in weight_tiles.touched(tensor.shape, whole.itemsize, box):
         part = whole[tuple(slice(lo, hi) for lo, hi in tile)]
-        if (tensor.name, number) not in honest:
+        if (weight, number) not in honest:
             part = np.ascontiguousarray(part).reshape(part.shape)  # what is checked is what is used
             at = number * weight_tiles.DIGEST
             if weight_tiles.digest(part) != weight.tiles[at : at + weight_tiles.DIGEST]:
@@ -72,7 +72,7 @@ def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: 
                     why=f"in its part {', '.join(f'{lo}:{hi}' for lo, hi in tile)}" if tile else "",
                     hint="compile the model again",
                 )  # fmt: skip
-            honest.add((tensor.name, number))
+            honest.add((weight, number))
         common = [(max(a, lo), min(b, hi)) for (a, b), (lo, hi) in zip(tile, box, strict=True)]
         there = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, box, strict=True))
         out[there] = part[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, tile, strict=True))]

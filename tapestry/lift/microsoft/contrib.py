@@ -15,13 +15,12 @@ import numpy as np
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from tapestry.lift.file.protos import STANDARD, attributes, node_name, standard_opset, subgraphs
+from tapestry.lift.file.protos import MICROSOFT, STANDARD, attributes, node_name, standard_opset, subgraphs
 from tapestry.onnx_eval.own_nodes import EVALUATORS
 from tapestry.plugins import entry_points as plugins
 
 DOMAIN = "tapestry.vendor"
 KIND = "operators"  # of plug-ins
-MICROSOFT = "com.microsoft"
 CASTS = 15  # the first opset that has CastLike
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from tapestry.lift.microsoft.contrib import CASTS, MICROSOFT, Body, Undefined, defines
+from tapestry.lift.file.protos import MICROSOFT
+from tapestry.lift.microsoft.contrib import CASTS, Body, Undefined, defines
 
 
 def _norm(b: Body, x: str, scale: str, bias: str, epsilon: float, *, centred: bool) -> list[str]:

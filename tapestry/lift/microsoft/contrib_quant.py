@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from tapestry.lift.microsoft.contrib import MICROSOFT, Body, defines
+from tapestry.lift.file.protos import MICROSOFT
+from tapestry.lift.microsoft.contrib import Body, defines
 
 RANGE: dict[int, tuple[int, int]] = {TensorProto.UINT16: (0, 65535), TensorProto.INT16: (-32768, 32767)}
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)

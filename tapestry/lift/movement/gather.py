@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, span
@@ -23,6 +24,19 @@ def wrap(value: Aff, size: int, ranges: dict[str, int]) -> Aff | None:
     return value if lo >= 0 and hi < size else None
 
 
+def _check_known(n: Node, size: int) -> None:
+    """Refuse positions that are known, and outside of an axis."""
+    at = n.const(1)
+    if at is not None and at.size:
+        _check_ends(n, int(at.min()), int(at.max()), size)
+
+
+def _check_ends(n: Node, low: int, high: int, size: int) -> None:
+    if low < -size or high >= size:
+        why = f"{low if low < -size else high} where there are {size} elements"
+        raise ModelError("an index outside of what it indexes", where=n.where, why=why)
+
+
 @lifts("Gather")
 def lift_gather(n: Node) -> None:
     """y[.., i.., ..] = x[.., index[i..], ..]."""
@@ -32,10 +46,14 @@ def lift_gather(n: Node) -> None:
     ranges = {d.name: d.size for d in dims}
     spots = here(dims)
     inner = spots[axis : axis + places]
+    _check_known(n, x.shape[axis])
     if n.out().size == 0:
         raise Declined
     position = affine_value(n.b, n.ins[1], tuple(inner), ranges)
-    position = None if position is None else wrap(position, x.shape[axis], ranges)
+    if position is not None:
+        if all(isinstance(atom, str) for atom, _ in position.terms):  # both ends are taken
+            _check_ends(n, *span(position, ranges), x.shape[axis])
+        position = wrap(position, x.shape[axis], ranges)
     if position is not None:
         n.view(n.out(), x.name, dims, [*spots[:axis], position, *spots[axis + places :]])
         return
@@ -64,6 +82,7 @@ def lift_gather_elements(n: Node) -> None:
     x, at = n.tensor(0), n.axis(0, len(n.shape(0)))
     if n.out().size == 0 or x.size == 0:
         raise Declined
+    _check_known(n, x.shape[at])
     dims = n.out_dims()
     spots = here(dims)
     data = n.read(x.name, [*spots[:at], dim("v"), *spots[at + 1 :]])

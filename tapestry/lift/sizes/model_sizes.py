@@ -283,7 +283,10 @@ class _Walk:
         static = all(k.value is not None for k in there) and not outer
         if static and is_standard(node) and there:
             values = [None if k is None else k.value for k in ins]
-            found = evaluated(Call(node.op_type, values, len(self.symbols), given, self.version))
+            call = Call(node.op_type, values, len(self.symbols), given, self.version)
+            found = evaluated(call)
+            for mask in call.needs if found is not None else ():
+                self.demand(where, mask)
             if found is not None:
                 return [self.value(found)]
         for k in there:

@@ -32,6 +32,13 @@ class Call:
 
     def __init__(self, kind: str, ins: Sequence[Array | None], axes: int, given: Mapping[str, Any], version: int) -> None:
         self.kind, self.ins, self.axes, self.given, self.version = kind, ins, axes, given, version
+        self.needs: list[Array] = []
+
+    def need(self, mask: Array) -> None:
+        """Note the sizes at which all cells of a mask are set; at the others the node has no value."""
+        held = np.asarray(mask.all(axis=tuple(range(self.axes, mask.ndim))))
+        if not held.all():
+            self.needs.append(held)
 
     def fixed(self, k: int, attribute: str = "") -> list[int] | None:
         """An input of integers, or an attribute, that is the same at all sizes."""
@@ -107,16 +114,23 @@ def _folded(f: Callable[[Array, Array], Array]) -> Operator:
     return lambda c: functools.reduce(f, c.aligned())
 
 
-def _div(a: Array, b: Array) -> Array:
+def _divisor(c: Call, b: Array) -> Array:
+    if b.dtype.kind in "iu":
+        c.need(b != 0)
+    return np.where(b == 0, 1, b) if b.dtype.kind in "iu" else b
+
+
+def _div(c: Call) -> Array:
+    a, b = c.aligned()
+    safe = _divisor(c, b)
     if a.dtype.kind not in "iu":
-        return a / b
-    safe = np.where(b == 0, 1, b)
+        return (a / b).astype(a.dtype)
     return np.where((a < 0) != (safe < 0), -(np.abs(a) // np.abs(safe)), np.abs(a) // np.abs(safe))
 
 
 def _mod(c: Call) -> Array:
     a, b = c.aligned()
-    safe = np.where(b == 0, 1, b)
+    safe = _divisor(c, b)
     return (np.fmod(a, safe) if c.given.get("fmod", 0) else np.mod(a, safe)).astype(a.dtype)
 
 
@@ -170,7 +184,8 @@ def _gather(c: Call) -> Array | None:
     data, at = c.x(), c.x(1)
     axis = c.axis(int(c.given.get("axis", 0)), c.rank())
     size = data.shape[axis]
-    at = np.clip(np.where(at < 0, at + size, at), 0, size - 1)  # what is outside is refused where it is lifted
+    c.need((-size <= at) & (at < size))
+    at = np.clip(np.where(at < 0, at + size, at), 0, size - 1)
     c.bounded((*data.shape[:axis], *data.shape[axis + 1 :], *at.shape[c.axes :]))
     if all(n == 1 for n in at.shape[: c.axes]):
         return np.take(data, at.reshape(at.shape[c.axes :]), axis=axis)
@@ -201,9 +216,9 @@ def _reduced(f: Callable[..., Array]) -> Operator:
         which = c.fixed(1, "axes")
         if which is None and c.has(1):
             return None
-        if which is None and c.given.get("noop_with_empty_axes", 0):
+        if not which and c.given.get("noop_with_empty_axes", 0):
             return c.x()
-        axes = tuple(c.axis(a, c.rank()) for a in (range(c.rank()) if which is None else which))
+        axes = tuple(c.axis(a, c.rank()) for a in which or range(c.rank()))
         return f(c.x(), axis=axes, keepdims=bool(c.given.get("keepdims", 1))).astype(c.x().dtype)
 
     return done
@@ -258,15 +273,15 @@ def _constant_of_shape(c: Call) -> Array | None:
 OPERATORS: dict[str, Operator] = {
     **{k: _cellwise(f) for k, f in {
         "Neg": np.negative, "Abs": np.abs, "Floor": np.floor, "Ceil": np.ceil, "Round": np.rint, "Sqrt": np.sqrt,
-        "Sign": np.sign, "Not": np.logical_not, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": _div,
+        "Sign": np.sign, "Not": np.logical_not, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply,
         "Pow": np.power, "Equal": np.equal, "Greater": np.greater, "Less": np.less, "GreaterOrEqual": np.greater_equal,
         "LessOrEqual": np.less_equal, "And": np.logical_and, "Or": np.logical_or, "Xor": np.logical_xor,
     }.items()},
     **{k: _reduced(f) for k, f in {
         "ReduceProd": np.prod, "ReduceSum": np.sum, "ReduceMax": np.max, "ReduceMin": np.min,
     }.items()},
-    "Max": _folded(np.maximum), "Min": _folded(np.minimum), "Identity": lambda c: c.x(), "Cast": _cast, "Mod": _mod,
-    "Where": _where, "Clip": _clip, "Concat": _concat, "Unsqueeze": _unsqueeze, "Squeeze": _squeeze, "Gather": _gather,
-    "Slice": _slice, "Transpose": _transpose, "Reshape": _reshape, "Range": _range, "Expand": _expand,
+    "Max": _folded(np.maximum), "Min": _folded(np.minimum), "Identity": lambda c: c.x(), "Cast": _cast, "Div": _div,
+    "Mod": _mod, "Where": _where, "Clip": _clip, "Concat": _concat, "Unsqueeze": _unsqueeze, "Squeeze": _squeeze,
+    "Gather": _gather, "Slice": _slice, "Transpose": _transpose, "Reshape": _reshape, "Range": _range, "Expand": _expand,
     "ConstantOfShape": _constant_of_shape,
 }  # fmt: skip

@@ -37,7 +37,7 @@ class LocalExecutor(Executor):
         kernels: by step and device, as the target made them.
         launches: by step and device, the kernel and the buffers that it reads (packed weights in place of some).
         weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
-        packed: packed weights of the model by tensor, box and key; several executors may share it.
+        packed: packed weights of the model by bytes, type, box and key; several executors may share it.
         stays: inputs that are not given but there, by device and buffer; to be set before the first run.
         grown: caches whose present is their own memory, by device and the present's buffer; to be set before the first run.
         bound: what is done once kernels are bound.
@@ -165,9 +165,10 @@ class LocalExecutor(Executor):
     def _packed(self, device: int, buffer: str, key: Hashable, make: Callable[[], Array]) -> Array:
         """A packed weight; one of the model's own is packed once for all executors that share them."""
         tensor = self.program.buffers[buffer].tensor
-        if not self.graph.weights[tensor].file:  # derived for this build
+        weight, t = self.graph.weights[tensor], self.graph.tensors[tensor]
+        if not weight.file:  # derived for this build
             return make()
-        there = (tensor, self.box(device, buffer), key)
+        there = (weight, t.dtype, t.shape, self.box(device, buffer), key)
         if there not in self.packed:
             self.packed[there] = make()
         return self.packed[there]

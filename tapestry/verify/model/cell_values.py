@@ -52,12 +52,13 @@ class CellValues:
 
     def __init__(
         self, graph: Graph, known: Known, *, wide: bool = True, noise: np.random.Generator | None = None,
-        coarsest: float = 1.0, plain: bool = False,
+        coarsest: float = 1.0, plain: bool = False, real: bool = False,
     ) -> None:  # fmt: skip
         """``known`` gives a tensor's array (or host value), and None of one that is to be followed back; ``coarsest`` is the
         unit roundoff beyond which nothing is forgiven, whatever types the graph computes in; with ``plain`` states are merged
-        pairwise, and nothing is said of rounding."""
+        pairwise, and nothing is said of rounding; with ``real`` a cast to a half type does not round either."""
         self.graph, self.known, self.wide, self.noise, self.coarsest, self.plain = graph, known, wide, noise, coarsest, plain
+        self.real = real
         self.unit, self.random, self.whole_numbers = 0.0, False, False
         self.makers = graph.producers()
         self._whole: dict[str, tuple[Any, float, bool]] = {}  # value, coarsest unit and randomness of what it is made of
@@ -320,7 +321,7 @@ class CellValues:
         dtype = numpy_dtype(e.dtype, self.wide)
         if e.fn == "cast":
             out = cast_array(operands[0], dtype)
-            if self.wide and UNIT.get(e.dtype, 0.0) > UNIT["f32"]:  # what is made short is made short
+            if self.wide and not self.real and UNIT.get(e.dtype, 0.0) > UNIT["f32"]:  # what is made short is made short
                 out = out.astype(numpy_dtype(e.dtype)).astype(dtype)
             self.whole_numbers |= dtype.kind in "iu" and e.args[0].dtype in FLOATS
         else:

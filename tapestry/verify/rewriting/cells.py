@@ -36,11 +36,13 @@ class Cells(CellValues):
         asked: the cells of each input that were read.
     """
 
-    def __init__(self, graph: Graph, order: Mapping[str, int], draw: Draw, wide: bool, most: int, places: list[Place]) -> None:
+    def __init__(
+        self, graph: Graph, order: Mapping[str, int], draw: Draw, wide: bool, most: int, places: list[Place], real: bool = False
+    ) -> None:  # fmt: skip
         """``order`` numbers the inputs, by which they are drawn: the same in the graphs that are compared. ``most`` points may
-        be computed. ``places`` says where each read looks, in the order in which they are met: the same for every draw, so they
-        are found once."""
-        super().__init__(graph, lambda tensor: None, wide=wide, plain=True)
+        be computed; ``real`` is as in `CellValues`. ``places`` says where each read looks, in the order in which they are met:
+        the same for every draw, so they are found once."""
+        super().__init__(graph, lambda tensor: None, wide=wide, plain=True, real=real)
         self.order, self.draw, self.most, self.places = order, draw, most, places
         self.points = self.met = 0
         self.asked: dict[str, list[Array]] = {}

@@ -120,6 +120,8 @@ def _step(s: StepData, there: dict[str, Made], begin: Graph, where: str) -> Coun
         with inside(f"/{name}"):
             sides.append(parse(text, where))
     change = Change.of(Rewrite(s.by, sides[0], sides[1], s.exact))
+    if (s.gone, s.come, s.kept) != (_ids(change.gone), _ids(change.come), _ids(change.kept)):
+        raise LawError("rewrites", "'gone', 'come' and 'kept' are not those of its texts", where=s.by)
     exchange(there, (change.gone, sides[0]), (change.come, sides[1]), change.kept, begin.outputs, s.by)
     return prove_change(change)
 

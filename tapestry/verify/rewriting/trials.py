@@ -2,7 +2,8 @@
 
 What must agree, and how nearly:
 
-- finite inputs, all floats in float64: to `WIDE` of the greatest magnitude, everything else exactly; NaN where NaN was;
+- finite inputs, all floats in float64: to `WIDE` of the greatest magnitude, everything else exactly; NaN where NaN was. Casts
+  to half types round where the same bits are claimed, or the output is no float; else the next but one sees these roundings;
 - inputs of great range: finite where it was finite, in float64 and in the graph's own types;
 - the graph's own types: to a few roundings of the output's type, so that a rounding in between that went is seen;
 - a NaN in single cells of each input: the same cells are NaN, the others as above;
@@ -66,6 +67,7 @@ class Trial:
         self.out = self.before.tensors[self.before.outputs[0]]
         ops = (*self.before.ops, *self.after.ops)
         self.most = max([8, *(d.size for op in ops for d in op.space)])
+        self.real = not self.exact and self.out.dtype in FLOATS
         self.half = any(t.dtype == "f16" for g in (self.before, self.after) for t in g.tensors.values())
 
     @property
@@ -123,7 +125,7 @@ class Trial:
         if not np.array_equal(at, self.placed):
             self.placed, self.places = at, ([], [])
         for graph, places in zip((self.before, self.after), self.places, strict=True):
-            cells = Cells(graph, self.order, draw, wide, MOST if len(at) > FEW else MOST_FOR_FEW, places=places)
+            cells = Cells(graph, self.order, draw, wide, MOST if len(at) > FEW else MOST_FOR_FEW, places, self.real)
             found.append(cells.cells(graph.outputs[0], at))
             for t, parts in cells.asked.items():
                 asked.setdefault(t, []).extend(parts)
