@@ -362,6 +362,24 @@ def test_tilings_that_no_plan_can_keep_are_refused(tilings, devices, words, tmp_
         tapestry.compile(saved(tiled_model(tilings), tmp_path), devices=devices)
 
 
+@pytest.mark.parametrize(
+    ("tilings", "topology", "words"),
+    [
+        ({}, ("65536", None), "65,536 instances"),
+        ({"y": "{2,1: 0,60000}"}, (None, None), "60,001 instances"),
+        ({}, ("2", "[[],[]]"), "device 1 cannot reach device 0"),
+    ],
+)
+def test_instances_that_no_machine_has_are_refused(tilings, topology, words, tmp_path):
+    with pytest.raises(TapestryError, match=words):
+        tapestry.compile(saved(tiled_model(tilings, topology), tmp_path))
+
+
+def test_a_mesh_is_found_for_tilings_of_inputs_alone(tmp_path):
+    build = tapestry.compile(saved(tiled_model({"x": "{2,2}"}, (None, None)), tmp_path)).build
+    assert [a.size for a in build.plan.mesh] == [2, 2] and build.plan.inputs == {"x": (0, 1)}
+
+
 RING = "[[1],[2],[3],[0]]"
 
 
