@@ -333,7 +333,7 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
                 inner |= {str(name): tuple(s["out"])} if name in blocks else {}
     for op in graph.ops:
         layout = outs.get(op.outs[0])
-        if not isinstance(op, Block) or layout is None:
+        if not isinstance(op, Block) or layout is None or op.outs[0] in out:
             continue
         properties = a.nodes.get(a.writer.get(op.outs[0], ""), {})
         rows: list[Any] = read_json(properties, onnx_annotations.PARTIAL, list)

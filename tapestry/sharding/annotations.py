@@ -240,7 +240,7 @@ def staged(a: Annotations) -> tuple[int, int] | None:
         stages, micro = len(stated["stages"]), int(stated["micro_batches"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise PlanError(f"not pipeline stages: {e}", where=onnx_annotations.STAGES, hint="--ignore-sharding") from None
-    if not (2 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
+    if not (1 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
         raise PlanError(f"{stages} stages and {micro} micro-batches", where=onnx_annotations.STAGES, hint="--ignore-sharding")
     return stages, micro
 
