@@ -127,6 +127,7 @@ def test_text_survives(text):
         "{--1}",
         "{2:-1,-1}",
         "{99999999}",
+        "{2: 0,99999999999999}",
     ],
 )
 def test_wrong_texts_are_refused(text):
