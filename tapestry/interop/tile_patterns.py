@@ -42,6 +42,8 @@ class Tiling:
             what = f"{self.count} tiles and {len(given)} assignments"
             raise TapestryError(what, where=str(self), hint="one per tile, -1 for none")
         used = [i for i in given if i != SUPPRESSED]
+        if max(used, default=0) >= MOST_TILES:
+            raise TapestryError(f"instance {max(used)}", where=str(self)[:60], hint=f"at most {MOST_TILES:,} instances")
         if not used or any(i < SUPPRESSED for i in given) or len(set(used)) < len(used):
             raise TapestryError("no instance, a negative one, or one with two tiles", where=str(self), hint="one tile each")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from tapestry.errors import PlanError
@@ -10,7 +10,7 @@ from tapestry.ir.canonical_parts import may_cut
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of
 from tapestry.ir.plan import Layout, Mesh, Strategy
-from tapestry.plan.strategy import out_layout
+from tapestry.plan.strategy import Pin, out_layout
 
 Dims = tuple[str | None, ...]
 Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims | None, bool]
@@ -45,6 +45,11 @@ class LayoutConstraints:
             (n, self.reads[(s, t)]) for n, t in enumerate(op.inputs) for s in dict.fromkeys(op.source) if (s, t) in self.reads
         )
         return outs, reads, self.dims.get(op.outs[0]), self.exact
+
+
+def stated(key: Key, but: Set[int]) -> list[Pin]:
+    """What mesh axes cut, where that is given: a window that is cut is a strategy only where it is asked for."""
+    return [Pin(d, a) for a, d in enumerate(key[2] or ()) if d is not None and a not in but]
 
 
 def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -> list[Strategy]:

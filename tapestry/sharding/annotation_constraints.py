@@ -67,7 +67,7 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh, stage_of: Mapping[str
     notes = [unplanned] * (a.stages > 1 and not stage_of)
     said = _Said(_resolved(a, lifted), lifted, over)
     wanted, fused = said.outs(notes)
-    reads = {k: said.layout(s, f"node '{k[0]}'") for k, s in said.given.reads.items() if k[1] in lifted.tensors}
+    reads = {k: said.layout(s, f"node '{k[0]}'", read=True) for k, s in said.given.reads.items() if k[1] in lifted.tensors}
     values = {t: said.layout(s, f"tensor '{t}'") for t, s in said.given.values.items() if t in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in (*a.outs, *a.values) if t not in lifted.tensors]
     chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
@@ -145,15 +145,15 @@ class _Said:
             self.refuse(s, where, wrong)
         return layout_of(s, shape, self.over)
 
-    def layout(self, s: ShardingSpec, where: str) -> Layout:
-        """The layout that a spec says; of parts that overlap (a halo) that of the equal cut.
+    def layout(self, s: ShardingSpec, where: str, *, read: bool = False) -> Layout:
+        """The layout that a spec says; of what a node reads in other parts (as a halo) the equal cut's.
 
         Raises:
-            PlanError: the mesh's axes cannot say it.
+            PlanError: the spec contradicts the tensor, or the mesh's axes cannot say it.
         """
-        shape = self.lifted.tensors[s.tensor or ""].shape
-        plain = tuple(d if partition(d.parts, shape[d.axis or 0]) else replace(d, parts=()) for d in s.dims)
-        found = self.find(replace(s, dims=plain), where)
+        found = self.find(s, where)
+        if found is None and read:
+            found = self.find(replace(s, dims=tuple(replace(d, parts=()) for d in s.dims)), where)
         return self.refuse(s, where) if found is None else found
 
     def refuse(self, s: ShardingSpec, where: str, why: str = "") -> NoReturn:
@@ -176,12 +176,6 @@ class _Said:
                 return None
             found, wanted = (tensor, layout), laid(layout, shape, self.over)
         return found
-
-
-def partition(parts: Sequence[tuple[int, int]], size: int) -> bool:
-    """Whether intervals follow each other and make up an axis (no halo)."""
-    ends = [0, *(hi for _, hi in parts)]
-    return not parts or (ends[-1] == size and all(lo == end for (lo, _), end in zip(parts, ends, strict=False)))
 
 
 def _moves_it(moves: Sequence[Move], tensor: str) -> bool:
@@ -351,7 +345,7 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
                 inner |= {str(name): tuple(s["out"])} if name in blocks else {}
     for op in graph.ops:
         layout = outs.get(op.outs[0])
-        if not isinstance(op, Block) or layout is None:
+        if not isinstance(op, Block) or layout is None or op.outs[0] in out:
             continue
         properties = a.nodes.get(a.writer.get(op.outs[0], ""), {})
         rows: list[Any] = read_json(properties, onnx_annotations.PARTIAL, list)

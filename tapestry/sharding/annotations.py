@@ -74,7 +74,11 @@ def read(
     if not sharding_specs.annotated(model):
         if configuration is not None:
             raise PlanError(f"the model has no configuration '{configuration}'", where=str(path), why="it has none")
-        return _of_tilings(model, topology, devices), topology
+        tilings = _of_tilings(model, topology, devices)
+        count = tilings.devices if tilings else topology.count if topology else 1
+        if devices is None and count > MAX_DEVICES:
+            raise PlanError(f"the model is for {count:,} instances", where=str(path), hint=f"at most {MAX_DEVICES:,} --devices")
+        return tilings, topology
     errors = (f for f in check(model, Context({}, _symbols(model))) if f.level == "error" and f.code != "dim-param-unknown")
     wrong = next(errors, None)
     if wrong is not None:
@@ -236,7 +240,7 @@ def staged(a: Annotations) -> tuple[int, int] | None:
         stages, micro = len(stated["stages"]), int(stated["micro_batches"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise PlanError(f"not pipeline stages: {e}", where=onnx_annotations.STAGES, hint="--ignore-sharding") from None
-    if not (2 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
+    if not (1 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
         raise PlanError(f"{stages} stages and {micro} micro-batches", where=onnx_annotations.STAGES, hint="--ignore-sharding")
     return stages, micro
 
@@ -255,7 +259,7 @@ def mesh(a: Annotations) -> Mesh:
             what = f"{onnx_annotations.MESH} has {device_count(named)} devices, the configuration {a.devices}"
             raise PlanError(what, where=a.model[onnx_annotations.MESH])
         return named
-    specs = {replace(s, tensor=None) for s in (*a.outs.values(), *a.reads.values()) if s.dims}
+    specs = {replace(s, tensor=None) for s in (*a.outs.values(), *a.reads.values(), *a.values.values()) if s.dims}
     for k in range(1, MESH_AXES + 1):
         for sizes in _factors(a.devices, k):
             guess = tuple(MeshAxis(f"d{i}", n) for i, n in enumerate(sizes))

@@ -207,6 +207,8 @@ class _Said:
         return {key: s for key, s in specs.items() if s is not None}
 
     def _read(self, tensor: str, boxes: tuple[Box, ...], at: Stage) -> ShardingSpec | None:
+        if any(lo >= hi for b in boxes for lo, hi in b):  # (of a concatenation, say: a device may read none of a part)
+            return None
         shape = self.graph.tensors[tensor].shape
         layout = layout_of_boxes(boxes, shape, at.mesh)
         if layout is not None:

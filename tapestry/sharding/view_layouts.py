@@ -138,7 +138,7 @@ def view_spec(tensor: str, view: Block, layout: Layout, shape: tuple[int, ...], 
         by = [tuple(a for a, t in enumerate(layout) if t == j) for j in walked]
         counts = [prod(mesh[a].size for a in axes) for axes in by]
         entries = tuple(SimpleShard(n, shape[j]) for n, j in zip(counts, walked, strict=True))
-        if all(n == 1 for n in counts[1:]) and shape[walked[0]] % counts[0] == 0:
+        if len(walked) == 1 or (all(n == 1 for n in counts[1:]) and shape[walked[0]] % counts[0] == 0):
             entries, by = (SimpleShard(counts[0], d.size),), by[:1]
         dims.append(ShardedDim(k, entries))
         cutters += by

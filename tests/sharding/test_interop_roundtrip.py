@@ -72,6 +72,37 @@ def test_pins_and_layouts_survive(tmp_path):
     assert ignored.build.plan.strategies != before.build.plan.strategies
 
 
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [
+        ("pools", ["b:h=2@d1", "d:s=2@d1", "e:h=2@d1"]),  # a window that is cut is searched only where it is pinned
+        ("conv_chain", ["g.r:r=2@d0", "g.r:r=2@d1"]),  # a sum inside of a node, whose result is a view of it
+        ("reductions", ["ReduceMin:x1=2@d0", "ReduceMin:x0=2@d1"]),
+        ("views", ["c:x1=2@d0", "c:x1=2@d1"]),  # devices that read none of one part of a concatenation
+        ("branches", ["y:x2=2@d0", "s:c=2@d1", "c:w=2@d1"]),  # a slice that begins inside a part
+    ],
+)
+def test_plans_that_were_asked_for_survive(name, pins, fast, tmp_path):
+    source, target = tmp_path / "m.onnx", tmp_path / "sharded.onnx"
+    onnx.save(MODELS[name](), source)
+    before = tapestry.compile(source, mesh="2x2", topology=fast, pins=pins)
+    export(before.build, target)
+    assert [str(f) for f in check_file(target) if f.level == "error"] == []
+    assert tapestry.compile(target).build.plan.strategies == before.build.plan.strategies
+
+
+def test_a_plan_that_leaves_devices_idle_survives(tmp_path):
+    source, target = tmp_path / "m.onnx", tmp_path / "sharded.onnx"
+    onnx.save(MODELS["scalars"](), source)
+    before = tapestry.compile(source, devices=4)
+    assert [s.mesh[0].size for s in before.build.plan.stages] == [1]  # one stage, on one device of four
+    export(before.build, target)
+    after = tapestry.compile(target)
+    feeds = before.random_feeds(0)
+    ours, theirs = before.run(feeds), after.run(feeds)
+    assert all(np.array_equal(ours[t], theirs[t]) for t in ours)
+
+
 def test_an_exported_reduction_says_where_it_completes(tmp_path):
     source, target = tmp_path / "m.onnx", tmp_path / "sharded.onnx"
     onnx.save(MODELS["mlp"](), source)
@@ -202,6 +233,7 @@ def test_two_mesh_axes_are_found_from_the_specs(tmp_path):
         (lambda m: put(m, "up", "h", {1: 2}, [0, 1]), "'h' cannot be kept"),
         (lambda m: put(m, "up", "h", {1: 4}, [0, 1, 2, 9]), "device 9 does not exist"),
         (lambda m: put(m, "up", "h", {2: 4}), "axis 2 of a tensor of rank 2"),
+        (lambda m: put(m, "up", "w1", {7: 4}), "axis 7 of a tensor of rank 2"),
         (lambda m: (put(m, "down", "r", {0: 4}), put(m, "down", "w2", {0: 4})), "sharding given for '[rw]2?' is impossible"),
     ],
 )

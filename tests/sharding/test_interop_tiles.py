@@ -127,6 +127,7 @@ def test_text_survives(text):
         "{--1}",
         "{2:-1,-1}",
         "{99999999}",
+        "{2: 0,99999999999999}",
     ],
 )
 def test_wrong_texts_are_refused(text):
@@ -360,6 +361,24 @@ def test_instances_that_there_are_not_are_refused(tilings, topology, code, words
 def test_tilings_that_no_plan_can_keep_are_refused(tilings, devices, words, tmp_path):
     with pytest.raises(PlanError, match=words):
         tapestry.compile(saved(tiled_model(tilings), tmp_path), devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("tilings", "topology", "words"),
+    [
+        ({}, ("65536", None), "65,536 instances"),
+        ({"y": "{2,1: 0,60000}"}, (None, None), "60,001 instances"),
+        ({}, ("2", "[[],[]]"), "device 1 cannot reach device 0"),
+    ],
+)
+def test_instances_that_no_machine_has_are_refused(tilings, topology, words, tmp_path):
+    with pytest.raises(TapestryError, match=words):
+        tapestry.compile(saved(tiled_model(tilings, topology), tmp_path))
+
+
+def test_a_mesh_is_found_for_tilings_of_inputs_alone(tmp_path):
+    build = tapestry.compile(saved(tiled_model({"x": "{2,2}"}, (None, None)), tmp_path)).build
+    assert [a.size for a in build.plan.mesh] == [2, 2] and build.plan.inputs == {"x": (0, 1)}
 
 
 RING = "[[1],[2],[3],[0]]"

@@ -111,6 +111,12 @@ def test_a_pipeline_as_the_proposal_draws_it(tmp_path):
         n.device_configurations[0].pipeline_stage = 1 if n.name < "F" else 2
     path.write_bytes(m.SerializeToString())
     assert [f for f in check_file(path) if f.level == "error"] == []
+    plan = tapestry.compile(path, mesh="2x2", sharding=False, stage_at=["E"], pins=["t5:x0=2@d1", "t11:x0=2@d1"]).build.plan
+    assert [(s.first, s.mesh[-1].size) for s in plan.stages] == [(0, 2), (2, 2)]
+    assert [(op.outs, s.out) for op, s in zip(plan.graph.ops, plan.strategies, strict=True)] == [
+        (("t5",), (0,)),
+        (("t11",), (0,)),
+    ]
     m.graph.node[10].device_configurations[0].pipeline_stage = 0
     path.write_bytes(m.SerializeToString())
     assert "stage-back" in [f.code for f in check_file(path) if f.level == "error"]

@@ -19,7 +19,7 @@ from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import merge, reductions
-from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed
+from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed, stated
 from tapestry.plan.schedule.ring_floor import ring_floors
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
@@ -162,6 +162,7 @@ def build(
 
 
 def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key) -> Menu:
+    pins = (*pins, *stated(given, {p.axis for p in pins}))
     every = allowed(op, given, every_strategy(op, topo.mesh, pins), graph, topo.mesh)
     offered = every[:MAX_STRATEGIES]
     skipped = len(every) - len(offered) + left_out(op, topo.mesh, pins)

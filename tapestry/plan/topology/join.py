@@ -96,7 +96,7 @@ def _spread(spec: Mapping[str, Any], size: int, stride: int, mesh: Mesh) -> tupl
         return (Fabric(kind="switch", stride=stride, size=size, link=link),) if size > 1 else (), notes
     if size > MAX_JOINED:
         raise TapestryError(f"{size:,} devices joined link by link", hint=f"at most {MAX_JOINED:,}; more in levels, or a torus")
-    found = found or pairs(shape, size, _option(spec, shape, size))
+    found = found if shape == "map" else pairs(shape, size, _option(spec, shape, size))
     return (_wired(kind or shape, size, stride, wires(found, link, spec.get("links", {}))),) if size > 1 else (), notes
 
 
