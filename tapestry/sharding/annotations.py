@@ -237,7 +237,7 @@ def staged(a: Annotations) -> tuple[int, int] | None:
         return None
     try:
         stated = json.loads(text)
-        stages, micro = len(stated["stages"]), int(stated["micro_batches"])
+        stages, micro = len([s["mesh"] for s in stated["stages"]]), int(stated["micro_batches"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise PlanError(f"not pipeline stages: {e}", where=onnx_annotations.STAGES, hint="--ignore-sharding") from None
     if not (1 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
