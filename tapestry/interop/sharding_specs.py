@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -138,13 +139,11 @@ def parts_in(holder: Holder, configuration: str | None) -> dict[str, dict[int, t
     text = metadata(holder).get(key_of(PARTS, configuration))
     if text is None:
         return {}
-    try:
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):  # whatever it is, it is refused below
         found = cast("dict[str, dict[str, list[list[int]]]]", json.loads(text))
         out = {t: {int(k): tuple((lo, hi) for lo, hi in v) for k, v in axes.items()} for t, axes in found.items()}
         if all(type(x) is int for axes in out.values() for v in axes.values() for pair in v for x in pair):
             return out
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        pass
     raise PlanError("the model's metadata does not read", where=PARTS, why=text[:80], hint="--ignore-sharding plans without it")
 
 

@@ -7,7 +7,7 @@ from: a real model's weights do not stay in a core's cache between two uses.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,26 +97,34 @@ def _convolution(b: int, c: int, o: int, side: int, window: int) -> Probe:
     return Probe("convolution", f"x: f32[{b}, {c}, {side}, {side}] / w@: f32[{o}, {c}, {window}, {window}]; b@: f32[{o}]", op)
 
 
-def _strips(c: int, o: int, side: int, parts: int) -> Probe:
-    """A convolution over the overlapping strips of rows that an image was made in."""
-    rows = side // parts
+def _unfolded(c: int, o: int, dims: Mapping[str, int], x: Sequence[int], place: str) -> Probe:
+    """A convolution by 3 × 3 with ReLU, of images that have strips of rows as an axis, or get one.
+
+    Args:
+        dims: output dimensions after batch and features.
+        x: extents of an image after batch and channels.
+        place: where along these it is read, and what it is elsewhere.
+    """
+    extents, names = ", ".join(map(str, dims.values())), ", ".join(f"{d}: {n}" for d, n in dims.items())
     op = (
-        f"y@: f32[1, {o}, {side}, {side}] = op [b: 1, o: {o}, h: {side}, w_: {side} | c: {c} sum, r: 3 sum, s: 3 sum]\n"
-        f"  reads x[b, c, floor((h)/{rows}), r + ((h) mod {rows}), s + w_ - 1] when h + r - 1 >= 0 when -h - r + {side} >= 0"
-        " else 0.0, w = w@[o, c, r, s]\n  body x * w\n  then max(acc0, 0.0)"
+        f"y@: f32[1, {o}, {extents}] = op [b: 1, o: {o}, {names} | c: {c} sum, r: 3 sum, s: 3 sum]\n"
+        f"  reads x[b, c, {place}, w = w@[o, c, r, s]\n  body x * w\n  then max(acc0, 0.0)"
     )
-    return Probe("unfolded", f"x: f32[1, {c}, {parts}, {rows + 2}, {side}] / w@: f32[{o}, {c}, 3, 3]", op)
+    return Probe("unfolded", f"x: f32[1, {c}, {', '.join(map(str, x))}] / w@: f32[{o}, {c}, 3, 3]", op)
+
+
+def _strips(c: int, o: int, side: int, parts: int) -> Probe:
+    """Over the overlapping strips that an image was made in."""
+    rows = side // parts
+    place = f"floor((h)/{rows}), r + ((h) mod {rows}), s + w_ - 1] when h + r - 1 >= 0 when -h - r + {side} >= 0 else 0.0"
+    return _unfolded(c, o, {"h": side, "w_": side}, (parts, rows + 2, side), place)
 
 
 def _into_strips(c: int, o: int, side: int, parts: int) -> Probe:
-    """A convolution whose rows are made in overlapping strips."""
+    """Into such strips."""
     rows = side // parts
-    op = (
-        f"y@: f32[1, {o}, {parts}, {rows + 2}, {side}] = op [b: 1, o: {o}, k: {parts}, p: {rows + 2}, w_: {side} | c: {c} sum, "
-        f"r: 3 sum, s: 3 sum]\n  reads x[b, c, {rows}*k + p + r - 2, s + w_ - 1] else 0.0, w = w@[o, c, r, s]\n"
-        "  body x * w\n  then max(acc0, 0.0)"
-    )
-    return Probe("unfolded", f"x: f32[1, {c}, {side}, {side}] / w@: f32[{o}, {c}, 3, 3]", op)
+    place = f"{rows}*k + p + r - 2, s + w_ - 1] else 0.0"
+    return _unfolded(c, o, {"k": parts, "p": rows + 2, "w_": side}, (side, side), place)
 
 
 def _norm(rows: int, width: int) -> Probe:
