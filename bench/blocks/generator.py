@@ -13,12 +13,12 @@ generator. Writes bench/results/generator.json; exits 1 if a test fails.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -94,21 +94,19 @@ def dieharder(program: str, seconds: float) -> Iterator[Row]:
     for number in DIEHARDER:
         if time.monotonic() - start > seconds:
             return
-        command = [program, "-g", "200", "-d", str(number), "-c", "|", "-D", "test_name", "-D", "ntuples", "-D", "pvalues",
-                   "-D", "assessment"]  # fmt: skip
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False) as p:
-            begin = first
-            assert p.stdin is not None
-            assert p.stdout is not None
-            try:
+        shown = [w for column in ("test_name", "ntuple", "pvalues", "assessment") for w in ("-D", column)]
+        begin, command = first, [program, "-g", "200", "-d", str(number), "-c", "|", *shown]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as p:
+            assert p.stdin is not None and p.stdout is not None
+            with suppress(BrokenPipeError):  # the test has read enough
                 while True:
                     p.stdin.write(_uniform(first, CHUNK).tobytes())
                     first += CHUNK
-            except BrokenPipeError:
-                pass
-            with open(os.devnull, "wb") as nothing:
-                p.stdin = nothing
+            with suppress(BrokenPipeError):
+                p.stdin.close()
             lines = p.stdout.read().decode().splitlines()
+        if p.returncode or not lines:
+            raise RuntimeError(f"{' '.join(command)} ended with {p.returncode} and {len(lines)} results")
         for line in lines:
             cells = [c.strip() for c in line.split("|")]
             yield {"suite": "dieharder", "test": cells[0], "size": int(cells[1]), "stream": "uniform",
