@@ -107,9 +107,9 @@ def dieharder(program: str, seconds: float) -> Iterator[Row]:
             lines = p.stdout.read().decode().splitlines()
         if p.returncode or not lines:
             raise RuntimeError(f"{' '.join(command)} ended with {p.returncode} and {len(lines)} results")
-        for line in lines:
+        for result, line in enumerate(lines):
             cells = [c.strip() for c in line.split("|")]
-            yield {"suite": "dieharder", "test": cells[0], "size": int(cells[1]), "stream": "uniform",
+            yield {"suite": "dieharder", "test": cells[0], "size": int(cells[1]), "result": result, "stream": "uniform",
                    "bytes": (first - begin) * 4, "p": float(cells[2]), "assessment": cells[3],
                    "passed": cells[3] != "FAILED"}  # fmt: skip
 
@@ -155,7 +155,7 @@ def main() -> int:
                 flush=True,
             )
             failed += not r["passed"]
-            kept = record.merged("generator", [r], ("suite", "test", "stream", "size"))
+            kept = record.merged("generator", [r], ("suite", "test", "stream", "size", "result"))
             record.write("generator", kept, million_words_a_second=fast)
 
     part = int(min(args.gigabytes * 1e9, 32e6))

@@ -24,3 +24,12 @@ def _schedules() -> str:
 def _schedules_runs() -> str:
     same, runs = (sum(r[k] for r in rows("schedules")) for k in ("same_bits", "runs"))
     return f"{same:,} of {runs:,}"
+
+
+@makes("generator.dieharder")
+def _dieharder() -> str:
+    found = [r for r in rows("generator") if r.get("suite") == "dieharder"]
+    tests = len({r["test"] for r in found})
+    weak = sum(r["assessment"] == "WEAK" for r in found)
+    passed, size = sum(r["passed"] for r in found), sum({(r["test"], r["bytes"]): r["bytes"] for r in found}.values())
+    return f"{passed} of {len(found)} results of {tests} tests of dieharder did not fail ({weak} weak), on {size / 1e9:.1f} GB in all"
