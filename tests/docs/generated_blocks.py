@@ -1,4 +1,4 @@
-"""What pages take from the benchmarks of blocks: orders and losses, random numbers."""
+"""What pages take from the benchmarks of blocks and stages: orders and losses, random numbers, PopRT's examples."""
 
 from __future__ import annotations
 
@@ -33,3 +33,18 @@ def _dieharder() -> str:
     weak = sum(r["assessment"] == "WEAK" for r in found)
     passed, size = sum(r["passed"] for r in found), sum({(r["test"], r["bytes"]): r["bytes"] for r in found}.values())
     return f"{passed} of {len(found)} results of {tests} tests of dieharder did not fail ({weak} weak), on {size / 1e9:.1f} GB in all"
+
+
+def _stage_example(name: str) -> str:
+    (r,) = (r for r in rows("stage_examples") if r["model"] == name)
+    return "\n".join(["", "```text", f"$ {r['command']}", *r["lines"], "```", ""])
+
+
+@makes("stage_examples.deberta_like")
+def _deberta_like() -> str:
+    return _stage_example("deberta_like")
+
+
+@makes("stage_examples.vit_l_like")
+def _vit_l_like() -> str:
+    return _stage_example("vit_l_like")
