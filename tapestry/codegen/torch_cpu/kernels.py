@@ -13,6 +13,7 @@ import torch
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention
 from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges, tiled_sums
+from tapestry.codegen.torch_cpu.base.image_view import seen
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
@@ -24,6 +25,7 @@ from tapestry.codegen.torch_cpu.c.blocks_c import as_loops
 from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
 from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped, mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
+from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape, size
@@ -42,11 +44,12 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     op = graph.ops[kernel.op]
     if isinstance(op, Opaque):
         return _opaque(op, graph, kernel)
-    run = _built(op, graph, kernel, how)
+    view = seen(op, graph, kernel)
+    run = viewed(_built(view.op, view.graph, view.kernel, how), view) if view else _built(op, graph, kernel, how)
     if how.any_size:
         return _of_any_size(run)
     made = isinstance(run, Recorded | Together | Mapped | dense.Packable)
-    return run if made else as_loops(op, graph, kernel, run, _is_dear(op, graph, kernel))
+    return run if made or view else as_loops(op, graph, kernel, run, _is_dear(op, graph, kernel))
 
 
 def _is_dear(op: Block, graph: Graph, kernel: Kernel) -> bool:
