@@ -8,7 +8,8 @@ from typing import Any
 
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.model.kernel_work import roofline, work_of
-from tapestry.codegen.triton.run.compile_ahead import Compiled, Resources
+from tapestry.codegen.triton.run.compile_ahead import Compiled
+from tapestry.codegen.triton.run.machine_code import MATRIX, Resources
 from tapestry.codegen.triton.task.chips import CHIPS, Chip
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.kernel_form import on_chip
@@ -16,9 +17,6 @@ from tapestry.codegen.triton.task.lowered import points
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.types import itemsize
-
-# the matrix instructions of any chip, fastest first, as opcodes begin
-MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "IMMA", "HMMA", "v_mfma")
 
 
 def occupancy(found: Resources, warps: int, chip: Chip) -> float:

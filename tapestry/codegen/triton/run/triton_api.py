@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,16 @@ def compiled(
     source = module("triton.compiler").ASTSource(fn=function, signature=dict(signature), constexprs={}, attrs=attributes)
     gpu = module("triton.backends.compiler").GPUTarget(*target)
     return module("triton").compile(source, target=gpu, options=dict(options))
+
+
+def assembled(ptx: str, target: Architecture) -> str:
+    """What Triton's assembler prints of a kernel (``-v``), by the command that Triton runs, which throws it away."""
+    nvidia, said = module("triton").knobs.nvidia, io.StringIO()
+    backend = module("triton.compiler").make_backend(module("triton.backends.compiler").GPUTarget(*target))
+    with nvidia.scope(), redirect_stdout(said):
+        nvidia.dump_ptxas_log = True
+        backend.make_cubin(ptx, {}, backend.parse_options({"enable_fp_fusion": False}), target[1])
+    return said.getvalue()
 
 
 def tool(name: str) -> Path:
