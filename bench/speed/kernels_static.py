@@ -55,7 +55,7 @@ def models(name: str, dtype: str) -> Callable[[], onnx.ModelProto] | None:
     if name in LAYERS:
         size = Size(batch=1, s=LAYERS[name], n=4096, h=32, inner=11008, layers=1, vocab=0)
         return (lambda: llama_layer("llama_layer", size).model) if dtype == "f16" else None
-    return lambda: export(name.split()[0], dtype)
+    return lambda: export(name.split(maxsplit=1)[0], dtype)
 
 
 def kernel_row(found: Sound, ops: int, target: str) -> Row:
@@ -63,7 +63,9 @@ def kernel_row(found: Sound, ops: int, target: str) -> Row:
     chip, passes = chip_of(target), list(zip(found.made.passes, measured(found.made, target), strict=True))
     last = passes[-1][1]
     k = found.made.config
-    tile = {n: getattr(k, n) for n in (("bm", "bn", "bk") if found.made.kind in ("dot", "folded", "stream") else ("rows", "cols"))}
+    tile = {
+        n: getattr(k, n) for n in (("bm", "bn", "bk") if found.made.kind in ("dot", "folded", "stream") else ("rows", "cols"))
+    }
     more = {n: v for n in ("split_k", "persistent", "packed", "descriptors") if (v := getattr(k, n)) not in (1, False)}
     return {
         "kernel": found.made.name, "kind": found.made.kind, "ops": ops, "launches": len(found.made.launches), **tile, **more,

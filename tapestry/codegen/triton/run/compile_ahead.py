@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from subprocess import SubprocessError
 
 from tapestry import flags
 from tapestry.build.atomic import new_file
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.run.execute import launch_options
-from tapestry.codegen.triton.run.launcher import compile_pass
+from tapestry.codegen.triton.run.launcher import compile_pass, first_line
 from tapestry.codegen.triton.run.machine_code import Resources, of_amd, of_cuda
 from tapestry.codegen.triton.run.triton_api import assembled, interpreted
 from tapestry.codegen.triton.task.chips import CHIPS, plain
@@ -68,6 +69,7 @@ def measured(tk: TritonKernel, target: str) -> tuple[Resources, ...]:
 
     Raises:
         TapestryError: as `compile_ahead`, and for a kernel that Triton or its assembler fails on.
+        OSError, SubprocessError: there are no disassemblers, or they fail.
     """
     path = flags.cache_folder() / "machine-code" / f"{_digest(tk, target)}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
@@ -75,11 +77,10 @@ def measured(tk: TritonKernel, target: str) -> tuple[Resources, ...]:
         return tuple(Resources(**{**r, "messages": tuple(r["messages"])}) for r in kept["passes"])
     try:
         found = tuple(c.resources for c in compile_ahead(tk, target))
-    except TapestryError:
+    except (TapestryError, OSError, SubprocessError):
         raise
     except Exception as e:  # whatever a pass of Triton's, or the assembler, stumbles over
-        why = (str(e).strip().splitlines() or [""])[0][:200]
-        raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {why}") from None
+        raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {first_line(e)}") from None
     with suppress(OSError), new_file(path) as temporary:
         temporary.write_text(json.dumps({"kernel": tk.name, "target": target, "passes": [asdict(r) for r in found]}))
     return found

@@ -117,7 +117,9 @@ def of_amd(listing: str, shared: int) -> Resources:
 
 def messages(said: str) -> tuple[str, ...]:
     """The assembler's numbered warnings, each once: ``(C7515) Potential Performance Loss: … in the function 'y'``."""
-    found = re.findall(r"\((C\d+)\)\s*(?:Potential Performance Loss:\s*)?(.*?)(?: in (?:the )?function.*)?$", said, re.MULTILINE)
+    found = re.findall(
+        r"\((C\d+)\)\s*(?:Potential Performance Loss:\s*)?(.*?)(?: in (?:the )?function.*)?$", said, re.MULTILINE
+    )
     return tuple(dict.fromkeys(f"{code} {text}" for code, text in found))
 
 

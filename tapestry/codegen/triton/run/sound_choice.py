@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from subprocess import SubprocessError
 from typing import Any
 
 from tapestry.codegen.triton.emit.source import TritonKernel, generate
@@ -67,15 +67,21 @@ def faults(found: Resources, warps: int, chip: Chip) -> list[Fault]:
     return out
 
 
-def sound(graph: Graph, kernel: Kernel, target: str, precision: str = "ieee", tries: int = TRIES) -> Sound:
-    """The first candidate without a fault, of ``tries``; else the first of those with the fewest faults that runs at all.
+def sound(graph: Graph, kernel: Kernel, target: str, precision: str = "ieee", shared: int | None = None) -> Sound:
+    """The first of `TRIES` candidates without a fault; else the one with the fewest of those that run, however far down.
+
+    Args:
+        shared: bytes of shared memory that a program may use; by default the target's.
 
     Raises:
         TapestryError: none of them compiles and fits, with what is wrong with the first.
     """
     chip, refused = chip_of(target), list[tuple[KernelConfig, str]]()
+    chip = chip if shared is None else replace(chip, shared=shared)
     best: tuple[int, Sound] | None = None
-    for config in islice(candidates(kernel_form(graph, kernel, precision), target), tries):
+    for n, config in enumerate(candidates(kernel_form(graph, kernel, precision), target)):
+        if n >= TRIES and best is not None:
+            break
         made = generate(graph, kernel, config, target=target, precision=precision)
         found = _faults_of(made, target, chip)
         here = Sound(made=made, faults=tuple(found), refused=tuple(refused))
@@ -85,16 +91,18 @@ def sound(graph: Graph, kernel: Kernel, target: str, precision: str = "ieee", tr
         if not any(f.fails for f in found) and (best is None or len(found) < best[0]):
             best = len(found), here
     if best is None:
-        why = refused[0][1] if refused else "it has no candidates"
-        where = graph.ops[kernel.op].outs[0]
-        raise TapestryError(f"no candidate of {tries} for a kernel runs on {target}", where=where, why=why)
+        where, why = graph.ops[kernel.op].outs[0], refused[0][1]
+        raise TapestryError(f"none of {len(refused)} candidates for a kernel runs on {target}", where=where, why=why)
     return best[1]
 
 
 def _faults_of(made: TritonKernel, target: str, chip: Chip) -> list[Fault]:
-    """The faults of all passes."""
+    """The faults of all passes; none are known where there are no tools to look for them."""
     try:
         found = measured(made, target)
+    except (OSError, SubprocessError) as e:
+        log.warning("%s: its machine code cannot be looked at: %s", made.name, e)
+        return []
     except TapestryError as e:
         return [Fault(why=f"{e.what}: {e.why}" if e.why else e.what, fails=True)]
     return [f for one, each in zip(made.passes, found, strict=True) for f in faults(each, one.num_warps, chip)]

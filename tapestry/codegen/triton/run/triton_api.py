@@ -34,6 +34,11 @@ def here() -> Architecture:
     return target.backend, target.arch, target.warp_size
 
 
+def shared_memory() -> int:
+    """Bytes of shared memory that one program may use on the current GPU."""
+    return int(driver().utils.get_device_properties(driver().get_current_device())["max_shared_mem"])
+
+
 def compiled(
     function: Any, signature: Mapping[str, str], aligned: Iterable[int], target: Architecture, options: Mapping[str, Any]
 ) -> Any:
