@@ -117,10 +117,9 @@ def of_amd(listing: str, shared: int) -> Resources:
 
 def messages(said: str) -> tuple[str, ...]:
     """The assembler's numbered warnings, each once: ``(C7515) Potential Performance Loss: … in the function 'y'``."""
-    found = re.findall(
-        r"\((C\d+)\)\s*(?:Potential Performance Loss:\s*)?(.*?)(?: in (?:the )?function.*)?$", said, re.MULTILINE
-    )
-    return tuple(dict.fromkeys(f"{code} {text}" for code, text in found))
+    warning = r"\((C\d+)\)\s*(?:Potential Performance Loss:\s*)?(.*?)(?: in (?:the )?function.*)?$"
+    found = re.findall(warning, said, re.MULTILINE)
+    return tuple(dict.fromkeys(" ".join(f"{code} {text}".split()) for code, text in found))
 
 
 def read(listing: str) -> tuple[list[Line], dict[str, int]]:

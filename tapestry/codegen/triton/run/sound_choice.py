@@ -1,4 +1,4 @@
-"""The first of a kernel's candidates that compiles to sound machine code: what fits the chip, spills nothing, waits for nothing.
+"""The first of a kernel's candidates with sound machine code: it fits the chip, spills nothing, and is not serialised.
 
 The model that orders candidates knows no registers and no assembler. What it misses is seen by compiling, and then the next
 candidate is taken; a kernel that runs slowly is better than none, so that of candidates with faults the least bad one stays.
