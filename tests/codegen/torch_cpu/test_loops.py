@@ -34,7 +34,7 @@ y: f32[1, 9, 124, 87] = op [b: 1, c: 9, h: 124, w: 87]
     "products with a factor that would be written out": """input x: f32[1, 49, 96]
 input k: f32[96, 2, 31]
 y: f32[1, 96, 49] = op [b: 1, o: 96, w: 49 | c: 2 sum, s: 31 sum]
-  reads x[b, w + s - 15, 2*floor((o)/2) + c] else 0.0, k[o, c, s]
+  reads x[b, w + s - 15, 2*floor((o)/2) + c] else 0.0, k[o, c, -s + 30]
   body x * k""",
     "windows of an image that lies in rows": """input x: f32[1, 782, 19]
 input k: f32[19, 3, 3]

@@ -18,8 +18,12 @@ ORDER = (0, 2, 3, 1)  # of an image's axes by pixels
 BACK = (0, 3, 1, 2)
 
 
-def pixels(op: Block, graph: Graph, kernel: Kernel) -> Seen | None:
-    """A map of images, or a reduction that is no product, by pixels; ``None`` where it is something else."""
+def pixels(op: Block, graph: Graph, kernel: Kernel, *, anyhow: bool = False) -> Seen | None:
+    """A map of images, or a reduction that is no product, by pixels; ``None`` where it is something else.
+
+    Args:
+        anyhow: the result is by pixels, whatever is read.
+    """
     if kernel.mode != "full" or op.inner or len(op.dims) != len(ORDER) or any(b != kernel.outs[0] for b in kernel.outs):
         return None
     _, c, h, w = (hi - lo for lo, hi in kernel.block[:4])
@@ -28,7 +32,7 @@ def pixels(op: Block, graph: Graph, kernel: Kernel) -> Seen | None:
     used = sorted(arg_positions((*op.point, *op.then)))
     images = [k for k in used if _is_image(graph.tensors[op.reads[k].tensor].shape)]
     whole = [op.reads[k] for k in images if _along(op, op.reads[k]) == {1, 2, 3}]
-    if not whole or any(_along(op, op.reads[k]) is None or kernel.ins[k] is None for k in images):
+    if not (whole or anyhow) or any(_along(op, op.reads[k]) is None or kernel.ins[k] is None for k in images):
         return None
     out, reads, ins, views, tensors = kernel.outs[0], list(op.reads), list(kernel.ins), list[View | None](), dict(graph.tensors)
     for k, r in enumerate(op.reads):
