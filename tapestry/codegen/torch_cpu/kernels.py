@@ -13,10 +13,8 @@ import torch
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention
 from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges, tiled_sums
-from tapestry.codegen.torch_cpu.base.image_view import seen
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
-from tapestry.codegen.torch_cpu.base.pixel_view import pixels
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
@@ -27,6 +25,8 @@ from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
 from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped, mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
+from tapestry.codegen.torch_cpu.views.image_view import seen
+from tapestry.codegen.torch_cpu.views.pixel_view import pixels
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape, size

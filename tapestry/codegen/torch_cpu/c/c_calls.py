@@ -204,7 +204,7 @@ def shares(a: Tensor, b: Tensor) -> bool:
 
 def moved(given: Ins, seen: Ins) -> bool:
     """Whether some views of tensors are none, but copies."""
-    return any(a is not None and b is not None and not shares(a, b) for a, b in zip(given, seen, strict=True))
+    return any(a is not b and a is not None and b is not None and not shares(a, b) for a, b in zip(given, seen, strict=True))
 
 
 def batch(given: Sequence[Call | Calls]) -> Callable[[], None]:

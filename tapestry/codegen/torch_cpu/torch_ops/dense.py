@@ -16,7 +16,6 @@ import torch
 from tapestry.codegen.torch_cpu.base import contract, state_merges
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
-from tapestry.codegen.torch_cpu.base.pixel_view import ORDER, pixels
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
@@ -24,6 +23,7 @@ from tapestry.codegen.torch_cpu.c.blocks_c import Cells, cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, hold, moved, shares
 from tapestry.codegen.torch_cpu.c.maps_c import LEAST, Mapped
 from tapestry.codegen.torch_cpu.c.pooling import transposed
+from tapestry.codegen.torch_cpu.views.pixel_view import ORDER, pixels
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
@@ -145,6 +145,9 @@ class _Finished:
             return self.plain(ins, states)
         assert self.product.run
         out = self.product.run(ins, self.bias(ins) if self.bias else None, None)
+        dense = out.untyped_storage().nbytes() == out.nbytes
+        if not (out.permute(self.product.order).is_contiguous() if self.after.box else dense):
+            return self.plain(ins, states)
         self.after.record(ins, out.as_strided((out.numel(),), (1,))).run()
         return [out]
 
@@ -253,13 +256,18 @@ def _product(
 
     lay = _Rows(w, at, rows_of, added, result)
     pack = functools.partial(_pack_linear, [extent[d] for d in order], turn, 0 if ours else PACKED_FOR)
-    single = [i for i, d in enumerate(op.dims) if d.name not in wide]
-    order_of = tuple(sorted(single)) + tuple(next(i for i, d in enumerate(op.dims) if d.name == n) for n in (*rows, *columns))
-    order_of = tuple(range(len(op.dims))) if back == list(range(len(back))) else order_of
     if not ours:
-        return _Dense(w, Pack(("linear", n, k, *turn), pack), then, lay.by_one_dnn, order=order_of)
+        return _Dense(w, Pack(("linear", n, k, *turn), pack), then, lay.by_one_dnn, order=_order(op, (*rows, *columns)))
     record = functools.partial(lay.record, ours)
-    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result, order=order_of)
+    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result, order=_order(op, (*rows, *columns)))
+
+
+def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
+    """Map dimensions as they are in memory that has some of them in an order, and one point of the others."""
+    wide = [n for d in op.dims for n in (d.name,) if n in names]
+    single = [i for i, d in enumerate(op.dims) if d.name not in names]
+    at = {d.name: i for i, d in enumerate(op.dims)}
+    return tuple(range(len(op.dims))) if wide == list(names) else (*single, *(at[n] for n in names))
 
 
 def _pack_linear(shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:

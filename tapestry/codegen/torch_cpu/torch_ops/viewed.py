@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from tapestry.codegen.torch_cpu.base.image_view import Seen, View
 from tapestry.codegen.torch_cpu.base.point_values import Run
 from tapestry.codegen.torch_cpu.base.strided_reads import Tensor
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Recorded, Written, hold, moved
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tapestry.codegen.torch_cpu.torch_ops.dense import Pack, Packable
+from tapestry.codegen.torch_cpu.views.image_view import Seen, View
 
 
 def viewed(run: Run, of: Seen, packed: Collection[int] = ()) -> Run:

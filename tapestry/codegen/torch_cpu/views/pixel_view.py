@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from tapestry.codegen.torch_cpu.base.image_view import Seen, View
+from tapestry.codegen.torch_cpu.views.image_view import Seen, View
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
