@@ -12,6 +12,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention
+from tapestry.codegen.torch_cpu.attention_scores import scored
 from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges, tiled_sums
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
@@ -107,7 +108,7 @@ def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])), how)
     if kernel.mode == "full":
-        ours = attention(op, graph, kernel)
+        ours = attention(op, graph, kernel) or scored(op, graph, kernel)
         if ours and not ours.names:
             return ours.run
         if ours:

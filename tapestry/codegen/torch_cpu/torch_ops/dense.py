@@ -161,7 +161,7 @@ def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[in
     alone = Block(outs=op.outs[:1], dims=op.dims, reads=op.reads, body=(value,))
     part = replace(kernel, block=kernel.block[: len(op.dims)])
     view = pixels(alone, graph, part, anyhow=True) if order == ORDER else None
-    if view is None:
+    if view is None or view.op.dims != tuple(op.dims[k] for k in ORDER):
         return None
     cells = cells_of(view.op, view.graph, view.kernel, [d.name for d in view.op.dims], value)
 
