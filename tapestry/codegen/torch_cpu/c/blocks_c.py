@@ -183,15 +183,15 @@ class BlockWriter(Writer):
         return "\n".join([*lines, "}" * len(op.dims)])
 
     def _lanes(self, op: Block, results: Sequence[Expr]) -> list[str]:
-        """Sums of neighbours along the last dimension side by side, in loops of their own in the innermost."""
+        """Sums of neighbours along the last dimension side by side; what follows in loops over where they do not vary."""
         last, (lo, hi) = len(op.dims) - 1, self.out[-1]
         steps = list(zip(strides(self.out), self.out, strict=True))
         place = " + ".join(f"{s} * (d{i} - {a})" for i, (s, (a, _)) in enumerate(steps))
         names, fields, at = [d.name for d in op.reduce], range(len(op.body)), f"const int64_t d{last} = first + i;"
         each = f"for (int64_t i = 0; i < many; i++) {{ {at}"
-        acc = [f"((float)a{k}[i])" for k in fields]
+        acc, outer = [f"((float)a{k}[i])" for k in fields], _outer(op)
         return [
-            *self._loop([d.name for d in op.dims[:-1]]),
+            *self._loop([d.name for d in op.dims[:-1] if d.name in outer]),
             f"for (int64_t first = {lo}; first < {hi}; first += {LANES}) {{",
             f"const int64_t many = {hi} - first < {LANES} ? {hi} - first : {LANES};",
             *(f"double a{k}[{LANES}] = {{0}};" for k in fields),
@@ -199,6 +199,7 @@ class BlockWriter(Writer):
             f"#pragma omp simd\n{each}",
             *(f"a{k}[i] += {self._expr(e, self.inner, [])};" for k, e in enumerate(op.body)),
             "}" * (len(names) + 1),
+            *self._loop([d.name for d in op.dims if d.name not in outer]),
             f"#pragma omp simd\n{each}",
             *(f"y{j}[{place}] = {self._expr(e, self.inner, acc)};" for j, e in enumerate(results)),
             "}" * (len(op.dims) + 1),
