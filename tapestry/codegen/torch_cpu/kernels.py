@@ -64,8 +64,10 @@ def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
         return None
     plain = _built(op, graph, kernel, how)
     run = as_loops(view.op, view.graph, view.kernel, plain, dear=True, free=True)
-    found = viewed(run, view) if isinstance(run, Mapped) else None
-    return replace(found, plain=plain, compiles=how.compiles) if isinstance(found, Mapped) else None
+    found = viewed(run, view)
+    if not isinstance(run, Mapped) or not isinstance(found, Mapped):
+        return None
+    return replace(found, plain=plain, compiles=how.compiles, reads=run.reads)  # a matrix of rows is the same cells in order
 
 
 def _by_pixels(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:

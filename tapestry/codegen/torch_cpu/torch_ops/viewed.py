@@ -21,7 +21,7 @@ def viewed(run: Run, of: Seen, packed: Collection[int] = ()) -> Run:
         return Packable(viewed(run.plain, of), packs, viewed(run.packed, of, packs.keys()))
     if isinstance(run, Mapped):
         bound = _recorded(run.recorded, of, packed) if isinstance(run.recorded, Recorded) else _written(run.recorded, of)
-        return replace(run, plain=viewed(run.plain, of, packed), recorded=bound)
+        return replace(run, plain=viewed(run.plain, of, packed), recorded=bound, reads=())
     if isinstance(run, Recorded):
         return _recorded(run, of, packed)
     return lambda ins, states: [of.back(x) for x in run(of.of(ins, packed), states)]
