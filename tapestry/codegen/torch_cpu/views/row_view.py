@@ -33,9 +33,10 @@ def rows(op: Block, graph: Graph, kernel: Kernel) -> Seen | None:
         axes = None if box is None or r.when or r.other is not None else _axes(op, r, box, out)
         if axes is None:
             return None
-        extents = (count, last.size) if len(axes) > 1 else (last.size,)
+        end, many = axes[-1], len(axes) > 1
+        extents = (count, last.size) if many else (last.size,)
         t = graph.tensors[r.tensor]
-        reads[k] = replace(r, tensor=f"view {k}", index=(*([dim(name)] if len(axes) > 1 else []), axes[-1]))
+        reads[k] = replace(r, tensor=f"view {k}", index=(dim(name), end) if many else (end,))
         tensors[f"view {k}"] = replace(t, name=f"view {k}", shape=extents)
         ins[k], views[k] = whole(extents), View(extents, tuple(range(len(extents))))
     tensors |= {t: replace(graph.tensors[t], shape=(count, last.size)) for t in op.outs}
