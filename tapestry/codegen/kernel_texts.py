@@ -13,6 +13,7 @@ from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
 from tapestry.codegen.torch_cpu.c.contract_texts import contract_texts_of, sums_text_of
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense
+from tapestry.codegen.torch_cpu.views.image_view import View
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
@@ -92,6 +93,8 @@ def _cpu_kernel(graph: Graph, kernel: Kernel, run: Run, name: str) -> CpuKernel:
     run = run.packed if isinstance(run, dense.Packable) else run
     merged = isinstance(run, dense.Merged)
     run = run.part if isinstance(run, dense.Merged) else run
+    if any(isinstance(x, View) for p in packs.values() for x in p.key):
+        return CpuKernel("kernel in C", why="a convolution on views of its buffers")
     if isinstance(run, Recorded | Together):
         texts, ours = contract_texts_of(graph, kernel, run.parts if isinstance(run, Together) else [run], name, packs)
         return CpuKernel(", ".join(ours) + ", added by torch to what is given" * merged, texts, ours)
@@ -101,7 +104,7 @@ def _cpu_kernel(graph: Graph, kernel: Kernel, run: Run, name: str) -> CpuKernel:
     if isinstance(run, Mapped) and run.reads:
         return CpuKernel("generated C", (generated_text_of(graph, kernel, run, name),))
     if isinstance(run, Mapped):
-        return CpuKernel("generated C", why="several functions, which are not read together")
+        return CpuKernel("generated C", why="several functions, or one on views of the buffers, which are not read together")
     return CpuKernel("torch operators", why="operators of torch are not read")
 
 
@@ -113,7 +116,8 @@ def generated_text_of(graph: Graph, kernel: Kernel, run: Mapped, name: str) -> K
     buffers = {n: _read(graph, op, kernel, p) for p, n in names.items()}
     outs = {"y" if len(op.outs) == 1 else f"y{k}": t for k, t in enumerate(op.outs)}
     buffers |= {y: Buffer(graph.tensors[t].dtype, size(kernel.outs[0])) for y, t in outs.items()}
-    given: dict[str, Argument] = {"sizes": (0,), "p": tuple(At(n) for n in buffers)}
+    rows = size(kernel.outs[0][:-1])  # for a function of any number of them
+    given: dict[str, Argument] = {"sizes": (rows,), "p": tuple(At(n) for n in buffers)}
     return KernelText(
         name=name, source=generated_c.source(run.names[0]), launches=(Launch(function=run.names[0], params=given),),
         buffers=buffers, reads=names, outs=tuple(outs), language="c",

@@ -153,6 +153,18 @@ def test_what_does_not_read_is_not_proved(text: str):
     assert prove(graph, kernel, replace(of.texts[0], source=text)).value == COMPARED
 
 
+def test_a_norm_of_any_number_of_rows_is_not_refused():
+    graph = parse("""graph g
+        input x: f32[3, 50, 90]
+        input s: f32[90]
+        z: f32[3, 50, 90] = op [a: 3, i: 50, n: 90 | k: 90 sum] reads x[a, i, k], one=x[a, i, n], s[n]
+          body x * x then one + ((one / sqrt((acc0 + 1.0))) * s)
+        output z""")
+    kernel = kernel_of(graph)
+    of = cpu_kernel_of(graph, kernel, "k.c")
+    assert len(of.texts) == 1 and prove(graph, kernel, of.texts[0]).value in (FORM, TRIAL, COMPARED)
+
+
 def test_a_call_is_that_of_the_input_as_it_lies():
     """An image of few planes is read by another kernel than one whose channels are adjacent; both are proved."""
     text = CONTRACTED["convolution"].replace("5, 13, 9", "3, 13, 9").replace("7, 5, 3", "7, 3, 3").replace("c: 5", "c: 3")

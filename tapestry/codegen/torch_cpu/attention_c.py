@@ -30,7 +30,7 @@ Intervals = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class Walk:
     """Where a read is in its buffer: axes of the first point, and by dimension (axis, step, points that share a step)."""
 
     pos: int
@@ -51,10 +51,10 @@ class _Walk:
 class _Plan:
     """What the kernel works on: walks of queries, keys, values and perhaps a bias; dimensions by what they are."""
 
-    q: _Walk
-    k: _Walk
-    v: _Walk
-    mask: _Walk | None
+    q: Walk
+    k: Walk
+    v: Walk
+    mask: Walk | None
     made: tuple[Made, ...]
     outer: tuple[str, ...]
     inner: tuple[str, ...]
@@ -73,7 +73,7 @@ class _Kernel:
     """
 
     plan: _Plan
-    other: _Walk | None
+    other: Walk | None
     counts: tuple[int, int, int, int, int, int]
     out: tuple[int, int, int]
     normal: int
@@ -85,20 +85,20 @@ class _Kernel:
         walks = [w for w in (plan.q, plan.k, plan.v, plan.mask) if w]
         scratch = [torch.empty(m.shape) for m in plan.made]
         before = [m.cells.record(ins, x) for m, x in zip(plan.made, scratch, strict=True)]
-        given = [scratch[-1 - w.pos] if w.pos < 0 else _adjacent(held(ins[w.pos])) for w in walks]
+        given = [scratch[-1 - w.pos] if w.pos < 0 else adjacent(held(ins[w.pos])) for w in walks]
         rest = [held(ins[other.pos])] if other else []
         along = (roles.rows, (roles.key,), (roles.key,))
         q, k, v = (
-            _three(w.stride(x, plan.outer), w.stride(x, plan.inner), w.stride(x, n))
+            three(w.stride(x, plan.outer), w.stride(x, plan.inner), w.stride(x, n))
             for w, x, n in zip(walks[:3], given[:3], along, strict=True)
         )
         mask = (0, 0, 0, 0)
         if plan.mask:
             mask = tuple(plan.mask.stride(given[3], n) for n in (plan.outer, plan.inner, roles.rows, (roles.key,)))
         ends = (plan.outer, plan.inner, roles.columns)
-        elsewhere = _three(*(other.stride(rest[0], n) for n in ends) if other else (0, 0, 0))
+        elsewhere = three(*(other.stride(rest[0], n) for n in ends) if other else (0, 0, 0))
         sizes = native.Attention(
-            *self.counts, q, k, v, (ctypes.c_int64 * 4)(*mask), _three(*self.out), elsewhere, self.normal, self.scale
+            *self.counts, q, k, v, (ctypes.c_int64 * 4)(*mask), three(*self.out), elsewhere, self.normal, self.scale
         )
         places = [w.address(x) for w, x in zip(walks, given, strict=True)]
         instead = other.address(rest[0]) if other else None
@@ -122,14 +122,14 @@ def attention(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
     """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
     lib = conv_c.available()
     roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
-    normal, given = _quotient(op.then[0]) if roles else (0, None)
+    normal, given = quotient(op.then[0]) if roles else (0, None)
     if lib is None or roles is None or not normal or any(hi <= lo for lo, hi in kernel.block):
         return None
     a, scale = roles.attention, roles.scale
     block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     keys, factor = _factored(a.keys)
     plan, scale = _plan(op, graph, kernel, block, roles, (a.query, keys, a.value, roles.bias)), scale * factor
-    other = _walk(op, kernel, block, given) if given else None
+    other = walk_of(op, kernel, block, given) if given else None
     if plan is None or (given and not _once(other, (*plan.outer, *plan.inner, *roles.columns))):
         return None
     extent = {n: hi - lo for n, (lo, hi) in block.items()}
@@ -139,7 +139,7 @@ def attention(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
     if (plan.made and not few) or max(count, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
         return None
     out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
-    strides = [_out_stride(d.name, plan, out) for d in op.dims]
+    strides = [out_stride(d.name, plan.outer, plan.inner, roles.rows, out) for d in op.dims]
     extents = [extent[d.name] for d in op.dims]
 
     counts = (outer, inner, plan.group, rows, count, depth)
@@ -162,7 +162,7 @@ def _factored(keys: Expr) -> tuple[Expr, float]:
             return keys, 1.0
 
 
-def _all_of_axis(w: _Walk, key: str, keys: int, kernel: Kernel) -> int | None:
+def _all_of_axis(w: Walk, key: str, keys: int, kernel: Kernel) -> int | None:
     """The axis of the read's buffer whose cells are the keys, from the first to the last; ``None`` where they are not."""
     steps, box = w.steps.get(key, ()), kernel.ins[w.pos]
     if len(steps) != 1 or steps[0][1] != 1 or box is None:
@@ -186,7 +186,7 @@ def _plan(
     singles = [[n for n in names if block[n][1] - block[n][0] > 1] for names in (roles.rows, roles.columns, roles.depth)]
     if len(batch) > 2 or any(len(names) > 1 for names in singles):
         return None
-    walks, made = [_walk(op, kernel, block, e) for e in parts if e is not None], list[Made]()
+    walks, made = [walk_of(op, kernel, block, e) for e in parts if e is not None], list[Made]()
     for n, last in ((0, roles.depth), (3, (roles.key,))):  # queries and biases may be any expression
         if n < len(walks) and walks[n] is None:
             walks[n] = _made(op, graph, kernel, parts[n], (*roles.batch, *roles.rows, *last), made)
@@ -203,7 +203,7 @@ def _plan(
     return _Plan(q, k, v, rest[0] if rest else None, tuple(made), outer, inner, roles, groups.pop() if groups else heads)
 
 
-def _made(op: Block, graph: Graph, kernel: Kernel, e: Expr | None, names: Sequence[str], made: list[Made]) -> _Walk | None:
+def _made(op: Block, graph: Graph, kernel: Kernel, e: Expr | None, names: Sequence[str], made: list[Made]) -> Walk | None:
     """A walk of what is computed along those of the dimensions that it depends on; it is added to ``made``."""
     if e is None:
         return None
@@ -212,10 +212,10 @@ def _made(op: Block, graph: Graph, kernel: Kernel, e: Expr | None, names: Sequen
     if found is None:
         return None
     made.append(Made(found, shape(found.box)))
-    return _Walk(-len(made), (0,) * len(own), {n: ((k, 1),) for k, n in enumerate(own)}, dict.fromkeys(own, 1))
+    return Walk(-len(made), (0,) * len(own), {n: ((k, 1),) for k, n in enumerate(own)}, dict.fromkeys(own, 1))
 
 
-def _ends(w: _Walk, names: Sequence[str], absent: bool, block: Intervals) -> bool:
+def _ends(w: Walk, names: Sequence[str], absent: bool, block: Intervals) -> bool:
     """Whether the read's last axis, and no other, is the dimension, cell by cell; ``absent``: or no axis is."""
     last = len(w.first) - 1
     steps = [s for n in names for s in w.steps.get(n, ())]
@@ -223,7 +223,7 @@ def _ends(w: _Walk, names: Sequence[str], absent: bool, block: Intervals) -> boo
     return steps == [(last, 1)] or one or (absent and not steps)
 
 
-def _walk(op: Block, kernel: Kernel, block: Intervals, e: Expr) -> _Walk | None:
+def walk_of(op: Block, kernel: Kernel, block: Intervals, e: Expr) -> Walk | None:
     """How a plain read steps; ``None`` for an expression that is none, or steps unevenly."""
     if not isinstance(e, Arg) or e.dtype != "f32":
         return None
@@ -231,7 +231,7 @@ def _walk(op: Block, kernel: Kernel, block: Intervals, e: Expr) -> _Walk | None:
     return None if r.when or r.other is not None or box is None else _steps(e.pos, r, box, block)
 
 
-def _steps(pos: int, r: Read, box: Box, block: Intervals) -> _Walk | None:
+def _steps(pos: int, r: Read, box: Box, block: Intervals) -> Walk | None:
     steps: dict[str, list[tuple[int, int]]] = {}
     shared: dict[str, int] = {}
     first: list[int] = []
@@ -248,7 +248,7 @@ def _steps(pos: int, r: Read, box: Box, block: Intervals) -> _Walk | None:
                 return None
             if found[0]:
                 steps.setdefault(n, []).append((axis, found[0]))
-    return _Walk(pos, tuple(first), {n: tuple(s) for n, s in steps.items()}, shared)
+    return Walk(pos, tuple(first), {n: tuple(s) for n, s in steps.items()}, shared)
 
 
 def _even(values: np.ndarray) -> tuple[int, int] | None:
@@ -261,7 +261,7 @@ def _even(values: np.ndarray) -> tuple[int, int] | None:
     return (c, g) if bool((values == np.arange(len(values)) // g * c).all()) else None
 
 
-def _quotient(e: Expr) -> tuple[int, Arg | None]:
+def quotient(e: Expr) -> tuple[int, Arg | None]:
     """1 for weighted sum by sum of weights, 2 or 3 where that is 0 or NaN in rows whose maximum is not finite, 0 for none.
 
     With 2 a read may stand for the 0.
@@ -270,7 +270,7 @@ def _quotient(e: Expr) -> tuple[int, Arg | None]:
         case Apply("div", (Acc(field=2), Acc(field=1))):
             return 1, None
         case Apply("where", (Apply("isnan", (Apply("sub", (Acc(field=0), Acc(field=0))) as none,)), other, rest)):
-            if _quotient(rest)[0] != 1:
+            if quotient(rest)[0] != 1:
                 return 0, None
             if isinstance(other, Arg):
                 return 2, other
@@ -279,22 +279,23 @@ def _quotient(e: Expr) -> tuple[int, Arg | None]:
             return 0, None
 
 
-def _once(w: _Walk | None, names: Sequence[str]) -> bool:
+def _once(w: Walk | None, names: Sequence[str]) -> bool:
     """Whether a read steps along some dimensions alone, a cell for each of their points."""
     return w is not None and all(g == 1 and (n in names or not w.steps.get(n)) for n, g in w.shared.items())
 
 
-def _adjacent(x: Tensor) -> Tensor:
+def adjacent(x: Tensor) -> Tensor:
+    """The tensor with its last axis adjacent."""
     return x if x.dim() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def _out_stride(name: str, plan: _Plan, out: dict[str, int]) -> int:
-    if name in plan.outer:
-        return out["outer"]
-    if name in plan.inner:
-        return out["inner"]
-    return out["rows"] if name in plan.roles.rows else 1
+def out_stride(
+    name: str, outer: Sequence[str], inner: Sequence[str], rows: Sequence[str], out: dict[str, int]
+) -> int:  # fmt: skip
+    """Cells from one point of a dimension to the next in the result, by those of heads and rows."""
+    return out["outer"] if name in outer else out["inner"] if name in inner else out["rows"] if name in rows else 1
 
 
-def _three(*values: int) -> ctypes.Array[ctypes.c_int64]:
+def three(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    """Strides as the kernel has them."""
     return (ctypes.c_int64 * 3)(*values)

@@ -12,6 +12,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention
+from tapestry.codegen.torch_cpu.attention_scores import scored
 from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges, tiled_sums
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
@@ -27,6 +28,7 @@ from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms,
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
 from tapestry.codegen.torch_cpu.views.image_view import seen
 from tapestry.codegen.torch_cpu.views.pixel_view import pixels
+from tapestry.codegen.torch_cpu.views.row_view import rows
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape, size
@@ -46,7 +48,7 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     if isinstance(op, Opaque):
         return _opaque(op, graph, kernel)
     view = seen(op, graph, kernel)
-    if not view and not how.any_size and (found := _by_pixels(op, graph, kernel, how)):
+    if not view and (found := _by_rows(op, graph, kernel, how) or _by_pixels(op, graph, kernel, how)):
         return found
     run = viewed(_built(view.op, view.graph, view.kernel, how), view) if view else _built(op, graph, kernel, how)
     if how.any_size:
@@ -55,9 +57,22 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     return run if made or view else as_loops(op, graph, kernel, run, _is_dear(op, graph, kernel))
 
 
+def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
+    """The function in C of a norm of rows, one for any number of them; ``None`` where there is none."""
+    view = rows(op, graph, kernel) if norms.by_rows(op) and not row_norms.rms_norm(op, kernel) else None
+    if view is None:
+        return None
+    plain = _built(op, graph, kernel, how)
+    run = as_loops(view.op, view.graph, view.kernel, plain, dear=True, free=True)
+    found = viewed(run, view)
+    if not isinstance(run, Mapped) or not isinstance(found, Mapped):
+        return None
+    return replace(found, plain=plain, compiles=how.compiles, reads=run.reads)  # a matrix of rows is the same cells in order
+
+
 def _by_pixels(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
     """The function in C of an operation on images, pixel by pixel; ``None`` where there is none."""
-    view = pixels(op, graph, kernel) if conv_c.available() else None
+    view = pixels(op, graph, kernel) if conv_c.available() and not how.any_size else None
     if view is None or row_norms.mean(op, kernel) or pooling.pooled(op, kernel):
         return None
     run = _built(view.op, view.graph, view.kernel, how)
@@ -107,7 +122,7 @@ def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])), how)
     if kernel.mode == "full":
-        ours = attention(op, graph, kernel)
+        ours = attention(op, graph, kernel) or scored(op, graph, kernel)
         if ours and not ours.names:
             return ours.run
         if ours:

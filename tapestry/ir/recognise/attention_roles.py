@@ -12,24 +12,31 @@ from tapestry.ir.recognise.exponential import Exponential, exponential
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
-    """``sum over key of weight(score) * value``, with ``score`` made of ``sum over depth of query * keys``.
+class Weighed:
+    """``sum over key of weight(score) * value``.
 
     Attributes:
         rows, columns, batch: map dimensions of the scores but not of keys and values; of the values alone; the others.
+        depth: those that scores are sums of products over, if they are.
         weights: how scores become weights.
     """
 
-    query: Expr
-    keys: Expr
     value: Expr
     score: Expr
     rows: tuple[Dim, ...]
     columns: tuple[Dim, ...]
     batch: tuple[Dim, ...]
     key: Dim
-    depth: tuple[Dim, ...]
+    depth: tuple[Dim, ...] = ()
     weights: Exponential
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Weighed):
+    """Values weighted by scores that are made of ``sum over depth of query * keys``."""
+
+    query: Expr
+    keys: Expr
 
 
 def attention(op: Nest) -> Attention | None:
@@ -55,6 +62,19 @@ def attention(op: Nest) -> Attention | None:
             batch=tuple(d for d in op.dims if d not in rows + columns), key=key, depth=dims, weights=weights,
         )  # fmt: skip
     return None
+
+
+def weighed(op: Nest) -> Weighed | None:
+    """Values weighted by the exponentials of scores that are there; ``None`` where an operation is something else."""
+    weights = exponential(op.monoid, sums=2)
+    if weights is None or op.inner or len(op.reduce) != 1 or not _counts_ones(op.body, weights.hidden(op.body[0].dtype)):
+        return None
+    score, _, value = op.body
+    of_s, of_v = dims_read(op, score), dims_read(op, value)
+    columns = tuple(d for d in op.dims if d.name in of_v - of_s)
+    rows = tuple(d for d in op.dims if d.name in of_s - of_v)
+    batch = tuple(d for d in op.dims if d not in rows + columns)
+    return Weighed(value=value, score=score, rows=rows, columns=columns, batch=batch, key=op.reduce[0], weights=weights)
 
 
 def _counts_ones(body: tuple[Expr, ...], hidden: Const) -> bool:

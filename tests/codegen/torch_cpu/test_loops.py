@@ -12,6 +12,7 @@ import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.rule_check import random_feeds
@@ -34,7 +35,7 @@ y: f32[1, 9, 124, 87] = op [b: 1, c: 9, h: 124, w: 87]
     "products with a factor that would be written out": """input x: f32[1, 49, 96]
 input k: f32[96, 2, 31]
 y: f32[1, 96, 49] = op [b: 1, o: 96, w: 49 | c: 2 sum, s: 31 sum]
-  reads x[b, w + s - 15, 2*floor((o)/2) + c] else 0.0, k[o, c, s]
+  reads x[b, w + s - 15, 2*floor((o)/2) + c] else 0.0, k[o, c, -s + 30]
   body x * k""",
     "windows of an image that lies in rows": """input x: f32[1, 782, 19]
 input k: f32[19, 3, 3]
@@ -86,3 +87,61 @@ def test_what_follows_a_convolution_is_done_where_its_result_lies() -> None:
     for got, given in zip(results, (x, x * -3.0), strict=True):
         (value,) = got.values()
         np.testing.assert_allclose(value, net(given).detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+SIDE_BY_SIDE = {
+    "a weight's norm along its last axis": """input w: f32[37, 19, 70]
+input g: f32[1, 1, 70]
+y: f32[37, 19, 70] = op [a: 37, b: 19, c: 70 | r: 37 sum, s: 19 sum]
+  reads w[r, s, c], g[0, 0, c], a2 = w[a, b, c]
+  body w * w
+  then a2 * (g / sqrt(acc0))""",
+    "a pool of an image": """input x: f32[2, 71, 9, 6]
+input z: f32[2, 71, 9, 6]
+y: f32[2, 71, 9, 6] = op [b: 2, c: 71, h: 9, w: 6 | r: 3 sum, s: 3 sum]
+  reads x[b, c, h + r - 1, w + s - 1] else 0.0, z[b, c, h, w]
+  body x
+  then (acc0 / 9.0) - z""",
+    "a norm of an image": """input x: f32[2, 71, 9, 6]
+input g: f32[71, 1, 1]
+y: f32[2, 71, 9, 6] = op [b: 2, c: 71, h: 9, w: 6 | k: 71 moments, r: 9 moments, s: 6 moments]
+  reads x[b, k, r, s], a1 = x[b, c, h, w], g[c, 0, 0]
+  body 1.0, x, 0.0
+  then ((a1 - acc1) / sqrt(((acc2 / acc0) + 1e-05))) * g""",
+    "channels last of an image": """input x: f32[2, 71, 9, 6]
+input g: f32[71]
+y: f32[2, 9, 6, 71] = op [b: 2, h: 9, w: 6, c: 71 | k: 71 moments]
+  reads x[b, k, h, w], a1 = x[b, c, h, w], g[c]
+  body 1.0, x, 0.0
+  then ((a1 - acc1) / sqrt(((acc2 / acc0) + 1e-05))) * g""",
+    "an image of several": """input x: f32[2, 35, 9, 6]
+input z: f32[2, 36, 9, 6]
+input g: f32[71]
+y: f32[2, 71, 9, 6] = op [b: 2, c: 71, h: 9, w: 6]
+  reads x[b, c, h, w] else 0.0, z[b, c - 35, h, w] else 0.0, g[c]
+  body max((x + z) * g, 0.0)""",
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("laid", ["row-major", "by pixels"])
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_neighbours_side_by_side(name: str, laid: str) -> None:
+    if conv_c.available() is None:
+        pytest.skip("no compiler")
+    graph = parse(f"graph g\n{SIDE_BY_SIDE[name]}\noutput y")
+    feeds, op = random_feeds(graph, np.random.default_rng(5)), graph.ops[0]
+    assert isinstance(op, Block)
+    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+    kernel = TorchCpu().kernel(
+        graph,
+        Kernel(
+            op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole(graph.tensors["y"].shape),)
+        ),
+    )
+    assert isinstance(kernel, Mapped) and not kernel.few
+    given = {t: torch.from_numpy(a) for t, a in feeds.items()}
+    if laid == "by pixels":
+        given = {t: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for t, x in given.items()}
+    (got,) = kernel([given[r.tensor] for r in op.reads], [])
+    np.testing.assert_allclose(got.numpy(), interp.run(graph, feeds, wide=True)["y"], rtol=1e-5, atol=1e-5)

@@ -41,8 +41,12 @@ LANES = 64  # neighbours that are summed side by side
 MOST_TEXT = 2000  # primitives of an operation
 
 
-def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, dear: bool) -> Run:
-    """The operation with its function in C, where all of it can be written, and it is small or torch's way is ``dear``."""
+def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, dear: bool, *, free: bool = False) -> Run:
+    """The operation with its function in C, where all of it can be written, and it is small or torch's way is ``dear``.
+
+    Args:
+        free: the function is one for any size of the first dimension, which begins at 0.
+    """
     lib = conv_c.available()
     if lib is None or kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
         return plain
@@ -58,12 +62,12 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, dear: bool) ->
     reads = _reads(op, graph, kernel)
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
         return plain
-    name = generated_c.register(BlockWriter(tuple(d.name for d in op.space), reads, out).block(op, kernel))
+    name = generated_c.register(BlockWriter(tuple(d.name for d in op.space), reads, out, free=free).block(op, kernel))
     extents = shape(out)
     arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(op.outs)
     used = tuple(sorted(reads))
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
-    call = Written(tuple(arrays), functools.partial(_record, name, used), memory)
+    call = Written(tuple(arrays), functools.partial(_record, name, used, count=out[0][1] if free else 0), memory)
     return Mapped(plain, (name,), call, used, few=not dear)
 
 
@@ -87,12 +91,12 @@ def _weight(exprs: Sequence[Expr]) -> int:
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
 
 
-def _record(name: str, used: Sequence[int], ins: Ins, memory: Sequence[Tensor]) -> Call:
+def _record(name: str, used: Sequence[int], ins: Ins, memory: Sequence[Tensor], count: int = 0) -> Call:
     function = generated_c.function(name)
     given = [held(ins[k]).contiguous() for k in used]
     buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return Call(function, ctypes.c_int64(0), buffers, (*given, *memory), fixed)
+    return Call(function, ctypes.c_int64(count), buffers, (*given, *memory), fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,7 @@ class BlockWriter(Writer):
     """Writes an operation as loops over its whole index space; ``names`` are all its dimensions, ``out`` the output's box."""
 
     inner: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    free: bool = False  # the first dimension's size is an argument
 
     def block(self, op: Block, kernel: Kernel) -> str:
         """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the outputs."""
@@ -183,15 +188,15 @@ class BlockWriter(Writer):
         return "\n".join([*lines, "}" * len(op.dims)])
 
     def _lanes(self, op: Block, results: Sequence[Expr]) -> list[str]:
-        """Sums of neighbours along the last dimension side by side, in loops of their own in the innermost."""
+        """Sums of neighbours along the last dimension side by side; what follows in loops over where they do not vary."""
         last, (lo, hi) = len(op.dims) - 1, self.out[-1]
         steps = list(zip(strides(self.out), self.out, strict=True))
         place = " + ".join(f"{s} * (d{i} - {a})" for i, (s, (a, _)) in enumerate(steps))
         names, fields, at = [d.name for d in op.reduce], range(len(op.body)), f"const int64_t d{last} = first + i;"
         each = f"for (int64_t i = 0; i < many; i++) {{ {at}"
-        acc = [f"((float)a{k}[i])" for k in fields]
+        acc, outer = [f"((float)a{k}[i])" for k in fields], _outer(op)
         return [
-            *self._loop([d.name for d in op.dims[:-1]]),
+            *self._loop([d.name for d in op.dims[:-1] if d.name in outer]),
             f"for (int64_t first = {lo}; first < {hi}; first += {LANES}) {{",
             f"const int64_t many = {hi} - first < {LANES} ? {hi} - first : {LANES};",
             *(f"double a{k}[{LANES}] = {{0}};" for k in fields),
@@ -199,6 +204,7 @@ class BlockWriter(Writer):
             f"#pragma omp simd\n{each}",
             *(f"a{k}[i] += {self._expr(e, self.inner, [])};" for k, e in enumerate(op.body)),
             "}" * (len(names) + 1),
+            *self._loop([d.name for d in op.dims if d.name not in outer]),
             f"#pragma omp simd\n{each}",
             *(f"y{j}[{place}] = {self._expr(e, self.inner, acc)};" for j, e in enumerate(results)),
             "}" * (len(op.dims) + 1),
@@ -207,7 +213,10 @@ class BlockWriter(Writer):
     def _loop(self, names: Sequence[str]) -> list[str]:
         """The beginnings of loops."""
         at = [(self.names.index(n), self.inner[n]) for n in names]
-        return [f"for (int64_t d{i} = {lo}; d{i} <= {hi}; d{i}++) {{" for i, (lo, hi) in at]
+        return [
+            f"for (int64_t d{i} = {lo}; d{i} {'< sizes[0]' if self.free and i == 0 else f'<= {hi}'}; d{i}++) {{"
+            for i, (lo, hi) in at
+        ]
 
     def _let(self, op: Block, lines: list[str], place: str = "") -> list[str]:
         """The values of inner reductions, in loops of their own; what is at the result's place may be read."""

@@ -202,6 +202,11 @@ def shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def moved(given: Ins, seen: Ins) -> bool:
+    """Whether some views of tensors are none, but copies."""
+    return any(a is not b and a is not None and b is not None and not shares(a, b) for a, b in zip(given, seen, strict=True))
+
+
 def batch(given: Sequence[Call | Calls]) -> Callable[[], None]:
     """All calls, one after another, as one."""
     calls = Calls.of(*given).parts

@@ -49,14 +49,19 @@ class Attention(ctypes.Structure):
     _fields_ = [
         *((name, _PLACE) for name in ("outer", "inner", "group", "rows", "keys", "depth")),
         *((name, _PLACE * n) for name, n in (("q", 3), ("k", 3), ("v", 3), ("mask", 4), ("out", 3), ("other", 3))),
-        ("normal", _PLACE), ("scale", ctypes.c_float),
+        ("normal", _PLACE), ("scale", ctypes.c_float), ("crossed", _PLACE),
     ]  # fmt: skip
 
 
 class Heads(ctypes.Structure):
     """``Heads`` of attention.c: addresses."""
 
-    _fields_ = [(name, _POINTER) for name in ("q", "k", "v", "mask", "out", "top", "sum", "other", "seldom", "filled")]
+    _fields_ = [
+        *((name, _POINTER) for name in (
+            "q", "k", "v", "mask", "out", "top", "sum", "other", "seldom", "filled", "score", "reads",
+        )),
+        ("count", _PLACE),
+    ]  # fmt: skip
 
 
 class Rows(ctypes.Structure):
@@ -143,6 +148,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_packed_size": (_PLACE, (_PLACE, _PLACE)),
     "tapestry_pack": (None, (_POINTER, _POINTER, _PLACE, _PLACE)),
     "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
+    "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
     "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
     "tapestry_move": (None, (ctypes.POINTER(Move), ctypes.POINTER(Ends))),
     "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers))),

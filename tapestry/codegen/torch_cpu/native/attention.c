@@ -91,7 +91,8 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
         int64_t rows = a->rows - r < ROWS ? a->rows - r : ROWS;
         float top[ROWS], sum[ROWS];
         Conv scores = product(rows, a->depth, padded, a->q[2], padded), weighted = product(rows, a->keys, a->depth, padded, a->out[2]);
-        tapestry_conv(&scores, &(Buffers){.x = q + r * a->q[2], .w = keys, .y = score});
+        if (h->q) tapestry_conv(&scores, &(Buffers){.x = q + r * a->q[2], .w = keys, .y = score});
+        if (h->score) h->reads[h->count] = score, h->score((int64_t[]){i, j, r, rows, padded}, h->reads);
         for (int64_t k = 0; k < rows; k++) {
             const float *m = h->mask ? h->mask + i * a->mask[0] + j * a->mask[1] + (r + k) * a->mask[2] : 0;
             weigh(a, score + k * padded, m, padded, top + k, sum + k);
@@ -117,13 +118,16 @@ void tapestry_attention(const Attention *a, const Heads *h) {
     for (int64_t i = 0; i < a->outer; i++)
         for (int64_t j = 0; j < a->inner; j++) {
             if (j % a->group == 0) {
-                panel(h->k + i * a->k[0] + j / a->group * a->k[1], keys, a->keys, a->depth, a->k[2], 1);
+                if (h->k) panel(h->k + i * a->k[0] + j / a->group * a->k[1], keys, a->keys, a->depth, a->k[2], !a->crossed);
                 panel(h->v + i * a->v[0] + j / a->group * a->v[1], values, a->depth, a->keys, a->v[2], 0);
             }
             head(a, h, i, j, keys, values, score);
         }
     free(keys);
 }
+
+/* The same, of scores that are any function of the products; without q, of places alone. */
+void tapestry_scored(const Attention *a, const Heads *h) { tapestry_attention(a, h); }
 
 INLINE float dot(const float *a, const float *b, int64_t n) {
     vec sums = {};

@@ -9,6 +9,7 @@ typedef struct {
     int64_t q[3], k[3], v[3], mask[4], out[3], other[3]; /* strides: outer, inner, row (and key); of `other`: outer, inner, depth */
     int64_t normal; /* 0: states; 1: the quotient; 2, 3: which is 0 (or `other`), or NaN, in rows whose maximum is not finite */
     float scale;
+    int64_t crossed; /* keys are adjacent, and k[2] is from one place along the depth to the next */
 } Attention;
 
 typedef struct {
@@ -22,6 +23,9 @@ typedef struct {
     const float *other;
     const Asked *seldom; /* for `tapestry_attend`: makes `other`, where it is wanted; null: it is there */
     const int64_t *filled; /* for `tapestry_attend`: of the keys count those before filled[0], and from filled[1] on; null: all */
+    void (*score)(const int64_t *at, void *const *reads); /* for `tapestry_scored`: makes scores of products, in place */
+    void **reads; /* what it reads; scores are behind `count` of them */
+    int64_t count;
 } Heads;
 
 #endif

@@ -18,11 +18,12 @@ from tapestry.codegen.torch_cpu.base.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
-from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.codegen.torch_cpu.c.blocks_c import cells_of, each_cell
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, hold, shares
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
+from tapestry.codegen.torch_cpu.c.blocks_c import Cells, cells_of, each_cell
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, hold, moved, shares
 from tapestry.codegen.torch_cpu.c.maps_c import LEAST, Mapped
 from tapestry.codegen.torch_cpu.c.pooling import transposed
+from tapestry.codegen.torch_cpu.views.pixel_view import ORDER, pixels
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
@@ -79,7 +80,7 @@ class _Dense:
     record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], Call | Calls] | None = None
     array: Callable[[Tensor], Tensor] = lambda memory: memory
     link: Link | None = None
-    in_order: bool = False  # whether the memory of `record` is row-major
+    order: tuple[int, ...] = ORDER  # of the map dimensions in memory
 
     def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
         """The result, in new memory."""
@@ -119,16 +120,59 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     packs = {found.weight: found.pack}
     if found.record and (tail is None or then.rest == (Acc(0, "f32"),)):
         return Packable(plain, packs, Recorded(found.array, record, size, found.link))
-    rest = then.rest if found.record and kernel.outs == (base.box,) else None
-    anyhow = each_cell(rest[0]) if rest else None
-    ordered = (
-        cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0]) if rest and found.in_order and not anyhow else None
-    )
-    after = anyhow or ordered
+    rest = then.rest if kernel.outs == (base.box,) else None
+    after = _after(op, graph, kernel, rest[0], found.order) if rest and then.rest != (Acc(0, "f32"),) else None
     if after is None:
         return Packable(plain, packs, packed)
+    if not found.record:
+        return Packable(plain, packs, _Finished(found, bias, after, packed))
     both = Recorded(found.array, lambda ins, memory: Calls.of(record(ins, memory), after.record(ins, memory)), size)
-    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, sized=anyhow is None))
+    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, sized=bool(after.box)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A product by oneDNN, and what follows by a function in C in the product's memory; ``plain`` without a compiler."""
+
+    product: _Dense
+    bias: Callable[[Ins], Tensor] | None
+    after: Cells
+    plain: Run
+
+    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
+        """Compute into new memory."""
+        if generated_c.function(self.after.name) is None:
+            return self.plain(ins, states)
+        assert self.product.run
+        out = self.product.run(ins, self.bias(ins) if self.bias else None, None)
+        dense = out.untyped_storage().nbytes() == out.nbytes
+        if not (out.permute(self.product.order).is_contiguous() if self.after.box else dense):
+            return self.plain(ins, states)
+        self.after.record(ins, out.as_strided((out.numel(),), (1,))).run()
+        return [out]
+
+
+def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[int, ...]) -> Cells | None:
+    """What follows a sum, in memory that has the map dimensions in an order."""
+    if found := each_cell(value):
+        return found
+    if order == tuple(range(len(op.dims))):
+        return cells_of(op, graph, kernel, [d.name for d in op.dims], value)
+    alone = Block(outs=op.outs[:1], dims=op.dims, reads=op.reads, body=(value,))
+    part = replace(kernel, block=kernel.block[: len(op.dims)])
+    view = pixels(alone, graph, part, anyhow=True) if order == ORDER else None
+    if view is None or view.op.dims != tuple(op.dims[k] for k in ORDER):
+        return None
+    cells = cells_of(view.op, view.graph, view.kernel, [d.name for d in view.op.dims], value)
+
+    def record(ins: Ins, memory: Tensor) -> Call:
+        assert cells
+        seen = view.of(ins)
+        call = cells.record(seen, memory)
+        call.fixed &= not moved(ins, seen)
+        return call
+
+    return cells and replace(cells, record=record)
 
 
 def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
@@ -213,10 +257,17 @@ def _product(
     lay = _Rows(w, at, rows_of, added, result)
     pack = functools.partial(_pack_linear, [extent[d] for d in order], turn, 0 if ours else PACKED_FOR)
     if not ours:
-        return _Dense(w, Pack(("linear", n, k, *turn), pack), then, lay.by_one_dnn)
+        return _Dense(w, Pack(("linear", n, k, *turn), pack), then, lay.by_one_dnn, order=_order(op, (*rows, *columns)))
     record = functools.partial(lay.record, ours)
-    in_order = back == list(range(len(back)))
-    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result, in_order=in_order)
+    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result, order=_order(op, (*rows, *columns)))
+
+
+def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
+    """Map dimensions as they are in memory that has some of them in an order, and one point of the others."""
+    wide = [n for d in op.dims for n in (d.name,) if n in names]
+    single = [i for i, d in enumerate(op.dims) if d.name not in names]
+    at = {d.name: i for i, d in enumerate(op.dims)}
+    return tuple(range(len(op.dims))) if wide == list(names) else (*single, *(at[n] for n in names))
 
 
 def _pack_linear(shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:

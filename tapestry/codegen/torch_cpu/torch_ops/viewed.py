@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tapestry.codegen.torch_cpu.base.point_values import Run
 from tapestry.codegen.torch_cpu.base.strided_reads import Tensor
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Recorded, Written, hold, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Recorded, Written, hold, moved
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tapestry.codegen.torch_cpu.torch_ops.dense import Pack, Packable
 from tapestry.codegen.torch_cpu.views.image_view import Seen, View
@@ -21,10 +21,10 @@ def viewed(run: Run, of: Seen, packed: Collection[int] = ()) -> Run:
         return Packable(viewed(run.plain, of), packs, viewed(run.packed, of, packs.keys()))
     if isinstance(run, Mapped):
         bound = _recorded(run.recorded, of, packed) if isinstance(run.recorded, Recorded) else _written(run.recorded, of)
-        return replace(run, plain=viewed(run.plain, of, packed), recorded=bound)
+        return replace(run, plain=viewed(run.plain, of, packed), recorded=bound, reads=())
     if isinstance(run, Recorded):
         return _recorded(run, of, packed)
-    return lambda ins, states: [of.back(x) for x in run(_views(ins, of, packed), states)]
+    return lambda ins, states: [of.back(x) for x in run(of.of(ins, packed), states)]
 
 
 def _pack(p: Pack, view: View | None) -> Pack:
@@ -33,26 +33,19 @@ def _pack(p: Pack, view: View | None) -> Pack:
     return Pack((*p.key, view), make)
 
 
-def _views(ins: Ins, of: Seen, packed: Collection[int]) -> list[Tensor | None]:
-    both = zip(ins, of.views, strict=True)
-    return [x if x is None or v is None or k in packed else v(x) for k, (x, v) in enumerate(both)]
-
-
 def _recorded(run: Recorded, of: Seen, packed: Collection[int]) -> Recorded:
     def record(ins: Ins, memory: Tensor) -> Call | Calls:
-        seen = _views(ins, of, packed)
-        moved = any(a is not None and b is not None and not shares(a, b) for a, b in zip(ins, seen, strict=True))
-        return hold(run.record(seen, memory), not moved)
+        seen = of.of(ins, packed)
+        return hold(run.record(seen, memory), not moved(ins, seen))
 
     return replace(run, array=functools.partial(_back, of, run.array), record=record)
 
 
 def _written(run: Written, of: Seen) -> Written:
     def bind(ins: Ins, memory: Sequence[Tensor]) -> Call:
-        seen = _views(ins, of, ())
-        moved = any(a is not None and b is not None and not shares(a, b) for a, b in zip(ins, seen, strict=True))
+        seen = of.of(ins)
         call = run.bind(seen, memory)
-        call.fixed &= not moved
+        call.fixed &= not moved(ins, seen)
         return call
 
     return replace(run, arrays=tuple(functools.partial(_back, of, array) for array in run.arrays), bind=bind)

@@ -6,6 +6,7 @@ on ``floor(p/k)`` and ``p mod k``. Such a dimension is two, the axis is two, and
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +51,11 @@ class Seen:
         (op,) = self.graph.ops
         assert isinstance(op, Block)
         return op
+
+    def of(self, ins: Sequence[torch.Tensor | None], packed: Collection[int] = ()) -> list[torch.Tensor | None]:
+        """The views of buffers, but for those that are ``packed``."""
+        both = enumerate(zip(ins, self.views, strict=True))
+        return [x if x is None or v is None or k in packed else v(x) for k, (x, v) in both]
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
         """The result in the order and shape of the operation."""

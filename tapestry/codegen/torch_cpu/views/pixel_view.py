@@ -18,19 +18,32 @@ ORDER = (0, 2, 3, 1)  # of an image's axes by pixels
 BACK = (0, 3, 1, 2)
 
 
-def pixels(op: Block, graph: Graph, kernel: Kernel) -> Seen | None:
-    """A map of images, or a reduction that is no product, by pixels; ``None`` where it is something else."""
-    if kernel.mode != "full" or op.inner or len(op.dims) != len(ORDER) or any(b != kernel.outs[0] for b in kernel.outs):
+def pixels(op: Block, graph: Graph, kernel: Kernel, *, anyhow: bool = False) -> Seen | None:
+    """A map of images, or a reduction that is no product, by pixels; ``None`` where it is something else.
+
+    Args:
+        anyhow: the result is by pixels, whatever is read.
+    """
+    if kernel.mode != "full" or op.inner or not op.dims or any(b != kernel.outs[0] for b in kernel.outs):
         return None
-    _, c, h, w = (hi - lo for lo, hi in kernel.block[:4])
-    if c == 1 or h * w == 1 or (op.monoid is not None and (len(op.body) == 1 and sides(op) is not None)):
+    if op.monoid is not None and len(op.body) == 1 and sides(op) is not None:
         return None
     used = sorted(arg_positions((*op.point, *op.then)))
     images = [k for k in used if _is_image(graph.tensors[op.reads[k].tensor].shape)]
-    whole = [op.reads[k] for k in images if _along(op, op.reads[k]) == {1, 2, 3}]
-    if not whole or any(_along(op, op.reads[k]) is None or kernel.ins[k] is None for k in images):
+    if any(kernel.ins[k] is None for k in images):
         return None
-    out, reads, ins, views, tensors = kernel.outs[0], list(op.reads), list(kernel.ins), list[View | None](), dict(graph.tensors)
+    if images and all(_is_last(op, op.reads[k]) for k in images) and any(_is_channel(op, op.reads[k]) for k in images):
+        return _seen(op, graph, kernel, images, turned=False)
+    if len(op.dims) != len(ORDER) or not _is_image(shape(kernel.block[:4])):
+        return None
+    along = [_along(op, op.reads[k]) for k in images]
+    fine = all(a is not None for a in along) and (anyhow or {1, 2, 3} in along)
+    return _seen(op, graph, kernel, images, turned=True) if fine else None
+
+
+def _seen(op: Block, graph: Graph, kernel: Kernel, images: Sequence[int], *, turned: bool) -> Seen:
+    """The operation on images by pixels, and its own dimensions so, if it is ``turned``."""
+    reads, ins, views, tensors = list(op.reads), list(kernel.ins), list[View | None](), dict(graph.tensors)
     for k, r in enumerate(op.reads):
         box, t = ins[k], graph.tensors[r.tensor]
         if k not in images or box is None:
@@ -41,14 +54,28 @@ def pixels(op: Block, graph: Graph, kernel: Kernel) -> Seen | None:
         reads[k] = replace(r, tensor=name, index=_moved(r.index))
         ins[k] = _moved(box)
         views.append(View(shape(box), ORDER))
+    n, out = len(op.dims), kernel.outs[0]
     at = {d.name: (d, b) for d, b in zip(op.space, kernel.block, strict=True)}
     reduced = _reduced(op, [op.reads[k] for k in images])
-    tensors |= {t: replace(graph.tensors[t], shape=_moved(graph.tensors[t].shape)) for t in op.outs}
-    new = replace(op, dims=_moved(op.dims), reduce=tuple(at[n][0] for n in reduced), reads=tuple(reads), splits=())
+    new = replace(op, reduce=tuple(at[name][0] for name in reduced), reads=tuple(reads), splits=())
+    block, place = kernel.block[:n], out
+    if turned:
+        tensors |= {t: replace(graph.tensors[t], shape=_moved(graph.tensors[t].shape)) for t in op.outs}
+        new, block, place = replace(new, dims=_moved(op.dims)), _moved(block), _moved(out)
     alone = Graph(name=graph.name, tensors=tensors, ops=(new,), inputs=(), outputs=op.outs)
-    block = (*_moved(kernel.block[:4]), *(at[n][1] for n in reduced))
-    moved = Kernel(op=0, mode="full", block=block, ins=tuple(ins), outs=(_moved(out),) * len(op.outs))
-    return Seen(alone, moved, tuple(views), BACK, shape(out))
+    block = (*block, *(at[name][1] for name in reduced))
+    moved = Kernel(op=0, mode="full", block=block, ins=tuple(ins), outs=(place,) * len(op.outs))
+    return Seen(alone, moved, tuple(views), BACK if turned else tuple(range(n)), shape(out))
+
+
+def _is_last(op: Block, r: Read) -> bool:
+    """Whether an image's places are not along the operation's last dimension."""
+    return not any(op.dims[-1].name in dims_of(e) for e in r.index[2:])
+
+
+def _is_channel(op: Block, r: Read) -> bool:
+    """Whether an image's channels are along the operation's last dimension, of several that it has."""
+    return op.dims[-1].size > 1 and op.dims[-1].name in dims_of(r.index[1])
 
 
 def _moved(axes: Sequence[_T]) -> tuple[_T, ...]:

@@ -1,0 +1,83 @@
+"""Attention with scores of any kind by our kernel: soft caps, masks, crossed keys, shared heads, scores without a product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tapestry.codegen.torch_cpu.attention_scores import scored
+from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.kernels import build, from_numpy
+from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
+from tapestry.verify import interp
+
+TAIL = "then where(isnan((acc0 - acc0)), (acc0 - acc0), (acc2 / acc1))\noutput y\n"
+CASES = {
+    "a soft cap, heads that share keys, a bias": """input q: f32[1, 6, 53, 21]
+input k: f32[1, 3, 67, 21]
+input v: f32[1, 67, 63]
+input bias: f32[53, 67]
+y: f32[1, 6, 53, 21] = op [b: 1, h: 6, i: 53, n: 21 | m: 67 softsum]
+  reads v[0, m, n + 21*floor((h)/2)], q[b, h, i, d], k[0, floor((h)/2), m, d], bias[i, m]
+  let [d: 21 sum] q * k
+  body (tanh(((let0 * 0.0625) / 5.0)) * 5.0) + bias, 1.0, v
+""",
+    "a mask, keys by depth": """input q: f32[1, 70, 40]
+input k: f32[5, 8, 49]
+input v: f32[1, 49, 40]
+input hide: bool[70, 49]
+y: f32[5, 70, 8] = op [h: 5, i: 70, n: 8 | m: 49 softsum]
+  reads v[0, m, 8*h + n], q[0, i, 8*h + d], k[h, d, m], hide[i, m]
+  let [d: 8 sum] q * k
+  body where(hide, f32(-3.4028234663852886e+38), let0), 1.0, v
+""",
+    "places": """input q: f32[2, 3, 50, 8]
+input k: f32[2, 3, 50, 8]
+input v: f32[2, 3, 50, 8]
+y: f32[2, 3, 50, 8] = op [b: 2, h: 3, i: 50, n: 8 | m: 50 softsum]
+  reads v[b, h, m, n], q[b, h, i, d], k[b, h, m, d]
+  let [d: 8 sum] q * k
+  body where(gt(index(m), index(i)), f32(-inf), let0 * cast(index(h + 1), f32)), 1.0, v
+""",
+    "no product": """input s: f32[1, 5, 61, 30]
+input v: f32[1, 30, 95]
+y: f32[1, 5, 61, 19] = op [b: 1, h: 5, i: 61, n: 19 | m: 30 softsum]
+  reads v[0, m, 19*h + n], s[b, h, i, m]
+  body s, 1.0, v
+""",
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", CASES)
+def test_scores_of_any_kind(name: str) -> None:
+    if conv_c.available() is None:
+        pytest.skip("no compiler")
+    graph = parse(f"graph g\n{CASES[name]}  {TAIL}")
+    (op,) = graph.ops
+    assert isinstance(op, Block)
+    draw = np.random.default_rng(0)
+    values = {
+        t: draw.random(graph.tensors[t].shape) < 0.4 if graph.tensors[t].dtype == "bool"
+        else draw.standard_normal(graph.tensors[t].shape).astype(np.float32)
+        for t in graph.inputs
+    }  # fmt: skip
+    if "hide" in values:
+        values["hide"][3] = True  # a row without keys: all weigh the same
+    if "s" in values:
+        values["s"][0, 1, 7], values["s"][0, 2, 9, 4] = -np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        want = interp.run(graph, values, wide=True)["y"]
+    shapes = [graph.tensors[r.tensor].shape for r in op.reads]
+    kernel = Kernel(
+        op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=tuple(map(whole, shapes)),
+        outs=(whole(tuple(d.size for d in op.dims)),),
+    )  # fmt: skip
+    found = scored(op, graph, kernel)
+    assert found is not None
+    ins = [from_numpy(values[r.tensor]) for r in op.reads]
+    for run in (found.run, build(graph, kernel)):
+        (got,) = run(ins, [])
+        np.testing.assert_allclose(got.numpy(), want, rtol=2e-5, atol=2e-6)
