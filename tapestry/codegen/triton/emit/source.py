@@ -17,13 +17,15 @@ from tapestry.codegen.triton.emit.emit_scan import emit_scan
 from tapestry.codegen.triton.emit.emit_stream import emit_stream
 from tapestry.codegen.triton.emit.header import header
 from tapestry.codegen.triton.emit.split_passes import Parts, in_parts
-from tapestry.codegen.triton.model.kernel_config import KernelConfig, default_config, splits
+from tapestry.codegen.triton.model.config_fields import KernelConfig
+from tapestry.codegen.triton.model.kernel_config import default_config
 from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
 from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.kernel_form import KernelForm, on_chip
 from tapestry.codegen.triton.task.lowered import lower, task_text
 from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
+from tapestry.codegen.triton.task.ragged_parts import splits
 from tapestry.codegen.triton.text.axes import identifier
 from tapestry.codegen.triton.text.device_functions import sources
 from tapestry.codegen.triton.text.scope import Frame, Written, frame
