@@ -9,6 +9,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of
 import pytest
 
 from tapestry.codegen.triton import KernelConfig, candidates, default_config, generate, kernel_form
+from tapestry.codegen.triton.task.chips import CHIPS
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.errors import TapestryError
 from tapestry.ir.syntax.parser import parse
@@ -56,6 +57,19 @@ def test_more_tiles_than_multiprocessors() -> None:
     made = generate(graph := parse(text), kernel_of(graph), config)
     assert made.grid == (132,) and "tl.range(first_tile, 169, 132" in made.source
     check(text, config=config)
+
+
+def test_descriptors_of_the_program_itself() -> None:
+    """For loads by warps of their own; the default is what was known before."""
+    text = matmul("bf16", 16 * 13, 16 * 13, 16)
+    config = KernelConfig(bm=16, bn=16, bk=16, persistent=True, descriptors=True, warp_specialize=True)
+    made = generate(graph := parse(text), kernel_of(graph), config)
+    assert not made.passes[0].descriptors and made.source.count("tl.make_tensor_descriptor(") == 3
+    assert "warp_specialize=True" in made.source
+    check(text, config=config)
+    large = parse(matmul("bf16", 4096, 4096, 4096))
+    options = [k.warp_specialize for k in candidates(kernel_form(large, kernel_of(large)))]
+    assert True in options and not options[0]
 
 
 def test_rows_that_no_descriptor_can_copy_are_loaded_by_pointers() -> None:
@@ -206,14 +220,14 @@ def test_unknown_precision_and_target() -> None:
         generate(graph, kernel_of(graph), target="sm61")
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100", "gfx942"])
+@pytest.mark.parametrize("target", CHIPS)
 def test_candidates_fit_and_begin_with_the_default(target: str) -> None:
     for text in (matmul("bf16", 512, 512, 512), matmul("f32", 64, 64, 64), STREAMS["causal"], STREAMS["plain"]):
         graph = parse(text)
         found = kernel_form(graph, kernel_of(graph))
         options = list(candidates(found, target))
         assert options[0] == default_config(found, target) and len(options) == len(set(options)) > 1
-        if target in ("sm80", "gfx942"):
+        if not CHIPS[target].descriptors:
             assert not any(k.descriptors for k in options)
 
 

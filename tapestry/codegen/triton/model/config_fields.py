@@ -18,8 +18,8 @@ class KernelConfig:
         packed: operands of a contraction are copied first into rows that can be read 16 bytes at a time (`staging`).
         split_k: parts of the reduced dimension that become programs of their own; a second pass merges their states.
         descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
-        warp_specialize: producer and consumer warps of their own (on sm90 with ``num_warps=4`` only). Not among the
-            candidates: with host descriptors, Triton 3.9 compiles neither contractions nor streaming sums so.
+        warp_specialize: producer and consumer warps of their own, on sm90 with ``num_warps=4`` only; descriptors are then the
+            program's own. Of products; Triton 3.9 does not compile streaming sums so.
     """
 
     block: int = 1024

@@ -32,7 +32,7 @@ from tapestry.ir.types import FLOAT8, itemsize
 
 
 def default_config(form: KernelForm, target: str = "sm90") -> KernelConfig:
-    """The candidate that the model takes for the fastest on a target (``sm80``, ``sm90``, ``sm100``, ``gfx942``).
+    """The candidate that the model takes for the fastest on a target of `chips.CHIPS`.
 
     Raises:
         TapestryError: unknown target.
@@ -91,6 +91,7 @@ _CACHE = 2.5
 # assumption, not a measurement: it prefers many small tiles where memory decides (16 x 4096 x 4096).
 _FEW_PROGRAMS = 0.25
 _GATHERED = 2.5e12  # FLOP/s of a multiprocessor whose operands come one element at a time: loads decide, not matrix units
+_UNTRIED = 1.05  # what nobody has measured yet comes after what is as good by the model
 _SHORT = 24  # instructions for each result that are done beside a sum in every register (`tiles.instructions`)
 _FILL = 1.2e-6  # seconds from a program's start to its first product, and for its epilogue
 
@@ -123,14 +124,14 @@ def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
     table = [row for row in _table(form, half) if row[0] >= tall_enough]
     fewest = min(bm * bn for bm, bn, *_ in table)
     # no room in registers: for what becomes of the sums, for running sums beside the accumulators (`emit_dot.dot_options`)
-    crowded = _after(form) > _SHORT or (c.operand == "f8" and chip.arch == 90)
+    crowded = _after(form) > _SHORT or (c.operand == "f8" and chip.arch in (89, 90))
     found: list[tuple[float, KernelConfig]] = []
     for bm, bn, bk, stages, warps in table:
         bk = bk * 2 // size if half else bk
         bk = min(least if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(least, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue
-        if chip.arch == 80 and bm * bn * held >= 128 * 128:
+        if chip.of_warps and bm * bn * held >= 128 * 128:
             warps = 8  # sums and operands are all in registers
         if rough and bm * bn > 64 * 32 * warps:
             continue  # a load for each element, with its address and mask in registers
@@ -140,7 +141,7 @@ def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
         if crowded and bm * bn * held > 64 * 32 * warps and bm * bn > fewest:
             continue
         stages = min(stages, 2) if chip.backend == "hip" else stages
-        if c.operand == "i8" and chip.arch == 80 and bm * bn * len(c.pairs) > 128 * 128:
+        if c.operand == "i8" and chip.of_warps and bm * bn * len(c.pairs) > 128 * 128:
             continue  # ptxas spills
         step = (bm * tall + bn * wide) * bk * size
         stages = max(min(stages, 2), min(stages, chip.shared // step))
@@ -162,7 +163,9 @@ def _timed(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip) -> tup
         k = replace(k, persistent=False)
         return _folded_seconds(k, form, form.folded, chip), k
     extents = points(c.batch), points(c.m), points(c.n), points(c.k) * points(c.taps)
-    return _dot_seconds(k, extents, c.operand, form.precision, chip, _after(form)), k
+    known = replace(k, persistent=False) if k.warp_specialize else k
+    seconds = _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form))
+    return seconds * (_UNTRIED if k.warp_specialize else 1.0), k
 
 
 def _after(form: KernelForm) -> int:
@@ -227,6 +230,9 @@ def _forms(config: KernelConfig, ready: bool, c: Contraction, task: Task, chip: 
         alone = 2 * held > chip.shared  # else another program of the multiprocessor computes while one stores
         pays = tiles > chip.units and alone and held <= chip.shared and plain_results(task)
         yield replace(config, descriptors=True, persistent=pays)
+        large = config.bm * config.bn >= 128 * 128 and tiles > chip.units and held <= chip.shared
+        if chip.arch == 90 and c.operand in HALVES and points(c.batch) == 1 and large and not task.inner:
+            yield replace(config, descriptors=True, persistent=True, num_warps=4, warp_specialize=True)
     yield config
 
 
@@ -311,7 +317,7 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
     wide = max(points(s.depth), points(s.columns))
     rows, keys = max(16, power_of_two(points(s.rows))), max(16, power_of_two(s.key.size))
     table = _STREAMS["wide" if wide > 128 else "128" if wide > 64 else "64"] if half else _PLAIN["wide" if wide > 64 else "64"]
-    if not half and wide > 64 and chip.arch == 80:
+    if not half and wide > 64 and chip.of_warps:
         table = (table[1], table[0], *table[2:])  # ptxas spills with the other
     if half and 64 < wide <= 128 and chip.arch == 100:
         table = (table[1], table[0], *table[2:])  # 128 keys: a program has the multiprocessor's tensor memory for itself
@@ -323,7 +329,7 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
         if bm > rows and bm > 16:
             continue
         bn = min(bn, keys)
-        warps = 8 if chip.arch == 80 and bm >= 128 else warps  # its products take operands from registers
+        warps = 8 if chip.of_warps and bm >= 128 else warps  # its products take operands from registers
         stages = 1 if chip.backend == "hip" else min(stages, 2) if chip.shared < 200_000 and wide > 64 else stages
         programs = points(s.batch) * -(-points(s.rows) // bm)
         parts = _key_parts(form, programs, s.key.size, bn, chip)

@@ -18,7 +18,7 @@ from tapestry.ir.kernel import Kernel
 from tapestry.ir.types import itemsize
 
 # the matrix instructions of any chip, fastest first, as opcodes begin
-MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "IMMA", "HMMA", "v_mfma")
+MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "QMMA", "IMMA", "HMMA", "v_mfma")
 
 
 def occupancy(found: Resources, warps: int, chip: Chip) -> float:
