@@ -68,7 +68,7 @@ def emit_dot(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> 
     zeros = zero_points(frame, c, rows, columns) if c.operand == "i8" else ZeroPoints()
     after = [*zeros.after(frame, ax, accs), *_as_floats(task, c, accs, half)]
     held = "int32" if c.operand == "i8" else "float16" if half else "float32"
-    ahead, results = _epilogue(frame, op, ax, accs, config, boxes is not None)
+    ahead, results = _epilogue(frame, op, ax, accs, config, boxes is not None, early=chip.arch == 90)
     epilogue = [*after, *results]
     inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps, *zeros.steps), boxes is not None)
     tile = [*ax.m.lines, *ax.n.lines, *ahead, *inner, *epilogue]
@@ -248,17 +248,17 @@ def _outer(box: TileBox, scalars: View, narrow: str) -> list[str]:
 
 
 def _epilogue(
-    frame: Frame, op: KernelForm, ax: Axes, accs: tuple[str, ...], config: KernelConfig, descriptors: bool
+    frame: Frame, op: KernelForm, ax: Axes, accs: tuple[str, ...], config: KernelConfig, descriptors: bool, *, early: bool
 ) -> tuple[list[str], list[str]]:
     """Lines that load what results need besides the sums, where it is short; lines that compute the results and store them.
 
-    A bias is loaded before the sum: behind it, ptxas moves the rounding of the sums across the wait for Hopper's matrix
-    units, to have something to do until the bias is there, and then lets every product wait for the one before (C7514).
+    A bias is loaded before the sum (``early``): behind it, ptxas moves the rounding of the sums across the wait for Hopper's
+    matrix units, to have work until the bias is there, and then lets every product wait for the one before (C7514).
     """
     task, c = frame.task, op.product
     assert c is not None
     last = Scope(frame, View([(ax.batch, ""), (ax.m, "[:, None]"), (ax.n, "[None, :]")], task.ranges), accs)
-    for p in sorted(arg_positions(task.then)):
+    for p in sorted(arg_positions(task.then)) if early else ():
         if not all(task.read_dims(p) & {d.name for d in dims} for dims in (c.m, c.n)):
             last.leaf(Arg(p, task.reads[p].dtype))
     ahead = last.lines.copy()

@@ -124,14 +124,14 @@ def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
     table = [row for row in _table(form, half) if row[0] >= tall_enough]
     fewest = min(bm * bn for bm, bn, *_ in table)
     # no room in registers: for what becomes of the sums, for running sums beside the accumulators (`emit_dot.dot_options`)
-    crowded = _after(form) > _SHORT or (c.operand == "f8" and chip.arch in (89, 90))
+    crowded = _after(form) > (_SHORT // 2 if chip.arch == 100 else _SHORT) or (c.operand == "f8" and chip.arch in (89, 90))
     found: list[tuple[float, KernelConfig]] = []
     for bm, bn, bk, stages, warps in table:
         bk = bk * 2 // size if half else bk
         bk = min(least if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(least, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue
-        if chip.of_warps and bm * bn * held >= 128 * 128:
+        if (chip.of_warps and bm * bn * held >= 128 * 128) or (crowded and bm * bn * held > 64 * 32 * warps):
             warps = 8  # sums and operands are all in registers
         if rough and bm * bn > 64 * 32 * warps:
             continue  # a load for each element, with its address and mask in registers
@@ -349,6 +349,6 @@ def _key_parts(form: KernelForm, programs: int, keys: int, bn: int, chip: Chip) 
     few = form.streamed is not None and points(form.streamed.rows) <= 16  # decoding: keys alone can fill the chip
     if programs >= min(_ENOUGH, chip.units) or keys < (_ENOUGH if few else 8 * bn):
         return []
-    most = min(2 * chip.units // programs, keys // bn)
+    most = min(2 * chip.units // programs, -(-keys // bn))
     wanted = [next((p for p in range(most, most // 2, -1) if keys % (p * bn) == 0), 0) or most_parts(keys, most), most // 2]
     return [p for p in wanted if p > 1 and splits(form, p, bn)]
