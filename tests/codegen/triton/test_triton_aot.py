@@ -167,6 +167,10 @@ CASES = {
         y: f16[2048, 4096] = op [i: 2048, n: 4096 | m: 11008 sum] reads x[i, m], w[m, n], r[i, n]
           body cast(x, f32) * cast(w, f32) then r + cast(acc0, f16)
         output y""",
+    "bias and residual": """graph g input x: f16[4096, 3072] input w: f16[3072, 768] input c: f16[768] input r: f16[4096, 768]
+        y: f16[4096, 768] = op [i: 4096, n: 768 | m: 3072 sum] reads x[i, m], w[m, n], c[n], r[i, n]
+          body cast(x, f32) * cast(w, f32) then (cast(acc0, f16) + c) + r
+        output y""",
     "three heads' biases": """graph g input x: f16[4096, 768] input u: f16[768, 768] input v: f16[768, 768] input w: f16[768, 768]
         input a: f16[768] input b: f16[768] input c: f16[768]
         p: f16[4096, 768], q: f16[4096, 768], r: f16[4096, 768] = op [i: 4096, n: 768 | m: 768 sums3]
@@ -286,9 +290,15 @@ OF_8_BITS |= dict.fromkeys(
     ("e4m3, small", "e4m3 e5m2", "e5m2 turned", "e4m3 odd", "e4m3 conv", "e4m3 attention"), OF_8_BITS["e4m3"]
 )
 OF_8_BITS |= dict.fromkeys(("i8, small", "u8 symmetric", "u8 zero point", "i8 turned"), OF_8_BITS["i8"])
-AWAITED = {"matmul bf16, large": 4, "down and residual": 4, "three heads' biases": 6, "tanh behind a product": 4}
+AWAITED = {
+    "matmul bf16, large": 4,
+    "down and residual": 4,
+    "bias and residual": 4,
+    "three heads' biases": 6,
+    "tanh behind a product": 4,
+}
 """Waits for the matrix units in a whole kernel on sm90; where ptxas serialises, there are two for each product."""
-FAST += ("three heads' biases", "tanh behind a product", "attention f16 rounded", "decode odd")
+FAST += ("bias and residual", "three heads' biases", "tanh behind a product", "attention f16 rounded", "decode odd")
 ON_MATRIX_UNITS |= {*AWAITED, "attention f16 rounded"}
 FAST += ("folded argmax", "folded layer norm 256", "folded pool, overlapping")
 ON_MATRIX_UNITS |= {n for n in FOLDED if "f32" not in n and "few" not in n}

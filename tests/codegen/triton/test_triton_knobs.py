@@ -50,6 +50,20 @@ def test_contractions_in_every_form(form: str, dtype: str) -> None:
         check(text, config=FORMS[form])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_residuals_in_every_form(form: str) -> None:
+    """What every cell of a result needs besides its sum and a bias, of 16 bits by descriptor, of 32 by pointers."""
+    for kind, batch in (("bf16", 1), ("f16", 3), ("f32", 2)):
+        text = f"""graph g input x: f16[{batch}, 37, 80] input w: f16[80, 40] input c: f16[40] input r: {kind}[{batch}, 37, 40]
+            y: f16[{batch}, 37, 40] = op [b: {batch}, i: 37, n: 40 | m: 80 sum] reads x[b, i, m], w[m, n], c[n], r[b, i, n]
+              body cast(x, f32) * cast(w, f32) then cast(((acc0 + cast(c, f32)) * cast(r, f32)), f16)
+            output y"""
+        graph = parse(text)
+        made = generate(graph, kernel_of(graph), FORMS[form])
+        assert ("r_desc.load" in made.source) == (FORMS[form].descriptors and kind != "f32" and FORMS[form].split_k == 1)
+        check(text, config=FORMS[form])
+
+
 def test_more_tiles_than_multiprocessors() -> None:
     """A persistent grid whose programs have several tiles, not all of them equally many."""
     text = matmul("bf16", 16 * 13, 16 * 13, 16)

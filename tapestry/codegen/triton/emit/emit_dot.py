@@ -263,6 +263,8 @@ def _epilogue(
             last.leaf(Arg(p, task.reads[p].dtype))
     ahead = last.lines.copy()
     last.lines.clear()
+    if descriptors:
+        _whole_tiles(frame, c, ax, config, last)
     exprs = task.then if task.mode == "full" else task.body
     values = last.results(exprs) if task.mode == "full" else accs
     for access, name, value, out in zip(task.outs, frame.outs, values, exprs, strict=True):
@@ -280,6 +282,19 @@ def _epilogue(
         tile += f".to({TRITON_TYPES[access.dtype]}){shape}"
         last.lines.append(f"{param}.store([{', '.join(coordinates)}], {tile})")
     return ahead, last.lines
+
+
+def _whole_tiles(frame: Frame, c: Contraction, ax: Axes, config: KernelConfig, last: Scope) -> None:
+    """Load what results need of every cell, such as a residual, by descriptor: the wait for it also keeps the sums behind."""
+    task = frame.task
+    for p in sorted(arg_positions(task.then)):
+        access = task.reads[p]
+        box = tile_box(access, c.m, c.n, task.ranges)
+        if box is not None and not box.transposed and access.dtype in HALVES:
+            scalars, at = View([(ax.batch, "")], task.ranges), ("pid_m * BM", "pid_n * BN")
+            name, lines = described(frame, Arg(p, access.dtype), box, scalars, at, ("BM", "BN"), (config.bm, config.bn))
+            last.lines += [*lines, f"{name} = {name}.to(tl.float32)"]
+            last.known(p, name)
 
 
 def factor(scope: Scope, e: Expr, k: Axis, operand: str, wish: str) -> str:
