@@ -85,7 +85,7 @@ def run(there: StandIn, target: TritonTarget, graph: Graph, kernel: Kernel) -> l
 
 def one_kernel(text: str) -> tuple[Graph, Kernel]:
     graph = parse(text)
-    ((kernel, _),) = distinct(graph)
+    ((kernel,),) = distinct(graph)
     return graph, kernel
 
 
@@ -201,11 +201,11 @@ def whole_models(target: str, dtype: str, *names: str) -> None:
         make = models(name, dtype)
         assert make is not None, f"{name} is not written in {dtype}"
         graph = fused_graph(make(), SIZES.get(name, {}))
-        count = sum(len(run(there, device, graph, kernel)) * ops for kernel, ops in distinct(graph))
+        count = sum(len(run(there, device, graph, same[0])) * len(same) for same in distinct(graph))
         assert count >= len(graph.ops), name
         executor = by_runtime(there, device, graph)
         assert not there.broken() and len(there.launches()) == count, (name, count, len(there.launches()), there.broken())
-        faulty = [graph.ops[k.op].outs[0] for k, _ in distinct(graph) if sound(graph, k, target).faults]
+        faulty = [graph.ops[k.op].outs[0] for k, *_ in distinct(graph) if sound(graph, k, target).faults]
         print(f"{name} {dtype} {target}: {count} launches, an arena of {executor.arena_bytes[0]:,} bytes")
         print(f"faults: {len(faulty)} {' '.join(faulty)}")
 
