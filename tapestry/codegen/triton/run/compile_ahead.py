@@ -35,7 +35,7 @@ class Compiled:
 
 
 def compile_ahead(tk: TritonKernel, target: str) -> tuple[Compiled, ...]:
-    """Compile every pass for ``sm80``, ``sm90``, ``sm100`` or ``gfx942`` (``triton:`` in front is fine).
+    """Compile every pass for a target of `chips.CHIPS` (``triton:`` in front is fine).
 
     Buffers begin at multiples of 16 bytes.
 

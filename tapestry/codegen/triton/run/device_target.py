@@ -16,7 +16,7 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
-from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.run import library
 from tapestry.codegen.triton.run.execute import launch
 from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all
