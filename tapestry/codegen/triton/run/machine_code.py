@@ -150,7 +150,8 @@ def main_loop(lines: Sequence[Line], labels: Mapping[str, int]) -> Sequence[Line
     inner = [(a, b) for a, b in found if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found)]
     inside = [lines[a : b + 1] for a, b in inner]
     multiplying = [part for part in inside if any(kind_of(line) == "matrix" for line in part)]
-    return max(multiplying or inside, key=len, default=[])
+    found_loops = multiplying or inside
+    return max(found_loops, key=len) if found_loops else ()
 
 
 def kind_of(line: Line) -> str:
