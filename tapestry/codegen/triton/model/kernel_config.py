@@ -321,6 +321,8 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
         table = (table[1], table[0], *table[2:])  # ptxas spills with the other
     if half and 64 < wide <= 128 and chip.arch == 100:
         table = (table[1], table[0], *table[2:])  # 128 keys: a program has the multiprocessor's tensor memory for itself
+    if half and 64 < wide <= 128 and chip.backend == "hip":
+        table = ((128, 32, 8, 2), *table)  # with more keys the loop with a mask takes every register
     small = {exact_dtype(e) for e in (s.query, s.keys, s.value)} & (FLOAT8 | INT8)
     if half and wide > 64 and not chip.descriptors and small:
         table = tuple(row for row in table if row[0] <= 64)  # what is widened to f16 passes through registers
