@@ -82,7 +82,7 @@ def own_operators(p: argparse.ArgumentParser) -> None:
 
 def kernels(p: argparse.ArgumentParser) -> None:
     """For which GPU."""
-    p.add_argument("--target", default="triton:sm90", help="triton:sm80, triton:sm90, triton:sm100 or triton:gfx942")
+    p.add_argument("--target", default="triton:sm90", help="triton: and sm80, sm86, sm89, sm90, sm100 or gfx942")
 
 
 def verify(p: argparse.ArgumentParser) -> None:

@@ -71,7 +71,7 @@ def timer() -> Callable[[Callable[[], object]], float]:
     """Medians with a cold L2 cache; in the interpreter there is no time."""
     from tapestry.codegen.triton.run.tune import cuda_timer
 
-    return cuda_timer(HERE, budget=0.1, most=40)
+    return cuda_timer(HERE, budget=0.1)
 
 
 class Ours:
@@ -172,7 +172,7 @@ def tuned(
 
     ((kernel, _),) = distinct_kernels(ours.graph, ours.program).values()
     how = How(device=HERE, timer=clock, candidates=local_candidates(HERE))
-    choice, found = choose(measure(ours.graph, kernel, how, time.monotonic() + limit))
+    choice, found = choose(measure(ours.graph, kernel, how, limit))
     if choice.config is None:
         return {"tried": found["tried"], "refused": found["refused"]}
     again = Ours(case.model, lambda graph, kernel: Choice(config=choice.config))

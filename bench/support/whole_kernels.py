@@ -36,8 +36,8 @@ def fused_graph(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Graph:
         return fused(simplify(lift(path, dict(sizes), weights=False).graph), GPU)[0]
 
 
-def distinct(graph: Graph) -> list[tuple[Kernel, int]]:
-    """Every distinct kernel of a graph on one device, and how many operations it computes."""
+def distinct(graph: Graph) -> list[list[Kernel]]:
+    """Every distinct kernel of a graph on one device: those of the operations that it computes."""
     found: dict[str, list[Kernel]] = {}
     for i, op in enumerate(graph.ops):
         if not isinstance(op, Block) or unavailable(graph, i):
@@ -46,9 +46,17 @@ def distinct(graph: Graph) -> list[tuple[Kernel, int]]:
         outs = tuple(whole(graph.tensors[t].shape) for t in op.outs)
         kernel = Kernel(op=i, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=outs)
         found.setdefault(kernel_key(graph, kernel), []).append(kernel)
-    return [(same[0], len(same)) for same in found.values()]
+    return list(found.values())
 
 
-def launches(graph: Graph, target: str) -> int:
-    """Launches of one run by the kernels that the model of the chip chooses, copies and merges of parts included."""
-    return sum(n * len(generate(graph, k, target=target).launches) for k, n in distinct(graph))
+def launches(graph: Graph, target: str) -> list[int]:
+    """Launches of each operation by the kernels that the model of the chip chooses, copies and merges of parts included.
+
+    What has no kernel is one launch.
+    """
+    out = [1] * len(graph.ops)
+    for same in distinct(graph):
+        count = len(generate(graph, same[0], target=target).launches)
+        for kernel in same:
+            out[kernel.op] = count
+    return out

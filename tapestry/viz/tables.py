@@ -243,7 +243,7 @@ def _resources(r: Mapping[str, Any]) -> str:
     text += f"; {', '.join(m.split()[0] for m in r['messages'])}" if r["messages"] else ""
     if "bytes" not in r:
         return text
-    passed = f"; {len(r['refused'])} candidates passed over ({r['refused'][0]['why']})" if r["refused"] else ""
+    passed = f"; passed over {len(r['refused'])}: {r['refused'][0]['why']}" if r["refused"] else ""
     return text + f"; {count(r['flops'])}FLOP, {human(r['bytes'])}, predicted {duration(r['predicted_s'])}{passed}"
 
 

@@ -207,15 +207,15 @@ def _fusion() -> str:
     lines = [
         [
             r["model"],
-            r["kernels"],
-            r.get("inductor_kernels") or "–",
-            r.get("kernels_per_layer") or "–",
+            r["launches"],
+            " / ".join(map(str, (r["inductor_launches"] or {}).values())) or "–",
+            r.get("launches_per_layer") or "–",
             f"{r['bytes'] / 1e6:,.1f}",
             f"{r['inductor_bytes'] / 1e6:,.1f}" if r.get("inductor_bytes") else "–",
         ]
         for r in rows("fusion")
     ]
-    return table("model | kernels: | Inductor: | per layer: | MB: | Inductor, MB:", lines)
+    return table("model | launches: | Inductor, default / frozen: | per layer: | MB: | Inductor, MB:", lines)
 
 
 # the compiler

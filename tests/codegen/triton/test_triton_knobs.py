@@ -9,11 +9,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of
 import pytest
 
 from tapestry.codegen.triton import KernelConfig, candidates, default_config, generate, kernel_form
+from tapestry.codegen.triton.task.chips import CHIPS
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.errors import TapestryError
 from tapestry.ir.syntax.parser import parse
 from tests.support.triton_kernels import check, kernel_of, poisoned_lanes  # noqa: F401
-from tests.support.triton_streams import PLAIN, STREAMS, attention
+from tests.support.triton_streams import CAUSAL, PLAIN, STREAMS, attention
 
 
 def matmul(dtype: str, m: int, n: int, k: int, batch: str = "", transposed: bool = False) -> str:
@@ -49,6 +50,20 @@ def test_contractions_in_every_form(form: str, dtype: str) -> None:
         check(text, config=FORMS[form])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_residuals_in_every_form(form: str) -> None:
+    """What every cell of a result needs besides its sum and a bias, of 16 bits by descriptor, of 32 by pointers."""
+    for kind, batch in (("bf16", 1), ("f16", 3), ("f32", 2)):
+        text = f"""graph g input x: f16[{batch}, 37, 80] input w: f16[80, 40] input c: f16[40] input r: {kind}[{batch}, 37, 40]
+            y: f16[{batch}, 37, 40] = op [b: {batch}, i: 37, n: 40 | m: 80 sum] reads x[b, i, m], w[m, n], c[n], r[b, i, n]
+              body cast(x, f32) * cast(w, f32) then cast(((acc0 + cast(c, f32)) * cast(r, f32)), f16)
+            output y"""
+        graph = parse(text)
+        made = generate(graph, kernel_of(graph), FORMS[form])
+        assert ("r_desc.load" in made.source) == (FORMS[form].descriptors and kind != "f32" and FORMS[form].split_k == 1)
+        check(text, config=FORMS[form])
+
+
 def test_more_tiles_than_multiprocessors() -> None:
     """A persistent grid whose programs have several tiles, not all of them equally many."""
     text = matmul("bf16", 16 * 13, 16 * 13, 16)
@@ -56,6 +71,19 @@ def test_more_tiles_than_multiprocessors() -> None:
     made = generate(graph := parse(text), kernel_of(graph), config)
     assert made.grid == (132,) and "tl.range(first_tile, 169, 132" in made.source
     check(text, config=config)
+
+
+def test_descriptors_of_the_program_itself() -> None:
+    """For loads by warps of their own; the default is what was known before."""
+    text = matmul("bf16", 16 * 13, 16 * 13, 16)
+    config = KernelConfig(bm=16, bn=16, bk=16, persistent=True, descriptors=True, warp_specialize=True)
+    made = generate(graph := parse(text), kernel_of(graph), config)
+    assert not made.passes[0].descriptors and made.source.count("tl.make_tensor_descriptor(") == 3
+    assert "warp_specialize=True" in made.source
+    check(text, config=config)
+    large = parse(matmul("bf16", 4096, 4096, 4096))
+    options = [k.warp_specialize for k in candidates(kernel_form(large, kernel_of(large)))]
+    assert True in options and not options[0]
 
 
 def test_rows_that_no_descriptor_can_copy_are_loaded_by_pointers() -> None:
@@ -77,7 +105,7 @@ def test_convolution_with_channels_last() -> None:
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("descriptors", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2, 3])
 def test_streaming_sums_in_every_form(name: str, descriptors: bool, parts: int) -> None:
     """Tiles of keys without a mask, with one, and never visited; keys in parts over the grid (flash-decoding)."""
     check(STREAMS[name], config=KernelConfig(bm=16, bn=16, descriptors=descriptors, split_k=parts))
@@ -97,10 +125,81 @@ def test_tiles_that_every_row_sees_have_no_mask() -> None:
     assert 'float("-inf")' not in first.split("tl.maximum")[0] and "tl.where(" in second.split("tl.maximum")[0]
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_scores_that_are_rounded_skip_what_the_mask_hides(dtype: str) -> None:
+    """ONNX's Attention rounds masked scores to 16 bits; the mask is seen through the rounding, and the factor is folded."""
+    rounded = f"cast(cast({CAUSAL.format(d='')}, {dtype}), f32)"
+    text = attention(dtype, rounded, (2, 1), (70, 70), 16)
+    source = generate(graph := parse(text), kernel_of(graph), KernelConfig(bm=16, bn=16)).source
+    assert source.count("for n_0 in tl.range(") == 2 and "0.125" not in source.split("@triton.jit")[1]
+    check(text, config=KernelConfig(bm=16, bn=16))
+    added = attention(dtype, f"cast(cast((let0 * 0.25), {dtype}) + {dtype}(1.5), f32)", (2, 1), (33, 50), 16)
+    check(added, config=KernelConfig(bm=16, bn=16))
+
+
+@pytest.mark.parametrize(("parts", "deep"), [(3, (75, 90, 41)), (4, (100, 120, 55))])
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_the_last_part_of_a_product_may_be_short(dtype: str, parts: int, deep: tuple[int, int, int]) -> None:
+    """Parts of whole tiles: the reads of the last one give zeros past the end."""
+    texts = matmul(dtype, 37, 40, deep[0]), matmul(dtype, 21, 24, deep[1], batch="3")
+    for text in (*texts, matmul(dtype, 33, 24, deep[2], transposed=True)):
+        graph, config = parse(text), KernelConfig(bm=16, bn=16, bk=16, split_k=parts)
+        assert len(generate(graph, kernel_of(graph), config).passes) == 2
+        check(text, config=config)
+
+
+@pytest.mark.parametrize("pad", ["0.0", "1.0"])
+def test_pads_in_a_short_part(pad: str) -> None:
+    """A pad of ones is no zero past the end."""
+    text = f"""graph g input x: f32[20, 70] input w: f32[70, 24] y: f32[20, 24] = op [i: 20, n: 24 | m: 75 sum]
+        reads x[i, m - 2] else {pad}, w[m - 2, n] else {pad} body x * w then acc0 output y"""
+    check(text, config=KernelConfig(bm=16, bn=16, bk=16, rows=4, cols=16, split_k=3))
+
+
+@pytest.mark.parametrize("keys", [300, 1000, 4095, 4096, 4097, 32769])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32)])
+def test_decoding_fills_the_chip_at_any_length(heads: tuple[int, int], keys: int) -> None:
+    text = attention("bf16", PLAIN, heads, (1, keys), 128).replace("[2, ", "[1, ").replace("[b: 2,", "[b: 1,")
+    made = generate(graph := parse(text), kernel_of(graph))
+    assert made.grid[0] >= 128, made.config
+
+
+def test_what_memory_decides_keeps_bytes_on_their_way() -> None:
+    """A product with one row: programs times the tiles that each has asked for, and no program with twice another's share."""
+    for n in (4096, 11008):
+        text = f"""graph g input x: f16[1, 4096] input w: f16[4096, {n}] y: f16[1, {n}] = op [i: 1, n: {n} | m: 4096 sum]
+            reads x[i, m], w[m, n] body cast(x, f32) * cast(w, f32) then cast(acc0, f16) output y"""
+        made = generate(graph := parse(text), kernel_of(graph))
+        c = made.config
+        assert made.grid[0] * c.rows * c.cols * 2 * (c.num_stages - 1) >= 2.5e6 and c.rows * 2 >= 64, c
+        assert f"num_stages={c.num_stages}" in made.source
+    wide = parse(matmul("bf16", 16, 11008, 4096))
+    assert not default_config(kernel_form(wide, kernel_of(wide))).persistent, (
+        "a second program of each processor goes on meanwhile"
+    )
+
+
+def test_a_short_read_does_not_decide_how_tiles_lie() -> None:
+    text = """graph g input x: bf16[512, 4096] input t: f32[512] y: f32[512] = op [i: 512 | j: 4096 sum]
+        reads x[i, j], t[i] body cast(x, f32) * t then acc0 output y"""
+    c = default_config(kernel_form(g := parse(text), kernel_of(g)))
+    assert c.cols >= 512, c
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_reductions_that_load_ahead(stages: int) -> None:
+    text = """graph g input x: f16[5, 100] input w: f16[100, 24] y: f32[24] = op [n: 24 | m: 100 sum]
+        reads x[2, m], w[m, n] body cast(x, f32) * cast(w, f32) then acc0 output y"""
+    check(text, config=KernelConfig(rows=8, cols=16, num_stages=stages))
+
+
 SPLIT = {
     "sum": "x then acc0", "max": "x then acc0", "moments": "1.0, x, 0.0 then acc1 + sqrt(acc2 / acc0)",
     "logsumexp": "x, 1.0 then acc0 + log(acc1)", "argmax": "x, index(j) then acc0",
 }  # fmt: skip
+
+
+CENTRED = ("moments", "logsumexp")
 
 
 @pytest.mark.parametrize("monoid", SPLIT)
@@ -112,6 +211,10 @@ def test_reductions_in_parts_over_the_grid(monoid: str) -> None:
         and len(made.scratch) == len(SPLIT[monoid].split(" then ")[0].split(", ")) - (monoid == "argmax") * 0
     )
     check(text, config=KernelConfig(rows=2, cols=4, split_k=4))
+    ragged = text.replace("48", "50")
+    graph = parse(ragged)
+    assert len(generate(graph, kernel_of(graph), KernelConfig(split_k=4)).passes) == 2 - (monoid in CENTRED)
+    check(ragged, config=KernelConfig(rows=2, cols=4, split_k=4))
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32x3", "tf32"])
@@ -131,14 +234,14 @@ def test_unknown_precision_and_target() -> None:
         generate(graph, kernel_of(graph), target="sm61")
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100", "gfx942"])
+@pytest.mark.parametrize("target", CHIPS)
 def test_candidates_fit_and_begin_with_the_default(target: str) -> None:
     for text in (matmul("bf16", 512, 512, 512), matmul("f32", 64, 64, 64), STREAMS["causal"], STREAMS["plain"]):
         graph = parse(text)
         found = kernel_form(graph, kernel_of(graph))
         options = list(candidates(found, target))
         assert options[0] == default_config(found, target) and len(options) == len(set(options)) > 1
-        if target in ("sm80", "gfx942"):
+        if not CHIPS[target].descriptors:
             assert not any(k.descriptors for k in options)
 
 

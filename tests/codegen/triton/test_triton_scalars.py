@@ -52,6 +52,19 @@ def test_float_functions(dtype: str) -> None:
         np.testing.assert_allclose(y.astype(np.float64), want, rtol=tol, atol=1e-300, equal_nan=True, err_msg=f)
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_functions_of_16_bits(dtype: str) -> None:
+    """To the last bit that 16 have, near zero and where the formula changes."""
+    x = np.concatenate(
+        [np.linspace(-6, 6, 101), np.logspace(-4, 0, 60), [0.0, 0.0999, 0.1001, -0.1, np.inf, -np.inf, np.nan, 70.0]]
+    )
+    x = x.astype(numpy_dtype(dtype))
+    text = f"""graph g input x: {dtype}[{len(x)}] y: f32[{len(x)}] = op [i: {len(x)}] reads x[i]
+        body cast(tanh(x), f32) output y"""
+    (got,) = run_kernel(parse(text), 0, {"x": x})
+    np.testing.assert_allclose(got, np.tanh(x.astype(np.float64)), rtol=2e-6, atol=1e-300, equal_nan=True)
+
+
 def test_pow() -> None:
     base = [-2.0, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0, np.inf, -np.inf, np.nan]
     power = [-3.0, -2.0, -0.5, 0.0, 0.5, 1.0, 2.0, 7.0, np.inf, -np.inf, np.nan]

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from tapestry import flags
 from tapestry.codegen.triton import TritonKernel
 from tapestry.codegen.triton.run.triton_api import module
-from tapestry.codegen.triton.task.chips import CHIPS
+from tapestry.codegen.triton.task.chips import CHIPS, Chip
+from tapestry.runtime.arrays import torch_dtype
 
 SOURCE = Path(__file__).with_name("driver_rules.c")
 META = torch.device("meta")
@@ -63,6 +64,11 @@ class Memory(TorchFunctionMode):
         self.library.stand_in_memory(ctypes.c_ulonglong(at), ctypes.c_ulonglong(size))
         return self.all[at : at + size].view(dtype).view(tuple(shape))
 
+    def anything(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        """An array somewhere, to copy from."""
+        kind = torch_dtype(dtype)
+        return self.all[: torch.Size(shape).numel() * kind.itemsize].view(kind).view(tuple(shape))
+
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
@@ -70,6 +76,13 @@ class StandIn:
 
     library: ctypes.CDLL
     memory: Memory
+    chip: Chip
+
+    def limit_shared(self, most: int) -> None:
+        """A GPU of the same kind with so many bytes of shared memory for a program."""
+        major, minor = divmod(int(self.chip.arch), 10)
+        self.library.stand_in_chip(major, minor, self.chip.units, most, most + 1024)
+        module("triton.compiler.compiler").max_shared_mem.cache_clear()
 
     def lines(self) -> list[list[str]]:
         """Its log, in words."""
@@ -127,7 +140,7 @@ def install(target: str) -> StandIn:
     found.get_device_capability, found.get_current_stream = lambda device=0: (major, minor), lambda device: 0
     module("triton.runtime").driver.set_active(found)
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
-    return StandIn(library, Memory(library))
+    return StandIn(library, Memory(library), chip)
 
 
 def expected(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> list[tuple[str, tuple[int, ...], list[int | None]]]:

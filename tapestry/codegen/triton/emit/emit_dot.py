@@ -6,16 +6,16 @@ import re
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.emit.emit_reduce import loop
-from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import TileBox, operand_boxes, tile_box
 from tapestry.codegen.triton.task.kernel_form import KernelForm
 from tapestry.codegen.triton.task.lowered import Task, points
 from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, widened
-from tapestry.codegen.triton.task.tiles import Contraction, bare_read, shifted
+from tapestry.codegen.triton.task.tiles import Contraction, bare_read, plain_results, shifted
 from tapestry.codegen.triton.text.axes import Axis, Namer, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.expr import Acc, Const, Expr, walk
+from tapestry.ir.expr import Acc, Arg, Const, Expr, arg_positions, walk
 from tapestry.ir.recognise.contraction import INT8
 from tapestry.ir.types import FLOAT8
 
@@ -68,15 +68,17 @@ def emit_dot(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> 
     zeros = zero_points(frame, c, rows, columns) if c.operand == "i8" else ZeroPoints()
     after = [*zeros.after(frame, ax, accs), *_as_floats(task, c, accs, half)]
     held = "int32" if c.operand == "i8" else "float16" if half else "float32"
-    epilogue = [*after, *_epilogue(frame, op, ax, accs, config, boxes is not None)]
+    ahead, results = _epilogue(frame, op, ax, accs, config, boxes is not None, early=chip.arch == 90)
+    epilogue = [*after, *results]
     inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps, *zeros.steps), boxes is not None)
-    tile = [*ax.m.lines, *ax.n.lines, *inner, *epilogue]
+    tile = [*ax.m.lines, *ax.n.lines, *ahead, *inner, *epilogue]
     once = [
         *ax.batch.lines,
         *([f"{ax.m.name} = pid_m * BM + tl.arange(0, BM)"] if mentions(tile, ax.m.name) else []),
         *ax.m.lines,
         *([f"{ax.n.name} = pid_n * BN + tl.arange(0, BN)"] if mentions(tile, ax.n.name) else []),
         *ax.n.lines,
+        *ahead,
         *(f"{acc} = tl.zeros((BM, BN), tl.{held})" for acc in accs),
         *zeros.before,
         *inner,
@@ -246,12 +248,23 @@ def _outer(box: TileBox, scalars: View, narrow: str) -> list[str]:
 
 
 def _epilogue(
-    frame: Frame, op: KernelForm, ax: Axes, accs: tuple[str, ...], config: KernelConfig, descriptors: bool
-) -> list[str]:
-    """Lines that compute the results from the sums and store them."""
+    frame: Frame, op: KernelForm, ax: Axes, accs: tuple[str, ...], config: KernelConfig, descriptors: bool, *, early: bool
+) -> tuple[list[str], list[str]]:
+    """Lines that load what results need besides the sums, where it is short; lines that compute the results and store them.
+
+    A bias is loaded before the sum (``early``): behind it, ptxas moves the rounding of the sums across the wait for Hopper's
+    matrix units, to have work until the bias is there, and then lets every product wait for the one before (C7514).
+    """
     task, c = frame.task, op.product
     assert c is not None
     last = Scope(frame, View([(ax.batch, ""), (ax.m, "[:, None]"), (ax.n, "[None, :]")], task.ranges), accs)
+    for p in sorted(arg_positions(task.then)) if early else ():
+        if not all(task.read_dims(p) & {d.name for d in dims} for dims in (c.m, c.n)):
+            last.leaf(Arg(p, task.reads[p].dtype))
+    ahead = last.lines.copy()
+    last.lines.clear()
+    if descriptors:
+        _whole_tiles(frame, c, ax, config, last)
     exprs = task.then if task.mode == "full" else task.body
     values = last.results(exprs) if task.mode == "full" else accs
     for access, name, value, out in zip(task.outs, frame.outs, values, exprs, strict=True):
@@ -268,7 +281,20 @@ def _epilogue(
         tile = (value if value.isidentifier() else f"({value})") if summed else f"tl.broadcast_to({value}, (BM, BN))"
         tile += f".to({TRITON_TYPES[access.dtype]}){shape}"
         last.lines.append(f"{param}.store([{', '.join(coordinates)}], {tile})")
-    return last.lines
+    return ahead, last.lines
+
+
+def _whole_tiles(frame: Frame, c: Contraction, ax: Axes, config: KernelConfig, last: Scope) -> None:
+    """Load what results need of every cell, such as a residual, by descriptor: the wait for it also keeps the sums behind."""
+    task = frame.task
+    for p in sorted(arg_positions(task.then)):
+        access = task.reads[p]
+        box = tile_box(access, c.m, c.n, task.ranges)
+        if box is not None and not box.transposed and access.dtype in HALVES:
+            scalars, at = View([(ax.batch, "")], task.ranges), ("pid_m * BM", "pid_n * BN")
+            name, lines = described(frame, Arg(p, access.dtype), box, scalars, at, ("BM", "BN"), (config.bm, config.bn))
+            last.lines += [*lines, f"{name} = {name}.to(tl.float32)"]
+            last.known(p, name)
 
 
 def factor(scope: Scope, e: Expr, k: Axis, operand: str, wish: str) -> str:
@@ -332,10 +358,11 @@ def _grid(frame: Frame, ax: Axes, config: KernelConfig, once: list[str], tiles: 
     if programs == tiles:
         return [frame.program(), *tile_order(ax, "pid", config.group), *once]
     wide = ".to(tl.int64)" if frame.wide else ""
-    how = "warp_specialize=True" if config.warp_specialize else "flatten=True"  # on Hopper one excludes the other
+    # on Hopper one excludes the other; what reads more than its sums is laid out anew in each turn of one flat loop
+    how = "warp_specialize=True" if config.warp_specialize else "flatten=True" if plain_results(frame.task) else ""
     return [
         "first_tile = tl.program_id(0)",
-        f"for tile_index in tl.range(first_tile, {tiles}, {programs}, {how}):",
+        f"for tile_index in tl.range(first_tile, {tiles}, {programs}{', ' * bool(how)}{how}):",
         *(f"    {line}" for line in (f"pid = tile_index{wide}", *tile_order(ax, "pid", config.group), *once)),
     ]
 

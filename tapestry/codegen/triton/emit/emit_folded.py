@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tapestry.codegen.triton.emit.emit_dot import Axes, dot_options, k_loop, mentions, operands, product_axes, tile_order
-from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import operand_boxes
 from tapestry.codegen.triton.task.kernel_form import KernelForm

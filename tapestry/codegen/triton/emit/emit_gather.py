@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.task.tiles import split_selection
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written

@@ -8,7 +8,7 @@ correct for every body, monoid and projection.
 
 from __future__ import annotations
 
-from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.task.primitives import TRITON_TYPES, compute, literal
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.expressions import Printer
@@ -38,7 +38,7 @@ def emit_reduce(frame: Frame, config: KernelConfig) -> Written:
     start, merge, end = reduction(frame, tile, cols, accs)
     last = Scope(frame, View([(rows, "")], task.ranges), accs).store_results(accs)
     step = (*cols.lines, *inner, *tile.lines, *merge)
-    steps = loop(cols, step, namer.take(f"{cols.name}_0"), frame.wide)
+    steps = loop(cols, step, namer.take(f"{cols.name}_0"), frame.wide, config.num_stages)
     return Written(constants=constants, lines=(*head, *rows.lines, *start, *steps, *end, *last), programs=rows.tiles)
 
 
@@ -68,11 +68,17 @@ def _inner(frame: Frame, k: int, lets: tuple[str, ...], axes: list[tuple[Axis, s
     ]
 
 
-def loop(axis: Axis, step: tuple[str, ...], start: str, wide: bool) -> list[str]:
-    """The steps for every tile of an axis; no loop where one tile is all."""
+def loop(axis: Axis, step: tuple[str, ...], start: str, wide: bool, stages: int = 1) -> list[str]:
+    """The steps for every tile of an axis; no loop where one tile is all.
+
+    Args:
+        stages: tiles that are on their way at a time; Triton by itself loads ahead only for products.
+    """
     tile = f"tl.arange(0, {axis.tile})"
     index = tile if axis.tiles == 1 else f"{start} + {tile}"
     steps = [f"{axis.name} = " + (f"({index}).to(tl.int64)" if wide else index), *step]
     if axis.tiles == 1:
         return steps
-    return [f"for {start} in range(0, {axis.size}, {axis.tile}):", *("    " + s for s in steps)]
+    span = f"0, {axis.size}, {axis.tile}"
+    head = f"tl.range({span}, num_stages={stages})" if stages > 1 else f"range({span})"
+    return [f"for {start} in {head}:", *("    " + s for s in steps)]

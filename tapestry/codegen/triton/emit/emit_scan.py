@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tapestry.codegen.triton.emit.emit_reduce import loop
-from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.expressions import combine_source
 from tapestry.codegen.triton.text.folds import identity, state_types

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from tapestry.codegen.triton.emit.emit_dot import described, dot_options, factor, mentions
-from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import TileBox, stream_boxes
 from tapestry.codegen.triton.task.kernel_form import KernelForm
@@ -20,6 +20,7 @@ from tapestry.codegen.triton.task.lowered import points
 from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal
 from tapestry.codegen.triton.task.tiles import Stream, power_of_two
 from tapestry.codegen.triton.text.axes import Axis, View
+from tapestry.codegen.triton.text.folds import by_share
 from tapestry.codegen.triton.text.ranges import KeyRange, key_range, unguarded
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
 from tapestry.ir.expr import Acc, Call, Const, Expr, Let, walk
@@ -179,7 +180,7 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
         shown = f"tl.where({tile.view.laid(key, key.inside())}, {shown}, {plan.hidden})"
     high, centre, scale, weights = (namer.take(n) for n in ("highest", "centre", "scale", "weights"))
     half = "" if s.weighted == "f32" else f".to({TRITON_TYPES[s.weighted]})"
-    by, fn = repr(s.weights.rate * plan.scale * math.log2(math.e)), s.weights.fn
+    by, fn = s.weights.rate * plan.scale * math.log2(math.e), s.weights.fn
     own = [
         *copies,
         f"{score} = tl.dot({plan.query}, {keys}, tl.zeros((BM, BN), tl.float32), {plan.how[0]})",
@@ -187,8 +188,8 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
         f"{score} = {shown}" if shown != score else "",
         f"{high} = tl.{fn}imum({top}, tl.{fn}({score}, 1))",
         f"{centre} = tl.where({high} == {plan.hidden}, 0.0, {high})",
-        f"{scale} = tl.exp2(({top} - {centre}) * {by})",
-        f"{weights} = tl.exp2(({score} - {centre}[:, None]) * {by})",
+        f"{scale} = tl.exp2(({top} - {centre}) * {by!r})",
+        f"{weights} = tl.exp2({_away(score, centre, by, exact=not half)})",
         *later,
         f"{total} = {total} * {scale} + tl.sum({weights}, 1)",
         f"{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], {plan.how[1]})",
@@ -197,6 +198,14 @@ def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
     used = key.lines or mentions(own, key.name)
     index = [f"{key.name} = {_index(frame, f'{ax.start} + tl.arange(0, BN)')}"] if used else []
     return [*index, *key.lines, *own]
+
+
+def _away(score: str, centre: str, by: float, *, exact: bool) -> str:
+    """The exponents of weights: one instruction for each score where weights are rounded to 16 bits; else nothing is rounded
+    before the difference is made."""
+    if exact:
+        return f"({score} - {centre}[:, None]) * {by!r}"
+    return f"tl.fma({score}, {by!r}, ({centre} * {-by!r})[:, None])"
 
 
 def _centre(frame: Frame, plan: _Plan) -> list[str]:
@@ -208,26 +217,13 @@ def _centre(frame: Frame, plan: _Plan) -> list[str]:
     return [*scaled, f"{top} = tl.where({total} == {total}, {top}, {total})  # a NaN among the scores is one of the row"]
 
 
-def _by_share(e: Expr) -> Expr:
-    """``x / total`` as x times what one weight of the row is worth: a division per row, not one per element.
-
-    A total is at least 1, the weight of the maximum; else it is 0 or NaN, and both ways the result is NaN.
-    """
-    if not isinstance(e, Call):
-        return e
-    args = tuple(map(_by_share, e.args))
-    if e.fn == "div" and e.dtype == "f32" and args[1] == Acc(1, "f32"):
-        return Call(fn="mul", args=(args[0], Acc(3, "f32")), dtype="f32")
-    return Call(fn=e.fn, args=args, dtype=e.dtype)
-
-
 def _results(frame: Frame, plan: _Plan) -> list[str]:
     """Stores of what ``then`` makes of the states, or of the states themselves."""
     task, ax, state = frame.task, plan.ax, plan.state
     over = View([(ax.batch, ""), (ax.rows, "[:, None]"), (ax.columns, "[None, :]")], task.ranges)
     if task.mode == "full":
         share = frame.namer.take("share")
-        then = tuple(map(_by_share, task.then))
+        then = tuple(by_share(e, 3) for e in task.then)
         first = [f"{share} = 1.0 / {state[1]}"] if then != task.then else []
         last = Scope(frame, over, (f"{state[0]}[:, None]", f"{state[1]}[:, None]", state[2], f"{share}[:, None]"))
         for access, name, value in zip(task.outs, frame.outs, last.results(then), strict=True):

@@ -17,13 +17,15 @@ from tapestry.codegen.triton.emit.emit_scan import emit_scan
 from tapestry.codegen.triton.emit.emit_stream import emit_stream
 from tapestry.codegen.triton.emit.header import header
 from tapestry.codegen.triton.emit.split_passes import Parts, in_parts
-from tapestry.codegen.triton.model.kernel_config import KernelConfig, default_config, splits
+from tapestry.codegen.triton.model.config_fields import KernelConfig
+from tapestry.codegen.triton.model.kernel_config import default_config
 from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
 from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.kernel_form import KernelForm, on_chip
 from tapestry.codegen.triton.task.lowered import lower, task_text
 from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
+from tapestry.codegen.triton.task.ragged_parts import splits
 from tapestry.codegen.triton.text.axes import identifier
 from tapestry.codegen.triton.text.device_functions import sources
 from tapestry.codegen.triton.text.scope import Frame, Written, frame
@@ -124,6 +126,7 @@ def generate(
         if function in taken:  # names are cut at the end
             held, function = frame(stage.task, f"pass{k}_{wish}", CHIPS[target].float8)
         written = _emit(held, stage, stage_config, chip_of(target))
+        written = _on_device(held, written) if stage_config.warp_specialize else written
         launch = _pass(held, function, written, stage_config, buffers.of(held, k, len(stages)))
         made.append((held, written, replace(launch, grid=(0,)) if none else launch))
     names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
@@ -210,6 +213,17 @@ def _emit(held: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> Writ
         return emit_scan(held, config, reverse=op.reverse)
     plain_forms = {"map": emit_map, "rows": emit_rows, "reduce": emit_reduce, "nest": emit_reduce}
     return plain_forms[op.kind](held, config)
+
+
+def _on_device(held: Frame, written: Written) -> Written:
+    """A body that makes its descriptors itself: with those of the host, Triton gives loads no warps of their own."""
+    made = [
+        f"{param} = tl.make_tensor_descriptor({n}_ptr, {list(d.shape)}, {list(d.strides)}, {list(d.block)})"
+        for param, (n, d) in held.descriptors.items()
+    ]
+    held.pointers |= {n for n, _ in held.descriptors.values()}
+    held.descriptors.clear()
+    return replace(written, lines=(*made, *written.lines))
 
 
 def _module(made: list[tuple[Frame, Written, Pass]]) -> list[str]:

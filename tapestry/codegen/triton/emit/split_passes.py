@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.kernel_form import KernelForm, classified
-from tapestry.codegen.triton.task.lowered import Access, points, substitute_task
+from tapestry.codegen.triton.task.lowered import Access, Check, Task, points, substitute_task
 from tapestry.codegen.triton.task.primitives import compute
-from tapestry.ir.expr import Arg, arg_positions
+from tapestry.codegen.triton.task.ragged_parts import part_size
+from tapestry.ir.expr import Arg, Call, Expr, Index, arg_positions, call
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import const, dim
+from tapestry.ir.index import const, dim, dims_of
+from tapestry.ir.monoid import MONOIDS, number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +32,10 @@ class Parts:
 
 
 def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
-    """The operation with the reduced dimension ``name`` in ``parts`` blocks, which must divide it."""
+    """The operation with the reduced dimension ``name`` in ``parts`` blocks, the last of which may have fewer points."""
     task = form.task
     part = next(n for n in (f"{name}_part", f"{name}_part_") if n not in task.ranges)
-    size = task.ranges[name] // parts
+    size = part_size(task.ranges[name], parts)
     ranges = {**task.ranges, name: size, part: parts}
     env = {name: dim(part) * size + dim(name)}
     fields = _fields(form)
@@ -43,6 +45,8 @@ def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
     ]
 
     moved = replace(substitute_task(task, env, ranges), then=())
+    if size * parts > task.ranges[name]:
+        moved = _cut(form, moved, Check(env[name], "<", task.ranges[name]), name)
     used = arg_positions(moved.exprs)
     first = replace(
         moved, mode="partial", dims=(Dim(part, parts), *task.dims), outs=tuple(states),
@@ -59,6 +63,27 @@ def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
         first=_alike(classified(first, form.precision), form), second=classified(second, form.precision),
         scratch=scratch, base=base,
     )  # fmt: skip
+
+
+def _cut(form: KernelForm, moved: Task, inside: Check, name: str) -> Task:
+    """The first pass with nothing past the end of the last part: reads give zeros there, states the monoid's identity."""
+    reads = {
+        p: replace(a, checks=(*a.checks, inside), other=a.other or 0) if name in dims_of(a.offset) else a
+        for p, a in moved.reads.items()
+    }
+    if form.product is not None:
+        return replace(moved, reads=reads)  # factors that are zero
+    assert moved.monoid is not None
+    lies = call("ge", Index(const(inside.bound - 1) - inside.aff), number(0, "i64"))
+    zero = MONOIDS[moved.monoid].zero(tuple(e.dtype for e in moved.body))
+    if form.streamed is None:
+        return replace(moved, reads=reads, body=tuple(call("where", lies, e, z) for e, z in zip(moved.body, zero, strict=True)))
+    score, one, value = moved.body  # what is hidden weighs nothing
+    hidden = zero[0]
+    if isinstance(score, Call) and isinstance(one, Call) and score.fn == one.fn == "where" and score.args[0] == one.args[0]:
+        both: Expr = call("and", lies, score.args[0])
+        one, score, lies = call("where", both, *one.args[1:]), score.args[1], both
+    return replace(moved, reads=reads, body=(call("where", lies, score, hidden), one, value))
 
 
 def _alike(part: KernelForm, whole: KernelForm) -> KernelForm:

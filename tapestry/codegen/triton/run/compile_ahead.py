@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from subprocess import SubprocessError
+
+import msgspec
 
 from tapestry import flags
 from tapestry.build.atomic import new_file
@@ -20,7 +21,7 @@ from tapestry.codegen.triton.run.triton_api import assembled, interpreted
 from tapestry.codegen.triton.task.chips import CHIPS, plain
 from tapestry.errors import TapestryError
 
-FORMAT = 1  # of what is kept of a compiled kernel
+FORMAT = 2  # of what is kept of a compiled kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Compiled:
 
 
 def compile_ahead(tk: TritonKernel, target: str) -> tuple[Compiled, ...]:
-    """Compile every pass for ``sm80``, ``sm90``, ``sm100`` or ``gfx942`` (``triton:`` in front is fine).
+    """Compile every pass for a target of `chips.CHIPS` (``triton:`` in front is fine).
 
     Buffers begin at multiples of 16 bytes.
 
@@ -72,9 +73,8 @@ def measured(tk: TritonKernel, target: str) -> tuple[Resources, ...]:
         OSError, SubprocessError: there are no disassemblers, or they fail.
     """
     path = flags.cache_folder() / "machine-code" / f"{_digest(tk, target)}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        kept = json.loads(path.read_bytes())
-        return tuple(Resources(**{**r, "messages": tuple(r["messages"])}) for r in kept["passes"])
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Resources, ...])
     try:
         found = tuple(c.resources for c in compile_ahead(tk, target))
     except (TapestryError, OSError, SubprocessError):
@@ -82,7 +82,7 @@ def measured(tk: TritonKernel, target: str) -> tuple[Resources, ...]:
     except Exception as e:  # whatever a pass of Triton's, or the assembler, stumbles over
         raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {first_line(e)}") from None
     with suppress(OSError), new_file(path) as temporary:
-        temporary.write_text(json.dumps({"kernel": tk.name, "target": target, "passes": [asdict(r) for r in found]}))
+        temporary.write_bytes(msgspec.json.encode(found))
     return found
 
 

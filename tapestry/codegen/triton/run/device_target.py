@@ -16,6 +16,7 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.run import library
 from tapestry.codegen.triton.run.execute import launch
 from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all
@@ -98,7 +99,7 @@ class TritonTarget:
         if self.device.type == "cpu":
             return
         new = {key: k for k in kernels if (key := kernel_key(graph, k)) not in self.made}
-        first = [self._wished(graph, k) or generate(graph, k, **self._kind) for k in new.values()]
+        first = [self._wished(graph, k) or self._generated(graph, k) for k in new.values()]
         compile_all(first, here(), os.cpu_count() or 1)  # in Triton's cache from here on
         for kernel in new.values():
             self._made(graph, kernel)
@@ -106,16 +107,15 @@ class TritonTarget:
     def _choice(self, graph: Graph, kernel: Kernel) -> Choice:
         return self.tuned(graph, kernel) if self.tuned else Choice()
 
-    @property
-    def _kind(self) -> dict[str, str]:
-        return {"target": self.target, "precision": self.precision}
+    def _generated(self, graph: Graph, kernel: Kernel, config: KernelConfig | None = None) -> TritonKernel:
+        return generate(graph, kernel, config, target=self.target, precision=self.precision)
 
     def _wished(self, graph: Graph, kernel: Kernel) -> TritonKernel | None:
         """A kernel as it was measured here, or as the build has it."""
         config = self._choice(graph, kernel).config
         if config is None and (own := self.knobs.get(kernel_key(graph, kernel))) is not None:
             config = config_from(own)
-        return None if config is None else generate(graph, kernel, config, **self._kind)
+        return None if config is None else self._generated(graph, kernel, config)
 
     def _made(self, graph: Graph, kernel: Kernel) -> TritonKernel:
         """What is generated for a kernel; equal ones in other layers share it, and are compiled once."""
@@ -127,7 +127,7 @@ class TritonTarget:
     def _chosen(self, graph: Graph, kernel: Kernel) -> TritonKernel:
         """The generator's own choice: on a GPU the first candidate whose machine code is sound there."""
         if self.device.type == "cpu":
-            return generate(graph, kernel, **self._kind)
+            return self._generated(graph, kernel)
         return sound(graph, kernel, self.target, self.precision, shared_memory()).made
 
     def bind(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.run.interpreter import corrected
-from tapestry.codegen.triton.run.triton_api import interpreted, module
+from tapestry.codegen.triton.run.triton_api import give_room, interpreted, module
 from tapestry.errors import BuildError, TapestryError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
             with corrected():
                 function(*arguments(one, buffers))
         else:
+            give_room()
             function(*arguments(one, buffers), **launch_options(one))
     for given, used in zip(arrays, buffers, strict=False):
         if given is not used:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.run.execute import arguments, launch, launch_options, load, scratch
-from tapestry.codegen.triton.run.triton_api import ALIGNMENT, Architecture, compiled, driver, here, interpreted, module
+from tapestry.codegen.triton.run.triton_api import (
+    ALIGNMENT,
+    Architecture,
+    compiled,
+    driver,
+    give_room,
+    here,
+    interpreted,
+    module,
+)
 from tapestry.errors import TapestryError
 
 if TYPE_CHECKING:
@@ -73,10 +82,13 @@ def _bound(tk: TritonKernel, one: Pass, buffers: tuple[torch.Tensor, ...]) -> Ca
     run, function, packed = loaded.run, loaded.function, loaded.packed_metadata
     x, y, z = (*one.grid, 1, 1)[:3]
     stream = driver().get_current_stream
+    room = int(loaded.metadata.global_scratch_size)  # for descriptors that programs make
     values = arguments(one, buffers)  # pointers as numbers: the launcher asks the driver about anything else
     values = [v if p in one.descriptors else v.data_ptr() for p, v in zip(one.params, values, strict=True)]
 
     def call(keep: tuple[torch.Tensor, ...] = taken) -> None:
+        if room:
+            give_room()
         run(x, y, z, stream(device), function, packed, None, None, None, *values)
 
     return call

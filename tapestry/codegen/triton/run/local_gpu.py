@@ -41,4 +41,6 @@ def chip_name(device: torch.device, interpreted_as: str = DEFAULT) -> str:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability(device)
     older = [n for n, c in CHIPS.items() if isinstance(c.arch, int) and c.arch <= 10 * major + minor]
-    return "sm80" if not older or major == 12 else older[-1]  # sm120 has neither wgmma nor tensor memory
+    if major == 12:  # neither wgmma nor tensor memory, and the shared memory of sm89
+        return "sm89"
+    return older[-1] if older else "sm80"

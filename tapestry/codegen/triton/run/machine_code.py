@@ -17,7 +17,7 @@ _GLOBAL = re.compile(r"^(LDG|STG|LDGSTS|global_(?:load|store)|buffer_(?:load|sto
 _CUDA_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?P<if>@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_]*[\w.]*)(?P<args>[^;]*);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _SPIN = 16  # instructions: a loop of fewer only waits for a barrier
-MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "IMMA", "HMMA", "DMMA", "v_mfma")  # fastest first
+MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "QMMA", "IMMA", "HMMA", "DMMA", "v_mfma")  # fastest first
 _KINDS = (
     ("matrix", re.compile("|".join(MATRIX))),
     ("spills", re.compile("LDL|STL")),
@@ -150,7 +150,8 @@ def main_loop(lines: Sequence[Line], labels: Mapping[str, int]) -> Sequence[Line
     inner = [(a, b) for a, b in found if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found)]
     inside = [lines[a : b + 1] for a, b in inner]
     multiplying = [part for part in inside if any(kind_of(line) == "matrix" for line in part)]
-    return max(multiplying or inside, key=len, default=[])
+    found_loops = multiplying or inside
+    return max(found_loops, key=len) if found_loops else ()
 
 
 def kind_of(line: Line) -> str:

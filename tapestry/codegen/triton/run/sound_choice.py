@@ -13,7 +13,8 @@ from subprocess import SubprocessError
 from typing import Any
 
 from tapestry.codegen.triton.emit.source import TritonKernel, generate
-from tapestry.codegen.triton.model.kernel_config import KernelConfig, candidates
+from tapestry.codegen.triton.model.config_fields import KernelConfig
+from tapestry.codegen.triton.model.kernel_config import candidates
 from tapestry.codegen.triton.run.compile_ahead import measured
 from tapestry.codegen.triton.run.machine_code import Resources
 from tapestry.codegen.triton.task.chips import Chip, chip_of

@@ -28,6 +28,16 @@ def driver() -> Any:
     return module("triton.runtime").driver.active
 
 
+def give_room() -> None:
+    """Let kernels that this thread launches have memory for descriptors that their programs make, from torch's allocator."""
+
+    def room(size: int, alignment: int, stream: int | None) -> Any:
+        torch = import_module("torch")
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+
+    module("triton").set_allocator(room)
+
+
 def here() -> Architecture:
     """The architecture of the current GPU."""
     target = driver().get_current_target()

@@ -22,7 +22,8 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base.scalars import NAMES, TORCH_DTYPES
 from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.triton.emit.source import TritonKernel, generate
-from tapestry.codegen.triton.model.kernel_config import KernelConfig, candidates
+from tapestry.codegen.triton.model.config_fields import KernelConfig
+from tapestry.codegen.triton.model.kernel_config import candidates
 from tapestry.codegen.triton.run import library
 from tapestry.codegen.triton.run.launcher import Call, bind, compile_all, first_line
 from tapestry.codegen.triton.run.local_gpu import chip_name
@@ -142,7 +143,7 @@ def tune(
             why = "in the cache" if known is not None else "the time limit"
             rows.append({**row, "skipped": why, "knobs": asdict(known.config) if known and known.config else None})
             continue
-        trials = measure(graph, kernel, how, time.monotonic() + left / (len(found) - done) * 2)
+        trials = measure(graph, kernel, how, left / (len(found) - done) * 2)
         choice, measured = choose(trials)
         cache.write(key, choice, measured)
         rows.append({**row, **measured, "knobs": asdict(choice.config) if choice.config else None, "library": choice.library})
@@ -168,8 +169,10 @@ def choose(trials: Sequence[Trial]) -> tuple[Choice, dict[str, Any]]:
     return Choice(config=config, library=faster), measured
 
 
-def measure(graph: Graph, kernel: Kernel, how: How, until: float = float("inf")) -> list[Trial]:
-    """Try a kernel's candidates, the default first; none is begun after ``until`` but that one.
+def measure(graph: Graph, kernel: Kernel, how: How, seconds: float = float("inf")) -> list[Trial]:
+    """Try a kernel's candidates, the default first; but for that one, none is begun when so many seconds are over.
+
+    They count from where the reference is known and the candidates are compiled: either takes longer than to measure them.
 
     Raises:
         TapestryError: the GPU failed, so that nothing after this can be trusted.
@@ -179,6 +182,7 @@ def measure(graph: Graph, kernel: Kernel, how: How, until: float = float("inf"))
     wanted = list(how.candidates(graph, kernel))
     if how.device.type != "cpu":
         compile_all(_generated(graph, kernel, wanted, how), here(), os.cpu_count() or 1)
+    until = time.monotonic() + seconds
     for config in wanted:
         if trials and time.monotonic() > until:
             break

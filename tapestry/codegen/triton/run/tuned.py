@@ -16,7 +16,7 @@ from typing import Any
 
 from tapestry.build.atomic import new_file
 from tapestry.codegen.triton.emit.source import kernel_key
-from tapestry.codegen.triton.model.kernel_config import KernelConfig
+from tapestry.codegen.triton.model.config_fields import KernelConfig
 from tapestry.codegen.triton.run.local_gpu import chip_name
 from tapestry.codegen.triton.task.chips import plain
 from tapestry.ir.graph import Graph

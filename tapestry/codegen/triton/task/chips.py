@@ -1,7 +1,7 @@
 """What a kernel runs on: limits that a compiled kernel must keep, and rates for the models that choose tiles.
 
 Limits are those of the vendors' programming guides (CUDA C Programming Guide, compute capabilities; AMD CDNA3 ISA). Rates are
-dense peaks of one representative part: A100 SXM, H100/H200 SXM, B200, MI300X.
+dense peaks of one representative part: A100 SXM, A40, L40S, H100/H200 SXM, B200, MI300X.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ class Chip:
     float8: frozenset[str]
     descriptors: bool
 
+    @property
+    def of_warps(self) -> bool:
+        """Whether a warp's matrix instructions take their operands from its registers."""
+        return self.arch in (80, 86, 89)
+
 
 _OPEN = frozenset({"f8e4m3fn", "f8e5m2"})  # of the Open Compute Project
 CHIPS: dict[str, Chip] = {
@@ -53,6 +58,18 @@ CHIPS: dict[str, Chip] = {
         backend="cuda", arch=80, warp=32, units=108, shared=166912, shared_unit=167936, registers=65536, grain=256, warps=64,
         programs=32, bandwidth=2.0e12, float8=frozenset(),
         flops={"i8": 6.24e14, "f16": 3.12e14, "bf16": 3.12e14, "tf32": 1.56e14, "vector": 1.95e13},
+        descriptors=False,
+    ),
+    "sm86": Chip(
+        backend="cuda", arch=86, warp=32, units=84, shared=101376, shared_unit=102400, registers=65536, grain=256, warps=48,
+        programs=16, bandwidth=6.96e11, float8=frozenset(),
+        flops={"i8": 2.99e14, "f16": 1.5e14, "bf16": 1.5e14, "tf32": 7.48e13, "vector": 3.74e13},
+        descriptors=False,
+    ),
+    "sm89": Chip(
+        backend="cuda", arch=89, warp=32, units=142, shared=101376, shared_unit=102400, registers=65536, grain=256, warps=48,
+        programs=24, bandwidth=8.64e11, float8=_OPEN,
+        flops={"f8": 7.33e14, "i8": 7.33e14, "f16": 3.62e14, "bf16": 3.62e14, "tf32": 1.83e14, "vector": 9.16e13},
         descriptors=False,
     ),
     "sm90": Chip(

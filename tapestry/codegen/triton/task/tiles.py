@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.lowered import Task, points
 from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, common_operand, compute
-from tapestry.ir.expr import Arg, Call, Expr, arg_positions, uncast
+from tapestry.ir.expr import Arg, Call, Const, Expr, Let, arg_positions, distinct, uncast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS, Moments, number
@@ -68,6 +68,21 @@ class Contraction:
 
 
 SUMMED = frozenset({"f32", "f16", "bf16", "i32"})  # dtypes of sums that matrix units make
+
+
+# instructions that an element takes, of those that take far more than one
+_LONG = {"erf": 30, "tanh": 16, "sin": 60, "cos": 60, "tan": 90, "pow": 90, "log1p": 24, "expm1": 24, "exp": 4, "log": 8,
+         "sqrt": 8, "div": 10, "sigmoid": 12}  # fmt: skip
+
+
+def instructions(exprs: tuple[Expr, ...]) -> int:
+    """About how many instructions an element of some expressions takes."""
+    return sum(_LONG.get(x.fn, 1) for x in distinct(exprs) if isinstance(x, Call))
+
+
+def plain_results(task: Task) -> bool:
+    """Whether results are one sum each, scaled or rounded at most, so that one flat loop over tiles and depth pays."""
+    return len(task.body) == 1 and not arg_positions(task.then) and instructions(task.then) <= 4
 
 
 def power_of_two(n: int) -> int:
@@ -152,11 +167,29 @@ def stream(task: Task) -> Stream | None:
         operand = "f16"
     values = exact_dtype(a.value)
     rows, columns = (tuple(d for d in dims if d.size > 1) for dims in (a.rows, a.columns))
+    weighted = "f16" if values in FLOAT8 | INT8 else values if values in HALVES else "f32"
+    score = _unrounded(a.score) if weighted in HALVES else a.score
     return Stream(
-        query=a.query, keys=a.keys, value=a.value, score=a.score, rows=rows, columns=columns,
+        query=a.query, keys=a.keys, value=a.value, score=score, rows=rows, columns=columns,
         batch=tuple(d for d in task.dims if d not in rows + columns), key=a.key, depth=a.depth, weights=a.weights,
-        operand=operand, weighted="f16" if values in FLOAT8 | INT8 else values if values in HALVES else "f32",
+        operand=operand, weighted=weighted,
     )  # fmt: skip
+
+
+_SCORES = HALVES | {"f32"}
+
+
+def _unrounded(e: Expr) -> Expr:
+    """A score in f32 throughout: its weights are rounded to 16 bits, and roundings before would hide masks and factors."""
+    if e.dtype not in _SCORES or isinstance(e, Let):
+        return e
+    if isinstance(e, Call):
+        if e.fn == "cast" and e.args[0].dtype in _SCORES:
+            return _unrounded(e.args[0])
+        return Call(fn=e.fn, args=tuple(map(_unrounded, e.args)), dtype="f32")
+    if isinstance(e, Const):
+        return Const(e.value, "f32")
+    return e if e.dtype == "f32" else Call(fn="cast", args=(e,), dtype="f32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +236,7 @@ def folded(task: Task) -> Folded | None:
 
 def _product(task: Task, a: Expr, b: Expr, m: tuple[Dim, ...], n: tuple[Dim, ...], batch: tuple[Dim, ...]) -> Contraction:
     """The contraction of two factors over the reduced dimensions."""
-    taps = _entangled(task)
+    taps = _entangled(task, m + n)
     k = tuple(d for d in task.reduce if d not in taps)
     masked = bool(taps) and points(k) < 16
     if masked:  # too few for a tile's depth
@@ -211,9 +244,9 @@ def _product(task: Task, a: Expr, b: Expr, m: tuple[Dim, ...], n: tuple[Dim, ...
     return Contraction(a=a, b=b, m=m, n=n, batch=batch, k=k, taps=taps, operand="", masked=masked)
 
 
-def _entangled(task: Task) -> tuple[Dim, ...]:
-    """Reduced dimensions that stand beside map dimensions in one check, floor or mod."""
-    mapped = {d.name for d in task.dims if d.size > 1}
+def _entangled(task: Task, tile: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """Reduced dimensions that stand beside a tile's in one check, floor or mod."""
+    mapped = {d.name for d in tile if d.size > 1}
     found: set[str] = set()
     for access in task.reads.values():
         for group in (*(c.aff for c in access.checks), *(Aff((t,)) for t in access.offset.terms)):

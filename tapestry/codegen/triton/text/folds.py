@@ -13,7 +13,7 @@ from tapestry.codegen.triton.task.tiles import centred
 from tapestry.codegen.triton.text.axes import Axis
 from tapestry.codegen.triton.text.expressions import combine_source
 from tapestry.codegen.triton.text.scope import Frame, Scope
-from tapestry.ir.expr import Arg, Const, Expr, Let, walk
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, walk
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.recognise.contraction import only_sums
 from tapestry.ir.recognise.exponential import Exponential, exponential
@@ -128,6 +128,19 @@ def _weights(frame: Frame, weights: Exponential, values: list[str], inside: str,
         f"{total} = tl.sum({_only(inside, shares)}, axis=1)",
         f"{top} = tl.where({total} == {total}, {top}, {total})",
     ]
+
+
+def by_share(e: Expr, share: int) -> Expr:
+    """``x / total`` as x times what one weight of the row is worth, state ``share``: a division per row, not per element.
+
+    A total is at least 1, the weight of the maximum; else it is 0 or NaN, and both ways the result is NaN.
+    """
+    if not isinstance(e, Call):
+        return e
+    args = tuple(by_share(a, share) for a in e.args)
+    if e.fn == "div" and e.dtype == "f32" and args[1] == Acc(1, "f32"):
+        return Call(fn="mul", args=(args[0], Acc(share, "f32")), dtype="f32")
+    return Call(fn=e.fn, args=args, dtype=e.dtype)
 
 
 def _only(inside: str, text: str, other: str = "0.0") -> str:

@@ -115,6 +115,10 @@ class Scope:
         self._loaded: dict[int, str] = {}
         self._shared: dict[str, str] = {}
 
+    def known(self, p: int, text: str) -> None:
+        """A read that is loaded already."""
+        self._loaded[p] = text
+
     def leaf(self, e: Expr) -> str:
         """Text of a read, a reduced state or an index; loads come at their first use."""
         if isinstance(e, Arg):

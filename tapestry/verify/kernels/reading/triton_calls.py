@@ -111,6 +111,10 @@ class Calls:
         """``tl.div_rn``."""
         return self.operator("truediv", a, b)
 
+    def fused(self, a: Any, b: Any, c: Any) -> Any:
+        """``tl.fma``."""
+        return self.operator("add", self.operator("mul", a, b), c)
+
     def dot(self, a: Tile, b: Tile, acc: Any = None, **how: Any) -> Tile:
         """``tl.dot``; its other options concern precision and types."""
         if set(how) - {"input_precision", "out_dtype", "max_num_imprecise_acc"}:
@@ -157,5 +161,5 @@ class Calls:
             "arange": self.arange, "full": self.full, "zeros": self.zeros, "where": self.where, "dot": self.dot,
             "sum": self.sum, "max": self.max, "min": self.min, "trans": self.transposed, "broadcast_to": self.broadcast_to,
             "maximum": self.maximum, "minimum": self.minimum, "div_rn": self.divided,
-            **{fn: partial(self.real, fn) for fn in REAL},
+            "fma": self.fused, **{fn: partial(self.real, fn) for fn in REAL},
         }  # fmt: skip
