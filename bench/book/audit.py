@@ -17,7 +17,9 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +38,13 @@ from tapestry.errors import TapestryError
 from tapestry.lift import lift
 from tapestry.verify.rewriting.proofs import whole
 
-try:
-    import onnxoptimizer
-except ImportError:
-    onnxoptimizer = None
-
 FOLDER = record.WORK / "audit"
+MORE = ("onnxoptimizer",) if find_spec("onnxoptimizer") else ()
 AWKWARD = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 3e38, -3e38, 1.5, -2.0, 0.25, 7.0, -6.5, 1e20, -0.5]
 FINITE = [-200.0, -150.0, -120.5, 0.0, 3.0, 95.0, -104.0, -0.5, 120.0, 1.5, -2.0, 0.25, 7.0, -6.5, 99.0, 110.0]
 ROUNDING = 1e-5
-OPTIMIZERS = ("onnxscript", "onnxruntime basic", "onnxruntime extended", *(("onnxoptimizer",) if onnxoptimizer else ()))
-PACKAGES = ("onnxruntime", "onnxscript", *(("onnxoptimizer",) if onnxoptimizer else ()))
+OPTIMIZERS = ("onnxscript", "onnxruntime basic", "onnxruntime extended", *MORE)
+PACKAGES = ("onnxruntime", "onnxscript", *MORE)
 X = "float[4,16] x"
 
 
@@ -174,7 +172,7 @@ def optimized(before: Path, optimizer: str) -> onnx.ModelProto:
     if optimizer == "onnxscript":
         return rewriter.rewrite(onnx.load(before))
     if optimizer == "onnxoptimizer":
-        return onnxoptimizer.optimize(onnx.load(before))
+        return import_module(optimizer).optimize(onnx.load(before))
     options = ort.SessionOptions()
     basic = optimizer.endswith("basic")
     options.graph_optimization_level = (

@@ -82,10 +82,10 @@ class Cheaper:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """An equation that holds at an operation, by its number; of tensors among the parameters, their places in the cone."""
+    """An equation that holds at an operation, by its number; for parameters that are tensors, their places in the cone."""
 
     number: int
-    params: tuple[tuple[str, Param, bool], ...]
+    params: tuple[tuple[str, Param, int | None], ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class Book:
                 if key not in self._places:
                     self._places[key] = list(_places(draft, at, rules, names))
                 for p in self._places[key]:
-                    params = tuple((n, names[v] if is_tensor else v) for n, v, is_tensor in p.params)
+                    params = tuple((n, v if k is None else names[k]) for n, v, k in p.params)
                     found.append((p.number, at, Move(rules[p.number].name, op.outs[0], params)))
         yield from (m for _, _, m in sorted(found, key=lambda f: f[:2]))
 
@@ -227,8 +227,7 @@ def _places(draft: Draft, at: int, rules: Mapping[int, Equation], names: list[st
     for number, rule in rules.items():
         given = dict.fromkeys(r[0] for r in rule.candidates(draft, at, None) if not isinstance(r, Refusal))
         for params in given:
-            tensors = {n for n, _ in params if rule.names_tensor(n)}
-            yield _Place(number, tuple((n, names.index(v) if n in tensors else v, n in tensors) for n, v in params))
+            yield _Place(number, tuple((n, v, names.index(str(v)) if rule.names_tensor(n) else None) for n, v in params))
 
 
 def _together(places: list[tuple[Move, ...]]) -> Iterator[Move]:
