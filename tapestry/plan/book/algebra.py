@@ -26,7 +26,7 @@ from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.cones import Cone, Cones
 from tapestry.rewrites.core.driver import SIMPLIFIED, rules_of, simplify
 from tapestry.rewrites.core.matching import Draft
-from tapestry.rewrites.core.rule import RULES, Move, Param, Refusal
+from tapestry.rewrites.core.rule import RULES, Move, Param
 from tapestry.rewrites.equations.equation import Equation
 
 NEAR = ((1, 0), (2, 1), (4, 2))  # of a region, the smallest that pays first: operations before and behind, along a path
@@ -34,7 +34,7 @@ MOST_OPS = 9  # of a region in all
 LOOKED_AT, LATER = 24, 5  # forms of a region from which equations are tried, and moves in a row
 WORSE = 2.5  # a form that costs more than the region by this factor is not followed
 PAYS = 0.98  # of a region's price, under which a derivation is worth planning
-CHILD = 3e6  # units of work of a form: measured, 3 ms
+CHILD = 5e6  # units of work of a form: measured, 5 ms
 _NONE = frozenset[str]()
 
 
@@ -225,9 +225,10 @@ class Book:
 def _places(draft: Draft, at: int, rules: Mapping[int, Equation], names: list[str]) -> Iterator[_Place]:
     """Where some equations hold at one operation."""
     for number, rule in rules.items():
-        given = dict.fromkeys(r[0] for r in rule.candidates(draft, at, None) if not isinstance(r, Refusal))
-        for params in given:
-            yield _Place(number, tuple((n, v, names.index(str(v)) if rule.names_tensor(n) else None) for n, v in params))
+        for m in rule.found(draft, at):
+            if isinstance(m, Move):
+                params = ((n, v, names.index(str(v)) if rule.names_tensor(n) else None) for n, v in m.params)
+                yield _Place(number, tuple(params))
 
 
 def _together(places: list[tuple[Move, ...]]) -> Iterator[Move]:
