@@ -4,8 +4,8 @@
 
 Every row is one graph of `bench.book.rule_graphs`: FLOPs, bytes that operations read and write, kernels and the plan's
 objective on one device, bytes on the wire on eight, and processor time of a run (the median of rounds of both builds in turn,
-on one thread). Both results are held to the reference evaluator, and to each other. Writes bench/results/rules.json; exits 1
-if a result is wrong, or if a graph became slower by more than a tenth.
+on one thread). Both results are held to the reference evaluator, and to each other. Writes bench/results/rules.json, where rows
+that are not measured anew stay; exits 1 if a result is wrong, or if a graph became slower by more than a tenth.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ def main() -> int:
     Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
     won, slower = sum(r["faster"] >= 1.2 for r in rows), [r["graph"] for r in rows if r["faster"] < 1 / SLOWER]
     print(f"{won} of {len(rows)} are 1.2 times faster or more; slower: {', '.join(slower) or 'none'}; * unopened")
-    if not args.graph and not args.seen:
-        record.write("rules", rows)
+    record.write("rules", record.merged("rules", rows, ("graph",)))
     return 0 if all(r["passed"] for r in rows) and not slower else 1
 
 

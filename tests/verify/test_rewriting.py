@@ -95,6 +95,21 @@ def test_a_read_that_a_mask_excludes_may_go() -> None:
         shown(text.format(""), text.format(" when i - 4 >= 0 else 0.0"))
 
 
+@pytest.mark.parametrize(("dtype", "monoid", "right", "wrong"), [("f32", "max", "-inf", "0.0"), ("i32", "min", "9", "0")])
+def test_what_is_filled_in_at_a_border_is_seen_where_all_else_has_one_sign(dtype, monoid, right, wrong) -> None:
+    # drawn values of both signs nearly always hide a 0 among nine cells
+    text = f"""graph g
+input x: {dtype}[6, 6]
+y: {dtype}[6, 6] = op [h: 6, w: 6 | r: 3 {monoid}, s: 3 {monoid}]
+  reads x[h + r - 1, w + s - 1] else FILLED
+  body x
+output y
+"""
+    before, after = (parse(text.replace("FILLED", f)) for f in (right, wrong))
+    with pytest.raises(LawError, match="differs"):
+        proofs.whole(before, after, "test")
+
+
 def test_bits_are_claimed_by_exact_rules_alone() -> None:
     scaled = PRODUCT.format(rows=4, body="(x * w) * 0.3", then="acc0")
     behind = PRODUCT.format(rows=4, body="x * w", then="acc0 * 0.3")

@@ -12,21 +12,21 @@ included, beside the graph as it is.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, with_ops
 from tapestry.ir.plan import MeshAxis, Stage
-from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.ir.types import Tensor
 from tapestry.plan.pipelines.staged_plan import stage_topology
-from tapestry.plan.search.problem import Tables, build
+from tapestry.plan.search.problem import build
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.topology import Topology
+from tapestry.rewrites.core.cones import Cone, Cones
 from tapestry.rewrites.core.driver import SIMPLIFIED, rules_of, simplify
 from tapestry.rewrites.core.matching import Draft
-from tapestry.rewrites.core.rule import Move, Refusal
+from tapestry.rewrites.core.rule import RULES, Move, Param
 from tapestry.rewrites.equations.equation import Equation
 
 NEAR = ((1, 0), (2, 1), (4, 2))  # of a region, the smallest that pays first: operations before and behind, along a path
@@ -34,9 +34,8 @@ MOST_OPS = 9  # of a region in all
 LOOKED_AT, LATER = 24, 5  # forms of a region from which equations are tried, and moves in a row
 WORSE = 2.5  # a form that costs more than the region by this factor is not followed
 PAYS = 0.98  # of a region's price, under which a derivation is worth planning
-CHILD = 6e6  # units of work of a form: measured, 6 ms
+CHILD = 5e6  # units of work of a form: measured, 5 ms
 _NONE = frozenset[str]()
-_Key = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +80,14 @@ class Cheaper:
     touched: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """An equation that holds at an operation, by its number; for parameters that are tensors, their places in the cone."""
+
+    number: int
+    params: tuple[tuple[str, Param, int | None], ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Book:
     """The search for derivations.
@@ -90,36 +97,42 @@ class Book:
         meter: of work; at most ``units`` of it are done here.
         known: of regions that were searched, by their text: the cheapest form, if any pays.
         disabled: rules that are left out.
-        holds: whether an equation holds at an operation with such surroundings, which have ``numbers``.
     """
 
     topology: Topology
     meter: Meter
     units: float
     disabled: frozenset[str] = _NONE
-    known: dict[str, Cheaper | None] = field(default_factory=dict[str, Cheaper | None])
-    holds: dict[tuple[str, _Key], bool] = field(default_factory=dict[tuple[str, "_Key"], bool])
-    numbers: dict[str, int] = field(default_factory=dict[str, int])
-    tables: Tables = field(default_factory=Tables)
+    known: dict[Cone, Cheaper | None] = field(default_factory=dict[Cone, Cheaper | None])
+    cones: Cones = field(default_factory=Cones)
     looked_at: int = 0
+    _places: dict[Cone, list[_Place]] = field(default_factory=dict[Cone, list["_Place"]])
+    _prices: dict[Cone, float] = field(default_factory=dict[Cone, float])
+    _reaches: dict[int, dict[int, Equation]] = field(init=False)  # equations by number, by how far they look
+
+    def __post_init__(self) -> None:
+        self._reaches = {}
+        for k, r in enumerate(rules_of("algebra")):
+            if isinstance(r, Equation) and r.name not in self.disabled:
+                self._reaches.setdefault(r.reach, {})[k] = r
 
     def derivations(self, graph: Graph) -> list[Derivation]:
         """For each kind of region, the moves at all its places that lead to the cheapest form; most seconds saved first."""
-        found: dict[str, tuple[Cheaper, list[tuple[Move, ...]]]] = {}
+        found: dict[Cone, tuple[Cheaper, list[tuple[Move, ...]]]] = {}
         taken, wires = set[str](), _Wires(graph)
-        for at in dict.fromkeys(at for _, _, at in self._places(graph)):
+        for at in dict.fromkeys(wires.makers[m.at] for m in self.moves(graph)):
             if self.looked_at * CHILD > self.units:
                 break
             for up, down in NEAR:
                 region = wires.region(at, up, down)
                 names = _names(region)
-                text = to_text(_renamed(region, names))
-                if text not in self.known:
-                    self.known[text] = self._searched(_renamed(region, names))
-                cheaper = self.known[text]
+                kind = self._kind(region, names)
+                if kind not in self.known:
+                    self.known[kind] = self._searched(_renamed(region, names))
+                cheaper = self.known[kind]
                 back = {new: old for old, new in names.items()}
                 if cheaper and not (touched := {back[t] for t in cheaper.touched}) & taken:
-                    found.setdefault(text, (cheaper, []))[1].append(tuple(_at(m, back) for m in cheaper.moves))
+                    found.setdefault(kind, (cheaper, []))[1].append(tuple(_at(m, back) for m in cheaper.moves))
                     taken |= touched
                 if cheaper:
                     break
@@ -129,35 +142,44 @@ class Book:
         ]
         return sorted(out, key=lambda d: (d.after - d.before) * d.places)
 
+    def _kind(self, region: Graph, names: dict[str, str]) -> Cone:
+        """All of a region but names."""
+        tensors = (
+            tuple(names[t] for t in (*(r.tensor for r in op.reads), *op.outs)) for op in region.ops if isinstance(op, Block)
+        )
+        ops = tuple(zip(map(self.cones.look, region.ops), tensors, strict=True))
+        types = tuple((names[t], x.dtype, x.shape) for t, x in region.tensors.items())
+        return (*ops, types, tuple(names[t] for t in region.outputs))
+
     def price(self, graph: Graph) -> float:
-        """Seconds of all operations on one device."""
+        """Seconds of all operations on one device; operations that look the same are priced once."""
+        draft, total = self.cones.draft(graph), 0.0
+        for op in graph.ops:
+            cone, _ = self.cones.at(draft, op, 0)
+            if cone not in self._prices:
+                alone = with_ops(replace(graph, outputs=op.outs), (op,))
+                self._prices[cone] = float(min(build(alone, self._device(), {}, {}, {}).menus[0].seconds))
+            total += self._prices[cone]
+        return total
+
+    def _device(self) -> Topology:
         stage = Stage(0, (MeshAxis(self.topology.mesh[-1].name, 1),))
         device = self.topology.alone or self.topology.device
-        alone = replace(stage_topology(self.topology, stage), device=device, kinds=(), calls=())
-        return float(sum(min(m.seconds) for m in build(graph, alone, {}, {}, {}, known=self.tables).menus))
-
-    def rules(self) -> list[Equation]:
-        """The equations of the book."""
-        return [r for r in rules_of("algebra") if isinstance(r, Equation) and r.name not in self.disabled]
+        return replace(stage_topology(self.topology, stage), device=device, kinds=(), calls=())
 
     def moves(self, graph: Graph) -> Iterator[Move]:
-        """Every place where an equation of the book holds."""
-        for rule, draft, at in self._places(graph):
-            yield from (m for m in rule.found(draft, at) if not isinstance(m, Refusal))
-
-    def _places(self, graph: Graph) -> Iterator[tuple[Equation, Draft, int]]:
-        """Every operation at which an equation of the book holds; equal surroundings are matched once."""
-        draft, near = Draft(graph), _Surroundings(graph, self.numbers)
-        blocks = [(at, op) for at, op in enumerate(graph.ops) if isinstance(op, Block)]
-        for rule in self.rules():
-            for at, op in blocks:
-                if not rule.matcher.fits(op):
-                    continue
-                key = rule.name, near.of(at, len(rule.rule.before) - 1)
-                if key not in self.holds:
-                    self.holds[key] = any(not isinstance(m, Refusal) for m in rule.found(draft, at))
-                if self.holds[key]:
-                    yield rule, draft, at
+        """Every place where an equation of the book holds, equation by equation; where operations look the same, asked once."""
+        draft, found = self.cones.draft(graph), list[tuple[int, int, Move]]()
+        for at, op in enumerate(graph.ops):
+            for reach, rules in self._reaches.items() if isinstance(op, Block) else ():
+                cone, names = self.cones.at(draft, op, reach)
+                key = (reach, *cone)
+                if key not in self._places:
+                    self._places[key] = list(_places(draft, at, rules, names))
+                for p in self._places[key]:
+                    params = tuple((n, v if k is None else names[k]) for n, v, k in p.params)
+                    found.append((p.number, at, Move(rules[p.number].name, op.outs[0], params)))
+        yield from (m for _, _, m in sorted(found, key=lambda f: f[:2]))
 
     def _searched(self, region: Graph) -> Cheaper | None:
         """The cheapest form of a region, of equally cheap ones that of the fewest moves; ``None`` where none pays."""
@@ -173,7 +195,7 @@ class Book:
         """A region and the forms that equations make of it, the cheapest of those found so far being followed first."""
         begin = Form(number=0, parent=None, moves=(), graph=region, price=self.price(region))
         yield begin
-        count, seen = 1, {to_text(region)}
+        count, seen = 1, {self.cones.key(region)}
         queue = [(begin.price, 0, begin)]
         for _ in range(LOOKED_AT):
             if not queue:
@@ -182,23 +204,31 @@ class Book:
             for move in self.moves(form.graph) if len(form.moves) < LATER else ():
                 self.looked_at += 1
                 self.meter.spent += CHILD
-                new = _applied(form.graph, move, self.disabled)
-                if new is None or (text := to_text(new)) in seen:
+                new = self._applied(form.graph, move)
+                if new is None or (key := self.cones.key(new)) in seen:
                     continue
-                seen.add(text)
+                seen.add(key)
                 made = Form(number=count, parent=form.number, moves=(*form.moves, move), graph=new, price=self.price(new))
                 yield made
                 count += 1
                 if made.price < begin.price * WORSE:
                     heapq.heappush(queue, (made.price, made.number, made))
 
+    def _applied(self, graph: Graph, move: Move) -> Graph | None:
+        try:
+            new = simplify(RULES[move.rule].apply(graph, move), disabled=self.disabled, cones=self.cones)
+        except TapestryError:
+            return None
+        return replace(new, log=None)
 
-def _applied(graph: Graph, move: Move, disabled: frozenset[str]) -> Graph | None:
-    rule = next(r for r in rules_of("algebra") if r.name == move.rule)
-    try:
-        return replace(simplify(rule.apply(graph, move), disabled=disabled), log=None)
-    except TapestryError:
-        return None
+
+def _places(draft: Draft, at: int, rules: Mapping[int, Equation], names: list[str]) -> Iterator[_Place]:
+    """Where some equations hold at one operation."""
+    for number, rule in rules.items():
+        for m in rule.found(draft, at):
+            if isinstance(m, Move):
+                params = ((n, v, names.index(str(v)) if rule.names_tensor(n) else None) for n, v in m.params)
+                yield _Place(number, tuple(params))
 
 
 def _together(places: list[tuple[Move, ...]]) -> Iterator[Move]:
@@ -207,40 +237,6 @@ def _together(places: list[tuple[Move, ...]]) -> Iterator[Move]:
         if k:
             yield Move(SIMPLIFIED, "graph")
         yield from step
-
-
-class _Surroundings:
-    """What an equation sees of an operation: it and those that it is made of, whatever they are called."""
-
-    def __init__(self, graph: Graph, numbers: dict[str, int]) -> None:
-        """``numbers``: of the signatures of operations, which grows."""
-        self.graph, self.makers, self.readers = graph, graph.producers(), graph.consumers()
-        self.numbers, self.outputs, self.signatures = numbers, set(graph.outputs), dict[int, int]()
-
-    def of(self, at: int, depth: int) -> _Key:
-        """Equal for equal surroundings, up to so many operations behind each other."""
-        out, layer, place = list[tuple[int, ...]](), [at], {at: 0}
-        for left in range(depth, -1, -1):
-            behind = list[int]()
-            for k in layer:
-                made = [self.makers.get(t, -1) for t in self.graph.ops[k].inputs]
-                for m in made if left else ():
-                    if m >= 0 and m not in place:
-                        place[m] = len(place)
-                        behind.append(m)
-                out.append((self._number(k), *(place.get(m, -1) for m in made)))
-            layer = behind
-        return tuple(out)
-
-    def _number(self, k: int) -> int:
-        """Of an operation's signature, and of who reads its results."""
-        if k not in self.signatures:
-            op = self.graph.ops[k]
-            readers = [self.readers.get(t, ()) for t in op.outs]
-            alone = [len(r) == 1 and t not in self.outputs for t, r in zip(op.outs, readers, strict=True)]
-            text = f"{signature(op, self.graph)} {alone}"
-            self.signatures[k] = self.numbers.setdefault(text, len(self.numbers))
-        return self.signatures[k]
 
 
 class _Wires:

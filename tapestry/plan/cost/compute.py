@@ -63,7 +63,13 @@ def arithmetic(op: Op, block: Boxes, final: Boxes) -> tuple[np.ndarray, np.ndarr
     """`flops` of boxes rather than of point counts, exact for operations whose state fields run over different dimensions."""
     if isinstance(op, Block) and layered(op):
         return layered_flops(op, block, final)
-    return flops(op, work(op, block), sizes(final))
+    heavy, light = flops(op, work(op, block), sizes(final))
+    factors = dict.fromkeys(f for pair in products(op) or () for f in pair) if isinstance(op, Block) else {}
+    for e, count in ((e, n) for e in factors if (n := count_calls((e,)))):  # computed once for each point that they vary along
+        assert isinstance(op, Block)
+        along = dims_read(op, e)
+        light = light + sizes(block[:, [i for i, d in enumerate(op.space) if d.name in along]]) * count
+    return heavy, light
 
 
 def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np.ndarray]:

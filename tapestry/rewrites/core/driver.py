@@ -14,6 +14,7 @@ from tapestry.errors import TapestryError, similar
 from tapestry.ir.graph import Graph
 from tapestry.rewrites.core import applied as applied_moves
 from tapestry.rewrites.core.applied import apply_moves, chosen, swept
+from tapestry.rewrites.core.cones import Cones
 from tapestry.rewrites.core.matching import Accept, MatchRule
 from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule
 
@@ -28,18 +29,25 @@ def rules_of(phase: Phase) -> list[Rule]:
     return [r for r in RULES.values() if r.phase == phase]
 
 
-def simplify(graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE, accept: Accept | None = None) -> Graph:
+def simplify(
+    graph: Graph, limit: int = 12, *, disabled: frozenset[str] = _NONE, accept: Accept | None = None, cones: Cones | None = None
+) -> Graph:
     """Apply every rule of the phase ``simplify`` until none changes the graph (each sweep is one linear pass).
 
     The rules only remove operations, views from reads, or both, so that the rounds end; ``limit`` is a guard for rules
-    that a user adds, ``disabled`` has names of rules that are left out, ``accept`` refuses single moves.
+    that a user adds, ``disabled`` has names of rules that are left out, ``accept`` refuses single moves. With
+    ``cones``, what is known of other graphs is not looked at again.
     """
     rules = [r for r in rules_of("simplify") if r.name not in disabled]
     unchanged = 0  # rules in a row that did nothing
     for rule in (r for _ in range(limit) for r in rules):
-        before = graph
-        graph = chosen(rule, graph, accept)[0] if accept and isinstance(rule, MatchRule) else swept(rule, graph)
-        unchanged = unchanged + 1 if graph is before or graph.ops == before.ops else 0
+        before, known = graph, cones is not None and cones.idle(rule, graph)
+        if not known:
+            graph = chosen(rule, graph, accept)[0] if accept and isinstance(rule, MatchRule) else swept(rule, graph)
+        same = graph is before or graph.ops == before.ops
+        unchanged = unchanged + 1 if same else 0
+        if same and cones is not None and not known:
+            cones.note_idle(rule, graph)
         if unchanged == len(rules):
             break
     return graph

@@ -177,6 +177,12 @@ class MatchRule(Rule):
     backwards: ClassVar[bool] = False
     again: ClassVar[bool] = False
 
+    @property
+    def reach(self) -> int | None:
+        """How far before an operation `candidates` looks, in operations along a path, and nowhere else (whether one of them
+        has a single reader counts as part of it); ``None`` where that is not said."""
+        return None
+
     def candidates(self, draft: Draft, at: int, move: Move | None) -> Iterator[Candidate | Refusal]:
         """What the rule may do with the operation at a position: everything, or what one move asks for.
 

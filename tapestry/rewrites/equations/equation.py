@@ -22,6 +22,19 @@ class Equation(MatchRule):
 
     def __init__(self) -> None:
         self.matcher = Matcher(self.rule)
+        paths: dict[str, int] = {}  # the longest path of operations of the left-hand side that ends in each tensor
+        for p in self.rule.before:
+            paths |= {o.name: 1 + max((paths.get(r.tensor, 0) for r in p.reads), default=0) for o in p.outs}
+        self._reach = paths[self.rule.before[-1].outs[0].name] - 1
+
+    @property
+    def reach(self) -> int:
+        """See `MatchRule.reach`: the longest path in the left-hand side."""
+        return self._reach
+
+    def names_tensor(self, param: str) -> bool:
+        """Whether a parameter of a move is a tensor, rather than a dimension or a number."""
+        return any(p.name == param and p.target in self.matcher.makers for p in self.rule.params)
 
     def choose(self, graph: Graph, accept: Accept | None = None) -> tuple[Graph, list[Move]]:
         """As `MatchRule.choose`; a graph without an operation of the form of the left-hand side's last one is not looked at."""

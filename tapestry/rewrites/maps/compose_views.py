@@ -49,6 +49,11 @@ class ComposeViews(PairRule):
     phase = "simplify"
     nothing = "no view to compose there"
 
+    @property
+    def reach(self) -> int:
+        """See `MatchRule.reach`."""
+        return 1
+
     def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
         """The operation with reads of a view as reads of what the view reads."""
         op, view = draft.block(at), draft.op(other)

@@ -50,6 +50,11 @@ class FuseEpilogue(PairRule):
     phase = "simplify"
     nothing = "no reduction with that reader alone"
 
+    @property
+    def reach(self) -> int:
+        """See `MatchRule.reach`."""
+        return 1
+
     def partners(self, draft: Draft, at: int) -> Iterable[str]:
         """Reductions that a map alone reads; the one with most points first."""
         op = draft.block(at)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tapestry.ir.expr import Acc, Arg, Expr, rewrite
 from tapestry.ir.graph import Block, Op, Read
@@ -61,6 +62,7 @@ def aligned(a: Block, b: Block) -> dict[str, Aff] | None:
     return env
 
 
+@lru_cache(maxsize=1 << 12)
 def swept(op: Block) -> frozenset[Read]:
     """What the body reads along the reduced dimensions."""
     along = {d.name for d in op.reduce if d.size > 1}

@@ -2,8 +2,9 @@
 
 Every draw has a purpose. ``exact``: floats are multiples of 1/32 of at most 2, an eighth of them 0; float64 holds sums of their
 products without rounding. ``range``: up to 128, and around the constants of the region. ``awkward``: a third of the floats are
-infinite, NaN, -0 or 1e30. ``dense``: floats with all their digits. ``positive``: for logarithms and roots. ``off`` and ``on``:
-booleans all alike. A *poke* puts one value, such as NaN, into chosen cells of one tensor.
+infinite, NaN, -0 or 1e30. ``dense``: floats with all their digits. ``positive``: for logarithms and roots, and with
+``negative`` for maxima and minima. ``off`` and ``on``: booleans all alike. A *poke* puts one value, such as NaN, into chosen
+cells of one tensor.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Draw:
             return np.where((bits >> np.uint64(40)) % np.uint64(3) == 0, odd, small)
         if self.kind == "positive":
             return np.abs(small) + 0.25
+        if self.kind == "negative":
+            return -np.abs(small) - 0.25
         if self.kind != "range":
             return small
         wide = np.asarray(small * self.scale)
@@ -78,6 +81,8 @@ class Draw:
 
     def _integers(self, t: Tensor, bits: Array) -> Array:
         signed = not t.dtype.startswith("u")
+        if self.kind in ("positive", "negative"):
+            return np.asarray(1 + (bits % np.uint64(9)).astype(np.int64)) * (-1 if signed and self.kind == "negative" else 1)
         small = (bits % np.uint64(9)).astype(np.int64) - (4 if signed else 0)
         places = (bits % np.uint64(max(1, self.most))).astype(np.int64)
         which = (bits >> np.uint64(40)) % np.uint64(4)

@@ -6,6 +6,7 @@ What must agree, and how nearly:
   to half types round where the same bits are claimed, or the output is no float; else the next but one sees these roundings;
 - inputs of great range: finite where it was finite, in float64 and in the graph's own types;
 - the graph's own types: to a few roundings of the output's type, so that a rounding in between that went is seen;
+- inputs of one sign, where a maximum or minimum picks: what is filled in at a border must not be picked by accident only;
 - a NaN in single cells of each input: the same cells are NaN, the others as above;
 - infinities in single cells: the same for a rule that claims to be exact, else only noted.
 """
@@ -22,6 +23,7 @@ import numpy as np
 from tapestry.errors import LawError
 from tapestry.ir.expr import Call, distinct
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.monoid import primitive_of
 from tapestry.ir.types import FLOATS
 from tapestry.verify.rewriting.cells import Cells, Place, TooMuch
 from tapestry.verify.rewriting.draws import Draw
@@ -38,6 +40,7 @@ DOMAINS = frozenset({"log", "sqrt", "pow", "div", "log1p", "acosh", "fmod", "mod
 EPS = {"f64": 2.0**-52, "f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
 MOVED = frozenset({"cast", "where", "max", "min", "neg", "abs", "sign"})
 PICKED = ("max", "min", "argmax", "argmin")
+PICKS = frozenset({"max", "min"})
 STEP = "same_values"
 
 
@@ -90,10 +93,16 @@ class Trial:
             self._same(Draw("off", most=self.most))
             self._same(Draw("on", most=self.most))
         self._range()
+        called = {x.fn for op in self.before.ops for x in distinct(expressions(op)) if isinstance(x, Call)}
+        picks = bool(called & PICKS) or any(
+            isinstance(op, Block) and primitive_of(op.monoid) in PICKS for op in self.before.ops
+        )
+        if (floats and called & DOMAINS) or picks:
+            self._same(Draw("positive", most=self.most))
+        if picks and not called & DOMAINS:
+            self._same(Draw("negative", most=self.most))
         if not floats:
             return
-        if any(isinstance(x, Call) and x.fn in DOMAINS for op in self.before.ops for x in distinct(expressions(op))):
-            self._same(Draw("positive", most=self.most))
         self._native()
         for t, cells in asked.items():
             if self.types[t].dtype in FLOATS and len(cells):
