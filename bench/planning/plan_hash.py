@@ -1,12 +1,13 @@
 """The same plan from every compilation of the same command, whatever else the machine does.
 
-    .venv/bin/python -m bench plan_hash [--runs N] [--only NAME …]
+    .venv/bin/python -m bench plan_hash [--runs N] [--first N] [--only NAME …]
 
-Six models that take little to plan: of text, images, speech, and a recurrent one (graphs of shared/models without weights, and
-an LSTM that is made here), compiled N times each in processes of their own: in turns as the machine is, beside a busy process,
-at a low priority, and at a low priority beside a busy process; each time with another seed of Python's hashes, on one, two
-and four threads. Every model must give one `plan_sha256`. Writes bench/results/plan_hash.json, where rows of models that are
-left out stay; exits 1 where one gives two.
+Models that take little to plan: a language model and a network for images (graphs of shared/models without weights), and four
+that are made here: a recurrent one, and with layouts a transformer block, convolutions in a row, linear layers. N processes
+compile them all, each in another order: in turns as the machine is, beside a busy process, stopped for moments, and stopped for
+moments beside a busy process; each time with another seed of Python's hashes, on one, two and four threads. Every model must
+give one `plan_sha256`. Writes bench/results/plan_hash.json after every process; ``--first N`` goes on after N that are there.
+Exits 1 where a model gives two plans.
 """
 
 from __future__ import annotations
@@ -15,43 +16,48 @@ import argparse
 import gzip
 import json
 import os
-import resource
+import random
+import signal
 import subprocess
 import sys
-from pathlib import Path
+import time
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper, save
 
+import tapestry
+from bench.planning.partitioner_cases import all_cases
 from bench.support import record
 from bench.support.record import Row
 
 FOLDER = record.WORK / "plan_hash"
-CASES = {  # model: mesh, sizes of symbols
-    "bert_base": ("2", {"s18": "4", "s41": "128", "s43": "4"}),
+MADE = {"block": "block, data × tensor 2×4", "convolutions": "convs 56 → 28 → 28", "perceptron": "MLP, FSDP weights"}
+CASES: dict[str, tuple[str, dict[str, str]]] = {  # model: mesh, sizes of symbols
+    "block": ("2x4", {}),
+    "convolutions": ("8", {}),
     "llama_tiny": ("2", {"s72": "1", "s53": "32", "s43": "1"}),
     "lstm": ("2", {}),
     "mobilenet_v2": ("2", {"s31": "4"}),
-    "vit_base": ("2x2", {"s99": "4"}),
-    "whisper_encoder": ("2", {"s6": "2"}),
+    "perceptron": ("8", {}),
 }
-LOADS = ("as it is", "busy", "low priority", "busy and low priority")
+LOADS = ("as it is", "busy", "stopped now and then", "busy and stopped now and then")
 THREADS = (1, 2, 4)
 BUSY = "while True: pass"
+PAUSE = 0.2  # seconds
 
 
-def written(name: str) -> Path:
+def write(name: str) -> None:
     """The model's file."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}.onnx"
-    if name == "lstm":
-        save(_lstm(steps=12, batch=8, width=64), path)
+    if name in MADE or name == "lstm":
+        save(_lstm() if name == "lstm" else all_cases()[MADE[name]].model(), path)
     else:
         path.write_bytes(gzip.decompress((record.SHARED / f"{name}.onnx.gz").read_bytes()))
-    return path
 
 
-def _lstm(steps: int, batch: int, width: int) -> ModelProto:
+def _lstm(steps: int = 12, batch: int = 8, width: int = 64) -> ModelProto:
     """Two layers of an LSTM and a linear one."""
     rng = np.random.default_rng(0)
     shapes = dict.fromkeys(("w0", "r0", "w1", "r1"), (1, 4 * width, width)) | {"v": (width, 8)}
@@ -71,44 +77,50 @@ def _lstm(steps: int, batch: int, width: int) -> ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-def compiled(path: Path, name: str, run: int) -> tuple[str, float, float]:
-    """Hash, objective and wall seconds of one compilation under the load of a run."""
-    mesh, shapes = CASES[name]
+def once(names: list[str]) -> dict[str, Row]:
+    """Hash, objective and wall seconds of one compilation of each model, one after another in this process."""
+    out: dict[str, Row] = {}
+    for name in names:
+        options: dict[str, Any] = {"layouts": all_cases()[MADE[name]].texts()} if name in MADE else {}
+        mesh, shapes = CASES[name]
+        path = FOLDER / f"{name}.onnx"
+        made = tapestry.compile(path, mesh=mesh, topology="cpu", weights=False, shapes=shapes, **options)
+        out[name] = {k: made.report[k] for k in ("plan_sha256", "objective_s")} | {"seconds": made.report["seconds"]["total"]}
+    return out
+
+
+def loaded(run: int, names: list[str]) -> dict[str, Row]:
+    """What a process of its own finds for the models, in an order of its own, under the load of a run."""
     load, threads = LOADS[run % len(LOADS)], THREADS[run % len(THREADS)]
-    bound = [a for item in shapes.items() for a in ("--shape", "=".join(item))]
-    options = ["--mesh", mesh, "--topology", "cpu", "--no-weights", "--json", *bound]
-    command = [sys.executable, "-m", "tapestry", "compile", str(path), "-o", str(FOLDER / "build"), *options]
-    low = ["nice", "-n", "10"] if "low" in load else []
+    order = random.Random(run).sample(names, len(names))
     other = subprocess.Popen([sys.executable, "-c", BUSY]) if "busy" in load else None
     try:
         environment = {**os.environ, "PYTHONHASHSEED": str(run), "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run([*low, *command], capture_output=True, text=True, env=environment)
+        command = [sys.executable, "-m", "bench", "plan_hash", "--once", "--only", *order]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        while "stopped" in load and process.poll() is None:
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(PAUSE)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(2 * PAUSE)
+        text, _ = process.communicate()
     finally:
         if other:
             other.kill()
             other.wait()
-    if done.returncode:
-        raise SystemExit(f"{path.name}: {done.stderr}")
-    found = json.loads(done.stdout)
-    return found["plan_sha256"], found["objective_s"], found["seconds"]["total"]
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return json.loads(text)
 
 
-def measure(name: str, runs: int) -> Row:
-    """One model under all loads."""
-    path, before = written(name), _used()
-    found = [compiled(path, name, k) for k in range(runs)]
-    hashes = sorted({h for h, _, _ in found})
-    seconds = [s for _, _, s in found]
+def row(name: str, runs: list[dict[str, Row]]) -> Row:
+    """One model in all runs."""
+    found = [r[name] for r in runs]
+    seconds = [f["seconds"] for f in found]
     return {
-        "model": name, "mesh": CASES[name][0], "runs": runs, "hashes": hashes, "objectives_s": sorted({o for _, o, _ in found}),
-        "least_seconds": min(seconds), "most_seconds": max(seconds), "cpu_s": _used() - before, "load": os.getloadavg()[0],
+        "model": name, "mesh": CASES[name][0], "runs": len(runs), "hashes": sorted({f["plan_sha256"] for f in found}),
+        "objectives_s": sorted({f["objective_s"] for f in found}), "least_seconds": min(seconds), "most_seconds": max(seconds),
     }  # fmt: skip
-
-
-def _used() -> float:
-    """Processor seconds of all processes that ended, busy ones too."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def main() -> int:
@@ -116,15 +128,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=sorted(CASES))
+    parser.add_argument("--first", type=int, default=0, help="runs that were done before, which are not done again")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    rows: list[Row] = []
+    if args.once:
+        print(json.dumps(once(args.only)))
+        return 0
     for name in args.only:
-        r = measure(name, args.runs)
+        write(name)
+    runs = [r for r in record.read_more("plan_hash", "each", []) if set(args.only) <= r.keys()][: args.first]
+    for k in range(len(runs), args.runs):
+        runs.append(loaded(k, args.only))
+        rows = [row(name, runs) for name in args.only]
+        record.write("plan_hash", rows, loads=list(LOADS), threads=list(THREADS), load=os.getloadavg()[0], each=runs)
+        print(k, " ".join(f"{r['model']} {len(r['hashes'])}" for r in rows), flush=True)
+    for r in rows:
         span = f"{r['least_seconds']:.1f} to {r['most_seconds']:.1f} s"
-        many = f"{len(r['hashes'])} plan(s): {', '.join(r['hashes'])}"
-        print(f"{r['model']:18} {r['mesh']:4} {r['runs']:3} runs {span:16} {many}", flush=True)
-        rows.append(r)
-        record.write("plan_hash", record.merged("plan_hash", rows, ["model"]), loads=list(LOADS), threads=list(THREADS))
+        print(
+            f"{r['model']:18} {r['mesh']:4} {r['runs']:3} runs {span:16} {len(r['hashes'])} plan(s): {', '.join(r['hashes'])}"
+        )
     return int(any(len(r["hashes"]) > 1 for r in rows))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from tapestry.ir.plan import Plan
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer, allocated, device_bytes
-from tapestry.plan.simulate import TRANSFER, Schedule, critical_path, simulate
+from tapestry.plan.simulate import TRANSFER, Known, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology
 
 TRIES = 16  # transfers that go ahead, and programs that are tried for each
@@ -52,10 +52,12 @@ def early(program: Program) -> Program:
 def in_better_order(plan: Plan, program: Program, topo: Topology) -> tuple[Program, float]:
     """A program whose transfers are issued in an order that takes less simulated time, or the same one; and that time. Only
     where transfers and kernels overlap: in turns, only waiting for neighbours changes."""
-    timed = simulate(plan, program, topo)
+    known = Known()
+    timed = simulate(plan, program, topo, known)
     for _ in range(TRIES if topo.overlap and len(program.steps) * program.devices <= CELLS // TRIES else 0):
-        others = filter(None, (_ahead(timed.program, first, then) for first, then in _in_the_way(timed)))
-        clocks = (simulate(plan, p, topo) for p in itertools.islice(others, TRIES))
+        alive = _alive(timed.program)
+        others = filter(None, (_ahead(timed.program, alive, first, then) for first, then in _in_the_way(timed)))
+        clocks = (simulate(plan, p, topo, known) for p in itertools.islice(others, TRIES))
         better = next((t for t in clocks if t.total < timed.total * LESS), None)
         if better is None:
             break
@@ -72,14 +74,15 @@ def _in_the_way(timed: Schedule) -> Iterator[tuple[int, int]]:
             yield a.timed.step, b.timed.step
 
 
-def _ahead(program: Program, first: int, then: int) -> Program | None:
-    """The program with a transfer ahead of another step; ``None`` where it cannot go there, or a peak would rise."""
+def _ahead(program: Program, alive: np.ndarray, first: int, then: int) -> Program | None:
+    """The program with a transfer ahead of another step; ``None`` where it cannot go there, or a peak would rise above what is
+    ``alive`` now."""
     step = program.steps[then]
     between = program.steps[first:then]
     assert isinstance(step, Transfer)
     if not first or any(step.src in allocated(s) for s in between):
         return None
-    alive, need = _alive(program), device_bytes(program.buffers[step.dst])
+    need = device_bytes(program.buffers[step.dst])
     if np.any(alive[first - 1 : then] + need > alive.max(axis=0)):
         return None
     return replace(program, steps=(*program.steps[:first], step, *between, *program.steps[then + 1 :]))

@@ -24,6 +24,8 @@ PACE, SLOW = 0.01, 1e-4  # of steps along the excess: at first, and when they ma
 NEWS = 3  # times that get a price in one round
 GENTLE = 0.3  # of the time for making a choice fit, at the highest peaks alone
 FALLS, FALL = 10, 4.0  # prices that fall from very high ones, each by this factor
+TURNS = 6  # rounds of very high prices until a choice keeps to the limit
+TURN, FAR = 3.0, 0.3  # by how much (as a logarithm) prices differ after a round, where the limit is passed by this part of it
 SWELL = 1.2  # of what is added to prices, from round to round
 FIRST = 0.3  # of the budget, for messages without new prices
 STILL = 1e-5  # of the bound: messages that raise it by less have settled
@@ -249,18 +251,28 @@ def force(state: Ascent, budget: Budget, mixture: Mixture) -> float:
 
 
 def _frugal(state: Ascent, budget: Budget, mixture: Mixture) -> float:
-    """Choices at equal prices for all times, from very high ones downwards; the least cost known then."""
+    """Choices at prices for all times, from very high ones downwards; the least cost known then.
+
+    Times at which a choice passes the limit cost more from then on, the others less (multiplicative weights: Arora, Hazan and
+    Kale 2012), so that soon one keeps to it at all times.
+    """
     messages, use = state.messages, state.messages.net.usage
     unit, kept = np.maximum(use.limit, 1.0), messages.message.copy()
     most = float(use.priced(1.0 / unit, len(messages.net.unary)).max(initial=0.0))
-    least = np.inf
-    for k in range(FALLS if most > 0 else 0):
-        price = np.full(len(unit), 0.1 * messages.large / most / FALL**k) / unit
+    least, level, weight = np.inf, 0.1 * messages.large / max(most, 1e-300), np.ones(len(unit))
+    for k in range(TURNS + FALLS if most > 0 else 0):
+        price = level * weight / unit
         unary = messages.unary + use.priced(price, len(messages.net.unary))[messages.label]
         _pass(messages, unary, budget, 1 if k else 3)
-        least = mixture.see(messages.descend(unary, messages.decode(unary), 2), price)
+        choice = messages.descend(unary, messages.decode(unary), 2)
+        least, over = mixture.see(choice, price), state.excess(choice)
         budget.spend(2 * messages.work)
-        if budget.over() or (k and not np.isfinite(least)):
+        if np.isfinite(least):
+            level /= FALL
+        if over.max(initial=0.0) > 0:
+            weight = weight * np.exp(np.clip(over / max(float(over.max()), FAR), -1.0, 1.0) * TURN)
+            weight /= weight.mean()
+        if budget.over() or (k >= TURNS and not np.isfinite(least)):
             break
     messages.message = kept
     return least

@@ -10,9 +10,11 @@ import pytest
 
 from bench.planning import iopddl
 from bench.support.iopddl_shapes import INFINITE, Shape, problem
+from tapestry.plan.solver import lagrange
 from tapestry.plan.solver.ascent import Messages
+from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.crossover import Crossing, Mixture
-from tapestry.plan.solver.pairs import Instance, from_instance
+from tapestry.plan.solver.pairs import Instance, Usage, from_instance
 
 
 def forest(seed: int, count: int, labels: int = 4) -> Instance:
@@ -88,3 +90,23 @@ def test_a_shape_has_as_many_nodes_and_edges_as_asked_and_a_choice():
     row = iopddl.solve("shape", made, {"seconds": 4.0}, 1.0, time.monotonic(), None)
     assert row["feasible"]
     assert row["gap"] < 0.05
+
+
+def test_times_that_are_passed_cost_more(monkeypatch):
+    """Ten nodes use little for long, or much at one time: equal prices over time mean the second, which does not fit."""
+    count, long = 10, 100
+    label = np.arange(2 * count)
+    early, lo = label % 2 == 0, np.where(label % 2 == 0, 0, 5)
+    usage = Usage(label, lo, np.where(early, long, 6), np.where(early, 1.0, 5.0), np.full(long, 12.0), np.arange(long))
+    none = np.zeros(0)
+    given = Instance(np.full(count, 2), np.tile([1.0, 0.0], count), none.reshape(0, 2).astype(int), none, usage)
+
+    def least() -> float:
+        messages = Messages(from_instance(given))
+        mixture = Mixture(messages, lambda _: mixture.cost if mixture.fits() else np.inf)
+        start = lagrange.Ascent(np.zeros(long), messages=messages, best_message=messages.message.copy())
+        return lagrange._frugal(start, Budget(SECOND), mixture)
+
+    assert least() <= count
+    monkeypatch.setattr(lagrange, "TURNS", 0)
+    assert least() == np.inf
