@@ -337,7 +337,8 @@ class Table:
         """How many steps below a node that no model computes there is a choice by place; `NEVER` where there is none."""
         if at not in self.chosen:
             node = self.nodes[at]
-            refs = [a.node for a in node.args if isinstance(a, Ref)] if node.kind in ("call", "reduce") and not node.model else []
+            made = node.kind in ("call", "reduce") and not node.model
+            refs = [a.node for a in node.args if isinstance(a, Ref)] if made else []
             tests = (self.nodes[a].label[0] in ("test ge", "test eq") for a in refs[:1]) if node.label[0] == "where" else ()
             self.chosen[at] = 0 if any(tests) else 1 + min((self.choice_below(a) for a in refs), default=NEVER)
         return self.chosen[at]
